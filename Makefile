@@ -1,0 +1,71 @@
+# On a fresh machine with Python 3.11+ (with venv) and make, two commands do everything:
+#   make demo    set up, then predict and explain a real model against a real GPU's size
+#   make test    set up, then lint, types, layering and tests
+# Only the package index is needed. A CPU build of torch is enough, and much the quickest to install:
+# where the default index carries CUDA builds, point pip's usual settings at one with CPU builds.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt
+
+DEMO_TARGET ?= examples/gpt2.py:workload
+DEMO_GPU ?= rtx3090
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types layers tests format clean
+
+help:
+	@echo "make demo     set up, then predict $(DEMO_TARGET) against $(DEMO_GPU)"
+	@echo "make test     set up, then lint, types, layers and tests"
+	@echo "make setup | lint | types | layers | tests | format | clean"
+
+setup: $(STAMP)
+
+# Made again when what is to be installed changes; otherwise the second call costs nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "error: $(PYTHON) was not found; install Python 3.11 or newer, or give PYTHON=/path/to/python" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: $$($(PYTHON) --version) is too old; oomph needs Python 3.11 or newer (PYTHON=/path/to/python)" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "error: $(PYTHON) has no venv module; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/pip || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@echo "== installing torch into $(VENV) (the largest part; minutes on a slow line)"
+	@$(PIP) torch
+	@echo "== installing oomph and its tools"
+	@$(PIP) -e '.[dev]'
+	@touch $@
+
+# Exit status 1 means "does not fit", which is an answer; anything above it is a failure.
+demo: $(STAMP)
+	@echo "== oomph predict $(DEMO_TARGET) --gpu $(DEMO_GPU)   (no GPU is used; nothing of the model's size is allocated)"
+	@$(BIN)/oomph predict $(DEMO_TARGET) --gpu $(DEMO_GPU) || { status=$$?; [ $$status -eq 1 ] || exit $$status; }
+
+test: lint types layers tests
+
+lint: $(STAMP)
+	@echo "== lint"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@echo "== types"
+	@$(BIN)/mypy
+
+layers: $(STAMP)
+	@echo "== layers"
+	@$(BIN)/lint-imports
+
+tests: $(STAMP)
+	@echo "== tests"
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -1,0 +1,66 @@
+"""`oomph gpus`: the cards that can be named with `--gpu`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.table import Table
+
+from oomph import gpus
+from oomph.cli.streams import write_stdout
+from oomph.report.terminal import report_console
+from oomph.units import format_bytes
+
+
+def run_gpus(as_json: bool) -> int:
+    """Print the catalogue; returns the exit status."""
+    cards = gpus.catalogue()
+    if as_json:
+        write_stdout(json.dumps({"schema": 1, "gpus": [_card(card) for card in cards]}) + "\n")
+    else:
+        write_stdout(_table(list(cards)))
+    return 0
+
+
+def _card(card: gpus.GPU) -> dict[str, Any]:
+    return {
+        "name": card.name,
+        "title": card.title,
+        "memory": card.memory,
+        "capability": f"{card.capability[0]}.{card.capability[1]}",
+        "bf16_tflops": card.bf16_tflops,
+        "has_bf16": card.has_bf16,
+        "bandwidth": card.bandwidth,
+        "context": card.context,
+    }
+
+
+def _rate(card: gpus.GPU) -> str:
+    if card.bf16_tflops is None:
+        return "-"
+    # Without bf16 tensor cores the catalogue gives the fp16 rate, and the reader should know.
+    return f"{'' if card.has_bf16 else 'fp16 '}{card.bf16_tflops:,.0f}"
+
+
+def _table(cards: list[gpus.GPU]) -> str:
+    console = report_console()
+    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="bold")
+    table.add_column("name", style="cyan", no_wrap=True)
+    table.add_column("card")
+    for heading in ("memory", "capability", "bf16 TFLOP/s", "bandwidth GB/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for card in cards:
+        table.add_row(
+            card.name,
+            card.title,
+            format_bytes(card.memory),
+            f"{card.capability[0]}.{card.capability[1]}",
+            _rate(card),
+            f"{card.bandwidth / 1e9:,.0f}" if card.bandwidth else "-",
+        )
+    with console.capture() as capture:
+        console.print(table)
+        console.print()
+        console.print("memory is what torch reports; `--gpu` also takes a size, e.g. --gpu 24GiB")
+    return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())

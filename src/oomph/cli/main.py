@@ -1,0 +1,131 @@
+"""The command `oomph`: its grammar, and how every ending becomes an exit status."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from oomph.errors import OomphError, ProgramError
+
+# typer carries its own copy of click in some versions and uses the installed one in others;
+# its public BadParameter leads to the right base class in both.
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+OUR_BUG = 70  # 1 would read as "does not fit"
+
+app = typer.Typer(
+    name="oomph",
+    help="Will it fit? Predict the GPU memory of a training step, without a GPU.",
+    epilog="Exit status: 0 fits, 1 does not fit, 2 a mistake of the user's, 3 the traced program failed.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            version = metadata.version("oomph")
+        except metadata.PackageNotFoundError:
+            version = "(not installed)"
+        print(f"oomph {version}")
+        raise typer.Exit
+
+
+@app.callback()
+def _oomph(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def predict(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="file.py:name or package.module:name; name is a Workload, or a function that returns one.",
+        ),
+    ],
+    gpu: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|SIZE", help="The card to fit: a name from `oomph gpus`, or a size."),
+    ] = None,
+    max: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="The most that the allocator may reserve, e.g. 24GiB."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, not the report.")] = False,
+    snapshot: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Also write a snapshot that PyTorch's memory visualiser opens."),
+    ] = None,
+) -> int:
+    """Predict the memory of one training step: does it fit, and which lines own the peak."""
+    from oomph.cli.predict import PredictOptions, run_predict
+
+    return run_predict(PredictOptions(target, gpu, max, json, snapshot))
+
+
+@app.command()
+def gpus(
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, not the table.")] = False,
+) -> int:
+    """List the GPUs that oomph knows by name."""
+    from oomph.cli.gpus import run_gpus
+
+    return run_gpus(json)
+
+
+def main() -> None:
+    """The console script, and `python -m oomph`."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """One command; returns the exit status, errors having been printed to stderr."""
+    try:
+        status = app(list(arguments) or ["--help"], prog_name="oomph", standalone_mode=False)
+        return int(status or 0)
+    except _UsageError as error:
+        return _complain(f"{_one_line(error.format_message())}; {_advice(error)}")  # type: ignore[attr-defined]
+    except ProgramError as error:
+        from oomph.cli.failures import failure_text
+
+        print(failure_text(error), file=sys.stderr)
+        return error.exit_status
+    except OomphError as error:
+        _complain(_one_line(str(error)))
+        return error.exit_status
+    except Exception:
+        traceback.print_exc()
+        print("oomph: this is a bug in oomph, not in your program", file=sys.stderr)
+        return OUR_BUG
+
+
+def _complain(message: str) -> int:
+    print(f"oomph: {message}", file=sys.stderr)
+    return OomphError.exit_status
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split()).rstrip(".")
+
+
+def _advice(error: Exception) -> str:
+    """What is valid where the usage error arose: the commands, or the command's own help."""
+    context = getattr(error, "ctx", None)
+    commands = getattr(getattr(context, "command", None), "commands", None)
+    if commands:
+        return f"the commands are {', '.join(commands)}"
+    return f"see `{context.command_path if context else 'oomph'} --help`"

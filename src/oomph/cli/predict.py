@@ -1,0 +1,93 @@
+"""`oomph predict`: trace the target and tell how much memory its training step takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from oomph import gpus, units
+from oomph.cli.progress import progress_display
+from oomph.cli.streams import stdout_to_stderr, write_stdout
+from oomph.cli.targets import open_target, split_target
+from oomph.errors import ProgramError, UserError
+from oomph.records import Prediction
+from oomph.report.as_json import prediction_to_json
+from oomph.report.terminal import report_console, report_text
+
+FITS = 0
+DOES_NOT_FIT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PredictOptions:
+    """What stands on the command line."""
+
+    target: str
+    gpu: str | None = None
+    max: str | None = None
+    json: bool = False
+    snapshot: str | None = None
+
+
+def run_predict(options: PredictOptions) -> int:
+    """Do it all; returns the exit status."""
+    _check(options)
+    prediction = _trace(options)
+    if options.snapshot is not None:
+        _write_snapshot(options.snapshot, prediction)
+    if options.json:
+        write_stdout(json.dumps(prediction_to_json(prediction), allow_nan=False) + "\n")
+    else:
+        write_stdout(report_text(prediction, report_console()))
+    return DOES_NOT_FIT if prediction.fits is False else FITS
+
+
+def _check(options: PredictOptions) -> None:
+    """Mistakes that can be seen at once are told before seconds go into importing torch and tracing."""
+    split_target(options.target)
+    if options.gpu is not None:
+        gpus.find(options.gpu)
+    if options.max is not None:
+        units.parse_bytes(options.max)
+    if options.snapshot is not None:
+        _check_snapshot(options.snapshot)
+
+
+def _check_snapshot(file: str) -> None:
+    path = Path(file)
+    if path.is_dir():
+        raise UserError(f"--snapshot {file!r} is a directory; give a file, e.g. snapshot.pickle")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--snapshot {file!r}: the directory {str(path.parent)!r} does not exist")
+
+
+def _trace(options: PredictOptions) -> Prediction:
+    # The program's own prints go to stderr; the display comes second, so that it wraps them.
+    with (
+        stdout_to_stderr(),
+        progress_display(Console(stderr=True)) as report,
+        open_target(options.target) as target,
+    ):
+        from oomph.prediction import predict
+
+        try:
+            return predict(target, gpu=options.gpu, max=options.max, progress=report)
+        except SystemExit as error:
+            # Passed on, the program's own status would read as our verdict.
+            message = f"it ends the process while it is traced (SystemExit: {error.code})"
+            raise ProgramError(message) from error
+
+
+def _write_snapshot(file: str, prediction: Prediction) -> None:
+    from oomph.prediction.replay import replay
+    from oomph.report.snapshot import write_snapshot
+
+    # Without the limit, so that the picture shows the whole demand rather than ending at the refusal.
+    trace = replay(prediction.events, prediction.allocations, record=True).trace
+    try:
+        write_snapshot(file, prediction, trace)
+    except OSError as error:
+        raise UserError(f"--snapshot {file!r} cannot be written: {error.strerror or error}") from error

@@ -1,0 +1,232 @@
+"""Run a Workload's steps on a real GPU and read the allocator's own counters.
+
+The figures are honest in a fresh process only: what else lives in this one is counted too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+
+from oomph.errors import UserError
+from oomph.records import Measurement, Peak, StepPeak
+from oomph.workload import Workload
+
+Target = Workload | Callable[[], Any]
+Moment = Literal["setup", "begin", "forward", "backward", "optimizer", "end"]
+Listener = Callable[[int, Moment], None]
+
+
+class Meter(Protocol):
+    """What is read off a device. The loop is tested with a meter that only writes down its calls."""
+
+    def reset_peak(self) -> None: ...
+    def allocated(self) -> int: ...
+    def peak_allocated(self) -> int: ...
+    def peak_reserved(self) -> int: ...
+    def device_used(self) -> int: ...
+    def synchronize(self) -> None: ...
+
+
+class Reading(NamedTuple):
+    """The counters when a moment is over; the peaks are those since the step began."""
+
+    step: int  # 0: the set-up
+    moment: Moment
+    allocated: int
+    peak: int
+    reserved: int
+    seconds: float  # since the step began
+
+
+class CudaMeter:
+    """Reads torch's caching allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    def peak_allocated(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)
+
+    def peak_reserved(self) -> int:
+        return torch.cuda.max_memory_reserved(self.device)
+
+    def device_used(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def measure(workload: Target, *, device: str | torch.device = "cuda", steps: int = 3) -> Measurement:
+    """Run `steps` steps on `device`; the reported peak is the largest within them.
+
+    `workload` may also be a function, as for `predict`: called once, and if it returns a callable,
+    that is the step.
+    """
+    where = cuda_device(device)
+    empty_caches()
+    meter = CudaMeter(where)
+    at_start = meter.device_used()
+    readings = observe(workload, where, steps, meter)
+    stats = torch.cuda.memory_stats(where)
+    extra = {
+        "device used at start": str(at_start),
+        "segments": str(stats.get("segment.all.peak", 0)),
+        "allocation retries": str(stats.get("num_alloc_retries", 0)),
+    }
+    return summarise(readings, meter.device_used(), torch.cuda.get_device_name(where), extra)
+
+
+def cuda_device(device: str | torch.device) -> torch.device:
+    """`device` with its index, or one clear line that says why it cannot be measured on."""
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device={device!r} is not a device; valid: cuda, cuda:0, cuda:1, ...") from None
+    if where.type != "cuda":
+        raise UserError(f"device={str(device)!r} cannot be measured on; valid: cuda, cuda:0, cuda:1, ...")
+    if not torch.cuda.is_available():
+        raise UserError(
+            f"measure needs a CUDA GPU and torch {torch.__version__} sees none; predict works without one"
+        )
+    if where.index is not None and where.index >= torch.cuda.device_count():
+        raise UserError(f"device={str(device)!r} does not exist; there are {torch.cuda.device_count()} GPUs")
+    if where.index is not None:
+        torch.cuda.set_device(where)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def empty_caches() -> None:
+    """Give back what earlier work in this process left in the allocator."""
+    gc.collect()
+    # Workspaces live in the caching allocator; left over, they would be counted before the first step.
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+    torch.cuda.empty_cache()
+
+
+def observe(
+    target: Target,
+    device: torch.device,
+    steps: int,
+    meter: Meter,
+    listener: Listener = lambda step, moment: None,
+) -> list[Reading]:
+    """Run the target and read the meter after every moment. `listener` hears each moment as it begins."""
+    if steps < 1:
+        raise UserError(f"steps={steps!r} is not valid; give a whole number >= 1")
+    readings: list[Reading] = []
+    current: list[tuple[int, Moment]] = []
+    started = time.perf_counter()
+
+    def on_moment(step: int, moment: Moment) -> None:
+        nonlocal started
+        if moment == "end":
+            meter.synchronize()
+        if current:
+            readings.append(_read(meter, *current.pop(), time.perf_counter() - started))
+        listener(step, moment)
+        if moment == "end":
+            readings.append(_read(meter, step, "end", time.perf_counter() - started))
+            return
+        current.append((step, moment))
+        if moment in ("setup", "begin"):
+            meter.reset_peak()
+            started = time.perf_counter()
+
+    run_steps(target, device, steps, on_moment)
+    return readings
+
+
+def run_steps(target: Target, device: torch.device, steps: int, on_moment: Listener) -> None:
+    """The steps that a Workload (or a function) stands for, announcing each moment before it begins."""
+    torch.manual_seed(0)  # routing and dropout in mixture-of-experts models decide shapes
+    on_moment(0, "setup")
+    if isinstance(target, Workload):
+        _run_workload(target, device, steps, on_moment)
+    else:
+        _run_function(target, steps, on_moment)
+
+
+def _run_workload(workload: Workload, device: torch.device, steps: int, on_moment: Listener) -> None:
+    assert workload.dtype is None or isinstance(workload.dtype, torch.dtype)
+    assert workload.autocast is None or isinstance(workload.autocast, torch.dtype)
+    model = workload.model()
+    if workload.dtype is not None:
+        model = model.to(workload.dtype)
+    model = model.to(device)
+    model.train()
+    optimizer = workload.optimizer(model.parameters()) if workload.optimizer is not None else None
+    batch = workload.make_batch(device)
+    for step in range(1, steps + 1):
+        on_moment(step, "begin")
+        for _ in range(workload.accumulate):
+            on_moment(step, "forward")
+            with (
+                torch.autocast(device.type, workload.autocast)
+                if workload.autocast is not None
+                else contextlib.nullcontext()
+            ):
+                # `loss` outlives its step, as it does in a plain training loop.
+                loss = workload.loss(model, batch)
+            on_moment(step, "backward")
+            (loss / workload.accumulate).backward()
+        if optimizer is not None:
+            on_moment(step, "optimizer")
+            optimizer.step()
+            optimizer.zero_grad()
+        on_moment(step, "end")
+
+
+def _run_function(function: Callable[[], Any], steps: int, on_moment: Listener) -> None:
+    step = function()
+    if not callable(step):
+        on_moment(1, "end")  # the call itself was the whole run
+        return
+    for number in range(1, steps + 1):
+        on_moment(number, "begin")
+        step()
+        on_moment(number, "end")
+
+
+def _read(meter: Meter, step: int, moment: Moment, seconds: float) -> Reading:
+    return Reading(step, moment, meter.allocated(), meter.peak_allocated(), meter.peak_reserved(), seconds)
+
+
+def summarise(
+    readings: list[Reading], device_used: int, gpu_title: str, extra: dict[str, str] | None = None
+) -> Measurement:
+    """The readings as a Measurement."""
+    before = next(reading.allocated for reading in readings if reading.moment == "setup")
+    ends = [reading for reading in readings if reading.moment == "end"]
+    steps = tuple(StepPeak(end.step, end.peak, end.reserved, end.allocated) for end in ends)
+    highest = max(steps, key=lambda step: step.allocated)
+    # The first step also loads kernels and tunes convolutions; it says little about the others.
+    usual = [end.seconds for end in ends[1:]] or [ends[0].seconds]
+    return Measurement(
+        gpu_title=gpu_title,
+        torch=torch.__version__,
+        peak=Peak(
+            allocated=highest.allocated,
+            reserved=max(step.reserved for step in steps),
+            device=device_used,
+            step=highest.step,
+        ),
+        steps=steps,
+        before=before,
+        seconds_per_step=statistics.median(usual),
+        extra=extra or {},
+    )

@@ -1,0 +1,197 @@
+"""The log of ops and allocations of a run: what the divergence finder reads.
+
+A real GPU run and a prediction write the same rows, so that the two can be laid side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_SHOWN_OUTPUTS = 4  # a foreach op returns one tensor per parameter; the first few name it well enough
+_SHORT_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+    torch.complex64: "c64",
+    torch.complex128: "c128",
+}
+
+
+class OpRow(NamedTuple):
+    """One op, in program order, with the allocator's bytes around it.
+
+    Memory freed between two ops shows as the difference between one row's `after` and the next
+    row's `before`.
+    """
+
+    op: str  # "aten.mm"
+    outputs: str  # "f32[8,512,768]"
+    before: int  # allocated bytes when the op began
+    after: int  # when it had returned
+    high: int  # the highest in between
+    phase: str = ""  # "step 1 forward"
+    n_allocs: int = 0
+    requested: int = 0  # bytes asked for, before the allocator's rounding
+    allocs: tuple[int, ...] = ()  # each request, in order; empty when they are not known
+
+
+def write_rows(path: str | Path, rows: Iterable[OpRow]) -> None:
+    """Gzipped JSON lines, one row each."""
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row._asdict(), separators=(",", ":")) + "\n")
+
+
+def read_rows(path: str | Path) -> list[OpRow]:
+    """What `write_rows` wrote. Keys that this version does not know are ignored."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [_row(json.loads(line)) for line in file if line.strip()]
+
+
+def _row(values: dict[str, Any]) -> OpRow:
+    known = {key: values[key] for key in OpRow._fields if key in values}
+    known["allocs"] = tuple(known.get("allocs", ()))
+    return OpRow(**known)
+
+
+def describe(value: Any) -> str:
+    """Shapes and dtypes of an op's result: "f32[8,512]", "(f32[8], f32[8])"; "" without a tensor."""
+    if isinstance(value, torch.Tensor):
+        dtype = _SHORT_DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+        return f"{dtype}[{','.join(str(int(size)) for size in value.shape)}]"
+    if isinstance(value, list | tuple):
+        shown = [describe(item) for item in value[:_SHOWN_OUTPUTS]]
+        if len(value) > _SHOWN_OUTPUTS:
+            shown.append(f"+{len(value) - _SHOWN_OUTPUTS}")
+        return f"({', '.join(shown)})"
+    return ""
+
+
+class Counters(NamedTuple):
+    """The allocator's counters at one moment."""
+
+    allocated: int
+    high: int  # since the last reset
+    n_allocs: int  # requests since the process began
+    requested: int  # bytes requested since the process began
+
+
+class CudaCounters:
+    """Reads the caching allocator's counters, and the size of every request made while recording."""
+
+    def __init__(self, device: int | None = None) -> None:
+        self.device = torch.cuda.current_device() if device is None else device
+
+    def start(self) -> None:
+        with contextlib.suppress(Exception):  # private; without it the rows only lack single sizes
+            torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
+
+    def stop(self) -> list[int]:
+        """The sizes of the latest requests, in order, up to now."""
+        try:
+            traces = torch.cuda.memory._snapshot()["device_traces"][self.device]
+            torch.cuda.memory._record_memory_history(None)
+        except Exception:
+            return []
+        return [entry["size"] for entry in traces if entry["action"] == "alloc"]
+
+    def reset_high(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def read(self) -> Counters:
+        # The nested form: flattening it as memory_stats() does costs more than most ops.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        allocated = stats["allocated_bytes"]["all"]
+        return Counters(
+            allocated["current"],
+            allocated["peak"],
+            stats["allocation"]["all"]["allocated"],
+            stats["requested_bytes"]["all"]["allocated"],
+        )
+
+
+@dataclass
+class OpLog:
+    """The rows recorded so far; set `phase` as the run goes on."""
+
+    phase: str = ""
+    rows: list[OpRow] = field(default_factory=list)
+
+
+class _Recorder(TorchDispatchMode):
+    """Logs every op. Autograd's thread inherits the mode, and runs while the calling thread waits,
+    so that one list keeps the order of the program."""
+
+    def __init__(self, log: OpLog, counters: Any) -> None:
+        super().__init__()
+        self.log = log
+        self.counters = counters
+        self.first_alloc: list[int] = []  # per row: the counter of requests when the op began
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        counters = self.counters
+        counters.reset_high()
+        before = counters.read()
+        result = func(*args, **(kwargs or {}))
+        after = counters.read()
+        self.first_alloc.append(before.n_allocs)
+        self.log.rows.append(
+            OpRow(
+                op=str(func),
+                outputs=describe(result),
+                before=before.allocated,
+                after=after.allocated,
+                high=after.high,
+                phase=self.log.phase,
+                n_allocs=after.n_allocs - before.n_allocs,
+                requested=after.requested - before.requested,
+            )
+        )
+        return result
+
+
+@contextlib.contextmanager
+def record_ops(counters: Any = None) -> Iterator[OpLog]:
+    """Log every op run inside on the GPU. The rows are complete when the block is left.
+
+    It resets the allocator's peak statistics at every op: measure peaks in another run.
+    """
+    source = counters if counters is not None else CudaCounters()
+    log = OpLog()
+    recorder = _Recorder(log, source)
+    source.start()
+    try:
+        with recorder:
+            yield log
+    finally:
+        last = source.read().n_allocs
+        sizes = source.stop()
+        origin = last - len(sizes)
+        log.rows[:] = [
+            _with_sizes(row, sizes, first - origin)
+            for row, first in zip(log.rows, recorder.first_alloc, strict=True)
+        ]
+
+
+def _with_sizes(row: OpRow, sizes: list[int], first: int) -> OpRow:
+    """The trace lists requests in order, so the counter of requests is an index into it."""
+    mine = tuple(sizes[first : first + row.n_allocs]) if first >= 0 else ()
+    return row._replace(allocs=mine) if sum(mine) == row.requested else row

@@ -1,0 +1,252 @@
+"""PyTorch's CUDA caching allocator, without CUDA: the same blocks for the same requests, to the byte.
+
+The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.11 under its default settings
+(no rounding to powers of two, no garbage collection, unlimited max_split_size, no expandable segments),
+for one device and one stream. What cannot be known without a GPU is where cudaMalloc puts a segment; here
+every new segment lies above all earlier ones. Addresses only decide between free blocks of equal size.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from typing import NamedTuple
+
+KIB = 1024
+MIB = 1024 * KIB
+
+MIN_BLOCK = 512  # every request is rounded up to a multiple of this
+SMALL_REQUEST = 1 * MIB  # the largest request that the small pool serves
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB  # shared by requests above SMALL_REQUEST and below OWN_SEGMENT
+OWN_SEGMENT = 10 * MIB  # from here on a request gets a segment of its own size ...
+SEGMENT_STEP = 2 * MIB  # ... rounded up to a multiple of this
+
+FIRST_ADDRESS = 0x7F00_0000_0000  # about where CUDA's addresses lie
+_ADDRESS_BITS = 52  # room for a petabyte of segments, and exact in viewers that count in doubles
+
+SegmentListener = Callable[[str, int, int], None]
+
+
+class OutOfMemory(Exception):
+    """A request that does not fit the limit, even after every unused segment was given back."""
+
+    def __init__(self, requested: int, segment: int) -> None:
+        super().__init__(f"no room for {requested} bytes (a segment of {segment} bytes)")
+        self.requested = requested
+        self.segment = segment  # what would have been asked of cudaMalloc
+
+
+class Block:
+    """A stretch of one segment, handed out or free. `prev` and `next` are its neighbours in the segment."""
+
+    __slots__ = ("address", "allocated", "next", "pool", "prev", "requested", "size")
+
+    def __init__(
+        self, address: int, size: int, pool: _Pool, prev: Block | None = None, next: Block | None = None
+    ) -> None:
+        self.address = address
+        self.size = size
+        self.pool = pool
+        self.requested = 0
+        self.allocated = False
+        self.prev = prev
+        self.next = next
+
+    def __repr__(self) -> str:
+        state = "allocated" if self.allocated else "free"
+        return f"Block(address={self.address:#x}, size={self.size}, {state})"
+
+
+class _Pool:
+    """Free blocks in the order of best fit: by size, then by address.
+
+    Both are packed into one integer, because a sorted list of integers is searched several times faster than
+    one of tuples or blocks, and replays spend most of their time here.
+    """
+
+    __slots__ = ("blocks", "keys", "unsplit")
+
+    def __init__(self, unsplit: int) -> None:
+        self.unsplit = unsplit  # the largest remainder that stays with the block it would be split from
+        self.keys: list[int] = []
+        self.blocks: dict[int, Block] = {}
+
+    def add(self, block: Block) -> None:
+        key = block.size << _ADDRESS_BITS | block.address
+        self.blocks[key] = block
+        insort(self.keys, key)
+
+    def remove(self, block: Block) -> None:
+        key = block.size << _ADDRESS_BITS | block.address
+        del self.blocks[key]
+        del self.keys[bisect_left(self.keys, key)]
+
+    def take(self, size: int) -> Block | None:
+        """The smallest block of at least `size` bytes, removed; of equals, the one at the lowest address."""
+        index = bisect_left(self.keys, size << _ADDRESS_BITS)
+        if index == len(self.keys):
+            return None
+        return self.blocks.pop(self.keys.pop(index))
+
+
+class BlockView(NamedTuple):
+    """A block as it stood when `segments()` was called."""
+
+    address: int
+    size: int
+    requested: int  # 0 when free
+    allocated: bool
+
+
+class Segment(NamedTuple):
+    """One piece of memory obtained from cudaMalloc, and the blocks that fill it, by address."""
+
+    address: int
+    size: int
+    blocks: tuple[BlockView, ...]
+
+
+def round_up(nbytes: int, step: int) -> int:
+    return -(-nbytes // step) * step
+
+
+def segment_size(size: int) -> int:
+    """What is asked of cudaMalloc for a rounded request that no cached block can serve."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    if size < OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return round_up(size, SEGMENT_STEP)
+
+
+class CachingAllocator:
+    """Serves requests as PyTorch does, reserving at most `limit` bytes (None: no limit).
+
+    `allocated` counts whole blocks, so a request served by a block that was not split counts as all of it;
+    `reserved` counts segments. `on_segment` is told ("segment_alloc" or "segment_free", address, size).
+    """
+
+    # Expandable segments, should they come: one more keyword here, and another way to grow in `_new_segment`.
+    def __init__(self, limit: int | None = None, *, on_segment: SegmentListener | None = None) -> None:
+        self.limit = limit
+        self.allocated = 0
+        self.reserved = 0
+        self.peak_allocated = 0
+        self.peak_reserved = 0
+        self._on_segment = on_segment
+        self._small = _Pool(unsplit=0)
+        self._large = _Pool(unsplit=SMALL_REQUEST)  # no large request could use a smaller remainder
+        self._heads: dict[int, Block] = {}  # the first block of every segment, by address
+        self._next_address = FIRST_ADDRESS
+
+    def malloc(self, nbytes: int) -> Block:
+        """The block that serves a request; one of size 0, outside every segment, for a request of 0 bytes."""
+        if nbytes <= 0:
+            if nbytes < 0:
+                raise ValueError(f"cannot allocate {nbytes} bytes")
+            return self._empty_block()
+        size = (nbytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
+        pool = self._small if size <= SMALL_REQUEST else self._large
+
+        block = pool.take(size)
+        if block is None:
+            block = self._new_segment(size, nbytes, pool)
+
+        remainder = block.size - size
+        if remainder > pool.unsplit:
+            following = block.next
+            rest = block.next = Block(block.address + size, remainder, pool, block, following)
+            if following is not None:
+                following.prev = rest
+            block.size = size
+            pool.add(rest)
+
+        block.allocated = True
+        block.requested = nbytes
+        self.allocated += block.size
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated = self.allocated
+        return block
+
+    def free(self, block: Block) -> None:
+        """Return a block to its pool, joined with the free blocks next to it. Its segment stays reserved."""
+        if not block.allocated:
+            raise ValueError(f"{block!r} is not allocated")
+        block.allocated = False
+        self.allocated -= block.size
+        if block.size == 0:
+            return
+        pool = block.pool
+        block.requested = 0
+        before = block.prev
+        if before is not None and not before.allocated:
+            pool.remove(before)
+            _absorb_next(before)
+            block = before
+        after = block.next
+        if after is not None and not after.allocated:
+            pool.remove(after)
+            _absorb_next(block)
+        pool.add(block)
+
+    def empty_cache(self) -> None:
+        """Give back every segment without an allocated block, as torch.cuda.empty_cache does."""
+        for pool in (self._large, self._small):
+            for block in [pool.blocks[key] for key in pool.keys]:
+                if block.prev is None and block.next is None:
+                    pool.remove(block)
+                    self.reserved -= block.size
+                    del self._heads[block.address]
+                    if self._on_segment is not None:
+                        self._on_segment("segment_free", block.address, block.size)
+
+    def reset_peak(self) -> None:
+        """Start both peaks again from the current values, as torch.cuda.reset_peak_memory_stats does."""
+        self.peak_allocated = self.allocated
+        self.peak_reserved = self.reserved
+
+    def segments(self) -> list[Segment]:
+        """Every segment and its blocks, by address."""
+        return [_view(self._heads[address]) for address in sorted(self._heads)]
+
+    def _new_segment(self, size: int, nbytes: int, pool: _Pool) -> Block:
+        needed = segment_size(size)
+        if self.limit is not None and self.reserved + needed > self.limit:
+            self.empty_cache()
+            if self.reserved + needed > self.limit:
+                raise OutOfMemory(nbytes, needed)
+        block = Block(self._next_address, needed, pool)
+        self._next_address += needed
+        self._heads[block.address] = block
+        self.reserved += needed
+        if self.reserved > self.peak_reserved:
+            self.peak_reserved = self.reserved
+        if self._on_segment is not None:
+            self._on_segment("segment_alloc", block.address, needed)
+        return block
+
+    def _empty_block(self) -> Block:
+        block = Block(0, 0, self._small)
+        block.allocated = True
+        return block
+
+
+def _absorb_next(block: Block) -> None:
+    # The earlier block survives, so a segment's first block stays the same object for the segment's life.
+    gone = block.next
+    assert gone is not None
+    block.size += gone.size
+    following = block.next = gone.next
+    if following is not None:
+        following.prev = block
+    gone.prev = gone.next = None
+
+
+def _view(head: Block) -> Segment:
+    blocks = []
+    block: Block | None = head
+    while block is not None:
+        blocks.append(BlockView(block.address, block.size, block.requested, block.allocated))
+        block = block.next
+    return Segment(head.address, sum(view.size for view in blocks), tuple(blocks))

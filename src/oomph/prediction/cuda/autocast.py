@@ -1,0 +1,350 @@
+"""CUDA autocast for tensors that only pretend to be on a GPU.
+
+A trace runs on fake CPU tensors that carry a GPU label of our own. Torch's CUDA autocast kernels exist in
+CPU builds too, but a CPU tensor never reaches them, and they cast nothing whose device is not really CUDA.
+So for the duration of `cuda_autocast` two things change:
+
+- the CUDA autocast dispatch key is in force for every call of this thread (it still acts only where
+  `torch.autocast("cuda")` is enabled, so torch's own switches, nesting and queries keep working unmodified);
+- each op on CUDA's lists has, under that key, a Python kernel that makes the same casts and asks
+  `is_on_gpu` instead of the device.
+
+CPU autocast uses another key and is not touched: real CPU tensors under `torch.autocast("cpu")` behave as
+ever. One difference is left: a labelled tensor under an enabled `torch.autocast("cpu")` is cast too, which a
+real CUDA tensor would not be.
+
+Facts: the op lists and policies are those of ATen/autocast_mode.h and ATen/autocast_mode.cpp.
+"""
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+_KEY = torch._C.DispatchKey.AutocastCUDA
+_KEY_SET = torch._C.DispatchKeySet(_KEY)
+_KEY_NAME = "AutocastCUDA"
+
+_one_at_a_time = threading.Lock()
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Every floating-point argument is cast to the autocast dtype.
+LOWER_PRECISION = _names(
+    """
+    _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+    conv_transpose3d.input convolution cudnn_convolution cudnn_convolution_transpose
+    addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot
+    _scaled_dot_product_flash_attention scaled_dot_product_attention prelu
+    _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+    """
+)
+
+# Every floating-point argument is cast to float32. (rms_norm joined between torch 2.11 and 2.13.)
+FLOAT32 = _names(
+    """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+    pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+    nuclear_norm nuclear_norm.dim dist pdist cdist renorm logsumexp cosine_similarity
+    poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
+    smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
+    triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
+    upsample_trilinear3d upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+    _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+    """
+)
+
+# Arguments stay; the op is asked for a float32 result unless the caller named a dtype.
+FLOAT32_RESULT = _names(
+    """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+    linalg_matrix_norm.str_ord sum sum.dim_IntList
+    """
+)
+
+# As above, for overloads without a dtype argument: the overload on the right has one.
+FLOAT32_RESULT_BY_OVERLOAD = {
+    "norm.Scalar": "norm.ScalarOpt_dtype",
+    "norm.ScalarOpt_dim": "norm.ScalarOpt_dim_dtype",
+}
+
+# Arguments are cast to the widest dtype among them.
+PROMOTE = _names("addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add")
+
+# Refused: it would overflow or lose its gradient in half precision.
+BANNED = frozenset({"binary_cross_entropy"})
+
+_BANNED_MESSAGE = (
+    "binary_cross_entropy (torch.nn.BCELoss) is unsafe to autocast, and CUDA autocast refuses it: "
+    "use binary_cross_entropy_with_logits (torch.nn.BCEWithLogitsLoss) on the values before the sigmoid"
+)
+
+OnGpu = Callable[[torch.Tensor], bool]
+Kernel = Callable[..., Any]
+
+
+@functools.cache
+def autocast_ops() -> frozenset[str]:
+    """The ops of our tables that the installed torch casts on CUDA: the lists differ a little by version."""
+    listed = LOWER_PRECISION | FLOAT32 | FLOAT32_RESULT | FLOAT32_RESULT_BY_OVERLOAD.keys() | PROMOTE | BANNED
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()}
+    return frozenset(op for op in listed & known if has_kernel(f"aten::{op}", _KEY_NAME))
+
+
+@contextmanager
+def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
+    """While active, `torch.autocast("cuda")` acts on the tensors for which `is_on_gpu` is true.
+
+    Casts go through autograd, and the cast of a float32 leaf is kept until the outermost region ends. Holds
+    for the calling thread and the backward passes it starts. Nothing of the process is changed afterwards.
+    """
+    if not _one_at_a_time.acquire(blocking=False):
+        raise RuntimeError("cuda_autocast is already active; its kernels are one set for the whole process")
+    casts = _Casts(is_on_gpu)
+    new_library: Any = torch.library.Library
+    library = new_library("aten", "IMPL")
+    with ExitStack() as undo:
+        undo.callback(_one_at_a_time.release)
+        undo.callback(casts.forget)
+        undo.callback(library._destroy)
+        with warnings.catch_warnings():
+            # Torch remarks, once per process, that a kernel is replaced. Here that is the purpose.
+            warnings.simplefilter("ignore")
+            for op in autocast_ops():
+                library.impl(op, casts.kernel(op), _KEY_NAME, allow_override=True)
+        for name, replacement in _torch_functions(casts.kept).items():
+            undo.callback(setattr, torch, name, getattr(torch, name))
+            setattr(torch, name, replacement)
+        undo.callback(torch._C._dispatch_tls_set_dispatch_key_included, _KEY, False)
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        yield
+
+
+class _WeightCasts:
+    """Low-precision copies of float32 leaves, kept so that a weight used twice is cast once."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[TensorWeakRef, torch.Tensor]] = {}
+        self._orphans: list[torch.Tensor] = []
+
+    def get(self, source: torch.Tensor) -> torch.Tensor | None:
+        entry = self._copies.get(id(source))
+        if entry is None:
+            return None
+        reference, copy = entry
+        if reference() is source:
+            return copy
+        # The source died and another tensor has its id. Torch keeps the copy until the cache is cleared.
+        self._orphans.append(copy)
+        del self._copies[id(source)]
+        return None
+
+    def put(self, source: torch.Tensor, copy: torch.Tensor) -> None:
+        self._copies[id(source)] = (TensorWeakRef(source), copy)
+
+    def clear(self) -> None:
+        self._copies.clear()
+        self._orphans.clear()
+
+
+class _Casts:
+    """Builds the kernels: each looks at its arguments, casts by its policy, calls the op below autocast."""
+
+    def __init__(self, is_on_gpu: OnGpu) -> None:
+        self.is_on_gpu = is_on_gpu
+        self.kept = _WeightCasts()
+
+    def forget(self) -> None:
+        """Lets go of the caller's objects: torch never drops a Python kernel, even of a destroyed library."""
+        self.is_on_gpu = _nothing_is_on_gpu
+        self.kept.clear()
+
+    def kernel(self, op: str) -> Kernel:
+        overload = _overload(op)
+        if op in LOWER_PRECISION:
+            return self._casting(overload, lambda args: torch.get_autocast_dtype("cuda"))
+        if op in FLOAT32:
+            return self._casting(overload, lambda args: torch.float32)
+        if op in PROMOTE:
+            return self._casting(overload, self._widest_dtype(overload))
+        if op in FLOAT32_RESULT:
+            return self._setting_dtype(overload)
+        if op in FLOAT32_RESULT_BY_OVERLOAD:
+            return self._appending_dtype(overload, _overload(FLOAT32_RESULT_BY_OVERLOAD[op]))
+        return self._refusing(overload)
+
+    def _casting(
+        self, overload: torch._ops.OpOverload, target: Callable[[tuple[Any, ...]], torch.dtype]
+    ) -> Kernel:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
+                dtype = target(args)
+                # Last argument first. C++ leaves the order to the compiler, and GCC on x86-64, which builds
+                # most CUDA wheels, goes from the right: `linear` casts bias, weight, then input.
+                cast = [self._cast_argument(arg, dtype) for arg in reversed(args)]
+                return _call(overload, *reversed(cast), **kwargs)
+
+        return kernel
+
+    def _setting_dtype(self, overload: torch._ops.OpOverload) -> Kernel:
+        position = [argument.name for argument in overload._schema.arguments].index("dtype")
+
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
+                given = args[position] if len(args) > position else kwargs.get("dtype")
+                if given is None and self._is_eligible(args[0]):
+                    args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
+                return _call(overload, *args, **kwargs)
+
+        return kernel
+
+    def _appending_dtype(self, overload: torch._ops.OpOverload, with_dtype: torch._ops.OpOverload) -> Kernel:
+        defaults = [argument.default_value for argument in overload._schema.arguments]
+
+        def kernel(*args: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
+                if not self._is_eligible(args[0]):
+                    return _call(overload, *args)
+                # The dispatcher leaves out trailing defaults, which the other overload does not have.
+                return _call(with_dtype, *args, *defaults[len(args) :], dtype=torch.float32)
+
+        return kernel
+
+    def _refusing(self, overload: torch._ops.OpOverload) -> Kernel:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
+                with torch._C.DisableTorchFunction():
+                    is_on_gpu = any(self.is_on_gpu(tensor) for tensor in _tensors(args))
+                if is_on_gpu:
+                    raise RuntimeError(_BANNED_MESSAGE)
+                return _call(overload, *args, **kwargs)
+
+        return kernel
+
+    def _widest_dtype(self, overload: torch._ops.OpOverload) -> Callable[[tuple[Any, ...]], torch.dtype]:
+        # Optional tensors (the bias of `bilinear`) are cast but have no say in the dtype.
+        optional = [isinstance(argument.type, torch.OptionalType) for argument in overload._schema.arguments]
+
+        def widest(args: tuple[Any, ...]) -> torch.dtype:
+            low = found = torch.get_autocast_dtype("cuda")
+            tensors = _tensors(arg for arg, skip in zip(args, optional, strict=False) if not skip)
+            for dtype in self._eligible_dtypes(tensors):
+                if torch.float32 in (found, dtype):
+                    found = torch.float32
+                elif dtype != low:
+                    raise RuntimeError(
+                        f"CUDA autocast to {low} cannot promote a {dtype} argument of {overload}"
+                    )
+            return found
+
+        return widest
+
+    def _cast_argument(self, arg: Any, dtype: torch.dtype) -> Any:
+        if isinstance(arg, torch.Tensor):
+            return self._cast(arg, dtype)
+        if isinstance(arg, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in arg):
+            return [self._cast(item, dtype) if isinstance(item, torch.Tensor) else item for item in arg]
+        return arg
+
+    def _cast(self, arg: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        # Reading attributes is visible to a TorchFunctionMode; in C++ it is not.
+        with torch._C.DisableTorchFunction():
+            if arg.dtype == dtype or not self._is_eligible(arg):
+                return arg
+            is_kept = (
+                arg.dtype == torch.float32
+                and dtype == torch.get_autocast_dtype("cuda")
+                and arg.requires_grad
+                and arg.is_leaf
+                and not arg._is_view()
+                and torch.is_autocast_cache_enabled()
+            )
+            kept = self.kept.get(arg) if is_kept else None
+        if kept is not None:
+            return kept
+        copy: torch.Tensor = _call(torch.ops.aten.to.dtype, arg, dtype)
+        if is_kept:
+            self.kept.put(arg, copy)
+        return copy
+
+    def _eligible_dtypes(self, tensors: Iterable[torch.Tensor]) -> list[torch.dtype]:
+        with torch._C.DisableTorchFunction():
+            return [tensor.dtype for tensor in tensors if self._is_eligible(tensor)]
+
+    def _is_eligible(self, arg: torch.Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            dtype = arg.dtype
+            return dtype.is_floating_point and dtype != torch.float64 and self.is_on_gpu(arg)
+
+
+def _torch_functions(kept: _WeightCasts) -> dict[str, Callable[[], Any]]:
+    """Replacements for the torch functions through which `torch.autocast` ends the life of kept casts."""
+    clear, enter, leave = (
+        torch.clear_autocast_cache,
+        torch.autocast_increment_nesting,
+        torch.autocast_decrement_nesting,
+    )
+    depth_in_backward = 0
+
+    def clear_autocast_cache() -> None:
+        clear()
+        kept.clear()
+
+    # CUDA's backward has a thread of its own, and the nesting depth is per thread. So a region entered in
+    # backward (a checkpoint recomputing) is an outermost one and clears the cache at its end, even where
+    # `backward()` is called inside autocast. Here both run on one thread: the depths are kept apart by hand.
+    def autocast_increment_nesting() -> int:
+        nonlocal depth_in_backward
+        if not _in_backward():
+            return int(enter())
+        depth_in_backward += 1
+        return depth_in_backward
+
+    def autocast_decrement_nesting() -> int:
+        nonlocal depth_in_backward
+        if not _in_backward():
+            return int(leave())
+        depth_in_backward -= 1
+        return depth_in_backward
+
+    return {
+        "clear_autocast_cache": clear_autocast_cache,
+        "autocast_increment_nesting": autocast_increment_nesting,
+        "autocast_decrement_nesting": autocast_decrement_nesting,
+    }
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for arg in args:
+        for item in arg if isinstance(arg, (list, tuple)) else (arg,):
+            if isinstance(item, torch.Tensor):
+                yield item
+
+
+def _nothing_is_on_gpu(tensor: torch.Tensor) -> bool:
+    return False
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _overload(op: str) -> torch._ops.OpOverload:
+    name, _, overload = op.partition(".")
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, name), overload or "default")
+    return found
+
+
+def _call(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Calls the op as C++ would: through the dispatcher, unseen by any TorchFunctionMode."""
+    return torch._C._dispatch_call_boxed(overload._handle, *args, **kwargs)

@@ -1,0 +1,83 @@
+"""Composite ops that decompose differently on CUDA: dropout, RMSNorm, attention.
+
+They dissolve above the dispatch mode, so CUDA's path is taken here, at autograd's own key, for tensors of
+the pretend GPU only; every other tensor goes the way it always went.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from oomph.gpus import GPU
+from oomph.prediction.cuda.attention import attention_like_cuda
+
+aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def cuda_composites(on_gpu: Callable[[Any], bool], gpu: GPU) -> Iterator[None]:
+    """Register CUDA's paths for the duration."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        # CUDA fuses: a bool mask is kept, not a float one.
+        if on_gpu(input) and train and 0 < p < 1 and input.numel() > 0:
+            return aten.native_dropout.default(input, p, train)[0]
+        return aten.dropout.default.decompose(input, p, train)
+
+    def rms_norm(
+        input: torch.Tensor,
+        normalized_shape: Sequence[int],
+        weight: torch.Tensor | None = None,
+        eps: float | None = None,
+    ) -> torch.Tensor:
+        same_type = weight is None or weight.dtype == input.dtype
+        if on_gpu(input) and same_type and input.dtype != torch.float64:
+            return _FusedRmsNorm.apply(input, weight, len(normalized_shape))
+        return aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        if on_gpu(query):
+            return attention_like_cuda(*given, scale=scale, enable_gqa=enable_gqa, capability=gpu.capability)
+        whole = aten.scaled_dot_product_attention.default
+        return whole.decompose(*given, scale=scale, enable_gqa=enable_gqa)
+
+    library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
+    library.impl("dropout", dropout, "AutogradCPU")
+    library.impl("rms_norm", rms_norm, "AutogradCPU")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """aten::_fused_rms_norm, which has no fake kernel: the result, and 1/rms in float32 kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
+        rows = input.shape[: input.dim() - dims]
+        rstd = input.new_empty((math.prod(rows), 1), dtype=torch.float32)
+        ctx.save_for_backward(input, weight, rstd)
+        return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        input, weight, _ = ctx.saved_tensors
+        return torch.empty_like(input), torch.empty_like(weight) if weight is not None else None, None

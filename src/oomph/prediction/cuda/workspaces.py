@@ -1,0 +1,58 @@
+"""cuBLAS's persistent workspaces: one per thread that multiplies matrices, held inside the allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+_MATRIX_PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.addmm_.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten.baddbmm_.default,
+    aten.addbmm.default,
+    aten._addmm_activation.default,
+    aten.mv.default,
+    aten.addmv.default,
+    aten.dot.default,
+    aten._scaled_mm.default,
+    aten.mm.out,
+    aten.addmm.out,
+    aten.bmm.out,
+}
+
+
+class _Tracer(Protocol):
+    gpu: Any
+
+    def in_autograd_thread(self) -> bool: ...
+    def book_workspace(self, size: int, op: str) -> Any: ...
+
+
+def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
+    """The default of CUBLAS_WORKSPACE_CONFIG: 32 MiB on Hopper and later, about 8 MiB before."""
+    return 32 << 20 if capability[0] >= 9 else (4096 * 2 + 16 * 8) * 1024
+
+
+class Workspaces:
+    """Allocated at a thread's first matrix product and never freed."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        self._tracer = tracer
+        self._threads: set[bool] = set()
+
+    def after(self, func: OpOverload, args: Sequence[Any]) -> None:
+        if func not in _MATRIX_PRODUCTS:
+            return
+        thread = self._tracer.in_autograd_thread()
+        if thread not in self._threads:
+            self._threads.add(thread)
+            size = cublas_workspace_bytes(self._tracer.gpu.capability)
+            self._tracer.book_workspace(size, "cublas workspace")

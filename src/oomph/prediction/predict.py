@@ -1,0 +1,137 @@
+"""oomph.predict: trace a step on fake tensors, replay its events through the simulated allocator."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from oomph import gpus
+from oomph.errors import OomphError, ProgramError, UserError
+from oomph.gpus import GPU
+from oomph.prediction import program
+from oomph.prediction.replay import Replay, replay
+from oomph.prediction.trace.dispatch import WrongDevice, tensors_in
+from oomph.prediction.trace.session import tracing
+from oomph.prediction.trace.sites import is_internal
+from oomph.prediction.trace.tracer import Tracer
+from oomph.records import Allocation, Peak, Prediction
+from oomph.units import parse_bytes
+from oomph.workload import Workload
+
+DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
+
+
+def predict(
+    target: Workload | Callable[[], Any],
+    *,
+    gpu: str | GPU | None = None,
+    max: str | int | None = None,
+    progress: program.Progress | None = None,
+) -> Prediction:
+    """The memory of a training step on `gpu`, without one.
+
+    `target` is a Workload, or a function of no arguments, which is called once; if it returns a Workload,
+    that is predicted; if it returns a callable, that is the step and is called three times.
+    `gpu` is a name of the catalogue or a size ("24GiB"); `max` limits the allocator further.
+    `progress` is told what is going on: a text, and a fraction where one is known.
+    """
+    card = _card(gpu)
+    limit = parse_bytes(max) if max is not None else card.memory - card.context if gpu is not None else None
+    began = time.perf_counter()
+    tracer = trace(target, card, progress or (lambda text, fraction: None))
+    ledger = tracer.ledger
+    allocations = tuple(draft.finish() for draft in ledger.drafts)
+    free_run = replay(ledger.events, allocations)
+    refused = _refused(free_run, tracer, allocations, limit)
+    return Prediction(
+        gpu=card.name if gpu is not None else None,
+        gpu_title=card.title,
+        capacity=card.memory if gpu is not None else None,
+        limit=limit,
+        fits=None if limit is None else refused is None,
+        refused=refused,
+        peak=_peak(free_run, tracer, allocations, card),
+        steps=free_run.steps,
+        at_peak=free_run.at_peak,
+        timeline=free_run.timeline,
+        events=tuple(ledger.events),
+        allocations=allocations,
+        notes=tuple(ledger.notes),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def trace(
+    target: Workload | Callable[[], Any], card: GPU, progress: program.Progress, *, log_ops: bool = False
+) -> Tracer:
+    """Run the target on the pretend GPU; its own failures come out as ProgramError."""
+    with tracing(card, log_ops=log_ops) as tracer:
+        try:
+            if isinstance(target, Workload):
+                program.run_workload(target, tracer, progress)
+            elif callable(target):
+                program.run_function(target, tracer, progress)
+            else:
+                raise UserError(
+                    f"predict takes a Workload or a function of no arguments; {type(target).__name__} was given"
+                )
+            tracer.label_parameters()
+        except OomphError:
+            raise
+        except WrongDevice as error:
+            _blame_batch(error, tracer)
+            raise _program_error(error) from error
+        except Exception as error:
+            raise _program_error(error) from error
+    return tracer
+
+
+def _card(gpu: str | GPU | None) -> GPU:
+    return gpu if isinstance(gpu, GPU) else gpus.find(gpu if gpu is not None else DEFAULT_GPU)
+
+
+def _refused(
+    free_run: Replay, tracer: Tracer, allocations: tuple[Allocation, ...], limit: int | None
+) -> Allocation | None:
+    """The request that an allocator limited to the card could not serve, if there is one."""
+    if limit is None or max((moment.reserved for moment in free_run.timeline), default=0) <= limit:
+        return None
+    refused = replay(tracer.ledger.events, allocations, limit).refused
+    return None if refused is None else allocations[refused]
+
+
+def _peak(run: Replay, tracer: Tracer, allocations: tuple[Allocation, ...], card: GPU) -> Peak:
+    last = allocations[tracer.ledger.events[run.peak_event].id] if run.peak_event >= 0 else None
+    return Peak(
+        allocated=run.peak_allocated,
+        reserved=run.peak_reserved,
+        device=run.peak_reserved + card.context,
+        step=run.peak_step,
+        stage=last.during if last else None,
+        site=last.site if last else None,
+    )
+
+
+def _blame_batch(error: WrongDevice, tracer: Tracer) -> None:
+    """If the stray tensor is the batch's own, the Workload's batch function is to blame, not the model."""
+    named = tracer.batch.items() if isinstance(tracer.batch, dict) else enumerate(_as_sequence(tracer.batch))
+    for name, value in named:
+        if any(tensor is error.tensor for tensor in tensors_in((value,), {})):
+            raise UserError(
+                f"Workload batch(device) returned {name!r} on {error.tensor.device}; "
+                "build every tensor on the device it is given: batch=lambda device: torch.randint(..., device=device)"
+            ) from error
+
+
+def _as_sequence(batch: Any) -> list[Any]:
+    return list(batch) if isinstance(batch, (list, tuple)) else [batch]
+
+
+def _program_error(error: Exception) -> ProgramError:
+    """The program's own failure, with the innermost line that is the user's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not is_internal(frame.filename)]
+    file, line = (own[-1].filename, own[-1].lineno) if own else (None, None)
+    return ProgramError(f"{type(error).__name__}: {error}", file, line)

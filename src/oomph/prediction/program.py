@@ -1,0 +1,124 @@
+"""What is traced: the step of a Workload, or a function of the user's."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from oomph.errors import UserError
+from oomph.prediction.trace.pretend_cuda import DEVICE
+from oomph.prediction.trace.tracer import Tracer
+from oomph.workload import Workload
+
+STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
+Progress = Callable[[str, float | None], None]
+
+
+def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None:
+    """The step of DESIGN: build on the host, move, then three times forward, backward, update."""
+    progress("building the model", None)
+    model = workload.model()
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"Workload model() returned {type(model).__name__}; it must return a torch.nn.Module")
+    model = _on_fake_tensors(model, tracer)
+    tracer.modules.name(model)
+    if workload.dtype is not None:
+        model.to(workload.dtype)
+    model.to(DEVICE)
+    tracer.label_parameters()
+    model.train()
+    optimizer = workload.optimizer(model.parameters()) if workload.optimizer is not None else None
+    batch = workload.make_batch(DEVICE)
+    tracer.batch = batch
+
+    def step(number: int) -> None:
+        for part in range(workload.accumulate):
+            of = f" (part {part + 1} of {workload.accumulate})" if workload.accumulate > 1 else ""
+            progress(f"step {number} of {STEPS}: forward{of}", None)
+            with tracer.doing("forward"), tracer.loss_after_model():
+                with _autocast(workload):
+                    loss = workload.loss(model, batch)
+                _check_loss(loss)
+                scaled = loss / workload.accumulate
+            progress(f"step {number} of {STEPS}: backward{of}", None)
+            scaled.backward()
+            del loss, scaled
+        if optimizer is not None:
+            progress(f"step {number} of {STEPS}: optimizer", None)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    _repeat(step, tracer)
+
+
+def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress) -> None:
+    """Called once; if it returns a callable, that is the step and is called three times."""
+    progress("running the program", None)
+    with tracer.doing("forward"):
+        result = function()
+    if isinstance(result, Workload):
+        run_workload(result, tracer, progress)
+    elif callable(result) and not isinstance(result, (torch.nn.Module, torch.Tensor)):
+        tracer.treat_so_far_as_setup()
+
+        def step(number: int) -> None:
+            progress(f"step {number} of {STEPS}", None)
+            with tracer.doing("forward"):
+                result()
+
+        _repeat(step, tracer)
+
+
+def _repeat(step: Callable[[int], None], tracer: Tracer) -> None:
+    for number in range(1, STEPS + 1):
+        tracer.step = number
+        tracer.ledger.mark(f"step {number}")
+        step(number)
+    tracer.label_parameters()
+    tracer.ledger.close()  # before the program's own objects go: what is left now is left after a step
+
+
+def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:
+    if workload.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast("cuda", workload.autocast)  # type: ignore[arg-type]
+
+
+def _check_loss(loss: Any) -> None:
+    valid = "the loss function must return a tensor with one element"
+    if not isinstance(loss, torch.Tensor):
+        raise UserError(f"Workload loss returned {type(loss).__name__}; {valid}")
+    if loss.numel() != 1:
+        raise UserError(f"Workload loss returned a tensor of shape {list(loss.shape)}; {valid}")
+    if not loss.requires_grad:
+        raise UserError(
+            "Workload loss does not depend on any trainable parameter; "
+            "check for torch.no_grad(), .detach() or parameters that are all frozen"
+        )
+
+
+def _on_fake_tensors(model: torch.nn.Module, tracer: Tracer) -> torch.nn.Module:
+    """A model that existed before the trace is the user's: trace a copy of it that holds no data."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(isinstance(tensor, torch.nn.Parameter) and _is_real(tensor) for tensor in tensors):
+        return model
+    memo: dict[int, Any] = {}
+    for tensor in tensors:
+        if _is_real(tensor) and tensor.device.type != "meta":
+            memo[id(tensor)] = tracer.imitate(tensor)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise UserError(
+            f"Workload model() returned a model that was built before the trace and cannot be copied ({error}); "
+            "build it inside the function: model=lambda: MyModel(...)"
+        ) from error
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor)

@@ -1,0 +1,200 @@
+"""Events through the allocator: what a run's allocations and frees come to, in milliseconds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from oomph.prediction.allocator import Block, CachingAllocator, OutOfMemory
+from oomph.records import Alive, Allocation, Event, Moment, StepPeak
+
+_STEP_MARK = re.compile(r"step (\d+)")
+
+
+class TraceEntry(NamedTuple):
+    """One act of the allocator, with addresses: what a memory snapshot is written from."""
+
+    action: Literal["alloc", "free", "segment_alloc", "segment_free", "oom"]
+    address: int  # for "oom": the bytes that were still to be had
+    bytes: int  # of the block or the segment; for "oom": of the request
+    id: int  # the Allocation that caused it
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What the allocator did with the events.
+
+    The peaks are those of the steps, as `torch.cuda.reset_peak_memory_stats` at the start of every step makes
+    them; without a step mark, those of the whole run. After a refused request nothing more is replayed.
+    """
+
+    peak_allocated: int
+    peak_reserved: int
+    peak_event: int  # index of the event after which `peak_allocated` is first reached; -1 if there is none
+    peak_step: int  # 0 when there are no step marks
+    steps: tuple[StepPeak, ...]
+    at_peak: tuple[Alive, ...]  # largest first; the bytes add up to peak_allocated
+    timeline: tuple[Moment, ...]  # one per allocation and free
+    highest_reserved: int  # of the whole run, set-up included: what it takes never to release a segment
+    refused: int | None  # id of the Allocation that did not fit the limit
+    trace: tuple[TraceEntry, ...] = ()  # empty unless asked for
+
+
+def replay(
+    events: Sequence[Event],
+    allocations: Sequence[Allocation],
+    limit: int | None = None,
+    *,
+    record: bool = False,
+) -> Replay:
+    """Run the events through a fresh allocator that may reserve `limit` bytes (None: as many as it likes).
+
+    `allocations` is indexed by id. `record` keeps every act of the allocator in `Replay.trace`.
+    Events that contradict themselves raise ValueError with the index of the first such event.
+    """
+    trace: list[TraceEntry] = []
+    requester = -1
+
+    def on_segment(action: str, address: int, size: int) -> None:
+        trace.append(TraceEntry(action, address, size, requester))  # type: ignore[arg-type]
+
+    allocator = CachingAllocator(limit, on_segment=on_segment if record else None)
+    malloc, free = allocator.malloc, allocator.free
+    known = len(allocations)
+    alive: dict[int, Block] = {}
+    timeline: list[Moment] = []
+    steps = _Steps(allocator)
+    refused: int | None = None
+
+    for index, (action, id, label) in enumerate(events):
+        if action == "alloc":
+            if id in alive or not 0 <= id < known:
+                raise ValueError(_complaint(index, action, id, known))
+            requester = id
+            try:
+                block = alive[id] = malloc(allocations[id].bytes)
+                if record and block.size:
+                    trace.append(TraceEntry("alloc", block.address, block.size, id))
+            except OutOfMemory as error:
+                refused = id
+                if record and limit is not None:
+                    trace.append(TraceEntry("oom", limit - allocator.reserved, error.requested, id))
+                break
+        elif action == "free":
+            if id not in alive:
+                raise ValueError(_complaint(index, action, id, known))
+            block = alive.pop(id)
+            if record and block.size:
+                trace.append(TraceEntry("free", block.address, block.size, id))
+            free(block)
+        elif action == "mark":
+            if (step := _STEP_MARK.fullmatch(label)) is not None:
+                steps.begin(int(step[1]), index)
+            continue
+        else:
+            raise ValueError(f"event {index}: {action!r} is not an action; valid: alloc, free, mark")
+        timeline.append(Moment(index, allocator.allocated, allocator.reserved))
+
+    steps.end()
+    peak_event = steps.peak_event(timeline)
+    return Replay(
+        peak_allocated=steps.highest.allocated,
+        peak_reserved=max(step.reserved for step in steps.peaks),
+        peak_event=peak_event,
+        peak_step=steps.highest.step,
+        steps=tuple(steps.peaks) if steps.marked else (),
+        at_peak=_alive_after(peak_event, events, allocations, timeline),
+        timeline=tuple(timeline),
+        highest_reserved=max((moment.reserved for moment in timeline), default=0),
+        refused=refused,
+        trace=tuple(trace),
+    )
+
+
+class _Steps:
+    """The peaks of the steps, taken as a measuring program takes them. Before any mark: one "step 0"."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self.peaks: list[StepPeak] = []
+        self.marked = False
+        self._allocator = allocator
+        self._step = 0
+        self._starts: list[Moment] = [Moment(-1, 0, 0)]
+
+    @property
+    def highest(self) -> StepPeak:
+        return max(self.peaks, key=lambda peak: peak.allocated)  # the first of equals
+
+    def begin(self, step: int, event: int) -> None:
+        allocator = self._allocator
+        start = Moment(event, allocator.allocated, allocator.reserved)
+        if self.marked:
+            self.end()
+            self._starts.append(start)
+        else:  # what came before the first step is set-up: measured peaks do not contain it
+            self._starts = [start]
+            self.marked = True
+        self._step = step
+        allocator.reset_peak()
+
+    def end(self) -> None:
+        allocator = self._allocator
+        self.peaks.append(
+            StepPeak(self._step, allocator.peak_allocated, allocator.peak_reserved, allocator.allocated)
+        )
+
+    def peak_event(self, timeline: Sequence[Moment]) -> int:
+        """The event after which the highest peak is first reached: a step's own mark, if it starts there."""
+        highest = self.highest
+        start = self._starts[self.peaks.index(highest)]
+        if start.allocated == highest.allocated:
+            return start.event
+        return next(
+            moment.event
+            for moment in timeline
+            if moment.allocated == highest.allocated and moment.event > start.event
+        )
+
+
+def thin(timeline: Sequence[Moment], points: int) -> tuple[Moment, ...]:
+    """At most `points` moments, in order: the highest of every stretch, and both maxima of the whole."""
+    if points < 1:
+        raise ValueError(f"a timeline of {points} points cannot be drawn; give 1 or more")
+    if len(timeline) <= points:
+        return tuple(timeline)
+    # One place is kept for the reserved maximum, which may fall beside the highest moment of its stretch.
+    stretches = max(points - 1, 1)
+    bounds = [i * len(timeline) // stretches for i in range(stretches + 1)]
+    kept = {max(range(start, end), key=lambda i: timeline[i].allocated) for start, end in pairwise(bounds)}
+    if points > 1:
+        most_reserved = max(moment.reserved for moment in timeline)
+        if all(timeline[i].reserved < most_reserved for i in kept):
+            kept.add(next(i for i, moment in enumerate(timeline) if moment.reserved == most_reserved))
+    return tuple(timeline[i] for i in sorted(kept))
+
+
+def _complaint(index: int, action: str, id: int, known: int) -> str:
+    if not 0 <= id < known:
+        return f"event {index}: {action} of allocation {id}, but the ids go from 0 to {known - 1}"
+    if action == "alloc":
+        return f"event {index}: alloc of allocation {id}, which is already alive"
+    return f"event {index}: free of allocation {id}, which is not alive"
+
+
+def _alive_after(
+    last: int, events: Sequence[Event], allocations: Sequence[Allocation], timeline: Sequence[Moment]
+) -> tuple[Alive, ...]:
+    sizes: dict[int, int] = {}
+    before = 0
+    for index, now, _ in timeline:
+        if index > last:
+            break
+        id = events[index].id
+        if sizes.pop(id, None) is None:
+            sizes[id] = now - before  # what the block really takes
+        before = now
+    largest_first = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    return tuple(Alive(size, allocations[id]) for id, size in largest_first if size)

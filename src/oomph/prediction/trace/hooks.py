@@ -1,0 +1,182 @@
+"""Tells the tracer when backward and the optimizer run, and keeps torch's Python layers out of the way."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as optim
+
+from oomph.prediction.trace.patching import Patches
+from oomph.prediction.trace.placement import device_of
+from oomph.prediction.trace.sites import find_site
+from oomph.prediction.trace.tracer import Tracer
+
+
+def follow_backward(patches: Patches, tracer: Tracer) -> None:
+    """Everything inside autograd's engine is the backward pass."""
+    engine = torch.autograd.graph._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if tracer.phase == "backward":  # reentrant checkpointing calls the engine from inside
+            return engine(*args, **kwargs)
+        tracer.label_parameters()
+        with tracer.doing("backward"):
+            return engine(*args, **kwargs)
+
+    tracer.boundary.engine.add(run_backward.__code__)
+    for module in (torch.autograd.graph, torch.autograd):
+        patches.set(module, "_engine_run_backward", run_backward)
+
+
+def follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tracer) -> None:
+    """Everything inside an optimizer's step is the optimizer step; what it keeps is its state."""
+    # torch takes the foreach path on CUDA for plain tensors only; ours stand for such.
+    patches.set(optim, "_foreach_supported_types", [*optim._foreach_supported_types, FakeTensor])
+    running: list[contextlib.AbstractContextManager[None]] = []
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        running.append(tracer.doing("optimizer"))
+        running[-1].__enter__()
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        running.pop().__exit__(None, None, None)
+        _mark_state(tracer, optimizer)
+
+    for handle in (
+        optim.register_optimizer_step_pre_hook(before),
+        optim.register_optimizer_step_post_hook(after),
+    ):
+        stack.callback(handle.remove)
+
+
+def _mark_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    names = tracer.parameter_names
+    for parameter, state in optimizer.state.items():
+        if not isinstance(state, dict):
+            continue
+        for value in state.values():
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, FakeTensor):
+                    draft = tracer.ledger.draft_of(tensor)
+                    if draft is not None and draft.kind == "temporary":
+                        draft.kind = "optimizer state"
+                        draft.module = names.get(id(parameter), draft.module)
+
+
+def remember_parameters(patches: Patches, tracer: Tracer) -> None:
+    """Parameters are fake from birth, and remember the line that made them."""
+    make = torch.nn.Parameter.__new__
+
+    def new(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
+        if data is not None and not isinstance(data, FakeTensor) and data.device.type == "cpu" and type(data) in (
+            torch.Tensor,
+            torch.nn.Parameter,
+        ):
+            with torch._C.DisableTorchFunction():
+                data = tracer.fake_mode.from_tensor(data.detach())
+        parameter = make(cls, data, requires_grad)
+        tracer.parameter_sites[parameter] = find_site(tracer.boundary)[0]
+        return parameter
+
+    patches.set(torch.nn.Parameter, "__new__", new)
+
+
+def keep_function_mode_on(patches: Patches) -> None:
+    """Run the bodies of torch's Python functions under the placement mode, not inside its handler.
+
+    A torch function mode is off inside its own handler. Functions such as F.multi_head_attention_forward
+    would be handed to it whole, and the calls they make would go unseen. With these checks answering no,
+    only calls into C reach the mode.
+    """
+    import torch.functional
+    import torch.nn.functional
+
+    ours = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+
+    def overridden(values: Iterable[Any]) -> bool:
+        for value in values:
+            kind = type(value)
+            if isinstance(value, (tuple, list)):
+                if overridden(value):
+                    return True
+            elif kind not in ours and hasattr(kind, "__torch_function__") and not isinstance(value, type):
+                if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
+                    return True
+        return False
+
+    modules = [torch.nn.functional, torch.functional, torch._tensor, torch.autograd, torch.nn.init]
+    for module in modules:
+        for name in ("has_torch_function_unary", "has_torch_function_variadic"):
+            if hasattr(module, name):
+                patches.set(module, name, lambda *values: overridden(values))
+        if hasattr(module, "has_torch_function"):
+            patches.set(module, "has_torch_function", overridden)
+
+
+def answer_device(patches: Patches, tracer: Tracer) -> None:
+    """`tensor.device` gives the pretend device to the program, and the true one to torch's own fake kernels."""
+
+    def device(tensor: FakeTensor) -> torch.device:
+        if tensor.fake_mode.in_kernel_invocation:
+            return torch.device("meta")
+        if tracer.inside:
+            return tensor.fake_device
+        return device_of(tracer, tensor)
+
+    patches.set(FakeTensor, "device", property(device))
+
+
+def copy_without_data(patches: Patches) -> None:
+    """copy.deepcopy of a tensor copies its storage byte by byte; a fake one has none."""
+
+    def deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
+        if id(tensor) in memo:
+            return memo[id(tensor)]
+        if not tensor.is_leaf:
+            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
+        with torch.no_grad():
+            twin: torch.Tensor = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            twin = torch.nn.Parameter(twin, tensor.requires_grad)
+        else:
+            twin.requires_grad_(tensor.requires_grad)
+        if tensor.grad is not None:
+            twin.grad = deepcopy(tensor.grad, memo)  # type: ignore[arg-type]
+        memo[id(tensor)] = twin
+        return twin
+
+    patches.set(FakeTensor, "__deepcopy__", deepcopy)
+
+
+def hide_the_trace(patches: Patches) -> None:
+    """Programs that ask whether they are being traced take another path than in a real run; they are told no."""
+    patches.set(torch._subclasses, "FakeTensor", type("FakeTensor", (), {}))
+
+
+def run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
+    def note() -> None:
+        site, _ = find_site(tracer.boundary)
+        tracer.ledger.note("torch.compile is traced as eager: the compiled step may need less memory", site)
+
+    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        note()
+        return model if model is not None else (lambda function: function)
+
+    def compile_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        note()
+
+    patches.set(torch, "compile", compile)
+    patches.set(torch.nn.Module, "compile", compile_module)
+    if "torch._dynamo" in sys.modules:  # something may have been compiled before the trace
+        from torch._dynamo.eval_frame import OptimizedModule
+
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            note()
+            return self._orig_mod(*args, **kwargs)
+
+        patches.set(OptimizedModule, "__call__", call)

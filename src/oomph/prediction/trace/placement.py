@@ -1,0 +1,201 @@
+"""Answers "which device?" for the program: `device=` arguments, `.to`, `.cuda`, `tensor.device`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from oomph.prediction.trace.pretend_cuda import DEVICE
+from oomph.prediction.trace.tracer import Place, Tracer
+
+Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
+_HOST = torch.device("cpu")
+
+
+class PlacementMode(TorchFunctionMode):
+    """Sees the program's own calls into torch, above autograd."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs) if kwargs else {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(self.tracer, func, args, given)
+        if given:
+            if given.get("pin_memory"):
+                given["pin_memory"] = False
+            device = given.get("device")
+            if device is not None:
+                place = place_of(device)
+                if place is not None:
+                    given["device"] = _HOST
+                    with self.tracer.placing(place):
+                        return func(*args, **given)
+        if self.tracer.place is None and self._takes_gpu_tensor(args):
+            # Tensors that torch's C++ makes on the way (an arange inside one_hot, say) are there too.
+            with self.tracer.placing("gpu"):
+                return func(*args, **given)
+        return func(*args, **given)
+
+    def _takes_gpu_tensor(self, args: Sequence[Any]) -> bool:
+        for arg in args:
+            if isinstance(arg, (list, tuple)):
+                if arg and isinstance(arg[0], FakeTensor) and self.tracer.on_gpu(arg[0]):
+                    return True
+            elif isinstance(arg, FakeTensor) and self.tracer.on_gpu(arg):
+                return True
+        return False
+
+
+def place_of(device: Any) -> Place | None:
+    """The place a device argument names; None for one that is neither (meta)."""
+    kind = "cuda" if isinstance(device, int) else torch.device(device).type
+    return {"cuda": "gpu", "cpu": "host"}.get(kind)  # type: ignore[return-value]
+
+
+def device_of(tracer: Tracer, tensor: torch.Tensor) -> torch.device:
+    """The device the program believes the tensor to be on."""
+    with torch._C.DisableTorchFunction():
+        return DEVICE if tracer.on_gpu(tensor) else _true_device(tensor)
+
+
+def _true_device(tensor: torch.Tensor) -> torch.device:
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+
+
+class _Move(torch.autograd.Function):
+    """A copy to the other side, whose gradient comes back to this one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, tracer: Tracer, place: Place, dtype: torch.dtype) -> torch.Tensor:
+        ctx.tracer, ctx.dtype = tracer, tensor.dtype
+        ctx.back = "gpu" if tracer.on_gpu(tensor) else "host"
+        with tracer.placing(place):
+            return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        with ctx.tracer.placing(ctx.back):
+            return torch.ops.aten._to_copy.default(grad, dtype=ctx.dtype), None, None, None
+
+
+def move(tracer: Tracer, tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The tensor on the other side, a copy."""
+    dtype = dtype or tensor.dtype
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _Move.apply(tensor, tracer, place, dtype)
+    with tracer.placing(place), torch.no_grad():
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+
+
+def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor, rest = args[0], list(args[1:])
+    if rest and isinstance(rest[0], torch.Tensor):  # tensor.to(other)
+        other = rest.pop(0)
+        rest = [device_of(tracer, other), other.dtype, *rest]
+    if isinstance(kwargs.get("other"), torch.Tensor):
+        other = kwargs.pop("other")
+        kwargs |= {"device": device_of(tracer, other), "dtype": other.dtype}
+    copy = kwargs.pop("copy", False) or (len(rest) > 3 and rest.pop(3)) or False
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*rest, **kwargs)
+    plain = {"dtype": dtype or tensor.dtype, "copy": copy}
+    if memory_format is not None:
+        plain["memory_format"] = memory_format
+    place = place_of(device) if device is not None else None
+    if device is not None and place is None:
+        return func(tensor, device, **plain)
+    if place is None or place == ("gpu" if tracer.on_gpu(tensor) else "host"):
+        return func(tensor, **plain)
+    moved = move(tracer, tensor, place, dtype)
+    return moved if memory_format is None else moved.contiguous(memory_format=memory_format)
+
+
+def _cuda(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return args[0] if tracer.on_gpu(args[0]) else move(tracer, args[0], "gpu")
+
+
+def _cpu(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    return move(tracer, args[0], "host") if tracer.on_gpu(args[0]) else args[0]
+
+
+def _type(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """`tensor.type()` and `tensor.type("torch.cuda.FloatTensor")`, the old spelling of `.to`."""
+    wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
+    if wanted is None:
+        name = func(args[0])
+        return name.replace("torch.", "torch.cuda.") if tracer.on_gpu(args[0]) else name
+    if isinstance(wanted, str) and wanted.startswith("torch.cuda."):
+        moved = _cuda(tracer, func, args, {})
+        return moved.type(wanted.replace("torch.cuda.", "torch."))
+    return func(*args, **kwargs)
+
+
+def _from_data(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """torch.tensor, torch.as_tensor: made on the host from real data, then moved."""
+    device = kwargs.pop("device", None)
+    kwargs.pop("pin_memory", None)
+    if isinstance(args[0] if args else None, FakeTensor):
+        made = args[0].clone() if func is torch.tensor else args[0]
+        if kwargs.get("dtype") is not None:
+            made = made.to(kwargs["dtype"])
+    else:
+        gradient = kwargs.pop("requires_grad", False)
+        made = func(*args, **kwargs)
+        if device is not None and place_of(device) == "gpu":
+            made = move(tracer, made, "gpu")
+        return made.requires_grad_() if gradient else made
+    return made if device is None else _to(tracer, torch.Tensor.to, (made, device), {})
+
+
+def _numpy(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if not isinstance(tensor, FakeTensor):
+        return func(*args, **kwargs)
+    if tracer.on_gpu(tensor):
+        raise TypeError(
+            "can't convert cuda:0 device type tensor to numpy. "
+            "Use Tensor.cpu() to copy the tensor to host memory first."
+        )
+    import numpy
+
+    tracer.ledger.note("values read on the host as a NumPy array are taken as zeros", tracer.who()[0])
+    kind = "float32" if tensor.dtype == torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
+    return numpy.zeros(tuple(tensor.shape), dtype=kind)
+
+
+def _question(on_gpu: Any, otherwise: Callable[[torch.Tensor], Any]) -> Handler:
+    def handle(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        return on_gpu if tracer.on_gpu(args[0]) else otherwise(args[0])
+
+    return handle
+
+
+def _nothing(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    return None
+
+
+_T = torch.Tensor
+_HANDLERS: dict[Any, Handler] = {
+    _T.to: _to,
+    _T.cuda: _cuda,
+    _T.cpu: _cpu,
+    _T.type: _type,
+    _T.numpy: _numpy,
+    _T.record_stream: _nothing,
+    torch.tensor: _from_data,
+    torch.as_tensor: _from_data,
+    torch.asarray: _from_data,
+    _T.is_cuda.__get__: _question(True, lambda tensor: False),  # type: ignore[attr-defined]
+    _T.is_cpu.__get__: _question(False, lambda tensor: tensor.is_cpu),  # type: ignore[attr-defined]
+    _T.get_device: _question(0, lambda tensor: -1),
+    _T.is_pinned: _question(False, lambda tensor: False),
+}

@@ -1,0 +1,151 @@
+"""A torch.cuda that answers for the pretend GPU, on builds with and without CUDA alike.
+
+Nothing here reaches a driver: on a machine with a real GPU, a trace leaves it alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from oomph.gpus import GPU
+from oomph.prediction.trace.patching import Patches
+
+DEVICE = torch.device("cuda:0")
+
+
+class _Stream:
+    """One stream is modelled; work on others is counted as if it were on this one."""
+
+    cuda_stream = 0
+    device = DEVICE
+    device_index = 0
+    priority = 0
+    stream_id = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self, *args: Any) -> None:
+        pass
+
+    wait_stream = wait_event = synchronize
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, *args: Any) -> None:
+        pass
+
+    wait = synchronize = record
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+class _Nothing(contextlib.ContextDecorator):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def pretend(patches: Patches, gpu: GPU, live_bytes: Callable[[], int], mark: Callable[[str], None]) -> None:
+    """Answer torch.cuda's questions from the catalogue for as long as `patches` last."""
+    cuda = torch.cuda
+    major, minor = gpu.capability
+    properties = SimpleNamespace(
+        name=gpu.title,
+        total_memory=gpu.memory,
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.multiprocessors,
+        warp_size=32,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        gcnArchName="",
+    )
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    def answer(value: Any) -> Callable[..., Any]:
+        return lambda *args, **kwargs: value
+
+    def rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": answer(True),
+        "is_initialized": answer(True),
+        "is_bf16_supported": answer(major >= 8),
+        "is_tf32_supported": answer(major >= 8),
+        "device_count": answer(1),
+        "current_device": answer(0),
+        "get_device_name": answer(gpu.title),
+        "get_device_capability": answer(gpu.capability),
+        "get_device_properties": answer(properties),
+        "get_arch_list": answer([f"sm_{major}{minor}"]),
+        "memory_allocated": lambda *a, **k: live_bytes(),
+        "max_memory_allocated": lambda *a, **k: live_bytes(),
+        "memory_reserved": lambda *a, **k: live_bytes(),
+        "max_memory_reserved": lambda *a, **k: live_bytes(),
+        "mem_get_info": lambda *a, **k: (max(gpu.memory - live_bytes(), 0), gpu.memory),
+        "memory_stats": lambda *a, **k: {},
+        "memory_summary": answer(""),
+        "empty_cache": lambda *a, **k: mark("empty_cache"),
+        "get_rng_state": rng_state,
+        "get_rng_state_all": lambda *a, **k: [rng_state()],
+        "current_stream": lambda *a, **k: _Stream(),
+        "default_stream": lambda *a, **k: _Stream(),
+        "stream": _Nothing,
+        "device": _Nothing,
+        "device_of": _Nothing,
+        "is_current_stream_capturing": answer(False),
+        "Stream": _Stream,
+        "Event": _Event,
+        "can_device_access_peer": answer(False),
+        "utilization": answer(0),
+    }
+    silent = (
+        "init _lazy_init synchronize set_device reset_peak_memory_stats reset_accumulated_memory_stats "
+        "reset_max_memory_allocated reset_max_memory_cached manual_seed manual_seed_all seed seed_all "
+        "set_rng_state set_rng_state_all set_stream ipc_collect set_per_process_memory_fraction"
+    ).split()
+    answers |= dict.fromkeys(silent, nothing)
+    for name, function in answers.items():
+        if hasattr(cuda, name):
+            patches.set(cuda, name, function)
+    for name in ("range_push", "range_pop", "mark"):
+        patches.set(cuda.nvtx, name, nothing)
+    patches.set(cuda.nvtx, "range", _Nothing)
+    patches.set(cuda.memory, "_record_memory_history", nothing)
+    # The default device of `torch.accelerator` and of checkpointing without tensor arguments.
+    patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)

@@ -1,0 +1,48 @@
+"""One trace: everything that has to be in place while a program runs on the pretend GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from oomph.gpus import GPU
+from oomph.prediction.cuda.autocast import cuda_autocast
+from oomph.prediction.cuda.composites import cuda_composites
+from oomph.prediction.trace import hooks, pretend_cuda
+from oomph.prediction.trace.dispatch import DispatchMode
+from oomph.prediction.trace.module_moves import move_modules_in_place
+from oomph.prediction.trace.oplog import OpLog
+from oomph.prediction.trace.patching import Patches
+from oomph.prediction.trace.placement import PlacementMode
+from oomph.prediction.trace.tracer import Tracer
+
+
+@contextlib.contextmanager
+def tracing(gpu: GPU, *, log_ops: bool = False) -> Iterator[Tracer]:
+    """Run the body on a pretend `gpu`. Whatever happens in it, torch is afterwards as it was before."""
+    tracer = Tracer(gpu)
+    with contextlib.ExitStack() as stack:
+        stack.callback(tracer.ledger.close)
+        patches = stack.enter_context(Patches())
+        ledger = tracer.ledger
+        if log_ops:
+            tracer.log = OpLog(ledger)
+        pretend_cuda.pretend(patches, gpu, lambda: ledger.live_bytes, ledger.mark)
+        hooks.follow_backward(patches, tracer)
+        hooks.follow_optimizers(patches, stack, tracer)
+        hooks.remember_parameters(patches, tracer)
+        move_modules_in_place(patches)
+        hooks.keep_function_mode_on(patches)
+        hooks.answer_device(patches, tracer)
+        hooks.copy_without_data(patches)
+        hooks.hide_the_trace(patches)
+        hooks.run_compiled_as_eager(patches, tracer)
+        tracer.modules.follow(patches, tracer.boundary)
+        stack.enter_context(torch.random.fork_rng(devices=()))  # the program may draw; the caller's stream stays
+        stack.enter_context(cuda_composites(tracer.on_gpu, gpu))
+        stack.enter_context(cuda_autocast(tracer.on_gpu))
+        stack.enter_context(PlacementMode(tracer))
+        stack.enter_context(DispatchMode(tracer, tracer.log))
+        yield tracer

@@ -1,0 +1,1 @@
+"""What people see: terminal, JSON, memory snapshot. Reads records only."""

@@ -1,0 +1,165 @@
+"""A predicted run as a file that PyTorch's memory visualiser opens.
+
+The format is that of `torch.cuda.memory._dump_snapshot`; pytorch.org/memory_viz and
+`python -m torch.cuda._memory_viz` both read it. The viewer in the browser has an unpickler of its own that
+knows only plain dicts, lists, tuples, strings and numbers, so nothing else may go into the file.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from oomph.records import Allocation, Prediction
+
+# (action, address, bytes, id of the Allocation), in program order; the actions are "alloc", "free",
+# "segment_alloc", "segment_free" and "oom". For "oom" the address stands for the bytes still to be had.
+Trace = Sequence[tuple[str, int, int, int]]
+
+_Piece = tuple[int, int, int]  # of memory: address, bytes, id of the Allocation that caused it
+_Frames = dict[int, list[dict[str, Any]]]  # by id of the Allocation
+
+_PROTOCOL = 4  # the newest that every version of the viewer reads
+_SMALL_SEGMENT = 2 * 1024 * 1024  # segments of this size, and no others, belong to the small pool
+_DEFAULT_POOL = (0, 0)
+_SETTINGS = {  # PyTorch's defaults, which the prediction assumes
+    "PYTORCH_CUDA_ALLOC_CONF": "",
+    "max_split_size": -1,
+    "garbage_collection_threshold": 0.0,
+    "expandable_segments": False,
+    "roundup_power2_divisions": {},
+}
+
+
+def write_snapshot(path: str | os.PathLike[str], prediction: Prediction, trace: Trace) -> None:
+    """Write `trace`, the acts of the allocator for the prediction's events, as a memory snapshot.
+
+    The segments in the file are those left at the end of the trace, as in a snapshot of a real run.
+    """
+    with open(path, "wb") as file:
+        pickle.dump(snapshot(prediction.allocations, trace), file, protocol=_PROTOCOL)
+
+
+def snapshot(allocations: Sequence[Allocation], trace: Trace) -> dict[str, Any]:
+    """The content of the file. Sizes in the trace are those requested; blocks show the rounded size too."""
+    frames: _Frames = {}
+    for _, _, _, id in trace:
+        if id not in frames:
+            frames[id] = _frames(allocations[id])
+    return {
+        "segments": _segments(allocations, trace, frames),
+        "device_traces": [list(_entries(allocations, trace, frames))],
+        "allocator_settings": _SETTINGS,
+        "external_annotations": [],
+    }
+
+
+def _frames(allocation: Allocation) -> list[dict[str, Any]]:
+    """Innermost first, as in a stack trace: the operator, the user's line, the module around it."""
+    frames = [_frame("op", 0, allocation.op)]
+    if allocation.site is not None:
+        frames.append(_frame(allocation.site.file, allocation.site.line, allocation.site.function))
+    if allocation.module:
+        frames.append(_frame("module", 0, allocation.module))
+    return frames
+
+
+def _frame(filename: str, line: int, name: str) -> dict[str, Any]:
+    return {"filename": filename, "line": line, "name": name}
+
+
+def _entries(allocations: Sequence[Allocation], trace: Trace, frames: _Frames) -> Iterator[dict[str, Any]]:
+    told = {id: _description(allocations[id]) for id in frames}
+    time = 0
+    for action, address, size, id in trace:
+        for name in ("free_requested", "free_completed") if action == "free" else (action,):
+            time += 1
+            entry = {
+                "action": name,
+                "addr": address,
+                "size": size,
+                "stream": 0,
+                "time_us": time,
+                "pool_id": _DEFAULT_POOL,
+                "frames": frames[id],
+            }
+            if action in ("alloc", "free"):
+                entry["size"] = allocations[id].bytes
+                entry["category"] = allocations[id].kind
+                entry["user_metadata"] = told[id]
+            elif action == "oom":
+                entry["device_free"] = entry.pop("addr")
+            else:
+                # The viewer colours by category, and fails if there are categories but none called "unknown".
+                entry["category"] = "unknown"
+            yield entry
+
+
+def _description(allocation: Allocation) -> str:
+    shape = ", ".join(map(str, allocation.shape))
+    return f"[{shape}] {allocation.dtype}, {allocation.stage}, step {allocation.step}"
+
+
+def _segments(allocations: Sequence[Allocation], trace: Trace, frames: _Frames) -> list[dict[str, Any]]:
+    reserved, handed_out = _left_at_the_end(trace)
+    starts = sorted(reserved)
+    owners: dict[int, list[_Piece]] = {start: [] for start in starts}
+    for address, size, id in sorted(handed_out.values()):
+        owners[starts[bisect_right(starts, address) - 1]].append((address, size, id))
+    return [_segment(reserved[start], owners[start], allocations, frames) for start in starts]
+
+
+def _left_at_the_end(trace: Trace) -> tuple[dict[int, _Piece], dict[int, _Piece]]:
+    """Segments and blocks that the trace does not return, by address."""
+    reserved: dict[int, _Piece] = {}
+    handed_out: dict[int, _Piece] = {}
+    for action, address, size, id in trace:
+        if action == "segment_alloc":
+            reserved[address] = (address, size, id)
+        elif action == "segment_free":
+            del reserved[address]
+        elif action == "alloc":
+            handed_out[address] = (address, size, id)
+        elif action == "free":
+            del handed_out[address]
+    return reserved, handed_out
+
+
+def _segment(
+    segment: _Piece, handed_out: Sequence[_Piece], allocations: Sequence[Allocation], frames: _Frames
+) -> dict[str, Any]:
+    start, total, id = segment
+    blocks = []
+    free_from = start
+    for address, size, owner in handed_out:
+        if address > free_from:  # free neighbours are always joined, so a gap is exactly one block
+            blocks.append(_block(free_from, address - free_from, 0, "inactive", []))
+        blocks.append(_block(address, size, allocations[owner].bytes, "active_allocated", frames[owner]))
+        free_from = address + size
+    if free_from < start + total:
+        blocks.append(_block(free_from, start + total - free_from, 0, "inactive", []))
+
+    in_use = sum(size for _, size, _ in handed_out)
+    return {
+        "device": 0,
+        "address": start,
+        "total_size": total,
+        "allocated_size": in_use,
+        "active_size": in_use,
+        "requested_size": sum(allocations[owner].bytes for _, _, owner in handed_out),
+        "stream": 0,
+        "segment_type": "small" if total == _SMALL_SEGMENT else "large",
+        "segment_pool_id": _DEFAULT_POOL,
+        "is_expandable": False,
+        "frames": frames[id],
+        "blocks": blocks,
+    }
+
+
+def _block(
+    address: int, size: int, requested: int, state: str, frames: list[dict[str, Any]]
+) -> dict[str, Any]:
+    return {"address": address, "size": size, "requested_size": requested, "state": state, "frames": frames}

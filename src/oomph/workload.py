@@ -1,0 +1,100 @@
+"""The Workload: one training step, described."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from oomph.errors import UserError
+
+_FLOAT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+}
+
+
+def default_loss(model: Any, batch: Any) -> torch.Tensor:
+    """`model(**batch).loss`, as Hugging Face models give it."""
+    return model(**batch).loss
+
+
+def default_optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step: what prediction traces, measurement runs and training repeats.
+
+    `model` and `batch` are functions, so that nothing of their size need exist to describe them.
+    `optimizer=None` stands for forward and backward only. `sizes` names the numbers that oomph may
+    vary; they are passed to `batch` by keyword.
+    """
+
+    model: Callable[[], torch.nn.Module]
+    batch: Callable[..., Any]
+    loss: Callable[[Any, Any], torch.Tensor] = default_loss
+    optimizer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer] | None = default_optimizer
+    dtype: str | torch.dtype | None = None
+    autocast: str | torch.dtype | None = None
+    accumulate: int = 1
+    sizes: Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("model", "batch", "loss"):
+            if not callable(getattr(self, name)):
+                raise UserError(
+                    f"Workload {name}={getattr(self, name)!r} is not callable; give a function, e.g. {name}="
+                    + {"model": "lambda: MyModel()", "batch": "lambda device: {...}"}.get(
+                        name, "lambda model, batch: ..."
+                    )
+                )
+        if self.optimizer is not None and not callable(self.optimizer):
+            raise UserError(
+                f"Workload optimizer={self.optimizer!r} is not callable; give a function of the parameters, "
+                "e.g. optimizer=lambda params: torch.optim.AdamW(params), or None"
+            )
+        if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise UserError(f"Workload accumulate={self.accumulate!r} is not valid; give a whole number >= 1")
+        object.__setattr__(self, "dtype", float_dtype(self.dtype, "dtype"))
+        object.__setattr__(self, "autocast", float_dtype(self.autocast, "autocast"))
+        if self.sizes is not None:
+            self._check_sizes(self.sizes)
+
+    def make_batch(self, device: torch.device) -> Any:
+        """The batch on `device`, at the Workload's own sizes."""
+        return self.batch(device, **(self.sizes or {}))
+
+    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
+        wrong = {k: v for k, v in sizes.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}
+        if wrong:
+            raise UserError(f"Workload sizes={wrong!r} is not valid; each size is a whole number >= 1")
+        try:
+            inspect.signature(self.batch).bind(None, **sizes)
+        except TypeError as error:
+            raise UserError(
+                f"Workload batch does not take sizes {sorted(sizes)} ({error}); "
+                f"write batch=lambda device, {', '.join(sizes)}: ..."
+            ) from None
+
+
+def float_dtype(value: str | torch.dtype | None, argument: str) -> torch.dtype | None:
+    """A float dtype given by name or as itself; None stays None."""
+    if value is None:
+        return None
+    dtype = _FLOAT_DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UserError(f"{argument}={value!r} is not a float dtype; valid: {', '.join(_FLOAT_DTYPES)}")
+    return dtype

@@ -1,0 +1,214 @@
+"""The order of a measured step, seen by a meter that writes down what it is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from oomph.errors import UserError
+from oomph.measurement.measure import Reading, measure, observe, run_steps, summarise
+from oomph.workload import Workload
+
+CPU = torch.device("cpu")
+
+
+class ScriptedMeter:
+    """Notes every call; the peak is a number that grows with each reading since the last reset."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+        self.resets = 0
+
+    def reset_peak(self) -> None:
+        self.resets += 1
+        self.calls.append("reset peak")
+
+    def allocated(self) -> int:
+        self.calls.append("read")
+        return 10 * self.resets
+
+    def peak_allocated(self) -> int:
+        return 100 * self.resets
+
+    def peak_reserved(self) -> int:
+        return 1000 * self.resets
+
+    def device_used(self) -> int:
+        return 5000
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+class Noting(torch.nn.Linear):
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__(2, 2)
+        self.calls = calls
+
+    def train(self, mode: bool = True) -> Noting:
+        self.calls.append(f"train {mode}")
+        return super().train(mode)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(f"forward {self.weight.dtype}".replace("torch.", ""))
+        return super().forward(x)
+
+
+class NotingSGD(torch.optim.SGD):
+    calls: list[str]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(p.grad is not None for group in self.param_groups for p in group["params"])
+        self.calls.append("step")
+        super().step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls.append("zero_grad")
+        super().zero_grad(set_to_none)
+
+
+def noting_workload(calls: list[str], **options: Any) -> Workload:
+    def model() -> torch.nn.Module:
+        calls.append("model")
+        return Noting(calls)
+
+    def batch(device: torch.device) -> torch.Tensor:
+        calls.append(f"batch on {device}")
+        return torch.ones(1, 2, device=device, dtype=options.get("dtype", torch.float32))
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        calls.append("optimizer")
+        made = NotingSGD(params, lr=0.1)
+        made.calls = calls
+        return made
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        value = model(batch).sum()
+        value.register_hook(lambda grad: calls.append(f"backward of {grad.item():g}"))
+        return value
+
+    return Workload(model, batch, loss, **{"optimizer": optimizer, **options})
+
+
+def test_a_step_is_forward_backward_optimizer_and_zero_grad_in_that_order() -> None:
+    calls: list[str] = []
+    run_steps(noting_workload(calls), CPU, 2, lambda step, moment: calls.append(f"<{step} {moment}>"))
+    one_step = ["forward float32", "backward of 1", "step", "zero_grad"]
+    assert [call for call in calls if not call.startswith("<")] == [
+        "model",
+        "train True",
+        "optimizer",
+        "batch on cpu",
+        *one_step,
+        *one_step,
+    ]
+    assert [call for call in calls if call.startswith("<2")] == [
+        "<2 begin>",
+        "<2 forward>",
+        "<2 backward>",
+        "<2 optimizer>",
+        "<2 end>",
+    ]
+
+
+def test_accumulation_divides_the_loss_and_steps_once() -> None:
+    calls: list[str] = []
+    run_steps(noting_workload(calls, accumulate=4), CPU, 1, lambda step, moment: None)
+    assert calls.count("backward of 0.25") == 4
+    assert calls.count("step") == 1
+
+
+def test_the_model_takes_the_dtype_before_the_optimizer_sees_it() -> None:
+    calls: list[str] = []
+    run_steps(noting_workload(calls, dtype=torch.float64), CPU, 1, lambda step, moment: None)
+    assert "forward float64" in calls
+
+
+def test_autocast_covers_the_loss_and_not_the_backward() -> None:
+    seen: list[bool] = []
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        value = model(batch).float().sum()
+        value.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+        return value
+
+    workload = Workload(lambda: torch.nn.Linear(2, 2), lambda device: torch.ones(1, 2), loss, autocast="bf16")
+    run_steps(workload, CPU, 1, lambda step, moment: None)
+    assert seen == [True, False]
+
+
+def test_without_an_optimizer_the_gradients_stay() -> None:
+    model = torch.nn.Linear(2, 2)
+    workload = Workload(
+        lambda: model, lambda device: torch.ones(1, 2), lambda m, x: m(x).sum(), optimizer=None
+    )
+    run_steps(workload, CPU, 2, lambda step, moment: None)
+    assert model.bias.grad is not None
+    assert model.bias.grad.tolist() == [2.0, 2.0]
+
+
+def test_peaks_are_reset_when_a_step_begins_and_read_when_the_device_is_done() -> None:
+    calls: list[str] = []
+    readings = observe(noting_workload(calls), CPU, 2, ScriptedMeter(calls))
+    assert calls.count("reset peak") == 3
+    second_step = calls[len(calls) - calls[::-1].index("reset peak") - 1 :]
+    assert second_step[-3:] == ["synchronize", "read", "read"]
+    assert [(r.step, r.moment) for r in readings if r.step == 1] == [
+        (1, "begin"),
+        (1, "forward"),
+        (1, "backward"),
+        (1, "optimizer"),
+        (1, "end"),
+    ]
+
+
+def test_a_function_is_called_once_and_its_step_as_often_as_asked() -> None:
+    calls: list[str] = []
+
+    def function() -> Any:
+        calls.append("set up")
+        return lambda: calls.append("step")
+
+    readings = observe(function, CPU, 3, ScriptedMeter([]))
+    assert calls == ["set up", "step", "step", "step"]
+    assert [r.step for r in readings if r.moment == "end"] == [1, 2, 3]
+
+
+def test_a_function_that_returns_no_step_counts_as_one_step() -> None:
+    measurement = summarise(observe(lambda: None, CPU, 3, ScriptedMeter([])), 0, "a card")
+    assert [step.step for step in measurement.steps] == [1]
+    assert measurement.peak.allocated == 100
+
+
+def test_the_reported_peak_is_the_largest_of_the_steps() -> None:
+    readings = [
+        Reading(0, "setup", 7, 8, 20, 0.0),
+        Reading(1, "end", 50, 100, 200, 9.0),
+        Reading(2, "end", 50, 130, 210, 1.0),
+        Reading(3, "end", 50, 120, 220, 2.0),
+    ]
+    measurement = summarise(readings, 999, "a card")
+    assert (measurement.peak.allocated, measurement.peak.step) == (130, 2)
+    assert (measurement.peak.reserved, measurement.peak.device) == (220, 999)
+    assert measurement.before == 7
+    assert measurement.seconds_per_step == 1.5
+    assert [step.end for step in measurement.steps] == [50, 50, 50]
+
+
+def test_measuring_without_a_gpu_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=r"^measure needs a CUDA GPU and torch \S+ sees none; .*$"):
+        measure(lambda: None)
+
+
+def test_measuring_on_the_cpu_names_the_devices_that_are_valid() -> None:
+    with pytest.raises(UserError, match="'cpu' cannot be measured on; valid: cuda"):
+        measure(lambda: None, device="cpu")
+
+
+def test_zero_steps_are_refused() -> None:
+    with pytest.raises(UserError, match="steps=0"):
+        observe(lambda: None, CPU, 0, ScriptedMeter([]))

@@ -1,0 +1,96 @@
+"""Op logs: what a row says of an op, and that files keep it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import torch
+
+from oomph.measurement.oplog import Counters, OpRow, describe, read_rows, record_ops, write_rows
+
+
+class ScriptedCounters:
+    """Pretends that every op asks for 100 bytes and keeps 512, with 512 more in passing."""
+
+    def __init__(self, traced: bool = True) -> None:
+        self.reads = 0
+        self.traced = traced
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> list[int]:
+        return [100] * (self.reads // 2) if self.traced else []
+
+    def reset_high(self) -> None:
+        pass
+
+    def read(self) -> Counters:
+        done = (self.reads + 1) // 2
+        self.reads += 1
+        return Counters(512 * done, 512 * done + 512, done, 100 * done)
+
+
+def test_rows_survive_being_written_and_read(tmp_path: Path) -> None:
+    rows = [
+        OpRow("aten.mm.default", "f32[2,3]", 0, 512, 1024, "step 1 forward", 2, 48, (24, 24)),
+        OpRow("aten.t.default", "f32[3,2]", 512, 512, 512),
+    ]
+    write_rows(tmp_path / "log.jsonl.gz", rows)
+    assert read_rows(tmp_path / "log.jsonl.gz") == rows
+
+
+def test_keys_of_a_later_version_are_ignored(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "log.jsonl.gz", "wt") as file:
+        file.write(json.dumps({**OpRow("aten.mm", "", 0, 1, 2)._asdict(), "colour": "red"}) + "\n")
+    assert read_rows(tmp_path / "log.jsonl.gz") == [OpRow("aten.mm", "", 0, 1, 2)]
+
+
+def test_outputs_are_described_by_dtype_and_shape() -> None:
+    assert describe(torch.empty(8, 512)) == "f32[8,512]"
+    assert describe(torch.empty((), dtype=torch.bfloat16)) == "bf16[]"
+    assert describe((torch.empty(1), None, torch.empty(2, dtype=torch.int64))) == "(f32[1], , i64[2])"
+    assert describe(None) == ""
+
+
+def test_long_lists_of_outputs_are_cut_short() -> None:
+    assert describe([torch.empty(1)] * 6) == "(f32[1], f32[1], f32[1], f32[1], +2)"
+
+
+def test_ops_of_forward_and_backward_are_logged_in_order_with_their_phase() -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    with record_ops(ScriptedCounters()) as log:
+        log.phase = "forward"
+        loss = (x @ x).sum()
+        log.phase = "backward"
+        loss.backward()
+    ops = [(row.phase, row.op) for row in log.rows]
+    assert ops[:2] == [("forward", "aten.mm.default"), ("forward", "aten.sum.default")]
+    assert ("backward", "aten.mm.default") in ops
+    assert log.rows[0].outputs == "f32[2,2]"
+
+
+def test_each_row_carries_its_own_requests() -> None:
+    with record_ops(ScriptedCounters()) as log:
+        torch.ones(2).add(1).mul(2)
+    row = log.rows[-1]
+    assert (row.n_allocs, row.requested, row.allocs) == (1, 100, (100,))
+    assert (row.after - row.before, row.high - row.before) == (512, 1024)
+
+
+def test_without_a_trace_the_counts_remain() -> None:
+    with record_ops(ScriptedCounters(traced=False)) as log:
+        torch.ones(2)
+    assert [(row.n_allocs, row.requested, row.allocs) for row in log.rows[:1]] == [(1, 100, ())]
+
+
+def test_the_rows_are_kept_when_the_program_fails() -> None:
+    try:
+        with record_ops(ScriptedCounters()) as log:
+            torch.ones(2)
+            raise ValueError("the program's own")
+    except ValueError:
+        pass
+    assert log.rows

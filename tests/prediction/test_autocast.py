@@ -1,0 +1,531 @@
+"""CUDA autocast on tensors that only pretend to be on a GPU. Here every fake tensor counts as one."""
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import DefaultDeviceType, checkpoint
+
+from oomph.prediction.cuda.autocast import (
+    BANNED,
+    FLOAT32,
+    FLOAT32_RESULT,
+    FLOAT32_RESULT_BY_OVERLOAD,
+    LOWER_PRECISION,
+    PROMOTE,
+    autocast_ops,
+    cuda_autocast,
+)
+
+bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+aten = torch.ops.aten
+
+
+class OpLog(TorchDispatchMode):
+    """The ops that reach the bottom of the dispatcher; answers host reads of GPU values with zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, tuple[int, ...], torch.dtype | None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._local_scalar_dense.default:
+            return 0.0
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.ops.append((func, tuple(out.shape), out.dtype))
+        return out
+
+    @property
+    def casts(self) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+        return [(shape, dtype) for func, shape, dtype in self.ops if func is aten._to_copy.default]
+
+
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+@pytest.fixture
+def gpu_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True)
+    # Fake tensors say "cpu" here, so a checkpoint would fall back on the machine's own kind of device.
+    monkeypatch.setattr(DefaultDeviceType, "_default_device_type", "cuda")
+
+
+@pytest.fixture
+def log(gpu_claimed: None) -> Iterator[OpLog]:
+    with cuda_autocast(is_on_gpu), FakeTensorMode(), OpLog() as mode:
+        yield mode
+
+
+def on(dtype: torch.dtype = bf16, **options: Any) -> torch.autocast:
+    return torch.autocast("cuda", dtype, **options)
+
+
+def has_python_kernel(op: str) -> bool:
+    """Torch names the file in which a kernel was registered; Python kernels name a Python file."""
+    lines = torch._C._dispatch_dump(f"aten::{op}").splitlines()
+    return any(line.startswith("AutocastCUDA") and ".py" in line for line in lines)
+
+
+def test_the_tables_name_exactly_the_ops_that_torch_casts_on_cuda() -> None:
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    cast_by_torch = {n.removeprefix("aten::") for n in names if has_kernel(n, "AutocastCUDA")}
+    # Named dimensions (torch <= 2.12) and cuDNN's recurrent layers never come up in a trace.
+    left_out = {op for op in cast_by_torch if "imname" in op or "names_" in op or op == "_cudnn_rnn"}
+    assert autocast_ops() == cast_by_torch - left_out
+
+
+def test_no_op_has_two_policies_and_no_tensor_is_passed_by_keyword() -> None:
+    tables = [LOWER_PRECISION, FLOAT32, FLOAT32_RESULT, set(FLOAT32_RESULT_BY_OVERLOAD), PROMOTE, BANNED]
+    assert sum(map(len, tables)) == len(set().union(*tables))
+    for op in autocast_ops():
+        name, _, overload = op.partition(".")
+        schema = getattr(getattr(aten, name), overload or "default")._schema
+        assert not any(a.kwarg_only and "Tensor" in str(a.type) for a in schema.arguments), op
+
+
+def test_linear_casts_bias_then_weight_then_input_and_gradients_return_to_float32(log: OpLog) -> None:
+    layer, x = nn.Linear(3, 5), torch.randn(2, 3, requires_grad=True)
+    with on():
+        y = layer(x)
+    assert y.dtype == bf16
+    assert log.casts == [((5,), bf16), ((5, 3), bf16), ((2, 3), bf16)]
+    log.ops.clear()
+    y.backward(torch.ones_like(y))
+    assert {dtype for _, dtype in log.casts} == {fp32}
+    assert len(log.casts) == 3
+    assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == fp32
+
+
+def test_a_weight_used_twice_in_a_region_is_cast_once(log: OpLog) -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+    with on():
+        layer(layer(x))
+    assert log.casts == [((4, 4), bf16), ((2, 4), bf16)]
+    with on():
+        layer(x)
+    assert log.casts[2:] == [((4, 4), bf16), ((2, 4), bf16)]
+
+
+def test_a_weight_is_cast_at_each_use_without_the_cache(log: OpLog) -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+    with on(cache_enabled=False):
+        layer(layer(x))
+    assert log.casts == [((4, 4), bf16), ((2, 4), bf16), ((4, 4), bf16)]
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        lambda: torch.randn(4, 4),
+        lambda: torch.randn(4, 4, requires_grad=True) * 2,
+        lambda: torch.randn(16, requires_grad=True).view(4, 4),
+        lambda: torch.randn(16).view(4, 4).requires_grad_(),
+    ],
+    ids=["no gradient", "not a leaf", "view", "leaf view"],
+)
+def test_only_leaves_that_need_a_gradient_and_are_no_views_are_kept(
+    log: OpLog, weight: Callable[[], torch.Tensor]
+) -> None:
+    w, x = weight(), torch.randn(2, 4)
+    log.ops.clear()
+    with on():
+        x @ w, x @ w
+    assert [shape for shape, _ in log.casts] == [(4, 4), (2, 4)] * 2
+
+
+def test_kept_casts_live_until_the_outermost_region_ends(log: OpLog) -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+    with on():
+        with on():
+            with torch.no_grad():
+                layer(x)
+            gc.collect()
+            kept = [t for t in gc.get_objects() if type(t) is FakeTensor and t.dtype == bf16]
+            references = [weakref.ref(t) for t in kept]
+            del kept
+        assert [tuple(r().shape) for r in references if r() is not None] == [(4, 4)]
+    assert all(r() is None for r in references)
+
+
+def test_clear_autocast_cache_drops_kept_casts(log: OpLog) -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
+    with on():
+        layer(x)
+        torch.clear_autocast_cache()
+        layer(x)
+    assert [shape for shape, _ in log.casts].count((4, 4)) == 2
+
+
+def test_the_cache_does_not_keep_a_weight_alive_nor_mistake_another_for_it(log: OpLog) -> None:
+    x = torch.randn(2, 4)
+    with on(), torch.no_grad():  # with a gradient, the copy's own history holds the weight
+        for _ in range(5):
+            w = torch.randn(4, 4, requires_grad=True)
+            dead = weakref.ref(w)
+            x @ w
+            del w
+            assert dead() is None
+    assert [shape for shape, _ in log.casts].count((4, 4)) == 5
+
+
+@pytest.mark.parametrize("dtype", [bf16, fp16])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda a: a @ a,
+        lambda a: torch.mm(a, a),
+        lambda a: torch.einsum("ij,jk->ik", a, a),
+        lambda a: torch.addmm(a, a, a),
+        lambda a: F.conv2d(a[None, None], torch.ones(1, 1, 3, 3)),
+        lambda a: F.conv2d(a[None, None], torch.ones(1, 1, 3, 3), padding="same"),
+        lambda a: F.conv_transpose2d(a[None, None], torch.ones(1, 1, 3, 3)),
+        lambda a: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None], a),
+        lambda a: F.prelu(a, torch.ones(1)),
+        lambda a: nn.MultiheadAttention(8, 2)(a[None], a[None], a[None])[0],
+    ],
+)
+def test_products_run_in_the_autocast_dtype(
+    log: OpLog, op: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
+    a = torch.randn(8, 8, requires_grad=True)
+    with on(dtype):
+        y = op(a)
+    assert y.dtype == dtype
+    y.sum().backward()
+    assert a.grad.dtype == fp32
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda a: F.layer_norm(a, (8,)),
+        lambda a: F.group_norm(a, 2),
+        lambda a: torch.exp(a),
+        lambda a: a**2,
+        lambda a: a.square(),
+        lambda a: a.pow(a),
+        lambda a: 2**a,
+        lambda a: torch.logsumexp(a, 0),
+        lambda a: F.mse_loss(a, a),
+        lambda a: F.nll_loss(a, torch.zeros(8, dtype=torch.long)),
+        lambda a: F.binary_cross_entropy_with_logits(a, a),
+        lambda a: F.interpolate(a[None], scale_factor=2),
+        lambda a: torch.cdist(a, a),
+    ],
+)
+def test_delicate_ops_get_their_arguments_in_float32(
+    log: OpLog, op: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    a = torch.randn(8, 8, dtype=bf16, requires_grad=True)
+    with on():
+        y = op(a)
+    assert y.dtype == fp32
+    assert log.casts[0] == ((8, 8), fp32) or log.casts[0] == ((1, 8, 8), fp32)
+    y.sum().backward()
+    assert a.grad.dtype == bf16
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda a: a.sum(),
+        lambda a: a.sum(0),
+        lambda a: a.sum(0, keepdim=True),
+        lambda a: a.prod(),
+        lambda a: a.prod(0),
+        lambda a: a.cumsum(0),
+        lambda a: a.cumprod(0),
+        lambda a: torch.linalg.vector_norm(a),
+        lambda a: torch.linalg.vector_norm(a, 3, 0),
+        lambda a: torch.norm(a),
+        lambda a: aten.norm.Scalar(a),
+        lambda a: aten.norm.Scalar(a, 3),
+        lambda a: aten.norm.ScalarOpt_dim(a, 2, [0]),
+        lambda a: aten.norm.ScalarOpt_dim(a, 2, [0], True),
+    ],
+)
+def test_reductions_widen_inside_the_op_without_a_cast_of_the_input(
+    log: OpLog, op: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    a = torch.randn(8, 8, dtype=bf16)
+    with on():
+        y = op(a)
+    assert y.dtype == fp32
+    assert log.casts == []
+
+
+def test_softmax_answers_in_float32_and_its_gradient_returns_in_the_input_dtype(log: OpLog) -> None:
+    a = torch.randn(8, 8, dtype=bf16, requires_grad=True)
+    with on():
+        for y in (a.softmax(-1), F.softmax(a, -1), F.log_softmax(a, -1), F.cross_entropy(a, a.argmax(-1))):
+            assert y.dtype == fp32
+            y.sum().backward()
+    assert a.grad.dtype == bf16
+
+
+def test_a_dtype_named_by_the_caller_stands(log: OpLog) -> None:
+    a = torch.randn(8, 8, dtype=bf16)
+    with on():
+        assert a.softmax(-1, dtype=bf16).dtype == a.sum(dtype=bf16).dtype == bf16
+        assert a.sum(0, dtype=fp64).dtype == F.softmax(a, -1, dtype=fp64).dtype == fp64
+
+
+def test_other_ops_keep_or_promote_dtypes_as_without_autocast(log: OpLog) -> None:
+    low, wide = torch.randn(8, 8, dtype=bf16), torch.randn(8, 8)
+    with on():
+        assert F.gelu(low).dtype == F.silu(low).dtype == low.mean().dtype == F.relu(low).dtype == bf16
+        assert (low + wide).dtype == (low * wide).dtype == torch.cat([low, wide]).dtype == fp32
+    assert all(func is not aten._to_copy.default or dtype == fp32 for func, _, dtype in log.ops)
+
+
+def test_promoting_ops_take_the_widest_dtype(log: OpLog) -> None:
+    low, wide = torch.randn(8, 8, dtype=bf16), torch.randn(8, 8)
+    index = torch.zeros(8, 8, dtype=torch.long)
+    with on():
+        assert torch.addcmul(low, low, wide).dtype == fp32
+        assert torch.addcmul(low, low, low).dtype == bf16
+        assert torch.atan2(low, wide).dtype == torch.dot(wide[0], low[0]).dtype == fp32
+        assert low.scatter_add(0, index, wide).dtype == fp32
+        assert low.index_put((index[0],), wide).dtype == fp32
+        bias = torch.randn(4)
+        weight = torch.randn(4, 8, 8, dtype=bf16)
+        assert F.bilinear(low, low, weight, bias).dtype == bf16
+
+
+def test_promoting_a_dtype_that_is_neither_float32_nor_the_autocast_dtype_fails_as_on_cuda(
+    log: OpLog,
+) -> None:
+    a = torch.randn(8, dtype=fp16)
+    with (
+        on(bf16),
+        pytest.raises(RuntimeError, match=r"cannot promote a torch\.float16 argument of aten\.dot"),
+    ):
+        torch.dot(a, a)
+
+
+def test_binary_cross_entropy_is_refused(log: OpLog) -> None:
+    p = torch.rand(4)
+    with on(), pytest.raises(RuntimeError, match="unsafe to autocast"):
+        F.binary_cross_entropy(p, p)
+    with on(enabled=False):
+        F.binary_cross_entropy(p, p)
+
+
+def test_float64_and_integers_are_left_alone(log: OpLog) -> None:
+    with on():
+        a = torch.randn(4, 4, dtype=fp64)
+        assert (a @ a).dtype == a.exp().dtype == a.sum().dtype == torch.norm(a).dtype == fp64
+        assert torch.ones(4, dtype=torch.long).sum().dtype == torch.long
+    assert log.casts == []
+
+
+def test_a_disabled_region_inside_casts_nothing_and_the_outer_one_resumes(log: OpLog) -> None:
+    a = torch.randn(4, 4)
+    with on():
+        assert torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cuda") == bf16
+        with on(enabled=False):
+            assert not torch.is_autocast_enabled("cuda")
+            assert (a @ a).dtype == fp32
+        with on(fp16):
+            assert (a @ a).dtype == fp16
+        assert (a @ a).dtype == bf16
+    assert not torch.is_autocast_enabled("cuda")
+    assert (a @ a).dtype == fp32
+
+
+def test_decorators_and_the_older_spellings_work(log: OpLog) -> None:
+    a = torch.randn(4, 4)
+    assert torch.autocast("cuda", bf16)(lambda: a @ a)().dtype == bf16
+    with torch.amp.autocast("cuda"):
+        assert (a @ a).dtype == fp16
+    with pytest.warns(FutureWarning), torch.cuda.amp.autocast(dtype=bf16):
+        assert (a @ a).dtype == bf16
+
+
+def test_custom_forward_and_backward_follow_the_state_of_the_forward(log: OpLog) -> None:
+    seen: list[torch.dtype] = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda")
+        def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a)
+            return a @ a
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (a,) = ctx.saved_tensors
+            seen.append((a @ a).dtype)
+            return grad.float() @ a.float()
+
+    a = torch.randn(4, 4, requires_grad=True)
+    with on():
+        y = Product.apply(a)
+    y.backward(torch.ones_like(y))
+    assert y.dtype == bf16
+    assert seen == [bf16]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_recompute_under_the_autocast_of_the_forward(log: OpLog, reentrant: bool) -> None:
+    layer, x = nn.Linear(3, 5), torch.randn(2, 3, requires_grad=True)
+    with on():
+        y = checkpoint(layer, x, use_reentrant=reentrant)
+    assert y.dtype == bf16
+    log.ops.clear()
+    y.sum().backward()
+    assert log.casts[:3] == [((5,), bf16), ((5, 3), bf16), ((2, 3), bf16)]
+    assert x.grad.dtype == layer.weight.grad.dtype == fp32
+
+
+def test_a_recomputation_in_backward_clears_the_cache_even_inside_autocast(log: OpLog) -> None:
+    layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4, requires_grad=True)
+    with on():
+        checkpoint(layer, x, use_reentrant=False).sum().backward()
+        log.ops.clear()
+        layer(x)
+    assert ((4, 4), bf16) in log.casts
+
+
+def test_backward_inside_autocast_casts_as_forward_does(log: OpLog) -> None:
+    a = torch.randn(4, 4, requires_grad=True)
+    with on():
+        (a @ a).sum().backward()
+    products = [dtype for func, _, dtype in log.ops if func is aten.mm.default]
+    assert products == [bf16] * 3
+
+
+def test_casts_are_invisible_to_a_torch_function_mode(gpu_claimed: None) -> None:
+    seen: list[Any] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    a = torch.randn(4, 4, requires_grad=True)
+    call = torch._C._dispatch_call_boxed  # a call as C++ makes it, so that the mode is on inside the kernel
+    with cuda_autocast(lambda tensor: True), on():
+        with Watch():
+            product = call(aten.matmul.default._handle, a, a)
+            sum_ = call(aten.addcmul.default._handle, product, a, a)
+            probabilities = call(aten.softmax.int._handle, product, -1)
+            norm = call(aten.norm.Scalar._handle, product)
+        assert seen == []
+    assert (product.dtype, sum_.dtype, probabilities.dtype, norm.dtype) == (bf16, fp32, fp32, fp32)
+
+
+def test_fake_tensors_work_with_no_fake_mode_active(gpu_claimed: None) -> None:
+    with FakeTensorMode():
+        layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with cuda_autocast(is_on_gpu), on():
+        y = layer(x)
+        assert y.dtype == bf16
+    y.sum().backward()
+    assert layer.weight.grad.dtype == fp32
+
+
+def test_real_cpu_tensors_are_untouched(gpu_claimed: None) -> None:
+    a, p = torch.randn(4, 4), torch.rand(4)
+    with cuda_autocast(is_on_gpu), on():
+        assert (a @ a).dtype == fp32
+        assert a.to(bf16).exp().dtype == a.to(bf16).sum().dtype == bf16
+        assert torch.norm(a).dtype == fp32
+        assert aten.norm.Scalar(a.to(bf16)).dtype == bf16
+        assert F.binary_cross_entropy(p, p).dtype == fp32
+
+
+def test_cpu_autocast_keeps_its_own_lists_beside_cuda_autocast(gpu_claimed: None) -> None:
+    a = torch.randn(4, 4)
+    with cuda_autocast(is_on_gpu), on(fp16), torch.autocast("cpu", bf16):
+        assert (a @ a).dtype == F.linear(a, a).dtype == bf16
+        assert a.to(bf16).sum().dtype == bf16
+
+
+def test_a_grad_scaler_scales_unscales_and_steps(log: OpLog) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), momentum=0.9)
+    scaler = torch.amp.GradScaler("cuda")
+    assert scaler.is_enabled()
+    for _ in range(2):
+        with on(fp16):
+            loss = layer(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert [func for func, _, _ in log.ops].count(aten._amp_update_scale_.default) == 2
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_nothing_of_the_process_is_changed_afterwards(gpu_claimed: None, failing: bool) -> None:
+    functions = (
+        torch.clear_autocast_cache,
+        torch.autocast_increment_nesting,
+        torch.autocast_decrement_nesting,
+    )
+    with contextlib.suppress(ZeroDivisionError), cuda_autocast(is_on_gpu):
+        assert has_python_kernel("linear")
+        with FakeTensorMode(), on():
+            nn.Linear(4, 4)(torch.randn(2, 4))
+            if failing:
+                1 / 0  # noqa: B018
+    assert not any(has_python_kernel(op) for op in autocast_ops())
+    assert functions == (
+        torch.clear_autocast_cache,
+        torch.autocast_increment_nesting,
+        torch.autocast_decrement_nesting,
+    )
+    assert not torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.AutocastCUDA)
+    assert not torch.is_autocast_enabled("cuda")
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with torch.autocast("cpu", bf16):
+        y = layer(x)
+        assert y.dtype == bf16
+        assert y.softmax(-1).dtype == bf16
+    with FakeTensorMode(), on():
+        assert nn.Linear(4, 4)(torch.randn(2, 4)).dtype == fp32
+
+
+def test_a_second_context_inside_is_refused() -> None:
+    with cuda_autocast(is_on_gpu):
+        with pytest.raises(RuntimeError, match="already active"), cuda_autocast(is_on_gpu):
+            pass
+        assert has_python_kernel("linear")
+    assert not has_python_kernel("linear")
+
+
+def test_the_callers_function_and_the_kept_casts_are_let_go(gpu_claimed: None) -> None:
+    class Label:
+        def __call__(self, tensor: torch.Tensor) -> bool:
+            return is_on_gpu(tensor)
+
+    label = Label()
+    gone = weakref.ref(label)
+    with FakeTensorMode(), cuda_autocast(label):
+        layer = nn.Linear(4, 4)
+        region = on()
+        region.__enter__()
+        layer(torch.randn(2, 4))
+    region.__exit__(None, None, None)
+    weight = weakref.ref(layer.weight)
+    del label, layer, region
+    gc.collect()
+    assert gone() is None
+    assert weight() is None

@@ -1,0 +1,245 @@
+"""Scripted events through the allocator: peaks, steps, what is alive, and what is refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from oomph.prediction.replay import Replay, replay, thin
+from oomph.records import Allocation, Event, Moment, StepPeak
+
+MIB = 1024 * 1024
+
+
+def allocation(id: int, nbytes: int) -> Allocation:
+    return Allocation(
+        id=id,
+        bytes=nbytes,
+        shape=(nbytes,),
+        dtype="uint8",
+        op="aten.empty",
+        module="",
+        site=None,
+        stage="forward activations",
+        kind="activation",
+        step=1,
+    )
+
+
+def run(script: str, sizes: list[int], limit: int | None = None, record: bool = False) -> Replay:
+    """`+0` allocates id 0, `-0` frees it, `|2` begins step 2, any other word is a mark."""
+    return replay(events(script), [allocation(i, n) for i, n in enumerate(sizes)], limit, record=record)
+
+
+def events(script: str) -> list[Event]:
+    made = []
+    for word in script.split():
+        if word[0] == "+":
+            made.append(Event("alloc", int(word[1:])))
+        elif word[0] == "-":
+            made.append(Event("free", int(word[1:])))
+        else:
+            made.append(Event("mark", -1, f"step {word[1:]}" if word[0] == "|" else word))
+    return made
+
+
+def test_without_step_marks_the_peak_is_that_of_the_whole_run() -> None:
+    result = run("+0 +1 -1 +2", [30 * MIB, 40 * MIB, 20 * MIB])
+    assert (result.peak_allocated, result.peak_reserved) == (70 * MIB, 70 * MIB)
+    assert (result.peak_event, result.peak_step, result.steps) == (1, 0, ())
+
+
+def test_no_events_at_all_give_an_empty_replay() -> None:
+    result = run("", [])
+    assert (result.peak_allocated, result.peak_reserved, result.peak_event) == (0, 0, -1)
+    assert (result.at_peak, result.timeline, result.trace) == ((), (), ())
+
+
+def test_what_happens_before_the_first_step_is_not_in_the_peak() -> None:
+    result = run("+0 +1 -1 |1 +2 -2", [10 * MIB, 90 * MIB, 20 * MIB])
+    assert result.peak_allocated == 30 * MIB
+    assert result.peak_reserved == 100 * MIB  # still reserved when the step begins
+    assert result.highest_reserved == 100 * MIB
+    assert (result.peak_event, result.peak_step) == (4, 1)
+
+
+def test_every_step_has_its_own_peak_its_reserved_memory_and_its_end() -> None:
+    result = run("+0 |1 +1 -1 |2 +2 +1 -2 |3", [10 * MIB, 20 * MIB, 40 * MIB])
+    assert result.steps == (
+        StepPeak(step=1, allocated=30 * MIB, reserved=30 * MIB, end=10 * MIB),
+        StepPeak(step=2, allocated=70 * MIB, reserved=70 * MIB, end=30 * MIB),
+        StepPeak(step=3, allocated=30 * MIB, reserved=70 * MIB, end=30 * MIB),
+    )
+    assert (result.peak_allocated, result.peak_step, result.peak_event) == (70 * MIB, 2, 6)
+
+
+def test_memory_released_in_one_step_is_not_reserved_in_the_next() -> None:
+    result = run("|1 +0 -0 +1 |2 -1", [60 * MIB, 70 * MIB], limit=100 * MIB)
+    assert [step.reserved for step in result.steps] == [70 * MIB, 70 * MIB]
+    assert result.peak_reserved == 70 * MIB
+
+
+def test_the_highest_reserved_of_the_run_counts_what_was_released_before_the_first_step() -> None:
+    result = run("+0 +1 -0 -1 +2 |1 -2", [40 * MIB, 40 * MIB, 50 * MIB], limit=100 * MIB)
+    assert (result.peak_reserved, result.highest_reserved) == (50 * MIB, 80 * MIB)
+
+
+def test_a_step_that_only_frees_peaks_at_its_own_mark() -> None:
+    result = run("+0 +1 |1 -0 -1", [30 * MIB, 20 * MIB])
+    assert (result.peak_allocated, result.peak_event) == (50 * MIB, 2)
+    assert [alive.allocation.id for alive in result.at_peak] == [0, 1]
+
+
+def test_of_equal_peaks_the_first_is_reported() -> None:
+    result = run("|1 +0 -0 +0 |2 -0 +0", [30 * MIB])
+    assert (result.peak_step, result.peak_event) == (1, 1)
+
+
+def test_other_marks_do_not_begin_a_step() -> None:
+    result = run("forward |1 +0 backward stepping -0 optimizer", [30 * MIB])
+    assert [step.step for step in result.steps] == [1]
+
+
+def test_the_alive_at_the_peak_come_largest_first_and_add_up_to_it() -> None:
+    # 0 leaves 11 MiB of its segment; 1 gets all of it although it asks for 10.5.
+    result = run("+0 +1 +2 +3 -2 +4", [9 * MIB, 10 * MIB + MIB // 2, 100, 0, 600_000])
+    assert [(alive.bytes, alive.allocation.id) for alive in result.at_peak] == [
+        (11 * MIB, 1),
+        (9 * MIB, 0),
+        (600_064, 4),
+    ]
+    assert sum(alive.bytes for alive in result.at_peak) == result.peak_allocated == 20 * MIB + 600_064
+
+
+def test_an_allocation_may_be_made_again_after_it_was_freed() -> None:
+    result = run("+0 +1 -0 -1 +1 +0", [1 * MIB, 30 * MIB])
+    assert result.peak_allocated == 31 * MIB
+    assert [alive.allocation.id for alive in result.at_peak] == [1, 0]
+
+
+def test_a_request_for_nothing_leaves_no_trace() -> None:
+    result = run("+0 -0", [0], record=True)
+    assert (result.peak_allocated, result.peak_reserved, result.trace) == (0, 0, ())
+
+
+def test_the_timeline_has_a_moment_for_every_allocation_and_free() -> None:
+    result = run("|1 +0 forward +1 -0", [30 * MIB, 5 * MIB])
+    assert result.timeline == (
+        Moment(1, 30 * MIB, 30 * MIB),
+        Moment(3, 35 * MIB, 50 * MIB),
+        Moment(4, 5 * MIB, 50 * MIB),
+    )
+
+
+def test_the_replay_stops_at_the_request_that_does_not_fit() -> None:
+    result = run("+0 |1 +1 +2 -0 -1", [30 * MIB, 30 * MIB, 50 * MIB], limit=100 * MIB)
+    assert result.refused == 2
+    assert (result.peak_allocated, result.peak_reserved) == (60 * MIB, 60 * MIB)
+    assert len(result.timeline) == 2
+    assert result.steps == (StepPeak(step=1, allocated=60 * MIB, reserved=60 * MIB, end=60 * MIB),)
+
+
+def test_a_refusal_before_the_first_step_reports_what_was_reached() -> None:
+    result = run("+0 +1 |1 +2", [30 * MIB, 90 * MIB, 1], limit=100 * MIB)
+    assert (result.refused, result.steps, result.peak_step) == (1, (), 0)
+    assert (result.peak_allocated, result.peak_event) == (30 * MIB, 0)
+
+
+def test_a_run_that_fits_only_after_a_release_is_not_refused() -> None:
+    result = run("+0 -0 +1", [60 * MIB, 80 * MIB], limit=100 * MIB, record=True)
+    assert result.refused is None
+    assert [(entry.action, entry.bytes, entry.id) for entry in result.trace] == [
+        ("segment_alloc", 60 * MIB, 0),
+        ("alloc", 60 * MIB, 0),
+        ("free", 60 * MIB, 0),
+        ("segment_free", 60 * MIB, 1),
+        ("segment_alloc", 80 * MIB, 1),
+        ("alloc", 80 * MIB, 1),
+    ]
+
+
+def test_the_trace_gives_the_freed_block_as_it_was_before_it_joined_its_neighbours() -> None:
+    result = run("+0 +1 -1 -0", [6 * MIB, 6 * MIB], record=True)
+    freed = [(entry.address, entry.bytes) for entry in result.trace if entry.action == "free"]
+    taken = [(entry.address, entry.bytes) for entry in result.trace if entry.action == "alloc"]
+    assert freed == taken[::-1]
+    assert {size for _, size in freed} == {6 * MIB}
+
+
+def test_the_trace_of_a_refused_run_ends_with_what_was_asked_and_what_was_left() -> None:
+    result = run("+0 +1", [30 * MIB, 80 * MIB], limit=100 * MIB, record=True)
+    last = result.trace[-1]
+    assert (last.action, last.address, last.bytes, last.id) == ("oom", 70 * MIB, 80 * MIB, 1)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("+0 |1 -0 -0", "event 3: free of allocation 0, which is not alive"),
+        ("+0 +1 +0", "event 2: alloc of allocation 0, which is already alive"),
+        ("+0 +2", "event 1: alloc of allocation 2, but the ids go from 0 to 1"),
+        ("-5", "event 0: free of allocation 5, but the ids go from 0 to 1"),
+    ],
+)
+def test_contradictory_events_are_named_by_their_index(script: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        run(script, [1, 2])
+
+
+def test_an_unknown_action_is_named_by_its_index() -> None:
+    with pytest.raises(ValueError, match="event 0: 'allocate' is not an action"):
+        replay([Event("allocate", 0)], [allocation(0, 1)])  # type: ignore[arg-type]
+
+
+def long_run(seed: int) -> tuple[list[Event], list[Allocation]]:
+    rng = random.Random(seed)
+    sizes = [rng.choice([400, 70_000, 3 * MIB, 12 * MIB]) * rng.randrange(1, 5) for _ in range(3000)]
+    made: list[Event] = []
+    alive: list[int] = []
+    for id in range(len(sizes)):
+        if id % 1000 == 0:
+            made.append(Event("mark", -1, f"step {id // 1000 + 1}"))
+        made.append(Event("alloc", id))
+        alive.append(id)
+        while len(alive) > 300 or (alive and rng.random() < 0.45):
+            made.append(Event("free", alive.pop(rng.randrange(len(alive)))))
+    return made, [allocation(i, n) for i, n in enumerate(sizes)]
+
+
+def test_the_same_events_give_the_same_replay() -> None:
+    made, allocations = long_run(3)
+    assert replay(made, allocations, record=True) == replay(made, allocations, record=True)
+
+
+def test_the_peaks_agree_with_the_timeline_and_with_what_is_alive() -> None:
+    made, allocations = long_run(4)
+    result = replay(made, allocations)
+    assert result.peak_allocated == max(moment.allocated for moment in result.timeline)
+    assert result.peak_reserved == max(moment.reserved for moment in result.timeline)
+    assert result.peak_allocated == max(step.allocated for step in result.steps)
+    assert sum(alive.bytes for alive in result.at_peak) == result.peak_allocated
+    at_peak = next(moment for moment in result.timeline if moment.event == result.peak_event)
+    assert at_peak.allocated == result.peak_allocated
+
+
+@pytest.mark.parametrize("points", [1, 2, 7, 50])
+def test_a_thinned_timeline_is_short_ordered_and_keeps_the_maximum(points: int) -> None:
+    timeline = replay(*long_run(5)).timeline
+    thinned = thin(timeline, points)
+    assert 1 <= len(thinned) <= points
+    assert list(thinned) == sorted(thinned)
+    assert max(m.allocated for m in thinned) == max(m.allocated for m in timeline)
+    if points > 1:
+        assert max(m.reserved for m in thinned) == max(m.reserved for m in timeline)
+
+
+def test_a_short_timeline_is_not_thinned() -> None:
+    timeline = (Moment(0, 512, 2 * MIB), Moment(1, 0, 2 * MIB))
+    assert thin(timeline, 2) == timeline
+    assert thin((), 5) == ()
+
+
+def test_a_timeline_of_no_points_is_an_error() -> None:
+    with pytest.raises(ValueError, match="give 1 or more"):
+        thin((), 0)

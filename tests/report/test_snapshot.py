@@ -1,0 +1,226 @@
+"""The memory snapshot: its structure, and that PyTorch's own tools read it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import pickletools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.cuda import _memory_viz
+
+from oomph.prediction.replay import replay
+from oomph.records import Allocation, Event, Kind, Peak, Prediction, Site
+from oomph.report.snapshot import snapshot, write_snapshot
+
+MIB = 1024 * 1024
+
+# What the unpickler inside PyTorch's MemoryViz.js understands.
+VIEWER_OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET"),
+    *("NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
+    *("SHORT_BINUNICODE", "BINUNICODE", "EMPTY_LIST", "APPEND", "APPENDS"),
+    *("EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+}
+
+
+def allocation(id: int, nbytes: int, kind: Kind, site: Site | None, module: str) -> Allocation:
+    return Allocation(
+        id=id,
+        bytes=nbytes,
+        shape=(2, 3),
+        dtype="bfloat16",
+        op="aten.mm",
+        module=module,
+        site=site,
+        stage="parameters" if kind == "parameter" else "forward activations",
+        kind=kind,
+        step=0 if kind == "parameter" else 1,
+    )
+
+
+ALLOCATIONS = (
+    allocation(0, 30 * MIB, "parameter", None, "model.head"),
+    allocation(1, 600_000, "activation", Site("/home/me/train.py", 41, "forward"), "model.layers.0"),
+    allocation(2, 5 * MIB, "activation", Site("/home/me/loss.py", 7, "loss"), ""),
+    allocation(3, 6 * MIB, "temporary", Site("/home/me/loss.py", 8, "loss"), ""),
+    allocation(4, 0, "temporary", None, ""),
+    allocation(5, 60 * MIB, "activation", Site("/home/me/loss.py", 9, "loss"), ""),
+)
+EVENTS = tuple(
+    [Event("alloc", 0), Event("mark", -1, "step 1")]
+    + [Event("alloc", id) for id in (1, 2, 3, 4)]
+    + [Event("free", id) for id in (2, 4)]
+)
+
+
+def predicted(events: tuple[Event, ...]) -> Prediction:
+    return Prediction(
+        gpu=None,
+        gpu_title="",
+        capacity=None,
+        limit=None,
+        fits=None,
+        refused=None,
+        peak=Peak(0, 0, 0),
+        steps=(),
+        at_peak=(),
+        timeline=(),
+        events=events,
+        allocations=ALLOCATIONS,
+    )
+
+
+def content(events: tuple[Event, ...] = EVENTS, limit: int | None = None) -> dict[str, Any]:
+    return snapshot(ALLOCATIONS, replay(events, ALLOCATIONS, limit, record=True).trace)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.pickle"
+    write_snapshot(path, predicted(EVENTS), replay(EVENTS, ALLOCATIONS, record=True).trace)
+    return path
+
+
+def test_the_file_holds_the_same_dictionary_that_torch_would_dump(file: Path) -> None:
+    with file.open("rb") as opened:
+        loaded = pickle.load(opened)
+    assert loaded == content()
+    assert list(loaded) == ["segments", "device_traces", "allocator_settings", "external_annotations"]
+
+
+def test_the_file_uses_only_what_the_viewer_in_the_browser_can_unpickle(file: Path) -> None:
+    used = {opcode.name for opcode, _, _ in pickletools.genops(file.read_bytes())}
+    assert used <= VIEWER_OPCODES
+
+
+def test_the_trace_has_every_act_of_the_allocator_in_order() -> None:
+    (entries,) = content()["device_traces"]
+    assert [(entry["action"], entry["size"]) for entry in entries] == [
+        ("segment_alloc", 30 * MIB),
+        ("alloc", 30 * MIB),
+        ("segment_alloc", 2 * MIB),
+        ("alloc", 600_000),
+        ("segment_alloc", 20 * MIB),
+        ("alloc", 5 * MIB),
+        ("alloc", 6 * MIB),
+        ("free_requested", 5 * MIB),
+        ("free_completed", 5 * MIB),
+    ]
+    times = [entry["time_us"] for entry in entries]
+    assert times == sorted(set(times))
+    assert {entry["stream"] for entry in entries} == {0}
+
+
+def test_a_free_names_the_address_of_its_allocation() -> None:
+    (entries,) = content()["device_traces"]
+    address = {entry["size"]: entry["addr"] for entry in entries if entry["action"] == "alloc"}
+    assert [entry["addr"] for entry in entries if entry["action"].startswith("free")] == [
+        address[5 * MIB]
+    ] * 2
+
+
+def test_the_segments_are_those_left_at_the_end_with_their_blocks_and_gaps() -> None:
+    segments = content()["segments"]
+    assert [(segment["total_size"], segment["segment_type"]) for segment in segments] == [
+        (30 * MIB, "large"),
+        (2 * MIB, "small"),
+        (20 * MIB, "large"),
+    ]
+    blocks = [
+        [(b["size"], b["requested_size"], b["state"]) for b in segment["blocks"]] for segment in segments
+    ]
+    assert blocks == [
+        [(30 * MIB, 30 * MIB, "active_allocated")],
+        [(600_064, 600_000, "active_allocated"), (2 * MIB - 600_064, 0, "inactive")],
+        [(5 * MIB, 0, "inactive"), (6 * MIB, 6 * MIB, "active_allocated"), (9 * MIB, 0, "inactive")],
+    ]
+    assert [segment["allocated_size"] for segment in segments] == [30 * MIB, 600_064, 6 * MIB]
+    for segment in segments:
+        assert segment["blocks"][0]["address"] == segment["address"]
+        assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
+
+
+def test_frames_give_the_operator_the_line_and_the_module() -> None:
+    (entries,) = content()["device_traces"]
+    frames = next(entry["frames"] for entry in entries if entry["size"] == 600_000)
+    assert [(frame["filename"], frame["line"], frame["name"]) for frame in frames] == [
+        ("op", 0, "aten.mm"),
+        ("/home/me/train.py", 41, "forward"),
+        ("module", 0, "model.layers.0"),
+    ]
+
+
+def test_an_entry_tells_shape_dtype_stage_and_step() -> None:
+    (entries,) = content()["device_traces"]
+    told = next(entry["user_metadata"] for entry in entries if entry["size"] == 600_000)
+    assert told == "[2, 3] bfloat16, forward activations, step 1"
+
+
+def test_categories_always_include_the_unknown_one_that_the_viewer_needs() -> None:
+    (entries,) = content()["device_traces"]
+    assert {entry["category"] for entry in entries} == {"unknown", "parameter", "activation", "temporary"}
+
+
+def test_a_segment_that_was_released_is_in_the_trace_and_not_in_the_segments() -> None:
+    events = (Event("alloc", 0), Event("free", 0), Event("alloc", 5))
+    result = content(events, limit=70 * MIB)
+    assert [entry["action"] for entry in result["device_traces"][0]][4] == "segment_free"
+    assert [segment["total_size"] for segment in result["segments"]] == [60 * MIB]
+
+
+def test_a_refused_request_ends_the_trace_with_what_was_free() -> None:
+    result = content((Event("alloc", 0), Event("alloc", 5)), limit=70 * MIB)
+    last = result["device_traces"][0][-1]
+    assert (last["action"], last["size"], last["device_free"]) == ("oom", 60 * MIB, 40 * MIB)
+    assert "addr" not in last
+    assert "raise OutOfMemoryError # 60.0MiB requested, 40.0MiB free" in _memory_viz.trace(result)
+
+
+def test_a_run_without_events_is_an_empty_snapshot() -> None:
+    result = content(())
+    assert (result["segments"], result["device_traces"]) == ([], [[]])
+    assert "segments: 0" in _memory_viz.segsum(result)
+
+
+def test_torch_sums_up_the_segments() -> None:
+    text = _memory_viz.segsum(content())
+    assert "segments: 3" in text
+    assert "total_reserved: 52.0MiB" in text
+    assert "total_allocated: 36.6MiB" in text
+
+
+def test_torch_prints_the_trace() -> None:
+    text = _memory_viz.trace(content())
+    assert "9 entries" in text
+    assert text.count("cudaMalloc(") == 3
+    assert text.count("free completed") == 1
+
+
+def test_torch_attributes_memory_to_lines() -> None:
+    lines = _memory_viz.memory(content(), format_flamegraph=str).splitlines()
+    assert (
+        "stream_0;active_allocated;module:0:model.layers.0;train.py:41:forward;op:0:aten.mm 600000" in lines
+    )
+    by_segment = _memory_viz.segments(content(), format_flamegraph=str)
+    assert by_segment.count("active_allocated") == 4  # three blocks, and what rounding added to one of them
+
+
+def test_torch_draws_the_plots() -> None:
+    for html in (
+        _memory_viz.trace_plot(content()),
+        _memory_viz.trace_plot(content(), plot_segments=True),
+        _memory_viz.segment_plot(content()),
+    ):
+        assert "snapshot.pickle" in html
+    assert json.dumps(content())  # nothing but plain data
+
+
+def test_torch_reads_the_file_from_the_command_line(file: Path) -> None:
+    command = [sys.executable, "-m", "torch.cuda._memory_viz", "stats", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "total_reserved: 52.0MiB" in done.stdout

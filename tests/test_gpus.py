@@ -1,0 +1,190 @@
+"""The catalogue, and the way from a user's words to a card."""
+
+from __future__ import annotations
+
+import pytest
+
+from oomph.errors import UserError
+from oomph.gpus import catalogue, find, for_device
+from oomph.units import GiB, MiB
+
+CARDS = catalogue()
+
+
+def test_the_catalogue_has_at_least_thirty_cards_with_unique_names() -> None:
+    names = [card.name for card in CARDS]
+    assert len(names) >= 30
+    assert len(set(names)) == len(names)
+    assert len({card.title for card in CARDS}) == len(names)
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_every_row_is_plausible_and_has_a_source(card) -> None:  # type: ignore[no-untyped-def]
+    assert 6 * GiB < card.memory < 300 * GiB
+    assert (6, 0) <= card.capability <= (12, 0)
+    assert card.bf16_tflops is None or 10 < card.bf16_tflops < 3000
+    assert card.bandwidth is not None
+    assert 200 * 10**9 < card.bandwidth < 10**13
+    assert 200 * MiB <= card.context <= 1024 * MiB
+    assert card.source.startswith(("measured", "reported by users' logs", "estimated: "))
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_a_card_is_found_by_its_name_and_by_its_title(card) -> None:  # type: ignore[no-untyped-def]
+    assert find(card.name) is card
+    assert find(card.name.upper()) is card
+    assert find(card.title) is card
+    assert find(f"NVIDIA {card.title}") is card
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("RTX 3090", "rtx3090"),
+        ("rtx-3090", "rtx3090"),
+        ("3090", "rtx3090"),
+        ("3090 ti", "rtx3090ti"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("GeForce RTX 3090 Ti", "rtx3090ti"),
+        ("RTX 3090 24GB", "rtx3090"),
+        ("RTX 3080", "rtx3080"),
+        ("1080ti", "gtx1080ti"),
+        ("A100-80GB", "a100-80gb"),
+        ("a100 80g", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
+        ("H100 SXM", "h100-80gb"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("H200 141GB", "h200"),
+        ("Tesla T4", "t4"),
+        ("T4 16GB", "t4"),
+        ("Tesla V100-SXM2-16GB", "v100-16gb"),
+        ("RTX A6000", "a6000"),
+        ("rtx-a6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("RTX 4060 Ti 16GB", "rtx4060ti-16gb"),
+        ("NVIDIA TITAN RTX", "titan-rtx"),
+    ],
+)
+def test_the_usual_spellings_lead_to_the_card(text: str, name: str) -> None:
+    assert find(text).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("a100", ["a100-40gb", "a100-80gb"]),
+        ("H100", ["h100-80gb", "h100-pcie", "h100-nvl"]),
+        ("V100", ["v100-16gb", "v100-32gb"]),
+        ("RTX 4060 Ti", ["rtx4060ti-16gb", "rtx4060ti-8gb"]),
+    ],
+)
+def test_a_name_that_several_cards_share_is_refused_with_their_names(text: str, names: list[str]) -> None:
+    with pytest.raises(UserError, match="ambiguous") as error:
+        find(text)
+    assert ", ".join(names) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("rtx3091", "rtx3090"), ("RTX 3080 12GB", "rtx3080"), ("h201", "h200"), ("rtx 4070 laptop", "rtx4070")],
+)
+def test_an_unknown_card_is_refused_with_the_nearest_names_and_the_other_ways(text: str, near: str) -> None:
+    with pytest.raises(UserError, match="unknown GPU") as error:
+        find(text)
+    message = str(error.value)
+    assert repr(text) in message
+    assert near in message.split("nearest: ")[1]
+    assert "`oomph gpus`" in message
+    assert "24GiB" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["", "  ", "---", "24", "25769803776", "xyzzy", "-24GiB", "nan"])
+def test_nonsense_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UserError, match="oomph gpus") as error:
+        find(text)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "memory"),
+    [
+        ("24GiB", "24GiB", 24 * GiB),
+        ("24 gib", "24GiB", 24 * GiB),
+        ("1.5 GiB", "1.5GiB", 3 * GiB // 2),
+        ("80GB", "80GB", 80 * 10**9),
+        ("24576MiB", "24GiB", 24 * GiB),
+    ],
+)
+def test_a_size_stands_for_a_card_of_that_memory_modelled_as_sm_90(text: str, name: str, memory: int) -> None:
+    card = find(text)
+    assert (card.name, card.memory, card.capability) == (name, memory, (9, 0))
+    assert card.bf16_tflops is None
+    assert card.bandwidth is None
+    assert "sm_90" in card.source
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("24G", "ambiguous"), ("24XB", "unknown unit"), ("0GiB", "less than")]
+)
+def test_a_wrong_size_is_explained_as_a_size(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        find(text)
+
+
+def test_the_rtx_3090_offers_the_memory_that_torch_reports_not_the_nominal_24_gib() -> None:
+    assert 23.5 * GiB < find("rtx3090").memory < 23.7 * GiB
+
+
+def test_only_ampere_and_later_have_bf16_tensor_cores() -> None:
+    assert find("a100-40gb").has_bf16
+    assert find("rtx4090").has_bf16
+    assert not find("t4").has_bf16
+    assert not find("v100-32gb").has_bf16
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "capability", "name"),
+    [
+        ("NVIDIA H200", 150109880320, (9, 0), "h200"),
+        ("NVIDIA GeForce RTX 3090", 24257 * MiB, (8, 6), "rtx3090"),
+        ("Tesla V100-SXM2-32GB", 32510 * MiB, (7, 0), "v100-32gb"),
+        ("NVIDIA GeForce RTX 4060 Ti", 7806 * MiB, (8, 9), "rtx4060ti-8gb"),
+        ("NVIDIA GeForce RTX 4060 Ti", 16380 * MiB, (8, 9), "rtx4060ti-16gb"),
+    ],
+)
+def test_a_real_device_gets_its_catalogue_entry_with_its_own_memory(
+    device: str, memory: int, capability: tuple[int, int], name: str
+) -> None:
+    card = for_device(device, memory, capability)
+    assert card.name == name
+    assert card.memory == memory
+    assert card.bandwidth == find(name).bandwidth
+    assert card.context == find(name).context
+
+
+@pytest.mark.parametrize(
+    ("device", "memory", "capability"),
+    [
+        ("NVIDIA GeForce RTX 4070 Laptop GPU", 8188 * MiB, (8, 9)),  # not the desktop card
+        ("NVIDIA GeForce RTX 3080", 12117 * MiB, (8, 6)),  # the 12 GB variant, under the same name
+        ("NVIDIA GB10", 122502 * MiB, (12, 1)),
+    ],
+)
+def test_a_device_outside_the_catalogue_is_described_by_its_own_properties(
+    device: str, memory: int, capability: tuple[int, int]
+) -> None:
+    card = for_device(device, memory, capability)
+    assert (card.memory, card.capability) == (memory, capability)
+    assert card.bf16_tflops is None
+    assert card.bandwidth is None
+    assert "NVIDIA" not in card.title
+    assert card.context >= 200 * MiB
+
+
+def test_a_device_of_an_old_generation_still_has_a_context() -> None:
+    assert for_device("Tesla K80", 11441 * MiB, (3, 7)).context > 0

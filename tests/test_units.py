@@ -1,0 +1,114 @@
+"""Sizes in, sizes out."""
+
+from __future__ import annotations
+
+import pytest
+
+from oomph.errors import UserError
+from oomph.units import GiB, KiB, MiB, TiB, format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * GiB),
+        ("24 GiB", 24 * GiB),
+        ("  24gib ", 24 * GiB),
+        ("1.5GiB", 3 * GiB // 2),
+        (".5MiB", MiB // 2),
+        ("2.MiB", 2 * MiB),
+        ("512KiB", 512 * KiB),
+        ("1TiB", TiB),
+        ("80GB", 80 * 10**9),
+        ("80gb", 80 * 10**9),
+        ("1.5MB", 1_500_000),
+        ("3KB", 3000),
+        ("1TB", 10**12),
+        ("7B", 7),
+        ("7b", 7),
+        ("1024", 1024),
+        (1024, 1024),
+    ],
+)
+def test_a_size_with_a_unit_is_read_exactly(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+def test_a_fraction_of_a_byte_is_dropped_without_a_float_error() -> None:
+    assert parse_bytes("0.1GiB") == GiB // 10
+    assert parse_bytes("9007199254740993B") == 9007199254740993
+
+
+@pytest.mark.parametrize("text", ["24G", "24g", "24 G", "512M", "1k", "2T"])
+def test_a_bare_letter_is_ambiguous_and_both_readings_are_offered(text: str) -> None:
+    with pytest.raises(UserError, match="ambiguous") as error:
+        parse_bytes(text)
+    letter = text.strip()[-1].upper()
+    assert f"{letter}iB" in str(error.value)
+    assert f"{letter}B" in str(error.value)
+
+
+NONSENSE = ["", "   ", "GiB", "nan", "inf", "nanGiB", "infGiB", "1e3GiB", "1,5GiB", "1 2GiB", "1..5GiB", "x"]
+
+
+@pytest.mark.parametrize("text", [*NONSENSE, "-1GiB", "-5", "+5GiB", "0", "0GiB", "0.0GiB", "0.4B", "٣GiB"])
+def test_what_is_not_a_positive_size_is_refused_in_one_line_with_the_valid_units(text: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_bytes(text)
+    message = str(error.value)
+    assert repr(text.strip()) in message
+    assert "KiB MiB GiB TiB" in message
+    assert "\n" not in message
+    assert error.value.exit_status == 2
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, float("nan"), float("inf"), None])
+def test_what_is_neither_text_nor_a_positive_whole_number_is_refused(value: object) -> None:
+    with pytest.raises(UserError, match="24GiB"):
+        parse_bytes(value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "unit"), [("24XB", "XB"), ("24 gigs", "gigs"), ("24PiB", "PiB")])
+def test_an_unknown_unit_is_named(text: str, unit: str) -> None:
+    with pytest.raises(UserError, match=f"unknown unit, '{unit}'"):
+        parse_bytes(text)
+
+
+ABSURD = ["9" * 6000, "9" * 6000 + "GiB", 10**6000, "2000000TiB"]
+
+
+@pytest.mark.parametrize("value", ABSURD, ids=["digits", "digits and unit", "integer", "unit"])
+def test_an_absurd_size_is_refused_in_a_short_line(value: str | int) -> None:
+    with pytest.raises(UserError) as error:
+        parse_bytes(value)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (1023, "1023 B"),
+        (KiB, "1.0 KiB"),
+        (20 * KiB, "20 KiB"),
+        (2 * MiB + MiB // 2, "2.5 MiB"),
+        (751 * MiB, "751 MiB"),
+        (GiB - 1, "1.00 GiB"),
+        (MiB - 1, "1.0 MiB"),
+        (GiB, "1.00 GiB"),
+        (int(8.389 * GiB), "8.39 GiB"),
+        (int(9.999 * GiB), "10.0 GiB"),
+        (int(31.4 * GiB), "31.4 GiB"),
+        (150109880320, "139.8 GiB"),
+        (3 * TiB, "3072.0 GiB"),
+        (-12 * MiB, "-12 MiB"),
+    ],
+)
+def test_people_see_sizes_with_sensible_digits(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+def test_what_is_printed_can_be_read_back_to_within_the_printed_digits() -> None:
+    for size in (1, 513, 5 * KiB, 777 * MiB, 3 * GiB, 31 * GiB + 12345, 267 * GiB):
+        assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.05)
