@@ -68,6 +68,7 @@ def trace(
 ) -> Tracer:
     """Run the target on the pretend GPU; its own failures come out as ProgramError."""
     with tracing(card, log_ops=log_ops) as tracer:
+        tracer.boundary.outside.add(trace.__code__)
         try:
             if isinstance(target, Workload):
                 program.run_workload(target, tracer, progress)

@@ -20,7 +20,9 @@ aten = torch.ops.aten
 
 
 @contextlib.contextmanager
-def cuda_composites(on_gpu: Callable[[Any], bool], gpu: GPU) -> Iterator[None]:
+def cuda_composites(
+    on_gpu: Callable[[Any], bool], gpu: GPU, note_density: Callable[[torch.Tensor, float], None]
+) -> Iterator[None]:
     """Register CUDA's paths for the duration."""
     library = torch.library.Library("aten", "IMPL")
 
@@ -58,6 +60,15 @@ def cuda_composites(on_gpu: Callable[[Any], bool], gpu: GPU) -> Iterator[None]:
         whole = aten.scaled_dot_product_attention.default
         return whole.decompose(*given, scale=scale, enable_gqa=enable_gqa)
 
+    def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        if not on_gpu(self) or num_classes <= 0:
+            return aten.one_hot.default.decompose(self, num_classes)
+        out = self.new_zeros((*self.shape, num_classes))
+        out.scatter_(-1, self.unsqueeze(-1), 1)
+        note_density(out, 1 / num_classes)
+        return out
+
+    library.impl("one_hot", one_hot, "AutogradCPU")
     library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
     library.impl("dropout", dropout, "AutogradCPU")
     library.impl("rms_norm", rms_norm, "AutogradCPU")

@@ -38,7 +38,15 @@ _CROSS_DEVICE = {
     aten._unsafe_index_put.default,
     aten.set_.source_Storage,
 }
-_ALL = {aten.all.default, aten.all.dim, aten.all.dims}
+# Autograd's formulas scatter into fresh zeros in place, except when they see a tensor subclass such as ours.
+_IN_PLACE_IN_BACKWARD = {
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter_add.default,
+    aten.index_put.default,
+    aten.index_add.default,
+    aten.masked_scatter.default,
+}
 # Fused attention's backward is handed the random seed, which the forward may leave on the host.
 _TAKES_HOST_SEED = {
     aten._scaled_dot_product_efficient_attention_backward.default,
@@ -80,18 +88,20 @@ class DispatchMode(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             return estimates.scalar(tracer, args[0])
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
-            return args[0]  # device to host: the values are not known, the host's memory is not ours to count
+            return self._to_host(args[0], args[1])
 
         if self.log is not None:
             self.log.begin(func)
         tracer.remember_origin()
         kernel = kernels.CUDA_KERNELS.get(func)
-        if kernel is not None:
+        if func in _IN_PLACE_IN_BACKWARD and tracer.autograd_asks():
+            out = self._fake(aten.detach.default, types, args[:1], {})
+        elif kernel is not None:
             out = kernel(tracer, self._fake, func, types, args, kwargs)
         else:
             out = self._fake(func, types, args, kwargs)
-        if func in _ALL:
-            estimates.remember_all(out)
+        tracer.values.follow(func, args, kwargs, tensors, out)
+        estimates.carry_over(tracer, func, args, out)
         on_gpu = tracer.place != "host"
         name = func.name().replace("::", ".")
         if on_gpu:
@@ -100,7 +110,8 @@ class DispatchMode(TorchDispatchMode):
                 on_host = HOST_OUTPUTS[func](args, kwargs)
                 results = [result for index, result in enumerate(results) if index not in on_host]
             for tensor in tensors_in(results, {}):
-                tracer.book(tensor, name)
+                if not any(tensor is given for given in tensors):  # written in place, wherever it is
+                    tracer.book(tensor, name)
             self.workspaces.after(func, args)
             self._book_temporaries(name, temporaries_of(func, args, kwargs, tracer.gpu))
         if tracer.phase == "backward":
@@ -108,6 +119,11 @@ class DispatchMode(TorchDispatchMode):
         if self.log is not None:
             self.log.end(func, out)
         return out
+
+    def _to_host(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """A copy into real host memory, which is not ours to count: values arrive if they are known."""
+        value = self.tracer.values.of(source)
+        return target if value is None else target.copy_(value)
 
     def _book_temporaries(self, name: str, sizes: list[int]) -> None:
         held = []
@@ -144,8 +160,10 @@ class DispatchMode(TorchDispatchMode):
             if func is aten._local_scalar_dense.default:
                 return estimates.scalar(self.tracer, args[0])
             if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
-                return args[0]
-            return self._fake(func, types, args, kwargs)
+                return self._to_host(args[0], args[1])
+            out = self._fake(func, types, args, kwargs)
+            self.tracer.values.follow(func, args, kwargs, tensors, out)
+            return out
         if any(tensor.device.type == "meta" for tensor in tensors):
             return func(*args, **kwargs)
         if not tensors or max(map(_bytes_of, tensors)) > _MAY_GROW:

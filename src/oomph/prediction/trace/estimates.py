@@ -16,21 +16,17 @@ from oomph.prediction.trace.tracer import Tracer
 aten = torch.ops.aten
 Fake = Callable[[OpOverload, Sequence[type], Sequence[Any], dict[str, Any]], Any]
 
-_ALL = WeakIdKeyDictionary()  # results of `all`
-
-
-def remember_all(out: torch.Tensor) -> None:
-    _ALL[out] = True
-
 
 def scalar(tracer: Tracer, tensor: torch.Tensor) -> bool | int | float:
-    """`.item()`, `if tensor:`. Rule: "all?" is answered yes and other conditions no (masks are full, nothing is
-    NaN); whole numbers are 1 and others 1.0."""
+    """`.item()`, `if tensor:`. Rule, where the value is not known: conditions are false (nothing is NaN), whole
+    numbers are 1 and others 1.0."""
+    value = tracer.values.of(tensor)
+    if value is not None:
+        return value.item()
     site, _ = find_site(tracer.boundary)
     if tensor.dtype == torch.bool:
-        answer = tensor in _ALL
-        tracer.ledger.note(f"a condition on values of the GPU is taken as {str(answer).lower()}", site)
-        return answer
+        tracer.ledger.note("a condition on values of the GPU is taken as false", site)
+        return False
     if tensor.dtype.is_floating_point:
         return 1.0  # almost always a loss or a norm to print: no note
     tracer.ledger.note("a whole number read from the GPU is taken as 1", site)
@@ -40,35 +36,88 @@ def scalar(tracer: Tracer, tensor: torch.Tensor) -> bool | int | float:
 def unknown_shape(
     tracer: Tracer, fake: Fake, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """Shapes that depend on values. Rule: everything is selected, the largest that the result can be."""
-    site, _ = find_site(tracer.boundary)
-    tracer.ledger.note(f"the size of the result of {func.name().replace('::', '.')} depends on values: "
-                       "the largest possible is assumed", site)
+    """Shapes that depend on values. Rule: one-hot masks select their even share (experts are balanced); of
+    everything else all is selected, the largest that the result can be."""
     source = args[0]
+    known = tracer.values.of(source)
 
     def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return fake(aten.empty.memory_format, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
 
+    if func is aten.nonzero.default and known is not None:
+        found = known.nonzero()
+        result = empty(found.shape, torch.int64)
+        tracer.values.put(result, found)
+        return result
+    if func is aten.index.Tensor and all(i is None or tracer.values.of(i) is not None for i in args[1]):
+        return fake(func, types, (source, _without_masks(args[1], empty, tracer), *args[2:]), kwargs)
+    site, _ = find_site(tracer.boundary)
+    rule = "an even share is assumed" if density_of(source) < 1 else "the largest possible is assumed"
+    tracer.ledger.note(f"the size of the result of {_name(func)} depends on values: {rule}", site)
     if func is aten.nonzero.default:
-        return empty((source.numel(), source.dim()), torch.int64)
+        return empty((math.ceil(source.numel() * density_of(source)), source.dim()), torch.int64)
     if func is aten.masked_select.default:
         return empty((max(source.numel(), args[1].numel()),), source.dtype)
     if func is aten.index.Tensor:
-        return fake(func, types, (source, _without_masks(args[1], empty), *args[2:]), kwargs)
+        return fake(func, types, (source, _without_masks(args[1], empty, tracer), *args[2:]), kwargs)
     if func.overloadpacket in (aten._unique2, aten.unique_dim, aten.unique_consecutive):
         along = math.prod(source.shape)
         return empty((along,), source.dtype), empty(source.shape, torch.int64), empty((along,), torch.int64)
     if func is aten.repeat_interleave.Tensor:
         return empty((kwargs.get("output_size") or source.numel(),), torch.int64)
-    raise NotImplementedError(f"{func.name()}: its result's size depends on values and no rule is known for it")
+    raise NotImplementedError(f"{_name(func)}: its result's size depends on values and no rule is known for it")
 
 
-def _without_masks(indices: Sequence[torch.Tensor | None], empty: Callable[..., torch.Tensor]) -> list[Any]:
-    """Boolean masks as the index lists they stand for, with every element selected."""
+_DENSITY = WeakIdKeyDictionary()  # masks of which this share is known to be set
+_KEEPS_DENSITY = {
+    aten.view.default,
+    aten.permute.default,
+    aten.transpose.int,
+    aten.t.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.index.Tensor,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.clone.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten._to_copy.default,
+    aten.ne.Scalar,
+    aten.gt.Scalar,
+}
+
+
+def density_of(mask: torch.Tensor) -> float:
+    return float(_DENSITY.get(mask, 1.0))
+
+
+def note_density(mask: torch.Tensor, share: float) -> None:
+    _DENSITY[mask] = share
+
+
+def carry_over(tracer: Tracer, func: OpOverload, args: Sequence[Any], out: Any) -> None:
+    """What is known of an op's values that `scalar` and `unknown_shape` can use."""
+    if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        tracer.values.put(args[1], torch.zeros(args[1].shape))  # no gradient overflowed: the optimizer steps
+    elif func in _KEEPS_DENSITY and args[0] in _DENSITY:
+        note_density(out, density_of(args[0]))
+
+
+def _name(func: OpOverload) -> str:
+    return func.name().replace("::", ".")
+
+
+def _without_masks(
+    indices: Sequence[torch.Tensor | None], empty: Callable[..., torch.Tensor], tracer: Tracer
+) -> list[Any]:
+    """Boolean masks as the index lists they stand for; of an unknown mask, every element is selected."""
     plain: list[Any] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            plain += [empty((index.numel(),), torch.int64) for _ in range(index.dim())]
+            value = tracer.values.of(index)
+            selected = index.numel() if value is None else int(value.count_nonzero())
+            plain += [empty((selected,), torch.int64) for _ in range(index.dim())]
         else:
             plain.append(index)
     return plain

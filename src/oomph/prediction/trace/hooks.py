@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optim
 
 from oomph.prediction.trace.patching import Patches
-from oomph.prediction.trace.placement import device_of
+from oomph.prediction.trace.placement import PlacementMode, device_of
 from oomph.prediction.trace.sites import find_site
 from oomph.prediction.trace.tracer import Tracer
 
@@ -31,6 +31,23 @@ def follow_backward(patches: Patches, tracer: Tracer) -> None:
     tracer.boundary.engine.add(run_backward.__code__)
     for module in (torch.autograd.graph, torch.autograd):
         patches.set(module, "_engine_run_backward", run_backward)
+
+
+def run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMode) -> None:
+    """Pack and unpack hooks are called from inside torch's C++, but they are the program's own code."""
+    push = torch._C._autograd._push_saved_tensors_default_hooks
+
+    def as_program(hook: Any) -> Any:
+        def called(*args: Any) -> Any:
+            with placement.for_program():
+                return hook(*args)
+
+        return called
+
+    def push_hooks(pack: Any, unpack: Any) -> Any:
+        return push(as_program(pack), as_program(unpack))
+
+    patches.set(torch._C._autograd, "_push_saved_tensors_default_hooks", push_hooks)
 
 
 def follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tracer) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,29 +23,47 @@ class PlacementMode(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
+        self._handling = 0  # a mode is off inside its own handler
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given = dict(kwargs) if kwargs else {}
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(self.tracer, func, args, given)
-        if given:
-            if given.get("pin_memory"):
-                given["pin_memory"] = False
-            device = given.get("device")
-            if device is not None:
-                place = place_of(device)
-                if place is not None:
-                    given["device"] = _HOST
-                    with self.tracer.placing(place):
-                        return func(*args, **given)
-        if self.tracer.place is None and self._takes_gpu_tensor(args):
-            # Tensors that torch's C++ makes on the way (an arange inside one_hot, say) are there too.
-            with self.tracer.placing("gpu"):
-                return func(*args, **given)
-        return func(*args, **given)
+        self._handling += 1
+        try:
+            handler = _HANDLERS.get(func)
+            if handler is not None:
+                return handler(self.tracer, func, args, given)
+            return self._call(func, args, given)
+        finally:
+            self._handling -= 1
+
+    def _call(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
+        tracer = self.tracer
+        if given.get("pin_memory"):
+            given["pin_memory"] = False
+        place = place_of(given["device"]) if given.get("device") is not None else None
+        if place is not None:
+            given["device"] = _HOST
+        elif tracer.place is None and self._takes_gpu_tensor(args):
+            place = "gpu"  # tensors that torch's C++ makes on the way (an arange inside one_hot) are there too
+        if place is None:
+            return func(*args, **given)
+        with tracer.placing(place):
+            return func(*args, **given)
+
+    @contextlib.contextmanager
+    def for_program(self) -> Iterator[None]:
+        """The program's own code runs from inside a call (a hook): see its calls again."""
+        if not self._handling:
+            yield
+            return
+        before, self._handling = self._handling, 0
+        try:
+            with self, self.tracer.placing(None):
+                yield
+        finally:
+            self._handling = before
 
     def _takes_gpu_tensor(self, args: Sequence[Any]) -> bool:
         for arg in args:

@@ -10,7 +10,7 @@ import torch
 from oomph.gpus import GPU
 from oomph.prediction.cuda.autocast import cuda_autocast
 from oomph.prediction.cuda.composites import cuda_composites
-from oomph.prediction.trace import hooks, pretend_cuda
+from oomph.prediction.trace import estimates, hooks, pretend_cuda
 from oomph.prediction.trace.dispatch import DispatchMode
 from oomph.prediction.trace.module_moves import move_modules_in_place
 from oomph.prediction.trace.oplog import OpLog
@@ -30,6 +30,8 @@ def tracing(gpu: GPU, *, log_ops: bool = False) -> Iterator[Tracer]:
         if log_ops:
             tracer.log = OpLog(ledger)
         pretend_cuda.pretend(patches, gpu, lambda: ledger.live_bytes, ledger.mark)
+        placement = PlacementMode(tracer)
+        hooks.run_saved_tensor_hooks_as_program(patches, placement)
         hooks.follow_backward(patches, tracer)
         hooks.follow_optimizers(patches, stack, tracer)
         hooks.remember_parameters(patches, tracer)
@@ -41,8 +43,8 @@ def tracing(gpu: GPU, *, log_ops: bool = False) -> Iterator[Tracer]:
         hooks.run_compiled_as_eager(patches, tracer)
         tracer.modules.follow(patches, tracer.boundary)
         stack.enter_context(torch.random.fork_rng(devices=()))  # the program may draw; the caller's stream stays
-        stack.enter_context(cuda_composites(tracer.on_gpu, gpu))
+        stack.enter_context(cuda_composites(tracer.on_gpu, gpu, estimates.note_density))
         stack.enter_context(cuda_autocast(tracer.on_gpu))
-        stack.enter_context(PlacementMode(tracer))
+        stack.enter_context(placement)
         stack.enter_context(DispatchMode(tracer, tracer.log))
         yield tracer

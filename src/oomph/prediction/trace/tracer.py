@@ -15,6 +15,7 @@ from oomph.prediction.trace.ledger import Draft, Ledger
 from oomph.prediction.trace.module_stack import ModuleStack
 from oomph.prediction.trace.oplog import OpLog
 from oomph.prediction.trace.sites import Boundary, find_site, in_loss_function
+from oomph.prediction.trace.values import Values
 from oomph.records import Kind, Site, Stage
 
 Place = Literal["gpu", "host"]
@@ -31,6 +32,7 @@ class Tracer:
         # The fake tensors say "cpu" to torch: on device "cuda" autograd would look for a CUDA driver.
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.ledger = Ledger()
+        self.values = Values()
         self.boundary = Boundary()
         self.modules = ModuleStack(self.ledger.mark)
         self.phase: Phase = "setup"
@@ -51,7 +53,7 @@ class Tracer:
         return isinstance(tensor, FakeTensor) and self.ledger.holds(tensor)
 
     @contextlib.contextmanager
-    def placing(self, place: Place) -> Iterator[None]:
+    def placing(self, place: Place | None) -> Iterator[None]:
         """Put the results of what is called inside on `place`."""
         before, self.place = self.place, place
         try:
