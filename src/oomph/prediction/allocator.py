@@ -138,7 +138,7 @@ class CachingAllocator:
         self._small = _Pool(unsplit=0)
         self._large = _Pool(unsplit=SMALL_REQUEST)  # no large request could use a smaller remainder
         self._heads: dict[int, Block] = {}  # the first block of every segment, by address
-        self._next_address = FIRST_ADDRESS
+        self._lowest_address = FIRST_ADDRESS
 
     def malloc(self, nbytes: int) -> Block:
         """The block that serves a request; one of size 0, outside every segment, for a request of 0 bytes."""
@@ -216,8 +216,10 @@ class CachingAllocator:
             self.empty_cache()
             if self.reserved + needed > self.limit:
                 raise OutOfMemory(nbytes, needed)
-        block = Block(self._next_address, needed, pool)
-        self._next_address += needed
+        # cudaMalloc hands out falling addresses, and of equal blocks the lowest is taken, so the newest segment
+        # is used first. With this rule five runs recorded on an H200 replay to the exact reserved bytes.
+        self._lowest_address -= needed
+        block = Block(self._lowest_address, needed, pool)
         self._heads[block.address] = block
         self.reserved += needed
         if self.reserved > self.peak_reserved:

@@ -13,6 +13,7 @@ from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.replay import Replay, replay
 from oomph.prediction.trace.dispatch import WrongDevice, tensors_in
+from oomph.prediction.trace.oplog import OpLog
 from oomph.prediction.trace.session import tracing
 from oomph.prediction.trace.sites import is_internal
 from oomph.prediction.trace.tracer import Tracer
@@ -64,10 +65,10 @@ def predict(
 
 
 def trace(
-    target: Workload | Callable[[], Any], card: GPU, progress: program.Progress, *, log_ops: bool = False
+    target: Workload | Callable[[], Any], card: GPU, progress: program.Progress, log: OpLog | None = None
 ) -> Tracer:
     """Run the target on the pretend GPU; its own failures come out as ProgramError."""
-    with tracing(card, log_ops=log_ops) as tracer:
+    with tracing(card, log) as tracer:
         tracer.boundary.outside.add(trace.__code__)
         try:
             if isinstance(target, Workload):

@@ -36,7 +36,10 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
     batch = workload.make_batch(DEVICE)
     tracer.batch = batch
 
+    loss: Any = None  # alive until the next one takes its place, as in the loop that this stands for
+
     def step(number: int) -> None:
+        nonlocal loss
         for part in range(workload.accumulate):
             of = f" (part {part + 1} of {workload.accumulate})" if workload.accumulate > 1 else ""
             progress(f"step {number} of {STEPS}: forward{of}", None)
@@ -47,7 +50,7 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
                 scaled = loss / workload.accumulate
             progress(f"step {number} of {STEPS}: backward{of}", None)
             scaled.backward()
-            del loss, scaled
+            del scaled
         if optimizer is not None:
             progress(f"step {number} of {STEPS}: optimizer", None)
             optimizer.step()

@@ -1,7 +1,6 @@
 """Device memory that the attention kernels take and no output shows.
 
-The rules are registered with temporaries.py, which says how to read them. `HOST_OUTPUTS[op](args, kwargs)`
-gives the indices of outputs that the fake kernel makes but that take no device memory on a real GPU.
+The rules are registered with temporaries.py, which says how to read them.
 
 Sources, all in ATen: flash_attn/flash_api.cpp, attention.cu, attention_backward.cu, cudnn/MHA.cpp,
 mem_eff_attention/kernel_{forward,backward}.h with kernels/cutlassB.h, attention.cpp (_safe_softmax),
@@ -10,16 +9,15 @@ cuda/SoftMax.cu. cuDNN's workspaces are known to cuDNN alone: its rows are fitte
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.temporaries import Bound, bind, temporaries
+from oomph.prediction.cuda.temporaries import HOST_OUTPUTS, Bound, bind, temporaries
 
 aten = torch.ops.aten
 Args = Sequence[Any]
@@ -29,8 +27,6 @@ _FLOAT = 4
 
 # What cuDNN takes in every workspace beside the buffers that it lays out there (measured).
 _CUDNN_HEADER = 256
-
-HOST_OUTPUTS: dict[OpOverload, Callable[[Args, Kwargs], frozenset[int]]] = {}
 
 
 def _round_up(value: int, multiple: int) -> int:

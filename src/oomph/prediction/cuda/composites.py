@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from oomph.gpus import GPU
+from oomph.prediction.cuda import recurrent
 from oomph.prediction.cuda.attention import attention_like_cuda
 
 aten = torch.ops.aten
@@ -30,6 +31,8 @@ def cuda_composites(
         # CUDA fuses: a bool mask is kept, not a float one.
         if on_gpu(input) and train and 0 < p < 1 and input.numel() > 0:
             return aten.native_dropout.default(input, p, train)[0]
+        if on_gpu(input) and (p == 0 or not train):
+            return input
         return aten.dropout.default.decompose(input, p, train)
 
     def rms_norm(
@@ -60,6 +63,16 @@ def cuda_composites(
         whole = aten.scaled_dot_product_attention.default
         return whole.decompose(*given, scale=scale, enable_gqa=enable_gqa)
 
+    def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if on_gpu(input) and input.dtype == torch.float16 and dtype == torch.float32:
+            return aten._softmax.default(input, dim, True)  # one kernel reads half and writes float
+        return aten.softmax.int.decompose(input, dim, dtype)
+
+    def log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        if on_gpu(input) and input.dtype == torch.float16 and dtype == torch.float32:
+            return aten._log_softmax.default(input, dim, True)
+        return aten.log_softmax.int.decompose(input, dim, dtype)
+
     def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
         if not on_gpu(self) or num_classes <= 0:
             return aten.one_hot.default.decompose(self, num_classes)
@@ -68,6 +81,9 @@ def cuda_composites(
         note_density(out, 1 / num_classes)
         return out
 
+    recurrent.register(library, on_gpu, gpu)
+    library.impl("softmax.int", softmax, "AutogradCPU")
+    library.impl("log_softmax.int", log_softmax, "AutogradCPU")
     library.impl("one_hot", one_hot, "AutogradCPU")
     library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
     library.impl("dropout", dropout, "AutogradCPU")

@@ -8,27 +8,43 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from oomph.prediction.cuda.recurrent import pack_padded_sequence
+
 aten = torch.ops.aten
 Fake = Callable[[OpOverload, Sequence[type], Sequence[Any], dict[str, Any]], Any]
 Kernel = Callable[[Any, Fake, OpOverload, Sequence[type], Sequence[Any], dict[str, Any]], Any]
 
 
-def _statistics_in_float32(
+def _normalisation(
     tracer: Any, fake: Fake, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Any:
-    """CUDA keeps the mean and 1/std of half-precision inputs in float32; the CPU in the input's type."""
+    """CUDA's result is contiguous, and the mean and 1/std of half-precision inputs are kept in float32; the
+    CPU's follow the input in both."""
     out, mean, rstd = fake(func, types, args, kwargs)
-    if mean.dtype not in (torch.bfloat16, torch.float16):
-        return out, mean, rstd
-    as_float = {"dtype": torch.float32}
-    return (
-        out,
-        fake(aten.empty_like.default, (), (mean,), as_float),
-        fake(aten.empty_like.default, (), (rstd,), as_float),
-    )
+    out = _contiguous(fake, out)
+    if mean.dtype in (torch.bfloat16, torch.float16):
+        mean, rstd = (fake(aten.empty_like.default, (), (kept,), {"dtype": torch.float32}) for kept in (mean, rstd))
+    return out, mean, rstd
+
+
+def _contiguous(fake: Fake, out: torch.Tensor) -> torch.Tensor:
+    if out.is_contiguous():
+        return out
+    return fake(aten.empty_like.default, (), (out,), {"memory_format": torch.contiguous_format})
+
+
+def _contiguous_result(
+    tracer: Any, fake: Fake, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """CUDA copies a strided input first and writes a contiguous result; the fake kernel keeps the strides."""
+    return _contiguous(fake, fake(func, types, args, kwargs))
 
 
 CUDA_KERNELS: dict[OpOverload, Kernel] = {
-    aten.native_layer_norm.default: _statistics_in_float32,
-    aten.native_group_norm.default: _statistics_in_float32,
+    aten.native_layer_norm.default: _normalisation,
+    aten.native_group_norm.default: _normalisation,
+    aten._softmax.default: _contiguous_result,
+    aten._log_softmax.default: _contiguous_result,
+    aten.roll.default: _contiguous_result,
+    aten._pack_padded_sequence.default: pack_padded_sequence,
 }

@@ -17,6 +17,9 @@ Bound = dict[str, Any]  # an op's arguments by name, defaults filled in
 Rule = Callable[[Bound, GPU], list[int]]
 _RULES: dict[OpOverload, Rule] = {}
 
+# The other way round: indices of results that the fake kernel makes, but that take no device memory on a GPU.
+HOST_OUTPUTS: dict[OpOverload, Callable[[Sequence[Any], Mapping[str, Any]], frozenset[int]]] = {}
+
 
 def temporaries(*ops: OpOverload) -> Callable[[Rule], Rule]:
     """Register the rule of one or more ops."""

@@ -22,6 +22,7 @@ _MATRIX_PRODUCTS = {
     aten.mv.default,
     aten.addmv.default,
     aten.dot.default,
+    aten._euclidean_dist.default,
     aten._scaled_mm.default,
     aten.mm.out,
     aten.addmm.out,

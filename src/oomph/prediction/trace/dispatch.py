@@ -11,10 +11,9 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomph.prediction.cuda import kernels, workspaces
-from oomph.prediction.cuda.attention_memory import HOST_OUTPUTS
-from oomph.prediction.cuda.temporaries import temporaries_of
+from oomph.prediction.cuda.temporaries import HOST_OUTPUTS, temporaries_of
 from oomph.prediction.trace import estimates, fast_path
-from oomph.prediction.trace.oplog import OpLog
+from oomph.prediction.trace.accumulation import Accumulation
 from oomph.prediction.trace.tracer import Tracer
 
 aten = torch.ops.aten
@@ -37,6 +36,7 @@ _CROSS_DEVICE = {
     aten._unsafe_index.Tensor,
     aten._unsafe_index_put.default,
     aten.set_.source_Storage,
+    aten._pack_padded_sequence.default,  # takes the lengths on the host
 }
 # Autograd's formulas scatter into fresh zeros in place, except when they see a tensor subclass such as ours.
 _IN_PLACE_IN_BACKWARD = {
@@ -58,11 +58,11 @@ _TAKES_HOST_SEED = {
 class DispatchMode(TorchDispatchMode):
     """Sits below autograd and autocast: sees exactly the aten ops that a GPU would run."""
 
-    def __init__(self, tracer: Tracer, log: OpLog | None = None) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
-        self.log = log
         self.workspaces = workspaces.Workspaces(tracer)
+        self.accumulation = Accumulation(tracer.fake_mode)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -90,12 +90,13 @@ class DispatchMode(TorchDispatchMode):
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             return self._to_host(args[0], args[1])
 
-        if self.log is not None:
-            self.log.begin(func)
+        first_event = len(tracer.ledger.events)
         tracer.remember_origin()
         kernel = kernels.CUDA_KERNELS.get(func)
-        if func in _IN_PLACE_IN_BACKWARD and tracer.autograd_asks():
-            out = self._fake(aten.detach.default, types, args[:1], {})
+        if func in _IN_PLACE_IN_BACKWARD and tracer.autograd_asks() and self._is_fresh_zeros(args[0]):
+            out = args[0]
+        elif tracer.phase == "backward" and self.accumulation.reuses_first(func, args) and tracer.autograd_asks():
+            out = args[0]
         elif kernel is not None:
             out = kernel(tracer, self._fake, func, types, args, kwargs)
         else:
@@ -116,9 +117,14 @@ class DispatchMode(TorchDispatchMode):
             self._book_temporaries(name, temporaries_of(func, args, kwargs, tracer.gpu))
         if tracer.phase == "backward":
             tracer.notice_gradient(out)
-        if self.log is not None:
-            self.log.end(func, out)
+        if tracer.log is not None:
+            phase = f"step {tracer.step} {tracer.phase}" if tracer.step else "setup"
+            tracer.log.add(func, out, phase, first_event, len(tracer.ledger.events))
         return out
+
+    def _is_fresh_zeros(self, tensor: torch.Tensor) -> bool:
+        draft = self.tracer.ledger.draft_of(tensor)
+        return draft is not None and draft.op in ("aten.new_zeros", "aten.zeros", "aten.zeros_like")
 
     def _to_host(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """A copy into real host memory, which is not ours to count: values arrive if they are known."""

@@ -55,7 +55,7 @@ def _convert(
         # The model is the user's and real: it gets its own parameters back after the trace.
         twin = nn.Parameter(converted, parameter.requires_grad)
         twins[id(parameter)] = (parameter, twin)
-        undo.append(lambda: module._parameters.update({name: parameter}))
+        undo.append(lambda: setattr(module, name, parameter))
         return twin
     parameter.data = converted
     if parameter.grad is not None:

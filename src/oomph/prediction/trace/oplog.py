@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch._ops import OpOverload
 
-from oomph.prediction.trace.ledger import Ledger
+Describe = Callable[[Any], str]  # an op's result in words
 
 
 class LoggedOp(NamedTuple):
     op: str
     outputs: str
-    phase: str
+    phase: str  # "setup", "step 2 backward"
     first_event: int  # events[first_event:last_event] happened inside the op
     last_event: int
 
 
 class OpLog:
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, describe: Describe) -> None:
         self.rows: list[LoggedOp] = []
-        self._ledger = ledger
-        self._began: list[int] = []
+        self._describe = describe
 
-    def begin(self, func: OpOverload) -> None:
-        self._began.append(len(self._ledger.events))
-
-    def end(self, func: OpOverload, out: Any, phase: str = "") -> None:
-        results = out if isinstance(out, (list, tuple)) else [out]
-        text = " ".join(_describe(item) for item in results if isinstance(item, torch.Tensor))
-        self.rows.append(LoggedOp(str(func), text, phase, self._began.pop(), len(self._ledger.events)))
-
-
-def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    def add(self, func: OpOverload, out: Any, phase: str, first_event: int, last_event: int) -> None:
+        self.rows.append(LoggedOp(str(func), self._describe(out), phase, first_event, last_event))

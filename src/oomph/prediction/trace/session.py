@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from oomph.gpus import GPU
+from oomph.prediction.cuda import recurrent
 from oomph.prediction.cuda.autocast import cuda_autocast
 from oomph.prediction.cuda.composites import cuda_composites
 from oomph.prediction.trace import estimates, hooks, pretend_cuda
@@ -20,15 +21,14 @@ from oomph.prediction.trace.tracer import Tracer
 
 
 @contextlib.contextmanager
-def tracing(gpu: GPU, *, log_ops: bool = False) -> Iterator[Tracer]:
+def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
     """Run the body on a pretend `gpu`. Whatever happens in it, torch is afterwards as it was before."""
     tracer = Tracer(gpu)
     with contextlib.ExitStack() as stack:
         stack.callback(tracer.ledger.close)
         patches = stack.enter_context(Patches())
         ledger = tracer.ledger
-        if log_ops:
-            tracer.log = OpLog(ledger)
+        tracer.log = log
         pretend_cuda.pretend(patches, gpu, lambda: ledger.live_bytes, ledger.mark)
         placement = PlacementMode(tracer)
         hooks.run_saved_tensor_hooks_as_program(patches, placement)
@@ -41,10 +41,11 @@ def tracing(gpu: GPU, *, log_ops: bool = False) -> Iterator[Tracer]:
         hooks.copy_without_data(patches)
         hooks.hide_the_trace(patches)
         hooks.run_compiled_as_eager(patches, tracer)
+        patches.set(torch.nn.RNNBase, "flatten_parameters", recurrent.flatten_parameters(tracer.on_gpu))
         tracer.modules.follow(patches, tracer.boundary)
         stack.enter_context(torch.random.fork_rng(devices=()))  # the program may draw; the caller's stream stays
         stack.enter_context(cuda_composites(tracer.on_gpu, gpu, estimates.note_density))
         stack.enter_context(cuda_autocast(tracer.on_gpu))
         stack.enter_context(placement)
-        stack.enter_context(DispatchMode(tracer, tracer.log))
+        stack.enter_context(DispatchMode(tracer))
         yield tracer

@@ -1,0 +1,54 @@
+"""`oomph diverge`: for developers. Where a prediction parts from the op log of a real GPU run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from oomph import gpus
+from oomph.errors import UserError
+from oomph.measurement.divergence import compare, render
+from oomph.measurement.oplog import OpRow, describe, read_rows
+from oomph.prediction.predict import trace
+from oomph.prediction.replay import replay
+from oomph.prediction.trace.oplog import OpLog
+
+
+def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
+    """The op log that `target` would leave on `gpu`, in the measured log's own terms."""
+    log = OpLog(describe)
+    ledger = trace(target, gpus.find(gpu), lambda text, fraction: None, log).ledger
+    allocations = [draft.finish() for draft in ledger.drafts]
+    allocated = {moment.event: moment.allocated for moment in replay(ledger.events, allocations).timeline}
+    after_event, level = [], 0
+    for index in range(len(ledger.events)):
+        level = allocated.get(index, level)
+        after_event.append(level)
+    rows = []
+    for op, outputs, phase, first, last in log.rows:
+        inside = after_event[first:last]
+        before = after_event[first - 1] if first else 0
+        sizes = [allocations[event.id].bytes for event in ledger.events[first:last] if event.action == "alloc"]
+        rows.append(
+            OpRow(
+                op=op,
+                outputs=outputs,
+                before=before,
+                after=inside[-1] if inside else before,
+                high=max([before, *inside]),
+                phase=phase,
+                n_allocs=len(sizes),
+                requested=sum(sizes),
+                allocs=sizes,
+            )
+        )
+    return rows
+
+
+def run_diverge(target: Any, measured: Path, gpu: str, limit: int) -> str:
+    if not measured.exists():
+        raise UserError(f"no such op log: {measured}; `benchmarks/accuracy.py oplog` writes one on a GPU")
+    rows = read_rows(measured)
+    steps = {row.phase.split()[1] for row in rows if row.phase.startswith("step")}
+    ours = [row for row in predicted_rows(target, gpu) if row.phase == "setup" or row.phase.split()[1] in steps]
+    return render(compare(rows, ours), limit)

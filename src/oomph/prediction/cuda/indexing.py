@@ -1,0 +1,214 @@
+"""Memory that CUDA's sorts, scans, look-ups and scatters take and no output shows.
+
+Sources, in ATen's native/cuda: Embedding.cu, EmbeddingBag.cu, EmbeddingBackwardKernel.cu, Sort.cpp,
+SortStable.cu, TensorTopK.cu, ScanUtils.cuh, Indexing.cu; and CUB's radix sort, whose temporary holds
+alternate buffers for keys and values and a little per tile. Embeddings, sorts, topk and scans come out
+exactly as measured on an H200 with torch 2.11. CUB's share per tile, at most 3 % of its temporary, is assumed
+to be the same on other GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oomph.gpus import GPU
+from oomph.prediction.cuda.temporaries import Bound, temporaries
+
+aten = torch.ops.aten
+
+_INDEX = 8
+_SCALAR = 8
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy_unless_contiguous(tensor: Tensor) -> int:
+    return 0 if tensor.is_contiguous() else _nbytes(tensor)
+
+
+def _freed(events: Sequence[int]) -> list[int]:
+    return [-size for size in events]
+
+
+# CUB
+
+_ALIGNED = 256
+_DIGITS = 256  # of a radix pass over eight bits
+
+
+def _cub_layout(*parts: int) -> int:
+    """Each part is aligned; the whole has room to be aligned itself."""
+    return sum(-(-part // _ALIGNED) * _ALIGNED for part in parts) + _ALIGNED - 1
+
+
+def radix_sort_bytes(items: int, key: int, value: int, bits: int | None = None) -> int:
+    """CUB's temporary for sorting so many keys of `key` bytes with values of `value` bytes (0: none)."""
+    passes = math.ceil((8 * key if bits is None else max(bits, 1)) / 8)
+    tiles = math.ceil(items / _ONESWEEP_TILE[key])
+    alternate = (items * key, items * value) if passes > 1 else (0, 0)
+    return _cub_layout(passes * _DIGITS * 8, tiles * _DIGITS * 4, *alternate, passes * 4)
+
+
+# Items that one block sorts, by the bytes of a key. Measured on an H200, with values of eight bytes.
+_ONESWEEP_TILE = {8: 4608, 4: 5376, 2: 5632, 1: 5632}
+
+
+def scan_bytes(items: int, size: int = _INDEX) -> int:
+    """CUB's temporary for a scan or a selection: a descriptor per tile, small beside the items. The tiles are
+    those measured on an H200 for scans of float32 and selections of int64."""
+    tile, descriptor = (4096, 16) if size > 4 else (1920, 8)
+    return _cub_layout(1, (math.ceil(items / tile) + 32) * descriptor)
+
+
+# Embeddings
+
+_SMALL_LOOKUP = 3072  # up to here each block walks over the indices; above, they are sorted
+_ROWS_PER_PARTIAL = 10
+
+
+@temporaries(aten.embedding_dense_backward.default)
+def _embedding_backward(call: Bound, gpu: GPU) -> list[int]:
+    grad, indices = call["grad_output"], call["indices"]
+    copies = [_copy_unless_contiguous(indices), _copy_unless_contiguous(grad)]
+    if indices.numel() <= _SMALL_LOOKUP and not call["scale_grad_by_freq"]:
+        return copies
+    return copies + _sorted_lookup(indices, grad, call["num_weights"], call["scale_grad_by_freq"], False, gpu)
+
+
+@temporaries(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
+def _bag_backward(call: Bound, gpu: GPU) -> list[int]:
+    grad, indices, maximum = call["grad"], call["indices"], 2
+    copies = [_copy_unless_contiguous(grad)]
+    if call["mode"] == maximum or indices.numel() == 0:
+        return copies
+    return copies + _sorted_lookup(indices, grad, call["num_weights"], call["scale_grad_by_freq"], True, gpu)
+
+
+def _sorted_lookup(
+    indices: Tensor, grad: Tensor, rows: int, counted: bool, bags: bool, gpu: GPU
+) -> list[int]:
+    """Indices are sorted; runs of one index are summed in parts of ten rows, then the parts of each run."""
+    n, width, size = indices.numel(), grad.size(-1), indices.element_size()
+    span = n * size
+    sort = [span, radix_sort_bytes(n, size, size)]
+    segments = min(n, rows)
+    partials = n // _ROWS_PER_PARTIAL + segments
+    unique, scan = [span, scan_bytes(n)], scan_bytes(segments)
+    events = [span, span, *sort, *_freed(sort)]  # sorted, and where each came from
+    if counted:
+        events += [span, scan_bytes(n), -scan_bytes(n)]
+    events += [span, _SCALAR, *unique, *_freed(unique)]  # where each run starts
+    events += [segments * size, segments * size, scan, -scan, _SCALAR, partials * size]
+    accumulate = max(grad.element_size(), 4)
+    block = min(-(-width // 32) * 32, 1024)
+    grid = math.ceil(segments * -(-width // 32) * 32 / block)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if not bags and grid < 4 * gpu.multiprocessors and partials > 4 * grid and not deterministic:
+        # Few long runs: parts are added into the result, or into a float32 twin of a half-precision one.
+        twin = rows * width * accumulate if grad.element_size() < 4 else 0
+        return [*events, partials * size, twin]
+    return [*events, partials * width * accumulate]
+
+
+# Sorting
+
+_SMALL_SORT = 4096
+_LARGE_SORT = 1_000_000
+_FEW_SEGMENTS = 128
+
+
+@temporaries(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+def _sort(call: Bound, gpu: GPU) -> list[int]:
+    tensor = call["self"]
+    if tensor.dim() == 0 or tensor.numel() == 0:
+        return []
+    length = tensor.size(call["dim"])
+    if length <= _SMALL_SORT:
+        return [length * _INDEX]
+    n, key = tensor.numel(), tensor.element_size()
+    # Along a dimension that is not the fastest, the input, the values and the indices are laid out anew.
+    copies = [] if tensor.stride(call["dim"]) == 1 else [n * key, n * key, n * _INDEX]
+    segments = n // length
+    if segments == 1 or length >= _LARGE_SORT:
+        return [*copies, length * _INDEX, radix_sort_bytes(length, key, _INDEX)]
+    if segments < _FEW_SEGMENTS:
+        first = [n * key, radix_sort_bytes(n, key, _INDEX)]
+        second = radix_sort_bytes(n, _INDEX, 0, math.ceil(math.log2(segments)))
+        return [*copies, n * _INDEX, n * _INDEX, *first, *_freed(first), second]
+    return [*copies, n * _INDEX, _cub_layout(n * key, n * _INDEX)]
+
+
+_TOPK_THREADS = 256
+_TOPK_BLOCKS_PER_MULTIPROCESSOR = 6  # by the registers that its kernel uses
+# Up to so many rows, rows at least so long are each split over several blocks.
+_TOPK_SPLIT = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
+
+
+@temporaries(aten.topk.default)
+def _topk(call: Bound, gpu: GPU) -> list[int]:
+    tensor = call["self"]
+    length = tensor.size(call["dim"]) if tensor.dim() else 1
+    rows = tensor.numel() // max(length, 1)
+    copy = _copy_unless_contiguous(tensor)
+    if length < next((least for most, least in _TOPK_SPLIT if rows <= most), 400):
+        return [copy]
+    threads = gpu.multiprocessors * _TOPK_BLOCKS_PER_MULTIPROCESSOR * _TOPK_THREADS
+    per_thread = min(max(math.ceil(tensor.numel() / threads), 4), 64)
+    blocks = rows * math.ceil(length / (per_thread * _TOPK_THREADS))
+    scan = scan_bytes(blocks)
+    # The k-th values, what is sought in each row; digit counts per block and per row; ranks per block.
+    state = [rows * tensor.element_size(), rows * 8, rows * 8]
+    return [copy, *state, blocks * 512, rows * 1024, blocks * 4, blocks * 4, scan]
+
+
+@temporaries(aten.cumsum.default, aten.cumprod.default)
+def _scan(call: Bound, gpu: GPU) -> list[int]:
+    """A cast when the result's type is another; a copy when the input is not contiguous."""
+    tensor = call["self"]
+    whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+    wanted = call["dtype"] or (torch.int64 if whole else tensor.dtype)
+    n = tensor.numel()
+    copy = n * wanted.itemsize if wanted != tensor.dtype or not tensor.is_contiguous() else 0
+    one_row = tensor.dim() > 0 and n == tensor.size(call["dim"])
+    return [copy, scan_bytes(n, wanted.itemsize) if one_row else 0]
+
+
+# Indexing
+
+
+@temporaries(
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index_put.default,
+)
+def _index_put(call: Bound, gpu: GPU) -> list[int]:
+    """Accumulating sorts the flattened indices, so that equal ones meet."""
+    if not (call["accumulate"] or torch.are_deterministic_algorithms_enabled()):
+        return []
+    target, values = call["self"], call["values"]
+    given = [index for index in call["indices"] if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given) or not given:
+        return []  # a mask: how many it selects is not known here
+    n = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
+    indexed = [dim for dim, index in enumerate(call["indices"]) if index is not None]
+    apart = indexed != list(range(indexed[0], indexed[-1] + 1))
+    kept = [size for dim, size in enumerate(target.shape) if dim not in indexed]
+    written = n * math.prod(kept)
+    slices = math.prod(target.shape[indexed[-1] + 1 :]) if not apart else math.prod(kept)
+    span = n * _INDEX
+    events = [_copy_unless_contiguous(target), span, span, -span]
+    if len(given) > 1:
+        events += [span, span, -span, -span]
+    if values.numel() < written or not values.is_contiguous():
+        events.append(written * values.element_size())
+    if apart:
+        events.append(_nbytes(target))
+    bits = max(target.numel() // max(slices, 1), 1).bit_length()
+    return [*events, span, span, span, radix_sort_bytes(n, _INDEX, _INDEX, bits)]

@@ -1,0 +1,239 @@
+"""What cuDNN's convolutions and recurrent networks allocate, against figures measured on an H200."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils.rnn import pad_packed_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from oomph import gpus
+from oomph.prediction.cuda import cudnn, recurrent  # noqa: F401  (the first registers its rules)
+from oomph.prediction.cuda.temporaries import temporaries_of
+
+aten = torch.ops.aten
+H200 = gpus.find("h200")
+BF16 = torch.bfloat16
+NHWC = torch.channels_last
+COUNTS = torch.tensor([3, 2, 1, 1])  # live samples at each step of a packed sequence
+
+
+def convolution(
+    input: tuple[int, ...],
+    weight: tuple[int, ...],
+    stride: int = 1,
+    padding: int = 0,
+    *,
+    dtype: torch.dtype = torch.float32,
+    transposed: bool = False,
+    groups: int = 1,
+    format: torch.memory_format = torch.contiguous_format,
+    backward: tuple[bool, bool, bool] | None = None,
+    grad_format: torch.memory_format | None = None,
+) -> list[int]:
+    """The temporaries of a convolution, or of its backward pass."""
+    dims = len(input) - 2
+    geometry = ([stride] * dims, [padding] * dims, [1] * dims, transposed, [0] * dims, groups)
+    with FakeTensorMode():
+        x = torch.empty(input, dtype=dtype).to(memory_format=format)
+        w = torch.empty(weight, dtype=dtype).to(memory_format=format)
+        if backward is None:
+            return temporaries_of(aten.convolution.default, (x, w, None, *geometry), {}, H200)
+        out = aten.convolution.default(x, w, None, *geometry)
+        out = out.contiguous(memory_format=grad_format or format)
+        args = (out, x, w, None, *geometry, backward)
+        return temporaries_of(aten.convolution_backward.default, args, {}, H200)
+
+
+def weight_gradient(*args: Any, **options: Any) -> int:
+    return sum(size for size in convolution(*args, **options, backward=(False, True, False)) if size > 0)
+
+
+@pytest.mark.parametrize(
+    ("measured", "input", "weight", "options"),
+    [
+        (102908051, (64, 64, 56, 56), (64, 64, 3, 3), {"padding": 1}),
+        (129040531, (64, 128, 56, 56), (128, 128, 3, 3), {"padding": 1, "stride": 2}),
+        (154140819, (64, 512, 28, 28), (1024, 512, 1, 1), {"stride": 2}),
+        (32112656, (64, 512, 7, 7), (2048, 512, 1, 1), {}),
+        (100794384, (16, 128, 64, 64), (128, 64, 2, 2), {"stride": 2, "transposed": True}),
+        (13140115, (8, 256, 28, 28), (256, 32, 3, 3), {"padding": 1, "groups": 8}),
+        (44912787, (8, 80, 3000), (384, 80, 3), {"padding": 1}),
+        (12638224, (2, 16, 32, 32, 32), (32, 16, 3, 3, 3), {"padding": 1}),
+        (51454099, (64, 64, 56, 56), (64, 64, 3, 3), {"padding": 1, "dtype": BF16}),
+        (38585360, (16, 3, 224, 224), (64, 3, 7, 7), {"padding": 3, "stride": 2, "dtype": BF16}),
+        (2106384, (8, 64, 128, 128), (3, 64, 3, 3), {"padding": 1, "dtype": BF16, "format": NHWC}),
+    ],
+)
+def test_a_forward_pass_copies_what_tensor_cores_cannot_read_as_it_is(
+    measured: int, input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    assert sum(convolution(input, weight, **options)) == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("input", "weight", "options"),
+    [
+        ((64, 64, 56, 56), (256, 64, 1, 1), {}),
+        ((8, 512, 14, 14), (1024, 512, 1, 1), {"dtype": BF16}),
+        ((16, 64, 56, 56), (64, 64, 3, 3), {"padding": 1, "format": NHWC}),
+        ((8, 96, 56, 56), (96, 1, 7, 7), {"padding": 3, "groups": 96}),
+        ((8, 512, 1024), (512, 1, 4), {"padding": 3, "groups": 512}),
+        ((16, 3, 128, 128), (64, 3, 3, 3), {"padding": 1}),
+    ],
+)
+def test_matrix_products_channels_last_depthwise_and_short_sums_need_no_copies(
+    input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    assert convolution(input, weight, **options) == []
+
+
+def test_the_backward_pass_frees_one_workspace_before_it_takes_the_next() -> None:
+    data, freed, weight, _ = convolution(
+        (64, 128, 28, 28), (128, 128, 3, 3), padding=1, backward=(True, True, False)
+    )
+    assert freed == -data
+    assert data == pytest.approx(51970195, rel=0.01)
+    assert weight == pytest.approx(60228263, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("measured", "input", "weight", "options"),
+    [
+        (262972560, (64, 3, 224, 224), (64, 3, 7, 7), {"padding": 3, "stride": 2}),
+        (67108864, (64, 256, 14, 14), (1024, 256, 1, 1), {}),
+        (85459503, (64, 1024, 14, 14), (512, 1024, 1, 1), {}),
+        (71431312, (16, 64, 128, 128), (3, 64, 1, 1), {}),
+        (1048576, (16, 64, 56, 56), (256, 64, 1, 1), {"dtype": BF16}),
+        (87008887, (8, 96, 56, 56), (96, 1, 7, 7), {"padding": 3, "groups": 96, "format": NHWC}),
+    ],
+)
+def test_a_weight_gradient_also_holds_padded_channels_and_partial_sums(
+    measured: int, input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    assert weight_gradient(input, weight, **options) == pytest.approx(measured, rel=0.02)
+
+
+def test_a_gradient_in_another_layout_is_copied_first() -> None:
+    sizes = convolution(
+        (8, 64, 32, 32), (64, 64, 3, 3), padding=1, backward=(True, True, False), grad_format=NHWC
+    )
+    assert sizes[0] == 8 * 64 * 32 * 32 * 4
+
+
+def test_a_weight_in_channels_last_makes_the_convolution_copy_its_input_to_that_layout() -> None:
+    with FakeTensorMode():
+        x = torch.empty(16, 64, 56, 56)
+        w = torch.empty(64, 64, 3, 3).to(memory_format=NHWC)
+        args = (x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        assert temporaries_of(aten.convolution.default, args, {}, H200) == [x.nbytes]
+
+
+class Bytes(TorchDispatchMode):
+    """Sizes of the byte buffers made while it is on: cuDNN's workspaces and reserves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is aten.new_empty.default and out.dtype == torch.uint8:
+            self.sizes.append(out.numel())
+        return out
+
+
+@contextlib.contextmanager
+def on_pretend_gpu() -> Iterator[Bytes]:
+    """Fake tensors count as the GPU's."""
+    library = torch.library.Library("aten", "IMPL")
+    recurrent.register(library, lambda tensor: isinstance(tensor, FakeTensor), H200)
+    try:
+        with FakeTensorMode(), Bytes() as found:
+            yield found
+    finally:
+        library._destroy()
+
+
+def flattened(module: nn.RNNBase) -> nn.RNNBase:
+    recurrent.flatten_parameters(lambda tensor: isinstance(tensor, FakeTensor))(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("build", "workspace", "reserve"),
+    [
+        (lambda: nn.LSTM(512, 512), 67830272, 41943296),
+        (lambda: nn.LSTM(512, 512, 3), 102629888, 142606592),
+        (lambda: nn.LSTM(512, 512, 2, bidirectional=True), 204472832, 184549632),
+        (lambda: nn.LSTM(512, 512, proj_size=128), 66880000, 52429056),
+        (lambda: nn.LSTM(512, 512, dtype=BF16), 38109696, 20971776),
+        (lambda: nn.GRU(512, 512, 2), 73531904, 109052160),
+        (lambda: nn.RNN(512, 512), 61145600, 8388864),
+    ],
+)
+def test_a_recurrent_network_takes_a_workspace_and_keeps_a_reserve(
+    build: Any, workspace: int, reserve: int
+) -> None:
+    with on_pretend_gpu() as found:
+        module = flattened(build())
+        module(torch.empty(128, 32, 512, dtype=next(module.parameters()).dtype))
+    assert found.sizes == [pytest.approx(workspace, rel=0.1), reserve]
+
+
+def test_the_backward_pass_takes_the_workspace_twice_and_makes_one_flat_gradient() -> None:
+    with on_pretend_gpu() as found:
+        module = flattened(nn.LSTM(512, 512, 2, batch_first=True))
+        module(torch.empty(32, 128, 512))[0].sum().backward()
+        gradients = [weight.grad for weight in module.parameters()]
+    workspace, _, *behind = found.sizes
+    assert behind == [workspace, workspace]
+    assert len({gradient.untyped_storage()._cdata for gradient in gradients if gradient is not None}) == 1
+    assert all(weight.shape == weight.grad.shape for weight in module.parameters() if weight.grad is not None)
+
+
+def test_the_state_of_dropout_is_made_once() -> None:
+    with on_pretend_gpu() as found:
+        module = flattened(nn.LSTM(512, 512, 2, dropout=0.1))
+        for _ in range(2):
+            module(torch.empty(128, 32, 512))
+    assert found.sizes.count(6488064) == 1
+    assert found.sizes.count(92537088) == 2  # the reserve, with one bit for each output that may be dropped
+
+
+def test_evaluation_keeps_no_reserve() -> None:
+    with on_pretend_gpu() as found:
+        flattened(nn.GRU(512, 512).eval())(torch.empty(128, 32, 512))
+    assert len(found.sizes) == 1
+
+
+def test_flattened_weights_are_views_of_one_buffer() -> None:
+    with on_pretend_gpu():
+        module = flattened(nn.LSTM(64, 64, 2))
+        assert len({weight.untyped_storage()._cdata for weight in module.parameters()}) == 1
+
+
+def test_a_packed_sequence_is_padded_again_to_its_lengths() -> None:
+    with on_pretend_gpu():
+        data = torch.empty(7, 8)
+        padded, lengths = aten._pad_packed_sequence.default(data, COUNTS, True, 0.0, -1)
+    assert padded.shape == (3, 4, 8)
+    assert lengths.tolist() == [4, 2, 1]
+
+
+def test_real_tensors_go_the_way_they_always_went() -> None:
+    library = torch.library.Library("aten", "IMPL")
+    recurrent.register(library, lambda tensor: False, H200)
+    try:
+        module = nn.LSTM(4, 4)
+        output, _ = module(nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)]))
+        padded, lengths = pad_packed_sequence(output)
+        padded.sum().backward()
+    finally:
+        library._destroy()
+    assert lengths.tolist() == [3, 2]
+    assert module.weight_ih_l0.grad is not None

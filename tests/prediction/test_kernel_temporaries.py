@@ -1,0 +1,223 @@
+"""Rules for what CUDA kernels allocate beside their results, against an H200 with torch 2.11."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oomph
+import oomph.prediction.cuda
+from oomph.gpus import find
+from oomph.prediction.cuda.reductions import reduction_buffers
+from oomph.prediction.cuda.temporaries import temporaries_of
+
+aten = torch.ops.aten
+H200 = find("h200")
+f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
+
+
+def meta(*shape: int, dtype: torch.dtype = f32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = f32) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def taken(op: Any, *args: Any, **kwargs: Any) -> list[int]:
+    return temporaries_of(op, args, kwargs, H200)
+
+
+def highest(events: list[int]) -> int:
+    held = peak = 0
+    for size in events:
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+SUMS = [  # shape, strides, reduced, type; the staging buffer and the semaphores
+    ((4096, 768), None, [0], f32, [25165824, 24]),
+    ((4096, 3072), None, [0], f32, [100663296, 96]),
+    ((4096, 2304), None, [0], f32, [75497472, 72]),
+    ((8192, 768), None, [0], bf16, [50331648, 24]),
+    ((8192, 3072), None, [0], bf16, [138412032, 96]),
+    ((8192, 2304), None, [0], bf16, [139198464, 72]),
+    ((4096, 3072), None, [0], bf16, [100663296, 96]),
+    ((65536, 1024), None, [0], bf16, [138412032, 32]),
+    ((8192, 20000), None, [0], f32, [143360000, 628]),
+    ((2, 1024, 2048), None, [0, 1], f32, [33554432, 64]),
+    ((65536, 3), None, [0], bf16, [384, 8]),
+    ((300000, 17), None, [0], f32, [287232, 8]),
+    ((16384, 129), None, [0], bf16, [1056768, 20]),
+    ((4096, 4095), None, [0], f32, [2620800, 512]),
+    ((2048, 250), None, [0], bf16, [1024000, 16]),
+    ((64, 64, 56, 56), (200704, 1, 3584, 64), [0, 2, 3], f32, [25690112, 4]),
+    ((32, 256, 14, 14), (50176, 1, 3584, 256), [0, 2, 3], f32, [12845056, 8]),
+    ((8, 3, 224, 224), (150528, 1, 672, 3), [0, 2, 3], f32, [2352, 8]),
+    ((8, 50000, 16), None, [1], f32, [51249152, 4]),
+    ((8192, 700), (1024, 1), [0], f32, [45875200, 24]),
+    ((1, 16777216), None, [-1], bf16, [2112, 4]),
+    ((1048576,), None, None, f32, [512, 4]),
+    ((33554432,), None, None, bf16, [2112, 4]),
+]
+
+
+@pytest.mark.parametrize(("shape", "strides", "dims", "dtype", "measured"), SUMS)
+def test_a_sum_stages_as_many_bytes_as_were_measured(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    dims: list[int] | None,
+    dtype: torch.dtype,
+    measured: list[int],
+) -> None:
+    assert reduction_buffers(shape, strides or meta(*shape).stride(), dims, dtype, H200) == measured
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "measured"),
+    [
+        (aten.mean.default, (meta(4096, 1024),), [2048, 4]),
+        (aten.mean.dim, (meta(16384, 768), [0]), [100663296, 24]),
+        (aten.linalg_vector_norm.default, (meta(4096, 1024, dtype=bf16),), [2048, 4]),
+        (aten.linalg_vector_norm.default, (meta(16384, 768), 2, [0]), [100663296, 24]),
+        (aten.var.correction, (meta(16384, 768), [0]), [402653184, 24]),
+        (aten.std.correction, (meta(4096, 1024),), [8192, 4]),
+        (aten.var_mean.correction, (meta(4096, 1024, dtype=bf16),), [8192, 4]),
+        (aten.var_mean.correction, (meta(16384, 768), [-1]), []),
+        (aten.amax.default, (meta(16384, 768), [0]), [100663296, 24]),
+        (aten.max.dim, (meta(16384, 768), 0), [402653184, 24]),
+        (aten.max.dim, (meta(16384, 768), -1), []),
+        (aten.argmax.default, (meta(4096, 1024, dtype=bf16),), [8192, 4]),
+        (aten.any.dim, (meta(16384, 768), 0), [100663296, 24]),
+        (aten.all.dim, (meta(16384, 768, dtype=torch.bool), 0), [25165824, 24]),
+        (aten.all.default, (meta(4096, 1024, dtype=torch.bool),), [512, 4]),
+        (aten.prod.dim_int, (meta(16384, 768), 0), [100663296, 24]),
+    ],
+)
+def test_each_kind_of_reduction_has_accumulators_of_its_own_size(
+    op: Any, args: tuple[Any, ...], measured: list[int]
+) -> None:
+    assert taken(op, *args) == measured
+
+
+def test_a_tensor_beyond_32_bit_offsets_is_summed_in_parts_one_after_the_other() -> None:
+    events = taken(aten.sum.dim_IntList, meta(600000, 4096, dtype=bf16), [0])
+    assert [size for size in events if size > 0] == [16384, *[308281344, 128] * 4]
+    assert highest(events) == 16384 + 308281344 + 128
+
+
+def test_summing_a_mask_casts_it_to_int64_first() -> None:
+    assert taken(aten.sum.dim_IntList, meta(8192, 8192, dtype=torch.bool), [-1])[0] == 8 * 8192 * 8192
+
+
+def test_smaller_gpus_split_a_reduction_over_fewer_blocks() -> None:
+    shape, strides = (65536, 1024), (1024, 1)
+    small = reduction_buffers(shape, strides, [0], f32, find("t4"))
+    assert small
+    assert sum(small) < sum(reduction_buffers(shape, strides, [0], f32, H200))
+
+
+def test_an_embeddings_gradient_sorts_its_indices_and_sums_in_parts() -> None:
+    given = meta(8, 512, 768), meta(8, 512, dtype=i64), 50257, -1, False
+    events = taken(aten.embedding_dense_backward.default, *given)
+    measured = [32768, 32768, 32768, 83455, 32768, 8, 32768, 1279, 32768, 32768, 1279, 8, 36040, 13839360]
+    assert [size for size in events if size > 0] == measured
+    rounded = [math.copysign(-(-abs(size) // 512) * 512, size) for size in events]
+    assert highest(rounded) == 14040576  # type: ignore[arg-type]
+
+
+def test_few_indices_need_no_sort() -> None:
+    given = meta(3072, 768), meta(3072, dtype=i64), 50257, -1, False
+    assert taken(aten.embedding_dense_backward.default, *given) == []
+
+
+def test_long_runs_of_few_indices_are_added_into_the_gradient() -> None:
+    grad = strided((512, 512, 8), (512, 1, 262144))
+    events = taken(aten.embedding_dense_backward.default, grad, meta(512, 512, dtype=i64), 32, -1, False)
+    measured = [8388608, 2097152, 2097152, 2097152, 4269567, 2097152, 8, 2097152, 2047, 256, 256, 1279, 8]
+    assert [size for size in events if size > 0] == [*measured, 209968, 209968]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "measured"),
+    [
+        ((8388608,), bf16, [67108864, 85416447]),
+        ((3, 1000000), f32, [8000000, 12200191]),
+        ((1024,), f32, [8192]),
+    ],
+)
+def test_a_sort_takes_cubs_alternate_buffers(
+    shape: tuple[int, ...], dtype: torch.dtype, measured: list[int]
+) -> None:
+    assert taken(aten.sort.default, meta(*shape, dtype=dtype)) == measured
+
+
+def test_many_long_rows_are_sorted_with_alternate_keys_and_values() -> None:
+    n = 4096 * 8192
+    assert highest(taken(aten.sort.default, meta(4096, 8192))) == pytest.approx(8 * n + 12 * n, rel=1e-4)
+
+
+def test_topk_counts_digits_per_block_where_rows_are_long() -> None:
+    measured = [32, 128, 128, 409600, 16384, 3200, 3200, 1279]
+    assert taken(aten.topk.default, meta(16, 50257, dtype=bf16), 50) == measured
+    assert taken(aten.topk.default, meta(16384, 64), 2) == []
+
+
+def test_a_scan_casts_whole_numbers_and_copies_what_is_strided() -> None:
+    assert taken(aten.cumsum.default, meta(8, 512, dtype=torch.bool), 1) == [32768]
+    assert taken(aten.cumsum.default, meta(16777216), 0) == [70911]
+    assert taken(aten.cumprod.default, strided((1024, 4095), (4096, 1)), 1) == [16773120]
+
+
+def test_accumulating_into_indices_sorts_them_and_writing_does_not() -> None:
+    target, index, values = meta(50000, 512), meta(16384, dtype=i64), meta(16384, 512)
+    assert taken(aten.index_put_.default, target, [index], values, False) == []
+    span = 8 * 16384
+    assert 6 * span < highest(taken(aten.index_put_.default, target, [index], values, True)) < 7 * span
+
+
+def test_layer_norm_sums_gradients_of_many_short_rows_in_two_passes() -> None:
+    def events(rows: int) -> list[int]:
+        tensor, statistic, weight = meta(rows, 256), meta(rows, 1), meta(256)
+        given = (tensor, tensor, [256], statistic, statistic, weight, weight, [True, True, True])
+        return taken(aten.native_layer_norm_backward.default, *given)
+
+    assert events(65536) == []
+    assert highest(events(262144)) == pytest.approx(16 << 20, rel=1e-3)
+
+
+def loss_step(reduction: str) -> Any:
+    def target() -> Any:
+        given = torch.randn(1024, 4096, device="cuda", requires_grad=True)
+        wanted = torch.randn(1024, 4096, device="cuda")
+        kept = []
+
+        def step() -> None:
+            kept[:] = [torch.nn.functional.mse_loss(given, wanted, reduction=reduction).detach()]
+
+        return step
+
+    return target
+
+
+def test_a_mean_squared_error_that_is_kept_holds_the_storage_of_every_elements_loss() -> None:
+    whole = 1024 * 4096 * 4
+    assert oomph.predict(loss_step("mean"), gpu="h200").steps[-1].end == 3 * whole
+
+
+def test_the_gradient_of_unfold_holds_a_storage_as_large_as_the_columns() -> None:
+    def target() -> Any:
+        image = torch.randn(8, 64, 64, 64, device="cuda", requires_grad=True)
+
+        def step() -> None:
+            image.grad = None
+            columns = torch.nn.functional.unfold(image, 3)
+            columns.backward(torch.ones_like(columns))
+
+        return step
+
+    columns = 8 * 64 * 9 * 62 * 62 * 4
+    assert oomph.predict(target, gpu="h200").steps[-1].end >= columns
