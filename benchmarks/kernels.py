@@ -93,10 +93,12 @@ def optimizer(build: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype 
     return target
 
 
-O = torch.optim
+optim = torch.optim
 KERNELS: dict[str, Callable[[], Step]] = {
     "linear": of(F.linear, x(8192, 1024), x(4096, 1024), x(4096)),
-    "linear bf16 3d": of(F.linear, x(8, 1024, 1024, dtype=bf16), x(4096, 1024, dtype=bf16), x(4096, dtype=bf16)),
+    "linear bf16 3d": of(
+        F.linear, x(8, 1024, 1024, dtype=bf16), x(4096, 1024, dtype=bf16), x(4096, dtype=bf16)
+    ),
     "linear odd": of(F.linear, x(8191, 1023), x(4095, 1023), x(4095)),
     "linear fp16 odd": of(F.linear, x(8191, 1023, dtype=f16), x(4095, 1023, dtype=f16), x(4095, dtype=f16)),
     "matmul 4d": of(torch.matmul, x(8, 8, 1024, 64), x(8, 8, 64, 1024)),
@@ -109,17 +111,29 @@ KERNELS: dict[str, Callable[[], Step]] = {
     "embedding padded": of(lambda n, w: F.embedding(n, w, padding_idx=0), i(50000, 16, 1024), x(50000, 768)),
     "embedding bag": module(lambda: nn.EmbeddingBag(50000, 512), i(50000, 1024, 32)),
     "layer_norm": module(lambda: nn.LayerNorm(1024), x(16384, 1024)),
-    "layer_norm bf16": of(lambda a, w, b: F.layer_norm(a, (1024,), w, b), x(16384, 1024, dtype=bf16), x(1024, dtype=bf16), x(1024, dtype=bf16)),
+    "layer_norm bf16": of(
+        lambda a, w, b: F.layer_norm(a, (1024,), w, b),
+        x(16384, 1024, dtype=bf16),
+        x(1024, dtype=bf16),
+        x(1024, dtype=bf16),
+    ),
     "layer_norm long": module(lambda: nn.LayerNorm(256), x(262144, 256)),
     "layer_norm wide": module(lambda: nn.LayerNorm(8192), x(2048, 8192)),
     "layer_norm few": module(lambda: nn.LayerNorm(768), x(64, 768)),
     "layer_norm no affine": of(lambda a: F.layer_norm(a, (1024,)), x(16384, 1024)),
     "rms_norm": of(lambda a, w: F.rms_norm(a, (1024,), w), x(16384, 1024), x(1024)),
-    "rms_norm bf16": of(lambda a, w: F.rms_norm(a, (1024,), w), x(16384, 1024, dtype=bf16), x(1024, dtype=bf16)),
+    "rms_norm bf16": of(
+        lambda a, w: F.rms_norm(a, (1024,), w), x(16384, 1024, dtype=bf16), x(1024, dtype=bf16)
+    ),
     "rms_norm no weight": of(lambda a: F.rms_norm(a, (1024,)), x(16384, 1024)),
     "group_norm": module(lambda: nn.GroupNorm(32, 256), x(16, 256, 64, 64)),
     "batch_norm 2d": module(lambda: nn.BatchNorm2d(256), x(32, 256, 64, 64)),
-    "batch_norm 2d channels_last": module(lambda: nn.BatchNorm2d(256), lambda: torch.randn(32, 256, 64, 64, device="cuda").to(memory_format=torch.channels_last).requires_grad_()),
+    "batch_norm 2d channels_last": module(
+        lambda: nn.BatchNorm2d(256),
+        lambda: (
+            torch.randn(32, 256, 64, 64, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+        ),
+    ),
     "batch_norm 1d": module(lambda: nn.BatchNorm1d(4096), x(8192, 4096)),
     "instance_norm": module(lambda: nn.InstanceNorm2d(256, affine=True), x(16, 256, 64, 64)),
     "softmax": of(lambda a: a.softmax(-1), x(64, 512, 512)),
@@ -128,14 +142,24 @@ KERNELS: dict[str, Callable[[], Step]] = {
     "log_softmax": of(lambda a: a.log_softmax(-1), x(4096, 8192)),
     "cross_entropy": of(F.cross_entropy, x(8192, 32000), i(32000, 8192)),
     "cross_entropy bf16": of(F.cross_entropy, x(8192, 32000, dtype=bf16), i(32000, 8192)),
-    "cross_entropy smoothing": of(lambda a, t: F.cross_entropy(a, t, label_smoothing=0.1), x(4096, 32000), i(32000, 4096)),
-    "cross_entropy none": of(lambda a, t: F.cross_entropy(a, t, reduction="none"), x(4096, 32000), i(32000, 4096)),
+    "cross_entropy smoothing": of(
+        lambda a, t: F.cross_entropy(a, t, label_smoothing=0.1), x(4096, 32000), i(32000, 4096)
+    ),
+    "cross_entropy none": of(
+        lambda a, t: F.cross_entropy(a, t, reduction="none"), x(4096, 32000), i(32000, 4096)
+    ),
     "cross_entropy 2d": of(F.cross_entropy, x(8, 64, 256, 256), i(64, 8, 256, 256)),
-    "cross_entropy weight": of(lambda a, t, w: F.cross_entropy(a, t, w), x(4096, 32000), i(32000, 4096), x(32000, grad=False)),
+    "cross_entropy weight": of(
+        lambda a, t, w: F.cross_entropy(a, t, w), x(4096, 32000), i(32000, 4096), x(32000, grad=False)
+    ),
     "bce logits": of(F.binary_cross_entropy_with_logits, x(4096, 8192), x(4096, 8192, grad=False)),
     "mse": of(F.mse_loss, x(4096, 8192), x(4096, 8192, grad=False)),
     "smooth_l1": of(F.smooth_l1_loss, x(4096, 8192), x(4096, 8192, grad=False)),
-    "kl_div": of(lambda a, b: F.kl_div(a, b, reduction="batchmean"), x(4096, 8192), lambda: torch.rand(4096, 8192, device="cuda")),
+    "kl_div": of(
+        lambda a, b: F.kl_div(a, b, reduction="batchmean"),
+        x(4096, 8192),
+        lambda: torch.rand(4096, 8192, device="cuda"),
+    ),
     "cosine": of(F.cosine_similarity, x(8192, 1024), x(8192, 1024)),
     "gelu": of(F.gelu, x(4096, 8192)),
     "gelu tanh": of(lambda a: F.gelu(a, approximate="tanh"), x(4096, 8192)),
@@ -172,14 +196,27 @@ KERNELS: dict[str, Callable[[], Step]] = {
     "topk few": of(lambda a: a.topk(2, -1)[0], x(16384, 64)),
     "argmax": of(lambda a: a.argmax(-1).float(), x(8192, 8192, grad=False)),
     "gather": of(lambda a, n: a.gather(1, n), x(8192, 4096), i(4096, 8192, 512)),
-    "scatter_add": of(lambda a, n, b: a.scatter_add(0, n, b), x(4096, 1024), i(4096, 8192, 1024), x(8192, 1024)),
+    "scatter_add": of(
+        lambda a, n, b: a.scatter_add(0, n, b), x(4096, 1024), i(4096, 8192, 1024), x(8192, 1024)
+    ),
     "index_select": of(lambda a, n: a.index_select(0, n), x(50000, 512), i(50000, 16384)),
     "index": of(lambda a, n: a[n], x(50000, 512), i(50000, 16384)),
     "index two": of(lambda a, n, m: a[n, m], x(512, 512, 128), i(512, 8192), i(512, 8192)),
     "index_add": of(lambda a, n, b: a.index_add(0, n, b), x(50000, 512), i(50000, 16384), x(16384, 512)),
-    "index_put": of(lambda a, n, b: (a * 1).index_put((n,), b), x(50000, 512), i(50000, 16384), x(16384, 512)),
-    "masked_fill": of(lambda a, m: a.masked_fill(m, 0.0), x(64, 512, 512), lambda: torch.rand(64, 512, 512, device="cuda") > 0.5),
-    "where": of(lambda a, b, m: torch.where(m, a, b), x(64, 512, 512), x(64, 512, 512), lambda: torch.rand(64, 512, 512, device="cuda") > 0.5),
+    "index_put": of(
+        lambda a, n, b: (a * 1).index_put((n,), b), x(50000, 512), i(50000, 16384), x(16384, 512)
+    ),
+    "masked_fill": of(
+        lambda a, m: a.masked_fill(m, 0.0),
+        x(64, 512, 512),
+        lambda: torch.rand(64, 512, 512, device="cuda") > 0.5,
+    ),
+    "where": of(
+        lambda a, b, m: torch.where(m, a, b),
+        x(64, 512, 512),
+        x(64, 512, 512),
+        lambda: torch.rand(64, 512, 512, device="cuda") > 0.5,
+    ),
     "cat": of(lambda a, b: torch.cat([a, b], -1), x(4096, 4096), x(4096, 4096)),
     "stack": of(lambda a, b: torch.stack([a, b]), x(4096, 4096), x(4096, 4096)),
     "pad": of(lambda a: F.pad(a, (1, 1, 1, 1)), x(16, 64, 128, 128)),
@@ -204,48 +241,69 @@ KERNELS: dict[str, Callable[[], Step]] = {
     "conv2d patch": module(lambda: nn.Conv2d(3, 768, 16, 16), x(64, 3, 224, 224)),
     "conv2d depthwise": module(lambda: nn.Conv2d(256, 256, 7, padding=3, groups=256), x(32, 256, 56, 56)),
     "conv2d bf16": module(lambda: nn.Conv2d(128, 128, 3, padding=1).to(bf16), x(32, 128, 64, 64, dtype=bf16)),
-    "conv2d bf16 channels_last": module(lambda: nn.Conv2d(128, 128, 3, padding=1).to(bf16, memory_format=torch.channels_last), lambda: torch.randn(32, 128, 64, 64, device="cuda", dtype=bf16).to(memory_format=torch.channels_last).requires_grad_()),
+    "conv2d bf16 channels_last": module(
+        lambda: nn.Conv2d(128, 128, 3, padding=1).to(bf16, memory_format=torch.channels_last),
+        lambda: (
+            torch.randn(32, 128, 64, 64, device="cuda", dtype=bf16)
+            .to(memory_format=torch.channels_last)
+            .requires_grad_()
+        ),
+    ),
     "conv1d": module(lambda: nn.Conv1d(256, 256, 3, padding=1), x(32, 256, 2048)),
-    "conv1d causal depthwise": module(lambda: nn.Conv1d(1024, 1024, 4, padding=3, groups=1024), x(8, 1024, 2048)),
+    "conv1d causal depthwise": module(
+        lambda: nn.Conv1d(1024, 1024, 4, padding=3, groups=1024), x(8, 1024, 2048)
+    ),
     "conv3d": module(lambda: nn.Conv3d(32, 32, 3, padding=1), x(4, 32, 32, 64, 64)),
     "conv_transpose2d": module(lambda: nn.ConvTranspose2d(128, 64, 2, 2), x(16, 128, 64, 64)),
     "max_pool2d": of(lambda a: F.max_pool2d(a, 2), x(32, 128, 64, 64)),
     "avg_pool2d": of(lambda a: F.avg_pool2d(a, 2), x(32, 128, 64, 64)),
     "adaptive_avg_pool2d": of(lambda a: F.adaptive_avg_pool2d(a, 1), x(32, 512, 64, 64)),
     "interpolate nearest": of(lambda a: F.interpolate(a, scale_factor=2), x(16, 64, 64, 64)),
-    "interpolate bilinear": of(lambda a: F.interpolate(a, scale_factor=2, mode="bilinear"), x(16, 64, 64, 64)),
-    "grid_sample": of(lambda a, g: F.grid_sample(a, g, align_corners=False), x(16, 64, 64, 64), x(16, 64, 64, 2)),
+    "interpolate bilinear": of(
+        lambda a: F.interpolate(a, scale_factor=2, mode="bilinear"), x(16, 64, 64, 64)
+    ),
+    "grid_sample": of(
+        lambda a, g: F.grid_sample(a, g, align_corners=False), x(16, 64, 64, 64), x(16, 64, 64, 2)
+    ),
     "unfold": of(lambda a: F.unfold(a, 3), x(8, 64, 64, 64)),
     "pixel_shuffle": of(lambda a: F.pixel_shuffle(a, 2), x(16, 256, 64, 64)),
     "lstm": module(lambda: nn.LSTM(512, 512, 2, batch_first=True), x(32, 256, 512)),
     "gru": module(lambda: nn.GRU(512, 512, batch_first=True), x(32, 256, 512)),
-    "mha": of(lambda m, a: m(a, a, a, need_weights=False)[0], lambda: nn.MultiheadAttention(512, 8, batch_first=True).to("cuda"), x(16, 512, 512)),
-    "mha weights": of(lambda m, a: m(a, a, a)[0], lambda: nn.MultiheadAttention(512, 8, batch_first=True).to("cuda"), x(16, 512, 512)),
+    "mha": of(
+        lambda m, a: m(a, a, a, need_weights=False)[0],
+        lambda: nn.MultiheadAttention(512, 8, batch_first=True).to("cuda"),
+        x(16, 512, 512),
+    ),
+    "mha weights": of(
+        lambda m, a: m(a, a, a)[0],
+        lambda: nn.MultiheadAttention(512, 8, batch_first=True).to("cuda"),
+        x(16, 512, 512),
+    ),
     "one_hot": of(lambda n: F.one_hot(n, 4096).float(), i(4096, 8192)),
     "clip_grad_norm": clip(1.0, None),
     "clip_grad_norm loop": clip(1.0, False),
     "clip_grad_norm inf": clip(1.0, None),
-    "sgd": optimizer(lambda p: O.SGD(p, 0.1)),
-    "sgd momentum": optimizer(lambda p: O.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
-    "sgd nesterov": optimizer(lambda p: O.SGD(p, 0.1, momentum=0.9, nesterov=True)),
-    "adam": optimizer(lambda p: O.Adam(p, 0.1)),
-    "adam bf16": optimizer(lambda p: O.Adam(p, 0.1), bf16),
-    "adam loop": optimizer(lambda p: O.Adam(p, 0.1, foreach=False)),
-    "adam amsgrad": optimizer(lambda p: O.Adam(p, 0.1, amsgrad=True, weight_decay=0.1)),
-    "adamw": optimizer(lambda p: O.AdamW(p, 0.1)),
-    "adamw capturable": optimizer(lambda p: O.AdamW(p, 0.1, capturable=True)),
-    "adamw fused": optimizer(lambda p: O.AdamW(p, 0.1, fused=True)),
-    "nadam": optimizer(lambda p: O.NAdam(p, 0.1)),
-    "radam": optimizer(lambda p: O.RAdam(p, 0.1)),
-    "adamax": optimizer(lambda p: O.Adamax(p, 0.1)),
-    "adagrad": optimizer(lambda p: O.Adagrad(p, 0.1)),
-    "adadelta": optimizer(lambda p: O.Adadelta(p, 0.1)),
-    "rmsprop": optimizer(lambda p: O.RMSprop(p, 0.1, momentum=0.9, centered=True)),
-    "rmsprop plain": optimizer(lambda p: O.RMSprop(p, 0.1)),
-    "rprop": optimizer(lambda p: O.Rprop(p, 0.1)),
-    "asgd": optimizer(lambda p: O.ASGD(p, 0.1)),
-    "adafactor": optimizer(lambda p: O.Adafactor(p, 0.1)),
-    "adafactor loop": optimizer(lambda p: O.Adafactor(p, 0.1, foreach=False)),
+    "sgd": optimizer(lambda p: optim.SGD(p, 0.1)),
+    "sgd momentum": optimizer(lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
+    "sgd nesterov": optimizer(lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True)),
+    "adam": optimizer(lambda p: optim.Adam(p, 0.1)),
+    "adam bf16": optimizer(lambda p: optim.Adam(p, 0.1), bf16),
+    "adam loop": optimizer(lambda p: optim.Adam(p, 0.1, foreach=False)),
+    "adam amsgrad": optimizer(lambda p: optim.Adam(p, 0.1, amsgrad=True, weight_decay=0.1)),
+    "adamw": optimizer(lambda p: optim.AdamW(p, 0.1)),
+    "adamw capturable": optimizer(lambda p: optim.AdamW(p, 0.1, capturable=True)),
+    "adamw fused": optimizer(lambda p: optim.AdamW(p, 0.1, fused=True)),
+    "nadam": optimizer(lambda p: optim.NAdam(p, 0.1)),
+    "radam": optimizer(lambda p: optim.RAdam(p, 0.1)),
+    "adamax": optimizer(lambda p: optim.Adamax(p, 0.1)),
+    "adagrad": optimizer(lambda p: optim.Adagrad(p, 0.1)),
+    "adadelta": optimizer(lambda p: optim.Adadelta(p, 0.1)),
+    "rmsprop": optimizer(lambda p: optim.RMSprop(p, 0.1, momentum=0.9, centered=True)),
+    "rmsprop plain": optimizer(lambda p: optim.RMSprop(p, 0.1)),
+    "rprop": optimizer(lambda p: optim.Rprop(p, 0.1)),
+    "asgd": optimizer(lambda p: optim.ASGD(p, 0.1)),
+    "adafactor": optimizer(lambda p: optim.Adafactor(p, 0.1)),
+    "adafactor loop": optimizer(lambda p: optim.Adafactor(p, 0.1, foreach=False)),
 }
 
 
@@ -278,7 +336,9 @@ def compare(measured: Path, names: list[str]) -> None:
             print(f"{name:28s} FAILED {error}")
             continue
         real, ours = row["steps"][-1][0], prediction.steps[-1].allocated
-        found.append((100 * (ours / real - 1), name, real, ours, row["steps"][-1][1], prediction.steps[-1].end))
+        found.append(
+            (100 * (ours / real - 1), name, real, ours, row["steps"][-1][1], prediction.steps[-1].end)
+        )
     for error, name, real, ours, end, our_end in sorted(found, key=lambda row: -abs(row[0])):
         print(
             f"{name:28s} {error:+8.3f} %  measured {real / 2**20:9.2f}  predicted {ours / 2**20:9.2f}"

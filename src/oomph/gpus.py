@@ -54,7 +54,8 @@ _CONTEXT: dict[Capability, tuple[int, str]] = {
     (12, 0): (550, _ESTIMATE),
 }
 
-# Rows: name, title, memory in MiB, capability, multiprocessors, bf16 TFLOPS, bandwidth in GB/s, source of the memory figure.
+# Rows: name, title, memory in MiB, capability, multiprocessors, bf16 TFLOPS, bandwidth in GB/s, and where the
+# memory figure comes from.
 # The driver keeps a part of the memory, and newer drivers tend to keep more: figures in users' logs differ by
 # up to 2 %, and where several were found, that of a recent torch on Linux was taken. A torch version is given
 # where the log states one. Rates and bandwidths are the vendor's nominal ones, and no basis for a promise;

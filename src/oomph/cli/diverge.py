@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from oomph import gpus
+from oomph.cli.streams import stdout_to_stderr, write_stdout
+from oomph.cli.targets import open_target
 from oomph.errors import UserError
 from oomph.measurement.divergence import compare, render
 from oomph.measurement.oplog import OpRow, describe, read_rows
@@ -28,7 +30,9 @@ def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
     for op, outputs, phase, first, last in log.rows:
         inside = after_event[first:last]
         before = after_event[first - 1] if first else 0
-        sizes = [allocations[event.id].bytes for event in ledger.events[first:last] if event.action == "alloc"]
+        sizes = [
+            allocations[event.id].bytes for event in ledger.events[first:last] if event.action == "alloc"
+        ]
         rows.append(
             OpRow(
                 op=op,
@@ -39,16 +43,21 @@ def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
                 phase=phase,
                 n_allocs=len(sizes),
                 requested=sum(sizes),
-                allocs=sizes,
+                allocs=tuple(sizes),
             )
         )
     return rows
 
 
-def run_diverge(target: Any, measured: Path, gpu: str, limit: int) -> str:
-    if not measured.exists():
+def run_diverge(spec: str, measured: str, gpu: str, limit: int) -> int:
+    log = Path(measured)
+    if not log.exists():
         raise UserError(f"no such op log: {measured}; `benchmarks/accuracy.py oplog` writes one on a GPU")
-    rows = read_rows(measured)
+    rows = read_rows(log)
     steps = {row.phase.split()[1] for row in rows if row.phase.startswith("step")}
-    ours = [row for row in predicted_rows(target, gpu) if row.phase == "setup" or row.phase.split()[1] in steps]
-    return render(compare(rows, ours), limit)
+    with stdout_to_stderr(), open_target(spec) as target:
+        target = getattr(target, "target", target)  # an entry of the benchmark's own table
+        ours = predicted_rows(target, gpu)
+    ours = [row for row in ours if row.phase == "setup" or row.phase.split()[1] in steps]
+    write_stdout(render(compare(rows, ours), limit) + "\n")
+    return 0

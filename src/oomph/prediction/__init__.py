@@ -1,4 +1,4 @@
-"""Prediction: the memory of a training step, traced on fake tensors and replayed through a simulated allocator."""
+"""The memory of a training step: traced on fake tensors, replayed through a simulated allocator."""
 
 from oomph.prediction.predict import predict
 

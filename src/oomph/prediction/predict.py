@@ -12,7 +12,8 @@ from oomph.errors import OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.replay import Replay, replay
-from oomph.prediction.trace.dispatch import WrongDevice, tensors_in
+from oomph.prediction.trace.arguments import tensors_in
+from oomph.prediction.trace.dispatch import WrongDevice
 from oomph.prediction.trace.oplog import OpLog
 from oomph.prediction.trace.session import tracing
 from oomph.prediction.trace.sites import is_internal
@@ -39,7 +40,7 @@ def predict(
     `progress` is told what is going on: a text, and a fraction where one is known.
     """
     card = _card(gpu)
-    limit = parse_bytes(max) if max is not None else card.memory - card.context if gpu is not None else None
+    limit = _limit(card if gpu is not None else None, max)
     began = time.perf_counter()
     tracer = trace(target, card, progress or (lambda text, fraction: None))
     ledger = tracer.ledger
@@ -77,7 +78,8 @@ def trace(
                 program.run_function(target, tracer, progress)
             else:
                 raise UserError(
-                    f"predict takes a Workload or a function of no arguments; {type(target).__name__} was given"
+                    "predict takes a Workload or a function of no arguments; "
+                    f"{type(target).__name__} was given"
                 )
             tracer.label_parameters()
         except OomphError:
@@ -90,6 +92,13 @@ def trace(
     return tracer
 
 
+def _limit(card: GPU | None, most: str | int | None) -> int | None:
+    """What the allocator may reserve: the card less the CUDA context, or `max` if that is less."""
+    limits = [card.memory - card.context] if card is not None else []
+    limits += [parse_bytes(most)] if most is not None else []
+    return min(limits, default=None)
+
+
 def _card(gpu: str | GPU | None) -> GPU:
     return gpu if isinstance(gpu, GPU) else gpus.find(gpu if gpu is not None else DEFAULT_GPU)
 
@@ -98,14 +107,15 @@ def _refused(
     free_run: Replay, tracer: Tracer, allocations: tuple[Allocation, ...], limit: int | None
 ) -> Allocation | None:
     """The request that an allocator limited to the card could not serve, if there is one."""
-    if limit is None or max((moment.reserved for moment in free_run.timeline), default=0) <= limit:
+    if limit is None or free_run.highest_reserved <= limit:
         return None
     refused = replay(tracer.ledger.events, allocations, limit).refused
     return None if refused is None else allocations[refused]
 
 
 def _peak(run: Replay, tracer: Tracer, allocations: tuple[Allocation, ...], card: GPU) -> Peak:
-    last = allocations[tracer.ledger.events[run.peak_event].id] if run.peak_event >= 0 else None
+    event = tracer.ledger.events[run.peak_event] if run.peak_event >= 0 else None
+    last = allocations[event.id] if event is not None and event.action == "alloc" else None
     return Peak(
         allocated=run.peak_allocated,
         reserved=run.peak_reserved,
@@ -123,7 +133,8 @@ def _blame_batch(error: WrongDevice, tracer: Tracer) -> None:
         if any(tensor is error.tensor for tensor in tensors_in((value,), {})):
             raise UserError(
                 f"Workload batch(device) returned {name!r} on {error.tensor.device}; "
-                "build every tensor on the device it is given: batch=lambda device: torch.randint(..., device=device)"
+                "build every tensor on the device it is given: "
+                "batch=lambda device: torch.randint(..., device=device)"
             ) from error
 
 

@@ -118,7 +118,7 @@ def _on_fake_tensors(model: torch.nn.Module, tracer: Tracer) -> torch.nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise UserError(
-            f"Workload model() returned a model that was built before the trace and cannot be copied ({error}); "
+            f"Workload model() returned a model that was built before and cannot be copied ({error}); "
             "build it inside the function: model=lambda: MyModel(...)"
         ) from error
 

@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def cuda_composites(
-    on_gpu: Callable[[Any], bool], gpu: GPU, note_density: Callable[[torch.Tensor, float], None]
+    on_gpu: Callable[[Any], bool], gpu: GPU, note_one_hot: Callable[[torch.Tensor, int], None]
 ) -> Iterator[None]:
     """Register CUDA's paths for the duration."""
     library = torch.library.Library("aten", "IMPL")
@@ -78,7 +78,7 @@ def cuda_composites(
             return aten.one_hot.default.decompose(self, num_classes)
         out = self.new_zeros((*self.shape, num_classes))
         out.scatter_(-1, self.unsqueeze(-1), 1)
-        note_density(out, 1 / num_classes)
+        note_one_hot(out, num_classes)
         return out
 
     recurrent.register(library, on_gpu, gpu)

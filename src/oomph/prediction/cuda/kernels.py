@@ -16,14 +16,21 @@ Kernel = Callable[[Any, Fake, OpOverload, Sequence[type], Sequence[Any], dict[st
 
 
 def _normalisation(
-    tracer: Any, fake: Fake, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
+    tracer: Any,
+    fake: Fake,
+    func: OpOverload,
+    types: Sequence[type],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> Any:
     """CUDA's result is contiguous, and the mean and 1/std of half-precision inputs are kept in float32; the
     CPU's follow the input in both."""
     out, mean, rstd = fake(func, types, args, kwargs)
     out = _contiguous(fake, out)
     if mean.dtype in (torch.bfloat16, torch.float16):
-        mean, rstd = (fake(aten.empty_like.default, (), (kept,), {"dtype": torch.float32}) for kept in (mean, rstd))
+        mean, rstd = (
+            fake(aten.empty_like.default, (), (kept,), {"dtype": torch.float32}) for kept in (mean, rstd)
+        )
     return out, mean, rstd
 
 
@@ -34,7 +41,12 @@ def _contiguous(fake: Fake, out: torch.Tensor) -> torch.Tensor:
 
 
 def _contiguous_result(
-    tracer: Any, fake: Fake, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
+    tracer: Any,
+    fake: Fake,
+    func: OpOverload,
+    types: Sequence[type],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> Any:
     """CUDA copies a strided input first and writes a contiguous result; the fake kernel keeps the strides."""
     return _contiguous(fake, fake(func, types, args, kwargs))

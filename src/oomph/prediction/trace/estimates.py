@@ -18,8 +18,8 @@ Fake = Callable[[OpOverload, Sequence[type], Sequence[Any], dict[str, Any]], Any
 
 
 def scalar(tracer: Tracer, tensor: torch.Tensor) -> bool | int | float:
-    """`.item()`, `if tensor:`. Rule, where the value is not known: conditions are false (nothing is NaN), whole
-    numbers are 1 and others 1.0."""
+    """`.item()`, `if tensor:`. Rule, where the value is not known: conditions are false (nothing is NaN),
+    whole numbers are 1 and others 1.0."""
     value = tracer.values.of(tensor)
     if value is not None:
         return value.item()
@@ -34,15 +34,22 @@ def scalar(tracer: Tracer, tensor: torch.Tensor) -> bool | int | float:
 
 
 def unknown_shape(
-    tracer: Tracer, fake: Fake, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
+    tracer: Tracer,
+    fake: Fake,
+    func: OpOverload,
+    types: Sequence[type],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Shapes that depend on values. Rule: one-hot masks select their even share (experts are balanced); of
+    """Shapes that depend on values. Rule: one-hot masks select about their share (experts are balanced); of
     everything else all is selected, the largest that the result can be."""
     source = args[0]
     known = tracer.values.of(source)
 
     def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return fake(aten.empty.memory_format, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
+        return fake(
+            aten.empty.memory_format, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")}
+        )
 
     if func is aten.nonzero.default and known is not None:
         found = known.nonzero()
@@ -52,10 +59,10 @@ def unknown_shape(
     if func is aten.index.Tensor and all(i is None or tracer.values.of(i) is not None for i in args[1]):
         return fake(func, types, (source, _without_masks(args[1], empty, tracer), *args[2:]), kwargs)
     site, _ = find_site(tracer.boundary)
-    rule = "an even share is assumed" if density_of(source) < 1 else "the largest possible is assumed"
+    rule = "about an even share is assumed" if source in _CLASSES else "the largest possible is assumed"
     tracer.ledger.note(f"the size of the result of {_name(func)} depends on values: {rule}", site)
     if func is aten.nonzero.default:
-        return empty((math.ceil(source.numel() * density_of(source)), source.dim()), torch.int64)
+        return empty((math.ceil(source.numel() * _next_share(source)), source.dim()), torch.int64)
     if func is aten.masked_select.default:
         return empty((max(source.numel(), args[1].numel()),), source.dtype)
     if func is aten.index.Tensor:
@@ -65,11 +72,13 @@ def unknown_shape(
         return empty((along,), source.dtype), empty(source.shape, torch.int64), empty((along,), torch.int64)
     if func is aten.repeat_interleave.Tensor:
         return empty((kwargs.get("output_size") or source.numel(),), torch.int64)
-    raise NotImplementedError(f"{_name(func)}: its result's size depends on values and no rule is known for it")
+    raise NotImplementedError(
+        f"{_name(func)}: its result's size depends on values and no rule is known for it"
+    )
 
 
-_DENSITY = WeakIdKeyDictionary()  # masks of which this share is known to be set
-_KEEPS_DENSITY = {
+_CLASSES = WeakIdKeyDictionary()  # one-hot masks: how many classes, and how many were asked for so far
+_KEEPS_CLASSES = {
     aten.view.default,
     aten.permute.default,
     aten.transpose.int,
@@ -88,20 +97,26 @@ _KEEPS_DENSITY = {
 }
 
 
-def density_of(mask: torch.Tensor) -> float:
-    return float(_DENSITY.get(mask, 1.0))
+def note_one_hot(mask: torch.Tensor, classes: int) -> None:
+    _CLASSES[mask] = [classes, 0]
 
 
-def note_density(mask: torch.Tensor, share: float) -> None:
-    _DENSITY[mask] = share
+def _next_share(mask: torch.Tensor) -> float:
+    """Experts are never quite balanced: one after the other gets 3/4 to 5/4 of an even share, together all."""
+    classes = _CLASSES.get(mask)
+    if classes is None:
+        return 1.0
+    turn = classes[1] % classes[0]
+    classes[1] += 1
+    return (0.75 + 0.5 * (turn + 0.5) / classes[0]) / classes[0]
 
 
 def carry_over(tracer: Tracer, func: OpOverload, args: Sequence[Any], out: Any) -> None:
     """What is known of an op's values that `scalar` and `unknown_shape` can use."""
     if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
         tracer.values.put(args[1], torch.zeros(args[1].shape))  # no gradient overflowed: the optimizer steps
-    elif func in _KEEPS_DENSITY and args[0] in _DENSITY:
-        note_density(out, density_of(args[0]))
+    elif func in _KEEPS_CLASSES and args[0] in _CLASSES:
+        _CLASSES[out] = _CLASSES[args[0]]  # one count for all views of the mask
 
 
 def _name(func: OpOverload) -> str:

@@ -1,74 +1,172 @@
 """Shortcuts through FakeTensorMode for the ops that make up most of a training step.
 
-FakeTensorMode's general path costs several times the meta kernel itself. These ops have plain meta kernels
-written in C++, take their device from their inputs, and need nothing else that the mode does.
+FakeTensorMode's general path costs many times what there is to find out. Three kinds of op need less: those
+whose result's shape, strides and dtype follow from their inputs by a short rule; those with a plain meta
+kernel in C++; and those with no result at all. Whatever does not fit the rule exactly goes the general way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
+_META = torch.device("meta")
 
-_PLAIN_NAMES = """
+
+def _ops(names: str) -> set[OpOverload]:
+    pairs = (name.split(".") for name in names.split())
+    return {getattr(getattr(aten, packet), overload) for packet, overload in pairs}
+
+
+VIEWS = _ops("""
     view.default _unsafe_view.default detach.default alias.default transpose.int t.default permute.default
     expand.default slice.Tensor select.int unsqueeze.default squeeze.dim squeeze.dims as_strided.default
     split.Tensor split_with_sizes.default unbind.int
-    mm.default addmm.default bmm.default baddbmm.default
-    add.Tensor sub.Tensor mul.Tensor div.Tensor add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
-    neg.default rsqrt.default sqrt.default exp.default tanh.default sigmoid.default silu.default
-    pow.Tensor_Scalar cos.default sin.default gelu.default gelu_backward.default silu_backward.default
-    tanh_backward.default sigmoid_backward.default threshold_backward.default relu.default
-    mean.dim sum.dim_IntList sum.default clone.default copy_.default cat.default
+""")
+_PLAIN = VIEWS | _ops("""
+    sum.default clone.default copy_.default cat.default
     _softmax.default _softmax_backward_data.default _log_softmax.default _log_softmax_backward_data.default
-    empty_like.default zeros_like.default ones_like.default zero_.default fill_.Scalar
+    empty_like.default zeros_like.default ones_like.default zero_.default fill_.Scalar baddbmm.default
     eq.Scalar ne.Scalar gt.Scalar lt.Scalar ge.Scalar le.Scalar
-"""
-
-
-def _find(name: str) -> OpOverload:
-    packet, overload = name.split(".")
-    return getattr(getattr(aten, packet), overload)
-
-
-_PLAIN = {_find(name) for name in _PLAIN_NAMES.split()}
+    add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
+""")
+_ELEMENTWISE = _ops("""
+    add.Tensor sub.Tensor mul.Tensor div.Tensor mul.Scalar div.Scalar add.Scalar pow.Tensor_Scalar
+    neg.default rsqrt.default sqrt.default exp.default cos.default sin.default
+    tanh.default sigmoid.default silu.default gelu.default relu.default
+    tanh_backward.default sigmoid_backward.default silu_backward.default gelu_backward.default
+    threshold_backward.default
+""")
+_REDUCTIONS = _ops("mean.dim sum.dim_IntList")
+_PRODUCTS = _ops("mm.default addmm.default bmm.default")
 # Results are thrown away or known: nothing to compute.
-_INITIALISERS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.random_.default}
+_INITIALISERS = _ops("normal_.default uniform_.default bernoulli_.float random_.default")
 
 
-def run(mode: FakeTensorMode, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The op's result on fake tensors, or NotImplemented when it has to go the general way."""
-    if func in _PLAIN:
+class FastPath:
+    """`run` gives an op's result on fake tensors, or NotImplemented when it has to go the general way."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        template = FakeTensor(mode, torch.empty(0, device=_META), _CPU)
+        self._attributes = dict(template.__dict__)
+        self._rules: dict[OpOverload, Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]] = {
+            **dict.fromkeys(_PLAIN, self._plain),
+            **dict.fromkeys(_ELEMENTWISE, self._elementwise),
+            **dict.fromkeys(_PRODUCTS, self._product),
+            **dict.fromkeys(_REDUCTIONS, self._reduction),
+            aten._to_copy.default: self._cast,
+            **dict.fromkeys(_INITIALISERS, lambda func, args, kwargs: args[0]),
+        }
+
+    def run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        rule = self._rules.get(func)
+        if rule is not None:
+            return rule(func, args, kwargs)
+        if func._opname.startswith("_foreach_") and func.namespace == "aten":
+            return self._foreach(func, args)
+        return NotImplemented
+
+    def _wrap(self, meta: torch.Tensor) -> FakeTensor:
+        """A fake around a meta tensor, without the constructor's checks."""
+        fake = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU
+        )
+        fake.__dict__.update(self._attributes)
+        return fake
+
+    def _plain(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not _all_fake(args):
             return NotImplemented
-        with in_kernel_invocation_manager(mode):
-            result = func(*args, **kwargs)
+        mode = self._mode
+        with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+            mode.in_kernel_invocation = True
+            torch._C._set_meta_in_tls_dispatch_include(True)
+            try:
+                result = func(*args, **kwargs)
+            finally:
+                mode.in_kernel_invocation = False
         if func._schema.is_mutable:
             return args[0]
         if isinstance(result, torch.Tensor):
-            return FakeTensor(mode, result, _CPU)
-        return [FakeTensor(mode, item, _CPU) for item in result]
-    if func in _INITIALISERS:
-        return args[0]
-    if func.namespace == "aten" and func._opname.startswith("_foreach_"):
-        return _foreach(mode, func, args, kwargs)
-    return NotImplemented
+            return self._wrap(result)
+        return [self._wrap(item) for item in result]
 
-
-def _foreach(mode: FakeTensorMode, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """In place: nothing new. Otherwise one result like each tensor of the first list (norms are scalars)."""
-    if func._schema.is_mutable:
-        return None
-    tensors = args[0] if isinstance(args[0], (list, tuple)) else args[1]
-    if "norm" in func._opname or "max" in func._opname or not _all_fake([tensors]):
+    def _elementwise(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """All inputs alike, or all contiguous: the result is like them."""
+        first = args[0]
+        if not isinstance(first, FakeTensor) or not first.dtype.is_floating_point:
+            return NotImplemented
+        shape, stride, dtype = first.shape, first.stride(), first.dtype
+        alike, contiguous, largest = True, first.is_contiguous(), shape
+        for other in args[1:]:
+            if isinstance(other, torch.Tensor):
+                if not isinstance(other, FakeTensor) or other.dtype != dtype:
+                    return NotImplemented
+                if other.shape != shape:
+                    alike = False
+                    if len(other.shape) > len(largest) or other.numel() > largest.numel():
+                        largest = other.shape
+                elif other.stride() != stride:
+                    alike = False
+                contiguous = contiguous and other.is_contiguous()
+            elif isinstance(other, complex):
+                return NotImplemented
+        if alike and (contiguous or is_dense(shape, stride)):
+            return self._wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
+        if contiguous and all(
+            _broadcasts_into(other.shape, largest) for other in args if isinstance(other, torch.Tensor)
+        ):
+            return self._wrap(torch.empty(largest, dtype=dtype, device=_META))
         return NotImplemented
-    return [run(mode, aten.empty_like.default, (tensor,), {}) for tensor in tensors]
+
+    def _product(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        left, right = args[-2:] if func is aten.addmm.default else args[:2]
+        if kwargs or not _all_fake(args) or left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
+            return NotImplemented
+        if left.dim() != right.dim() or left.shape[:-2] != right.shape[:-2]:
+            return NotImplemented
+        if func is aten.addmm.default and args[0].shape != right.shape[-1:]:
+            return NotImplemented
+        shape = (*left.shape[:-1], right.shape[-1])
+        return self._wrap(torch.empty(shape, dtype=left.dtype, device=_META))
+
+    def _reduction(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensor, dims = args[0], args[1]
+        if kwargs or not isinstance(tensor, FakeTensor) or not dims or not tensor.is_contiguous():
+            return NotImplemented
+        if not tensor.dtype.is_floating_point:
+            return NotImplemented
+        keep = len(args) > 2 and args[2]
+        gone = {dim % tensor.dim() for dim in dims}
+        shape = [
+            1 if dim in gone else size for dim, size in enumerate(tensor.shape) if keep or dim not in gone
+        ]
+        return self._wrap(torch.empty(shape, dtype=tensor.dtype, device=_META))
+
+    def _cast(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if not isinstance(tensor, FakeTensor) or not is_dense(tensor.shape, tensor.stride()):
+            return NotImplemented
+        if not kwargs.keys() <= {"dtype", "non_blocking", "device"} or kwargs.get("device", _CPU) != _CPU:
+            return NotImplemented
+        dtype = kwargs.get("dtype") or tensor.dtype
+        return self._wrap(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_META))
+
+    def _foreach(self, func: OpOverload, args: Sequence[Any]) -> Any:
+        """In place: nothing new. Otherwise one result like each tensor of the list (norms are scalars)."""
+        if func._schema.is_mutable:
+            return None
+        tensors = args[0] if isinstance(args[0], (list, tuple)) else args[1]
+        if "norm" in func._opname or "max" in func._opname or not _all_fake([tensors]):
+            return NotImplemented
+        return [self._plain(aten.empty_like.default, (tensor,), {}) for tensor in tensors]
 
 
 def _all_fake(args: Sequence[Any]) -> bool:
@@ -81,3 +179,20 @@ def _all_fake(args: Sequence[Any]) -> bool:
                 if isinstance(item, torch.Tensor) and not isinstance(item, FakeTensor):
                     return False
     return True
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """No gaps and no overlaps: some order of the dimensions makes it contiguous."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size != 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _broadcasts_into(shape: Sequence[int], largest: Sequence[int]) -> bool:
+    if len(shape) > len(largest):
+        return False
+    return all(size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(largest), strict=False))

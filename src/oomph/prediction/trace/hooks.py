@@ -90,13 +90,19 @@ def remember_parameters(patches: Patches, tracer: Tracer) -> None:
     make = torch.nn.Parameter.__new__
 
     def new(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
-        if data is not None and not isinstance(data, FakeTensor) and data.device.type == "cpu" and type(data) in (
-            torch.Tensor,
-            torch.nn.Parameter,
+        if (
+            data is not None
+            and not isinstance(data, FakeTensor)
+            and data.device.type == "cpu"
+            and type(data)
+            in (
+                torch.Tensor,
+                torch.nn.Parameter,
+            )
         ):
             with torch._C.DisableTorchFunction():
                 data = tracer.fake_mode.from_tensor(data.detach())
-        parameter = make(cls, data, requires_grad)
+        parameter: torch.nn.Parameter = make(cls, data, requires_grad)
         tracer.parameter_sites[parameter] = find_site(tracer.boundary)[0]
         return parameter
 
@@ -114,6 +120,7 @@ def keep_function_mode_on(patches: Patches) -> None:
     import torch.nn.functional
 
     ours = (torch.Tensor, torch.nn.Parameter, FakeTensor)
+    plain = torch._C._disabled_torch_function_impl
 
     def overridden(values: Iterable[Any]) -> bool:
         for value in values:
@@ -121,8 +128,9 @@ def keep_function_mode_on(patches: Patches) -> None:
             if isinstance(value, (tuple, list)):
                 if overridden(value):
                     return True
-            elif kind not in ours and hasattr(kind, "__torch_function__") and not isinstance(value, type):
-                if kind.__torch_function__ is not torch._C._disabled_torch_function_impl:
+            elif kind not in ours and not isinstance(value, type):
+                override = getattr(kind, "__torch_function__", plain)
+                if override is not plain:
                     return True
         return False
 
@@ -136,7 +144,7 @@ def keep_function_mode_on(patches: Patches) -> None:
 
 
 def answer_device(patches: Patches, tracer: Tracer) -> None:
-    """`tensor.device` gives the pretend device to the program, and the true one to torch's own fake kernels."""
+    """`tensor.device` gives the pretend device to the program, the true one to torch's own fake kernels."""
 
     def device(tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
@@ -171,7 +179,7 @@ def copy_without_data(patches: Patches) -> None:
 
 
 def hide_the_trace(patches: Patches) -> None:
-    """Programs that ask whether they are being traced take another path than in a real run; they are told no."""
+    """Programs that ask whether they are traced take another path than in a real run; they are told no."""
     patches.set(torch._subclasses, "FakeTensor", type("FakeTensor", (), {}))
 
 

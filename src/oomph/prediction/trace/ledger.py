@@ -79,7 +79,9 @@ class Ledger:
     def alive(self) -> Iterator[Draft]:
         return (draft for draft, _ in self._storages.values())
 
-    def adopt(self, tensor: torch.Tensor, describe: Callable[[int, int, torch.Tensor], Draft]) -> Draft | None:
+    def adopt(
+        self, tensor: torch.Tensor, describe: Callable[[int, int, torch.Tensor], Draft]
+    ) -> Draft | None:
         """Book the tensor's storage as a new allocation, unless it is known already."""
         storage = tensor.untyped_storage()
         key = storage._cdata

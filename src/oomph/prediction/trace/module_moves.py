@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 def move_modules_in_place(patches: Patches) -> None:
     """torch swaps fake parameters for new ones, which fails once anything refers to them."""
     twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # real parameter -> the fake that stands for it
-    undo: list[Callable[[], None]] = []
+    undo: list[Callable[[], object]] = []
 
     def apply(module: nn.Module, fn: Convert, recurse: bool = True) -> nn.Module:
         if recurse:
@@ -30,7 +31,7 @@ def move_modules_in_place(patches: Patches) -> None:
             if buffer is not None:
                 converted = fn(buffer)
                 if not isinstance(buffer, FakeTensor) and isinstance(converted, FakeTensor):
-                    undo.append(lambda name=name, buffer=buffer: module._buffers.update({name: buffer}))
+                    undo.append(functools.partial(module._buffers.update, {name: buffer}))
                 module._buffers[name] = converted
         return module
 
@@ -44,7 +45,7 @@ def _convert(
     parameter: nn.Parameter,
     fn: Convert,
     twins: dict[int, tuple[nn.Parameter, nn.Parameter]],
-    undo: list[Callable[[], None]],
+    undo: list[Callable[[], object]],
 ) -> nn.Parameter:
     with torch.no_grad():
         known = twins.get(id(parameter))
@@ -55,7 +56,7 @@ def _convert(
         # The model is the user's and real: it gets its own parameters back after the trace.
         twin = nn.Parameter(converted, parameter.requires_grad)
         twins[id(parameter)] = (parameter, twin)
-        undo.append(lambda: setattr(module, name, parameter))
+        undo.append(functools.partial(setattr, module, name, parameter))
         return twin
     parameter.data = converted
     if parameter.grad is not None:

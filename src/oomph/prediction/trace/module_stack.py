@@ -16,7 +16,7 @@ from oomph.records import Kind
 class ModuleStack:
     """Follows calls of nn.Module; names every module by its path from the first root that was called.
 
-    `mark` is told when a repeated block (one of several siblings of one class in a container) begins and ends.
+    `mark` is told when a repeated block (one of several siblings of a class in a container) begins and ends.
     """
 
     def __init__(self, mark: Callable[[str], None]) -> None:
@@ -41,7 +41,7 @@ class ModuleStack:
         return any(_is_loss(module) for _, module in self._stack)
 
     def name(self, root: nn.Module) -> None:
-        """Give every module under `root` its path. The first root's paths start bare, later ones with the class."""
+        """Give every module under `root` its path; those of later roots start with the root's class."""
         if id(root) in self._names:
             return
         prefix = "" if not self._roots else type(root).__name__
@@ -57,8 +57,14 @@ class ModuleStack:
         for root in self._roots:
             for module in root.modules():
                 path = self._names.get(id(module), "")
-                found += [(tensor, (path, "parameter")) for tensor in module._parameters.values() if tensor is not None]
-                found += [(tensor, (path, "buffer")) for tensor in module._buffers.values() if tensor is not None]
+                found += [
+                    (tensor, (path, "parameter"))
+                    for tensor in module._parameters.values()
+                    if tensor is not None
+                ]
+                found += [
+                    (tensor, (path, "buffer")) for tensor in module._buffers.values() if tensor is not None
+                ]
         return found
 
     def follow(self, patches: Patches, boundary: Boundary) -> None:

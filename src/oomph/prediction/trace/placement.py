@@ -26,7 +26,11 @@ class PlacementMode(TorchFunctionMode):
         self._handling = 0  # a mode is off inside its own handler
 
     def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs) if kwargs else {}
         self._handling += 1
@@ -46,7 +50,9 @@ class PlacementMode(TorchFunctionMode):
         if place is not None:
             given["device"] = _HOST
         elif tracer.place is None and self._takes_gpu_tensor(args):
-            place = "gpu"  # tensors that torch's C++ makes on the way (an arange inside one_hot) are there too
+            place = (
+                "gpu"  # tensors that torch's C++ makes on the way (an arange inside one_hot) are there too
+            )
         if place is None:
             return func(*args, **given)
         with tracer.placing(place):
@@ -95,7 +101,9 @@ class _Move(torch.autograd.Function):
     """A copy to the other side, whose gradient comes back to this one."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, tracer: Tracer, place: Place, dtype: torch.dtype) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, tracer: Tracer, place: Place, dtype: torch.dtype
+    ) -> torch.Tensor:
         ctx.tracer, ctx.dtype = tracer, tensor.dtype
         ctx.back = "gpu" if tracer.on_gpu(tensor) else "host"
         with tracer.placing(place):
@@ -107,7 +115,9 @@ class _Move(torch.autograd.Function):
             return torch.ops.aten._to_copy.default(grad, dtype=ctx.dtype), None, None, None
 
 
-def move(tracer: Tracer, tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None) -> torch.Tensor:
+def move(
+    tracer: Tracer, tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """The tensor on the other side, a copy."""
     dtype = dtype or tensor.dtype
     if tensor.requires_grad and torch.is_grad_enabled():

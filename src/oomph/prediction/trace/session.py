@@ -30,7 +30,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         ledger = tracer.ledger
         tracer.log = log
         pretend_cuda.pretend(patches, gpu, lambda: ledger.live_bytes, ledger.mark)
-        placement = PlacementMode(tracer)
+        placement, dispatch = PlacementMode(tracer), DispatchMode(tracer)
         hooks.run_saved_tensor_hooks_as_program(patches, placement)
         hooks.follow_backward(patches, tracer)
         hooks.follow_optimizers(patches, stack, tracer)
@@ -43,9 +43,11 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         hooks.run_compiled_as_eager(patches, tracer)
         patches.set(torch.nn.RNNBase, "flatten_parameters", recurrent.flatten_parameters(tracer.on_gpu))
         tracer.modules.follow(patches, tracer.boundary)
-        stack.enter_context(torch.random.fork_rng(devices=()))  # the program may draw; the caller's stream stays
-        stack.enter_context(cuda_composites(tracer.on_gpu, gpu, estimates.note_density))
+        stack.enter_context(
+            torch.random.fork_rng(devices=())
+        )  # the program may draw; the caller's stream stays
+        stack.enter_context(cuda_composites(tracer.on_gpu, gpu, estimates.note_one_hot))
         stack.enter_context(cuda_autocast(tracer.on_gpu))
         stack.enter_context(placement)
-        stack.enter_context(DispatchMode(tracer))
+        stack.enter_context(dispatch)
         yield tracer

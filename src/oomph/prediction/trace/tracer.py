@@ -40,7 +40,9 @@ class Tracer:
         self.inside = 0  # depth of our own dispatch, in which tensors show their true device
         self.place: Place | None = None  # where the function being called was told to put its result
         self.batch: Any = None
-        self._loss_after: int | None = None  # after so many model calls, work outside every module is the loss
+        self._loss_after: int | None = (
+            None  # after so many model calls, work outside every module is the loss
+        )
         self._origin: dict[int, tuple[Site | None, str, bool]] = {}  # autograd sequence number -> forward
         self._newest_node = -1
         self.parameter_sites = WeakIdKeyDictionary()  # parameter -> the line that made it
@@ -144,9 +146,15 @@ class Tracer:
 
         def describe(id: int, size: int, tensor: torch.Tensor) -> Draft:
             site, path, stage = self.who()
-            kinds: dict[Stage, Kind] = {"batch": "batch", "backward": "temporary", "optimizer step": "temporary"}
+            kinds: dict[Stage, Kind] = {
+                "batch": "batch",
+                "backward": "temporary",
+                "optimizer step": "temporary",
+            }
             shape, dtype = tuple(tensor.shape), _dtype_name(tensor.dtype)
-            return Draft(id, size, shape, dtype, op, path, site, stage, self.step, kinds.get(stage, "activation"))
+            return Draft(
+                id, size, shape, dtype, op, path, site, stage, self.step, kinds.get(stage, "activation")
+            )
 
         self.ledger.adopt(tensor, describe)
 

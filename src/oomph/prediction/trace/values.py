@@ -1,7 +1,7 @@
 """The values of small whole-number and boolean tensors, kept on the host beside their fakes.
 
-Programs branch on these: is there padding, are sequences packed, how many tokens are masked. Where every input
-of an op is known (made by arange, ones, zeros, or moved from real data), its result is computed for real.
+Programs branch on these: is there padding, are sequences packed, how many tokens are masked. Where every
+input of an op is known (made by arange, ones, zeros, or moved from real data), its result is computed.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Values:
 
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
-        self._spoilt: set[int] = set()  # storages of values that were overwritten with something unknown
+        self._spoilt = WeakIdKeyDictionary()  # storages of values that were overwritten with the unknown
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.device.type == "cpu" else None
         value = self._known.get(tensor)
-        if value is None or value.untyped_storage()._cdata in self._spoilt:
+        if value is None or value.untyped_storage() in self._spoilt:
             return None
         return value
 
@@ -62,11 +62,24 @@ class Values:
         self._known[tensor] = value
 
     def follow(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[torch.Tensor], out: Any
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[torch.Tensor],
+        out: Any,
     ) -> None:
-        """After an op: compute its result for real if its inputs are known; forget what it overwrote if not."""
-        results = [item for item in (out if isinstance(out, (list, tuple)) else (out,)) if isinstance(item, FakeTensor)]
-        if not results or not all(map(_worth_keeping, results)) or torch.Tag.nondeterministic_seeded in func.tags:
+        """After an op: compute its result for real if its inputs are known, or forget what it overwrote."""
+        results = [
+            item
+            for item in (out if isinstance(out, (list, tuple)) else (out,))
+            if isinstance(item, FakeTensor)
+        ]
+        if (
+            not results
+            or not all(map(_worth_keeping, results))
+            or torch.Tag.nondeterministic_seeded in func.tags
+        ):
             return self._forget(func, args)
         if given:
             known = func in _MAKERS_LIKE or all(self.of(tensor) is not None for tensor in given)
@@ -79,7 +92,9 @@ class Values:
         except Exception:  # a value is only a help: without it a rule decides
             return self._forget(func, args)
         reals = real if isinstance(real, (list, tuple)) else (real,)
-        for fake, value in zip(results, (item for item in reals if isinstance(item, torch.Tensor)), strict=False):
+        for fake, value in zip(
+            results, (item for item in reals if isinstance(item, torch.Tensor)), strict=False
+        ):
             if fake.shape == value.shape:
                 self._known[fake] = value
         return None
@@ -88,8 +103,7 @@ class Values:
         if func._schema.is_mutable and args and isinstance(args[0], FakeTensor):
             value = self._known.get(args[0])
             if value is not None:
-                self._spoilt.add(value.untyped_storage()._cdata)
-                self._known[args[0]] = value  # keeps the storage, and so its number, from being given to another
+                self._spoilt[value.untyped_storage()] = True
 
     def _real(self, args: Sequence[Any]) -> list[Any]:
         def real(arg: Any) -> Any:
@@ -101,7 +115,11 @@ class Values:
         return [real(arg) for arg in args]
 
     def _real_options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: self._real([value])[0] for name, value in kwargs.items() if name not in ("device", "pin_memory")}
+        return {
+            name: self._real([value])[0]
+            for name, value in kwargs.items()
+            if name not in ("device", "pin_memory")
+        }
 
 
 def _worth_keeping(tensor: torch.Tensor) -> bool:
