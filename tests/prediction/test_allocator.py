@@ -113,12 +113,13 @@ def test_best_fit_takes_the_smallest_block_that_is_large_enough() -> None:
     assert allocator.reserved == 120 * MIB
 
 
-def test_of_equal_blocks_the_one_at_the_lowest_address_is_taken() -> None:
+def test_of_equal_blocks_the_one_at_the_lowest_address_which_is_the_newest_is_taken() -> None:
     allocator = CachingAllocator()
     first, second = allocator.malloc(30 * MIB), allocator.malloc(30 * MIB)
+    assert second.address < first.address
     allocator.free(second)
     allocator.free(first)
-    assert allocator.malloc(30 * MIB) is first
+    assert allocator.malloc(30 * MIB) is second
 
 
 def test_small_requests_never_use_the_large_pool_and_the_reverse() -> None:
@@ -148,7 +149,7 @@ def test_a_freed_block_joins_the_free_blocks_on_both_sides() -> None:
 def test_blocks_of_different_segments_are_never_joined() -> None:
     allocator = CachingAllocator()
     blocks = [allocator.malloc(10 * MIB) for _ in range(2)]
-    assert blocks[1].address == blocks[0].address + 10 * MIB
+    assert blocks[0].address == blocks[1].address + 10 * MIB
     for block in blocks:
         allocator.free(block)
     allocator.malloc(20 * MIB)
@@ -270,7 +271,7 @@ def plain_run(seed: int) -> list[tuple[int, int]]:
     segments: list[list[list[int]]] = []  # blocks as [address, size, in use]
     alive: list[list[int]] = []
     served = []
-    top = 0x7F00_0000_0000
+    bottom = 0x7F00_0000_0000
     for _ in range(4000):
         if alive and rng.random() < 0.5:
             alive.pop(rng.randrange(len(alive)))[2] = 0
@@ -292,9 +293,9 @@ def plain_run(seed: int) -> list[tuple[int, int]]:
             if not block[2] and block[1] >= size
         ]
         if not fitting:
-            segments.append([[top, whole, 0]])
-            fitting = [(whole, top, segments[-1])]
-            top += whole
+            bottom -= whole
+            segments.append([[bottom, whole, 0]])
+            fitting = [(whole, bottom, segments[-1])]
         _, address, blocks = min(fitting)
         at = next(i for i, block in enumerate(blocks) if block[0] == address)
         left = blocks[at][1] - size

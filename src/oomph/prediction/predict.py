@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from oomph import gpus
 from oomph.errors import OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.replay import Replay, replay
-from oomph.prediction.trace.arguments import tensors_in
 from oomph.prediction.trace.dispatch import WrongDevice
 from oomph.prediction.trace.oplog import OpLog
 from oomph.prediction.trace.session import tracing
@@ -23,6 +26,8 @@ from oomph.units import parse_bytes
 from oomph.workload import Workload
 
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
+_running = threading.RLock()  # a trace changes torch for the whole process: one at a time
+_depth = 0
 
 
 def predict(
@@ -69,8 +74,22 @@ def trace(
     target: Workload | Callable[[], Any], card: GPU, progress: program.Progress, log: OpLog | None = None
 ) -> Tracer:
     """Run the target on the pretend GPU; its own failures come out as ProgramError."""
+    global _depth
+    with _running:
+        if _depth:
+            raise UserError("predict was called by a program that is itself being predicted; call it outside")
+        _depth += 1
+        try:
+            return _trace(target, card, progress, log)
+        finally:
+            _depth -= 1
+
+
+def _trace(
+    target: Workload | Callable[[], Any], card: GPU, progress: program.Progress, log: OpLog | None
+) -> Tracer:
     with tracing(card, log) as tracer:
-        tracer.boundary.outside.add(trace.__code__)
+        tracer.boundary.outside.add(_trace.__code__)
         try:
             if isinstance(target, Workload):
                 program.run_workload(target, tracer, progress)
@@ -128,18 +147,15 @@ def _peak(run: Replay, tracer: Tracer, allocations: tuple[Allocation, ...], card
 
 def _blame_batch(error: WrongDevice, tracer: Tracer) -> None:
     """If the stray tensor is the batch's own, the Workload's batch function is to blame, not the model."""
-    named = tracer.batch.items() if isinstance(tracer.batch, dict) else enumerate(_as_sequence(tracer.batch))
-    for name, value in named:
-        if any(tensor is error.tensor for tensor in tensors_in((value,), {})):
+    stray = error.tensor.untyped_storage()._cdata  # a view of it counts as itself
+    for path, value in tree_flatten_with_path(tracer.batch)[0]:
+        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == stray:
+            name = f"batch{keystr(path)}" if path else "a tensor"
             raise UserError(
-                f"Workload batch(device) returned {name!r} on {error.tensor.device}; "
+                f"Workload batch(device) returned {name} on {error.tensor.device}; "
                 "build every tensor on the device it is given: "
                 "batch=lambda device: torch.randint(..., device=device)"
             ) from error
-
-
-def _as_sequence(batch: Any) -> list[Any]:
-    return list(batch) if isinstance(batch, (list, tuple)) else [batch]
 
 
 def _program_error(error: Exception) -> ProgramError:
@@ -147,4 +163,5 @@ def _program_error(error: Exception) -> ProgramError:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_internal(frame.filename)]
     file, line = (own[-1].filename, own[-1].lineno) if own else (None, None)
-    return ProgramError(f"{type(error).__name__}: {error}", file, line)
+    name = "RuntimeError" if isinstance(error, WrongDevice) else type(error).__name__  # as CUDA calls it
+    return ProgramError(f"{name}: {error}", file, line)

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oomph.errors import UserError
 from oomph.prediction.cuda import kernels, workspaces
 from oomph.prediction.cuda.temporaries import HOST_OUTPUTS, temporaries_of
 from oomph.prediction.trace import estimates
@@ -83,6 +84,11 @@ class DispatchMode(TorchDispatchMode):
                 tracer.notice_gradient(out)
             return out
         tensors = list(tensors_in(args, kwargs))
+        for tensor in tensors:
+            if tensor.layout is not torch.strided:
+                raise UserError(
+                    f"{tensor.layout} tensors cannot be traced yet; make them dense (sparse=False)"
+                )
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
         if not gpu and tracer.place != "gpu" and not (not tensors and tracer.autograd_asks()):
             return self.host.run(func, types, args, kwargs, tensors)

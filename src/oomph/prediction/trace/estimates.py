@@ -102,7 +102,7 @@ def note_one_hot(mask: torch.Tensor, classes: int) -> None:
 
 
 def _next_share(mask: torch.Tensor) -> float:
-    """Experts are never quite balanced: one after the other gets 3/4 to 5/4 of an even share, together all."""
+    """Experts are never quite balanced: in turn they get 3/4 to 5/4 of an even share, together all."""
     classes = _CLASSES.get(mask)
     if classes is None:
         return 1.0

@@ -1,9 +1,8 @@
-"""Tells the tracer when backward and the optimizer run, and keeps torch's Python layers out of the way."""
+"""Tells the tracer when backward and the optimizer run, and who made which tensor."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optim
 
 from oomph.prediction.trace.patching import Patches
-from oomph.prediction.trace.placement import PlacementMode, device_of
+from oomph.prediction.trace.placement import PlacementMode
 from oomph.prediction.trace.sites import find_site
 from oomph.prediction.trace.tracer import Tracer
 
@@ -107,6 +106,16 @@ def remember_parameters(patches: Patches, tracer: Tracer) -> None:
         return parameter
 
     patches.set(torch.nn.Parameter, "__new__", new)
+    register = torch.nn.Module.register_buffer
+
+    def register_buffer(
+        self: torch.nn.Module, name: str, tensor: torch.Tensor | None, *args: Any, **kwargs: Any
+    ) -> None:
+        register(self, name, tensor, *args, **kwargs)
+        if tensor is not None:
+            tracer.buffer_sites[tensor] = find_site(tracer.boundary)[0]
+
+    patches.set(torch.nn.Module, "register_buffer", register_buffer)
 
 
 def keep_function_mode_on(patches: Patches) -> None:
@@ -141,67 +150,3 @@ def keep_function_mode_on(patches: Patches) -> None:
                 patches.set(module, name, lambda *values: overridden(values))
         if hasattr(module, "has_torch_function"):
             patches.set(module, "has_torch_function", overridden)
-
-
-def answer_device(patches: Patches, tracer: Tracer) -> None:
-    """`tensor.device` gives the pretend device to the program, the true one to torch's own fake kernels."""
-
-    def device(tensor: FakeTensor) -> torch.device:
-        if tensor.fake_mode.in_kernel_invocation:
-            return torch.device("meta")
-        if tracer.inside:
-            return tensor.fake_device
-        return device_of(tracer, tensor)
-
-    patches.set(FakeTensor, "device", property(device))
-
-
-def copy_without_data(patches: Patches) -> None:
-    """copy.deepcopy of a tensor copies its storage byte by byte; a fake one has none."""
-
-    def deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
-        if id(tensor) in memo:
-            return memo[id(tensor)]
-        if not tensor.is_leaf:
-            raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
-        with torch.no_grad():
-            twin: torch.Tensor = tensor.detach().clone()
-        if isinstance(tensor, torch.nn.Parameter):
-            twin = torch.nn.Parameter(twin, tensor.requires_grad)
-        else:
-            twin.requires_grad_(tensor.requires_grad)
-        if tensor.grad is not None:
-            twin.grad = deepcopy(tensor.grad, memo)  # type: ignore[arg-type]
-        memo[id(tensor)] = twin
-        return twin
-
-    patches.set(FakeTensor, "__deepcopy__", deepcopy)
-
-
-def hide_the_trace(patches: Patches) -> None:
-    """Programs that ask whether they are traced take another path than in a real run; they are told no."""
-    patches.set(torch._subclasses, "FakeTensor", type("FakeTensor", (), {}))
-
-
-def run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
-    def note() -> None:
-        site, _ = find_site(tracer.boundary)
-        tracer.ledger.note("torch.compile is traced as eager: the compiled step may need less memory", site)
-
-    def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
-        note()
-        return model if model is not None else (lambda function: function)
-
-    def compile_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        note()
-
-    patches.set(torch, "compile", compile)
-    patches.set(torch.nn.Module, "compile", compile_module)
-    if "torch._dynamo" in sys.modules:  # something may have been compiled before the trace
-        from torch._dynamo.eval_frame import OptimizedModule
-
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            note()
-            return self._orig_mod(*args, **kwargs)
-
-        patches.set(OptimizedModule, "__call__", call)

@@ -15,7 +15,7 @@ from oomph.prediction.trace.patching import Patches
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def move_modules_in_place(patches: Patches) -> None:
+def move_modules_in_place(patches: Patches, buffer_sites: Any) -> None:
     """torch swaps fake parameters for new ones, which fails once anything refers to them."""
     twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # real parameter -> the fake that stands for it
     undo: list[Callable[[], object]] = []
@@ -30,6 +30,8 @@ def move_modules_in_place(patches: Patches) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 converted = fn(buffer)
+                if converted is not buffer and buffer in buffer_sites:
+                    buffer_sites[converted] = buffer_sites[buffer]
                 if not isinstance(buffer, FakeTensor) and isinstance(converted, FakeTensor):
                     undo.append(functools.partial(module._buffers.update, {name: buffer}))
                 module._buffers[name] = converted

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from oomph.prediction.trace.pretend_cuda import DEVICE
 from oomph.prediction.trace.tracer import Place, Tracer
@@ -23,6 +24,7 @@ class PlacementMode(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
+        self.default: torch.device | None = None  # what torch.set_default_device was given
         self._handling = 0  # a mode is off inside its own handler
 
     def __torch_function__(
@@ -35,6 +37,8 @@ class PlacementMode(TorchFunctionMode):
         given = dict(kwargs) if kwargs else {}
         self._handling += 1
         try:
+            if self.default is not None and given.get("device") is None and func in _device_constructors():
+                given["device"] = self.default
             handler = _HANDLERS.get(func)
             if handler is not None:
                 return handler(self.tracer, func, args, given)

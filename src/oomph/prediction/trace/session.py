@@ -11,7 +11,7 @@ from oomph.gpus import GPU
 from oomph.prediction.cuda import recurrent
 from oomph.prediction.cuda.autocast import cuda_autocast
 from oomph.prediction.cuda.composites import cuda_composites
-from oomph.prediction.trace import estimates, hooks, pretend_cuda
+from oomph.prediction.trace import estimates, hooks, pretend_cuda, program_view
 from oomph.prediction.trace.dispatch import DispatchMode
 from oomph.prediction.trace.module_moves import move_modules_in_place
 from oomph.prediction.trace.oplog import OpLog
@@ -35,17 +35,19 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         hooks.follow_backward(patches, tracer)
         hooks.follow_optimizers(patches, stack, tracer)
         hooks.remember_parameters(patches, tracer)
-        move_modules_in_place(patches)
+        move_modules_in_place(patches, tracer.buffer_sites)
         hooks.keep_function_mode_on(patches)
-        hooks.answer_device(patches, tracer)
-        hooks.copy_without_data(patches)
-        hooks.hide_the_trace(patches)
-        hooks.run_compiled_as_eager(patches, tracer)
+        program_view.keep_default_device(patches, placement)
+        program_view.answer_device(patches, tracer)
+        program_view.copy_without_data(patches)
+        program_view.hide_the_trace(patches)
+        program_view.format_scalars(patches)
+        program_view.save_nothing(patches, tracer)
+        program_view.run_compiled_as_eager(patches, tracer)
         patches.set(torch.nn.RNNBase, "flatten_parameters", recurrent.flatten_parameters(tracer.on_gpu))
         tracer.modules.follow(patches, tracer.boundary)
-        stack.enter_context(
-            torch.random.fork_rng(devices=())
-        )  # the program may draw; the caller's stream stays
+        program_view.keep_defaults(patches)
+        stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(cuda_composites(tracer.on_gpu, gpu, estimates.note_one_hot))
         stack.enter_context(cuda_autocast(tracer.on_gpu))
         stack.enter_context(placement)

@@ -46,6 +46,7 @@ class Tracer:
         self._origin: dict[int, tuple[Site | None, str, bool]] = {}  # autograd sequence number -> forward
         self._newest_node = -1
         self.parameter_sites = WeakIdKeyDictionary()  # parameter -> the line that made it
+        self.buffer_sites = WeakIdKeyDictionary()  # buffer -> the line that registered it
         self.log: OpLog | None = None
         self.parameter_names: dict[int, str] = {}
 
@@ -174,7 +175,7 @@ class Tracer:
             draft = self.ledger.draft_of(tensor) if isinstance(tensor, FakeTensor) else None
             if draft is not None and draft.kind not in ("parameter", "buffer"):
                 draft.kind, draft.module, draft.op = kind, owner, kind
-                draft.site = self.parameter_sites.get(tensor) or draft.site
+                draft.site = self.parameter_sites.get(tensor) or self.buffer_sites.get(tensor) or draft.site
         for tensor in self.parameter_sites:
             draft = self.ledger.draft_of(tensor)
             if draft is not None and draft.kind not in ("parameter", "buffer"):

@@ -1,0 +1,57 @@
+"""The bars of accuracy, against memory measured on a real GPU and stored in benchmarks/results."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import oomph
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # of the models' own libraries
+    from rows import measured_files, read_measured
+    from workloads import ALL
+
+MEASURED: dict[str, Any] = {
+    row["name"]: row for path in measured_files(BENCHMARKS / "results") for row in read_measured(path)
+}
+
+
+@cache
+def errors(name: str) -> tuple[float, float]:
+    """Per cent by which the predicted allocated and reserved peaks are above the measured ones."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peak = oomph.predict(ALL[name].target, gpu="h200").peak
+    real = MEASURED[name]["peak"]
+    return 100 * (peak.allocated / real["allocated"] - 1), 100 * (peak.reserved / real["reserved"] - 1)
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_predicted_peak_is_that_of_the_gpu(name: str) -> None:
+    allocated, reserved = errors(name)
+    convolutions = ALL[name].convolutions
+    assert abs(allocated) <= (3 if convolutions else 1.5)
+    assert abs(reserved) <= (15 if convolutions else 5)
+    if not convolutions:
+        assert allocated >= -1, "predicted too low"
+
+
+def test_half_of_the_predictions_are_nearly_exact() -> None:
+    found = [errors(name) for name in MEASURED]
+    assert statistics.median(abs(allocated) for allocated, _ in found) <= 0.3
+    assert statistics.median(abs(reserved) for _, reserved in found) <= 1
+
+
+def test_at_least_eighteen_workloads_were_measured_on_a_gpu() -> None:
+    assert len(MEASURED) >= 18
+    assert all("H200" in row["gpu"] for row in MEASURED.values())
