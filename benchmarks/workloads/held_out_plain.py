@@ -23,9 +23,6 @@ Step = Callable[[], None]
 Batch = dict[str, torch.Tensor]
 
 
-# ------------------------------------------------------------------------------------------- graphs
-
-
 class GraphLayer(nn.Module):
     """Messages along edges, weighted by a softmax over each node's incoming edges."""
 
@@ -76,8 +73,6 @@ def _node_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch)[batch["train"]], batch["labels"][batch["train"]])
 
 
-# -------------------------------------------------------------------------------------- recommenders
-
 _TABLES = (2_500_000, 1_200_000, 900_000, 400_000, 150_000, 60_000, 12_000, 3_000, 700, 24)
 
 
@@ -121,9 +116,6 @@ def _clicks(device: torch.device) -> Batch:
 
 def _click_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(model(batch), batch["clicked"])
-
-
-# ------------------------------------------------------------------------------------------ sequences
 
 
 class PackedTranslator(nn.Module):
@@ -204,9 +196,6 @@ def _caption_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch["ids"][:, 1:].flatten())
 
 
-# ---------------------------------------------------------------------------------------- contrastive
-
-
 class TwoViews(nn.Module):
     """An encoder of vectors with a projection to a small unit sphere."""
 
@@ -236,9 +225,6 @@ def _agreement_loss(model: Any, batch: Batch) -> torch.Tensor:
     similarity = similarity.masked_fill(itself, -math.inf)
     partner = torch.arange(len(z), device=z.device).roll(len(z) // 2)
     return F.cross_entropy(similarity, partner)
-
-
-# ---------------------------------------------------------------------------------- derivatives, steps
 
 
 def physics_informed() -> Step:
@@ -299,26 +285,6 @@ def checkpointed_muon() -> Step:
     return step
 
 
-# ------------------------------------------------------------------------------------------- diffusion
-
-
-class TimedBlock(nn.Module):
-    """A residual block that is told the time by a shift and a scale."""
-
-    def __init__(self, inside: int, outside: int, time: int) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(32, inside), nn.GroupNorm(32, outside)
-        self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
-        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
-        self.time = nn.Linear(time, 2 * outside)
-        self.skip = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
-
-    def forward(self, x_BCHW: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        y = self.conv1(F.silu(self.norm1(x_BCHW)))
-        scale, shift = self.time(F.silu(time))[:, :, None, None].chunk(2, dim=1)
-        return self.skip(x_BCHW) + self.conv2(F.silu(self.norm2(y) * (1 + scale) + shift))
-
-
 class PixelAttention(nn.Module):
     """Every pixel attends to every other."""
 
@@ -336,27 +302,39 @@ class PixelAttention(nn.Module):
         return x_BCHW + self.out(y.transpose(2, 3).reshape(b, c, h, w))
 
 
+class TimedBlock(nn.Module):
+    """A residual block that is told the time by a shift and a scale; attention may follow."""
+
+    def __init__(self, inside: int, outside: int, time: int, attention: bool = False) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(32, inside), nn.GroupNorm(32, outside)
+        self.conv1 = nn.Conv2d(inside, outside, 3, padding=1)
+        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1)
+        self.time = nn.Linear(time, 2 * outside)
+        self.skip = nn.Conv2d(inside, outside, 1) if inside != outside else nn.Identity()
+        self.attend = PixelAttention(outside) if attention else nn.Identity()
+
+    def forward(self, x_BCHW: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        y = self.conv1(F.silu(self.norm1(x_BCHW)))
+        scale, shift = self.time(F.silu(time))[:, :, None, None].chunk(2, dim=1)
+        y = self.conv2(F.silu(self.norm2(y) * (1 + scale) + shift))
+        return self.attend(self.skip(x_BCHW) + y)
+
+
 class TimedUNet(nn.Module):
     """Three resolutions, attention at the lower two, nearest-neighbour upsampling."""
 
     def __init__(self, channels: int = 4, base: int = 128) -> None:
         super().__init__()
-        time = 4 * base
+        time, low, middle, high = 4 * base, base, 2 * base, 3 * base
         self.base = base
         self.time = nn.Sequential(nn.Linear(base, time), nn.SiLU(), nn.Linear(time, time))
         self.stem = nn.Conv2d(channels, base, 3, padding=1)
-        widths = (base, 2 * base, 3 * base)
-        self.down, self.up = nn.ModuleList(), nn.ModuleList()
-        inside = base
-        for i, width in enumerate(widths):
-            attend = PixelAttention(width) if i else nn.Identity()
-            self.down.append(nn.ModuleList([TimedBlock(inside, width, time), attend]))
-            inside = width
-        self.middle = TimedBlock(inside, inside, time)
-        for i, width in reversed(list(enumerate(widths))):
-            attend = PixelAttention(width) if i else nn.Identity()
-            self.up.append(nn.ModuleList([TimedBlock(inside + width, width, time), attend]))
-            inside = width
+        downwards = ((base, low, False), (low, middle, True), (middle, high, True))
+        upwards = ((2 * high, high, True), (high + middle, middle, True), (middle + low, low, False))
+        self.down = nn.ModuleList(TimedBlock(i, o, time, attention) for i, o, attention in downwards)
+        self.middle = TimedBlock(high, high, time)
+        self.up = nn.ModuleList(TimedBlock(i, o, time, attention) for i, o, attention in upwards)
         self.norm = nn.GroupNorm(32, base)
         self.out = nn.Conv2d(base, channels, 3, padding=1)
 
@@ -365,14 +343,14 @@ class TimedUNet(nn.Module):
         angle = t_B[:, None].float() * torch.exp(-math.log(10000) * steps / len(steps))
         time = self.time(torch.cat([angle.sin(), angle.cos()], dim=1))
         x, skips = self.stem(x_BCHW), []
-        for block, attend in self.down:  # type: ignore[misc]
-            x = attend(block(x, time))
+        for block in self.down:
+            x = block(x, time)
             skips.append(x)
             x = F.avg_pool2d(x, 2)
         x = self.middle(x, time)
-        for block, attend in self.up:  # type: ignore[misc]
+        for block in self.up:
             x = F.interpolate(x, scale_factor=2.0, mode="nearest")
-            x = attend(block(torch.cat([x, skips.pop()], dim=1), time))
+            x = block(torch.cat([x, skips.pop()], dim=1), time)
         return self.out(F.silu(self.norm(x)))
 
 
