@@ -103,6 +103,12 @@ def main() -> int:
     shown = commands.add_parser("table", help="print the comparison as Markdown")
     shown.add_argument("--from", dest="source", type=Path, default=ACCURACY)
 
+    parted = commands.add_parser("diverge", help="where a prediction parts from an op log")
+    parted.add_argument("name")
+    parted.add_argument("log", type=Path)
+    parted.add_argument("--gpu", default="h200")
+    parted.add_argument("--limit", type=int, default=20)
+
     commands.add_parser("list", help="print the names of the workloads")
 
     given = parser.parse_args()
@@ -123,6 +129,11 @@ def main() -> int:
         return measure_all(names, given.out, RESULTS, given.jobs, given.limit, given.missing)
     _known([given.name], ALL)
     entry = ALL[given.name]
+    if given.command == "diverge":
+        from oomph.cli.diverge import divergence_text
+
+        print(divergence_text(entry.target, given.log, given.gpu, given.limit))
+        return 0
     if given.command == "measure-here":
         return measure_here(given.name, entry, given.out, given.lock, given.limit)
     return oplog_here(entry, given.out, given.steps)

@@ -33,7 +33,9 @@ def test_a_command_of_the_readme_gives_an_answer(command: str) -> None:
 def test_every_figure_of_the_accuracy_table_is_a_committed_row() -> None:
     with (ROOT / "benchmarks/results/accuracy.csv").open() as file:
         rows = {row["workload"]: row for row in csv.DictReader(file)}
-    shown = re.findall(r"^\| `([\w.-]+)`[^|]*\| ([\d.]+) GiB \| ([-+][\d.]+) % \| ([-+][\d.]+) % \|$", README, re.M)
+    shown = re.findall(
+        r"^\| `([\w.-]+)`[^|]*\| ([\d.]+) GiB \| ([-+][\d.]+) % \| ([-+][\d.]+) % \|$", README, re.M
+    )
     assert len(shown) >= 10
     for name, measured, allocated, reserved in shown:
         row = rows[name]

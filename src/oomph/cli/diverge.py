@@ -49,15 +49,20 @@ def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
     return rows
 
 
-def run_diverge(spec: str, measured: str, gpu: str, limit: int) -> int:
-    log = Path(measured)
-    if not log.exists():
+def divergence_text(target: Any, measured: Path, gpu: str, limit: int) -> str:
+    """The differences between a measured op log and the prediction of the steps that it covers, in words."""
+    if not measured.exists():
         raise UserError(f"no such op log: {measured}; `benchmarks/accuracy.py oplog` writes one on a GPU")
-    rows = read_rows(log)
+    rows = read_rows(measured)
     steps = {row.phase.split()[1] for row in rows if row.phase.startswith("step")}
+    ours = [
+        row for row in predicted_rows(target, gpu) if row.phase == "setup" or row.phase.split()[1] in steps
+    ]
+    return render(compare(rows, ours), limit)
+
+
+def run_diverge(spec: str, measured: str, gpu: str, limit: int) -> int:
     with stdout_to_stderr(), open_target(spec) as target:
-        target = getattr(target, "target", target)  # an entry of the benchmark's own table
-        ours = predicted_rows(target, gpu)
-    ours = [row for row in ours if row.phase == "setup" or row.phase.split()[1] in steps]
-    write_stdout(render(compare(rows, ours), limit) + "\n")
+        text = divergence_text(target, Path(measured), gpu, limit)
+    write_stdout(text + "\n")
     return 0

@@ -33,8 +33,8 @@ _DROPOUT_STATE = 2048 * 24  # bytes per multiprocessor: a random number generato
 @dataclass(frozen=True)
 class _Call:
     cell: str
-    steps: int
-    batch: int
+    rows: int  # steps x batch; of a packed sequence, the live ones only
+    packed: bool
     inputs: int
     hidden: int  # width of the cell
     result: int  # width of one direction's output: less than `hidden` where an LSTM projects
@@ -106,13 +106,10 @@ def flatten_parameters(on_gpu: OnGpu) -> Callable[[nn.RNNBase], None]:
 
 
 def _call(cell: str, given: dict[str, Any], input: Tensor, hidden: Sequence[Tensor]) -> _Call:
-    batch_sizes = given.get("batch_sizes")  # of a packed sequence: one row of data per live step
-    batch_first = bool(given.get("batch_first"))
-    steps = len(batch_sizes) if batch_sizes is not None else int(input.shape[1 if batch_first else 0])
     return _Call(
         cell=cell,
-        steps=steps,
-        batch=int(hidden[0].shape[1]),
+        rows=input.numel() // max(int(input.shape[-1]), 1),
+        packed="batch_sizes" in given,
         inputs=int(input.shape[-1]),
         hidden=int(hidden[-1].shape[2]),
         result=int(hidden[0].shape[2]),
@@ -120,7 +117,7 @@ def _call(cell: str, given: dict[str, Any], input: Tensor, hidden: Sequence[Tens
         directions=2 if given["bidirectional"] else 1,
         dropout=bool(given["train"]) and given["dropout"] > 0,
         train=bool(given["train"]),
-        swapped=batch_first,
+        swapped=bool(given.get("batch_first")),
         weights=sum(weight.numel() for weight in given["params"]),
         item=input.element_size(),
     )
@@ -196,7 +193,7 @@ def _steps_first(call: _Call, tensor: Tensor) -> Tensor:
 
 def reserve_bytes(call: _Call) -> int:
     """What the forward pass leaves for the backward pass; to the byte as measured, projections included."""
-    one = call.steps * call.batch * call.hidden * call.directions
+    one = call.rows * call.hidden * call.directions
     layer = one * {"lstm": 5, "gru": 6}.get(call.cell, 1)  # gates and states
     if call.result < call.hidden:
         layer += one + one * call.result // call.hidden  # the state before and after the projection
@@ -212,10 +209,12 @@ def workspace_bytes(call: _Call) -> int:
     as the cell gets narrower. Some single-layer networks, most of them in half precision, run a persistent
     kernel that takes two or three times as much.
     """
-    state = call.steps * call.batch * call.hidden * call.directions
-    input = call.steps * call.batch * call.inputs
+    state = call.rows * call.hidden * call.directions
+    input = call.rows * call.inputs
     states = 4 + call.layers + 3 * (call.directions - 1)
     narrow = min(32, 4096 // call.hidden) << 20
+    if call.packed:  # one network measured: two tensors of states less, and no such part
+        states, narrow = states - 2, 0
     return (input + call.weights + states * state) * call.item + narrow
 
 

@@ -70,6 +70,10 @@ def unknown_shape(
     if func.overloadpacket in (aten._unique2, aten.unique_dim, aten.unique_consecutive):
         along = math.prod(source.shape)
         return empty((along,), source.dtype), empty(source.shape, torch.int64), empty((along,), torch.int64)
+    if func is aten._ctc_loss.Tensor:
+        longest = _longest_target(tracer, *args[1:4])
+        frames, batch = source.shape[0], source.shape[1]
+        return empty((batch,), source.dtype), empty((batch, frames, 2 * longest + 1), source.dtype)
     if func is aten.repeat_interleave.Tensor:
         return empty((kwargs.get("output_size") or source.numel(),), torch.int64)
     raise NotImplementedError(
@@ -117,6 +121,13 @@ def carry_over(tracer: Tracer, func: OpOverload, args: Sequence[Any], out: Any) 
         tracer.values.put(args[1], torch.zeros(args[1].shape))  # no gradient overflowed: the optimizer steps
     elif func in _KEEPS_CLASSES and args[0] in _CLASSES:
         _CLASSES[out] = _CLASSES[args[0]]  # one count for all views of the mask
+
+
+def _longest_target(tracer: Tracer, targets: torch.Tensor, inputs: Any, lengths: torch.Tensor) -> int:
+    known = tracer.values.of(lengths)
+    if known is not None:
+        return int(known.max())
+    return targets.shape[1] if targets.dim() == 2 else math.ceil(targets.numel() / lengths.numel())
 
 
 def _name(func: OpOverload) -> str:
