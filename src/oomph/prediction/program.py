@@ -42,17 +42,17 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
         nonlocal loss
         for part in range(workload.accumulate):
             of = f" (part {part + 1} of {workload.accumulate})" if workload.accumulate > 1 else ""
-            progress(f"step {number} of {STEPS}: forward{of}", None)
+            progress(f"step {number} of {STEPS}: forward{of}", _done(number, part / workload.accumulate))
             with tracer.doing("forward"), tracer.loss_after_model():
                 with _autocast(workload):
                     loss = workload.loss(model, batch)
                 _check_loss(loss)
                 scaled = loss / workload.accumulate
-            progress(f"step {number} of {STEPS}: backward{of}", None)
+            progress(f"step {number} of {STEPS}: backward{of}", _done(number, (part + 0.3) / workload.accumulate))
             scaled.backward()
             del scaled
         if optimizer is not None:
-            progress(f"step {number} of {STEPS}: optimizer", None)
+            progress(f"step {number} of {STEPS}: optimizer", _done(number, 0.95))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -70,11 +70,16 @@ def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress
         tracer.treat_so_far_as_setup()
 
         def step(number: int) -> None:
-            progress(f"step {number} of {STEPS}", None)
+            progress(f"step {number} of {STEPS}", _done(number, 0))
             with tracer.doing("forward"):
                 result()
 
         _repeat(step, tracer)
+
+
+def _done(step: int, part: float) -> float:
+    """How much of the trace is behind: steps take about the same time, the backward pass most of it."""
+    return (step - 1 + part) / STEPS
 
 
 def _repeat(step: Callable[[int], None], tracer: Tracer) -> None:

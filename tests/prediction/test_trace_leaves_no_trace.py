@@ -1,0 +1,266 @@
+"""Nothing of the user's is changed, and nothing of the model's size is allocated."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from small_programs import mean_square, workload
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as optim
+
+import oomph
+from oomph import Prediction, ProgramError
+
+
+def torch_state() -> dict[str, Any]:
+    watched = [
+        torch,
+        torch.cuda,
+        torch.autograd,
+        torch.autograd.graph,
+        torch.nn.functional,
+        optim,
+    ]
+    watched += [
+        torch.Tensor,
+        nn.Module,
+        nn.Parameter,
+        nn.RNNBase,
+        FakeTensor,
+        torch._C._autograd,
+        torch.nn.init,
+    ]
+    attributes = {
+        f"{owner.__name__}.{name}": value for owner in watched for name, value in vars(owner).items()
+    }
+    # Keyed by name, compared by identity: equality of tensors would not give one answer.
+    return {name: id(value) for name, value in attributes.items()} | {
+        "is_available": torch.cuda.is_available(),
+        "autocast": (torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")),
+        "autocast cache": torch.is_autocast_cache_enabled(),
+        "grad": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "rng": torch.get_rng_state().tolist(),
+        "modes": torch._C._len_torch_function_stack(),
+        "step hooks": len(optim._global_optimizer_pre_hooks),
+    }
+
+
+def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+    assert {name for name in before | after if before.get(name) != after.get(name)} == set()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _first_trace() -> None:
+    oomph.predict(workload())  # torch imports some of its own modules only when they are first used
+
+
+def test_a_prediction_changes_nothing_in_torch():
+    before = torch_state()
+    oomph.predict(workload(autocast="bfloat16", dtype="bfloat16"), gpu="rtx3090")
+    assert_same(before, torch_state())
+
+
+def test_what_the_program_sets_for_the_whole_process_ends_with_the_trace():
+    def main() -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.set_grad_enabled(False)
+
+    before = torch_state()
+    try:
+        oomph.predict(main)
+        after = torch_state()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+    assert_same(before, after)
+
+
+def test_random_numbers_drawn_by_the_program_are_not_taken_from_the_caller():
+    def states() -> tuple[Any, ...]:
+        return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+
+    before = states()
+    oomph.predict(lambda: (random.random(), numpy.random.rand(), torch.rand(1), None)[-1])
+    assert states() == before
+
+
+@pytest.mark.parametrize("where", ["model", "batch", "loss", "optimizer", "backward", "step"])
+def test_a_failure_anywhere_puts_everything_back(where):
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("on purpose")
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            raise ValueError("on purpose")
+
+    class FailingOptimizer(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise ValueError("on purpose")
+
+    parts = {
+        "backward": {"loss": lambda model, batch: Fails.apply(mean_square(model, batch))},
+        "step": {"optimizer": lambda params: FailingOptimizer(params)},
+    }
+    failing = workload(autocast="bfloat16", **parts.get(where, {where: fail}))
+    FailingOptimizer([nn.Parameter(torch.zeros(1))])  # torch wraps a class's step when it is first used
+    before = torch_state()
+    with pytest.raises(ProgramError, match="on purpose") as caught:
+        oomph.predict(failing)
+    assert isinstance(caught.value.__cause__, ValueError)
+    del caught
+    assert_same(before, torch_state())
+
+
+def test_a_keyboard_interrupt_puts_everything_back():
+    def interrupt(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    before = torch_state()
+    with pytest.raises(KeyboardInterrupt):
+        oomph.predict(workload(loss=interrupt))
+    assert_same(before, torch_state())
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["kept on the host", "moved by the program"])
+def test_a_model_built_before_the_trace_is_not_changed(moved):
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))
+    model.eval()
+    before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
+
+    def train() -> Callable[[], None]:
+        model.to("cuda")
+        x = torch.randn(32, 64, device="cuda")
+        return lambda: mean_square(model, x).backward()
+
+    prediction = oomph.predict(train if moved else workload(lambda: model))
+    assert prediction.peak.allocated > 64 * 64 * 4
+    after = model.state_dict(keep_vars=True)
+    assert list(after) == list(before)
+    for name, (tensor, values) in before.items():
+        assert after[name] is tensor
+        assert not isinstance(tensor, FakeTensor)
+        assert tensor.device.type == "cpu"
+        assert torch.equal(tensor, values)
+        assert tensor.grad is None
+    assert not model.training
+    assert mean_square(model, torch.randn(4, 64)).item() > 0
+
+
+def test_a_model_built_before_costs_the_same_as_one_built_inside():
+    model = nn.Linear(64, 64)
+    outside, inside = oomph.predict(workload(lambda: model)), oomph.predict(workload())
+    assert outside.peak.allocated == inside.peak.allocated
+    assert outside.steps == inside.steps
+
+
+def test_predict_works_in_a_thread():
+    found: list[Prediction] = []
+    thread = threading.Thread(target=lambda: found.append(oomph.predict(workload())))
+    thread.start()
+    thread.join()
+    assert found[0].peak == oomph.predict(workload()).peak
+
+
+def test_predictions_asked_for_by_several_threads_take_turns():
+    found: list[Any] = []
+
+    def ask() -> None:
+        try:
+            found.append(oomph.predict(workload()).peak.allocated)
+        except Exception as error:
+            found.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [oomph.predict(workload()).peak.allocated] * 3
+
+
+def test_a_prediction_inside_a_prediction_is_refused_or_right():
+    inner: list[Any] = []
+
+    def train() -> None:
+        try:
+            inner.append(oomph.predict(workload()).peak.allocated)
+        except oomph.OomphError as error:
+            inner.append(str(error))
+
+    before = torch_state()
+    oomph.predict(train)
+    assert_same(before, torch_state())
+    (answer,) = inner
+    assert answer == oomph.predict(workload()).peak.allocated or "predict" in answer
+
+
+LARGE_MODEL = """
+import resource, time
+import torch, torch.nn.functional as F
+from torch import nn
+import oomph
+
+class Layer(nn.Module):
+    def __init__(self, width=4096, inner=14336, kv=1024):
+        super().__init__()
+        self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+        self.k, self.v = nn.Linear(width, kv, bias=False), nn.Linear(width, kv, bias=False)
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x):
+        h = self.norm1(x)
+        q, k, v = (p(h).unflatten(-1, (-1, 128)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(h.transpose(1, 2).flatten(2))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+class Llama(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(128256, 4096)
+        self.layers = nn.ModuleList(Layer() for _ in range(32))
+        self.norm, self.head = nn.RMSNorm(4096), nn.Linear(4096, 128256, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+prediction = oomph.predict(oomph.Workload(
+    model=Llama,
+    batch=lambda device: torch.randint(0, 128256, (2, 4096), device=device),
+    loss=lambda model, tokens: model(tokens),
+    dtype="bfloat16",
+), gpu="h200")
+parameters = sum(each.bytes for each in prediction.allocations if each.kind == "parameter") // 2
+print(parameters, prediction.peak.allocated, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_an_eight_billion_parameter_model_is_predicted_in_little_host_memory():
+    done = subprocess.run([sys.executable, "-c", LARGE_MODEL], capture_output=True, text=True, timeout=40)
+    assert done.returncode == 0, done.stderr
+    parameters, peak, resident = map(int, done.stdout.split())
+    assert parameters == pytest.approx(8.03e9, rel=0.01)
+    assert peak > 4 * 2 * parameters  # weights, gradients and two states, in bfloat16
+    assert resident < 1.5 * 2**30

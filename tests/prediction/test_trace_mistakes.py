@@ -1,0 +1,117 @@
+"""How a program's mistakes come out of a trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_programs import line_of, mean_square, workload
+from torch import nn
+
+import oomph
+from oomph import ProgramError, UserError
+
+
+class Stray(nn.Module):
+    """Forgets to register its table, so that it stays on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.table = torch.zeros(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return x + self.table
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x[:, 1:])
+
+
+def test_a_tensor_on_the_wrong_device_inside_the_model_is_named_with_its_line():
+    with pytest.raises(ProgramError, match="Expected all tensors to be on the same device") as caught:
+        oomph.predict(workload(Stray))
+    assert caught.value.file == __file__
+    assert caught.value.line == line_of(Stray.forward, "self.table")
+
+
+def test_a_batch_on_the_wrong_device_is_the_users_mistake():
+    with pytest.raises(UserError, match=r"batch.*cpu.*device") as caught:
+        oomph.predict(workload(batch=lambda device: torch.randn(32, 64)))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss"),
+    [
+        (lambda device: {"a": {"x": torch.randn(32, 64)}}, lambda model, b: mean_square(model, b["a"]["x"])),
+        (lambda device: torch.randn(32, 64), lambda model, b: mean_square(model, b[:4])),
+        (lambda device: [torch.randn(64, 32)], lambda model, b: mean_square(model, b[0].T)),
+    ],
+    ids=["nested", "sliced", "transposed"],
+)
+def test_a_batch_on_the_wrong_device_is_found_when_nested_or_seen_through_a_view(batch, loss):
+    with pytest.raises(UserError, match="batch"):
+        oomph.predict(workload(batch=batch, loss=loss))
+
+
+def test_a_stray_tensor_in_a_batch_is_named_by_its_key():
+    def batch(device: torch.device) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(32, 64, device=device), "target": torch.randn(32, 64)}
+
+    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.mse_loss(model(batch["x"]), batch["target"])
+
+    with pytest.raises(UserError, match="'target'"):
+        oomph.predict(workload(batch=batch, loss=loss))
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda model, batch: model(batch), r"shape \[32, 64\]"),
+        (lambda model, batch: 1.5, "returned float"),
+        (lambda model, batch: {"loss": model(batch).mean()}, "returned dict"),
+        (lambda model, batch: None, "returned NoneType"),
+        (lambda model, batch: model(batch).mean().detach(), "does not depend on any trainable parameter"),
+    ],
+    ids=["not scalar", "a number", "a dict", "nothing", "detached"],
+)
+def test_a_loss_that_cannot_be_differentiated_is_the_users_mistake(loss, message):
+    with pytest.raises(UserError, match=message) as caught:
+        oomph.predict(workload(loss=loss))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_that_is_no_module_is_the_users_mistake():
+    with pytest.raises(UserError, match="returned list"):
+        oomph.predict(workload(lambda: [nn.Linear(2, 2)]))
+
+
+def test_a_target_that_is_neither_workload_nor_function_is_the_users_mistake():
+    with pytest.raises(UserError, match="int was given"):
+        oomph.predict(42)  # type: ignore[arg-type]
+
+
+def test_a_model_that_raises_gives_its_own_line_and_cause():
+    with pytest.raises(ProgramError, match="RuntimeError") as caught:
+        oomph.predict(workload(Broken))
+    assert (caught.value.file, caught.value.line) == (__file__, line_of(Broken.forward, "return"))
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert caught.value.exit_status == 3
+
+
+def test_a_model_that_cannot_be_built_gives_its_own_line_and_cause():
+    def build() -> nn.Module:
+        raise KeyError("no such size")
+
+    with pytest.raises(ProgramError, match="no such size") as caught:
+        oomph.predict(workload(build))
+    assert caught.value.line == line_of(build, "raise")
+    assert isinstance(caught.value.__cause__, KeyError)

@@ -1,0 +1,192 @@
+"""Programs may do in a trace what they do on a GPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy
+import torch
+import torch.nn.functional as F
+from small_programs import MiB, line_of, mean_square, notes_of, predict_step, workload
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import oomph
+
+
+def test_zeroed_gradients_stay_allocated_between_steps():
+    def ends(set_to_none: bool) -> list[int]:
+        def train() -> Callable[[], None]:
+            model = nn.Linear(1024, 1024, bias=False).cuda()
+            optimizer = torch.optim.SGD(model.parameters())
+            x = torch.randn(8, 1024, device="cuda")
+
+            def step() -> None:
+                mean_square(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+
+            return step
+
+        return [step.end for step in oomph.predict(train).steps]
+
+    kept, dropped = ends(False), ends(True)
+    assert [a - b for a, b in zip(kept, dropped, strict=True)] == [4 * MiB] * 3
+
+
+def test_gradient_clipping_works():
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        mean_square(model, x).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert norm.device.type == "cuda"
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+        model.zero_grad()
+
+    assert predict_step(step).peak.allocated > 0
+
+
+def test_torch_compile_is_traced_as_eager_and_noted():
+    def build() -> nn.Module:
+        return torch.compile(nn.Linear(64, 64))
+
+    prediction = oomph.predict(workload(build))
+    note = next(note for note in prediction.notes if "torch.compile" in note.text)
+    assert note.site is not None
+    assert note.site.line == line_of(build, "torch.compile")
+
+
+def test_a_function_compiled_before_the_trace_is_traced_as_eager_and_noted():
+    @torch.compile(backend="eager")  # as a decorator does it, when the program is imported
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return mean_square(model, batch)
+
+    prediction = oomph.predict(workload(loss=loss))
+    assert prediction.peak.allocated == oomph.predict(workload()).peak.allocated
+    assert "torch.compile" in notes_of(prediction)
+
+
+def test_a_loss_can_be_formatted_for_a_log_line():
+    written: list[str] = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        loss = mean_square(model, x)
+        written.append(f"loss {loss:.3f}")
+
+    predict_step(step)
+    assert written == ["loss 1.000"] * 3
+
+
+def test_a_default_device_set_by_the_program_is_the_pretend_gpu():
+    def train() -> Callable[[], None]:
+        torch.set_default_device("cuda")
+        model = nn.Linear(64, 64)
+        assert model.weight.is_cuda
+        assert torch.tensor([1.0]).is_cuda
+        assert torch.zeros(2, device="cpu").device.type == "cpu"
+        return lambda: mean_square(model, torch.randn(32, 64)).backward()
+
+    try:
+        assert oomph.predict(train).peak.allocated > 64 * 64 * 4
+        assert torch.get_default_device().type == "cpu"
+    finally:
+        torch.set_default_device(None)
+
+
+def test_reading_a_loss_works_and_a_condition_is_taken_as_false_and_noted():
+    seen: list[float] = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        loss = mean_square(model, x)
+        if loss.isnan():
+            raise RuntimeError("the loss is not a number")
+        loss.backward()
+        seen.append(loss.item())
+        model.zero_grad()
+
+    prediction = predict_step(step)
+    assert len(seen) == 3
+    assert all(isinstance(value, float) for value in seen)
+    note = next(note for note in prediction.notes if "condition" in note.text)
+    assert note.site is not None
+    assert note.site.line == line_of(step, "isnan")
+
+
+def test_a_shape_that_depends_on_values_is_the_largest_possible_and_noted():
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        y = model(x)
+        assert (y > 0).nonzero().shape == (32 * 64, 2)
+        assert y[y > 0].shape == (32 * 64,)
+        y.sum().backward()
+
+    prediction = predict_step(step)
+    sites = {note.site.line for note in prediction.notes if note.site and "depends on values" in note.text}
+    assert sites == {line_of(step, "nonzero"), line_of(step, "y[y > 0]")}
+
+
+def test_small_data_on_the_host_stays_real():
+    data = TensorDataset(torch.arange(64.0).view(8, 8), torch.arange(8))
+    epochs: list[list[int]] = []
+
+    def train() -> Callable[[], None]:
+        model = nn.Linear(8, 8).cuda()
+
+        def step() -> None:
+            order = list(range(8))
+            random.shuffle(order)
+            assert sorted(order) == list(range(8))
+            labels: list[int] = []
+            for x, y in DataLoader(data, batch_size=4, shuffle=True):
+                assert not isinstance(x, FakeTensor)
+                assert x[0, 0].item() == 8 * y[0].item()
+                doubled = torch.from_numpy(numpy.asarray(x.numpy()) * 2)
+                assert torch.equal(doubled, x * 2)
+                labels += y.tolist()
+                F.cross_entropy(model(x.to("cuda")), y.to("cuda")).backward()
+            epochs.append(labels)
+
+        return step
+
+    oomph.predict(train)
+    assert [sorted(labels) for labels in epochs] == [list(range(8))] * 3
+    assert not isinstance(data.tensors[0], FakeTensor)
+
+
+def test_a_seeded_program_sees_its_own_random_numbers():
+    drawn: list[torch.Tensor] = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        torch.manual_seed(7)
+        drawn.append(torch.rand(4))
+
+    predict_step(step)
+    assert all(torch.equal(each, drawn[0]) for each in drawn)
+    assert torch.equal(drawn[0], torch.rand(4, generator=torch.Generator().manual_seed(7)))
+
+
+def test_tensors_say_the_device_the_program_put_them_on():
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        assert x.device == torch.device("cuda", 0)
+        assert x.is_cuda
+        assert x.cpu().device.type == "cpu"
+        assert model.weight.device.type == "cuda"
+        assert torch.zeros(2).device.type == "cpu"
+        assert torch.zeros_like(x).device == x.new_ones(3).device == x.device
+        assert torch.cuda.is_available()
+
+    assert predict_step(step).notes == ()
+
+
+def test_a_function_that_returns_a_workload_is_predicted_as_that():
+    direct = oomph.predict(workload())
+    assert oomph.predict(lambda: workload()).peak.allocated == direct.peak.allocated
+
+
+def test_a_function_that_returns_nothing_is_the_whole_run():
+    def main() -> None:
+        torch.empty(3 * MiB, dtype=torch.uint8, device="cuda")
+
+    prediction = oomph.predict(main)
+    assert prediction.peak.allocated == 3 * MiB
+    assert prediction.steps == ()
