@@ -48,7 +48,9 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
                     loss = workload.loss(model, batch)
                 _check_loss(loss)
                 scaled = loss / workload.accumulate
-            progress(f"step {number} of {STEPS}: backward{of}", _done(number, (part + 0.3) / workload.accumulate))
+            progress(
+                f"step {number} of {STEPS}: backward{of}", _done(number, (part + 0.3) / workload.accumulate)
+            )
             scaled.backward()
             del scaled
         if optimizer is not None:

@@ -11,25 +11,18 @@ from torch._ops import OpOverload
 from oomph.prediction.cuda.recurrent import pack_padded_sequence
 
 aten = torch.ops.aten
-Fake = Callable[[OpOverload, Sequence[type], Sequence[Any], dict[str, Any]], Any]
-Kernel = Callable[[Any, Fake, OpOverload, Sequence[type], Sequence[Any], dict[str, Any]], Any]
+Fake = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
+Kernel = Callable[[Fake, OpOverload, Sequence[Any], dict[str, Any]], Any]
 
 
-def _normalisation(
-    tracer: Any,
-    fake: Fake,
-    func: OpOverload,
-    types: Sequence[type],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
+def _normalisation(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """CUDA's result is contiguous, and the mean and 1/std of half-precision inputs are kept in float32; the
     CPU's follow the input in both."""
-    out, mean, rstd = fake(func, types, args, kwargs)
+    out, mean, rstd = fake(func, args, kwargs)
     out = _contiguous(fake, out)
     if mean.dtype in (torch.bfloat16, torch.float16):
         mean, rstd = (
-            fake(aten.empty_like.default, (), (kept,), {"dtype": torch.float32}) for kept in (mean, rstd)
+            fake(aten.empty_like.default, (kept,), {"dtype": torch.float32}) for kept in (mean, rstd)
         )
     return out, mean, rstd
 
@@ -37,19 +30,12 @@ def _normalisation(
 def _contiguous(fake: Fake, out: torch.Tensor) -> torch.Tensor:
     if out.is_contiguous():
         return out
-    return fake(aten.empty_like.default, (), (out,), {"memory_format": torch.contiguous_format})
+    return fake(aten.empty_like.default, (out,), {"memory_format": torch.contiguous_format})
 
 
-def _contiguous_result(
-    tracer: Any,
-    fake: Fake,
-    func: OpOverload,
-    types: Sequence[type],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
+def _contiguous_result(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """CUDA copies a strided input first and writes a contiguous result; the fake kernel keeps the strides."""
-    return _contiguous(fake, fake(func, types, args, kwargs))
+    return _contiguous(fake, fake(func, args, kwargs))
 
 
 CUDA_KERNELS: dict[OpOverload, Kernel] = {

@@ -23,7 +23,7 @@ from oomph.prediction.cuda.temporaries import HOST_OUTPUTS, bind
 aten = torch.ops.aten
 Tensor = torch.Tensor
 OnGpu = Callable[[Any], bool]
-Fake = Callable[[OpOverload, Sequence[type], Sequence[Any], dict[str, Any]], Any]
+Fake = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
 
 _CELLS = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _FLATTENED = (torch.float64, torch.float32, torch.float16)  # what nn.RNNBase keeps in one buffer
@@ -219,19 +219,14 @@ def workspace_bytes(call: _Call) -> int:
 
 
 def pack_padded_sequence(
-    tracer: Any,
-    fake: Fake,
-    func: OpOverload,
-    types: Sequence[type],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """The live rows of each step, end to end, and their number, which stays on the host as the lengths do."""
     given = bind(func, args, kwargs)
     input, lengths = given["input"], given["lengths"].tolist()
     batch_sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
     shape = [sum(batch_sizes), *input.shape[2:]]
-    data = fake(aten.new_empty.default, types, (input, shape), {})
+    data = fake(aten.new_empty.default, (input, shape), {})
     return data, torch.tensor(batch_sizes)
 
 

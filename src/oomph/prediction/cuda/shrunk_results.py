@@ -25,34 +25,20 @@ _NO_REDUCTION = 0
 
 def _shrunk(fake: Fake, elements: int, shape: Sequence[int], dtype: torch.dtype) -> Any:
     """A tensor of `shape` in a storage of so many elements, or of its own size if that is larger."""
-    whole = fake(aten.empty.memory_format, (), ([elements],), {"dtype": dtype, "device": torch.device("cpu")})
-    return fake(aten.resize_.default, (), (whole, list(shape)), {})
+    whole = fake(aten.empty.memory_format, ([elements],), {"dtype": dtype, "device": torch.device("cpu")})
+    return fake(aten.resize_.default, (whole, list(shape)), {})
 
 
-def _loss(
-    tracer: Any,
-    fake: Fake,
-    func: OpOverload,
-    types: Sequence[type],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
+def _loss(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     call = bind(func, args, kwargs)
     if call["reduction"] == _NO_REDUCTION:
-        return fake(func, types, args, kwargs)
+        return fake(func, args, kwargs)
     shape, dtype = _elementwise(call)
     return _shrunk(fake, math.prod(shape), (), dtype)
 
 
-def _fold(
-    tracer: Any,
-    fake: Fake,
-    func: OpOverload,
-    types: Sequence[type],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> Any:
-    result = fake(func, types, args, kwargs)
+def _fold(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    result = fake(func, args, kwargs)
     if args[0].numel() <= result.numel():
         return result
     return _shrunk(fake, args[0].numel(), result.shape, result.dtype)

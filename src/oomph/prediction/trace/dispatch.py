@@ -69,17 +69,15 @@ class DispatchMode(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             tracer.inside += 1
             try:
-                return self._run(func, types, args, dict(kwargs) if kwargs else {})
+                return self._run(func, args, dict(kwargs) if kwargs else {})
             finally:
                 tracer.inside -= 1
 
-    def _run(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.tracer
         if func in VIEWS and isinstance(args[0], FakeTensor) and args[0].dtype.is_floating_point:
             tracer.remember_origin()  # nothing is allocated, nothing is known of the values
-            out = self._fake(func, types, args, kwargs)
+            out = self._fake(func, args, kwargs)
             if tracer.phase == "backward":
                 tracer.notice_gradient(out)
             return out
@@ -91,7 +89,7 @@ class DispatchMode(TorchDispatchMode):
                 )
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
         if not gpu and tracer.place != "gpu" and not (not tensors and tracer.autograd_asks()):
-            return self.host.run(func, types, args, kwargs, tensors)
+            return self.host.run(func, args, kwargs, tensors)
         if gpu and len(gpu) < len(tensors) and func not in _CROSS_DEVICE and func not in _TAKES_HOST_SEED:
             self._check_devices(func, tensors)
         if func is aten._local_scalar_dense.default:
@@ -105,9 +103,9 @@ class DispatchMode(TorchDispatchMode):
         if tracer.phase == "backward" and self.reuse.of_first(func, args) and tracer.autograd_asks():
             out = args[0]
         elif kernel is not None:
-            out = kernel(tracer, self._fake, func, types, args, kwargs)
+            out = kernel(self._fake, func, args, kwargs)
         else:
-            out = self._fake(func, types, args, kwargs)
+            out = self._fake(func, args, kwargs)
         tracer.values.follow(func, args, kwargs, tensors, out)
         estimates.carry_over(tracer, func, args, out)
         if tracer.place != "host":
@@ -150,16 +148,14 @@ class DispatchMode(TorchDispatchMode):
         for draft in held:
             self.tracer.ledger.release(draft)
 
-    def _fake(
-        self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
+    def _fake(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = self.fast_path.run(func, args, kwargs)
         if result is not NotImplemented:
             return result
         try:
-            return self.tracer.fake_mode.__torch_dispatch__(func, types, args, kwargs)
+            return self.tracer.fake_mode.__torch_dispatch__(func, (), args, kwargs)
         except DynamicOutputShapeException:
-            return estimates.unknown_shape(self.tracer, self._fake, func, types, args, kwargs)
+            return estimates.unknown_shape(self.tracer, self._fake, func, args, kwargs)
 
     def _check_devices(self, func: OpOverload, tensors: list[torch.Tensor]) -> None:
         """Raise as CUDA does when an op mixes devices. Host scalars are allowed, as on CUDA."""

@@ -14,7 +14,7 @@ from oomph.prediction.trace.sites import find_site
 from oomph.prediction.trace.tracer import Tracer
 
 aten = torch.ops.aten
-Fake = Callable[[OpOverload, Sequence[type], Sequence[Any], dict[str, Any]], Any]
+Fake = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
 
 
 def scalar(tracer: Tracer, tensor: torch.Tensor) -> bool | int | float:
@@ -37,7 +37,6 @@ def unknown_shape(
     tracer: Tracer,
     fake: Fake,
     func: OpOverload,
-    types: Sequence[type],
     args: Sequence[Any],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -47,9 +46,7 @@ def unknown_shape(
     known = tracer.values.of(source)
 
     def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return fake(
-            aten.empty.memory_format, (), (list(shape),), {"dtype": dtype, "device": torch.device("cpu")}
-        )
+        return fake(aten.empty.memory_format, (list(shape),), {"dtype": dtype, "device": torch.device("cpu")})
 
     if func is aten.nonzero.default and known is not None:
         found = known.nonzero()
@@ -57,7 +54,7 @@ def unknown_shape(
         tracer.values.put(result, found)
         return result
     if func is aten.index.Tensor and all(i is None or tracer.values.of(i) is not None for i in args[1]):
-        return fake(func, types, (source, _without_masks(args[1], empty, tracer), *args[2:]), kwargs)
+        return fake(func, (source, _without_masks(args[1], empty, tracer), *args[2:]), kwargs)
     site, _ = find_site(tracer.boundary)
     rule = "about an even share is assumed" if source in _CLASSES else "the largest possible is assumed"
     tracer.ledger.note(f"the size of the result of {_name(func)} depends on values: {rule}", site)
@@ -66,7 +63,7 @@ def unknown_shape(
     if func is aten.masked_select.default:
         return empty((max(source.numel(), args[1].numel()),), source.dtype)
     if func is aten.index.Tensor:
-        return fake(func, types, (source, _without_masks(args[1], empty, tracer), *args[2:]), kwargs)
+        return fake(func, (source, _without_masks(args[1], empty, tracer), *args[2:]), kwargs)
     if func.overloadpacket in (aten._unique2, aten.unique_dim, aten.unique_consecutive):
         along = math.prod(source.shape)
         return empty((along,), source.dtype), empty(source.shape, torch.int64), empty((along,), torch.int64)

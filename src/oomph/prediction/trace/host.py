@@ -29,7 +29,6 @@ class Host:
     def run(
         self,
         func: OpOverload,
-        types: Sequence[type],
         args: Sequence[Any],
         kwargs: dict[str, Any],
         tensors: Sequence[torch.Tensor],
@@ -40,12 +39,12 @@ class Host:
                 return estimates.scalar(self._tracer, args[0])
             if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
                 return self.copy_in(args[0], args[1])
-            out = self._fake(func, types, args, kwargs)
+            out = self._fake(func, args, kwargs)
             self._tracer.values.follow(func, args, kwargs, tensors, out)
             return out
         if self._may_be_large(func, kwargs, tensors):
             try:
-                pretended = self._fake(func, types, args, kwargs)
+                pretended = self._fake(func, args, kwargs)
             except Exception:  # real data may serve where fake data does not
                 return func(*args, **kwargs)
             results = pretended if isinstance(pretended, (list, tuple)) else (pretended,)
