@@ -56,7 +56,7 @@ class Event(NamedTuple):
     """One moment of the run, in program order. Edit a list of these and replay it.
 
     `alloc` and `free` carry the id of an Allocation. `mark` carries a label, and an id of -1:
-    "step 2", "forward", "backward", "optimizer", "enter model.layers.3", "exit model.layers.3".
+    "step 2", "forward", "backward", "optimizer", "empty_cache", "enter model.layers.3", "exit model.layers.3".
     """
 
     action: Literal["alloc", "free", "mark"]

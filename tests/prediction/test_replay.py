@@ -243,3 +243,15 @@ def test_a_short_timeline_is_not_thinned() -> None:
 def test_a_timeline_of_no_points_is_an_error() -> None:
     with pytest.raises(ValueError, match="give 1 or more"):
         thin((), 0)
+
+
+def test_emptying_the_cache_gives_back_what_is_free() -> None:
+    requests = [allocation(id, 30 * MIB) for id in range(3)]
+    script = [
+        Event("alloc", 0),
+        Event("alloc", 1),
+        Event("free", 1),
+        Event("mark", -1, "empty_cache"),
+        Event("alloc", 2),
+    ]
+    assert replay(script, requests).timeline[-1].reserved == 60 * MIB

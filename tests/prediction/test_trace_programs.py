@@ -190,3 +190,25 @@ def test_a_function_that_returns_nothing_is_the_whole_run():
     prediction = oomph.predict(main)
     assert prediction.peak.allocated == 3 * MiB
     assert prediction.steps == ()
+
+
+def test_a_bare_number_is_a_gpu() -> None:
+    def train() -> Callable[[], None]:
+        model = nn.Linear(64, 64).to(0)
+        x = torch.zeros(8, 64).to(device=0)
+        y = torch.randn(8, 64, device=0)
+        assert x.is_cuda
+        assert x.get_device() == 0
+        return lambda: (model(x) + y).sum().backward()
+
+    assert oomph.predict(train).peak.allocated > 0
+
+
+def test_a_loader_that_pins_its_batches_works() -> None:
+    def train() -> None:
+        loader = DataLoader(TensorDataset(torch.randn(16, 64)), batch_size=4, pin_memory=True)
+        model = nn.Linear(64, 64).cuda()
+        for (x,) in loader:
+            model(x.cuda(non_blocking=True)).sum().backward()
+
+    assert oomph.predict(train).peak.allocated > 0

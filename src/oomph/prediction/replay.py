@@ -93,6 +93,8 @@ def replay(
         elif action == "mark":
             if (step := _STEP_MARK.fullmatch(label)) is not None:
                 steps.begin(int(step[1]), index)
+            elif label == "empty_cache":
+                allocator.empty_cache()
             continue
         else:
             raise ValueError(f"event {index}: {action!r} is not an action; valid: alloc, free, mark")

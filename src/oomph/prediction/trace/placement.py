@@ -139,7 +139,7 @@ def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         other = kwargs.pop("other")
         kwargs |= {"device": device_of(tracer, other), "dtype": other.dtype}
     copy = kwargs.pop("copy", False) or (len(rest) > 3 and rest.pop(3)) or False
-    device, dtype, _, memory_format = torch._C._nn._parse_to(*rest, **kwargs)
+    device, dtype, _, memory_format = _parse_to(tracer, torch._C._nn._parse_to, rest, kwargs)
     plain = {"dtype": dtype or tensor.dtype, "copy": copy}
     if memory_format is not None:
         plain["memory_format"] = memory_format
@@ -150,6 +150,15 @@ def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         return func(tensor, **plain)
     moved = move(tracer, tensor, place, dtype)
     return moved if memory_format is None else moved.contiguous(memory_format=memory_format)
+
+
+def _parse_to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What nn.Module.to makes of its arguments. A bare number is a GPU, whether torch sees one or not."""
+    if args and isinstance(args[0], int):
+        args = [torch.device("cuda", args[0]), *args[1:]]
+    if isinstance(kwargs.get("device"), int):
+        kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
+    return func(*args, **kwargs)
 
 
 def _cuda(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -224,6 +233,7 @@ _HANDLERS: dict[Any, Handler] = {
     _T.type: _type,
     _T.numpy: _numpy,
     _T.record_stream: _nothing,
+    torch._C._nn._parse_to: _parse_to,
     torch.tensor: _from_data,
     torch.as_tensor: _from_data,
     torch.asarray: _from_data,

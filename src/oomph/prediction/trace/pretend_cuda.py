@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import DefaultDeviceType
 
 from oomph.gpus import GPU
 from oomph.prediction.trace.patching import Patches
@@ -38,6 +39,9 @@ class _Stream:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def synchronize(self, *args: Any) -> None:
         pass
@@ -147,5 +151,20 @@ def pretend(patches: Patches, gpu: GPU, live_bytes: Callable[[], int], mark: Cal
         patches.set(cuda.nvtx, name, nothing)
     patches.set(cuda.nvtx, "range", _Nothing)
     patches.set(cuda.memory, "_record_memory_history", nothing)
-    # The default device of `torch.accelerator` and of checkpointing without tensor arguments.
     patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
+    for name, function in {
+        "is_available": answer(True),
+        "device_count": answer(1),
+        "current_accelerator": answer(torch.device("cuda")),
+        "current_device_index": answer(0),
+        "set_device_index": nothing,
+        "current_stream": lambda *a, **k: _Stream(),
+        "set_stream": nothing,
+        "empty_cache": lambda *a, **k: mark("empty_cache"),
+        "memory_allocated": lambda *a, **k: live_bytes(),
+        "synchronize": nothing,
+    }.items():
+        if hasattr(torch.accelerator, name):
+            patches.set(torch.accelerator, name, function)
+    # Checkpointing asks this when no argument is a tensor, and remembers the answer for good.
+    patches.set(DefaultDeviceType, "_default_device_type", "cuda")
