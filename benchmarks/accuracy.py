@@ -4,6 +4,7 @@ python benchmarks/accuracy.py measure [names...]   # on a GPU; one fresh process
 python benchmarks/accuracy.py predict [names...]   # anywhere
 python benchmarks/accuracy.py table                # Markdown, for the README
 python benchmarks/accuracy.py oplog NAME --out F   # on a GPU; for the divergence finder
+python benchmarks/accuracy.py diverge NAME F       # anywhere: where the prediction parts from that log
 """
 
 from __future__ import annotations

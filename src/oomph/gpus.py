@@ -167,6 +167,8 @@ def find(text: str) -> GPU:
 
     "rtx3090", "3090", "NVIDIA GeForce RTX 3090", "A100-80GB"; "24GiB".
     """
+    if not isinstance(text, str):
+        raise UserError(f"GPU {text!r} is not a name; {_HINT}")
     words = _words(text)
     cards = _spelled("".join(words)) or _spelled_with_size(words)
     if len(cards) == 1:

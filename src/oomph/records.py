@@ -56,7 +56,7 @@ class Event(NamedTuple):
     """One moment of the run, in program order. Edit a list of these and replay it.
 
     `alloc` and `free` carry the id of an Allocation. `mark` carries a label, and an id of -1:
-    "step 2", "forward", "backward", "optimizer", "empty_cache", "enter model.layers.3", "exit model.layers.3".
+    "step 2", "forward", "backward", "optimizer", "empty_cache", "enter layers.3", "exit layers.3".
     """
 
     action: Literal["alloc", "free", "mark"]
@@ -99,6 +99,7 @@ class StepPeak:
     allocated: int
     reserved: int
     end: int
+    device: int = 0  # reserved, and the CUDA context
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,10 @@ class Workload:
     sizes: Mapping[str, int] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, torch.nn.Module):
+            raise UserError(
+                "Workload model is a model; give a function that builds it: model=lambda: MyModel()"
+            )
         for name in ("model", "batch", "loss"):
             if not callable(getattr(self, name)):
                 raise UserError(

@@ -73,6 +73,7 @@ def test_a_prediction_changes_nothing_in_torch():
 
 def test_what_the_program_sets_for_the_whole_process_ends_with_the_trace():
     def main() -> None:
+        torch.empty(1, device="cuda")
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
 
@@ -91,7 +92,9 @@ def test_random_numbers_drawn_by_the_program_are_not_taken_from_the_caller():
         return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
 
     before = states()
-    oomph.predict(lambda: (random.random(), numpy.random.rand(), torch.rand(1), None)[-1])
+    oomph.predict(
+        lambda: (random.random(), numpy.random.rand(), torch.rand(1), torch.rand(1, device="cuda"), None)[-1]
+    )
     assert states() == before
 
 
@@ -198,6 +201,7 @@ def test_a_prediction_inside_a_prediction_is_refused_or_right():
     inner: list[Any] = []
 
     def train() -> None:
+        torch.empty(1, device="cuda")
         try:
             inner.append(oomph.predict(workload()).peak.allocated)
         except oomph.OomphError as error:
@@ -264,3 +268,61 @@ def test_an_eight_billion_parameter_model_is_predicted_in_little_host_memory():
     assert parameters == pytest.approx(8.03e9, rel=0.01)
     assert peak > 4 * 2 * parameters  # weights, gradients and two states, in bfloat16
     assert resident < 1.5 * 2**30
+
+
+def test_an_optimizer_made_before_the_model_was_moved_steps_it_and_is_given_back() -> None:
+    model = nn.Linear(1024, 1024)
+    optimizer = torch.optim.AdamW(model.parameters())
+    own = list(model.parameters())
+
+    def train() -> Callable[[], None]:
+        model.to("cuda")
+        x = torch.randn(8, 1024, device="cuda")
+
+        def step() -> None:
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    stages = dict(oomph.predict(train).by_stage())
+    assert stages["optimizer state"] == 2 * stages["parameters"]
+    assert all(one is other for one, other in zip(model.parameters(), own, strict=True))
+    assert all(one is other for one, other in zip(optimizer.param_groups[0]["params"], own, strict=True))
+    assert not optimizer.state
+
+
+def test_predict_works_inside_inference_mode_and_without_gradients() -> None:
+    with torch.inference_mode():
+        assert oomph.predict(workload()).peak.allocated > 0
+    with torch.no_grad():
+        assert oomph.predict(workload()).peak.allocated > 0
+
+
+def test_settings_that_the_program_makes_end_with_the_trace() -> None:
+    def program() -> None:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.benchmark = True
+        torch.use_deterministic_algorithms(True)
+        torch.autocast("cuda", torch.bfloat16).__enter__()
+        torch.empty(1, device="cuda")
+
+    oomph.predict(program)
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.benchmark
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_autocast_enabled("cuda")
+
+
+def test_another_thread_goes_on_with_real_tensors() -> None:
+    made: list[nn.Module] = []
+
+    def program() -> None:
+        torch.empty(1, device="cuda")
+        other = threading.Thread(target=lambda: made.append(nn.Linear(4, 4).to(torch.float64)))
+        other.start()
+        other.join()
+
+    oomph.predict(program)
+    assert not any(isinstance(tensor, FakeTensor) for tensor in made[0].parameters())

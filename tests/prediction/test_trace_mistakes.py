@@ -9,7 +9,7 @@ from small_programs import line_of, mean_square, workload
 from torch import nn
 
 import oomph
-from oomph import ProgramError, UserError
+from oomph import ProgramError, UserError, Workload
 
 
 class Stray(nn.Module):
@@ -115,3 +115,20 @@ def test_a_model_that_cannot_be_built_gives_its_own_line_and_cause():
         oomph.predict(workload(build))
     assert caught.value.line == line_of(build, "raise")
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_program_that_puts_nothing_on_the_gpu_is_told_so() -> None:
+    with pytest.raises(UserError, match="put nothing on the GPU"):
+        oomph.predict(lambda: torch.randn(3))
+
+
+def test_a_model_is_not_a_target_and_not_a_function_that_builds_one() -> None:
+    with pytest.raises(UserError, match="Workload or a function"):
+        oomph.predict(nn.Linear(3, 3))
+    with pytest.raises(UserError, match="give a function"):
+        Workload(model=nn.Linear(3, 3), batch=lambda device: None)  # type: ignore[arg-type]
+
+
+def test_a_gpu_that_is_a_number_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="is not a name"):
+        oomph.predict(workload(), gpu=24)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy
 import torch
@@ -212,3 +213,68 @@ def test_a_loader_that_pins_its_batches_works() -> None:
             model(x.cuda(non_blocking=True)).sum().backward()
 
     assert oomph.predict(train).peak.allocated > 0
+
+
+def peak_of(program: Callable[[], Any]) -> float:
+    return oomph.predict(program).peak.allocated / MiB
+
+
+def test_a_storage_that_grows_is_counted_at_its_new_size() -> None:
+    assert peak_of(lambda: torch.empty(0, device="cuda").resize_(64 * MiB)) == 256
+
+
+def test_a_result_written_into_an_empty_tensor_is_counted() -> None:
+    def program() -> None:
+        square = torch.randn(1024, 1024, device="cuda")
+        torch.add(square, 1, out=torch.empty(0, device="cuda"))
+
+    assert peak_of(program) == 8
+
+
+def test_a_storage_resized_to_nothing_is_free() -> None:
+    def program() -> None:
+        first = torch.empty(64 * MiB, device="cuda")
+        first.untyped_storage().resize_(0)
+        torch.empty(64 * MiB, device="cuda")
+
+    assert peak_of(program) == 256
+
+
+def test_known_values_are_forgotten_when_a_view_of_them_is_written() -> None:
+    def program() -> None:
+        mask = torch.zeros(64, 64, device="cuda")
+        assert not mask.any()
+        mask[:, 32:] = torch.randn(64, 32, device="cuda")
+        if not mask.any():
+            torch.empty(1, device="cuda")
+
+    assert "taken as false" in notes_of(oomph.predict(program))
+
+
+def test_known_values_are_forgotten_when_a_foreach_op_writes_them() -> None:
+    def program() -> None:
+        weight = torch.zeros(4, device="cuda")
+        torch._foreach_add_([weight], [torch.randn(4, device="cuda")])
+        weight.any().item()
+
+    assert "taken as false" in notes_of(oomph.predict(program))
+
+
+def test_peak_counters_that_the_program_reads_make_sense() -> None:
+    def program() -> None:
+        torch.empty(MiB, device="cuda")
+        assert torch.cuda.max_memory_allocated() >= 4 * MiB
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated() == 0
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+
+    oomph.predict(program)
+
+
+def test_tensors_may_be_compared_and_generators_made() -> None:
+    def program() -> None:
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        drawn = torch.randn(4, device="cuda", generator=generator)
+        assert not torch.equal(drawn, drawn + 1)
+
+    oomph.predict(program)

@@ -158,7 +158,7 @@ def run_steps(target: Target, device: torch.device, steps: int, on_moment: Liste
     if isinstance(target, Workload):
         _run_workload(target, device, steps, on_moment)
     else:
-        _run_function(target, steps, on_moment)
+        _run_function(target, device, steps, on_moment)
 
 
 def _run_workload(workload: Workload, device: torch.device, steps: int, on_moment: Listener) -> None:
@@ -191,15 +191,18 @@ def _run_workload(workload: Workload, device: torch.device, steps: int, on_momen
         on_moment(step, "end")
 
 
-def _run_function(function: Callable[[], Any], steps: int, on_moment: Listener) -> None:
+def _run_function(function: Callable[[], Any], device: torch.device, steps: int, on_moment: Listener) -> None:
     step = function()
-    if not callable(step):
+    if isinstance(step, Workload):
+        return _run_workload(step, device, steps, on_moment)
+    if not callable(step) or isinstance(step, torch.nn.Module):
         on_moment(1, "end")  # the call itself was the whole run
-        return
+        return None
     for number in range(1, steps + 1):
         on_moment(number, "begin")
         step()
         on_moment(number, "end")
+    return None
 
 
 def _read(meter: Meter, step: int, moment: Moment, seconds: float) -> Reading:

@@ -2,8 +2,8 @@
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.11 under its default settings
 (no rounding to powers of two, no garbage collection, unlimited max_split_size, no expandable segments),
-for one device and one stream. What cannot be known without a GPU is where cudaMalloc puts a segment; here
-every new segment lies above all earlier ones. Addresses only decide between free blocks of equal size.
+for one device and one stream. Where cudaMalloc puts a segment decides between free blocks of equal size; as
+seen on a GPU, every new segment lies below all earlier ones.
 """
 
 from __future__ import annotations
@@ -127,7 +127,6 @@ class CachingAllocator:
     `reserved` counts segments. `on_segment` is told ("segment_alloc" or "segment_free", address, size).
     """
 
-    # Expandable segments, should they come: one more keyword here, and another way to grow in `_new_segment`.
     def __init__(self, limit: int | None = None, *, on_segment: SegmentListener | None = None) -> None:
         self.limit = limit
         self.allocated = 0

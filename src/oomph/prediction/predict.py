@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ def predict(
         fits=None if limit is None else refused is None,
         refused=refused,
         peak=_peak(free_run, tracer, allocations, card),
-        steps=free_run.steps,
+        steps=tuple(replace(step, device=step.reserved + card.context) for step in free_run.steps),
         at_peak=free_run.at_peak,
         timeline=free_run.timeline,
         events=tuple(ledger.events),
@@ -93,7 +94,7 @@ def _trace(
         try:
             if isinstance(target, Workload):
                 program.run_workload(target, tracer, progress)
-            elif callable(target):
+            elif callable(target) and not isinstance(target, torch.nn.Module):
                 program.run_function(target, tracer, progress)
             else:
                 raise UserError(

@@ -20,7 +20,7 @@ Progress = Callable[[str, float | None], None]
 
 
 def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None:
-    """The step of DESIGN: build on the host, move, then three times forward, backward, update."""
+    """Build on the host, move to the GPU, then three times forward, backward, update."""
     progress("building the model", None)
     model = workload.model()
     if not isinstance(model, torch.nn.Module):
@@ -77,6 +77,8 @@ def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress
                 result()
 
         _repeat(step, tracer)
+    if not tracer.ledger.drafts:
+        raise UserError("the program put nothing on the GPU; build its model and data on device 'cuda'")
 
 
 def _done(step: int, part: float) -> float:

@@ -29,7 +29,13 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "fits": prediction.fits,
         "refused": None if prediction.refused is None else _allocation(prediction.refused),
         "steps": [
-            {"step": one.step, "allocated": one.allocated, "reserved": one.reserved, "end": one.end}
+            {
+                "step": one.step,
+                "allocated": one.allocated,
+                "reserved": one.reserved,
+                "device": one.device,
+                "end": one.end,
+            }
             for one in prediction.steps
         ],
         "stages": [{"stage": stage, "bytes": size} for stage, size in prediction.by_stage()],

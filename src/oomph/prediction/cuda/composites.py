@@ -16,6 +16,7 @@ import torch
 from oomph.gpus import GPU
 from oomph.prediction.cuda import recurrent
 from oomph.prediction.cuda.attention import attention_like_cuda
+from oomph.prediction.cuda.normalization import partial_sums
 
 aten = torch.ops.aten
 
@@ -43,7 +44,7 @@ def cuda_composites(
     ) -> torch.Tensor:
         same_type = weight is None or weight.dtype == input.dtype
         if on_gpu(input) and same_type and input.dtype != torch.float64:
-            return _FusedRmsNorm.apply(input, weight, len(normalized_shape))
+            return _FusedRmsNorm.apply(input, weight, len(normalized_shape), gpu)
         return aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
 
     def attention(
@@ -98,7 +99,10 @@ class _FusedRmsNorm(torch.autograd.Function):
     """aten::_fused_rms_norm, which has no fake kernel: the result, and 1/rms in float32 kept for backward."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dims: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dims: int, gpu: GPU
+    ) -> torch.Tensor:
+        ctx.gpu, ctx.width = gpu, math.prod(input.shape[input.dim() - dims :])
         rows = input.shape[: input.dim() - dims]
         rstd = input.new_empty((math.prod(rows), 1), dtype=torch.float32)
         ctx.save_for_backward(input, weight, rstd)
@@ -107,4 +111,10 @@ class _FusedRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         input, weight, _ = ctx.saved_tensors
-        return torch.empty_like(input), torch.empty_like(weight) if weight is not None else None, None
+        if weight is None:
+            return torch.empty_like(input), None, None, None
+        grads = torch.empty_like(input), torch.empty_like(weight)
+        sums = partial_sums(input, ctx.width, [weight], ctx.gpu)
+        held = [input.new_empty(size, dtype=torch.uint8) for size in sums if size > 0]
+        del held
+        return *grads, None, None

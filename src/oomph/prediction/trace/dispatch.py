@@ -94,6 +94,8 @@ class DispatchMode(TorchDispatchMode):
             self._check_devices(func, tensors)
         if func is aten._local_scalar_dense.default:
             return estimates.scalar(tracer, args[0])
+        if func is aten.equal.default:
+            return estimates.equality(tracer, *args[:2])
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             return self.host.copy_in(args[0], args[1])
 
@@ -131,7 +133,9 @@ class DispatchMode(TorchDispatchMode):
             on_host = HOST_OUTPUTS[func](args, kwargs)
             results = [result for index, result in enumerate(results) if index not in on_host]
         for tensor in tensors_in(results, {}):
-            if not any(tensor is known for known in given):  # written in place, wherever it is
+            if any(tensor is known for known in given):  # written in place, wherever it is
+                self.tracer.rebook(tensor, name)
+            else:
                 self.tracer.book(tensor, name)
         self.workspaces.after(func, args)
         self._book_temporaries(name, temporaries_of(func, args, kwargs, self.tracer.gpu))

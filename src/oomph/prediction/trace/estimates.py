@@ -28,9 +28,19 @@ def scalar(tracer: Tracer, tensor: torch.Tensor) -> bool | int | float:
         tracer.ledger.note("a condition on values of the GPU is taken as false", site)
         return False
     if tensor.dtype.is_floating_point:
-        return 1.0  # almost always a loss or a norm to print: no note
+        tracer.ledger.note("numbers read from the GPU (a loss to print, a norm) are taken as 1.0")
+        return 1.0
     tracer.ledger.note("a whole number read from the GPU is taken as 1", site)
     return 1
+
+
+def equality(tracer: Tracer, left: torch.Tensor, right: torch.Tensor) -> bool:
+    """`torch.equal`. Rule, where the values are not known: they differ."""
+    known = tracer.values.of(left), tracer.values.of(right)
+    if known[0] is not None and known[1] is not None:
+        return bool(torch.equal(known[0], known[1]))
+    tracer.ledger.note("tensors of the GPU are taken as not equal", find_site(tracer.boundary)[0])
+    return False
 
 
 def unknown_shape(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,6 +58,7 @@ def follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tra
     running: list[contextlib.AbstractContextManager[None]] = []
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        _use_twins(patches, tracer, optimizer)
         running.append(tracer.doing("optimizer"))
         running[-1].__enter__()
 
@@ -68,6 +71,21 @@ def follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tra
         optim.register_optimizer_step_post_hook(after),
     ):
         stack.callback(handle.remove)
+
+
+def _use_twins(patches: Patches, tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer made before its model was moved steps what the model has become, as on CUDA."""
+    for group in optimizer.param_groups:
+        own = group["params"]
+        if any(id(parameter) in tracer.twins for parameter in own):
+            patches.callback(functools.partial(group.update, params=own))
+            patches.callback(functools.partial(_forget_twins, tracer, optimizer))
+            group["params"] = [tracer.twins.get(id(p), (p, p))[1] for p in own]
+
+
+def _forget_twins(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    for _, twin in tracer.twins.values():
+        optimizer.state.pop(twin, None)
 
 
 def _mark_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
@@ -89,6 +107,8 @@ def remember_parameters(patches: Patches, tracer: Tracer) -> None:
     make = torch.nn.Parameter.__new__
 
     def new(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
+        if threading.get_ident() != tracer.thread:
+            return make(cls, data, requires_grad)
         if (
             data is not None
             and not isinstance(data, FakeTensor)
@@ -112,7 +132,7 @@ def remember_parameters(patches: Patches, tracer: Tracer) -> None:
         self: torch.nn.Module, name: str, tensor: torch.Tensor | None, *args: Any, **kwargs: Any
     ) -> None:
         register(self, name, tensor, *args, **kwargs)
-        if tensor is not None:
+        if tensor is not None and threading.get_ident() == tracer.thread:
             tracer.buffer_sites[tensor] = find_site(tracer.boundary)[0]
 
     patches.set(torch.nn.Module, "register_buffer", register_buffer)

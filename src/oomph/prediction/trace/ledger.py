@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -52,6 +52,9 @@ class Draft:
         )
 
 
+Describe = Callable[[int, int, torch.Tensor], Draft]  # of an id, a size in bytes and the tensor
+
+
 class Ledger:
     """Storages are known by their C++ identity; a weak reference tells when one is gone."""
 
@@ -60,6 +63,7 @@ class Ledger:
         self.drafts: list[Draft] = []
         self.notes: dict[Note, None] = {}  # in order, each once
         self.live_bytes = 0
+        self.peak_bytes = 0  # as torch.cuda.max_memory_allocated tells the program
         self._storages: dict[int, tuple[Draft, weakref.ref[torch.UntypedStorage]]] = {}
 
     def mark(self, label: str) -> None:
@@ -79,31 +83,52 @@ class Ledger:
     def alive(self) -> Iterator[Draft]:
         return (draft for draft, _ in self._storages.values())
 
-    def adopt(
-        self, tensor: torch.Tensor, describe: Callable[[int, int, torch.Tensor], Draft]
-    ) -> Draft | None:
+    def adopt(self, tensor: torch.Tensor, describe: Describe) -> Draft | None:
         """Book the tensor's storage as a new allocation, unless it is known already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
             return None
         draft = describe(len(self.drafts), storage.nbytes(), tensor)
-        self.drafts.append(draft)
-        self.events.append(Event("alloc", draft.id))
-        self.live_bytes += draft.bytes
+        self.hold(draft)
+        self._watch(storage, draft)
+        return draft
 
-        def gone(_: object, key: int = key, draft: Draft = draft) -> None:
+    def _watch(self, storage: torch.UntypedStorage, draft: Draft) -> None:
+        key = storage._cdata
+
+        def gone(_: object) -> None:
             del self._storages[key]
             self._free(draft)
 
         self._storages[key] = (draft, weakref.ref(storage, gone))
-        return draft
+
+    def rebook(self, tensor: torch.Tensor, describe: Describe) -> None:
+        """After an op that may have resized the tensor's storage: a storage of another size is a new one."""
+        key = tensor.untyped_storage()._cdata
+        entry = self._storages.get(key)
+        if entry is not None and entry[0].bytes != tensor.untyped_storage().nbytes():
+            del self._storages[key]
+            self.adopt(tensor, describe)  # the new one is there before the old one goes
+            self._free(entry[0])
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """The same for a storage that was resized by itself."""
+        entry = self._storages.get(storage._cdata)
+        if entry is None or entry[0].bytes == size:
+            return
+        old = entry[0]
+        new = replace(old, id=len(self.drafts), bytes=size)
+        self.hold(new)
+        self._free(old)
+        self._watch(storage, new)
 
     def hold(self, draft: Draft) -> None:
         """Book an allocation that no tensor shows, kept until `release` or for good."""
         self.drafts.append(draft)
         self.events.append(Event("alloc", draft.id))
         self.live_bytes += draft.bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def release(self, draft: Draft) -> None:
         self._free(draft)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +12,21 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph.prediction.trace.patching import Patches
+from oomph.prediction.trace.tracer import Tracer
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
-def move_modules_in_place(patches: Patches, buffer_sites: Any) -> None:
+def move_modules_in_place(patches: Patches, tracer: Tracer) -> None:
     """torch swaps fake parameters for new ones, which fails once anything refers to them."""
-    twins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # real parameter -> the fake that stands for it
+    twins, buffer_sites = tracer.twins, tracer.buffer_sites
     undo: list[Callable[[], object]] = []
 
+    original = nn.Module._apply
+
     def apply(module: nn.Module, fn: Convert, recurse: bool = True) -> nn.Module:
+        if threading.get_ident() != tracer.thread:
+            return original(module, fn, recurse)
         if recurse:
             for child in module.children():
                 child._apply(fn)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,11 @@ class ModuleStack:
         """Push and pop around every module call for as long as `patches` last."""
         call = nn.Module.__call__
 
+        thread = threading.get_ident()
+
         def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return call(module, *args, **kwargs)
             self.name(module)
             path = self._names[id(module)]
             is_block = id(module) in self._blocks

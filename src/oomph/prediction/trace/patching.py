@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Patches:
-    """Attributes replaced on entry order, put back in reverse order on exit, whatever happened between."""
+    """Attributes replaced one after the other, and put back in reverse order, whatever happened between."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()

@@ -6,6 +6,7 @@ Nothing here reaches a driver: on a machine with a real GPU, a trace leaves it a
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch.utils.checkpoint import DefaultDeviceType
 
 from oomph.gpus import GPU
+from oomph.prediction.trace.ledger import Ledger
 from oomph.prediction.trace.patching import Patches
 
 DEVICE = torch.device("cuda:0")
@@ -79,9 +81,10 @@ class _Nothing(contextlib.ContextDecorator):
         pass
 
 
-def pretend(patches: Patches, gpu: GPU, live_bytes: Callable[[], int], mark: Callable[[str], None]) -> None:
+def pretend(patches: Patches, gpu: GPU, ledger: Ledger) -> None:
     """Answer torch.cuda's questions from the catalogue for as long as `patches` last."""
     cuda = torch.cuda
+    mark = ledger.mark
     major, minor = gpu.capability
     properties = SimpleNamespace(
         name=gpu.title,
@@ -100,6 +103,9 @@ def pretend(patches: Patches, gpu: GPU, live_bytes: Callable[[], int], mark: Cal
     def nothing(*args: Any, **kwargs: Any) -> None:
         return None
 
+    def reset_peak(*args: Any, **kwargs: Any) -> None:
+        ledger.peak_bytes = ledger.live_bytes
+
     def answer(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
 
@@ -117,12 +123,22 @@ def pretend(patches: Patches, gpu: GPU, live_bytes: Callable[[], int], mark: Cal
         "get_device_capability": answer(gpu.capability),
         "get_device_properties": answer(properties),
         "get_arch_list": answer([f"sm_{major}{minor}"]),
-        "memory_allocated": lambda *a, **k: live_bytes(),
-        "max_memory_allocated": lambda *a, **k: live_bytes(),
-        "memory_reserved": lambda *a, **k: live_bytes(),
-        "max_memory_reserved": lambda *a, **k: live_bytes(),
-        "mem_get_info": lambda *a, **k: (max(gpu.memory - live_bytes(), 0), gpu.memory),
-        "memory_stats": lambda *a, **k: {},
+        "memory_allocated": lambda *a, **k: ledger.live_bytes,
+        "max_memory_allocated": lambda *a, **k: ledger.peak_bytes,
+        "memory_reserved": lambda *a, **k: ledger.live_bytes,
+        "max_memory_reserved": lambda *a, **k: ledger.peak_bytes,
+        "mem_get_info": lambda *a, **k: (max(gpu.memory - ledger.live_bytes, 0), gpu.memory),
+        "memory_stats": lambda *a, **k: defaultdict(
+            int,
+            {
+                "allocated_bytes.all.current": ledger.live_bytes,
+                "allocated_bytes.all.peak": ledger.peak_bytes,
+                "reserved_bytes.all.current": ledger.live_bytes,
+                "reserved_bytes.all.peak": ledger.peak_bytes,
+            },
+        ),
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
         "memory_summary": answer(""),
         "empty_cache": lambda *a, **k: mark("empty_cache"),
         "get_rng_state": rng_state,
@@ -139,8 +155,8 @@ def pretend(patches: Patches, gpu: GPU, live_bytes: Callable[[], int], mark: Cal
         "utilization": answer(0),
     }
     silent = (
-        "init _lazy_init synchronize set_device reset_peak_memory_stats reset_accumulated_memory_stats "
-        "reset_max_memory_allocated reset_max_memory_cached manual_seed manual_seed_all seed seed_all "
+        "init _lazy_init synchronize set_device reset_accumulated_memory_stats "
+        "reset_max_memory_cached manual_seed manual_seed_all seed seed_all "
         "set_rng_state set_rng_state_all set_stream ipc_collect set_per_process_memory_fraction"
     ).split()
     answers |= dict.fromkeys(silent, nothing)
@@ -161,7 +177,7 @@ def pretend(patches: Patches, gpu: GPU, live_bytes: Callable[[], int], mark: Cal
         "current_stream": lambda *a, **k: _Stream(),
         "set_stream": nothing,
         "empty_cache": lambda *a, **k: mark("empty_cache"),
-        "memory_allocated": lambda *a, **k: live_bytes(),
+        "memory_allocated": lambda *a, **k: ledger.live_bytes,
         "synchronize": nothing,
     }.items():
         if hasattr(torch.accelerator, name):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,15 +38,37 @@ def keep_default_device(patches: Patches, placement: PlacementMode) -> None:
 
 def keep_defaults(patches: Patches) -> None:
     """What the program sets for the whole process, and the random numbers it draws, end with the trace."""
-    dtype, gradients, drawn = torch.get_default_dtype(), torch.is_grad_enabled(), random.getstate()
-    patches.callback(lambda: torch.set_default_dtype(dtype))
-    patches.callback(lambda: torch.set_grad_enabled(gradients))
-    patches.callback(lambda: random.setstate(drawn))
+    settings: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
+        (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+        (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+        (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+        (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+        (random.getstate, random.setstate),
+    ]
+    for device in ("cuda", "cpu"):
+        settings.append(
+            (
+                functools.partial(torch.is_autocast_enabled, device),
+                functools.partial(torch.set_autocast_enabled, device),
+            )
+        )
+    for owner, name in (
+        (torch.backends.cuda.matmul, "allow_tf32"),
+        (torch.backends.cudnn, "allow_tf32"),
+        (torch.backends.cudnn, "benchmark"),
+    ):
+        settings.append((functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)))
     if "numpy" in sys.modules:
         import numpy
 
-        state = numpy.random.get_state()
-        patches.callback(lambda: numpy.random.set_state(state))
+        settings.append((numpy.random.get_state, numpy.random.set_state))
+    for read, write in settings:
+        patches.callback(functools.partial(write, read()))
 
 
 def answer_device(patches: Patches, tracer: Tracer) -> None:
@@ -133,3 +157,26 @@ def save_nothing(patches: Patches, tracer: Tracer) -> None:
         tracer.ledger.note("torch.save writes nothing during a trace", find_site(tracer.boundary)[0])
 
     patches.set(torch, "save", save)
+
+
+def follow_resized_storages(patches: Patches, tracer: Tracer) -> None:
+    """storage.resize_ is not an op: sharded training frees and refills parameters with it."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        with torch._C.DisableTorchFunction():
+            tracer.ledger.resized(storage, size)
+        return result
+
+    patches.set(torch.UntypedStorage, "resize_", resize_)
+
+
+def make_generators_on_the_host(patches: Patches) -> None:
+    """A random generator of the GPU needs a driver; its numbers are not drawn in a trace."""
+
+    class Generator(torch.Generator):
+        def __new__(cls, device: Any = None) -> Any:
+            return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+
+    patches.set(torch, "Generator", Generator)

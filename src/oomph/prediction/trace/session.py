@@ -27,15 +27,16 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
     with contextlib.ExitStack() as stack:
         stack.callback(tracer.ledger.close)
         patches = stack.enter_context(Patches())
-        ledger = tracer.ledger
         tracer.log = log
-        pretend_cuda.pretend(patches, gpu, lambda: ledger.live_bytes, ledger.mark)
+        pretend_cuda.pretend(patches, gpu, tracer.ledger)
+        stack.enter_context(torch.inference_mode(False))  # the caller's own modes are not the program's
+        stack.enter_context(torch.enable_grad())
         placement, dispatch = PlacementMode(tracer), DispatchMode(tracer)
         hooks.run_saved_tensor_hooks_as_program(patches, placement)
         hooks.follow_backward(patches, tracer)
         hooks.follow_optimizers(patches, stack, tracer)
         hooks.remember_parameters(patches, tracer)
-        move_modules_in_place(patches, tracer.buffer_sites)
+        move_modules_in_place(patches, tracer)
         hooks.keep_function_mode_on(patches)
         program_view.keep_default_device(patches, placement)
         program_view.answer_device(patches, tracer)
@@ -43,6 +44,8 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         program_view.hide_the_trace(patches)
         program_view.format_scalars(patches)
         program_view.save_nothing(patches, tracer)
+        program_view.make_generators_on_the_host(patches)
+        program_view.follow_resized_storages(patches, tracer)
         program_view.run_compiled_as_eager(patches, tracer)
         patches.set(torch.nn.RNNBase, "flatten_parameters", recurrent.flatten_parameters(tracer.on_gpu))
         tracer.modules.follow(patches, tracer.boundary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import sysconfig
 from functools import lru_cache
@@ -13,8 +14,8 @@ import torch
 from oomph.records import Site
 
 # Frames that only carry a call through: what the reader wants is the line that called them.
-_TORCH = str(Path(torch.__file__).parent)
-_TRACER = str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_TRACER = str(Path(__file__).parent.parent) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _CARRIERS = ("einops", "typing_extensions", "jaxtyping", "beartype", "opt_einsum", "triton")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.gpus import GPU
-from oomph.prediction.trace.ledger import Draft, Ledger
+from oomph.prediction.trace.ledger import Describe, Draft, Ledger
 from oomph.prediction.trace.module_stack import ModuleStack
 from oomph.prediction.trace.oplog import OpLog
 from oomph.prediction.trace.sites import Boundary, find_site, in_loss_function
@@ -29,6 +30,7 @@ class Tracer:
 
     def __init__(self, gpu: GPU) -> None:
         self.gpu = gpu
+        self.thread = threading.get_ident()  # other threads of the process go on as if there were no trace
         # The fake tensors say "cpu" to torch: on device "cuda" autograd would look for a CUDA driver.
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.ledger = Ledger()
@@ -48,6 +50,8 @@ class Tracer:
         self.parameter_sites = WeakIdKeyDictionary()  # parameter -> the line that made it
         self.buffer_sites = WeakIdKeyDictionary()  # buffer -> the line that registered it
         self.log: OpLog | None = None
+        # Parameters of a model that existed before the trace, and the fakes that stand for them in it.
+        self.twins: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
         self.parameter_names: dict[int, str] = {}
 
     # -- where ----------------------------------------------------------------------------------------
@@ -144,7 +148,13 @@ class Tracer:
 
     def book(self, tensor: torch.Tensor, op: str) -> None:
         """Book a result of `op` as on the GPU, if its storage is new."""
+        self.ledger.adopt(tensor, self._describe(op))
 
+    def rebook(self, tensor: torch.Tensor, op: str) -> None:
+        """Book a tensor that `op` wrote into again, if its storage was resized."""
+        self.ledger.rebook(tensor, self._describe(op))
+
+    def _describe(self, op: str) -> Describe:
         def describe(id: int, size: int, tensor: torch.Tensor) -> Draft:
             site, path, stage = self.who()
             kinds: dict[Stage, Kind] = {
@@ -152,12 +162,11 @@ class Tracer:
                 "backward": "temporary",
                 "optimizer step": "temporary",
             }
+            kind = kinds.get(stage, "activation")
             shape, dtype = tuple(tensor.shape), _dtype_name(tensor.dtype)
-            return Draft(
-                id, size, shape, dtype, op, path, site, stage, self.step, kinds.get(stage, "activation")
-            )
+            return Draft(id, size, shape, dtype, op, path, site, stage, self.step, kind)
 
-        self.ledger.adopt(tensor, describe)
+        return describe
 
     def book_workspace(self, size: int, op: str) -> Draft:
         """Book bytes that no tensor shows; the caller releases them, or they stay for good."""
@@ -184,8 +193,8 @@ class Tracer:
 
     def imitate(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake twin of a real tensor, on the host."""
-        with torch._C.DisableTorchFunction(), torch.no_grad():
-            fake = self.fake_mode.from_tensor(tensor.detach())
+        with torch._C.DisableTorchFunction(), self.fake_mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         if isinstance(tensor, torch.nn.Parameter):
             return torch.nn.Parameter(fake, tensor.requires_grad)
         return fake

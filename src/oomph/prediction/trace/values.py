@@ -48,15 +48,14 @@ class Values:
 
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()
-        self._spoilt = WeakIdKeyDictionary()  # storages of values that were overwritten with the unknown
+        self._spoilt = WeakIdKeyDictionary()  # storages that were written with something unknown
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if not isinstance(tensor, FakeTensor):
             return tensor if tensor.device.type == "cpu" else None
-        value = self._known.get(tensor)
-        if value is None or value.untyped_storage() in self._spoilt:
+        if tensor.untyped_storage() in self._spoilt:
             return None
-        return value
+        return self._known.get(tensor)
 
     def put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         self._known[tensor] = value
@@ -80,17 +79,17 @@ class Values:
             or not all(map(_worth_keeping, results))
             or torch.Tag.nondeterministic_seeded in func.tags
         ):
-            return self._forget(func, args)
+            return self._forget(func, args, kwargs)
         if given:
             known = func in _MAKERS_LIKE or all(self.of(tensor) is not None for tensor in given)
         else:
             known = func in _MAKERS
         if not known:
-            return self._forget(func, args)
+            return self._forget(func, args, kwargs)
         try:
             real = func(*self._real(args), **self._real_options(kwargs))
         except Exception:  # a value is only a help: without it a rule decides
-            return self._forget(func, args)
+            return self._forget(func, args, kwargs)
         reals = real if isinstance(real, (list, tuple)) else (real,)
         for fake, value in zip(
             results, (item for item in reals if isinstance(item, torch.Tensor)), strict=False
@@ -99,11 +98,16 @@ class Values:
                 self._known[fake] = value
         return None
 
-    def _forget(self, func: OpOverload, args: Sequence[Any]) -> None:
-        if func._schema.is_mutable and args and isinstance(args[0], FakeTensor):
-            value = self._known.get(args[0])
-            if value is not None:
-                self._spoilt[value.untyped_storage()] = True
+    def _forget(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Whatever the op wrote into, views of it and all, is no longer known."""
+        if not func._schema.is_mutable:
+            return
+        for position, parameter in enumerate(func._schema.arguments):
+            if parameter.alias_info is not None and parameter.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(parameter.name)
+                for tensor in given if isinstance(given, (list, tuple)) else (given,):
+                    if isinstance(tensor, FakeTensor):
+                        self._spoilt[tensor.untyped_storage()] = True
 
     def _real(self, args: Sequence[Any]) -> list[Any]:
         def real(arg: Any) -> Any:
