@@ -26,7 +26,6 @@ from oomph.units import GiB, KiB, MiB, TiB, format_bytes, parse_bytes
         ("1TB", 10**12),
         ("7B", 7),
         ("7b", 7),
-        ("1024", 1024),
         (1024, 1024),
     ],
 )

@@ -34,7 +34,7 @@ _LARGEST = 1 << 60
 
 
 def parse_bytes(text: str | int) -> int:
-    """The bytes that `text` stands for: "24GiB", "1.5 gib", "80GB", or a plain number of bytes.
+    """The bytes that `text` stands for: "24GiB", "1.5 gib", "80GB"; an int is a number of bytes.
 
     Fractions of a byte are dropped. Zero and negative sizes are refused.
     """
@@ -45,6 +45,8 @@ def parse_bytes(text: str | int) -> int:
     if match is None:
         raise UserError(f"size {_shown(given)} is not valid; {_VALID}")
     number, unit = match.groups()
+    if not unit and isinstance(text, str):
+        raise UserError(f"size {_shown(given)} has no unit; {_VALID}")
     if unit.lower() in ("k", "m", "g", "t"):
         letter = unit.upper()
         raise UserError(

@@ -27,7 +27,14 @@ _FLOAT_DTYPES = {
 
 def default_loss(model: Any, batch: Any) -> torch.Tensor:
     """`model(**batch).loss`, as Hugging Face models give it."""
-    return model(**batch).loss
+    advice = "give loss=lambda model, batch: ..."
+    if not isinstance(batch, Mapping):
+        given = "tensor" if isinstance(batch, torch.Tensor) else type(batch).__name__
+        raise UserError(f"the default loss is model(**batch).loss, but the batch is a {given}; {advice}")
+    loss = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise UserError(f"the default loss is model(**batch).loss, but the model returned no loss; {advice}")
+    return loss
 
 
 def default_optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -74,8 +81,7 @@ class Workload:
             raise UserError(f"Workload accumulate={self.accumulate!r} is not valid; give a whole number >= 1")
         object.__setattr__(self, "dtype", float_dtype(self.dtype, "dtype"))
         object.__setattr__(self, "autocast", float_dtype(self.autocast, "autocast"))
-        if self.sizes is not None:
-            self._check_sizes(self.sizes)
+        self._check_sizes(self.sizes or {})
 
     def make_batch(self, device: torch.device) -> Any:
         """The batch on `device`, at the Workload's own sizes."""
@@ -86,11 +92,16 @@ class Workload:
         if wrong:
             raise UserError(f"Workload sizes={wrong!r} is not valid; each size is a whole number >= 1")
         try:
-            inspect.signature(self.batch).bind(None, **sizes)
+            signature = inspect.signature(self.batch)
+        except ValueError:  # built in: cannot be asked
+            return
+        try:
+            signature.bind(None, **sizes)
         except TypeError as error:
+            arguments = ", ".join(["device", *sizes])
             raise UserError(
-                f"Workload batch does not take sizes {sorted(sizes)} ({error}); "
-                f"write batch=lambda device, {', '.join(sizes)}: ..."
+                f"Workload batch cannot be called with ({arguments}): {error}; "
+                f"write batch=lambda {arguments}: ..."
             ) from None
 
 

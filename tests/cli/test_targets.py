@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -180,3 +181,14 @@ def test_an_exit_during_the_import_is_the_programs_own(program):
 def test_a_workload_that_refuses_its_arguments_says_where_it_is_made(program):
     program("\nfrom oomph.workload import Workload\nw = Workload(model=3, batch=lambda device: {})\n")
     assert _refusal("train.py:w").startswith("train.py:3: Workload model=3 is not callable;")
+
+
+def test_a_file_that_chooses_its_device_when_imported_chooses_the_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "chooses.py"
+    file.write_text(
+        "import torch\n"
+        "device = 'cuda' if torch.cuda.is_available() else 'cpu'\n"
+        "def train():\n    return lambda: torch.empty(1024, device=device)\n"
+    )
+    with open_target(f"{file}:train") as target:
+        assert target.__globals__["device"] == "cuda"  # type: ignore[union-attr]

@@ -36,7 +36,7 @@ def predict_step(step: Callable[[nn.Module, torch.Tensor], Any], width: int = 64
         x = torch.randn(32, width, device="cuda")
         return lambda: step(model, x)
 
-    return oomph.predict(train)
+    return oomph.predict(train, gpu="h200")
 
 
 def line_of(function: Callable[..., Any], text: str) -> int:

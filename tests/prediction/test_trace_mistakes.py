@@ -132,3 +132,30 @@ def test_a_model_is_not_a_target_and_not_a_function_that_builds_one() -> None:
 def test_a_gpu_that_is_a_number_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match="is not a name"):
         oomph.predict(workload(), gpu=24)  # type: ignore[arg-type]
+
+
+def test_a_second_gpu_is_an_invalid_device_as_on_a_machine_with_one() -> None:
+    with pytest.raises(ProgramError, match="invalid device ordinal"):
+        oomph.predict(lambda: torch.empty(1, device="cuda:1"))
+
+
+def test_the_default_loss_says_what_it_needs() -> None:
+    with pytest.raises(UserError, match="the batch is a tensor"):
+        oomph.predict(Workload(lambda: nn.Linear(4, 4), lambda device: torch.ones(2, 4, device=device)))
+    with pytest.raises(UserError, match="returned no loss"):
+        oomph.predict(
+            Workload(lambda: nn.Linear(4, 4), lambda device: {"input": torch.ones(2, 4, device=device)})
+        )
+
+
+def test_a_batch_function_that_does_not_take_the_device_is_refused_at_once() -> None:
+    with pytest.raises(UserError, match="write batch=lambda device"):
+        Workload(lambda: nn.Linear(4, 4), lambda: None)
+
+
+def test_a_shape_mismatch_reads_as_on_a_gpu() -> None:
+    def wrong(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch[:, :32]).sum()
+
+    with pytest.raises(ProgramError, match=r"mat1 and mat2 shapes cannot be multiplied \(32x32 and 64x64\)"):
+        oomph.predict(workload(loss=wrong))

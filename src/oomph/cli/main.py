@@ -54,7 +54,8 @@ def predict(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="file.py:name or package.module:name; name is a Workload, or a function that returns one.",
+            help="file.py:name or package.module:name; name is a Workload, a function that returns one, "
+            "or a function that sets up and returns the step.",
         ),
     ],
     gpu: Annotated[

@@ -19,7 +19,10 @@ from oomph.errors import OomphError, ProgramError, UserError
 if TYPE_CHECKING:
     from oomph.workload import Workload
 
-VALID = "give file.py:name or package.module:name, where name is a Workload or a function that returns one"
+VALID = (
+    "give file.py:name or package.module:name, where name is a Workload, a function that returns one, "
+    "or a function that sets up and returns the step"
+)
 
 
 @contextmanager
@@ -40,6 +43,19 @@ def open_target(target: str) -> Iterator[Workload | Callable[[], Any]]:
             for taken in _module_names(source):
                 if taken not in modules:
                     sys.modules.pop(taken, None)
+
+
+@contextmanager
+def _cuda_seems_available() -> Iterator[None]:
+    """Many programs choose their device when they are imported; they are predicted for a GPU."""
+    import torch
+
+    answer = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_available = answer
 
 
 def split_target(target: str) -> tuple[str, str]:
@@ -123,7 +139,7 @@ def _import_file(source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _as_program_error(source):
+        with _as_program_error(source), _cuda_seems_available():
             spec.loader.exec_module(module)
     except ProgramError:
         sys.modules.pop(name, None)
@@ -135,7 +151,7 @@ def _import_module(source: str) -> ModuleType:
     if not all(part.isidentifier() for part in source.split(".")):
         raise UserError(f"module {source!r} is not a valid module name; {VALID}")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    with _as_program_error(source):
+    with _as_program_error(source), _cuda_seems_available():
         try:
             return importlib.import_module(source)
         except ModuleNotFoundError as error:

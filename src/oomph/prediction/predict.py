@@ -16,6 +16,7 @@ from oomph import gpus
 from oomph.errors import OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
+from oomph.prediction.remarks import remarks
 from oomph.prediction.replay import Replay, replay
 from oomph.prediction.trace.dispatch import WrongDevice
 from oomph.prediction.trace.oplog import OpLog
@@ -66,7 +67,7 @@ def predict(
         timeline=free_run.timeline,
         events=tuple(ledger.events),
         allocations=allocations,
-        notes=tuple(ledger.notes),
+        notes=(*ledger.notes, *remarks(card, gpu is not None, free_run, ledger.events, allocations)),
         seconds=time.perf_counter() - began,
     )
 
@@ -164,5 +165,4 @@ def _program_error(error: Exception) -> ProgramError:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_internal(frame.filename)]
     file, line = (own[-1].filename, own[-1].lineno) if own else (None, None)
-    name = "RuntimeError" if isinstance(error, WrongDevice) else type(error).__name__  # as CUDA calls it
-    return ProgramError(f"{name}: {error}", file, line)
+    return ProgramError(f"{type(error).__name__}: {error}", file, line)

@@ -184,3 +184,8 @@ class WrongDevice(RuntimeError):
     def __init__(self, message: str, tensor: torch.Tensor) -> None:
         super().__init__(message)
         self.tensor = tensor
+
+
+# In a traceback it is what the program would have met on a GPU.
+WrongDevice.__name__ = WrongDevice.__qualname__ = "RuntimeError"
+WrongDevice.__module__ = "builtins"

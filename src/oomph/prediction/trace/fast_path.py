@@ -128,7 +128,12 @@ class FastPath:
 
     def _product(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         left, right = args[-2:] if func is aten.addmm.default else args[:2]
-        if kwargs or not _all_fake(args) or left.dtype != right.dtype or left.shape[-1] != right.shape[-2]:
+        if kwargs or not _all_fake(args) or left.dtype != right.dtype:
+            return NotImplemented
+        if left.dim() == right.dim() == 2 and left.shape[1] != right.shape[0]:
+            sizes = " and ".join("x".join(map(str, matrix.shape)) for matrix in (left, right))
+            raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({sizes})")  # in CUDA's words
+        if left.shape[-1] != right.shape[-2]:
             return NotImplemented
         if left.dim() != right.dim() or left.shape[:-2] != right.shape[:-2]:
             return NotImplemented

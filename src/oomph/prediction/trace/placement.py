@@ -87,7 +87,10 @@ class PlacementMode(TorchFunctionMode):
 
 def place_of(device: Any) -> Place | None:
     """The place a device argument names; None for one that is neither (meta)."""
-    kind = "cuda" if isinstance(device, int) else torch.device(device).type
+    asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    kind = asked.type
+    if kind == "cuda" and asked.index:
+        raise RuntimeError(f"CUDA error: invalid device ordinal ({asked} was asked for; one GPU is traced)")
     return {"cuda": "gpu", "cpu": "host"}.get(kind)  # type: ignore[return-value]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import torch
@@ -28,6 +29,8 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         stack.callback(tracer.ledger.close)
         patches = stack.enter_context(Patches())
         tracer.log = log
+        # It logs the inner workings of every shape error; the error itself is enough.
+        patches.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
         pretend_cuda.pretend(patches, gpu, tracer.ledger)
         stack.enter_context(torch.inference_mode(False))  # the caller's own modes are not the program's
         stack.enter_context(torch.enable_grad())
