@@ -58,6 +58,8 @@ class Values:
         return self._known.get(tensor)
 
     def put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """State the values of a tensor, whatever was written into it before."""
+        self._spoilt.pop(tensor.untyped_storage(), None)
         self._known[tensor] = value
 
     def follow(
