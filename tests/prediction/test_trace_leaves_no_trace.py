@@ -313,6 +313,8 @@ def test_settings_that_the_program_makes_end_with_the_trace() -> None:
     assert not torch.backends.cudnn.benchmark
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.is_autocast_enabled("cuda")
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
 
 
 def test_another_thread_goes_on_with_real_tensors() -> None:

@@ -48,6 +48,7 @@ def keep_defaults(patches: Patches) -> None:
         (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
         (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
         (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+        (_autocast_depth, _leave_autocast),
         (random.getstate, random.setstate),
     ]
     for device in ("cuda", "cpu"):
@@ -69,6 +70,20 @@ def keep_defaults(patches: Patches) -> None:
         settings.append((numpy.random.get_state, numpy.random.set_state))
     for read, write in settings:
         patches.callback(functools.partial(write, read()))
+
+
+def _autocast_depth() -> int:
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def _leave_autocast(depth: int) -> None:
+    """Regions that were entered and never left would keep casts of weights for good."""
+    while _autocast_depth() > depth:
+        torch.autocast_decrement_nesting()
+    if depth == 0:
+        torch.clear_autocast_cache()
 
 
 def answer_device(patches: Patches, tracer: Tracer) -> None:
