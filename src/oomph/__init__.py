@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from oomph.errors import OomphError, ProgramError, UserError
+    from oomph import nn, ops
+    from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
     from oomph.measurement import measure
     from oomph.prediction import predict
     from oomph.records import Measurement, Prediction
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "ArgumentError",
     "Measurement",
     "OomphError",
     "Prediction",
@@ -19,11 +21,14 @@ __all__ = [
     "UserError",
     "Workload",
     "measure",
+    "nn",
+    "ops",
     "predict",
 ]
 
 # Imported when first asked for, so that commands which need no torch do not wait for it.
 _HOMES = {
+    "ArgumentError": "errors",
     "OomphError": "errors",
     "ProgramError": "errors",
     "UserError": "errors",
@@ -33,9 +38,12 @@ _HOMES = {
     "measure": "measurement",
     "predict": "prediction",
 }
+_ROOMS = ("nn", "ops")
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"oomph.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'oomph' has no attribute {name!r}")
     value = getattr(import_module(f"oomph.{_HOMES[name]}"), name)

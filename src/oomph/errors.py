@@ -13,6 +13,10 @@ class UserError(OomphError):
     exit_status = 2
 
 
+class ArgumentError(UserError, ValueError):
+    """A function of oomph was given an argument it cannot take; a ValueError to code that knows no oomph."""
+
+
 class ProgramError(OomphError):
     """The traced program itself failed. `__cause__` is its own exception, with its own traceback."""
 

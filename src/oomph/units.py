@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import ROUND_FLOOR, Decimal
 
-from oomph.errors import UserError
+from oomph.errors import ArgumentError
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -39,29 +39,29 @@ def parse_bytes(text: str | int) -> int:
     Fractions of a byte are dropped. Zero and negative sizes are refused.
     """
     if isinstance(text, bool) or not isinstance(text, str | int):
-        raise UserError(f"size {text!r} is not valid; {_VALID}")
+        raise ArgumentError(f"size {text!r} is not valid; {_VALID}")
     given = f"{text:#x}" if isinstance(text, int) and abs(text) > _LARGEST else str(text).strip()
     match = _SIZE.fullmatch(given)
     if match is None:
-        raise UserError(f"size {_shown(given)} is not valid; {_VALID}")
+        raise ArgumentError(f"size {_shown(given)} is not valid; {_VALID}")
     number, unit = match.groups()
     if not unit and isinstance(text, str):
-        raise UserError(f"size {_shown(given)} has no unit; {_VALID}")
+        raise ArgumentError(f"size {_shown(given)} has no unit; {_VALID}")
     if unit.lower() in ("k", "m", "g", "t"):
         letter = unit.upper()
-        raise UserError(
+        raise ArgumentError(
             f"size {_shown(given)} is ambiguous; write {number}{letter}iB (powers of 1024) "
             f"or {number}{letter}B (powers of 1000)"
         )
     factor = _BY_LOWER_CASE.get(unit.lower() or "b")
     if factor is None:
-        raise UserError(f"size {_shown(given)} has an unknown unit, {_shown(unit)}; {_VALID}")
+        raise ArgumentError(f"size {_shown(given)} has an unknown unit, {_shown(unit)}; {_VALID}")
     # Decimal, because 0.1 GiB is not exact in binary and a budget must not move with the float format.
     size = (Decimal(number) * factor).to_integral_value(ROUND_FLOOR)
     if size < 1:
-        raise UserError(f"size {_shown(given)} is less than one byte; {_VALID}")
+        raise ArgumentError(f"size {_shown(given)} is less than one byte; {_VALID}")
     if size > _LARGEST:
-        raise UserError(f"size {_shown(given)} is larger than any machine (2**60 bytes); {_VALID}")
+        raise ArgumentError(f"size {_shown(given)} is larger than any machine (2**60 bytes); {_VALID}")
     return int(size)
 
 

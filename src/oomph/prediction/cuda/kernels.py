@@ -38,6 +38,15 @@ def _contiguous_result(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs
     return _contiguous(fake, fake(func, args, kwargs))
 
 
+def _product_in_wider_dtype(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Half-precision matrices with a float32 product: CUDA only, and torch 2.11 cannot fake them."""
+    if "out" in kwargs:
+        return kwargs["out"]
+    left, right = args[-3:-1]  # mm: left, right, dtype; addmm: added, left, right, dtype
+    shape, dtype = [left.shape[0], right.shape[1]], args[-1]
+    return fake(aten.empty.memory_format, (shape,), {"dtype": dtype, "device": torch.device("cpu")})
+
+
 CUDA_KERNELS: dict[OpOverload, Kernel] = {
     aten.native_layer_norm.default: _normalisation,
     aten.native_group_norm.default: _normalisation,
@@ -45,4 +54,8 @@ CUDA_KERNELS: dict[OpOverload, Kernel] = {
     aten._log_softmax.default: _contiguous_result,
     aten.roll.default: _contiguous_result,
     aten._pack_padded_sequence.default: pack_padded_sequence,
+    aten.mm.dtype: _product_in_wider_dtype,
+    aten.mm.dtype_out: _product_in_wider_dtype,
+    aten.addmm.dtype: _product_in_wider_dtype,
+    aten.addmm.dtype_out: _product_in_wider_dtype,
 }

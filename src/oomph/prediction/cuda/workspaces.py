@@ -27,6 +27,10 @@ _MATRIX_PRODUCTS = {
     aten.mm.out,
     aten.addmm.out,
     aten.bmm.out,
+    aten.mm.dtype,
+    aten.mm.dtype_out,
+    aten.addmm.dtype,
+    aten.addmm.dtype_out,
 }
 # cublasLt's own, beside cuBLAS's: the default of CUBLASLT_WORKSPACE_SIZE, as measured on an H200.
 _CUBLASLT_BYTES = 1 << 20

@@ -1,0 +1,47 @@
+"""Checks that several ops make of their arguments. A failure is one line: what was given, what is valid."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oomph.errors import ArgumentError
+from oomph.units import parse_bytes
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def one_of(name: str, given: object, valid: Sequence[object]) -> None:
+    if given not in valid:
+        raise ArgumentError(f"{name}={given!r} is not valid; choose from {', '.join(map(repr, valid))}")
+
+
+def floating(**tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{name} is a {type(tensor).__name__}, not a tensor")
+        if tensor.dtype not in FLOATS:
+            raise ArgumentError(
+                f"{name} has dtype {tensor.dtype}; valid: float16, bfloat16, float32, float64"
+            )
+
+
+def same_device(**tensors: Tensor | None) -> None:
+    places = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+    if len(set(places.values())) > 1:
+        given = ", ".join(f"{name} on {device}" for name, device in places.items())
+        raise ArgumentError(f"all tensors must be on one device; given: {given}")
+
+
+def same_dtype(**tensors: Tensor | None) -> None:
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+    if len(set(dtypes.values())) > 1:
+        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ArgumentError(f"all tensors must have one dtype (or run under autocast); given: {given}")
+
+
+def budget(memory_budget: str | int | None) -> int | None:
+    """The bytes of a `memory_budget`: None, a number of bytes, or a size such as "256MiB"."""
+    return None if memory_budget is None else parse_bytes(memory_budget)

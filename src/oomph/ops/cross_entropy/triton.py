@@ -1,0 +1,309 @@
+"""Kernels of linear_cross_entropy. The matrix products around them are cuBLAS's."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+# In place of -inf as the first maximum: far below any logit, and its difference to itself is 0, not NaN.
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _capped(x, cap):
+    """cap * tanh(x / cap), with exp of negative numbers only, so that nothing overflows."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E / cap))
+    bounded = cap * (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -bounded, bounded)
+
+
+@triton.jit
+def _log2_logits(z, softcap, HAS_SOFTCAP: tl.constexpr):
+    """Logits in units of log 2, because exp2 is one instruction."""
+    z = z.to(tl.float32)
+    if HAS_SOFTCAP:
+        z = _capped(z, softcap)
+    return z * LOG2_E
+
+
+@triton.jit
+def _cap_slope(z, softcap):
+    """d capped / d logit, from the capped logit in units of log 2."""
+    ratio = z * (LN_2 / softcap)
+    return 1.0 - ratio * ratio
+
+
+@triton.jit
+def _smooth_term(at, inside, z, class_weight, HAS_CLASS_WEIGHT: tl.constexpr):
+    z = tl.where(inside, z, 0.0)
+    if HAS_CLASS_WEIGHT:
+        z *= tl.load(class_weight + at, mask=inside, other=0.0)
+    return z
+
+
+@triton.jit
+def softmax_rows(
+    logits,  # [rows, V]; overwritten with d loss / d logits where WRITE_GRADIENT
+    row_stride,
+    target,  # [rows] int64; outside [column, column + V): it is in another part of the vocabulary
+    column,
+    kept,  # [rows] bool; False: the row is ignored
+    scale,  # [rows] fp32: what this row's loss is multiplied with
+    target_weight,  # [rows] fp32: class weight of the target, read where HAS_CLASS_WEIGHT
+    class_weight,  # [V] fp32, read where HAS_CLASS_WEIGHT
+    grad_lse,  # [rows] fp32: gradient that arrives at the returned lse, read where HAS_GRAD_LSE
+    weight_total,  # [1] fp32: sum of the class weights of the whole vocabulary
+    lse,  # [rows] fp32: written where FIND_LSE, else read
+    target_logit,  # [rows] fp32: written where FIND_LSE
+    smooth_sum,  # [rows] fp32: sum over classes of weight * logit, written where FIND_LSE and SMOOTH
+    target_gradient,  # [rows] fp32: the gradient at the target, written where KEEP_TARGET
+    n_classes,  # V, of this part of the vocabulary
+    label_smoothing,
+    uniform,  # label_smoothing / size of the whole vocabulary
+    z_loss,
+    softcap,
+    FIND_LSE: tl.constexpr,
+    MERGE: tl.constexpr,  # the statistics hold those of other parts of the vocabulary already
+    WRITE_GRADIENT: tl.constexpr,
+    KEEP_TARGET: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program per row: the log-sum-exp in one sweep, the gradient in place in a second.
+
+    A row of 150,000 bf16 logits is 300 KB, too long for registers, so it is read twice. The second sweep
+    goes backwards and the hints keep what was read in the L2 cache: half of it is then not read from memory.
+    """
+    n = tl.program_id(0).to(tl.int64)
+    row = logits + n * row_stride
+    lanes = tl.arange(0, BLOCK)
+    element: tl.constexpr = logits.dtype.element_ty
+    t = (tl.load(target + n) - column).to(tl.int32)
+
+    if tl.load(kept + n).to(tl.int32) == 0:
+        if FIND_LSE and not MERGE:
+            tl.store(lse + n, 0.0)
+            tl.store(target_logit + n, 0.0)
+            if SMOOTH:
+                tl.store(smooth_sum + n, 0.0)
+        if WRITE_GRADIENT:
+            for first in range(0, n_classes, BLOCK):
+                tl.store(row + first + lanes, tl.zeros([BLOCK], element), mask=first + lanes < n_classes)
+        return
+
+    owned = (t >= 0) & (t < n_classes)
+    z_t = _log2_logits(tl.load(row + t, mask=owned, other=0.0), softcap, HAS_SOFTCAP)
+    if FIND_LSE:
+        # Each lane keeps its own maximum and sum: one reduction at the end instead of one per step. Four
+        # blocks a step share the rescaling of the running sum. Only the last blocks need a mask.
+        STEP: tl.constexpr = 4 * BLOCK
+        whole_steps = n_classes // STEP * STEP
+        top = tl.full([BLOCK], LOWEST, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        smooth = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, whole_steps, STEP):
+            at = row + first + lanes
+            z0 = _log2_logits(tl.load(at, eviction_policy="evict_last"), softcap, HAS_SOFTCAP)
+            z1 = _log2_logits(tl.load(at + BLOCK, eviction_policy="evict_last"), softcap, HAS_SOFTCAP)
+            z2 = _log2_logits(tl.load(at + 2 * BLOCK, eviction_policy="evict_last"), softcap, HAS_SOFTCAP)
+            z3 = _log2_logits(tl.load(at + 3 * BLOCK, eviction_policy="evict_last"), softcap, HAS_SOFTCAP)
+            new_top = tl.maximum(tl.maximum(top, tl.maximum(z0, z1)), tl.maximum(z2, z3))
+            total = total * tl.exp2(top - new_top) + tl.exp2(z0 - new_top) + tl.exp2(z1 - new_top)
+            total += tl.exp2(z2 - new_top) + tl.exp2(z3 - new_top)
+            top = new_top
+            if SMOOTH:
+                c = first + lanes
+                inside = c < n_classes
+                smooth += _smooth_term(c, inside, z0, class_weight, HAS_CLASS_WEIGHT)
+                smooth += _smooth_term(c + BLOCK, inside, z1, class_weight, HAS_CLASS_WEIGHT)
+                smooth += _smooth_term(c + 2 * BLOCK, inside, z2, class_weight, HAS_CLASS_WEIGHT)
+                smooth += _smooth_term(c + 3 * BLOCK, inside, z3, class_weight, HAS_CLASS_WEIGHT)
+        for first in range(whole_steps, n_classes, BLOCK):
+            c = first + lanes
+            inside = c < n_classes
+            z = _log2_logits(tl.load(row + c, mask=inside, other=0.0), softcap, HAS_SOFTCAP)
+            z = tl.where(inside, z, -float("inf"))
+            new_top = tl.maximum(top, z)
+            total = total * tl.exp2(top - new_top) + tl.exp2(z - new_top)
+            top = new_top
+            if SMOOTH:
+                smooth += _smooth_term(c, inside, z, class_weight, HAS_CLASS_WEIGHT)
+        row_top = tl.max(top, 0)
+        # A NaN logit is lost in the maximum, but not in its lane's sum.
+        row_lse2 = row_top + tl.log2(tl.sum(total * tl.exp2(top - row_top), 0))
+        z_sum = tl.sum(smooth, 0)
+        z_found = z_t
+        if MERGE:
+            before = tl.load(lse + n) * LOG2_E
+            higher = tl.maximum(before, row_lse2)
+            row_lse2 = higher + tl.log2(tl.exp2(before - higher) + tl.exp2(row_lse2 - higher))
+            z_found += tl.load(target_logit + n) * LOG2_E
+            if SMOOTH:
+                z_sum += tl.load(smooth_sum + n) * LOG2_E
+        tl.store(lse + n, row_lse2 * LN_2)
+        tl.store(target_logit + n, z_found * LN_2)
+        if SMOOTH:
+            tl.store(smooth_sum + n, z_sum * LN_2)
+    else:
+        row_lse2 = tl.load(lse + n) * LOG2_E
+
+    if WRITE_GRADIENT:
+        s = tl.load(scale + n)
+        on_target = 1.0 - label_smoothing
+        if HAS_CLASS_WEIGHT:
+            on_target *= tl.load(target_weight + n)
+        on_softmax = s * (on_target + 2.0 * z_loss * LN_2 * row_lse2)
+        if SMOOTH:
+            on_softmax += s * uniform * tl.load(weight_total)
+        if HAS_GRAD_LSE:
+            on_softmax += tl.load(grad_lse + n)
+        on_target *= s
+        evenly = s * uniform
+        if KEEP_TARGET:
+            g_t = on_softmax * tl.exp2(z_t - row_lse2) - on_target
+            if SMOOTH:
+                w_t = evenly
+                if HAS_CLASS_WEIGHT:
+                    w_t *= tl.load(class_weight + t, mask=owned, other=0.0)
+                g_t -= w_t
+            if HAS_SOFTCAP:
+                g_t *= _cap_slope(z_t, softcap)
+            tl.store(target_gradient + n, g_t, mask=owned)
+        tl.debug_barrier()  # no thread writes to the row before every thread has read its target
+        last = (n_classes - 1) // BLOCK * BLOCK
+        for back in range(0, n_classes, BLOCK):
+            c = last - back + lanes
+            inside = c < n_classes
+            z = tl.load(row + c, mask=inside, other=0.0, eviction_policy="evict_first")
+            z = _log2_logits(z, softcap, HAS_SOFTCAP)
+            g = on_softmax * tl.exp2(z - row_lse2) - tl.where(c == t, on_target, 0.0)
+            if SMOOTH:
+                if HAS_CLASS_WEIGHT:
+                    g -= evenly * tl.load(class_weight + c, mask=inside, other=0.0)
+                else:
+                    g -= evenly
+            if HAS_SOFTCAP:
+                g *= _cap_slope(z, softcap)
+            tl.store(row + c, g.to(element), mask=inside, eviction_policy="evict_first")
+
+
+@triton.jit
+def prepare_rows(
+    target,  # [N] int32 or int64, as given
+    token_weight,  # [N], read where HAS_TOKEN_WEIGHT
+    class_weight,  # [whole vocabulary] fp32, read where HAS_CLASS_WEIGHT
+    out_target,  # [N] int64, counted from `offset`
+    kept,  # [N] bool
+    scale,  # [N] fp32
+    target_weight,  # [N] fp32, written where HAS_CLASS_WEIGHT
+    size,  # N
+    length,  # of a sequence, for SHIFT
+    ignore_index,
+    n_classes,
+    offset,
+    SHIFT: tl.constexpr,
+    HAS_TOKEN_WEIGHT: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """prepare.make_rows in one launch. One program: N is small beside N x V, and the mean needs all of it."""
+    lanes = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, size, BLOCK):
+        n = first + lanes
+        inside = n < size
+        source = n
+        has_target = inside
+        if SHIFT:
+            source = n + 1
+            has_target = inside & (n % length != length - 1)
+        t = tl.load(target + source, mask=has_target, other=0).to(tl.int64)
+        keep = has_target & (t != ignore_index)
+        wrong = keep & ((t < 0) | (t >= n_classes))
+        s = tl.where(keep, 1.0, 0.0)
+        if HAS_TOKEN_WEIGHT:
+            s = tl.load(token_weight + source, mask=keep, other=0.0).to(tl.float32)
+        weight = s
+        if HAS_CLASS_WEIGHT:
+            w = tl.load(class_weight + t, mask=keep & (wrong == 0), other=0.0)
+            tl.store(target_weight + n, w, mask=inside)
+            weight = s * w
+        if MEAN:
+            total += tl.where(wrong, 0.0, weight)
+        tl.store(out_target + n, t - offset, mask=inside)
+        tl.store(kept + n, keep, mask=inside)
+        tl.store(scale + n, tl.where(wrong, float("nan"), s), mask=inside)
+    if MEAN:
+        whole = tl.sum(total, 0)
+        # Nothing to average: 0, not 0 / 0.
+        inverse = tl.where(whole == 0.0, 0.0, 1.0 / tl.where(whole == 0.0, 1.0, whole))
+        tl.debug_barrier()
+        for first in range(0, size, BLOCK):
+            n = first + lanes
+            s = tl.load(scale + n, mask=n < size, other=0.0)
+            tl.store(scale + n, s * inverse, mask=n < size)
+
+
+@triton.jit
+def clear_targets(gradient, row_stride, target, column, rows, n_classes, BLOCK: tl.constexpr):
+    """gradient[n, target[n]] = 0: what belongs there is added by add_target_rows."""
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.load(target + n, mask=n < rows, other=0) - column
+    owned = (n < rows) & (t >= 0) & (t < n_classes)
+    zero = tl.zeros([BLOCK], gradient.dtype.element_ty)
+    tl.store(gradient + n.to(tl.int64) * row_stride + t, zero, mask=owned)
+
+
+@triton.jit
+def add_target_rows(
+    weight_gradient,  # [V, D]
+    x,  # [N, D]
+    x_stride,
+    target_gradient,  # [N] fp32
+    target,  # [N], ascending
+    order,  # [N]: the row each of these targets belongs to
+    end,  # [N]: where the run of equal targets ends
+    index,  # [N]: row of x of each row, read where HAS_INDEX
+    kept,
+    n_classes,
+    hidden,
+    HAS_INDEX: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """weight_gradient[v] += sum of target_gradient[n] * x[n] over the rows n whose target is v.
+
+    The first program of each run of equal targets adds up the run, in fp32, and rounds once.
+    """
+    i = tl.program_id(0)
+    v = tl.load(target + i)
+    starts_run = i == 0
+    if i > 0:
+        starts_run = tl.load(target + i - 1) != v
+    if starts_run & (v >= 0) & (v < n_classes):
+        d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = d < hidden
+        at = weight_gradient + v * hidden + d
+        total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        for k in range(i, tl.load(end + i).to(tl.int32)):
+            n = tl.load(order + k)
+            g = tl.where(tl.load(kept + n).to(tl.int32) != 0, tl.load(target_gradient + n), 0.0)
+            if HAS_INDEX:
+                n = tl.load(index + n)
+            total += g * tl.load(x + n * x_stride + d, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, total.to(weight_gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_in_place(values, size, factor, BLOCK: tl.constexpr):
+    """values *= factor[0], without touching them where the factor is 1: the usual loss.backward()."""
+    f = tl.load(factor).to(tl.float32)
+    if f != 1.0:
+        step = tl.num_programs(0).to(tl.int64) * BLOCK
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+            at = first + tl.arange(0, BLOCK)
+            v = tl.load(values + at, mask=at < size).to(tl.float32)
+            tl.store(values + at, (v * f).to(values.dtype.element_ty), mask=at < size)
