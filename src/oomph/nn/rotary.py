@@ -1,0 +1,70 @@
+"""Rotary embedding as a module: it knows the frequencies, makes one table a step, and holds no tensor."""
+
+import torch
+from torch import Tensor, nn
+
+from oomph.errors import ArgumentError
+from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_frequencies, rotary_table
+from oomph.ops.rotary_embedding.op import turned_numbers
+from oomph.ops.rotary_embedding.table import Scaling, check_frequencies
+
+
+class RotaryEmbedding(nn.Module):
+    """One per model, not per layer: the table is made once from the positions and handed to every layer.
+
+        rope = RotaryEmbedding(dim=128)
+        table = rope(positions)              # once per forward
+        q, k = rope.rotate(q, k, table)      # in each layer
+
+    dim is the head size. There are no buffers: nothing to duplicate, to be cast by `.to(torch.bfloat16)`, to
+    sit on the wrong device or to be left uninitialised when the model is built on "meta".
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        theta: float = 10000.0,
+        *,
+        fraction: float = 1.0,
+        interleaved: bool = False,
+        heads_first: bool = True,
+        scaling: Scaling = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 2:
+            raise ArgumentError(f"dim={dim!r} is not valid; give the head size, a whole number >= 2")
+        self.dim = dim
+        self.theta = theta
+        self.fraction = fraction
+        self.interleaved = interleaved
+        self.heads_first = heads_first
+        self.scaling = scaling
+        self.turned = turned_numbers(dim, fraction)
+        check_frequencies(self.turned, theta, scaling)
+
+    @property
+    def inv_freq(self) -> Tensor:
+        """Radians per position of each pair, in float64 on the host, whatever the module was cast to."""
+        return rotary_frequencies(self.turned, theta=self.theta, scaling=self.scaling, device="cpu")
+
+    def forward(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> RotaryTable:
+        """The table for positions [T] or [B, T], on their device; dtype float64 for a float64 model."""
+        return rotary_table(positions, self.turned, theta=self.theta, scaling=self.scaling, dtype=dtype)
+
+    def rotate(self, q: Tensor, k: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
+        """q and k turned by the table, in this module's form (see oomph.ops.rotary_embedding.rotary)."""
+        turned_q, turned_k = rotary(
+            q,
+            k,
+            table=table,
+            fraction=self.fraction,
+            interleaved=self.interleaved,
+            heads_first=self.heads_first,
+        )
+        return turned_q, turned_k
+
+    def extra_repr(self) -> str:
+        shown = f"dim={self.dim}, theta={self.theta}"
+        shown += f", fraction={self.fraction}" if self.fraction != 1 else ""
+        shown += ", interleaved" if self.interleaved else ""
+        return shown + (f", scaling={self.scaling}" if self.scaling is not None else "")

@@ -1,0 +1,151 @@
+"""The cosines and sines of rotary embedding, for the positions asked.
+
+An angle is position x frequency. At position 1,000,000 neighbouring float32 numbers are 0.06 apart, so an
+angle held in float32 is wrong in its second digit, and in bfloat16 (the dtype a model's own buffers get)
+positions themselves fall together: 131,072 of them are 1,409 different numbers. So angles are float64 here,
+which leaves an error near 1e-10 rad at a million positions, and only their cosine and sine are rounded, once.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.errors import ArgumentError
+from oomph.ops.checks import one_of
+from oomph.units import MiB
+
+# One slice's float64 angles; their cosine takes the same again, so a table needs 2 x 16 MiB beside itself.
+_SLICE_BYTES = 16 * MiB
+# These devices have no float64: the table is computed on the host and moved, which waits for the positions.
+_WITHOUT_FLOAT64 = frozenset({"mps"})
+_POSITION_FLOATS = (torch.float32, torch.float64)  # float32 counts exactly up to 2**24
+_COUNTING = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Cosine and sine of every (position, frequency), each [..., dim/2], in float32 (float64 for float64 q).
+
+    Not registered as a pytree on purpose: wrappers that cast every tensor among a layer's arguments (FSDP's
+    mixed precision) then leave the table in float32.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's frequencies for contexts longer than those of pretraining (`rope_type: llama3`).
+
+    Wavelengths under original_positions/high are kept, those over original_positions/low are stretched by
+    `factor`, and those between are mixed linearly in 1/wavelength.
+    """
+
+    factor: float = 8.0
+    low: float = 1.0
+    high: float = 4.0
+    original_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        values = (self.factor, self.low, self.high, self.original_positions)
+        if not all(_is_number(value) and value > 0 for value in values) or self.low >= self.high:
+            raise ArgumentError(
+                f"{self!r} is not valid; factor, low, high and original_positions are positive and low < high"
+            )
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        turns = self.original_positions * frequencies / (2 * math.pi)  # within the original context
+        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return kept * frequencies + (1 - kept) * (frequencies / self.factor)
+
+
+Scaling = float | Llama3Scaling | None
+
+
+def rotary_frequencies(
+    dim: int,
+    *,
+    theta: float = 10000.0,
+    scaling: Scaling = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """theta**(-2i/dim) for i < dim/2, scaled, in float64: radians per position."""
+    check_frequencies(dim, theta, scaling)
+    # exp rather than pow, which autocast would be free to round
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) * (-math.log(theta) / dim)
+    frequencies = exponents.exp()
+    if isinstance(scaling, Llama3Scaling):
+        return scaling(frequencies)
+    return frequencies if scaling is None else frequencies / scaling
+
+
+@torch.no_grad()
+def rotary_table(
+    positions: Tensor,
+    dim: int,
+    *,
+    theta: float = 10000.0,
+    scaling: Scaling = None,
+    dtype: torch.dtype = torch.float32,
+) -> RotaryTable:
+    """The table for `positions` (integers, float32 or float64; any shape), on their device.
+
+    dim: how many numbers of a head are rotated (even). scaling: a number stretches all positions ("linear",
+    positions / scaling), or a Llama3Scaling. dtype: float64 is for float64 queries. Angles are float64, a
+    slice of positions at a time, so 32 MiB suffice beside the result at any length. On MPS, which has no
+    float64, the table is computed on the host and moved. Positions get no gradient.
+    """
+    check_frequencies(dim, theta, scaling)
+    check_positions(positions)
+    one_of("dtype", dtype, (torch.float32, torch.float64))
+    if positions.device.type in _WITHOUT_FLOAT64:
+        host = rotary_table(positions.cpu(), dim, theta=theta, scaling=scaling, dtype=dtype)
+        return RotaryTable(host.cos.to(positions.device), host.sin.to(positions.device))
+    frequencies = rotary_frequencies(dim, theta=theta, scaling=scaling, device=positions.device)
+    if torch.compiler.is_compiling():  # the compiler fuses the whole; there are no slices to hold
+        angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
+        return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
+    flat = positions.reshape(-1)
+    cos = torch.empty((flat.numel(), dim // 2), dtype=dtype, device=positions.device)
+    sin = torch.empty_like(cos)
+    step = max(1, _SLICE_BYTES // (8 * (dim // 2)))
+    for start in range(0, flat.numel(), step):
+        rows = slice(start, start + step)
+        angles = flat[rows].to(torch.float64).unsqueeze(-1) * frequencies
+        cos[rows].copy_(angles.cos())
+        sin[rows].copy_(angles.sin_())
+    shape = (*positions.shape, dim // 2)
+    return RotaryTable(cos.view(shape), sin.view(shape))
+
+
+def check_frequencies(dim: int, theta: float, scaling: Scaling) -> None:
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 2 or dim % 2:
+        raise ArgumentError(f"dim={dim!r} is not valid; rotary turns pairs, so dim is an even number >= 2")
+    if not _is_number(theta) or not 1 < theta < math.inf:
+        raise ArgumentError(f"theta={theta!r} is not valid; give a number > 1, e.g. 10000.0")
+    if scaling is None or isinstance(scaling, Llama3Scaling):
+        return
+    if not _is_number(scaling) or not 0 < scaling < math.inf:
+        raise ArgumentError(f"scaling={scaling!r} is not valid; give None, a number > 0, or a Llama3Scaling")
+
+
+def check_positions(positions: Tensor) -> None:
+    if not isinstance(positions, Tensor):
+        raise ArgumentError(f"positions is a {type(positions).__name__}, not a tensor of positions")
+    if positions.dtype not in (*_COUNTING, *_POSITION_FLOATS):
+        raise ArgumentError(
+            f"positions has dtype {positions.dtype}; valid: integers, float32, float64 "
+            "(16-bit floats cannot tell 2049 from 2048, nor bfloat16 257 from 256)"
+        )
+    if positions.requires_grad:
+        raise ArgumentError(
+            "positions requires a gradient, which rotary does not give; pass positions.detach()"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

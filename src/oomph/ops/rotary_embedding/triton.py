@@ -1,0 +1,82 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The rotation as one pass over the input: read once, turned in registers, written once.
+
+The table is float32, so read per head it would weigh as much as the heads themselves. Each program keeps its
+block of the table in registers over several heads, and the programs of one block run next to each other.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotate(
+    x,
+    out,
+    cos,
+    sin,
+    heads,
+    tokens,
+    x_batch,
+    x_head,
+    x_token,
+    x_last,
+    out_batch,
+    out_head,
+    out_token,
+    out_last,
+    table_batch,
+    table_token,
+    token_blocks,
+    head_groups,
+    PAIRS: tl.constexpr,  # pairs that are turned, and that number rounded up to a power of two
+    PAIRS_BLOCK: tl.constexpr,
+    KEPT: tl.constexpr,  # numbers after the turned ones, which are copied
+    KEPT_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    group = program % head_groups
+    block = program // head_groups
+    batch = (block // token_blocks).to(tl.int64)  # 64 bits: an offset may pass 2**31
+    token = ((block % token_blocks) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
+    pair = tl.arange(0, PAIRS_BLOCK)
+    real_token = (token < tokens)[:, None]
+    mask = real_token & (pair < PAIRS)[None, :]
+
+    table = batch * table_batch + token[:, None] * table_token + pair[None, :]
+    c = tl.load(cos + table, mask=mask, other=0.0)
+    s = tl.load(sin + table, mask=mask, other=0.0)
+    if INVERSE:
+        s = -s
+
+    x += batch * x_batch
+    out += batch * out_batch
+    for i in range(HEADS):
+        head = (group * HEADS + i).to(tl.int64)
+        x_rows = x + head * x_head + token[:, None] * x_token
+        out_rows = out + head * out_head + token[:, None] * out_token
+        if INTERLEAVED:
+            # Both of a pair in one load; taking every second number would read each sector twice.
+            both = tl.arange(0, 2 * PAIRS_BLOCK)[None, :]
+            both_mask = real_token & (both < 2 * PAIRS) & (head < heads)
+            pairs = tl.load(x_rows + both * x_last, mask=both_mask, other=0.0).to(c.dtype)
+            x1, x2 = tl.split(tl.reshape(pairs, (TOKENS, PAIRS_BLOCK, 2)))
+            turned = tl.reshape(tl.join(x1 * c - x2 * s, x1 * s + x2 * c), (TOKENS, 2 * PAIRS_BLOCK))
+            tl.store(out_rows + both * out_last, turned.to(out.dtype.element_ty), mask=both_mask)
+        else:
+            here = mask & (head < heads)
+            x1 = tl.load(x_rows + pair[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
+            x2 = tl.load(x_rows + (pair + PAIRS)[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
+            first = (x1 * c - x2 * s).to(out.dtype.element_ty)
+            second = (x1 * s + x2 * c).to(out.dtype.element_ty)
+            tl.store(out_rows + pair[None, :] * out_last, first, mask=here)
+            tl.store(out_rows + (pair + PAIRS)[None, :] * out_last, second, mask=here)
+        if KEPT > 0:
+            last = 2 * PAIRS + tl.arange(0, KEPT_BLOCK)[None, :]
+            kept_mask = real_token & (last < 2 * PAIRS + KEPT) & (head < heads)
+            kept = tl.load(x_rows + last * x_last, mask=kept_mask)
+            tl.store(out_rows + last * out_last, kept, mask=kept_mask)

@@ -1,0 +1,388 @@
+"""The rotation: its values, its gradients, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import cmath
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.ops.choice import explain
+from oomph.ops.launch import interpreted
+from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_table
+from oomph.units import MiB
+
+FAR = 2**20 + 3
+IMPLS = ["reference", "chunked", "triton"]
+FAST = ["chunked", "triton"]
+
+
+@pytest.fixture(autouse=True)
+def _kernels_run_on_the_gpu_where_there_is_one(request: pytest.FixtureRequest) -> Iterator[None]:
+    impl = request.getfixturevalue("impl") if "impl" in request.fixturenames else None
+    with torch.device("cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"):
+        yield
+
+
+def by_complex_numbers(
+    x: torch.Tensor, places: list[int], *, fraction: float = 1.0, interleaved: bool = False
+) -> torch.Tensor:
+    """x [B, H, T, D] turned pair by pair with Python's complex numbers; shares no code with ours."""
+    out = x.double().clone()
+    turned = int(x.shape[-1] * fraction)
+    half = turned // 2
+    for t, place in enumerate(places):
+        for i in range(half):
+            turn = cmath.exp(1j * math.fmod(place * 10000.0 ** (-2 * i / turned), 2 * math.pi))
+            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+            first, second = x[:, :, t, a].double(), x[:, :, t, b].double()
+            out[:, :, t, a] = first * turn.real - second * turn.imag
+            out[:, :, t, b] = first * turn.imag + second * turn.real
+    return out
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    made = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return made.to(torch.get_default_device(), dtype).requires_grad_(grad)
+
+
+def rounding(dtype: torch.dtype, impl: str) -> float:
+    """The relative error of one rounding; Triton's interpreter cuts bfloat16 off instead of rounding it."""
+    cuts = impl == "triton" and dtype == torch.bfloat16 and interpreted()
+    return torch.finfo(dtype).eps / (1 if cuts else 2)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("size", "fraction"), [(16, 1.0), (80, 0.4), (64, 0.25), (2, 1.0), (9, 0.67)])
+def test_pairs_are_turned_as_points_and_the_rest_is_kept(impl, interleaved, size, fraction):
+    places = [0, 1, 300, 131_071, FAR]
+    q, k = rand(2, 3, 5, size), rand(2, 1, 5, size)
+    got_q, got_k = rotary(
+        q, k, positions=torch.tensor(places), fraction=fraction, interleaved=interleaved, impl=impl
+    )
+    for got, x in ((got_q, q), (got_k, k)):
+        want = by_complex_numbers(x, places, fraction=fraction, interleaved=interleaved)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_result_is_the_exact_one_rounded_once(impl, dtype):
+    places = [0, 257, 131_071, 999_999, FAR]
+    x = rand(1, 3, 5, 32, dtype=dtype)
+    got = rotary(x, positions=torch.tensor(places), impl=impl)
+    want = by_complex_numbers(x, places)
+    assert got.dtype == dtype
+    # half a unit in the last place of the result; and the float32 arithmetic before it
+    bound = want.abs() * rounding(dtype, impl) + x.double().abs().max() * 2e-7
+    assert ((got.double() - want).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("tokens", [1, 3, 127, 257])
+def test_odd_lengths_and_head_counts_agree_with_the_reference(impl, tokens):
+    q, k = rand(2, 5, tokens, 12, dtype=torch.float32), rand(2, 9, tokens, 12, dtype=torch.float32)
+    for x, got in zip((q, k), rotary(q, k, impl=impl), strict=True):
+        want = rotary(x.double(), impl="reference")
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_both_layouts_and_strided_inputs_give_the_same(impl):
+    x = rand(2, 7, 3, 20)  # [B, T, H, D], e.g. sliced out of a fused projection
+    qkv = torch.cat((x, rand(2, 7, 3, 21)[..., :20], x), dim=-1)
+    sliced = qkv[..., :20]
+    positions = torch.randint(0, 99, (2, 7))
+    want = rotary(x.transpose(1, 2).contiguous(), positions=positions, impl="reference").transpose(1, 2)
+    for given in (x, sliced, x.flip(-1).flip(-1), rand(2, 7, 3, 20).expand(2, 7, 3, 20)):
+        got = rotary(given, positions=positions, heads_first=False, impl=impl)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+    got = rotary(x.transpose(1, 2), positions=positions, impl=impl)
+    torch.testing.assert_close(got.transpose(1, 2), want, rtol=0, atol=1e-14)
+    backwards = torch.empty(20, 3, 7, 2, dtype=torch.float64).permute(3, 2, 1, 0).copy_(x)
+    got = rotary(backwards, positions=positions, heads_first=False, impl=impl)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_the_memory_layout_of_the_input_is_kept(impl):
+    x = rand(2, 7, 3, 20).transpose(1, 2)
+    assert rotary(x, impl=impl).stride() == x.stride()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_batch_dimension_may_be_missing(impl):
+    x = rand(3, 7, 8)
+    assert torch.equal(rotary(x, impl=impl), rotary(x.unsqueeze(0), impl=impl)[0])
+    y = rotary(x.transpose(0, 1), impl=impl, heads_first=False)
+    assert torch.equal(y.transpose(0, 1), rotary(x, impl=impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_positions_may_differ_by_sequence(impl):
+    x = rand(3, 2, 4, 8)
+    positions = torch.tensor([[0, 1, 2, 3], [9, 9, 9, 9], [70_000, 70_001, 0, 1]])
+    got = rotary(x, positions=positions, impl=impl)
+    for b in range(3):
+        torch.testing.assert_close(got[b], rotary(x[b], positions=positions[b], impl=impl))
+    torch.testing.assert_close(
+        rotary(x, positions=positions[1:2], impl=impl), rotary(x, positions=positions[1], impl=impl)
+    )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_table_may_be_a_strided_part_of_a_larger_one(impl):
+    x = rand(2, 3, 4, 8)
+    large = rotary_table(torch.arange(9), 16, dtype=torch.float64)
+    cos, sin = large.cos[1:9:2, 1:8:2], large.sin[1:9:2, 1:8:2].contiguous()
+    want = rotary(x, table=RotaryTable(cos.contiguous(), sin), impl="reference")
+    expanded = RotaryTable(cos.expand(2, 4, 4), sin.expand(2, 4, 4))
+    for table in (RotaryTable(cos, sin), RotaryTable(cos, large.sin[1:9:2, 1:8:2]), expanded):
+        torch.testing.assert_close(rotary(x, table=table, impl=impl), want, rtol=0, atol=1e-14)
+
+
+def test_scores_depend_on_the_distance_alone_even_a_million_positions_out():
+    q, k = rand(1, 1, 1, 64), rand(1, 1, 1, 64)
+
+    def score(place_q: int, place_k: int) -> float:
+        turned_q = rotary(q, positions=torch.tensor([place_q]))
+        turned_k = rotary(k, positions=torch.tensor([place_k]))
+        return (turned_q * turned_k).sum().item()
+
+    near = score(17, 5)
+    assert score(FAR, FAR - 12) == pytest.approx(near, abs=1e-8)
+    assert score(18, 5) != pytest.approx(near, abs=1e-3)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_length_is_preserved(impl):
+    x = rand(1, 2, 9, 32, dtype=torch.float32)
+    got = rotary(x, positions=torch.arange(9) + 2**20, impl=impl)
+    torch.testing.assert_close(got.norm(dim=-1), x.norm(dim=-1))
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_gradients_of_q_and_k_are_those_of_the_reference(impl, interleaved, fraction):
+    options: dict[str, Any] = {"fraction": fraction, "interleaved": interleaved}
+    options["positions"] = torch.tensor([5, 131_071, 2])
+    grads = []
+    for chosen in ("reference", impl):
+        q, k = rand(2, 4, 3, 16, grad=True), rand(2, 2, 3, 16, grad=True)
+        new_q, new_k = rotary(q, k, impl=chosen, **options)
+        (new_q.sin().sum() + (new_k**3).sum()).backward()
+        grads.append((q.grad, k.grad))
+    for want, got in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_gradients_of_gradients_are_right():
+    x = rand(1, 2, 3, 8, grad=True)
+    assert torch.autograd.gradcheck(rotary, (x,))
+    assert torch.autograd.gradgradcheck(rotary, (x,))
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_a_bf16_gradient_is_the_exact_one_rounded_once(impl):
+    x, upstream = rand(1, 2, 5, 32, dtype=torch.bfloat16, grad=True), rand(1, 2, 5, 32, dtype=torch.bfloat16)
+    positions = torch.arange(5) + 2**20
+    rotary(x, positions=positions, impl=impl).backward(upstream)
+    exact_x = rand(1, 2, 5, 32, grad=True)
+    rotary(exact_x, positions=positions, impl="reference").backward(upstream.double())
+    want = exact_x.grad
+    assert x.grad is not None
+    assert want is not None
+    assert ((x.grad.double() - want).abs() <= want.abs() * rounding(torch.bfloat16, impl) + 1e-6).all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_only_the_table_is_kept_for_backward_and_it_is_shared(impl):
+    table = rotary_table(torch.arange(6), 8)
+    homes = {table.cos.untyped_storage().data_ptr(), table.sin.untyped_storage().data_ptr()}
+    kept: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for _ in range(3):
+            rotary(rand(1, 2, 6, 8, dtype=torch.bfloat16, grad=True), table=table, impl=impl)
+    assert kept == homes
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_a_frozen_q_keeps_no_graph_and_no_grad_is_respected(impl):
+    q, k = rand(1, 2, 3, 8), rand(1, 2, 3, 8, grad=True)
+    new_q, new_k = rotary(q, k, impl=impl)
+    assert not new_q.requires_grad
+    assert new_k.requires_grad
+    with torch.no_grad():
+        assert not rotary(k, impl=impl).requires_grad
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_backward_can_be_run_twice(impl):
+    x = rand(1, 2, 3, 8, grad=True)
+    loss = rotary(x, impl=impl).square().sum()
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_input_is_not_changed_and_nan_stays_where_it_is(impl):
+    x = rand(1, 2, 3, 8)
+    x[0, 1, 2, 3] = math.nan
+    before = x.clone()
+    got = rotary(x, impl=impl)
+    torch.testing.assert_close(x, before, equal_nan=True)
+    assert got.isnan().sum() == 2  # the pair of the NaN
+    assert got[0, 1, 2, [3, 7]].isnan().all()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shape", [(0, 2, 3, 8), (1, 0, 3, 8), (1, 2, 0, 8)])
+def test_empty_inputs_give_empty_outputs_and_gradients(impl, shape):
+    x = rand(*shape, grad=True)
+    out = rotary(x, impl=impl)
+    out.sum().backward()
+    assert out.shape == shape
+    assert x.grad is not None
+    assert x.grad.shape == shape
+
+
+def test_compile_traces_it_whole_and_agrees():
+    q, k = rand(1, 4, 6, 8, dtype=torch.bfloat16, grad=True), rand(1, 2, 6, 8, dtype=torch.bfloat16)
+    compiled = torch.compile(rotary, backend="aot_eager", fullgraph=True)
+    positions = torch.arange(6) + 2**20
+    got_q, got_k = compiled(q, k, positions=positions)
+    want_q, want_k = rotary(q, k, positions=positions)
+    assert torch.equal(got_q, want_q)
+    assert torch.equal(got_k, want_k)
+    got_q.float().square().sum().backward()
+    torch.testing.assert_close(q.grad, (2 * q).detach(), rtol=0.02, atol=0.02)  # lengths are preserved
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_compile_leaves_a_named_implementation_alone(impl):
+    x = rand(1, 4, 6, 8)
+    compiled = torch.compile(lambda x: rotary(x * 2, impl=impl) + 1, backend="eager")
+    assert torch.equal(compiled(x), rotary(x * 2, impl=impl) + 1)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_gives_the_same_gradient(reentrant):
+    table = rotary_table(torch.arange(6), 8, dtype=torch.float64)
+    grads = []
+    for wrap in (False, True):
+        x = rand(1, 2, 6, 8, grad=True)
+
+        def layer(x: torch.Tensor) -> torch.Tensor:
+            return rotary(x.sin(), table=table).square() * torch.arange(8)
+
+        out = checkpoint(layer, x, use_reentrant=reentrant) if wrap else layer(x)
+        out.sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_autocast_changes_nothing(impl):
+    x = rand(1, 2, 6, 8, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = rotary(x, impl=impl)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, rotary(x, impl=impl))
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_prediction_sees_one_output_and_one_gradient_and_no_copies(device):
+    q_bytes, k_bytes = 32 * 4096 * 128 * 2, 8 * 4096 * 128 * 2
+    table_bytes = 2 * 4096 * 64 * 4
+
+    def step() -> None:
+        q = torch.empty(1, 32, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        k = torch.empty(1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        table = rotary_table(torch.arange(4096, device="cuda"), 128)
+        new_q, new_k = rotary(q, k, table=table, impl="auto" if device == "cuda" else "chunked")
+        torch.autograd.backward((new_q, new_k), (new_q.detach(), new_k.detach()))
+
+    # q and k, their outputs, their gradients; nothing else of that size
+    floor = 3 * (q_bytes + k_bytes) + table_bytes
+    beside = oomph.predict(step).peak.allocated - floor
+    assert 0 <= beside <= (MiB if device == "cuda" else 12 * MiB)
+
+
+def test_the_choice_and_its_reason_can_be_asked_for():
+    x = rand(1, 2, 3, 8)
+    assert explain(rotary, x).impl == "chunked"
+    assert "on cpu" in explain(rotary, x).reason
+    assert explain(rotary, x, impl="reference").reason == "asked for by impl="
+
+
+TABLE = rotary_table(torch.arange(3), 8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "message"),
+    [
+        ((1, 2, 3, 7), {}, "fraction=1.0 of head size 7 turns 7 numbers"),
+        ((1, 2, 3, 8), {"fraction": 0.0}, r"fraction=0.0 is not valid; it is in \(0, 1\]"),
+        ((1, 2, 3, 8), {"fraction": 1.5}, "fraction=1.5 is not valid"),
+        ((1, 2, 3, 8), {"fraction": math.nan}, "fraction=nan is not valid"),
+        ((1, 2, 3, 8), {"fraction": 0.1}, "fraction=0.1 of head size 8 turns 0 numbers"),
+        ((3, 8), {}, r"q has shape \[3, 8\]; valid: \[B, H, T, D\] or \[H, T, D\]"),
+        ((1, 2, 3, 8), {"positions": torch.arange(4)}, r"positions has shape \[4\]; valid for B=1, T=3"),
+        ((1, 2, 3, 8), {"positions": torch.zeros(2, 3).long()}, r"positions has shape \[2, 3\]"),
+        ((1, 2, 3, 8), {"positions": torch.ones(3).bfloat16()}, "positions has dtype torch.bfloat16"),
+        ((1, 2, 3, 8), {"positions": torch.arange(3, device="meta")}, "all tensors must be on one device"),
+        ((1, 2, 3, 8), {"positions": torch.arange(3), "table": TABLE}, "both positions and table were given"),
+        ((1, 2, 4, 8), {"table": TABLE}, r"table.cos has shape \[3, 4\]; valid for B=1, T=4 and 8 turned"),
+        ((1, 2, 3, 16), {"table": TABLE}, "table.cos has shape"),
+        (
+            (1, 2, 3, 8),
+            {"table": RotaryTable(TABLE.cos.bfloat16(), TABLE.sin)},
+            "table.cos has dtype torch.bf",
+        ),
+        ((1, 2, 3, 8), {"table": rotary_table(torch.arange(3), 8)}, "table.cos has dtype torch.float32; for"),
+        ((1, 2, 3, 8), {"table": (TABLE.cos, TABLE.sin)}, "table is a tuple, not a RotaryTable"),
+        ((1, 2, 3, 8), {"impl": "cuda"}, "impl='cuda' is not valid; choose from 'auto', 'reference'"),
+        ((1, 2, 3, 8), {"k": rand(1, 2, 4, 8)}, r"q has \(B, T, D\) = \(1, 3, 8\) and k \(1, 4, 8\)"),
+        ((1, 2, 3, 8), {"k": rand(1, 2, 3, 8, dtype=torch.float32)}, "all tensors must have one dtype"),
+        ((1, 2, 3, 8), {"k": torch.ones(1, 2, 3, 8, dtype=torch.long)}, "k has dtype torch.int64"),
+        ((1, 2, 3, 8), {"theta": -1.0}, "theta=-1.0 is not valid"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(shape, options, message):
+    with pytest.raises(ArgumentError, match="^" + message) as caught:
+        rotary(rand(*shape), **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_triton_without_a_gpu_or_the_interpreter_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ArgumentError, match=r"impl='triton' cannot run: .*; use impl='auto'"):
+        rotary(rand(1, 2, 3, 8), impl="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+def test_the_kernel_on_a_gpu_agrees_with_the_host(interleaved, fraction):
+    q, k = rand(2, 6, 257, 80, dtype=torch.bfloat16), rand(2, 3, 257, 80, dtype=torch.bfloat16)
+    positions = torch.arange(257) + 2**20
+    options: dict[str, Any] = {"fraction": fraction, "interleaved": interleaved}
+    want = rotary(q, k, positions=positions, **options)
+    got = rotary(q.cuda(), k.cuda(), positions=positions.cuda(), **options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=2**-7, atol=1e-5)

@@ -1,0 +1,188 @@
+"""The table: right at a million positions, small while it is made, on the positions' device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.ops.rotary_embedding import Llama3Scaling, RotaryTable, rotary_frequencies, rotary_table
+from oomph.ops.rotary_embedding import table as table_module
+from oomph.units import MiB
+
+FAR = 2**20 + 3
+
+
+def exact(position: int, dim: int, theta: float) -> list[tuple[float, float]]:
+    """By Python's own floats, one angle at a time, brought into one turn before its cosine is taken."""
+    angles = [math.fmod(position * theta ** (-2 * i / dim), 2 * math.pi) for i in range(dim // 2)]
+    return [(math.cos(angle), math.sin(angle)) for angle in angles]
+
+
+@pytest.mark.parametrize(("dim", "theta"), [(128, 1e4), (64, 5e5), (6, 1e6)])
+def test_every_cosine_and_sine_is_the_exact_one_rounded_to_float32_up_to_a_million_positions(dim, theta):
+    places = [0, 1, 255, 256, 257, 4097, 131071, 999_999, FAR - 1, FAR]
+    made = rotary_table(torch.tensor(places), dim, theta=theta)
+    want = torch.tensor([exact(place, dim, theta) for place in places], dtype=torch.float64)
+    assert made.cos.dtype == made.sin.dtype == torch.float32
+    for got, column in ((made.cos, 0), (made.sin, 1)):
+        # half a unit in the last place of float32, and the 1e-9 rad by which two float64 angles may differ
+        assert (got.double() - want[..., column]).abs().max() <= 2**-25 + 1e-9
+
+
+def test_float32_angles_would_be_wrong_there():
+    frequencies = rotary_frequencies(128)
+    place = torch.tensor(FAR)
+    in_float32 = (place.float() * frequencies.float()).cos()
+    assert (in_float32 - rotary_table(place, 128).cos).abs().max() > 0.01
+
+
+def test_bfloat16_positions_collapse_to_1409_values_and_ours_do_not():
+    """Report 002's cache: positions in the dtype of inv_freq, which a bf16 model makes bfloat16."""
+    positions = torch.arange(131_072)
+    in_bf16 = torch.arange(131_072, dtype=torch.bfloat16)
+    assert in_bf16.unique().numel() == 1409
+    wrong = (in_bf16.long() != positions).nonzero()
+    assert wrong[0].item() == 257
+
+    sick = in_bf16.double().unsqueeze(-1) * rotary_frequencies(4)
+    ours = rotary_table(positions, 4)
+    assert sick.cos().float().unique(dim=0).shape[0] <= 1409
+    assert torch.cat((ours.cos, ours.sin), -1).unique(dim=0).shape[0] == 131_072
+
+
+def test_a_table_computed_in_slices_is_the_table_of_one_slice(monkeypatch):
+    positions = torch.randint(0, FAR, (3, 41))
+    whole = rotary_table(positions, 10)
+    monkeypatch.setattr(table_module, "_SLICE_BYTES", 7 * 5 * 8)
+    sliced = rotary_table(positions, 10)
+    assert torch.equal(whole.cos, sliced.cos)
+    assert torch.equal(whole.sin, sliced.sin)
+    assert whole.cos.shape == (3, 41, 5)
+
+
+def test_a_million_positions_need_little_beside_the_table():
+    def make() -> None:
+        rotary_table(torch.arange(2**20, device="cuda"), 128)
+
+    # two halves of 64 float32 numbers each, and the positions
+    table = 2 * 2**20 * 64 * 4 + 2**20 * 8
+    beside = oomph.predict(make).peak.allocated - table
+    assert 0 < beside <= 34 * MiB
+
+
+def test_the_table_is_on_the_device_of_the_positions():
+    made = rotary_table(torch.arange(5, device="meta"), 8)
+    assert made.cos.device.type == made.sin.device.type == "meta"
+    assert made.cos.shape == (5, 4)
+
+
+def test_a_device_without_float64_gets_the_same_table_from_the_host(monkeypatch):
+    asked: list[torch.device] = []
+    real = torch.Tensor.cpu
+
+    def cpu(self: torch.Tensor) -> torch.Tensor:
+        asked.append(self.device)
+        monkeypatch.setattr(table_module, "_WITHOUT_FLOAT64", frozenset())
+        return real(self)
+
+    want = rotary_table(torch.arange(9), 8)
+    monkeypatch.setattr(table_module, "_WITHOUT_FLOAT64", frozenset({"cpu"}))
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    got = rotary_table(torch.arange(9), 8)
+    assert asked
+    assert torch.equal(got.cos, want.cos)
+
+
+def test_positions_may_be_any_integers_or_wide_floats_and_of_any_shape():
+    want = rotary_table(torch.arange(100), 8).cos
+    for dtype in (torch.uint8, torch.int16, torch.int32, torch.float32, torch.float64):
+        assert torch.equal(rotary_table(torch.arange(100).to(dtype), 8).cos, want)
+    assert rotary_table(torch.tensor(7), 8).cos.shape == (4,)
+    assert rotary_table(torch.empty(0, dtype=torch.long), 8).cos.shape == (0, 4)
+    assert torch.equal(rotary_table(torch.tensor([-5]), 8).sin, -rotary_table(torch.tensor([5]), 8).sin)
+
+
+def test_a_float64_table_is_exact_to_float64():
+    made = rotary_table(torch.tensor([123_457]), 16, dtype=torch.float64)
+    want = torch.tensor(exact(123_457, 16, 1e4), dtype=torch.float64)
+    assert made.cos.dtype == torch.float64
+    torch.testing.assert_close(made.cos[0], want[:, 0], rtol=0, atol=1e-10)
+
+
+def test_a_number_as_scaling_stretches_the_positions():
+    scaled = rotary_table(torch.arange(64) * 4, 16, scaling=4.0)
+    torch.testing.assert_close(scaled.cos, rotary_table(torch.arange(64), 16).cos, rtol=0, atol=1e-7)
+
+
+def test_llama3_scaling_gives_the_frequencies_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(
+        hidden_size=512, num_attention_heads=4, rope_parameters=rope, max_position_embeddings=131072
+    )
+    want, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    got = rotary_frequencies(128, theta=5e5, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    torch.testing.assert_close(got.float(), want, rtol=1e-5, atol=0)
+
+
+def test_autocast_and_grad_mode_leave_the_table_alone():
+    want = rotary_table(torch.tensor([FAR]), 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = rotary_table(torch.tensor([FAR]), 16)
+    assert torch.equal(got.cos, want.cos)
+    assert not got.cos.requires_grad
+
+
+def test_a_table_is_frozen():
+    made = rotary_table(torch.arange(3), 4)
+    with pytest.raises(AttributeError):
+        made.cos = made.sin  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("positions", "options", "message"),
+    [
+        (
+            torch.arange(3),
+            {"dim": 7},
+            "dim=7 is not valid; rotary turns pairs, so dim is an even number >= 2",
+        ),
+        (torch.arange(3), {"dim": 0}, "dim=0 is not valid"),
+        (torch.arange(3), {"dim": 8.0}, "dim=8.0 is not valid"),
+        (torch.arange(3), {"dim": 8, "theta": 0.0}, "theta=0.0 is not valid"),
+        (torch.arange(3), {"dim": 8, "theta": math.inf}, "theta=inf is not valid"),
+        (torch.arange(3), {"dim": 8, "scaling": -2}, "scaling=-2 is not valid"),
+        (torch.arange(3), {"dim": 8, "scaling": "yarn"}, "scaling='yarn' is not valid"),
+        (torch.arange(3), {"dim": 8, "dtype": torch.bfloat16}, "dtype=torch.bfloat16 is not valid"),
+        (torch.arange(3).bfloat16(), {"dim": 8}, "positions has dtype torch.bfloat16; valid: integers"),
+        (torch.arange(3).half(), {"dim": 8}, "positions has dtype torch.float16"),
+        (torch.tensor([True]), {"dim": 8}, "positions has dtype torch.bool"),
+        (torch.ones(3, requires_grad=True), {"dim": 8}, "positions requires a gradient"),
+        ([1, 2], {"dim": 8}, "positions is a list"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_line(positions, options, message):
+    with pytest.raises(ArgumentError, match="^" + message.replace("(", r"\(")) as caught:
+        rotary_table(positions, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_llama3_scaling_checks_itself():
+    with pytest.raises(ArgumentError, match="low < high"):
+        Llama3Scaling(low=4.0, high=1.0)
+
+
+@pytest.mark.gpu
+def test_cuda_makes_the_table_of_the_host():
+    places = torch.tensor([0, 257, 131_071, FAR])
+    host, made = rotary_table(places, 128), rotary_table(places.cuda(), 128)
+    assert isinstance(made, RotaryTable)
+    torch.testing.assert_close(made.cos.cpu(), host.cos, rtol=0, atol=1e-7)
+    torch.testing.assert_close(made.sin.cpu(), host.sin, rtol=0, atol=1e-7)
