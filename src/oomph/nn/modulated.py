@@ -1,0 +1,132 @@
+"""A frozen linear layer with a trained low-rank change of its weight per token."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oomph.errors import ArgumentError
+from oomph.ops.modulation import (
+    Int8Weight,
+    compute_weight_delta,
+    modulated_linear,
+    quantize_int8,
+    weight_delta_norm,
+)
+from oomph.ops.modulation.delta import TokenIndex
+
+
+class ModulatedLinear(nn.Module):
+    """y = h W + ((h A) * mod) B + bias: W and bias frozen, A [d, r] and B [r, f] trained, mod per token.
+
+    B starts at zero, so that the layer starts as the one it was made from; A starts normal with deviation
+    1 / sqrt(d). W keeps the memory of the layer it came from, or is in 8 bits (`weight_values`,
+    `weight_scale`).
+    """
+
+    weight: Tensor | None
+    weight_values: Tensor | None
+    weight_scale: Tensor | None
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | Int8Weight,
+        rank: int,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        impl: str = "auto",
+    ) -> None:
+        """`weight` [d, f]; a transposed view is kept as such. `dtype` of A and B: default the weight's."""
+        super().__init__()
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ArgumentError(f"rank={rank!r} is not valid; give a whole number >= 1")
+        self.in_features, self.out_features = weight.shape
+        self.rank, self.impl = rank, impl
+        base = (None, weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None, None)
+        self.register_parameter("weight", _frozen(base[0]))
+        self.register_buffer("weight_values", base[1])
+        self.register_buffer("weight_scale", base[2])
+        self.register_parameter("bias", _frozen(bias))
+        stored = weight.scale if isinstance(weight, Int8Weight) else weight
+        options: dict[str, Any] = {"device": weight.device, "dtype": dtype or stored.dtype}
+        self.A = nn.Parameter(torch.empty(self.in_features, rank, **options))
+        self.B = nn.Parameter(torch.empty(rank, self.out_features, **options))
+        self.reset_parameters()
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Module, rank: int, *, eight_bit: bool = False, impl: str = "auto"
+    ) -> "ModulatedLinear":
+        """From an nn.Linear, or a GPT-2 Conv1D, whose weight is transposed. `linear` itself is not changed.
+
+        The weight is shared with it, not copied; with `eight_bit` it is rounded to 8 bits and not shared.
+        """
+        weight = getattr(linear, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            raise ArgumentError(f"{_name(linear)} has no weight matrix; valid: nn.Linear, GPT-2's Conv1D")
+        if isinstance(linear, nn.Linear):
+            weight = weight.t()
+        elif not _is_conv1d(linear):
+            raise ArgumentError(f"{_name(linear)} is not known; valid: nn.Linear, GPT-2's Conv1D")
+        weight = weight.detach()
+        base = quantize_int8(weight) if eight_bit else weight
+        bias = getattr(linear, "bias", None)
+        made = cls(base, rank, bias, dtype=weight.dtype, impl=impl)
+        return made.train(linear.training)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.A, std=self.in_features**-0.5)
+        nn.init.zeros_(self.B)
+
+    @property
+    def base_weight(self) -> Tensor | Int8Weight:
+        """W [d, f] as it is stored."""
+        if self.weight is not None:
+            return self.weight
+        assert self.weight_values is not None
+        assert self.weight_scale is not None
+        return Int8Weight(self.weight_values, self.weight_scale)
+
+    def forward(self, h: Tensor, mod: Tensor) -> Tensor:
+        """h [..., d], mod [..., r] -> [..., f]."""
+        return modulated_linear(h, self.base_weight, self.A, self.B, mod, self.bias, impl=self.impl)
+
+    def compute_weight_delta(self, mod: Tensor, token_idx: TokenIndex) -> Tensor:
+        """The change of W at the tokens asked for: [..., d, f]."""
+        return compute_weight_delta(self.A, self.B, mod, token_idx)
+
+    def weight_delta_norm(self, mod: Tensor, *, squared: bool = False) -> Tensor:
+        """The Frobenius norm of W's change per token: [...]."""
+        return weight_delta_norm(self.A, self.B, mod, squared=squared)
+
+    def extra_repr(self) -> str:
+        base = "8-bit" if self.weight is None else str(self.weight.dtype).removeprefix("torch.")
+        parts = f"in_features={self.in_features}, out_features={self.out_features}, rank={self.rank}"
+        return f"{parts}, bias={self.bias is not None}, base={base}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ModulatedLinear":
+        # Moving the module to bfloat16 must not round the scales: they stand for whole columns of W.
+        exact = self.weight_scale
+        super()._apply(fn, recurse)
+        moved = self.weight_scale
+        if exact is not None and moved is not None and moved.dtype != exact.dtype:
+            keep = not exact.is_meta or moved.is_meta
+            self.weight_scale = exact.to(moved.device) if keep else torch.empty_like(moved, dtype=exact.dtype)
+        return self
+
+
+def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
+    return None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Known by its name and its width, so that transformers need not be installed."""
+    weight = module.weight
+    return _name(module) == "Conv1D" and isinstance(weight, Tensor) and weight.shape[1] == module.nf
+
+
+def _name(module: object) -> str:
+    return type(module).__name__
