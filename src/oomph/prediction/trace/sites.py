@@ -16,14 +16,17 @@ from oomph.records import Site
 # Frames that only carry a call through: what the reader wants is the line that called them.
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _TRACER = str(Path(__file__).parent.parent) + os.sep
-_WORKLOAD = str(Path(__file__).parent.parent.parent / "workload.py")
+_PACKAGE = Path(__file__).parent.parent.parent
+_WORKLOAD = str(_PACKAGE / "workload.py")
+_OWN_OPS = tuple(str(_PACKAGE / room) + os.sep for room in ("ops", "nn"))
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _CARRIERS = ("einops", "typing_extensions", "jaxtyping", "beartype", "opt_einsum", "triton")
 
 
 @lru_cache(maxsize=4096)
 def is_internal(filename: str) -> bool:
-    if filename.startswith((_TORCH, _TRACER, "<frozen", "<__array_function__")) or filename == _WORKLOAD:
+    carried = (_TORCH, _TRACER, *_OWN_OPS, "<frozen", "<__array_function__")
+    if filename.startswith(carried) or filename == _WORKLOAD:
         return True
     if "site-packages" in filename:
         package = filename.rsplit("site-packages", 1)[1].split("/", 2)[1:2]
