@@ -1,0 +1,77 @@
+"""MLPs that never hold their hidden features for all tokens at once."""
+
+import torch
+from torch import Tensor, nn
+
+from oomph.errors import ArgumentError
+from oomph.ops import checks
+from oomph.ops.mlp import MLPWeights, tiled_mlp
+from oomph.ops.mlp.weights import ACTIVATIONS
+
+
+class TiledMLP(nn.Module):
+    """Any MLP, run by `tiled_mlp`. The module it wraps is its only child, as `.module`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        tile: int | None = None,
+        memory_budget: str | int | None = None,
+        impl: str = "auto",
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ArgumentError(f"module is a {type(module).__name__}; valid: an nn.Module")
+        self.module = module
+        self.tile = tile
+        self.memory_budget = memory_budget
+        self.impl = impl
+
+    def forward(self, x: Tensor) -> Tensor:
+        return tiled_mlp(self.module, x, tile=self.tile, memory_budget=self.memory_budget, impl=self.impl)
+
+    def extra_repr(self) -> str:
+        return f"tile={self.tile}, memory_budget={self.memory_budget!r}, impl={self.impl!r}"
+
+
+class GatedMLP(nn.Module):
+    """`down(act(gate x) * (up x))` from d features over f hidden ones, tiled; names as in Llama's MLP."""
+
+    def __init__(
+        self,
+        d: int,
+        f: int,
+        activation: str = "silu",
+        bias: bool = False,
+        *,
+        tile: int | None = None,
+        memory_budget: str | int | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        checks.one_of("activation", activation, ACTIVATIONS)
+        self.gate_proj = nn.Linear(d, f, bias=bias, device=device, dtype=dtype)
+        self.up_proj = nn.Linear(d, f, bias=bias, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(f, d, bias=bias, device=device, dtype=dtype)
+        self.activation = activation
+        self.tile = tile
+        self.memory_budget = memory_budget
+        self.impl = impl
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = MLPWeights(
+            up=self.up_proj.weight,
+            down=self.down_proj.weight,
+            gate=self.gate_proj.weight,
+            up_bias=self.up_proj.bias,
+            gate_bias=self.gate_proj.bias,
+            down_bias=self.down_proj.bias,
+            activation=self.activation,
+        )
+        return tiled_mlp(weights, x, tile=self.tile, memory_budget=self.memory_budget, impl=self.impl)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}, tile={self.tile}, memory_budget={self.memory_budget!r}"
