@@ -6,6 +6,7 @@ up meets all of them. A contender that fails becomes a row with its error.
 
 from __future__ import annotations
 
+import functools
 import gc
 import statistics
 import sys
@@ -19,7 +20,6 @@ from op_rows import Row
 from torch import Tensor, nn
 
 MiB = 2**20
-_HEAD_START_CYCLES = 4_000_000  # about 2 ms
 Inputs = dict[str, Any]  # tensors and modules by name
 Step = Callable[[], None]
 
@@ -107,6 +107,8 @@ def run_case(case: Case, machine: Machine, rounds: int) -> list[Row]:
     inputs = case.make(machine.device)
     rows: dict[str, Row] = {}
     running: dict[str, Step] = {}
+    if machine.cuda:
+        busy()  # makes its matrix before anything is measured
     for contender in case.contenders:
         step = step_of(contender, inputs)
         try:
@@ -203,14 +205,27 @@ def _milliseconds(step: Step, machine: Machine) -> float:
         return 1e3 * (time.perf_counter() - began)
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
-    # In a training step the GPU is still busy with what came before when an op is called, so the time Python
-    # takes to start its first kernel is hidden. Here a kernel that only waits stands for what came before.
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    busy()
     start.record()
     step()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end))
+
+
+@functools.cache
+def _matrix() -> Tensor:
+    return torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+
+def busy() -> None:
+    """About 30 ms of matrix products, for what comes before an op in a training step.
+
+    The GPU then runs at the clock it can hold, for every contender alike, whatever ran before it; and the time
+    that Python takes to start the op's first kernel is hidden, as it is in training.
+    """
+    for _ in range(20):
+        torch.mm(_matrix(), _matrix())
 
 
 def summary(times: Sequence[float]) -> dict[str, float | int]:

@@ -34,7 +34,7 @@ compiled(kernels.softmax_rows,
 compiled(kernels.prepare_rows, "*i32 *bf16 *fp32 *i64 *i1 *fp32 *fp32 i32 i32 i32 i32 i32",
          SHIFT=True, HAS_TOKEN_WEIGHT=True, HAS_CLASS_WEIGHT=True, MEAN=True, BLOCK=4096)
 compiled(kernels.clear_targets, "*bf16 i32 *i64 i32 i32 i32", BLOCK=256)
-compiled(kernels.add_target_rows, "*bf16 *bf16 i32 *fp32 *i64 *i64 *i64 None *i1 i32 i32",
+compiled(kernels.add_target_rows, "*bf16 i32 i32 *bf16 i32 i32 *fp32 *i64 *i64 *i64 None *i1 i32 i32",
          HAS_INDEX=False, BLOCK=1024)
 compiled(kernels.scale_in_place, "*bf16 i32 *fp32", BLOCK=4096)
 print("compiled")

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import KW_ONLY, dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import checks
+from oomph.ops.cross_entropy.sharded import shard_of
 
 IMPLS = ("auto", "plain", "chunked", "triton", "reference")
 REDUCTIONS = ("mean", "sum", "none")
@@ -51,10 +53,13 @@ def check_arguments(a: Arguments) -> None:
     checks.one_of("impl", a.impl, IMPLS)
     checks.one_of("reduction", a.reduction, REDUCTIONS)
     weights = {"class_weight": a.class_weight, "token_weight": a.token_weight}
+    for required, given in (("x", x), ("weight", weight)):
+        if given is None:
+            raise ArgumentError(f"{required} is None; valid: a tensor")
     checks.floating(x=x, weight=weight, bias=bias, **weights)
     if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
-        given = target.dtype if isinstance(target, Tensor) else type(target).__name__
-        raise ArgumentError(f"target must be a tensor of class numbers (int64 or int32); given: {given}")
+        found = target.dtype if isinstance(target, Tensor) else type(target).__name__
+        raise ArgumentError(f"target must be a tensor of class numbers (int64 or int32); given: {found}")
     _check_shapes(a)
     checks.same_device(x=x, weight=weight, target=target, bias=bias, **weights)
     if not torch.is_autocast_enabled(x.device.type):
@@ -62,22 +67,39 @@ def check_arguments(a: Arguments) -> None:
     for name, tensor in weights.items():
         if tensor is not None and tensor.requires_grad:
             raise ArgumentError(f"{name} requires a gradient, which is not computed; give {name}.detach()")
-    if not 0.0 <= a.label_smoothing <= 1.0:
-        raise ArgumentError(f"label_smoothing={a.label_smoothing} is not valid; choose a number from 0 to 1")
-    if not (math.isfinite(a.z_loss) and a.z_loss >= 0):
-        raise ArgumentError(f"z_loss={a.z_loss} is not valid; choose 0 or a positive number")
-    if a.softcap is not None and not (math.isfinite(a.softcap) and a.softcap > 0):
-        raise ArgumentError(f"softcap={a.softcap} is not valid; choose a positive number, or None for no cap")
-    n = a.num_valid
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
-        raise ArgumentError(
-            f"num_valid={n!r} is not valid; give the number of kept targets as an int, or None"
-        )
+    _check_numbers(a)
     if a.accumulate_into_grad and not weight.is_leaf:
         raise ArgumentError(
             "accumulate_into_grad=True needs a weight that owns its .grad (a parameter); "
             "the one given is the result of a computation"
         )
+    if a.accumulate_into_grad and shard_of(weight) is not None:
+        raise ArgumentError(
+            "accumulate_into_grad=True is not there for a vocabulary-sharded weight; leave it out"
+        )
+
+
+def _check_numbers(a: Arguments) -> None:
+    if not (_is_number(a.label_smoothing) and 0.0 <= a.label_smoothing <= 1.0):
+        given = a.label_smoothing
+        raise ArgumentError(f"label_smoothing={given!r} is not valid; choose a number from 0 to 1")
+    if not (_is_number(a.z_loss) and a.z_loss >= 0):
+        raise ArgumentError(f"z_loss={a.z_loss!r} is not valid; choose 0 or a positive number")
+    if a.softcap is not None and not (_is_number(a.softcap) and a.softcap > 0):
+        raise ArgumentError(
+            f"softcap={a.softcap!r} is not valid; choose a positive number, or None for no cap"
+        )
+    if isinstance(a.ignore_index, bool) or not isinstance(a.ignore_index, Integral):
+        raise ArgumentError(f"ignore_index={a.ignore_index!r} is not valid; give a whole number")
+    n = a.num_valid
+    if n is not None and (isinstance(n, bool) or not isinstance(n, int) or n < 0):
+        raise ArgumentError(
+            f"num_valid={n!r} is not valid; give the number of kept targets as an int, or None"
+        )
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
 
 
 def _check_shapes(a: Arguments) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from oomph.errors import ArgumentError
 from oomph.ops.cross_entropy import rows_torch, rows_triton
 from oomph.ops.cross_entropy.problem import LossOptions, Rows, token_losses
 from oomph.ops.cross_entropy.sharded import VocabularyShard
@@ -66,8 +66,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                "linear_cross_entropy cannot be differentiated twice (create_graph=True); "
+                "impl='plain' and impl='reference' can"
+            )
         plan: Plan = ctx.plan
         early: Gradients | None = ctx.early
         # Handed over once: they become the caller's .grad. A second backward() makes them anew.
@@ -92,13 +96,13 @@ def _late_gradients(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None)
     plan: Plan = ctx.plan
     rows: Rows = ctx.rows
     x_ND, weight_VD, bias_V, lse_N = ctx.saved_tensors
-    if grad_loss is None:
-        grad_loss = rows.scale.new_zeros(())
     if rows.index is not None:
-        grad_loss = grad_loss[rows.index] if plan.per_token else grad_loss
+        grad_loss = grad_loss[rows.index] if plan.per_token and grad_loss is not None else grad_loss
         grad_lse = None if grad_lse is None else grad_lse[rows.index]
     if grad_lse is not None:
         grad_lse = torch.where(rows.kept, grad_lse, 0.0)
+    if grad_loss is None:
+        grad_loss = rows.scale.new_zeros(())
     gradients = _buffers(x_ND, weight_VD, bias_V, plan)
     sweep = _sweep(x_ND, weight_VD, bias_V, rows.times(grad_loss), plan)
     sweep.run(gradients, known_lse=lse_N, grad_lse=grad_lse)

@@ -66,9 +66,11 @@ def make_rows(
 
 
 def _rows_by_kernel(a: Arguments, wide: torch.dtype, offset: int) -> Rows:
-    target_N = a.target.reshape(-1)
+    # The kernel goes over these as runs of numbers; reshape alone may leave strides.
+    target_N = a.target.reshape(-1).contiguous()
+    token_weight_N = None if a.token_weight is None else a.token_weight.reshape(-1).contiguous()
     n, n_classes = target_N.shape[0], a.weight.shape[0]
-    class_weight = None if a.class_weight is None else a.class_weight.to(wide)
+    class_weight = None if a.class_weight is None else a.class_weight.to(wide).contiguous()
     out_target_N = torch.empty(n, dtype=torch.int64, device=target_N.device)
     kept_N = torch.empty(n, dtype=torch.bool, device=target_N.device)
     scale_N = torch.empty(n, dtype=wide, device=target_N.device)
@@ -78,7 +80,7 @@ def _rows_by_kernel(a: Arguments, wide: torch.dtype, offset: int) -> Rows:
             "prepare_rows",
             (1,),
             target_N,
-            None if a.token_weight is None else a.token_weight.reshape(-1),
+            token_weight_N,
             class_weight,
             out_target_N,
             kept_N,
@@ -148,7 +150,8 @@ def _weight_total(a: Arguments, class_weight: Tensor | None, like: Tensor) -> Te
 
 
 def _without_ignored(rows: Rows, num_valid: int) -> Rows:
-    index = _kept_first(rows.kept)[:num_valid]
+    # One row at least: of none, the loss could not be NaN.
+    index = _kept_first(rows.kept)[: max(1, num_valid)]
     # More kept than announced would be left out unseen: the loss says so instead.
     scale_N = torch.where(rows.kept.sum() > num_valid, torch.nan, rows.scale)
     return replace(

@@ -77,7 +77,7 @@ def local_part(
     x: Tensor, weight: Tensor, bias: Tensor | None, shard: VocabularyShard
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The plain tensors this rank computes with; gradients go back through the conversions."""
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import DTensor, Replicate
 
     if _is_dtensor(x):
         # Replicated here, and its gradient comes out summed over the ranks, hence replicated as well.
@@ -85,15 +85,17 @@ def local_part(
     local = weight.to_local()  # type: ignore[attr-defined]
     if bias is None:
         return x, local, None
-    if _is_dtensor(bias):
-        return x, local, bias.redistribute(shard.mesh, shard.placements).to_local()  # type: ignore[attr-defined]
-    return x, local, bias[shard.offset : shard.offset + shard.size]
+    if not _is_dtensor(bias):
+        # Not a slice of it: every rank must get the gradient of all of it.
+        bias = DTensor.from_local(bias, shard.mesh, [Replicate()] * shard.mesh.ndim, run_check=False)
+    return x, local, bias.redistribute(shard.mesh, shard.placements).to_local()  # type: ignore[attr-defined]
 
 
 def check_replicated(x: Tensor, shard: VocabularyShard) -> None:
     """Is x the same on all ranks? (Under FSDP, outside a module's forward, it is not.) Waits for them all."""
     local = x.to_local() if _is_dtensor(x) else x  # type: ignore[attr-defined]
     sums = torch.stack([local.detach().double().sum(), local.detach().double().square().sum()])
+    sums.nan_to_num_(nan=-1.0)  # equal to itself, so that x may hold NaN
     low, high = sums.clone(), sums.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, shard.group)
     dist.all_reduce(high, dist.ReduceOp.MAX, shard.group)

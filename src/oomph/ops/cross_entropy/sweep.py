@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oomph.ops.cross_entropy.problem import LossOptions, Rows, RowStatistics
-from oomph.ops.cross_entropy.tiling import Tiling
+from oomph.ops.cross_entropy.tiling import Tiling, padded
 from oomph.ops.products import product_into
 
 Combine = Callable[[RowStatistics], None]
@@ -108,7 +108,7 @@ class Sweep:
     ) -> None:
         n, v = self.rows.target.shape[0], self.weight_VD.shape[0]
         width = min(self.tiling.columns, v)
-        buffer = self.x_ND.new_empty(min(self.tiling.rows, n) * width)
+        buffer = self.x_ND.new_empty(min(self.tiling.rows, n), padded(width))
         accumulator = self._x_accumulator(gradients, width < v)
         for first in range(0, n, self.tiling.rows):
             end = min(first + self.tiling.rows, n)
@@ -208,7 +208,7 @@ class _Block:
     def _logits(self, start: int) -> Tensor:
         n = self.end - self.first
         weight_CD = self.sweep.weight_VD[start : start + self.width]
-        logits_RC = self.buffer[: n * weight_CD.shape[0]].view(n, weight_CD.shape[0])
+        logits_RC = self.buffer[:n, : weight_CD.shape[0]]
         if self.in_buffer != start:
             if self.sweep.bias_V is None:
                 torch.mm(self.x_RD, weight_CD.t(), out=logits_RC)

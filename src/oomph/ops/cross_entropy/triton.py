@@ -261,8 +261,11 @@ def clear_targets(gradient, row_stride, target, column, rows, n_classes, BLOCK: 
 @triton.jit
 def add_target_rows(
     weight_gradient,  # [V, D]
+    weight_row,  # strides
+    weight_column,
     x,  # [N, D]
-    x_stride,
+    x_row,
+    x_column,
     target_gradient,  # [N] fp32
     target,  # [N], ascending
     order,  # [N]: the row each of these targets belongs to
@@ -286,14 +289,14 @@ def add_target_rows(
     if starts_run & (v >= 0) & (v < n_classes):
         d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = d < hidden
-        at = weight_gradient + v * hidden + d
+        at = weight_gradient + v * weight_row + d * weight_column
         total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         for k in range(i, tl.load(end + i).to(tl.int32)):
             n = tl.load(order + k)
             g = tl.where(tl.load(kept + n).to(tl.int32) != 0, tl.load(target_gradient + n), 0.0)
             if HAS_INDEX:
                 n = tl.load(index + n)
-            total += g * tl.load(x + n * x_stride + d, mask=inside, other=0.0).to(tl.float32)
+            total += g * tl.load(x + n * x_row + d * x_column, mask=inside, other=0.0).to(tl.float32)
         tl.store(at, total.to(weight_gradient.dtype.element_ty), mask=inside)
 
 
