@@ -221,8 +221,8 @@ def _matrix() -> Tensor:
 def busy() -> None:
     """About 30 ms of matrix products, for what comes before an op in a training step.
 
-    The GPU then runs at the clock it can hold, for every contender alike, whatever ran before it; and the time
-    that Python takes to start the op's first kernel is hidden, as it is in training.
+    The GPU then runs at the clock it can hold, for every contender alike, whatever ran before it; and the
+    time that Python takes to start the op's first kernel is hidden, as it is in training.
     """
     for _ in range(20):
         torch.mm(_matrix(), _matrix())

@@ -1,4 +1,4 @@
-"""Puts the committed rows into the README's two tables: `python benchmarks/readme_tables.py`."""
+"""Puts the committed rows into the README's tables: `python benchmarks/readme_tables.py`."""
 
 from __future__ import annotations
 
@@ -81,9 +81,69 @@ def speed() -> str:
     return "\n".join(lines)
 
 
+LOSSES = {
+    "eager": "eager",
+    "Liger": "Liger 0.8.5",
+    "Liger C=8 fp32": "Liger, fp32 sums",
+    "cce": "cce (filters)",
+    "cce unfiltered": "cce, exact",
+    "oomph 64MiB": "oomph, 64MiB",
+    "oomph": "**oomph**",
+}
+SHAPES = ("4096x4096x128256", "16384x2560x151936", "8192x1024x151936", "32768x2560x151936")
+# op, shape, contender, what it is compared with
+PAIRS = (
+    ("mlp", "SwiGLU 131072x2560x9216", "oomph", "eager"),
+    ("modulated", "65536x4096x14336x16", "oomph", "bare h W"),
+    ("attention", "B64 H8 N1024 D64", "oomph bf16", "SDPA flash bf16"),
+    ("attention", "B64 H8 N1024 D64", "oomph bf16 locality", "SDPA flash bf16"),
+    ("rotary", "B1 H32/8 T131072 D128", "oomph", "eager"),
+)
+
+
+def losses() -> str:
+    """Time over the time of the three matrix products, and MiB above the two gradients."""
+    rows = _op_rows("cross_entropy")
+    lines = [
+        f"| tokens x width x classes | {' | '.join(LOSSES.values())} |",
+        f"|---|{'---:|' * len(LOSSES)}",
+    ]
+    for shape in SHAPES:
+        cells = [_loss_cell(rows.get((shape, name))) for name in LOSSES]
+        lines.append(f"| {shape.replace('x', ' x ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _loss_cell(row: dict[str, str] | None) -> str:
+    if row is None or not row["ratio_to_limit"]:
+        return "-"
+    above = float(row["peak_mib"]) - float(row["floor_mib"])
+    return f"{float(row['ratio_to_limit']):.2f} / {above:,.0f}"
+
+
+def other_ops() -> str:
+    lines = ["| op | shape | against | time | memory |", "|---|---|---|---:|---:|"]
+    for op, shape, name, other in PAIRS:
+        rows = _op_rows(op)
+        ours, theirs = rows[shape, name], rows[shape, other]
+        time = float(ours["median_ms"]) / float(theirs["median_ms"])
+        label = f"{op}{name.removeprefix('oomph')}"
+        lines.append(
+            f"| {label} | {shape} | {other} | {time:.2f} x | {float(ours['peak_mib']):,.0f} MiB, "
+            f"not {float(theirs['peak_mib']):,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _op_rows(op: str) -> dict[tuple[str, str], dict[str, str]]:
+    with (HERE / "results/ops_h200.csv").open(newline="") as file:
+        return {(row["shape"], row["contender"]): row for row in csv.DictReader(file) if row["op"] == op}
+
+
 def main() -> None:
     text = README.read_text()
-    for name, table in (("accuracy", accuracy()), ("speed", speed())):
+    tables = {"accuracy": accuracy(), "speed": speed(), "losses": losses(), "other ops": other_ops()}
+    for name, table in tables.items():
         pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
         assert re.search(pattern, text, re.DOTALL), name
         text = re.sub(pattern, lambda found, table=table: found[1] + table + found[2], text, flags=re.DOTALL)

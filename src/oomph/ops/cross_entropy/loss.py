@@ -42,8 +42,8 @@ def linear_cross_entropy(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross-entropy of `x @ weight.T + bias` against `target`, without ever holding the logits.
 
-    x [..., D], weight [V, D], target [...] (int), bias [V]. The loss is fp32 (float64 for float64 inputs), and
-    so is everything after the logits; the logits have the inputs' dtype, or autocast's. Semantics as
+    x [..., D], weight [V, D], target [...] (int), bias [V]. The loss is fp32 (float64 for float64 inputs),
+    and so is everything after the logits; the logits have the inputs' dtype, or autocast's. Semantics as
     `F.cross_entropy`, with these additions:
 
     - "mean" is over the kept targets, weighted by `class_weight[target] * token_weight`. Where nothing is
