@@ -207,7 +207,6 @@ def cases(tiny: bool) -> list[Case]:
         table_case(table),
         gqa_case(gqa),
         blocks_case(blocks, "local", window=1),
-        blocks_case(blocks, "global_", stride=2),
         blocks_case(blocks, "mixed", window=1, stride=4),
     ]
 

@@ -37,7 +37,7 @@ class Peer:
 
 
 def find_peers() -> list[Peer]:
-    return [_liger(), _cut_cross_entropy(), _fla(), _torchao(), _torch()]
+    return [_liger(), _cut_cross_entropy(), _torchao(), _torch()]
 
 
 def imported(module: str) -> ModuleType | str:
@@ -98,21 +98,6 @@ def _cut_cross_entropy() -> Peer:
         losses=(
             Contender("cce", loss(impl="cce"), peer=peer, exact=False),
             Contender("cce_exact" if "cce_exact" in names else "cce unfiltered", loss(**whole), peer=peer),
-        ),
-    )
-
-
-def _fla() -> Peer:
-    found = imported("fla.modules.fused_linear_cross_entropy")
-    if isinstance(found, str):
-        return Peer("fla", missing=found)
-    version = _version("fla-core", "flash-linear-attention")
-    loss = found.fused_linear_cross_entropy_loss
-    return Peer(
-        "fla",
-        version,
-        losses=(
-            Contender("fla", lambda i: loss(i["x"], i["target"], i["weight"]), peer=f"fla_core {version}"),
         ),
     )
 

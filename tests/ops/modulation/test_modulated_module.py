@@ -105,6 +105,12 @@ def test_it_can_leave_the_meta_device() -> None:
     assert module.weight_scale.device.type == "cpu"
 
 
+def test_it_can_be_made_in_8_bits_on_the_meta_device() -> None:
+    made = ModulatedLinear.from_linear(nn.Linear(6, 8, device="meta"), 2, eight_bit=True)
+    assert made.weight_values is not None
+    assert made.weight_values.is_meta
+
+
 def test_the_deltas_and_their_norms_are_those_of_its_own_factors() -> None:
     module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3)
     nn.init.normal_(module.B)

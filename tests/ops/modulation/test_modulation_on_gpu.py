@@ -46,7 +46,8 @@ def test_no_result_is_worse_than_plain_torch_makes_it(impl: str, shape: dict, dt
     plain, found = on_gpu("reference", dtype, shape), on_gpu(impl, dtype, shape)
     for name, each in found.items():
         error, allowed = relative_error(each, right[name]), relative_error(plain[name], right[name])
-        assert error < 1.1 * allowed + 1e-4, name
+        # A gradient of one number may be rounded well in one version and badly in the other.
+        assert error < 1.1 * allowed + (torch.finfo(dtype).eps if each.numel() < 100 else 1e-4), name
 
 
 @pytest.mark.parametrize("impl", ["chunked", "triton"])
