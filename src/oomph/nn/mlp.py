@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from oomph.errors import ArgumentError
 from oomph.ops import checks
 from oomph.ops.mlp import MLPWeights, tiled_mlp
+from oomph.ops.mlp.tiled import check_options
 from oomph.ops.mlp.weights import ACTIVATIONS
 
 
@@ -23,6 +24,7 @@ class TiledMLP(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module is a {type(module).__name__}; valid: an nn.Module")
+        check_options(tile, memory_budget, impl)
         self.module = module
         self.tile = tile
         self.memory_budget = memory_budget
@@ -53,6 +55,7 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         checks.one_of("activation", activation, ACTIVATIONS)
+        check_options(tile, memory_budget, impl)
         self.gate_proj = nn.Linear(d, f, bias=bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(d, f, bias=bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(f, d, bias=bias, device=device, dtype=dtype)
@@ -74,4 +77,5 @@ class GatedMLP(nn.Module):
         return tiled_mlp(weights, x, tile=self.tile, memory_budget=self.memory_budget, impl=self.impl)
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}, tile={self.tile}, memory_budget={self.memory_budget!r}"
+        own = f"activation={self.activation!r}, tile={self.tile}, memory_budget={self.memory_budget!r}"
+        return f"{own}, impl={self.impl!r}"

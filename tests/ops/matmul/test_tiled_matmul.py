@@ -200,10 +200,19 @@ def test_frozen_inputs_skip_their_work_and_no_grad_is_respected(impl):
     assert b.grad is None
     with torch.no_grad():
         assert not tiled_matmul(a, b, impl=impl, tile=16).requires_grad
-    loss = tiled_matmul(a, b, impl=impl, tile=16).square().sum()
-    (grad,) = torch.autograd.grad(loss, a, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        grad.sum().backward()
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_a_gradient_of_gradients_is_refused_and_the_reference_gives_it(impl):
+    a, b = rand(9, 8, grad=True), rand(8, 12)
+    # Of a plain sum too: the gradient that arrives has no graph then, and a penalty would be a constant.
+    for scalar in (lambda c: c.sum(), lambda c: c.square().sum()):
+        statistic = tiled_matmul(a, b, epilogue="logsumexp", return_product=False, impl=impl, tile=16)
+        with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
+            torch.autograd.grad(scalar(statistic), a, create_graph=True)
+    statistic = tiled_matmul(a, b, epilogue="logsumexp", return_product=False, impl="reference")
+    (grad,) = torch.autograd.grad(statistic.sum(), a, create_graph=True)
+    assert grad.requires_grad
 
 
 def test_bf16_gradients_of_the_statistic_are_no_worse_than_those_of_eager():

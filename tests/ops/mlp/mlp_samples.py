@@ -23,7 +23,7 @@ def weights(
     generator = torch.Generator().manual_seed(d + f + out + seed)
 
     def leaf(*shape: int) -> Tensor:
-        values = torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[-1] ** 0.5
+        values = torch.randn(*shape, generator=generator, dtype=torch.float64) / max(shape[-1], 1) ** 0.5
         return values.to(dtype).requires_grad_()
 
     return MLPWeights(

@@ -96,6 +96,14 @@ def test_each_bad_input_is_named() -> None:
         tiled_mlp(torch.tanh, tokens(3, 12), parameters=[3])  # type: ignore[list-item]
 
 
+def test_tokens_that_do_not_fit_a_known_module_are_named_too() -> None:
+    module = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 6))
+    with pytest.raises(ArgumentError, match=r"x has 5 features; up \(20, 12\) takes 12"):
+        tiled_mlp(module, torch.zeros(3, 5))
+    with pytest.raises(ArgumentError, match="x on meta, up on cpu"):
+        tiled_mlp(module, torch.zeros(3, 12, device="meta"))
+
+
 def test_each_bad_description_is_named() -> None:
     good = {name: each.detach() for name, each in weights().named().items()}
     for change, message in (

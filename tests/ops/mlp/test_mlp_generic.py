@@ -124,6 +124,22 @@ def test_parameter_gradients_are_summed_in_fp32_after_one_rounding_per_tile() ->
         assert (one - right).norm() <= 1.1 * (other - right).norm()
 
 
+def test_shapes_alone_can_be_asked_for_on_the_meta_device() -> None:
+    module = NormalisedGated().to("meta")
+    assert tiled_mlp(module, torch.empty(2, 5, 12, device="meta")).shape == (2, 5, 12)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "generic"])
+def test_a_gradient_of_gradients_is_refused_and_the_reference_gives_it(impl: str) -> None:
+    module, x = PlainGated().double(), tokens(5, 12)
+    # Of a plain sum too: the gradient that arrives has no graph then, and a penalty would be a constant.
+    for y in (tiled_mlp(module, x, impl=impl, tile=2), tiled_mlp(module, x, impl=impl, tile=2).square()):
+        with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(tiled_mlp(module, x, impl="reference").sum(), x, create_graph=True)
+    assert grad.requires_grad
+
+
 def test_known_mlps_can_be_called_too_and_no_tokens_are_fine() -> None:
     module = PlainGated().double()
     for shape in ((7, 12), (0, 12), (12,)):

@@ -55,6 +55,14 @@ def test_leading_dimensions_are_kept_and_may_be_empty(shape: tuple[int, ...]) ->
     assert_same(ours, results(lambda: tiled_mlp(w, x, impl="reference"), inputs))
 
 
+@pytest.mark.parametrize("impl", ["chunked", "generic"])
+def test_no_features_at_all_give_the_bias(impl: str) -> None:
+    w, x = weights(bias=True, d=0), tokens(5, 0)
+    inputs = [x, *w.named().values()]
+    ours = results(lambda: tiled_mlp(w, x, tile=2, impl=impl), inputs)
+    assert_same(ours, results(lambda: tiled_mlp(w, x, impl="reference"), inputs))
+
+
 def test_inputs_and_gradients_need_not_be_contiguous() -> None:
     w, x = weights(), tokens(12, 7, 5)
     inputs = [x, *w.named().values()]

@@ -9,6 +9,7 @@ import torch
 from mlp_samples import NormalisedGated, PlainGated, assert_same, results, tokens
 from torch import Tensor, nn
 
+from oomph.errors import ArgumentError
 from oomph.nn.mlp import GatedMLP, TiledMLP
 from oomph.ops.choice import explain
 from oomph.ops.mlp import tiled_mlp
@@ -72,6 +73,13 @@ def test_the_mlps_of_transformers_are_known_where_they_are_plain_and_right_in_an
 def test_a_sequential_of_two_linears_is_known_by_its_activation(activation: nn.Module, expected: str) -> None:
     assert kind(sequential(activation)) == expected
     check(sequential(activation))
+
+
+def test_a_module_with_two_places_in_a_sequential_is_run_in_both() -> None:
+    activation = nn.ReLU()
+    both = nn.Sequential(nn.Linear(12, 20), activation, nn.Linear(20, 6), activation)
+    assert kind(both) == "generic"
+    check(both)
 
 
 def test_attribute_names_do_not_matter_and_do_not_mislead() -> None:
@@ -141,6 +149,31 @@ def test_a_forward_that_fails_is_put_back_too() -> None:
     with pytest.raises(RuntimeError):
         tiled_mlp(module, torch.randn(4, 5))
     assert "forward" not in vars(module)
+
+
+def test_hooks_on_all_modules_are_not_passed_over() -> None:
+    def doubled(module: nn.Module, _: Any, out: Tensor) -> Tensor | None:
+        return 2 * out if isinstance(module, nn.Linear) else None
+
+    handle = nn.modules.module.register_module_forward_hook(doubled)
+    try:
+        assert kind(sequential(nn.ReLU())) == "generic"
+        check(sequential(nn.ReLU()))
+    finally:
+        handle.remove()
+
+
+def test_the_modules_of_oomph_refuse_bad_options_when_they_are_made() -> None:
+    for make in (
+        lambda **options: TiledMLP(PlainGated(), **options),
+        lambda **options: GatedMLP(4, 8, **options),
+    ):
+        with pytest.raises(ArgumentError, match="impl='cuda' is not valid; choose from 'auto'"):
+            make(impl="cuda")
+        with pytest.raises(ArgumentError, match="tile=0 is not valid"):
+            make(tile=0)
+        with pytest.raises(ArgumentError, match="size '-1' is not valid"):
+            make(memory_budget=-1)
 
 
 def test_the_modules_of_oomph_tile_what_they_hold() -> None:

@@ -139,7 +139,11 @@ def test_no_converted_copy_of_an_8_bit_weight_is_ever_allocated(monkeypatch: pyt
     monkeypatch.setattr(weights, "SLICE_BYTES", MiB // 4)
     given = predicted(modulated_linear, eight_bit=True, tokens=64, features=8192)
     whole = D * 8192
-    large = [(each.dtype, each.bytes) for each in given.allocations if each.bytes >= whole and each.dtype != "uint8"]
+    large = [
+        (each.dtype, each.bytes)
+        for each in given.allocations
+        if each.bytes >= whole and each.dtype != "uint8"
+    ]
     # Beside cuBLAS workspaces (uint8): the weight that is quantised, before the step, and its int8 values.
     assert large == [("bfloat16", 2 * whole), ("int8", whole)]
 

@@ -355,6 +355,11 @@ TABLE = rotary_table(torch.arange(3), 8, dtype=torch.float64)
             "table.cos has dtype torch.bf",
         ),
         ((1, 2, 3, 8), {"table": rotary_table(torch.arange(3), 8)}, "table.cos has dtype torch.float32; for"),
+        (
+            (1, 2, 3, 8),
+            {"table": RotaryTable(TABLE.cos, TABLE.sin.clone().requires_grad_())},
+            "table.sin requires a gradient, which rotary does not give",
+        ),
         ((1, 2, 3, 8), {"table": (TABLE.cos, TABLE.sin)}, "table is a tuple, not a RotaryTable"),
         ((1, 2, 3, 8), {"impl": "cuda"}, "impl='cuda' is not valid; choose from 'auto', 'reference'"),
         ((1, 2, 3, 8), {"k": rand(1, 2, 4, 8)}, r"q has \(B, T, D\) = \(1, 3, 8\) and k \(1, 4, 8\)"),

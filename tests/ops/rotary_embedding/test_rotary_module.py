@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -70,3 +73,9 @@ def test_bad_arguments_are_refused_when_it_is_built(options, message):
 
 def test_it_says_what_it_is():
     assert repr(RotaryEmbedding(8, fraction=0.5)) == "RotaryEmbedding(dim=8, theta=10000.0, fraction=0.5)"
+
+
+def test_the_ops_are_imported_without_the_compiler_which_takes_seconds_to_load() -> None:
+    program = "import sys; from oomph.ops import rotary, tiled_matmul; print('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "False", done.stderr[-2000:]

@@ -33,6 +33,13 @@ def test_every_cosine_and_sine_is_the_exact_one_rounded_to_float32_up_to_a_milli
         assert (got.double() - want[..., column]).abs().max() <= 2**-25 + 1e-9
 
 
+def test_a_table_can_be_compared_and_used_as_a_key():
+    table, other = (rotary_table(torch.arange(3), 8) for _ in range(2))
+    assert table == table
+    assert table != other
+    assert {table: 1}[table] == 1
+
+
 def test_float32_angles_would_be_wrong_there():
     frequencies = rotary_frequencies(128)
     place = torch.tensor(FAR)

@@ -3,12 +3,10 @@
 Legend: G batch, M rows, K inner, N columns.
 """
 
-import contextlib
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from oomph.errors import ArgumentError
 from oomph.ops.checks import floating, one_of, same_device, same_dtype
@@ -17,6 +15,8 @@ from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.matmul.chunked import matmul_in_blocks, statistic_gradients
 from oomph.ops.matmul.reference import matmul_reference
 from oomph.ops.matmul.tile import Tile, resolve
+from oomph.ops.precision import no_autocast
+from oomph.ops.uncompiled import uncompiled
 
 IMPLS = ("auto", "reference", "chunked", "triton")
 EPILOGUES = (None, "rowmax", "logsumexp")
@@ -66,7 +66,8 @@ def tiled_matmul(
 
     Sums are float32 (float64 for float64, which the plain implementation takes). Under autocast inputs
     are cast as torch.matmul's are. Differentiable once: saved are a, b and the statistic. Without epilogue
-    the gradients are two plain products; with one, the product is recomputed in float32 by blocks of rows.
+    the gradients are two plain products; with one, the product is recomputed in float32 by blocks of rows,
+    beside one b and its gradient in float32.
     The gradient of "rowmax" goes to one largest element of each row; which of several equal ones is not
     said. That of "logsumexp" is the softmax of the row; where the row's logsumexp is -inf it is NaN.
     """
@@ -77,7 +78,7 @@ def tiled_matmul(
     return _tiled_matmul(a, b, tile, epilogue, return_product, impl)
 
 
-@torch.compiler.disable
+@uncompiled
 def _tiled_matmul(
     a: Tensor, b: Tensor, tile: Tile | int | None, epilogue: str | None, return_product: bool, impl: str
 ) -> Any:
@@ -88,7 +89,7 @@ def _tiled_matmul(
     else:
         a_GMK, b_GKN = a.reshape(lead.numel(), rows, inner), b.reshape(lead.numel(), inner, columns)
     if choice.impl == "reference":
-        with _without_autocast(a):
+        with no_autocast(a):
             c, statistic = matmul_reference(a_GMK, b_GKN, epilogue)
     else:
         c, statistic = _Product.apply(a_GMK, b_GKN, choice.settings.get("tile"), epilogue, return_product)
@@ -107,7 +108,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, a: Tensor, b: Tensor, tile: Tile | None, epilogue: str | None, return_product: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        with _without_autocast(a):
+        with no_autocast(a):
             if tile is None:
                 c, statistic = matmul_in_blocks(a, b, epilogue, return_product)
             else:
@@ -118,13 +119,17 @@ class _Product(torch.autograd.Function):
         return c, statistic
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_c: Tensor | None, grad_statistic: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Not once_differentiable, which is silent where the gradient has no graph, as from a sum.
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                "tiled_matmul cannot be differentiated twice (create_graph=True); impl='reference' can"
+            )
         a, b, statistic = ctx.saved_tensors
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         grad_a: Tensor | None = None
         grad_b: Tensor | None = None
-        with _without_autocast(a):
+        with no_autocast(a):
             if grad_statistic is not None:
                 grad_a, grad_b = statistic_gradients(
                     a, b, statistic, grad_c, grad_statistic, ctx.epilogue, needs
@@ -219,13 +224,6 @@ def _autocast_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
     return None if torch.float64 in (a.dtype, b.dtype) else torch.get_autocast_dtype(kind)
-
-
-def _without_autocast(a: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The dtypes are settled; autocast must not change them again inside."""
-    if not torch.amp.is_autocast_available(a.device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(a.device.type, enabled=False)
 
 
 def _computed_in(a: Tensor, b: Tensor) -> torch.dtype:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from oomph.ops.mlp import elementwise
+from oomph.ops.mlp.once import refuse_second_derivatives
 from oomph.ops.mlp.products import accumulate_product, project, rows, wide
 from oomph.ops.mlp.tiles import spans
 from oomph.ops.mlp.weights import MLPWeights
@@ -60,8 +60,8 @@ class _TiledMLP(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
+        refuse_second_derivatives()
         # Asked for once: checkpointing computes them again at every request.
         *given, kept_gate, kept_up = ctx.saved_tensors
         x, up, down, gate, up_bias, gate_bias, _ = given
@@ -127,7 +127,7 @@ def _in_dtype(dtype: torch.dtype, *tensors: Tensor | None) -> _Weights:
 
 
 def _forward(x: Tensor, w: _Weights, plan: Plan, kept: _Kept) -> Tensor:
-    x_ND = x.detach().reshape(-1, x.shape[-1])
+    x_ND = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
     hidden, features_out = w.up_FD.shape[0], w.down_OF.shape[0]
     out_NO = x.new_empty(x_ND.shape[0], features_out, dtype=plan.dtype)
     up_TF = x.new_empty(plan.tile, hidden, dtype=plan.dtype)
@@ -172,8 +172,8 @@ class _Backward:
 
     def run(self, grad_out: Tensor) -> list[Tensor | None]:
         """The gradients of x, up, down, gate and the biases, in their dtypes, None where not needed."""
-        x_ND = self.x.detach().reshape(-1, self.x.shape[-1])
-        dy_NO = grad_out.reshape(-1, grad_out.shape[-1])
+        x_ND = self.x.detach().reshape(self.tokens, self.x.shape[-1])
+        dy_NO = grad_out.reshape(self.tokens, grad_out.shape[-1])
         dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if self.needs.x else None
         if self.needs.hidden_gradient or self.needs.down:
             self._tiles(x_ND, dy_NO, dx_ND)

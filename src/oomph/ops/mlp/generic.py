@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from oomph.errors import ArgumentError
+from oomph.ops.mlp.once import refuse_second_derivatives
 from oomph.ops.mlp.products import wide
 from oomph.ops.mlp.tiles import spans
 
@@ -58,7 +58,7 @@ class _TiledFunction(torch.autograd.Function):
     def forward(ctx: Any, tiles: _Tiles, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.tiles = tiles
         ctx.save_for_backward(x, *parameters)
-        x_ND = x.detach().reshape(-1, x.shape[-1])
+        x_ND = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
         if tiles.trained:
             _refuse_hidden_parameters(tiles, x_ND, parameters, ctx.needs_input_grad[1])
         out = None
@@ -74,12 +74,12 @@ class _TiledFunction(torch.autograd.Function):
         return out.view(*x.shape[:-1], *out.shape[1:])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> Any:
+        refuse_second_derivatives()
         tiles: _Tiles = ctx.tiles
         x, *parameters = ctx.saved_tensors
         _, x_needed, *needed = ctx.needs_input_grad
-        x_ND = x.detach().reshape(-1, x.shape[-1])
+        x_ND = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
         grad_out = grad_out.reshape(x_ND.shape[0], *grad_out.shape[x.dim() - 1 :])
         dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if x_needed else None
         wanted = [parameter for parameter, need in zip(parameters, needed, strict=True) if need]
@@ -206,6 +206,8 @@ class _Autocast:
             tuple(
                 (each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each))
                 for each in dict.fromkeys((device, "cpu"))
+                # Of the others, such as meta, the settings cannot even be asked for.
+                if torch.amp.is_autocast_available(each)
             )
         )
 

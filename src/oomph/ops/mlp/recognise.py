@@ -56,12 +56,15 @@ def recognise(module: nn.Module) -> MLPWeights:
 
     Raises NotRecognised, with the reason, for everything else. Weights are those the module holds now.
     """
+    if any(getattr(nn.modules.module, "_global" + hooks, None) for hooks in _HOOKS):
+        raise NotRecognised("there are hooks on all modules")
     if "forward" in vars(module):
         raise NotRecognised("its forward was replaced on the instance")
     forward = type(module).forward
     if forward is nn.Sequential.forward:
         expression: Expression | None = Input()
-        for name, _ in module.named_children():
+        # Not named_children(), which leaves out a module's second place (one activation used twice).
+        for name in module._modules:
             expression = Call(name, expression)  # type: ignore[arg-type]
     else:
         expression = expression_of(forward)

@@ -47,6 +47,7 @@ def choose(
         rows = tiles.rows_of_a_tile(tokens, per_row, x.device.type, tile, budget)
         settings = {"kind": "generic", "tile": rows, "buffers": rows * per_row, "kept": 0}
         return Choice("generic", f"each tile is computed by calling the function: {why_generic}", settings)
+    _check_fit(x, known)
     dtype = _product_dtype(x, known)
     widths = known.up.shape[0], dtype.itemsize, known.gate is not None
     rows, kept = tiles.tile_and_kept(tokens, *widths, x.device.type, tile, budget)
@@ -92,7 +93,7 @@ def tiled_mlp(
 
     Returns [..., O] in the dtype that the function gives; for known MLPs that is x's, under autocast its own.
     Gradients have the dtypes of x and of the parameters; those of parameters are summed over tiles in fp32
-    (float64 for float64) and rounded once.
+    (float64 for float64) and rounded once. A gradient of gradients is refused, except by impl="reference".
 
     Saved for backward: x and the weights, nothing [tokens, hidden]. Known MLPs hold two or three [tile,
     hidden] buffers, and compute gate and up again in backward; on a CPU they keep them for the first tiles,
@@ -215,7 +216,7 @@ def _checked(
     given: Any, x: Tensor, tile: int | None, memory_budget: str | int | None, impl: str
 ) -> int | None:
     """Every argument in its valid range; returns the budget in bytes."""
-    checks.one_of("impl", impl, IMPLS)
+    budget = check_options(tile, memory_budget, impl)
     if not isinstance(given, MLPWeights) and not callable(given):
         raise ArgumentError(
             f"fn_or_module is a {type(given).__name__}; valid: a module, a function, or MLPWeights"
@@ -223,19 +224,28 @@ def _checked(
     checks.floating(x=x)
     if x.dim() < 1:
         raise ArgumentError("x has no dimensions; valid: [..., features]")
+    if isinstance(given, MLPWeights):
+        _check_fit(x, given)
+    if isinstance(given, nn.Module):
+        _refuse_modules_that_cannot_be_tiled(given)
+    return budget
+
+
+def check_options(tile: int | None, memory_budget: str | int | None, impl: str) -> int | None:
+    """What can be said before there is an x; returns the budget in bytes."""
+    checks.one_of("impl", impl, IMPLS)
     if tile is not None and (isinstance(tile, bool) or not isinstance(tile, int) or tile < 1):
         raise ArgumentError(f"tile={tile!r} is not valid; give a number of tokens, 1 or more")
     if tile is not None and memory_budget is not None:
         raise ArgumentError("tile and memory_budget both say how large a tile is; give one of them")
-    if isinstance(given, MLPWeights):
-        if x.shape[-1] != given.up.shape[1]:
-            raise ArgumentError(
-                f"x has {x.shape[-1]} features; up {tuple(given.up.shape)} takes {given.up.shape[1]}"
-            )
-        checks.same_device(x=x, up=given.up)
-    if isinstance(given, nn.Module):
-        _refuse_modules_that_cannot_be_tiled(given)
     return checks.budget(memory_budget)
+
+
+def _check_fit(x: Tensor, weights: MLPWeights) -> None:
+    up = weights.up
+    if x.shape[-1] != up.shape[1]:
+        raise ArgumentError(f"x has {x.shape[-1]} features; up {tuple(up.shape)} takes {up.shape[1]}")
+    checks.same_device(x=x, up=up)
 
 
 def _refuse_modules_that_cannot_be_tiled(module: nn.Module) -> None:

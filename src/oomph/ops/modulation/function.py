@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from oomph.errors import ArgumentError
 from oomph.ops.modulation import weights
 from oomph.ops.precision import no_autocast
 
@@ -42,7 +42,7 @@ class ModulatedLinear(torch.autograd.Function):
     ) -> Tensor:
         want_h, want_weight, _, want_A, want_B, want_mod, _, _ = ctx.needs_input_grad
         dtype, lead, features = h.dtype, h.shape[:-1], B.shape[1]
-        h_Nd = h.reshape(-1, h.shape[-1])
+        h_Nd = _as_rows(h)
         with no_autocast(h):
             a_Nr = h_Nd @ A.to(dtype)
             t_Nr = _modulated(a_Nr, mod, lead, dtype)
@@ -64,13 +64,17 @@ class ModulatedLinear(torch.autograd.Function):
         return y_Nf.view(*lead, features)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Not once_differentiable, which is silent where g has no graph, as from a sum.
+        if torch.is_grad_enabled():
+            raise ArgumentError(
+                "modulated_linear cannot be differentiated twice (create_graph=True); impl='reference' can"
+            )
         want_h, want_weight, _, want_A, want_B, want_mod, want_bias, _ = ctx.needs_input_grad
         h, weight, scale, A, B, mod, a_Nr = ctx.saved_tensors
         lead, dtype = ctx.lead, g.dtype
         g_Nf = _as_matrix(g)
-        h_Nd: Any = None if h is None else h.reshape(-1, h.shape[-1])
+        h_Nd: Any = None if h is None else _as_rows(h)
         grad_h = grad_weight = grad_A = grad_B = grad_mod = grad_bias = None
         with no_autocast(g):
             want_u = want_h or want_A or want_mod
@@ -112,8 +116,13 @@ def _modulation_gradient(u_Nr: Tensor, a_Nr: Tensor, mod: Tensor, lead: torch.Si
     return product.view(*lead, a_Nr.shape[1]).sum_to_size(mod.shape).to(mod.dtype)
 
 
+def _as_rows(x: Tensor) -> Tensor:
+    # Not -1, which has no meaning for rows of no numbers.
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def _as_matrix(g: Tensor) -> Tensor:
     """g [N, f] with rows that products can read; a sum's gradient is one number seen N x f times."""
-    g_Nf = g.reshape(-1, g.shape[-1])
+    g_Nf = _as_rows(g)
     readable = g_Nf.stride(1) == 1 and g_Nf.stride(0) >= g_Nf.shape[1]
     return g_Nf if readable else g_Nf.contiguous()

@@ -15,6 +15,7 @@ from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.rotary_embedding.chunked import rotate_in_slices
 from oomph.ops.rotary_embedding.reference import rotary_reference
 from oomph.ops.rotary_embedding.table import RotaryTable, Scaling, check_positions, rotary_table
+from oomph.ops.uncompiled import uncompiled
 
 IMPLS = ("auto", "reference", "chunked", "triton")
 _KERNELS = Kernels("oomph.ops.rotary_embedding.triton")
@@ -81,7 +82,7 @@ def rotary(
     return new_q, _in_shape(turn(k_BHTD, table_BTP, interleaved, impl), k.shape, heads_first)
 
 
-@torch.compiler.disable  # when an implementation is named, the compiler is to leave it alone
+@uncompiled  # when an implementation is named, the compiler is to leave it alone
 def _turn(x_BHTD: Tensor, table_BTP: RotaryTable, interleaved: bool, impl: str) -> Tensor:
     chosen = announce("rotary", _choose(x_BHTD, impl=impl)).impl
     if chosen == "reference":
@@ -243,6 +244,10 @@ def _check_table(q_BHTD: Tensor, table: RotaryTable, dim: int, dtype: torch.dtyp
             raise ArgumentError(
                 f"table.{name} has dtype {part.dtype}; for {q_BHTD.dtype} inputs it must be {dtype} (was the "
                 "table cast?)"
+            )
+        if part.requires_grad:
+            raise ArgumentError(
+                f"table.{name} requires a gradient, which rotary does not give; pass it detached"
             )
     if table.cos.shape != table.sin.shape:
         raise ArgumentError(f"table.cos has shape {list(table.cos.shape)} and sin {list(table.sin.shape)}")

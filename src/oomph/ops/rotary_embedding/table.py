@@ -25,7 +25,7 @@ _POSITION_FLOATS = (torch.float32, torch.float64)  # float32 counts exactly up t
 _COUNTING = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no single answer to ==
 class RotaryTable:
     """Cosine and sine of every (position, frequency), each [..., dim/2], in float32 (float64 for float64 q).
 
