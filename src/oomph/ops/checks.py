@@ -16,12 +16,15 @@ def one_of(name: str, given: object, valid: Sequence[object]) -> None:
         raise ArgumentError(f"{name}={given!r} is not valid; choose from {', '.join(map(repr, valid))}")
 
 
-def floating(**tensors: Tensor | None) -> None:
+def floating_if_given(**tensors: Tensor | None) -> None:
+    floating(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def floating(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
         if not isinstance(tensor, Tensor):
-            raise ArgumentError(f"{name} is a {type(tensor).__name__}, not a tensor")
+            given = "None" if tensor is None else f"a {type(tensor).__name__}"
+            raise ArgumentError(f"{name} is {given}, not a tensor")
         if tensor.dtype not in FLOATS:
             raise ArgumentError(
                 f"{name} has dtype {tensor.dtype}; valid: float16, bfloat16, float32, float64"

@@ -4,6 +4,7 @@ oomph.ops.explain(oomph.ops.attention, q, k, v, causal=True)
 # Choice(impl='cudnn', reason='...', settings={})
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ def explain(op: Callable[..., Any], *arguments: Any, **options: Any) -> Choice:
         raise ArgumentError(
             f"{getattr(op, '__name__', op)!r} makes no choice to explain; give an op of oomph.ops"
         )
+    inspect.signature(op).bind(*arguments, **options)  # a TypeError where the op itself would raise one
     choice = choose(*arguments, **options)
     assert isinstance(choice, Choice)
     return choice

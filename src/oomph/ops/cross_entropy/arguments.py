@@ -10,6 +10,7 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops import checks
 from oomph.ops.cross_entropy.sharded import shard_of
+from oomph.ops.precision import autocast_is_on, product_dtype
 
 IMPLS = ("auto", "plain", "chunked", "triton", "reference")
 REDUCTIONS = ("mean", "sum", "none")
@@ -42,10 +43,7 @@ class Arguments:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the matrix products: autocast's where it is on, except for float64, which it leaves alone."""
-        device = self.x.device.type
-        if torch.is_autocast_enabled(device) and self.x.dtype != torch.float64:
-            return torch.get_autocast_dtype(device)
-        return self.x.dtype
+        return product_dtype(self.x)
 
 
 def check_arguments(a: Arguments) -> None:
@@ -53,16 +51,14 @@ def check_arguments(a: Arguments) -> None:
     checks.one_of("impl", a.impl, IMPLS)
     checks.one_of("reduction", a.reduction, REDUCTIONS)
     weights = {"class_weight": a.class_weight, "token_weight": a.token_weight}
-    for required, given in (("x", x), ("weight", weight)):
-        if given is None:
-            raise ArgumentError(f"{required} is None; valid: a tensor")
-    checks.floating(x=x, weight=weight, bias=bias, **weights)
+    checks.floating(x=x, weight=weight)
+    checks.floating_if_given(bias=bias, **weights)
     if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
         found = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise ArgumentError(f"target must be a tensor of class numbers (int64 or int32); given: {found}")
     _check_shapes(a)
     checks.same_device(x=x, weight=weight, target=target, bias=bias, **weights)
-    if not torch.is_autocast_enabled(x.device.type):
+    if not autocast_is_on(x):
         checks.same_dtype(x=x, weight=weight, bias=bias)
     for name, tensor in weights.items():
         if tensor is not None and tensor.requires_grad:

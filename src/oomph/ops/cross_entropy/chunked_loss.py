@@ -3,16 +3,22 @@
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.ops.cross_entropy.loss import linear_cross_entropy
+from oomph.ops.choice import Choice, announce
+from oomph.ops.cross_entropy.arguments import Arguments, check_arguments
+from oomph.ops.cross_entropy.choose import choose
+from oomph.ops.cross_entropy.loss import compute
+from oomph.ops.uncompiled import uncompiled
 
 
+@uncompiled
 def compute_loss_chunked(
     hidden_states: Tensor, labels: Tensor, lm_head: nn.Module, chunk_size: int = 4096
 ) -> Tensor:
     """Next-token loss of `lm_head(hidden_states)` in blocks of at most `chunk_size` tokens.
 
-    hidden_states [..., T, D], labels [..., T] (-100: ignored), lm_head an nn.Linear. The report kept every
-    chunk's log-softmax for backward, so in training it saved nothing; here no chunk outlives its turn.
+    hidden_states [..., T, D], labels [..., T] (-100: ignored), lm_head an nn.Linear. Small logits are made in
+    one go, as in linear_cross_entropy. The report kept every chunk's log-softmax for backward, so in training
+    it saved nothing; here no chunk outlives its turn.
     """
     weight, bias = getattr(lm_head, "weight", None), getattr(lm_head, "bias", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -21,8 +27,12 @@ def compute_loss_chunked(
         )
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ArgumentError(f"chunk_size={chunk_size!r} is not valid; give a positive number of tokens")
-    tokens = min(chunk_size, max(1, labels.numel()))
-    budget = tokens * (weight.shape[0] * hidden_states.element_size()) + 32 * labels.numel()
-    loss = linear_cross_entropy(hidden_states, weight, labels, bias=bias, shift=True, memory_budget=budget)
+    call = Arguments(hidden_states, weight, labels, bias=bias, shift=True)
+    check_arguments(call)
+    choice = choose(call)
+    if choice.impl in ("chunked", "triton"):
+        settings = {**choice.settings, "rows": chunk_size, "columns": weight.shape[0]}
+        choice = Choice(choice.impl, f"blocks of {chunk_size} tokens, as asked for", settings)
+    loss = compute(call, announce("compute_loss_chunked", choice))
     assert isinstance(loss, Tensor)
     return loss

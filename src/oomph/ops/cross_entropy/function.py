@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.errors import ArgumentError
 from oomph.ops.cross_entropy import rows_torch, rows_triton
 from oomph.ops.cross_entropy.problem import LossOptions, Rows, token_losses
 from oomph.ops.cross_entropy.sharded import VocabularyShard
 from oomph.ops.cross_entropy.sweep import Gradients, SoftmaxRows, Sweep
 from oomph.ops.cross_entropy.tiling import Tiling
+from oomph.ops.once import refuse_second_derivatives
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise ArgumentError(
-                "linear_cross_entropy cannot be differentiated twice (create_graph=True); "
-                "impl='plain' and impl='reference' can"
-            )
+        refuse_second_derivatives("linear_cross_entropy", "impl='plain' and impl='reference' can")
         plan: Plan = ctx.plan
         early: Gradients | None = ctx.early
         # Handed over once: they become the caller's .grad. A second backward() makes them anew.

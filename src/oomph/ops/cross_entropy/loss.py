@@ -1,5 +1,7 @@
 """The public function of linear_cross_entropy: checks, choice, call."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,8 +13,14 @@ from oomph.ops.cross_entropy.plain import plain_linear_cross_entropy
 from oomph.ops.cross_entropy.prepare import check_values, make_rows, shifted, shifted_weight
 from oomph.ops.cross_entropy.problem import LossOptions
 from oomph.ops.cross_entropy.reference import linear_cross_entropy_reference
-from oomph.ops.cross_entropy.sharded import check_replicated, local_part, shard_of
+from oomph.ops.cross_entropy.sharded import (
+    differ_between_ranks,
+    local_part,
+    refuse_different_ranks,
+    shard_of,
+)
 from oomph.ops.cross_entropy.tiling import Tiling
+from oomph.ops.precision import no_autocast
 from oomph.ops.uncompiled import uncompiled
 
 
@@ -57,15 +65,18 @@ def linear_cross_entropy(
     - `num_valid`: the number of kept targets, or more. Ignored rows are then dropped before the matrix
       products. Where more are kept than that, the loss is NaN.
     - `accumulate_into_grad`: where weight.grad is already there, the backward pass adds to it in place, and
-      no second gradient of the weight's size exists. Not with DDP or FSDP: they must see it arrive.
+      no second gradient of the weight's size exists. For loss.backward(); not with DDP or FSDP, which must
+      see the gradient arrive.
     - `check`: raise where a target is out of range (waits for the GPU). Without it such a target gives NaN.
-    - `memory_budget` ("256MiB", or bytes): what may be held beside inputs and gradients; by default 512 MiB.
+    - `memory_budget` ("256MiB", or bytes): what may be held beside inputs and gradients, by default 512 MiB;
+      without copies that the arguments make necessary (autocast's of a weight in fp32, of a sliced x), and
+      never less than a block of 16 tokens by 128 classes.
       Where it holds fewer than 384 rows of logits (128 on a CPU), these are computed twice.
     - `impl`: "auto", "triton" (kernels, on CUDA), "chunked" (plain torch, any device), "plain" (all logits at
       once; auto takes it for small ones), "reference" (float64). `oomph.ops.explain` tells what auto takes.
 
     A `weight` that is a DTensor sharded by rows is a vocabulary split over ranks; x and target must then be
-    the same on all of them. Under FSDP2 call this inside the wrapped module's forward.
+    the same on all of them, or the loss is NaN. Under FSDP2 call this inside the wrapped module's forward.
 
     Kept for backward: x, weight, a few numbers per token, and for "mean" and "sum" the gradients, which are
     made in the forward pass.
@@ -91,17 +102,22 @@ def linear_cross_entropy(
         impl=impl,
     )
     check_arguments(call)
-    choice = announce("linear_cross_entropy", choose(call))
-    if check:
+    return compute(call, announce("linear_cross_entropy", choose(call)))
+
+
+def compute(call: Arguments, choice: Choice) -> Tensor | tuple[Tensor, Tensor]:
+    """The loss of checked arguments, by the implementation chosen."""
+    if call.check:
         check_values(call)
     loss, lse = _reference(call) if choice.impl == "reference" else _run(call, choice)
-    if reduction == "none":
-        loss = loss.reshape(target.shape)
+    shape, shift = call.target.shape, call.shift
+    if call.reduction == "none":
+        loss = loss.reshape(shape)
         loss = loss[..., :-1] if shift else loss
-    if not return_lse:
+    if not call.return_lse:
         return loss
     assert lse is not None
-    lse = lse.reshape(target.shape)
+    lse = lse.reshape(shape)
     return loss, lse[..., :-1] if shift else lse
 
 
@@ -129,8 +145,6 @@ def _run(a: Arguments, choice: Choice) -> tuple[Tensor, Tensor | None]:
     shard = shard_of(a.weight)
     x, weight, bias = a.x, a.weight, a.bias
     if shard is not None:
-        if a.check:
-            check_replicated(x, shard)
         x, weight, bias = local_part(x, weight, bias, shard)
     dtype = a.compute_dtype
     triton = choice.impl == "triton"
@@ -142,9 +156,15 @@ def _run(a: Arguments, choice: Choice) -> tuple[Tensor, Tensor | None]:
         offset=0 if shard is None else shard.offset,
         size=None if shard is None else shard.size,
     )
+    if shard is not None:
+        differ = differ_between_ranks(x, a.target, shard)
+        if a.check:
+            refuse_different_ranks(differ)
+        # A loss of tokens that the other ranks do not have would be plausible and wrong.
+        rows = replace(rows, scale=torch.where(differ, torch.nan, rows.scale))
     options = LossOptions(a.label_smoothing, a.z_loss, a.softcap)
     per_token = a.reduction == "none"
-    x_ND = x.reshape(-1, x.shape[-1])
+    x_ND = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     if choice.impl == "plain":
         return plain_linear_cross_entropy(
             x_ND, weight, bias, rows, options, per_token=per_token, with_lse=a.return_lse
@@ -164,6 +184,6 @@ def _run(a: Arguments, choice: Choice) -> tuple[Tensor, Tensor | None]:
         accumulate_into=weight if a.accumulate_into_grad else None,
         shard=shard,
     )
-    with torch.autocast(x.device.type, enabled=False):
+    with no_autocast(x):
         loss, lse = LinearCrossEntropy.apply(x_ND, weight, bias, rows, plan)
     return loss, lse

@@ -4,6 +4,7 @@ What the softmax of a row needs from the others is three numbers: log-sum-exp, t
 smoothing the sum of the logits.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,15 +92,23 @@ def local_part(
     return x, local, bias.redistribute(shard.mesh, shard.placements).to_local()  # type: ignore[attr-defined]
 
 
-def check_replicated(x: Tensor, shard: VocabularyShard) -> None:
-    """Is x the same on all ranks? (Under FSDP, outside a module's forward, it is not.) Waits for them all."""
-    local = x.to_local() if _is_dtensor(x) else x  # type: ignore[attr-defined]
-    sums = torch.stack([local.detach().double().sum(), local.detach().double().square().sum()])
-    sums.nan_to_num_(nan=-1.0)  # equal to itself, so that x may hold NaN
-    low, high = sums.clone(), sums.clone()
+def differ_between_ranks(x: Tensor, target: Tensor, shard: VocabularyShard) -> Tensor:
+    """Whether x or target is not the same on all ranks, as under FSDP outside a module's forward.
+
+    A boolean on the device, from sums of bit patterns: exact, whatever the order they are added in.
+    """
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits = x.detach().contiguous().view(whole).sum(dtype=torch.int64)
+    low = torch.stack([bits, target.sum(dtype=torch.int64)])
+    high = low.clone()
     dist.all_reduce(low, dist.ReduceOp.MIN, shard.group)
     dist.all_reduce(high, dist.ReduceOp.MAX, shard.group)
-    if not torch.equal(low, high):
+    return (low != high).any()
+
+
+def refuse_different_ranks(differ: Tensor) -> None:
+    """Waits for the GPU, hence only with check=True."""
+    if bool(differ):
         raise ArgumentError(
             "weight is split over ranks by classes, but x differs between them; x must be the same on all "
             "(under FSDP2, call linear_cross_entropy inside the wrapped module's forward)"
@@ -107,8 +116,6 @@ def check_replicated(x: Tensor, shard: VocabularyShard) -> None:
 
 
 def _is_dtensor(tensor: Tensor) -> bool:
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    # A program that has a DTensor has imported its module; the others need not wait for it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

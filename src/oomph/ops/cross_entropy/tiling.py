@@ -71,6 +71,7 @@ def choose_tiling(sizes: Sizes, budget: int) -> Tiling:
     rows = min(_SLICED_ROWS, n_tokens)
     while rows > 16 and _columns(budget, rows, sizes) < min(_FEWEST_COLUMNS, n_classes):
         rows //= 2
+    # The smallest block is 16 tokens by 128 classes, whatever the budget.
     columns = max(128, _columns(budget, rows, sizes) // 128 * 128)
     if columns >= n_classes:
         return Tiling(rows, n_classes)

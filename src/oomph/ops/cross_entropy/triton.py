@@ -139,6 +139,7 @@ def softmax_rows(
         if MERGE:
             before = tl.load(lse + n) * LOG2_E
             higher = tl.maximum(before, row_lse2)
+            higher = tl.where(higher == -float("inf"), 0.0, higher)  # all classes so far are impossible
             row_lse2 = higher + tl.log2(tl.exp2(before - higher) + tl.exp2(row_lse2 - higher))
             z_found += tl.load(target_logit + n) * LOG2_E
             if SMOOTH:
@@ -287,7 +288,7 @@ def add_target_rows(
     if i > 0:
         starts_run = tl.load(target + i - 1) != v
     if starts_run & (v >= 0) & (v < n_classes):
-        d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        d = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = d < hidden
         at = weight_gradient + v * weight_row + d * weight_column
         total = tl.load(at, mask=inside, other=0.0).to(tl.float32)

@@ -15,6 +15,7 @@ from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.matmul.chunked import matmul_in_blocks, statistic_gradients
 from oomph.ops.matmul.reference import matmul_reference
 from oomph.ops.matmul.tile import Tile, resolve
+from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.precision import no_autocast
 from oomph.ops.uncompiled import uncompiled
 
@@ -120,11 +121,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_c: Tensor | None, grad_statistic: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Not once_differentiable, which is silent where the gradient has no graph, as from a sum.
-        if torch.is_grad_enabled():
-            raise ArgumentError(
-                "tiled_matmul cannot be differentiated twice (create_graph=True); impl='reference' can"
-            )
+        refuse_second_derivatives("tiled_matmul")
         a, b, statistic = ctx.saved_tensors
         needs = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
         grad_a: Tensor | None = None

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from oomph.ops.mlp import elementwise
-from oomph.ops.mlp.once import refuse_second_derivatives
 from oomph.ops.mlp.products import accumulate_product, project, rows, wide
 from oomph.ops.mlp.tiles import spans
 from oomph.ops.mlp.weights import MLPWeights
+from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.precision import no_autocast
 from oomph.ops.products import product_into
 
@@ -61,7 +61,7 @@ class _TiledMLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        refuse_second_derivatives()
+        refuse_second_derivatives("tiled_mlp")
         # Asked for once: checkpointing computes them again at every request.
         *given, kept_gate, kept_up = ctx.saved_tensors
         x, up, down, gate, up_bias, gate_bias, _ = given

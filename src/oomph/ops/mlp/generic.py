@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from oomph.errors import ArgumentError
-from oomph.ops.mlp.once import refuse_second_derivatives
 from oomph.ops.mlp.products import wide
 from oomph.ops.mlp.tiles import spans
+from oomph.ops.once import refuse_second_derivatives
 
 
 @dataclass
@@ -75,7 +75,7 @@ class _TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
-        refuse_second_derivatives()
+        refuse_second_derivatives("tiled_mlp")
         tiles: _Tiles = ctx.tiles
         x, *parameters = ctx.saved_tensors
         _, x_needed, *needed = ctx.needs_input_grad

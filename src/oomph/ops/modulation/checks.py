@@ -23,7 +23,8 @@ def check_factors(A: Tensor, B: Tensor, mod: Tensor) -> None:
 def check_arguments(
     h: Tensor, weight: Tensor | Int8Weight, A: Tensor, B: Tensor, mod: Tensor, bias: Tensor | None
 ) -> None:
-    checks.floating(h=h, A=A, B=B, mod=mod, bias=bias)
+    checks.floating(h=h, A=A, B=B, mod=mod)
+    checks.floating_if_given(bias=bias)
     _check_weight(weight)
     check_factors(A, B, mod)
     d, f = A.shape[0], B.shape[1]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.errors import ArgumentError
 from oomph.ops.modulation import weights
+from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.precision import no_autocast
 
 # g_Nf, p_fr or None, t_Nr or None -> g p (which may be float32) and g^T t.
@@ -65,11 +65,7 @@ class ModulatedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        # Not once_differentiable, which is silent where g has no graph, as from a sum.
-        if torch.is_grad_enabled():
-            raise ArgumentError(
-                "modulated_linear cannot be differentiated twice (create_graph=True); impl='reference' can"
-            )
+        refuse_second_derivatives("modulated_linear")
         want_h, want_weight, _, want_A, want_B, want_mod, want_bias, _ = ctx.needs_input_grad
         h, weight, scale, A, B, mod, a_Nr = ctx.saved_tensors
         lead, dtype = ctx.lead, g.dtype

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.softmax_attention.chunked_cpu import cpu_forward, fits_cpu_kernel
 from oomph.ops.softmax_attention.problem import Problem
 from oomph.ops.softmax_attention.tiles import QueryTile, bias_part, bias_values, query_tiles, tile_sizes
@@ -114,8 +114,8 @@ class _ChunkedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("attention")
         q, k, v, bias, key_lengths, key_mask, lse_BHQ = ctx.saved_tensors
         p = replace(ctx.problem, q=q, k=k, v=v, bias=bias, key_lengths=key_lengths, key_mask=key_mask)
         with torch.autocast(q.device.type, enabled=False):

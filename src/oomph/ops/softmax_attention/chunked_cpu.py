@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from oomph.ops.launch import is_fake
+from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.softmax_attention.problem import Problem
 from oomph.ops.softmax_attention.tiles import (
     DEFAULT_BUDGET_ON_CPU,
@@ -130,8 +130,8 @@ class _TiledCpuAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("attention")
         q, k, v, out, lse_BHQ, bias, key_lengths, key_mask = ctx.saved_tensors
         padding = {"key_lengths": key_lengths, "key_mask": key_mask}
         p = replace(ctx.problem, q=q, k=k, v=v, bias=bias, **padding)

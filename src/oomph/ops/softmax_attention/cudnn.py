@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.uncompiled import uncompiled
 
 aten = torch.ops.aten
@@ -41,8 +41,8 @@ class _CudnnAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("attention")
         q, k, v, bias, out, lse, cum_q, cum_k, seed, offset = ctx.saved_tensors
         max_q, max_k, scale = ctx.rest
         rest = (lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, 0.0, False)

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from oomph.ops.once import refuse_second_derivatives
 
 
 def flex_stand_in(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -25,8 +26,8 @@ class _FlexStandIn(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        refuse_second_derivatives("attention")
         q, k, v, _, log_sum_exp = ctx.saved_tensors
         delta = torch.empty_like(log_sum_exp)
         gradients = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))

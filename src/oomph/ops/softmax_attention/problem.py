@@ -88,7 +88,7 @@ def make_problem(
     q, k, v = _under_autocast(q, k, v)
     checks.same_dtype(q=q, k=k, v=v)
     tensor_bias = bias if isinstance(bias, Tensor) else None
-    checks.floating(bias=tensor_bias)
+    checks.floating_if_given(bias=tensor_bias)
     for name, given in (("key_lengths", key_lengths), ("key_mask", key_mask)):
         if given is not None and not isinstance(given, Tensor):
             raise ArgumentError(f"{name} is a {type(given).__name__}, not a tensor")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from oomph.ops.launch import Kernels, why_not_triton
+from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.softmax_attention.problem import Problem
 from oomph.ops.uncompiled import uncompiled
 
@@ -119,8 +119,8 @@ class _TritonAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("attention")
         q, k, v, out, lse_BHQ, key_lengths, key_mask = ctx.saved_tensors
         p = replace(ctx.problem, q=q, k=k, v=v, key_lengths=key_lengths, key_mask=key_mask)
         _, want_q, want_k, want_v = ctx.needs_input_grad
