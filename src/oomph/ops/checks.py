@@ -24,7 +24,7 @@ def floating(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
             given = "None" if tensor is None else f"a {type(tensor).__name__}"
-            raise ArgumentError(f"{name} is {given}, not a tensor")
+            raise ArgumentError(f"{name} is {given}, not a tensor; valid: a tensor of floats")
         if tensor.dtype not in FLOATS:
             raise ArgumentError(
                 f"{name} has dtype {tensor.dtype}; valid: float16, bfloat16, float32, float64"
