@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import random
 import statistics
 import sys
 import time
@@ -188,12 +189,17 @@ def peaks_of(contender: Contender, inputs: Inputs, held: bool) -> tuple[float, f
 
 
 def interleaved(steps: dict[str, Step], machine: Machine, rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of every round. The order turns by one each round: nobody always follows the same one."""
+    """Milliseconds of every round, each in an order of its own.
+
+    What ran before matters: a contender that always follows a light one finds the GPU cooler than the others
+    do, and clocks take longer to settle than a run takes.
+    """
     names = list(steps)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds if names else 0):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+    order = random.Random(0)
+    for _ in range(rounds if names else 0):
+        order.shuffle(names)
+        for name in names:
             times[name].append(_milliseconds(steps[name], machine))
     return times
 

@@ -62,7 +62,7 @@ CPU_CASES: dict[str, Callable[[int], Case]] = {
     "modulated": lambda times: op_modulated.cpu_case((1024 * times, 512, 1408, 16)),
     "attention": lambda times: op_attention.cpu_case((1, 2, 2, 1024 * times, 64)),
 }
-MULTIPLES = {"cross_entropy": (64, 256), "mlp": (64, 256), "modulated": (16, 64), "attention": (4, 8)}
+MULTIPLES = {"cross_entropy": (64, 256), "mlp": (64, 256), "modulated": (16, 64), "attention": (16, 32)}
 
 
 def on_cpu(name: str, machine: Machine, rounds: int) -> Iterator[list[Row]]:

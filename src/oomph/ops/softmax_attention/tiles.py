@@ -15,6 +15,7 @@ DEFAULT_BUDGET_ON_CPU = 32 * MiB
 # On a CPU, or causal: tall enough for an efficient matrix product; causal tiles waste half of their height.
 QUERIES_PER_TILE = 256
 _SCORE_BUFFERS = 3  # scores and weights, or weights and their gradient, and room for the bias
+_FUNCTION_BUFFERS = 3  # what a bias function holds on the way to its result, beyond that room
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ def tile_sizes(p: Problem) -> TileSizes:
     """Tiles whose temporary memory stays within the budget (but never less than one query of one head)."""
     default = DEFAULT_BUDGET_ON_CPU if p.q.device.type == "cpu" else DEFAULT_BUDGET
     itemsize = 8 if p.q.dtype == torch.float64 else 4
-    scores = (p.memory_budget or default) // (_SCORE_BUFFERS * itemsize)
+    buffers = _SCORE_BUFFERS + (_FUNCTION_BUFFERS if p.bias_function is not None else 0)
+    scores = (p.memory_budget or default) // (buffers * itemsize)
     per_query = max(1, p.group * p.keys)
     tallest = QUERIES_PER_TILE if p.q.device.type == "cpu" or p.cuts_future else p.queries
     queries = max(1, min(p.queries, tallest, scores // per_query))
