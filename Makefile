@@ -61,7 +61,10 @@ layers: $(STAMP)
 
 tests: $(STAMP)
 	@echo "== tests"
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest $(if $(PYTEST_ARGS),$(PYTEST_ARGS),--ignore=tests/test_accuracy.py)
+	@# In a process of its own, as the committed rows were predicted: what hundreds of other tests leave in a
+	@# process can shift a reserved peak.
+	@$(if $(PYTEST_ARGS),,$(BIN)/python -m pytest tests/test_accuracy.py)
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

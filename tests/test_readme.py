@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import re
 import subprocess
 import sys
@@ -49,3 +50,10 @@ def test_every_figure_of_the_speed_table_is_a_committed_row() -> None:
         rows = list(csv.DictReader(file))
     for row in rows:
         assert f"| {float(row['seconds']):.1f} s | {row['host_gib']} GiB |" in README, row["case"]
+
+
+def test_the_tables_of_the_ops_are_those_of_the_committed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("readme_tables")
+    assert tables.losses() in README
+    assert tables.other_ops() in README
