@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import oomph
@@ -38,3 +39,14 @@ def test_a_product_of_half_precision_matrices_in_float32_is_booked_in_float32() 
     prediction = oomph.predict(program, gpu="h200")
     workspace = 32 * 2**20
     assert prediction.peak.allocated == 2 * 2**20 + 4 * 2**20 + workspace
+
+
+def test_a_wrong_argument_of_an_op_is_the_programs_failure_with_its_line() -> None:
+    def program() -> None:
+        x = torch.empty(4, 8, device="cuda")
+        oomph.ops.linear_cross_entropy(x, x.bfloat16(), torch.zeros(4, dtype=torch.int64, device="cuda"))
+
+    with pytest.raises(oomph.ProgramError, match="one dtype") as failed:
+        oomph.predict(program, gpu="h200")
+    assert failed.value.file is not None
+    assert Path(failed.value.file).name == Path(__file__).name

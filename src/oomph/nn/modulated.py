@@ -43,6 +43,12 @@ class ModulatedLinear(nn.Module):
         super().__init__()
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
             raise ArgumentError(f"rank={rank!r} is not valid; give a whole number >= 1")
+        if not isinstance(weight, Tensor | Int8Weight) or len(weight.shape) != 2:
+            given = list(weight.shape) if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
+            raise ArgumentError(
+                f"weight is {given}; valid: a matrix [d, f] or an Int8Weight "
+                "(for a layer, use ModulatedLinear.from_linear)"
+            )
         self.in_features, self.out_features = weight.shape
         self.rank, self.impl = rank, impl
         base = (None, weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None, None)

@@ -47,4 +47,9 @@ def same_dtype(**tensors: Tensor | None) -> None:
 
 def budget(memory_budget: str | int | None) -> int | None:
     """The bytes of a `memory_budget`: None, a number of bytes, or a size such as "256MiB"."""
-    return None if memory_budget is None else parse_bytes(memory_budget)
+    if memory_budget is None:
+        return None
+    try:
+        return parse_bytes(memory_budget)
+    except ArgumentError as error:
+        raise ArgumentError(f"memory_budget={memory_budget!r}: {error}; or a number of bytes") from None

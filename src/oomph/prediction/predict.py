@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from oomph import gpus
-from oomph.errors import OomphError, ProgramError, UserError
+from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.remarks import remarks
@@ -103,6 +103,8 @@ def _trace(
                     f"{type(target).__name__} was given"
                 )
             tracer.label_parameters()
+        except ArgumentError as error:
+            raise _program_error(error) from error  # the program's own call of an op, at its own line
         except OomphError:
             raise
         except WrongDevice as error:
