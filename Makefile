@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 DEMO_TARGET ?= examples/gpt2.py:workload
 DEMO_GPU ?= rtx3090
 PYTEST_ARGS ?=
+# Two files of tests at a time; each process computes with one thread.
+JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint types layers tests format clean
@@ -61,10 +63,7 @@ layers: $(STAMP)
 
 tests: $(STAMP)
 	@echo "== tests"
-	@$(BIN)/python -m pytest $(if $(PYTEST_ARGS),$(PYTEST_ARGS),--ignore=tests/test_accuracy.py)
-	@# In a process of its own, as the committed rows were predicted: what hundreds of other tests leave in a
-	@# process can shift a reserved peak.
-	@$(if $(PYTEST_ARGS),,$(BIN)/python -m pytest tests/test_accuracy.py)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oomph.errors import UserError
-from oomph.units import GiB, KiB, MiB, TiB, format_bytes, parse_bytes
+from oomph.units import GiB, KiB, MiB, TiB, counted, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -111,3 +111,7 @@ def test_people_see_sizes_with_sensible_digits(size: int, text: str) -> None:
 def test_what_is_printed_can_be_read_back_to_within_the_printed_digits() -> None:
     for size in (1, 513, 5 * KiB, 777 * MiB, 3 * GiB, 31 * GiB + 12345, 267 * GiB):
         assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.05)
+
+
+def test_one_thing_is_told_in_the_singular() -> None:
+    assert [counted(number, "token") for number in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]

@@ -1,7 +1,8 @@
 """Will it fit? If not, what is eating the memory, and what is the cheapest way to make it fit?"""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from oomph.lazy import attach
 
 if TYPE_CHECKING:
     from oomph import nn, ops
@@ -27,29 +28,14 @@ __all__ = [
 ]
 
 # Imported when first asked for, so that commands which need no torch do not wait for it.
-_HOMES = {
-    "ArgumentError": "errors",
-    "OomphError": "errors",
-    "ProgramError": "errors",
-    "UserError": "errors",
-    "Measurement": "records",
-    "Prediction": "records",
-    "Workload": "workload",
-    "measure": "measurement",
-    "predict": "prediction",
-}
-_ROOMS = ("nn", "ops")
-
-
-def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return import_module(f"oomph.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'oomph' has no attribute {name!r}")
-    value = getattr(import_module(f"oomph.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "errors": ("ArgumentError", "OomphError", "ProgramError", "UserError"),
+        "measurement": ("measure",),
+        "prediction": ("predict",),
+        "records": ("Measurement", "Prediction"),
+        "workload": ("Workload",),
+    },
+    submodules=("nn", "ops"),
+)

@@ -1,4 +1,4 @@
-"""Sizes: exact bytes inside, GiB and MiB for people."""
+"""Sizes and counts: exact numbers inside, words for people."""
 
 from __future__ import annotations
 
@@ -79,6 +79,11 @@ def format_bytes(size: int) -> str:
     # GiB keep a decimal, because a tenth of one is often what decides whether a step fits.
     value = rest / GiB
     return f"{sign}{value:.{2 if value < 9.995 else 1}f} GiB"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, one that takes an s: "1 token", "2 tokens"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _shown(given: str) -> str:

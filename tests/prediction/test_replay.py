@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from oomph.prediction.replay import Replay, replay, thin
+from oomph.prediction.replay import Replay, replay
 from oomph.records import Allocation, Event, Moment, StepPeak
 
 MIB = 1024 * 1024
@@ -221,28 +221,6 @@ def test_the_peaks_agree_with_the_timeline_and_with_what_is_alive() -> None:
     assert sum(alive.bytes for alive in result.at_peak) == result.peak_allocated
     at_peak = next(moment for moment in result.timeline if moment.event == result.peak_event)
     assert at_peak.allocated == result.peak_allocated
-
-
-@pytest.mark.parametrize("points", [1, 2, 7, 50])
-def test_a_thinned_timeline_is_short_ordered_and_keeps_the_maximum(points: int) -> None:
-    timeline = replay(*long_run(5)).timeline
-    thinned = thin(timeline, points)
-    assert 1 <= len(thinned) <= points
-    assert list(thinned) == sorted(thinned)
-    assert max(m.allocated for m in thinned) == max(m.allocated for m in timeline)
-    if points > 1:
-        assert max(m.reserved for m in thinned) == max(m.reserved for m in timeline)
-
-
-def test_a_short_timeline_is_not_thinned() -> None:
-    timeline = (Moment(0, 512, 2 * MIB), Moment(1, 0, 2 * MIB))
-    assert thin(timeline, 2) == timeline
-    assert thin((), 5) == ()
-
-
-def test_a_timeline_of_no_points_is_an_error() -> None:
-    with pytest.raises(ValueError, match="give 1 or more"):
-        thin((), 0)
 
 
 def test_emptying_the_cache_gives_back_what_is_free() -> None:

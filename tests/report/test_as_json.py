@@ -5,7 +5,7 @@ import json
 from sample_prediction import LOSS, prediction
 
 from oomph.records import Moment
-from oomph.report.as_json import prediction_to_json, thin
+from oomph.report.as_json import prediction_to_json
 
 
 def test_the_object_has_the_keys_of_schema_one():
@@ -73,4 +73,5 @@ def test_a_long_timeline_is_thinned_and_keeps_its_peak():
 
 def test_a_short_timeline_is_kept_whole():
     timeline = tuple(Moment(i, i, 0) for i in range(400))
-    assert thin(timeline, 400) == list(timeline)
+    made = prediction_to_json(prediction(timeline=timeline))["timeline"]
+    assert made == [moment._asdict() for moment in timeline]

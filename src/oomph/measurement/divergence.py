@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 from oomph.errors import UserError
 from oomph.measurement.alignment import Pair, align, is_view, short_name
 from oomph.measurement.oplog import OpRow, read_rows
+from oomph.units import counted
 
 Aspect = Literal["only measured", "only predicted", "outputs", "net", "requested", "high", "between ops"]
 _MEANING: dict[Aspect, str] = {
@@ -221,7 +222,8 @@ def render(report: Report, limit: int = 20) -> str:
             f"{total.absolute:,} B in all; first:"
         )
         lines.append("  " + _difference_line(total.first))
-    lines += ["", f"running difference of allocated bytes, where it changes ({len(report.drift)} places)"]
+    places = counted(len(report.drift), "place")
+    lines += ["", f"running difference of allocated bytes, where it changes ({places})"]
     lines += [_drift_line(drift) for drift in report.drift[:limit]]
     largest = sorted(report.drift[limit:], key=lambda drift: -abs(drift.change))[:limit]
     if largest:

@@ -16,6 +16,7 @@ import torch
 
 from oomph.errors import UserError
 from oomph.records import Measurement, Peak, StepPeak
+from oomph.units import counted
 from oomph.workload import Workload
 
 Target = Workload | Callable[[], Any]
@@ -104,7 +105,8 @@ def cuda_device(device: str | torch.device) -> torch.device:
             f"measure needs a CUDA GPU and torch {torch.__version__} sees none; predict works without one"
         )
     if where.index is not None and where.index >= torch.cuda.device_count():
-        raise UserError(f"device={str(device)!r} does not exist; there are {torch.cuda.device_count()} GPUs")
+        seen = counted(torch.cuda.device_count(), "GPU")
+        raise UserError(f"device={str(device)!r} does not exist; torch sees {seen}")
     if where.index is not None:
         torch.cuda.set_device(where)
     return torch.device("cuda", torch.cuda.current_device())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from oomph.prediction.allocator import Block, CachingAllocator, OutOfMemory
@@ -159,23 +158,6 @@ class _Steps:
             for moment in timeline
             if moment.allocated == highest.allocated and moment.event > start.event
         )
-
-
-def thin(timeline: Sequence[Moment], points: int) -> tuple[Moment, ...]:
-    """At most `points` moments, in order: the highest of every stretch, and both maxima of the whole."""
-    if points < 1:
-        raise ValueError(f"a timeline of {points} points cannot be drawn; give 1 or more")
-    if len(timeline) <= points:
-        return tuple(timeline)
-    # One place is kept for the reserved maximum, which may fall beside the highest moment of its stretch.
-    stretches = max(points - 1, 1)
-    bounds = [i * len(timeline) // stretches for i in range(stretches + 1)]
-    kept = {max(range(start, end), key=lambda i: timeline[i].allocated) for start, end in pairwise(bounds)}
-    if points > 1:
-        most_reserved = max(moment.reserved for moment in timeline)
-        if all(timeline[i].reserved < most_reserved for i in kept):
-            kept.add(next(i for i, moment in enumerate(timeline) if moment.reserved == most_reserved))
-    return tuple(timeline[i] for i in sorted(kept))
 
 
 def _complaint(index: int, action: str, id: int, known: int) -> str:

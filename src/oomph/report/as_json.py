@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from oomph.records import Alive, Allocation, Moment, Prediction, Site
+from oomph.records import Alive, Allocation, Prediction, Site
+from oomph.report.thinning import thin
 
 SCHEMA = 1
 _TIMELINE_POINTS = 400
@@ -54,15 +55,6 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         ],
         "seconds": round(prediction.seconds, 3),
     }
-
-
-def thin(timeline: tuple[Moment, ...], points: int) -> list[Moment]:
-    """At most `points` moments: the highest of each stretch, so that the peak is always among them."""
-    count = len(timeline)
-    if count <= points:
-        return list(timeline)
-    stretches = (timeline[i * count // points : (i + 1) * count // points] for i in range(points))
-    return [max(stretch, key=lambda moment: moment.allocated) for stretch in stretches]
 
 
 def _alive(alive: Alive) -> dict[str, Any]:

@@ -54,14 +54,14 @@ class _Convolution(NamedTuple):
 
 @temporaries(aten.convolution.default)
 def _forward(call: Bound, gpu: GPU) -> list[int]:
-    format = _memory_format(call)
+    format = memory_format(call["input"], call["weight"])
     found = _describe(call, _output_shape(call), format)
     return [*_copies(format, call["input"], call["weight"]), _workspace(found, "forward", gpu)]
 
 
 @temporaries(aten.convolution_backward.default)
 def _backward(call: Bound, gpu: GPU) -> list[int]:
-    format = _memory_format(call)
+    format = memory_format(call["input"], call["weight"])
     gradient = call["grad_output"]
     found = _describe(call, tuple(gradient.shape), format)
     sizes = _copies(format, gradient, call["input"], call["weight"])
@@ -150,12 +150,12 @@ def _describe(call: Bound, output: tuple[int, ...], format: torch.memory_format)
     )
 
 
-def _memory_format(call: Bound) -> torch.memory_format:
-    """Channels last if the input or the weight is; a one-dimensional convolution never."""
-    if call["input"].dim() == 3:
+def memory_format(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
+    """Channels last if the input or the weight is; in float64 or one dimension never."""
+    if input.dim() == 3 or torch.float64 in (input.dtype, weight.dtype):
         return torch.contiguous_format
-    input, weight = (suggest_memory_format(call[name]) for name in ("input", "weight"))
-    return weight if input is torch.contiguous_format else input
+    suggested = suggest_memory_format(input)
+    return suggest_memory_format(weight) if suggested is torch.contiguous_format else suggested
 
 
 def _copies(format: torch.memory_format, *tensors: torch.Tensor) -> list[int]:

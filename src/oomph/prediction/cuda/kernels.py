@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from oomph.prediction.cuda.cudnn import memory_format
 from oomph.prediction.cuda.recurrent import pack_padded_sequence
+from oomph.prediction.cuda.temporaries import bind
 
 aten = torch.ops.aten
 Fake = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
@@ -28,9 +30,7 @@ def _normalisation(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: di
 
 
 def _contiguous(fake: Fake, out: torch.Tensor) -> torch.Tensor:
-    if out.is_contiguous():
-        return out
-    return fake(aten.empty_like.default, (out,), {"memory_format": torch.contiguous_format})
+    return _laid_out(fake, out, torch.contiguous_format)
 
 
 def _contiguous_result(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -47,9 +47,31 @@ def _product_in_wider_dtype(fake: Fake, func: OpOverload, args: Sequence[Any], k
     return fake(aten.empty.memory_format, (shape,), {"dtype": dtype, "device": torch.device("cpu")})
 
 
+def _convolution(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """cuDNN's layout. The fake kernel gives that of the backend which the *host* would take, and so follows
+    its processor, its thread count and whether oneDNN is still on: torch turns oneDNN off for the whole
+    process when a half-precision product fails on a processor without such instructions."""
+    call = bind(func, args, kwargs)
+    format = memory_format(call["input"], call["weight"])
+    out = fake(func, args, kwargs)
+    if isinstance(out, torch.Tensor):
+        return _laid_out(fake, out, format)
+    input, weight, bias = out  # the gradients that were asked for
+    return _laid_out(fake, input, format), _laid_out(fake, weight, format), bias
+
+
+def _laid_out(fake: Fake, out: Any, format: torch.memory_format) -> Any:
+    """The result in that memory format; None, a gradient that nobody asked for, stays None."""
+    if out is None or out.is_contiguous(memory_format=format):
+        return out
+    return fake(aten.empty_like.default, (out,), {"memory_format": format})
+
+
 CUDA_KERNELS: dict[OpOverload, Kernel] = {
     aten.native_layer_norm.default: _normalisation,
     aten.native_group_norm.default: _normalisation,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution,
     aten._softmax.default: _contiguous_result,
     aten._log_softmax.default: _contiguous_result,
     aten.roll.default: _contiguous_result,

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomph.errors import UserError
 from oomph.prediction.cuda import kernels, workspaces
+from oomph.prediction.cuda.dtypes import check_dtypes
 from oomph.prediction.cuda.temporaries import HOST_OUTPUTS, temporaries_of
 from oomph.prediction.trace import estimates
 from oomph.prediction.trace.arguments import tensors_in
@@ -99,6 +100,7 @@ class DispatchMode(TorchDispatchMode):
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             return self.host.copy_in(args[0], args[1])
 
+        check_dtypes(func, args, kwargs)
         first_event = len(tracer.ledger.events)
         tracer.remember_origin()
         kernel = kernels.CUDA_KERNELS.get(func)
