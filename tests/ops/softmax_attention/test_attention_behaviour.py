@@ -294,6 +294,8 @@ def test_the_tiles_are_part_of_the_choice():
         ({"key_lengths": [1, 2]}, "key_lengths is a list, not a tensor"),
         ({"key_lengths": torch.ones(3, dtype=torch.int64)}, r"key_lengths is torch.int64 \[3\]; valid"),
         ({"key_lengths": torch.ones(2)}, "key_lengths is torch.float32"),
+        ({"key_lengths": torch.tensor([12, 13])}, "key_lengths has 13; valid: 0 to 12, the number of keys"),
+        ({"key_lengths": torch.tensor([-1, 12])}, "key_lengths has -1; valid: 0 to 12"),
         ({"key_mask": torch.ones(2, 12)}, "key_mask is torch.float32"),
         ({"key_mask": torch.ones(2, 11, dtype=torch.bool)}, r"valid: torch.bool \[2, 12\]"),
         (

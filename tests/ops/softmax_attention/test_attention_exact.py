@@ -21,9 +21,9 @@ def tensors(queries, keys, dtype=torch.float64, heads=G, value=D, seed=0):
     return random(B, H, queries, D), random(B, heads, keys, D), random(B, heads, keys, value)
 
 
-def compare(q, k, v, inputs, tolerance=1e-10, key_lengths=None, impl="chunked", **options):
+def compare(q, k, v, inputs, tolerance=1e-10, key_lengths=None, impl="chunked", budget="64KiB", **options):
     key_mask = None if key_lengths is None else torch.arange(k.shape[2]) < key_lengths[:, None]
-    out = attention(q, k, v, key_lengths=key_lengths, impl=impl, memory_budget="64KiB", **options)
+    out = attention(q, k, v, key_lengths=key_lengths, impl=impl, memory_budget=budget, **options)
     expected = reference(q, k, v, key_mask_BK=key_mask, **options)
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     got = torch.autograd.grad(out, inputs, weight)
@@ -67,6 +67,28 @@ def test_every_mask_and_bias_agrees_with_the_reference(lengths, impl):
             compare(
                 q, k, v, inputs, key_lengths=key_lengths, impl=impl, causal=causal, pattern=pattern, bias=bias
             )
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("budget", ["4KiB", "16MiB"])  # many tiles, and one
+def test_points_without_a_gradient_agree_with_the_reference(batched, budget):
+    q, k, v = tensors(37, 33)
+    t, s = (torch.rand(*((B,) if batched else ()), n, 3, dtype=torch.float64) for n in (37, 33))
+    bias = locality_bias(t, s)
+    for causal, pattern, padded in itertools.product((False, True), PATTERNS.values(), (False, True)):
+        lengths = torch.tensor([0, 30]) if padded else None
+        options = {"causal": causal, "pattern": pattern, "bias": bias, "key_lengths": lengths}
+        compare(q, k, v, [q, k, v], budget=budget, **options)
+
+
+@pytest.mark.parametrize(("spread", "shift"), [(1.0, 0.0), (1.0, 1000.0), (100.0, 0.0)])
+def test_the_error_of_a_locality_bias_is_that_of_single_precision(spread, shift):
+    q, k, v = (x.detach() for x in tensors(65, 65, torch.float32))
+    t, s = (torch.rand(65, 2) * spread + shift for _ in range(2))
+    expected = reference(q.double(), k.double(), v.double(), bias=locality_bias(t.double(), s.double()))
+    error = (attention(q, k, v, bias=locality_bias(t, s)) - expected).abs().max().item()
+    # A bias of -b is rounded by b / 2^24, and the nearest key of a row may be some way off.
+    assert error <= 16 * torch.finfo(torch.float32).eps * max(1.0, spread)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

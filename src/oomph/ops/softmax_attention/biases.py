@@ -40,6 +40,11 @@ class LocalityBias:
     def tensors(self) -> tuple[Tensor, Tensor]:
         return (self.query_points, self.key_points)
 
+    @property
+    def is_batched(self) -> bool:
+        """Does the bias differ over the batch?"""
+        return 3 in (self.query_points.dim(), self.key_points.dim())
+
     def __call__(self, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         t, s = self.query_points, self.key_points
         distance: Tensor | None = None
@@ -51,6 +56,14 @@ class LocalityBias:
             distance = square if distance is None else distance + square
         assert distance is not None
         return distance * -self.strength
+
+    def fill(self, out_BQK: Tensor, difference_BQK: Tensor, t_BdQ: Tensor, s_BdK: Tensor) -> None:
+        """Write the bias between t and s into `out`, with `difference` as the only other memory."""
+        nothing = out_BQK.new_zeros(())
+        for axis in range(t_BdQ.shape[1]):
+            torch.sub(t_BdQ[:, axis, :, None], s_BdK[:, axis, None], out=difference_BQK)
+            total = out_BQK if axis else nothing
+            torch.addcmul(total, difference_BQK, difference_BQK, value=-self.strength, out=out_BQK)
 
     def check_shape(self, batch: int, queries: int, keys: int) -> None:
         for name, points, length in (("t", self.query_points, queries), ("s", self.key_points, keys)):

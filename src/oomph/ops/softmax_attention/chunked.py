@@ -100,7 +100,8 @@ class _ChunkedAttention(torch.autograd.Function):
         ctx: Any, p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *bias_tensors: Tensor
     ) -> Tensor:
         # The tensors are kept by save_for_backward alone, so that a freed graph frees them. Those of a bias
-        # function are its own: it must be called again, and reads no others.
+        # function are its own: it must be called again, and reads no others. They are saved as well, so that
+        # autograd notices where they were changed in the meantime.
         nothing = q.new_empty(0)
         ctx.problem = replace(p, q=nothing, k=nothing, v=nothing, bias=None, key_lengths=None, key_mask=None)
         lse_BHQ: Tensor | None = None
@@ -110,13 +111,13 @@ class _ChunkedAttention(torch.autograd.Function):
             else:
                 out = q.new_zeros((*q.shape[:3], v.shape[3]))
                 _forward(p, out)
-        ctx.save_for_backward(q, k, v, bias, p.key_lengths, p.key_mask, lse_BHQ)
+        ctx.save_for_backward(q, k, v, bias, p.key_lengths, p.key_mask, lse_BHQ, *bias_tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("attention")
-        q, k, v, bias, key_lengths, key_mask, lse_BHQ = ctx.saved_tensors
+        q, k, v, bias, key_lengths, key_mask, lse_BHQ, *_ = ctx.saved_tensors
         p = replace(ctx.problem, q=q, k=k, v=v, bias=bias, key_lengths=key_lengths, key_mask=key_mask)
         with torch.autocast(q.device.type, enabled=False):
             return None, *_Backward(p, grad_out, lse_BHQ, ctx.needs_input_grad[1:]).run()
@@ -205,6 +206,36 @@ def _may_lack_keys(p: Problem) -> bool:
     return biased or p.padded or (p.causal and p.offset < 0)
 
 
+class _Sums:
+    """The gradient of k or v for a rectangle of heads, added up in the compute dtype.
+
+    In place where that is the gradient's own dtype: another copy would grow with the number of keys.
+    """
+
+    def __init__(self, total_BGKx: Tensor, heads: _Heads, dtype: torch.dtype) -> None:
+        self.place = total_BGKx[heads.batch, heads.heads]
+        batch, head = self.place.stride()[:2]
+        is_flat = self.place.shape[0] == 1 or batch == head * self.place.shape[1]
+        self.in_place = is_flat and self.place.dtype == dtype
+        if self.in_place:
+            self.sums_ZKx = self.place.flatten(0, 1)  # a view
+        else:
+            shape = (self.place.shape[0] * self.place.shape[1], *self.place.shape[2:])
+            self.sums_ZKx = self.place.new_zeros(shape, dtype=dtype)
+
+    def add(self, tile: QueryTile, a_ZkR: Tensor, b_ZRx: Tensor, scale: float = 1.0) -> None:
+        """sums[keys of the tile] += a @ b * scale"""
+        sums = self.sums_ZKx
+        if tile.index is None and sums.shape[0] == 1 and sums.dtype == a_ZkR.dtype:  # no room for the product
+            tile.take(sums, 1)[0].addmm_(a_ZkR[0], b_ZRx[0], alpha=scale)
+        else:
+            tile.add(sums, _product(a_ZkR, b_ZRx, sums.dtype, scale), 1)
+
+    def finish(self) -> None:
+        if not self.in_place:
+            self.place.copy_(self.sums_ZKx.view(self.place.shape))
+
+
 class _Backward:
     """One backward pass: the gradients that are wanted, filled tile by tile."""
 
@@ -225,7 +256,10 @@ class _Backward:
         self.grad_bias: Tensor | None = None
         if self.want_bias and p.bias is not None:
             self.grad_bias = torch.zeros_like(p.bias, dtype=self.dtype)
-        self.grad_tensors = [torch.zeros_like(t) for t in self.bias_tensors]
+        # Sums over many tiles: in half precision they would stop growing.
+        self.grad_tensors = [
+            torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in self.bias_tensors
+        ]
 
     def run(self) -> list[Tensor | None]:
         p = self.p
@@ -235,22 +269,22 @@ class _Backward:
             for heads in _head_tiles(p):
                 self._heads(buffers, heads, tiles)
         grad_bias = None if self.grad_bias is None or p.bias is None else self.grad_bias.to(p.bias.dtype)
-        rest = iter(self.grad_tensors)
+        rest = (total.to(t.dtype) for total, t in zip(self.grad_tensors, self.bias_tensors, strict=True))
         others = [next(rest) if want else None for want in self.wanted_tensors]
         return [self.grad_q, self.grad_k, self.grad_v, grad_bias, *others]
 
     def _heads(self, buffers: _Buffers, heads: _Heads, tiles: list[QueryTile]) -> None:
         factor = self.factor_dtype
         k_ZKD, v_ZKE = heads.matrices(self.p.k, factor), heads.matrices(self.p.v, factor)
-        grad_k_ZKD = torch.zeros_like(k_ZKD, dtype=self.dtype) if self.want_k else None
-        grad_v_ZKE = torch.zeros_like(v_ZKE, dtype=self.dtype) if self.want_v else None
+        sums = [
+            None if total is None else _Sums(total, heads, self.dtype) for total in (self.grad_k, self.grad_v)
+        ]
         for tile in tiles:
             if tile.keys:
-                self._tile(buffers, heads, tile, k_ZKD, v_ZKE, grad_k_ZKD, grad_v_ZKE)
-        for total, part in ((self.grad_k, grad_k_ZKD), (self.grad_v, grad_v_ZKE)):
-            if total is not None and part is not None:
-                place = total[heads.batch, heads.heads]
-                place.copy_(part.view(place.shape))
+                self._tile(buffers, heads, tile, k_ZKD, v_ZKE, *sums)
+        for each in sums:
+            if each is not None:
+                each.finish()
 
     def _tile(
         self,
@@ -259,8 +293,8 @@ class _Backward:
         tile: QueryTile,
         k_ZKD: Tensor,
         v_ZKE: Tensor,
-        grad_k_ZKD: Tensor | None,
-        grad_v_ZKE: Tensor | None,
+        grad_k: "_Sums | None",
+        grad_v: "_Sums | None",
     ) -> None:
         p, factor = self.p, self.factor_dtype
         q_ZRD = heads.rows(p.q, tile).to(factor)
@@ -268,9 +302,8 @@ class _Backward:
         grad_out_ZRE = heads.rows(self.grad_out, tile).to(factor)
         lse_ZR1 = None if self.lse_BHQ1 is None else heads.rows(self.lse_BHQ1, tile)
         weights_ZRk = _weights(p, buffers, heads, tile, q_ZRD, k_ZkD, self.seen_BK, lse_ZR1)
-        if grad_v_ZKE is not None:
-            turned_ZkR = buffers.factor(weights_ZRk).transpose(1, 2)
-            tile.add(grad_v_ZKE, _product(turned_ZkR, grad_out_ZRE, self.dtype), 1)
+        if grad_v is not None:
+            grad_v.add(tile, buffers.factor(weights_ZRk).transpose(1, 2), grad_out_ZRE)
         if not self.want_scores:
             return
         grad_ZRk = buffers.scores(grad_out_ZRE, tile.take(v_ZKE, 1))  # the scores themselves are done with
@@ -283,8 +316,8 @@ class _Backward:
             grad_q_ZRD = _product(narrow_ZRk, k_ZkD, factor, p.scale)
             place = self.grad_q[heads.batch, heads.query_heads, tile.start : tile.stop]
             place.copy_(heads.unrows(grad_q_ZRD, tile))
-        if grad_k_ZKD is not None:
-            tile.add(grad_k_ZKD, _product(narrow_ZRk.transpose(1, 2), q_ZRD, self.dtype, p.scale), 1)
+        if grad_k is not None:
+            grad_k.add(tile, narrow_ZRk.transpose(1, 2), q_ZRD, p.scale)
         if self.grad_bias is not None:
             self._add_to_bias(self.grad_bias, heads, tile, heads.unrows(grad_ZRk, tile))
         if self.bias_tensors:

@@ -1,5 +1,7 @@
 """The public function: checks the call, chooses an implementation, runs it."""
 
+from typing import Any
+
 from torch import Tensor
 
 from oomph.errors import ArgumentError
@@ -20,23 +22,9 @@ from oomph.ops.uncompiled import uncompiled
 IMPLS = ("auto", "sdpa", *BACKENDS, "triton", "flex", "chunked", "reference")
 
 
-def _choose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    bias: Tensor | BiasFunction | None = None,
-    pattern: BlockPattern | None = None,
-    key_lengths: Tensor | None = None,
-    key_mask: Tensor | None = None,
-    scale: float | None = None,
-    memory_budget: str | int | None = None,
-    impl: str = "auto",
-) -> Choice:
+def _choose(*arguments: Any, impl: str = "auto", **options: Any) -> Choice:
     checks.one_of("impl", impl, IMPLS)
-    p = make_problem(q, k, v, causal, bias, pattern, key_lengths, key_mask, scale, memory_budget)
-    return _decide(p, impl)
+    return _decide(make_problem(*arguments, **options), impl)
 
 
 @explained_by(_choose)
@@ -65,20 +53,32 @@ def attention(
         own size), or a function f(b, h, q_index, k_index) of index tensors (see BiasFunction; gradients flow
         to what it lists in `tensors`). `locality_bias(t, s)` makes one.
     pattern: which blocks of keys a block of queries sees: local(), global_(), mixed(). Not causal by itself.
-    key_lengths, key_mask: padding. Keys at or after key_lengths[b] are not seen ([B] integers); or, key_mask
-        [B, K] is True where a key may be seen.
+    key_lengths, key_mask: padding. Keys at or after key_lengths[b] are not seen ([B] integers from 0 to K:
+        others are refused on the CPU; on a GPU, which would have to be waited for, they count as 0 or K);
+        or, key_mask [B, K] is True where a key may be seen.
     scale: default 1/sqrt(D).
     memory_budget: for the tiles of impl="chunked", such as "64MiB"; default 256 MiB, on the CPU 32 MiB.
     impl: "auto", or by name: "sdpa" (the best fused kernel of PyTorch), one of those ("cudnn", "flash",
-        "efficient"), "triton" (our kernels: patterns, padding, no bias), "flex" (FlexAttention: bias
-        functions; a new kind of call compiles for 5 to 10 seconds, in silence), "chunked" (plain torch),
-        "reference" (the whole matrix).
+        "efficient"), "triton" (our kernels: patterns, padding, locality_bias), "flex" (FlexAttention:
+        other bias functions; a new kind of call compiles for 5 to 10 seconds, in silence), "chunked" (plain
+        torch), "reference" (the whole matrix).
 
     A query that may see no key gets zeros, and gives zero gradients. `oomph.ops.explain(attention, ...)`
     tells what would run and why. First derivatives only.
     """
     checks.one_of("impl", impl, IMPLS)
-    p = make_problem(q, k, v, causal, bias, pattern, key_lengths, key_mask, scale, memory_budget)
+    p = make_problem(
+        q,
+        k,
+        v,
+        causal=causal,
+        bias=bias,
+        pattern=pattern,
+        key_lengths=key_lengths,
+        key_mask=key_mask,
+        scale=scale,
+        memory_budget=memory_budget,
+    )
     choice = announce("attention", _decide(p, impl))
     if choice.impl == "reference":
         given = p.bias if p.bias_function is None else p.bias_function

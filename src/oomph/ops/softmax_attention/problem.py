@@ -9,6 +9,7 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import checks
+from oomph.ops.launch import is_fake
 from oomph.ops.softmax_attention.biases import BiasFunction, declared_tensors, hidden_gradient
 from oomph.ops.softmax_attention.patterns import BlockPattern
 
@@ -76,13 +77,14 @@ def make_problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    causal: bool,
-    bias: Tensor | BiasFunction | None,
-    pattern: BlockPattern | None,
-    key_lengths: Tensor | None,
-    key_mask: Tensor | None,
-    scale: float | None,
-    memory_budget: str | int | None,
+    *,
+    causal: bool = False,
+    bias: Tensor | BiasFunction | None = None,
+    pattern: BlockPattern | None = None,
+    key_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    memory_budget: str | int | None = None,
 ) -> Problem:
     checks.floating(q=q, k=k, v=v)
     q, k, v = _under_autocast(q, k, v)
@@ -179,7 +181,18 @@ def _checked_padding(
         raise ArgumentError(
             f"key_lengths is {key_lengths.dtype} {list(key_lengths.shape)}; valid: torch.int64 [{batch}]"
         )
+    if key_lengths is not None:
+        _check_lengths(key_lengths, keys)
     return key_lengths, key_mask
+
+
+def _check_lengths(key_lengths: Tensor, keys: int) -> None:
+    """Where the values can be read at once: not on a GPU, not in a prediction, not in a compiled graph."""
+    if key_lengths.device.type != "cpu" or is_fake(key_lengths) or torch.compiler.is_compiling():
+        return
+    wrong = [length for length in key_lengths.tolist() if not 0 <= length <= keys]
+    if wrong:
+        raise ArgumentError(f"key_lengths has {wrong[0]}; valid: 0 to {keys}, the number of keys")
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

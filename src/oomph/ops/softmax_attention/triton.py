@@ -1,4 +1,4 @@
-"""Kernels of block-sparse attention with online softmax.
+"""Kernels of block-sparse attention with online softmax, and with the locality bias.
 
 Keys are cut into blocks of BLOCK positions. A query at position p stands in block i = p // BLOCK and sees
 
@@ -10,153 +10,51 @@ within one block of positions (BLOCK_M divides BLOCK), so all its rows see the s
 tiles of BLOCK_N (which divides BLOCK too). Seen from the keys, the queries of a block are always one unbroken
 range.
 
-Scores are in units of log 2, because exp2 is one instruction. The log-sum-exp of a row without a key is +inf,
-which makes its weights exp2(score - inf) = 0 in backward.
+With POINT_SIZE > 0, strength * |t - s|^2 is taken from the scores: t [B, POINT_SIZE, Q] are the points of the
+queries and s those of the keys, both fp32 and without a gradient.
+
+Scores are in units of log 2 (`scale` and `strength` hold the factor), because exp2 is one instruction. The
+log-sum-exp of a row without a key is +inf, which makes its weights exp2(score - inf) = 0 in backward.
 """
 
 import triton
 import triton.language as tl
 
+from oomph.ops.softmax_attention.triton_tiles import (
+    allowed,
+    query_plan,
+    rows_of,
+    scores_of,
+    store_rows,
+    tile_start,
+)
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _global_tiles_before(key, stride, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """How many tiles of the blocks 0, stride, 2 * stride, ... start before `key`."""
-    per_block: tl.constexpr = BLOCK // BLOCK_N
-    whole = key // (stride * BLOCK)
-    rest = tl.cdiv(key - whole * (stride * BLOCK), BLOCK_N)
-    return whole * per_block + tl.minimum(rest, per_block)
-
-
-@triton.jit
-def _tiles_before(
-    key, start, stop, stride, HAS_GLOBAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """How many of the tiles that a query sees start before `key`; its window is [start, stop)."""
-    key = tl.maximum(key, 0)
-    count = tl.cdiv(tl.maximum(tl.minimum(key, stop) - start, 0), BLOCK_N)
-    if HAS_GLOBAL:
-        count += _global_tiles_before(tl.minimum(key, start), stride, BLOCK, BLOCK_N)
-        upto_stop = _global_tiles_before(stop, stride, BLOCK, BLOCK_N)
-        count += tl.maximum(_global_tiles_before(key, stride, BLOCK, BLOCK_N) - upto_stop, 0)
-    return count
-
-
-@triton.jit
-def _tile_start(
-    number, start, stop, stride, HAS_GLOBAL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """The first key of the tile `number`, counted in rising order of keys."""
-    if HAS_GLOBAL:
-        per_block: tl.constexpr = BLOCK // BLOCK_N
-        before = _global_tiles_before(start, stride, BLOCK, BLOCK_N)
-        inside = (stop - start) // BLOCK_N
-        after = number - before - inside + _global_tiles_before(stop, stride, BLOCK, BLOCK_N)
-        column = tl.where(number < before, number, after)
-        key = (column // per_block) * (stride * BLOCK) + (column % per_block) * BLOCK_N
-        in_window = (number >= before) & (number < before + inside)
-        return tl.where(in_window, start + (number - before) * BLOCK_N, key)
-    else:
-        return start + number * BLOCK_N
-
-
-@triton.jit
-def _rows(pointer, stride, first, n_rows, width, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Rows first .. first + SIZE of a matrix with contiguous rows; zeros outside of it."""
-    row = first + tl.arange(0, SIZE)
-    column = tl.arange(0, WIDTH)
-    inside = (row >= 0) & (row < n_rows)
-    places = pointer + row.to(tl.int64)[:, None] * stride + column[None, :]
-    return tl.load(places, mask=inside[:, None] & (column < width)[None, :], other=0.0)
-
-
-@triton.jit
-def _store_rows(pointer, stride, first, n_rows, width, values, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    row = first + tl.arange(0, SIZE)
-    column = tl.arange(0, WIDTH)
-    inside = (row >= 0) & (row < n_rows)
-    places = pointer + row.to(tl.int64)[:, None] * stride + column[None, :]
-    keep = inside[:, None] & (column < width)[None, :]
-    tl.store(places, values.to(pointer.dtype.element_ty), mask=keep)
-
-
-@triton.jit
-def _allowed(
-    scores, key, position, n_seen, seen, CUT: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Scores [BLOCK_M, BLOCK_N], -inf where a key is forbidden. Without CUT the tile lies wholly inside."""
-    keys = key + tl.arange(0, BLOCK_N)
-    if CUT:
-        scores = tl.where((keys < n_seen)[None, :], scores, float("-inf"))
-        if CAUSAL:
-            scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
-    if HAS_MASK:
-        may_be_seen = tl.load(seen + keys, mask=keys < n_seen, other=0) != 0
-        scores = tl.where(may_be_seen[None, :], scores, float("-inf"))
-    return scores
-
-
-@triton.jit
-def _query_plan(
-    pid, queries, keys, heads, window, stride, lengths,
-    CAUSAL: tl.constexpr, HAS_GLOBAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Which rows a program has, and which tiles of keys.
-
-    (batch, head, first query, its position, number of keys that may be seen, the window's start and stop,
-    tiles that need no check, tiles in all)
-    """
-    offset = keys - queries
-    # Positions are negative where there are more queries than keys; division rounds down only from 0 on.
-    shift = (queries // BLOCK + 2) * BLOCK
-    # Tiles begin at multiples of BLOCK_M among the positions; the first may begin before the first query.
-    lowest = (offset + shift) // BLOCK_M
-    n_tiles = (keys - 1 + shift) // BLOCK_M - lowest + 1
-    tile = pid % n_tiles
-    if CAUSAL:
-        tile = n_tiles - 1 - tile  # the longest first
-    z = (pid // n_tiles).to(tl.int64)
-    batch, head = z // heads, z % heads
-    position = (lowest + tile) * BLOCK_M - shift
-    n_seen = keys
-    if HAS_LENGTHS:
-        n_seen = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys)
-    own = (position + shift) // BLOCK - shift // BLOCK
-    last = tl.cdiv(keys, BLOCK) - 1
-    start = tl.maximum(own - window, 0) * BLOCK
-    stop = tl.maximum((tl.minimum(own + window, last) + 1) * BLOCK, start)
-    end, whole = n_seen, n_seen
-    if CAUSAL:
-        end = tl.minimum(end, position + BLOCK_M)
-        whole = tl.minimum(whole, position + 1)
-    count = _tiles_before(end, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
-    n_whole = _tiles_before(whole - BLOCK_N + 1, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
-    return batch, head, position - offset, position, n_seen, start, stop, n_whole, count
-
-
-@triton.jit
 def _forward_tiles(
-    acc, total, highest, q, k, k_stride, v, v_stride, seen, position, first, last,
-    start, stop, stride, n_seen, head_size, value_size, scale,
+    acc, total, highest, q, k, k_stride, v, v_stride, seen, t, s, position, queries, keys, first, last,
+    start, stop, stride, n_seen, head_size, value_size, scale, strength,
     CUT: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    PRECISION: tl.constexpr,
+    POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for number in range(first, last):
-        key = _tile_start(number, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
-        k_tile = _rows(k, k_stride, key, n_seen, head_size, BLOCK_N, BLOCK_D)
-        scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * scale
-        scores = _allowed(scores, key, position, n_seen, seen, CUT, CAUSAL, HAS_MASK, BLOCK_N)
+        key = tile_start(number, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
+        k_tile = rows_of(k, k_stride, key, n_seen, head_size, BLOCK_N, BLOCK_D)
+        scores = scores_of(
+            q, k_tile, scale, t, position - (keys - queries), queries, s, key + tl.arange(0, BLOCK_N), keys,
+            strength, POINT_SIZE, PRECISION,
+        )  # fmt: skip
+        scores = allowed(scores, key, position, n_seen, seen, CUT, CAUSAL, HAS_MASK, BLOCK_N)
         higher = tl.maximum(highest, tl.max(scores, 1))
         # A row that has met no key yet: -inf - -inf would be NaN.
         pivot = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - pivot[:, None])
         shrink = tl.exp2(highest - pivot)
         total = total * shrink + tl.sum(weights, 1)
-        v_tile = _rows(v, v_stride, key, n_seen, value_size, BLOCK_N, BLOCK_E)
+        v_tile = rows_of(v, v_stride, key, n_seen, value_size, BLOCK_N, BLOCK_E)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * shrink[:, None], input_precision=PRECISION)
         highest = higher
     return acc, total, highest
@@ -169,39 +67,43 @@ def forward(
     v, v_batch, v_head, v_stride,
     out, out_batch, out_head, out_stride,
     lse,  # [B, H, Q] fp32, in units of log 2
-    lengths, seen,
-    queries, keys, heads, group, head_size, value_size, window, stride, scale,
+    lengths, seen, t, t_batch, s, s_batch,
+    queries, keys, heads, group, head_size, value_size, window, stride, scale, strength,
     CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of queries of a head. `scale` is that of the scores, times log2(e)."""
-    batch, head, query, position, n_seen, start, stop, n_whole, count = _query_plan(
+    batch, head, query, position, n_seen, start, stop, n_whole, count = query_plan(
         tl.program_id(0), queries, keys, heads, window, stride, lengths,
         CAUSAL, HAS_GLOBAL, HAS_LENGTHS, BLOCK, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    q_tile = _rows(q + batch * q_batch + head * q_head, q_stride, query, queries, head_size, BLOCK_M, BLOCK_D)
+    q_tile = rows_of(
+        q + batch * q_batch + head * q_head, q_stride, query, queries, head_size, BLOCK_M, BLOCK_D
+    )
     k += batch * k_batch + (head // group) * k_head
     v += batch * v_batch + (head // group) * v_head
     seen += batch * keys
+    t += batch * t_batch
+    s += batch * s_batch
     at = tl.arange(0, BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     acc, total, highest = _forward_tiles(
-        acc, total, highest, q_tile, k, k_stride, v, v_stride, seen, position + at, 0, n_whole,
-        start, stop, stride, n_seen, head_size, value_size, scale,
-        False, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+        acc, total, highest, q_tile, k, k_stride, v, v_stride, seen, t, s, position + at, queries, keys,
+        0, n_whole, start, stop, stride, n_seen, head_size, value_size, scale, strength,
+        False, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
     )  # fmt: skip
     acc, total, highest = _forward_tiles(
-        acc, total, highest, q_tile, k, k_stride, v, v_stride, seen, position + at, n_whole, count,
-        start, stop, stride, n_seen, head_size, value_size, scale,
-        True, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+        acc, total, highest, q_tile, k, k_stride, v, v_stride, seen, t, s, position + at, queries, keys,
+        n_whole, count, start, stop, stride, n_seen, head_size, value_size, scale, strength,
+        True, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
     )  # fmt: skip
     without_key = total == 0.0
     acc = acc / tl.where(without_key, 1.0, total)[:, None]
     out += batch * out_batch + head * out_head
-    _store_rows(out, out_stride, query, queries, value_size, acc, BLOCK_M, BLOCK_E)
+    store_rows(out, out_stride, query, queries, value_size, acc, BLOCK_M, BLOCK_E)
     value = tl.where(without_key, float("inf"), highest + tl.log2(tl.where(without_key, 1.0, total)))
     rows = query + at
     place = lse + (batch * heads + head) * queries + rows
@@ -223,8 +125,8 @@ def row_products(
     batch, head = z // heads, z % heads
     out += batch * out_batch + head * out_head
     grad += batch * grad_batch + head * grad_head
-    o = _rows(out, out_stride, first, queries, value_size, ROWS, BLOCK_E)
-    g = _rows(grad, grad_stride, first, queries, value_size, ROWS, BLOCK_E)
+    o = rows_of(out, out_stride, first, queries, value_size, ROWS, BLOCK_E)
+    g = rows_of(grad, grad_stride, first, queries, value_size, ROWS, BLOCK_E)
     rows = first + tl.arange(0, ROWS)
     value = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     tl.store(delta + z * queries + rows, value, mask=rows < queries)
@@ -232,18 +134,21 @@ def row_products(
 
 @triton.jit
 def _query_gradient_tiles(
-    acc, q, grad, lse, delta, k, k_stride, v, v_stride, seen, position, first, last,
-    start, stop, stride, n_seen, head_size, value_size, scale,
+    acc, q, grad, lse, delta, k, k_stride, v, v_stride, seen, t, s, position, queries, keys, first, last,
+    start, stop, stride, n_seen, head_size, value_size, scale, strength,
     CUT: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    PRECISION: tl.constexpr,
+    POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for number in range(first, last):
-        key = _tile_start(number, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
-        k_tile = _rows(k, k_stride, key, n_seen, head_size, BLOCK_N, BLOCK_D)
-        v_tile = _rows(v, v_stride, key, n_seen, value_size, BLOCK_N, BLOCK_E)
-        scores = tl.dot(q, tl.trans(k_tile), input_precision=PRECISION) * scale
-        scores = _allowed(scores, key, position, n_seen, seen, CUT, CAUSAL, HAS_MASK, BLOCK_N)
+        key = tile_start(number, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
+        k_tile = rows_of(k, k_stride, key, n_seen, head_size, BLOCK_N, BLOCK_D)
+        v_tile = rows_of(v, v_stride, key, n_seen, value_size, BLOCK_N, BLOCK_E)
+        scores = scores_of(
+            q, k_tile, scale, t, position - (keys - queries), queries, s, key + tl.arange(0, BLOCK_N), keys,
+            strength, POINT_SIZE, PRECISION,
+        )  # fmt: skip
+        scores = allowed(scores, key, position, n_seen, seen, CUT, CAUSAL, HAS_MASK, BLOCK_N)
         weights = tl.exp2(scores - lse[:, None])
         slope = tl.dot(grad, tl.trans(v_tile), input_precision=PRECISION) - delta[:, None]
         acc = tl.dot((weights * slope).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
@@ -257,23 +162,27 @@ def query_gradient(
     v, v_batch, v_head, v_stride,
     grad, grad_batch, grad_head, grad_stride,
     dq, dq_batch, dq_head, dq_stride,
-    lse, delta, lengths, seen,
-    queries, keys, heads, group, head_size, value_size, window, stride, scale,
+    lse, delta, lengths, seen, t, t_batch, s, s_batch,
+    queries, keys, heads, group, head_size, value_size, window, stride, scale, strength,
     CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of queries of a head, over the same tiles of keys as in `forward`."""
-    batch, head, query, position, n_seen, start, stop, n_whole, count = _query_plan(
+    batch, head, query, position, n_seen, start, stop, n_whole, count = query_plan(
         tl.program_id(0), queries, keys, heads, window, stride, lengths,
         CAUSAL, HAS_GLOBAL, HAS_LENGTHS, BLOCK, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    q_tile = _rows(q + batch * q_batch + head * q_head, q_stride, query, queries, head_size, BLOCK_M, BLOCK_D)
+    q_tile = rows_of(
+        q + batch * q_batch + head * q_head, q_stride, query, queries, head_size, BLOCK_M, BLOCK_D
+    )
     grad += batch * grad_batch + head * grad_head
-    grad_tile = _rows(grad, grad_stride, query, queries, value_size, BLOCK_M, BLOCK_E)
+    grad_tile = rows_of(grad, grad_stride, query, queries, value_size, BLOCK_M, BLOCK_E)
     k += batch * k_batch + (head // group) * k_head
     v += batch * v_batch + (head // group) * v_head
     seen += batch * keys
+    t += batch * t_batch
+    s += batch * s_batch
     at = tl.arange(0, BLOCK_M)
     rows = query + at
     inside = (rows >= 0) & (rows < queries)
@@ -282,37 +191,42 @@ def query_gradient(
     delta_rows = tl.load(delta + row, mask=inside, other=0.0)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     acc = _query_gradient_tiles(
-        acc, q_tile, grad_tile, lse_rows, delta_rows, k, k_stride, v, v_stride, seen, position + at,
-        0, n_whole, start, stop, stride, n_seen, head_size, value_size, scale,
-        False, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+        acc, q_tile, grad_tile, lse_rows, delta_rows, k, k_stride, v, v_stride, seen, t, s,
+        position + at, queries, keys,
+        0, n_whole, start, stop, stride, n_seen, head_size, value_size, scale, strength,
+        False, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
     )  # fmt: skip
     acc = _query_gradient_tiles(
-        acc, q_tile, grad_tile, lse_rows, delta_rows, k, k_stride, v, v_stride, seen, position + at,
-        n_whole, count, start, stop, stride, n_seen, head_size, value_size, scale,
-        True, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, PRECISION,
+        acc, q_tile, grad_tile, lse_rows, delta_rows, k, k_stride, v, v_stride, seen, t, s,
+        position + at, queries, keys,
+        n_whole, count, start, stop, stride, n_seen, head_size, value_size, scale, strength,
+        True, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
     )  # fmt: skip
     dq += batch * dq_batch + head * dq_head
-    _store_rows(dq, dq_stride, query, queries, head_size, acc * (scale / LOG2_E), BLOCK_M, BLOCK_D)
+    store_rows(dq, dq_stride, query, queries, head_size, acc * (scale / LOG2_E), BLOCK_M, BLOCK_D)
 
 
 @triton.jit
 def _key_gradient_tiles(
-    dk, dv, k, v, q, q_stride, grad, grad_stride, lse, delta, keys_at, offset, first, last, end,
-    head_size, value_size, scale,
+    dk, dv, k, v, q, q_stride, grad, grad_stride, lse, delta, t, s, keys_at, queries, keys, first, last, end,
+    head_size, value_size, scale, strength,
     CUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
-    PRECISION: tl.constexpr,
+    POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries first .. last in tiles of BLOCK_M; those from `end` on do not count. Scores are transposed."""
     at = tl.arange(0, BLOCK_M)
     for query in range(first, last, BLOCK_M):
         inside = (query + at) < end
-        q_tile = _rows(q, q_stride, query, end, head_size, BLOCK_M, BLOCK_D)
-        grad_tile = _rows(grad, grad_stride, query, end, value_size, BLOCK_M, BLOCK_E)
+        q_tile = rows_of(q, q_stride, query, end, head_size, BLOCK_M, BLOCK_D)
+        grad_tile = rows_of(grad, grad_stride, query, end, value_size, BLOCK_M, BLOCK_E)
         lse_rows = tl.load(lse + query + at, mask=inside, other=float("inf"))
         delta_rows = tl.load(delta + query + at, mask=inside, other=0.0)
-        scores = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION) * scale
+        scores = scores_of(
+            k, q_tile, scale, s, keys_at, keys, t, query + at, queries, strength, POINT_SIZE, PRECISION
+        )
         if CUT:
-            scores = tl.where(keys_at[:, None] <= (query + at + offset)[None, :], scores, float("-inf"))
+            position = query + at + keys - queries
+            scores = tl.where(keys_at[:, None] <= position[None, :], scores, float("-inf"))
         weights = tl.exp2(scores - lse_rows[None, :])
         dv = tl.dot(weights.to(grad_tile.dtype), grad_tile, dv, input_precision=PRECISION)
         slope = tl.dot(v, tl.trans(grad_tile), input_precision=PRECISION) - delta_rows[None, :]
@@ -328,11 +242,11 @@ def key_gradient(
     grad, grad_batch, grad_head, grad_stride,
     dk, dk_batch, dk_head, dk_stride,
     dv, dv_batch, dv_head, dv_stride,
-    lse, delta, lengths, seen,
-    queries, keys, heads, group, head_size, value_size, window, stride, scale,
+    lse, delta, lengths, seen, t, t_batch, s, s_batch,
+    queries, keys, heads, group, head_size, value_size, window, stride, scale, strength,
     CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of keys of a key/value head: adds up over the queries of all its query heads.
 
@@ -359,8 +273,14 @@ def key_gradient(
     if HAS_LENGTHS:
         n_seen = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys)
         end = tl.where(key < n_seen, end, first)
-    k_tile = _rows(k + batch * k_batch + key_head * k_head, k_stride, key, keys, head_size, BLOCK_N, BLOCK_D)
-    v_tile = _rows(v + batch * v_batch + key_head * v_head, v_stride, key, keys, value_size, BLOCK_N, BLOCK_E)
+    k_tile = rows_of(
+        k + batch * k_batch + key_head * k_head, k_stride, key, keys, head_size, BLOCK_N, BLOCK_D
+    )
+    v_tile = rows_of(
+        v + batch * v_batch + key_head * v_head, v_stride, key, keys, value_size, BLOCK_N, BLOCK_E
+    )
+    t += batch * t_batch
+    s += batch * s_batch
     keys_at = key + tl.arange(0, BLOCK_N)
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
@@ -372,13 +292,15 @@ def key_gradient(
         if CAUSAL:
             dk_tile, dv_tile = _key_gradient_tiles(
                 dk_tile, dv_tile, k_tile, v_tile, q_head_at, q_stride, grad_head_at, grad_stride, lse + row,
-                delta + row, keys_at, offset, first, tl.minimum(whole, end), end, head_size, value_size,
-                scale, True, BLOCK_M, BLOCK_D, BLOCK_E, PRECISION,
+                delta + row, t, s, keys_at, queries, keys, first, tl.minimum(whole, end), end,
+                head_size, value_size, scale, strength,
+                True, BLOCK_M, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
             )  # fmt: skip
         dk_tile, dv_tile = _key_gradient_tiles(
             dk_tile, dv_tile, k_tile, v_tile, q_head_at, q_stride, grad_head_at, grad_stride, lse + row,
-            delta + row, keys_at, offset, whole, end, end, head_size, value_size, scale,
-            False, BLOCK_M, BLOCK_D, BLOCK_E, PRECISION,
+            delta + row, t, s, keys_at, queries, keys, whole, end, end,
+            head_size, value_size, scale, strength,
+            False, BLOCK_M, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
         )  # fmt: skip
     may_be_seen = keys_at < n_seen
     if HAS_MASK:
@@ -387,5 +309,5 @@ def key_gradient(
     dv_tile = tl.where(may_be_seen[:, None], dv_tile, 0.0)
     dk += batch * dk_batch + key_head * dk_head
     dv += batch * dv_batch + key_head * dv_head
-    _store_rows(dk, dk_stride, key, keys, head_size, dk_tile, BLOCK_N, BLOCK_D)
-    _store_rows(dv, dv_stride, key, keys, value_size, dv_tile, BLOCK_N, BLOCK_E)
+    store_rows(dk, dk_stride, key, keys, head_size, dk_tile, BLOCK_N, BLOCK_D)
+    store_rows(dv, dv_stride, key, keys, value_size, dv_tile, BLOCK_N, BLOCK_E)

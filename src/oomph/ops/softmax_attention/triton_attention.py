@@ -12,6 +12,7 @@ from torch import Tensor
 
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.once import refuse_second_derivatives
+from oomph.ops.softmax_attention.biases import BiasFunction, LocalityBias
 from oomph.ops.softmax_attention.problem import Problem
 from oomph.ops.uncompiled import uncompiled
 
@@ -20,6 +21,7 @@ _LOG2_E = math.log2(math.e)
 _DENSE_BLOCK = 128  # positions of a block where there is no pattern: a multiple of every tile
 _SMALLEST_TILE = 16
 _WIDEST_HEAD = 256
+_MOST_COORDINATES = 8  # of a point; the loop over them is written out in the kernels
 _ROWS = 64  # of one program that adds up out * grad
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -51,9 +53,9 @@ class Tiles:
     key_gradient: Tile
 
 
-def tiles(dtype: torch.dtype, head_size: int, block: int | None) -> Tiles:
-    """For heads of `head_size`, and a pattern's block (None: no pattern)."""
-    largest = _largest_tiles(dtype, head_size)
+def tiles(dtype: torch.dtype, head_size: int, block: int | None, *, points: bool = False) -> Tiles:
+    """For heads of `head_size`, a pattern's block (None: no pattern), with or without points."""
+    largest = _largest_tiles(dtype, head_size, points)
     if block is None:
         return largest
     return Tiles(
@@ -63,7 +65,7 @@ def tiles(dtype: torch.dtype, head_size: int, block: int | None) -> Tiles:
     )
 
 
-def _largest_tiles(dtype: torch.dtype, head_size: int) -> Tiles:
+def _largest_tiles(dtype: torch.dtype, head_size: int, points: bool) -> Tiles:
     # The largest that fit into the registers of an H200 without spilling (or with a few bytes of it).
     if dtype == torch.float32:  # multiplied exactly, without tensor cores
         if head_size <= 64:
@@ -71,6 +73,8 @@ def _largest_tiles(dtype: torch.dtype, head_size: int) -> Tiles:
         if head_size <= 128:
             return Tiles(Tile(16, 32, 4, 1), Tile(16, 32, 4, 1), Tile(32, 32, 4, 1))
         return Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 4, 1), Tile(16, 16, 4, 1))
+    if head_size <= 64 and points:  # distances take the registers of larger tiles: by measurement
+        return Tiles(Tile(128, 64, 4, 3), Tile(64, 128, 4, 2), Tile(64, 64, 4, 2))
     if head_size <= 64:
         return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
     if head_size <= 128:
@@ -83,8 +87,12 @@ def why_not_kernels(p: Problem) -> str | None:
     objection = why_not_triton(p.q)
     if objection is not None:
         return objection
-    if p.bias is not None or p.bias_function is not None:
+    if p.bias is not None:
         return "a bias"
+    if p.bias_function is not None:
+        objection = _bias_objection(p.bias_function, p.bias_needs_grad)
+        if objection is not None:
+            return objection
     if p.q.dtype not in _DTYPES:
         return f"no {str(p.q.dtype).removeprefix('torch.')} kernel"
     if 0 in (p.q.numel(), p.k.numel(), p.v.numel()):
@@ -93,6 +101,19 @@ def why_not_kernels(p: Problem) -> str | None:
         return f"head sizes above {_WIDEST_HEAD}"
     if p.pattern is not None and p.pattern.block % _SMALLEST_TILE:
         return f"blocks that are no multiple of {_SMALLEST_TILE}"
+    return None
+
+
+def _bias_objection(bias: BiasFunction, needs_grad: bool) -> str | None:
+    if not isinstance(bias, LocalityBias):
+        return "a bias function other than locality_bias"
+    if needs_grad:
+        return "the points of the bias need a gradient"
+    points = (bias.query_points, bias.key_points)
+    if any(each.dtype != torch.float32 for each in points):
+        return "points that are not float32"
+    if bias.query_points.shape[-2] > _MOST_COORDINATES:
+        return f"points of more than {_MOST_COORDINATES} coordinates"
     return None
 
 
@@ -112,7 +133,8 @@ class _TritonAttention(torch.autograd.Function):
         tile = call.tiles.forward
         arguments = (*_strided(q), *_strided(k), *_strided(v), *_strided(out), lse_BHQ, *call.common)
         _KERNELS.launch("forward", (call.query_tiles(tile),), *arguments, **call.constants(tile))
-        ctx.save_for_backward(q, k, v, out, lse_BHQ, p.key_lengths, p.key_mask)
+        # The points of a bias are kept by it; saved, autograd notices where they were changed.
+        ctx.save_for_backward(q, k, v, out, lse_BHQ, p.key_lengths, p.key_mask, *p.bias_tensors)
         # The tensors are kept by save_for_backward alone, so that a freed graph frees them.
         nothing = q.new_empty(0)
         ctx.problem = replace(p, q=nothing, k=nothing, v=nothing, key_lengths=None, key_mask=None)
@@ -121,7 +143,7 @@ class _TritonAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("attention")
-        q, k, v, out, lse_BHQ, key_lengths, key_mask = ctx.saved_tensors
+        q, k, v, out, lse_BHQ, key_lengths, key_mask, *_ = ctx.saved_tensors
         p = replace(ctx.problem, q=q, k=k, v=v, key_lengths=key_lengths, key_mask=key_mask)
         _, want_q, want_k, want_v = ctx.needs_input_grad
         grad = _with_contiguous_rows(grad_out)
@@ -170,12 +192,20 @@ class _Call:
             stride = min(pattern.stride, everything)
         self.has_global = pattern is not None and pattern.kind != "local"
         self.width = (_power_of_two(q.shape[3]), _power_of_two(v.shape[3]))
-        self.tiles = tiles(q.dtype, max(self.width), None if pattern is None else pattern.block)
         # A kernel must be given some tensor even where it reads none.
         lengths, seen = (q if t is None else t for t in (p.key_lengths, p.key_mask))
+        points: tuple[Tensor | int, ...] = (q, 0, q, 0)
+        self.point_size, strength = 0, 0.0
+        if isinstance(p.bias_function, LocalityBias):
+            near = p.bias_function
+            points = (*_batched(near.query_points), *_batched(near.key_points))
+            self.point_size, strength = near.query_points.shape[-2], near.strength * _LOG2_E
+        block = None if pattern is None else pattern.block
+        self.tiles = tiles(q.dtype, max(self.width), block, points=self.point_size > 0)
         self.common = (
             lengths,
             seen if seen is q else seen.contiguous(),
+            *points,
             p.queries,
             p.keys,
             q.shape[1],
@@ -185,6 +215,7 @@ class _Call:
             window,
             stride,
             p.scale * _LOG2_E,
+            strength,
         )
 
     def constants(self, tile: Tile) -> dict[str, Any]:
@@ -198,6 +229,7 @@ class _Call:
             "BLOCK_N": tile.keys,
             "BLOCK_D": self.width[0],
             "BLOCK_E": self.width[1],
+            "POINT_SIZE": self.point_size,
             "PRECISION": "ieee",
             "num_warps": tile.warps,
             "num_stages": tile.stages,
@@ -211,6 +243,12 @@ class _Call:
 
     def key_tiles(self, tile: Tile) -> int:
         return self.p.k.shape[0] * self.p.k.shape[1] * -(-self.p.keys // tile.keys)
+
+
+def _batched(points: Tensor) -> tuple[Tensor, int]:
+    """Points [d, N] or [B, d, N], and how far apart two batch entries lie."""
+    points = points.contiguous()
+    return points, points.stride(0) if points.dim() == 3 else 0
 
 
 def _strided(tensor: Tensor) -> tuple[Tensor, int, int, int]:
