@@ -35,7 +35,7 @@ def test_up_to_16_mebibytes_of_fp32_logits_auto_is_plain(device: str, above: str
     assert "the logits are 16 MiB in fp32, at most 16 MiB" in small.reason
     large = explained(n + 1, v, device=device, dtype=dtype)
     assert large.impl == above
-    assert "the logits would be 16 MiB in fp32; 1 blocks of 257 tokens" in large.reason
+    assert "the logits would be 16 MiB in fp32; 1 block of 257 tokens" in large.reason
 
 
 def test_ignored_rows_that_are_dropped_do_not_count() -> None:

@@ -176,7 +176,7 @@ def test_auto_takes_the_kernels_on_a_gpu_for_many_tokens_and_plain_torch_elsewhe
 
     predicted(ours)
     assert chosen[-1].impl == "triton"
-    assert reason(tokens=256) == "256 tokens are too few to fill a GPU with row blocks"
+    assert reason(tokens=256) == "256 tokens: too few to fill a GPU with row blocks"
     assert reason(train_h=False).startswith("no gradient of h is made, whose room")
     assert reason(features=8192) == "the kernel's partial sums would take too much memory"
     on_cpu = choice.explain(modulated_linear, *inputs().all())

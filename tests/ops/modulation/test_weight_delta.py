@@ -60,11 +60,11 @@ def test_a_delta_is_differentiable() -> None:
 @pytest.mark.parametrize(
     ("token_idx", "message"),
     [
-        (5, "token_idx 5 is not valid; there are 5 tokens, 0 to 4"),
+        (5, "token_idx 5 is not valid; the tokens are 0 to 4"),
         (-6, "token_idx -6 is not valid"),
         ([0, 7], "token_idx 7 is not valid"),
-        ((2, 0), "token_idx 2 is not valid; there are 2 tokens, 0 to 1"),
-        ((1,), r"token_idx=\(1,\) has 1 numbers; mod \[2, 5, 3\] takes 2 in a tuple"),
+        ((2, 0), "token_idx 2 is not valid; the tokens are 0 to 1"),
+        ((1,), r"token_idx=\(1,\) has 1 number; mod \[2, 5, 3\] takes 2 in a tuple"),
         (1.5, "token_idx 1.5 is not valid; give ints, a list or a tuple"),
         ("all", "token_idx 'all' is not valid"),
         (True, "token_idx True is not valid"),

@@ -8,6 +8,7 @@ from oomph.ops.cross_entropy.arguments import Arguments, check_arguments
 from oomph.ops.cross_entropy.choose import choose
 from oomph.ops.cross_entropy.loss import compute
 from oomph.ops.uncompiled import uncompiled
+from oomph.units import counted
 
 
 @uncompiled
@@ -32,7 +33,7 @@ def compute_loss_chunked(
     choice = choose(call)
     if choice.impl in ("chunked", "triton"):
         settings = {**choice.settings, "rows": chunk_size, "columns": weight.shape[0]}
-        choice = Choice(choice.impl, f"blocks of {chunk_size} tokens, as asked for", settings)
+        choice = Choice(choice.impl, f"blocks of {counted(chunk_size, 'token')}, as asked for", settings)
     loss = compute(call, announce("compute_loss_chunked", choice))
     assert isinstance(loss, Tensor)
     return loss

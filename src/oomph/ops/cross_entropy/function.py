@@ -62,7 +62,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             loss = loss.new_zeros(n).index_copy_(0, rows.index, loss) if plan.per_token else loss
         ctx.rows, ctx.plan = rows, plan
         ctx.early = gradients if early else None
-        ctx.save_for_backward(x_ND, weight_VD, bias_V, stats.lse)
+        # The last two may be the caller's own: autograd notices where they were changed in the meantime.
+        ctx.save_for_backward(x_ND, weight_VD, bias_V, stats.lse, rows.target, rows.class_weight)
         return loss, lse
 
     @staticmethod
@@ -91,7 +92,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 def _late_gradients(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> Gradients:
     plan: Plan = ctx.plan
     rows: Rows = ctx.rows
-    x_ND, weight_VD, bias_V, lse_N = ctx.saved_tensors
+    x_ND, weight_VD, bias_V, lse_N, *_ = ctx.saved_tensors
     if rows.index is not None:
         grad_loss = grad_loss[rows.index] if plan.per_token and grad_loss is not None else grad_loss
         grad_lse = None if grad_lse is None else grad_lse[rows.index]

@@ -36,9 +36,10 @@ class Tiling:
 
     def describe(self, n_tokens: int, n_classes: int, bytes_per_logit: int) -> str:
         blocks = _ceil(n_tokens, self.rows)
+        noun = "block" if blocks == 1 else "blocks"
         size = format_bytes(min(self.rows, n_tokens) * min(self.columns, n_classes) * bytes_per_logit)
         columns = "" if self.columns >= n_classes else f" by {self.columns} classes, logits computed twice"
-        return f"{blocks} blocks of {self.rows} tokens{columns}, {size} each"
+        return f"{blocks} {noun} of {self.rows} tokens{columns}, {size} each"
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ def choose_tiling(sizes: Sizes, budget: int) -> Tiling:
     classes at a time, and twice: once for the log-sum-exp, once for the gradients.
     """
     n_tokens, n_classes = max(1, sizes.n_tokens), sizes.n_classes
-    # The allocator hands out large buffers, of which there are two, in multiples of 2 MiB.
-    budget -= n_tokens * _BYTES_PER_TOKEN + min(4 * MiB, budget // 16)
+    # The allocator may hand out up to 1 MiB more than asked for each large buffer, of which there are two.
+    budget -= n_tokens * _BYTES_PER_TOKEN + min(2 * MiB, budget // 16)
     rows = budget // (padded(n_classes) * sizes.bytes_per_logit)
     if rows >= n_tokens:
         return Tiling(n_tokens, n_classes)

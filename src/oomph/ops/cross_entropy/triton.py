@@ -18,27 +18,93 @@ def _capped(x, cap):
 
 
 @triton.jit
-def _log2_logits(z, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Logits in units of log 2, because exp2 is one instruction."""
+def _logits(z, softcap, HAS_SOFTCAP: tl.constexpr):
     z = z.to(tl.float32)
     if HAS_SOFTCAP:
         z = _capped(z, softcap)
-    return z * LOG2_E
+    return z
+
+
+@triton.jit
+def _exp_below(z, top2):
+    """exp(z - top), with the top in units of log 2: one multiply-add and one exp2."""
+    return tl.exp2(tl.fma(z, LOG2_E, -top2))
 
 
 @triton.jit
 def _cap_slope(z, softcap):
-    """d capped / d logit, from the capped logit in units of log 2."""
-    ratio = z * (LN_2 / softcap)
+    """d capped / d logit, from the capped logit."""
+    ratio = z / softcap
     return 1.0 - ratio * ratio
 
 
 @triton.jit
-def _smooth_term(at, inside, z, class_weight, HAS_CLASS_WEIGHT: tl.constexpr):
+def _loaded(row, at, n_classes, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+    if MASKED:
+        inside = at < n_classes
+        z = tl.load(row + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        return tl.where(inside, _logits(z, softcap, HAS_SOFTCAP), -float("inf"))
+    else:
+        return _logits(tl.load(row + at, eviction_policy="evict_last"), softcap, HAS_SOFTCAP)
+
+
+@triton.jit
+def _smooth_term(at, z, n_classes, class_weight, HAS_CLASS_WEIGHT: tl.constexpr):
+    inside = at < n_classes
     z = tl.where(inside, z, 0.0)
     if HAS_CLASS_WEIGHT:
         z *= tl.load(class_weight + at, mask=inside, other=0.0)
     return z
+
+
+@triton.jit
+def _four_blocks(
+    row,
+    at,  # [BLOCK] classes of the first of the four
+    n_classes,
+    class_weight,
+    softcap,
+    top,
+    total,
+    smooth,
+    BLOCK: tl.constexpr,
+    MASKED: tl.constexpr,  # some of the classes are beyond the last
+    SMOOTH: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+):
+    """Four loads in flight at a time, which share the rescaling of the running sum."""
+    z0 = _loaded(row, at, n_classes, softcap, MASKED, HAS_SOFTCAP)
+    z1 = _loaded(row, at + BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
+    z2 = _loaded(row, at + 2 * BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
+    z3 = _loaded(row, at + 3 * BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
+    new_top = tl.maximum(tl.maximum(top, tl.maximum(z0, z1)), tl.maximum(z2, z3))
+    top2 = new_top * LOG2_E
+    total = total * _exp_below(top, top2) + _exp_below(z0, top2) + _exp_below(z1, top2)
+    total += _exp_below(z2, top2) + _exp_below(z3, top2)
+    if SMOOTH:
+        smooth += _smooth_term(at, z0, n_classes, class_weight, HAS_CLASS_WEIGHT)
+        smooth += _smooth_term(at + BLOCK, z1, n_classes, class_weight, HAS_CLASS_WEIGHT)
+        smooth += _smooth_term(at + 2 * BLOCK, z2, n_classes, class_weight, HAS_CLASS_WEIGHT)
+        smooth += _smooth_term(at + 3 * BLOCK, z3, n_classes, class_weight, HAS_CLASS_WEIGHT)
+    return new_top, total, smooth
+
+
+@triton.jit
+def _gradient(
+    at, inside, z, lse2, on_softmax, evenly, class_weight, softcap,
+    SMOOTH: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Of the loss, with respect to logits of classes that are not the target."""
+    g = on_softmax * _exp_below(z, lse2)
+    if SMOOTH:
+        if HAS_CLASS_WEIGHT:
+            g -= evenly * tl.load(class_weight + at, mask=inside, other=0.0)
+        else:
+            g -= evenly
+    if HAS_SOFTCAP:
+        g *= _cap_slope(z, softcap)
+    return g
 
 
 @triton.jit
@@ -95,100 +161,86 @@ def softmax_rows(
         return
 
     owned = (t >= 0) & (t < n_classes)
-    z_t = _log2_logits(tl.load(row + t, mask=owned, other=0.0), softcap, HAS_SOFTCAP)
+    z_t = _logits(tl.load(row + t, mask=owned, other=0.0), softcap, HAS_SOFTCAP)
     if FIND_LSE:
-        # Each lane keeps its own maximum and sum: one reduction at the end instead of one per step. Four
-        # blocks a step share the rescaling of the running sum. Only the last blocks need a mask.
+        # Each lane keeps its own maximum and sum: one reduction at the end instead of one per step.
         STEP: tl.constexpr = 4 * BLOCK
         whole_steps = n_classes // STEP * STEP
         top = tl.full([BLOCK], LOWEST, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         smooth = tl.zeros([BLOCK], tl.float32)
         for first in range(0, whole_steps, STEP):
-            at = row + first + lanes
-            z0 = _log2_logits(tl.load(at, eviction_policy="evict_last"), softcap, HAS_SOFTCAP)
-            z1 = _log2_logits(tl.load(at + BLOCK, eviction_policy="evict_last"), softcap, HAS_SOFTCAP)
-            z2 = _log2_logits(tl.load(at + 2 * BLOCK, eviction_policy="evict_last"), softcap, HAS_SOFTCAP)
-            z3 = _log2_logits(tl.load(at + 3 * BLOCK, eviction_policy="evict_last"), softcap, HAS_SOFTCAP)
-            new_top = tl.maximum(tl.maximum(top, tl.maximum(z0, z1)), tl.maximum(z2, z3))
-            total = total * tl.exp2(top - new_top) + tl.exp2(z0 - new_top) + tl.exp2(z1 - new_top)
-            total += tl.exp2(z2 - new_top) + tl.exp2(z3 - new_top)
-            top = new_top
-            if SMOOTH:
-                c = first + lanes
-                inside = c < n_classes
-                smooth += _smooth_term(c, inside, z0, class_weight, HAS_CLASS_WEIGHT)
-                smooth += _smooth_term(c + BLOCK, inside, z1, class_weight, HAS_CLASS_WEIGHT)
-                smooth += _smooth_term(c + 2 * BLOCK, inside, z2, class_weight, HAS_CLASS_WEIGHT)
-                smooth += _smooth_term(c + 3 * BLOCK, inside, z3, class_weight, HAS_CLASS_WEIGHT)
-        for first in range(whole_steps, n_classes, BLOCK):
-            c = first + lanes
-            inside = c < n_classes
-            z = _log2_logits(tl.load(row + c, mask=inside, other=0.0), softcap, HAS_SOFTCAP)
-            z = tl.where(inside, z, -float("inf"))
-            new_top = tl.maximum(top, z)
-            total = total * tl.exp2(top - new_top) + tl.exp2(z - new_top)
-            top = new_top
-            if SMOOTH:
-                smooth += _smooth_term(c, inside, z, class_weight, HAS_CLASS_WEIGHT)
+            top, total, smooth = _four_blocks(
+                row, first + lanes, n_classes, class_weight, softcap, top, total, smooth,
+                BLOCK, False, SMOOTH, HAS_CLASS_WEIGHT, HAS_SOFTCAP,
+            )  # fmt: skip
+        if whole_steps < n_classes:
+            top, total, smooth = _four_blocks(
+                row, whole_steps + lanes, n_classes, class_weight, softcap, top, total, smooth,
+                BLOCK, True, SMOOTH, HAS_CLASS_WEIGHT, HAS_SOFTCAP,
+            )  # fmt: skip
         row_top = tl.max(top, 0)
         # A NaN logit is lost in the maximum, but not in its lane's sum.
-        row_lse2 = row_top + tl.log2(tl.sum(total * tl.exp2(top - row_top), 0))
+        row_lse = row_top + tl.log2(tl.sum(total * _exp_below(top, row_top * LOG2_E), 0)) * LN_2
         z_sum = tl.sum(smooth, 0)
         z_found = z_t
         if MERGE:
-            before = tl.load(lse + n) * LOG2_E
-            higher = tl.maximum(before, row_lse2)
+            before = tl.load(lse + n)
+            higher = tl.maximum(before, row_lse)
             higher = tl.where(higher == -float("inf"), 0.0, higher)  # all classes so far are impossible
-            row_lse2 = higher + tl.log2(tl.exp2(before - higher) + tl.exp2(row_lse2 - higher))
-            z_found += tl.load(target_logit + n) * LOG2_E
+            row_lse = higher + tl.log(tl.exp(before - higher) + tl.exp(row_lse - higher))
+            z_found += tl.load(target_logit + n)
             if SMOOTH:
-                z_sum += tl.load(smooth_sum + n) * LOG2_E
-        tl.store(lse + n, row_lse2 * LN_2)
-        tl.store(target_logit + n, z_found * LN_2)
+                z_sum += tl.load(smooth_sum + n)
+        tl.store(lse + n, row_lse)
+        tl.store(target_logit + n, z_found)
         if SMOOTH:
-            tl.store(smooth_sum + n, z_sum * LN_2)
+            tl.store(smooth_sum + n, z_sum)
     else:
-        row_lse2 = tl.load(lse + n) * LOG2_E
+        row_lse = tl.load(lse + n)
 
     if WRITE_GRADIENT:
         s = tl.load(scale + n)
         on_target = 1.0 - label_smoothing
         if HAS_CLASS_WEIGHT:
             on_target *= tl.load(target_weight + n)
-        on_softmax = s * (on_target + 2.0 * z_loss * LN_2 * row_lse2)
+        on_softmax = s * (on_target + 2.0 * z_loss * row_lse)
         if SMOOTH:
             on_softmax += s * uniform * tl.load(weight_total)
         if HAS_GRAD_LSE:
             on_softmax += tl.load(grad_lse + n)
-        on_target *= s
         evenly = s * uniform
+        lse2 = row_lse * LOG2_E
+        g_t = _gradient(
+            t, owned, z_t, lse2, on_softmax, evenly, class_weight, softcap, SMOOTH, HAS_CLASS_WEIGHT, False
+        )
+        g_t -= s * on_target
+        if HAS_SOFTCAP:
+            g_t *= _cap_slope(z_t, softcap)
         if KEEP_TARGET:
-            g_t = on_softmax * tl.exp2(z_t - row_lse2) - on_target
-            if SMOOTH:
-                w_t = evenly
-                if HAS_CLASS_WEIGHT:
-                    w_t *= tl.load(class_weight + t, mask=owned, other=0.0)
-                g_t -= w_t
-            if HAS_SOFTCAP:
-                g_t *= _cap_slope(z_t, softcap)
             tl.store(target_gradient + n, g_t, mask=owned)
         tl.debug_barrier()  # no thread writes to the row before every thread has read its target
-        last = (n_classes - 1) // BLOCK * BLOCK
-        for back in range(0, n_classes, BLOCK):
-            c = last - back + lanes
+        whole_blocks = n_classes // BLOCK * BLOCK
+        if whole_blocks < n_classes:
+            c = whole_blocks + lanes
             inside = c < n_classes
-            z = tl.load(row + c, mask=inside, other=0.0, eviction_policy="evict_first")
-            z = _log2_logits(z, softcap, HAS_SOFTCAP)
-            g = on_softmax * tl.exp2(z - row_lse2) - tl.where(c == t, on_target, 0.0)
-            if SMOOTH:
-                if HAS_CLASS_WEIGHT:
-                    g -= evenly * tl.load(class_weight + c, mask=inside, other=0.0)
-                else:
-                    g -= evenly
-            if HAS_SOFTCAP:
-                g *= _cap_slope(z, softcap)
-            tl.store(row + c, g.to(element), mask=inside, eviction_policy="evict_first")
+            z = _logits(tl.load(row + c, mask=inside, other=0.0), softcap, HAS_SOFTCAP)
+            g = _gradient(
+                c, inside, z, lse2, on_softmax, evenly, class_weight, softcap,
+                SMOOTH, HAS_CLASS_WEIGHT, HAS_SOFTCAP,
+            )  # fmt: skip
+            tl.store(row + c, g.to(element), mask=inside)
+        for back in range(BLOCK, whole_blocks + BLOCK, BLOCK):
+            c = whole_blocks - back + lanes
+            z = _logits(tl.load(row + c, eviction_policy="evict_first"), softcap, HAS_SOFTCAP)
+            g = _gradient(
+                c, lanes >= 0, z, lse2, on_softmax, evenly, class_weight, softcap,
+                SMOOTH, HAS_CLASS_WEIGHT, HAS_SOFTCAP,
+            )  # fmt: skip
+            tl.store(row + c, g.to(element), eviction_policy="evict_first")
+        # Last and once, instead of asking of every class whether it is the target.
+        tl.debug_barrier()
+        tl.store(row + t, g_t.to(element), mask=owned)
 
 
 @triton.jit
@@ -283,7 +335,7 @@ def add_target_rows(
     The first program of each run of equal targets adds up the run, in fp32, and rounds once.
     """
     i = tl.program_id(0)
-    v = tl.load(target + i)
+    v = tl.load(target + i).to(tl.int64)
     starts_run = i == 0
     if i > 0:
         starts_run = tl.load(target + i - 1) != v

@@ -18,6 +18,7 @@ from oomph.ops.mlp.recognise import NotRecognised, recognise, trained_by
 from oomph.ops.mlp.weights import MLPWeights
 from oomph.ops.precision import product_dtype
 from oomph.ops.uncompiled import uncompiled
+from oomph.units import counted
 
 Given = MLPWeights | nn.Module | Callable[[Tensor], Tensor]
 IMPLS = ("auto", "reference", "chunked", "triton", "generic")
@@ -244,7 +245,8 @@ def check_options(tile: int | None, memory_budget: str | int | None, impl: str) 
 def _check_fit(x: Tensor, weights: MLPWeights) -> None:
     up = weights.up
     if x.shape[-1] != up.shape[1]:
-        raise ArgumentError(f"x has {x.shape[-1]} features; up {tuple(up.shape)} takes {up.shape[1]}")
+        features = counted(x.shape[-1], "feature")
+        raise ArgumentError(f"x has {features}; up {tuple(up.shape)} takes {up.shape[1]}")
     checks.same_device(x=x, up=up)
 
 

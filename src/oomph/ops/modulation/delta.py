@@ -11,6 +11,7 @@ from oomph.errors import ArgumentError
 from oomph.ops import checks
 from oomph.ops.modulation.checks import check_factors
 from oomph.ops.precision import no_autocast
+from oomph.units import counted
 
 TokenIndex = int | slice | Sequence[int] | Tensor | tuple[int | slice, ...]
 
@@ -27,8 +28,8 @@ def compute_weight_delta(A: Tensor, B: Tensor, mod: Tensor, token_idx: TokenInde
     if isinstance(token_idx, tuple):
         if len(token_idx) != lead:
             raise ArgumentError(
-                f"token_idx={token_idx} has {len(token_idx)} numbers; mod {list(mod.shape)} takes {lead} "
-                "in a tuple, or one int or list for its last dimension but one"
+                f"token_idx={token_idx} has {counted(len(token_idx), 'number')}; mod {list(mod.shape)} "
+                f"takes {lead} in a tuple, or one int or list for its last dimension but one"
             )
         index: tuple[Any, ...] = tuple(
             _checked(each, size) for each, size in zip(token_idx, mod.shape, strict=False)
@@ -82,5 +83,5 @@ def _inside(index: object, size: int) -> int:
     except TypeError:
         raise ArgumentError(f"token_idx {index!r} is not valid; give ints, a list or a tuple") from None
     if isinstance(index, bool) or not -size <= number < size:
-        raise ArgumentError(f"token_idx {index!r} is not valid; there are {size} tokens, 0 to {size - 1}")
+        raise ArgumentError(f"token_idx {index!r} is not valid; the tokens are 0 to {size - 1}")
     return number

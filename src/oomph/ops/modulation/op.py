@@ -13,7 +13,7 @@ from oomph.ops.modulation.function import ModulatedLinear, PullBack
 from oomph.ops.modulation.weights import Int8Weight, is_torchao
 from oomph.ops.precision import product_dtype
 from oomph.ops.uncompiled import uncompiled
-from oomph.units import MiB
+from oomph.units import MiB, counted
 
 _PULL_BACK: dict[str, PullBack] = {"chunked": chunked.pull_back, "triton": fused.pull_back}
 
@@ -123,7 +123,7 @@ def _why_not_worth_it(h: Tensor, B: Tensor) -> str | None:
     if dtype == torch.float32:
         return "in float32 the library's products are as fast"
     if tokens < _MANY_TOKENS:
-        return f"{tokens} tokens are too few to fill a GPU with row blocks"
+        return f"{counted(tokens, 'token')}: too few to fill a GPU with row blocks"
     if rank > fused.LARGEST_RANK_OF_TILE:
         return f"at rank {rank} the library's products are as fast"
     if not (h.requires_grad and torch.is_grad_enabled()):
