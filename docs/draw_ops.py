@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "benchmarks"))
+sys.path[:0] = [str(HERE), str(HERE.parent / "benchmarks")]
 
+from drawing import page, part, spaced  # noqa: E402
 from op_rows import Row, read_rows  # noqa: E402
 
 WIDTH, HEIGHT = 480, 390  # of a panel
@@ -28,22 +29,6 @@ CHARACTER, BOLD, LINE = 6.5, 8.2, 12  # of a label's text, in pixels
 X_TICKS = (1, 10, 100, 1000, 10_000, 100_000)
 Y_TICKS = (1, 1.05, 1.1, 1.2, 1.35, 1.5, 2, 3, 5, 8, 12, 20)
 NEAR = 0.9  # times are shown as log(ratio - NEAR): most of the room goes to ratios near 1
-STYLE = """
-  text { font: 11px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif; fill: #3d444d }
-  .paper { fill: #ffffff } .title { font-size: 15px; font-weight: 600; fill: #1f2328 }
-  .panel { font-size: 12.5px; font-weight: 600; fill: #1f2328 } .tick { fill: #6e7781 }
-  .grid { stroke: #d8dee4; stroke-width: 1 } .limit { stroke: #6e7781; stroke-dasharray: 4 3 }
-  .front { stroke: #cf5b00; stroke-width: 1.5; fill: none; opacity: .55 }
-  .ours { fill: #cf5b00; stroke: #cf5b00 } text.ours { font-weight: 600; stroke: none }
-  .peer { fill: #0969da; stroke: #0969da } .hollow { fill: #ffffff }
-  .lead { stroke: #8c959f; stroke-width: .7 }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #c9d1d9 } .paper { fill: #0d1117 } .title, .panel { fill: #f0f6fc } .tick { fill: #9198a1 }
-    .grid { stroke: #2a313c } .limit { stroke: #9198a1 } .front { stroke: #ffa657 }
-    .ours { fill: #ffa657; stroke: #ffa657 } .peer { fill: #58a6ff; stroke: #58a6ff }
-    .hollow { fill: #0d1117 } .lead { stroke: #6e7681 }
-  }
-"""
 
 
 @dataclass(frozen=True)
@@ -115,16 +100,14 @@ def picture(rows: Sequence[Row], columns: int = 2) -> str:
     every = [dot for dots in panels.values() for dot in dots]
     x_span = (0.8, 1.6 * max(dot.above for dot in every))
     y_span = (0.98, 1.25 * max(2.0, *(dot.ratio for dot in every)))
-    gpu, torch = rows[0].gpu, rows[0].torch
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" aria-label="Time and memory of linear cross-entropy">',
-        f"<style>{STYLE}</style>",
-        f'<rect class="paper" width="{width}" height="{height}"/>',
-        '<text class="title" x="16" y="26">Linear cross-entropy, forward + backward: memory and time</text>',
-        f'<text x="16" y="46">{escape(gpu)}, torch {escape(torch)}, bf16, peaked logits, all contenders '
-        "interleaved; hollow: leaves out small gradients</text>",
-    ]
+    about = "bf16, peaked logits, all contenders interleaved; hollow: leaves out small gradients"
+    parts = page(
+        width,
+        height,
+        "Time and memory of linear cross-entropy",
+        "Linear cross-entropy, forward + backward: memory and time",
+        f"{rows[0].gpu}, torch {rows[0].torch}, {about}",
+    )
     for number, (shape, dots) in enumerate(panels.items()):
         x, y = number % columns * WIDTH, HEAD + number // columns * HEIGHT
         parts += [f'<g transform="translate({x} {y})">', *_panel(shape, dots, x_span, y_span), "</g>"]
@@ -135,13 +118,13 @@ def _panel(
     shape: str, dots: Sequence[Dot], x_span: tuple[float, float], y_span: tuple[float, float]
 ) -> list[str]:
     def across(value: float) -> float:
-        return LEFT + _part(value, x_span) * (WIDTH - LEFT - RIGHT)
+        return LEFT + part(value, x_span) * (WIDTH - LEFT - RIGHT)
 
     def down(value: float) -> float:
         return (
             HEIGHT
             - BOTTOM
-            - _part(value - NEAR, (y_span[0] - NEAR, y_span[1] - NEAR)) * (HEIGHT - TOP - BOTTOM)
+            - part(value - NEAR, (y_span[0] - NEAR, y_span[1] - NEAR)) * (HEIGHT - TOP - BOTTOM)
         )
 
     n, h, v = (f"{int(size):,}" for size in shape.split("x"))
@@ -151,7 +134,7 @@ def _panel(
         x = across(tick)
         parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>')
         parts.append(f'<text class="tick" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:,}</text>')
-    for tick in _spaced([tick for tick in Y_TICKS if tick <= y_span[1]], down):
+    for tick in spaced([tick for tick in Y_TICKS if tick <= y_span[1]], down):
         y = down(tick)
         parts.append(f'<path class="{"limit" if tick == 1 else "grid"}" d="M{LEFT} {y:.1f}H{right}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}x</text>')
@@ -166,20 +149,6 @@ def _panel(
         steps = "".join(f"H{dot.x:.1f}V{dot.y:.1f}" for dot in line[1:])
         parts.append(f'<path class="front" d="M{line[0].x:.1f} {line[0].y:.1f}{steps}"/>')
     return [*parts, *_marks(placed, line)]
-
-
-def _part(value: float, span: tuple[float, float]) -> float:
-    low, high = (math.log(end) for end in span)
-    return (math.log(value) - low) / (high - low)
-
-
-def _spaced(ticks: Sequence[float], down: Callable[[float], float]) -> list[float]:
-    """Those whose labels do not touch."""
-    kept: list[float] = []
-    for tick in ticks:
-        if not kept or down(kept[-1]) - down(tick) >= 13:
-            kept.append(tick)
-    return kept
 
 
 def _marks(dots: Sequence[Dot], line: Sequence[Dot]) -> list[str]:
