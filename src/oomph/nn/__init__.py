@@ -1,32 +1,43 @@
 """Thin modules over oomph.ops."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from oomph.lazy import attach
 
 if TYPE_CHECKING:
+    from oomph.nn.delta_attention import KimiDeltaAttention, KimiDeltaState
     from oomph.nn.loss import LinearCrossEntropyLoss
+    from oomph.nn.mamba import BidirectionalMamba
     from oomph.nn.mlp import GatedMLP, TiledMLP
     from oomph.nn.modulated import ModulatedLinear
     from oomph.nn.rotary import RotaryEmbedding
+    from oomph.nn.sparse_attention import NativeSparseAttention
+    from oomph.nn.spiking_kda import SpikingKDABlock, SpikingKDAState
 
-__all__ = ["GatedMLP", "LinearCrossEntropyLoss", "ModulatedLinear", "RotaryEmbedding", "TiledMLP"]
+__all__ = [
+    "BidirectionalMamba",
+    "GatedMLP",
+    "KimiDeltaAttention",
+    "KimiDeltaState",
+    "LinearCrossEntropyLoss",
+    "ModulatedLinear",
+    "NativeSparseAttention",
+    "RotaryEmbedding",
+    "SpikingKDABlock",
+    "SpikingKDAState",
+    "TiledMLP",
+]
 
-_HOMES = {
-    "GatedMLP": "mlp",
-    "LinearCrossEntropyLoss": "loss",
-    "ModulatedLinear": "modulated",
-    "RotaryEmbedding": "rotary",
-    "TiledMLP": "mlp",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'oomph.nn' has no attribute {name!r}")
-    value = getattr(import_module(f"oomph.nn.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "delta_attention": ("KimiDeltaAttention", "KimiDeltaState"),
+        "loss": ("LinearCrossEntropyLoss",),
+        "mamba": ("BidirectionalMamba",),
+        "mlp": ("GatedMLP", "TiledMLP"),
+        "modulated": ("ModulatedLinear",),
+        "rotary": ("RotaryEmbedding",),
+        "sparse_attention": ("NativeSparseAttention",),
+        "spiking_kda": ("SpikingKDABlock", "SpikingKDAState"),
+    },
+)

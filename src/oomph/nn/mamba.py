@@ -1,0 +1,138 @@
+"""A bidirectional Mamba block."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oomph.errors import ArgumentError
+from oomph.nn.arguments import positive, positive_if_given
+from oomph.nn.step_sizes import reset_step_bias
+from oomph.nn.token_functions import wide
+from oomph.ops import checks
+from oomph.ops.state_space import selective_scan
+from oomph.ops.state_space.arguments import IMPLS
+
+_WAYS = 2  # forward, backward: the leading dimension of every parameter that is not shared
+
+
+class BidirectionalMamba(nn.Module):
+    """Mamba's block with a scan in each direction: [B, L, d_model] -> [B, L, d_model].
+
+    in_proj, the gate z and out_proj serve both directions. Each direction has its own convolution over the
+    d_conv tokens it has visited last, its own delta, A, B, C and D; the two scans are added, then gated.
+
+        inner = expand * d_model        x, z = in_proj(h)        x_way = silu(conv_way(x))
+        low_rank, B, C = x_proj x_way   delta = softplus(dt_proj low_rank + dt_bias)
+        out_proj(silu(z) * sum over ways of scan(x_way, delta, -exp(A_log), B, C, D))
+
+    Parameters start as in Mamba: A = -(1, ..., d_state) in every channel, delta log-uniform in
+    [dt_min, dt_max], D = 1. `impl` and `chunk_size` are selective_scan's.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        *,
+        dt_rank: int | None = None,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        bias: bool = False,
+        chunk_size: int | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """dt_rank: default d_model / 16, rounded up."""
+        super().__init__()
+        positive(d_model=d_model, d_state=d_state, d_conv=d_conv, expand=expand)
+        positive_if_given(dt_rank=dt_rank, chunk_size=chunk_size)
+        if not 0 < dt_min <= dt_max:
+            raise ArgumentError(f"dt_min={dt_min!r}, dt_max={dt_max!r}: give 0 < dt_min <= dt_max")
+        checks.one_of("impl", impl, IMPLS)
+        dt_rank = -(-d_model // 16) if dt_rank is None else dt_rank
+        self.d_model, self.d_state, self.d_conv, self.dt_rank = d_model, d_state, d_conv, dt_rank
+        self.inner = inner = expand * d_model
+        self.dt_min, self.dt_max = dt_min, dt_max
+        self.chunk_size, self.impl = chunk_size, impl
+
+        def pair(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(_WAYS, *shape, device=device, dtype=dtype))
+
+        self.in_proj = nn.Linear(d_model, 2 * inner, bias=bias, device=device, dtype=dtype)
+        self.conv_weight, self.conv_bias = pair(inner, d_conv), pair(inner)
+        self.x_proj = pair(dt_rank + 2 * d_state, inner)
+        self.dt_proj, self.dt_bias = pair(inner, dt_rank), pair(inner)
+        self.A_log, self.D = pair(inner, d_state), pair(inner)
+        self.out_proj = nn.Linear(inner, d_model, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        self.in_proj.reset_parameters()
+        self.out_proj.reset_parameters()
+        for parameter, inputs in (
+            (self.conv_weight, self.d_conv),
+            (self.conv_bias, self.d_conv),
+            (self.x_proj, self.inner),
+            (self.dt_proj, self.dt_rank),
+        ):
+            parameter.uniform_(-(inputs**-0.5), inputs**-0.5)
+        reset_step_bias(self.dt_bias, self.dt_min, self.dt_max)
+        self.A_log.copy_(torch.arange(1, self.d_state + 1, device=self.A_log.device).log())
+        self.D.fill_(1.0)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """h [B, L, d_model] -> [B, L, d_model]."""
+        if h.dim() != 3 or h.shape[-1] != self.d_model:
+            raise ArgumentError(f"h has shape {list(h.shape)}; valid: [B, L, {self.d_model}]")
+        x_BLd, z_BLd = self.in_proj(h).chunk(2, dim=-1)
+        x_2BLd = F.silu(self._convolved(x_BLd))
+        parts = (self.dt_rank, self.d_state, self.d_state)
+        low_rank, B_2BLn, C_2BLn = _per_way(x_2BLd, self.x_proj).split(parts, dim=-1)
+        y_BLd = selective_scan(
+            x_2BLd,
+            _per_way(low_rank, self.dt_proj),
+            -torch.exp(wide(self.A_log)),
+            B_2BLn,
+            C_2BLn,
+            self.D,
+            z=z_BLd,
+            delta_bias=self.dt_bias,
+            delta_softplus=True,
+            direction="both",
+            chunk_size=self.chunk_size,
+            impl=self.impl,
+        )
+        assert isinstance(y_BLd, Tensor)
+        out: Tensor = self.out_proj(y_BLd)
+        return out
+
+    def _convolved(self, x_BLd: Tensor) -> Tensor:
+        """[2, B, L, d]: for token t, over the d_conv tokens up to t, and over the d_conv tokens from t on.
+
+        The second's taps are reversed instead of the tokens.
+        """
+        length, beyond = x_BLd.shape[1], self.d_conv - 1
+        if x_BLd.numel() == 0:
+            return x_BLd.expand(_WAYS, *x_BLd.shape)
+        x_BdL = x_BLd.transpose(1, 2)
+        taps_2d1k = self.conv_weight.unsqueeze(2)
+        options = {"padding": beyond, "groups": self.inner}
+        forward = F.conv1d(x_BdL, taps_2d1k[0], self.conv_bias[0], **options)[..., :length]
+        backward = F.conv1d(x_BdL, taps_2d1k[1].flip(-1), self.conv_bias[1], **options)[..., beyond:]
+        return torch.stack([forward.transpose(1, 2), backward.transpose(1, 2)])
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.d_model}, d_state={self.d_state}, d_conv={self.d_conv}, inner={self.inner}, "
+            f"dt_rank={self.dt_rank}, chunk_size={self.chunk_size}, impl={self.impl!r}"
+        )
+
+
+def _per_way(x_2BLi: Tensor, weight_2oi: Tensor) -> Tensor:
+    """[2, B, L, o]: each direction times its own matrix."""
+    product = torch.bmm(x_2BLi.flatten(1, 2), weight_2oi.transpose(1, 2))
+    return product.view(*x_2BLi.shape[:3], weight_2oi.shape[1])

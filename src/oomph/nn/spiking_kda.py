@@ -1,0 +1,217 @@
+"""The block of report 000: delta attention whose writes and decay are driven by spiking neurons.
+
+Legend: B batch, T tokens, H heads, D the size of a head's queries and keys, V that of its values.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oomph.errors import ArgumentError
+from oomph.nn.arguments import positive, positive_if_given
+from oomph.nn.forward_fill import forward_fill
+from oomph.nn.short_convolution import ShortConvolution
+from oomph.nn.token_functions import head_norm, wide
+from oomph.ops import checks
+from oomph.ops.choice import explain
+from oomph.ops.delta_attention import kda
+from oomph.ops.delta_attention.problem import IMPLS, MODES
+from oomph.ops.recomputed import recomputed
+from oomph.ops.short_convolution.reference import unit_vectors
+from oomph.ops.spiking import lif_gate
+
+
+@dataclass(frozen=True, eq=False)
+class SpikingKDAState:
+    """What the block carries from token to token.
+
+    conv [B, K - 1, hidden] the last tokens of the convolution, membrane [B, H, D] of the neurons, memory
+    [B, H, D, V] of the attention, output [B, H, V] the last one, which a dropped token would repeat.
+    """
+
+    conv: Tensor
+    membrane: Tensor
+    memory: Tensor
+    output: Tensor
+
+    def detach(self) -> "SpikingKDAState":
+        """The same numbers without their history: for training on one stretch of a text after another."""
+        return SpikingKDAState(
+            self.conv.detach(), self.membrane.detach(), self.memory.detach(), self.output.detach()
+        )
+
+
+class SpikingKDABlock(nn.Module):
+    """x + attention(x), where a head writes and forgets only at tokens at which one of its neurons fires.
+
+        h = silu(causal conv(RMSNorm(x)))          q, k, v = linear(h), q and k scaled to length 1 per head
+        s, membrane = lif_gate(linear(h))          spikes [B, T, H, D]
+        alpha = sigmoid(W_down silu(W_up h) + a s)          beta = sigmoid(w h + sum of b s)
+        silent head (no spike of its D) or dropped token: alpha = 1, beta = 0, so its memory stays as it is
+        o = kda(q, k, v, log alpha, beta), unscaled: o_t = S_t^T q_t
+        dropped token: o repeats the last one that was not dropped, detached
+        y = x + W_o RMSNorm(o) * sigmoid(U_2 silu(U_1 x)), the norm per head
+
+    The neurons integrate dropped tokens as any other. Silence is a fact, not a function: gradients reach the
+    neurons through a s and b s at tokens where their head is not silent, and back in time from there.
+    Tokens are dropped in training only, each by itself with probability `token_drop`.
+
+    `y, state = block(x)`; giving the state to the next call continues the sequences. A model that adds a
+    predictive loss takes it from y, outside.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        value_head_dim: int | None = None,
+        gate_rank: int = 256,
+        conv_size: int = 3,
+        decay: float = 0.92,
+        threshold: float = 0.35,
+        surrogate_beta: float = 9.0,
+        token_drop: float = 0.0,
+        norm_eps: float = 1e-6,
+        mode: str = "auto",
+        memory_chunk_size: int | None = None,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """gate_rank: of W_down W_up and U_2 U_1. mode and memory_chunk_size: those of kda."""
+        super().__init__()
+        values = head_dim if value_head_dim is None else value_head_dim
+        positive(
+            hidden_size=hidden_size,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            value_head_dim=values,
+            gate_rank=gate_rank,
+            conv_size=conv_size,
+        )
+        positive_if_given(memory_chunk_size=memory_chunk_size)
+        checks.one_of("mode", mode, MODES)
+        checks.one_of("impl", impl, IMPLS)
+        # For the errors that wrong constants raise, now and not at the first token; nothing is computed.
+        explain(lif_gate, torch.empty(1, 0), decay=decay, threshold=threshold, surrogate_beta=surrogate_beta)
+        if isinstance(token_drop, bool) or not isinstance(token_drop, int | float) or not 0 <= token_drop < 1:
+            raise ArgumentError(f"token_drop={token_drop!r} is not valid; give a probability in [0, 1)")
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.head_dim, self.value_head_dim = head_dim, values
+        self.decay, self.threshold, self.surrogate_beta = decay, threshold, surrogate_beta
+        self.token_drop = token_drop
+        self.mode, self.memory_chunk_size, self.impl = mode, memory_chunk_size, impl
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        keys, width = num_heads * head_dim, num_heads * values
+        self.norm = nn.RMSNorm(hidden_size, eps=norm_eps, **made)
+        self.conv = ShortConvolution(hidden_size, conv_size, **made)
+        self.q_proj = nn.Linear(hidden_size, keys, bias=False, **made)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=False, **made)
+        self.v_proj = nn.Linear(hidden_size, width, bias=False, **made)
+        self.drive_proj = nn.Linear(hidden_size, keys, **made)
+        self.decay_up = nn.Linear(hidden_size, gate_rank, bias=False, **made)
+        self.decay_down = nn.Linear(gate_rank, keys, bias=False, **made)
+        self.write_proj = nn.Linear(hidden_size, num_heads, bias=False, **made)
+        self.spike_decay = nn.Parameter(torch.empty(num_heads, head_dim, **made))  # a
+        self.spike_write = nn.Parameter(torch.empty(num_heads, head_dim, **made))  # b
+        self.o_norm = nn.RMSNorm(values, eps=norm_eps, **made)
+        self.o_proj = nn.Linear(width, hidden_size, bias=False, **made)
+        self.gate_up = nn.Linear(hidden_size, gate_rank, bias=False, **made)
+        self.gate_down = nn.Linear(gate_rank, hidden_size, bias=False, **made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Those of this module itself; its children have their own, as torch's modules do."""
+        nn.init.zeros_(self.spike_decay)
+        nn.init.zeros_(self.spike_write)
+
+    def forward(
+        self, x: Tensor, state: SpikingKDAState | None = None, *, dropped: Tensor | None = None
+    ) -> tuple[Tensor, SpikingKDAState]:
+        """x [B, T, hidden] -> y [B, T, hidden], and the state after the last token.
+
+        dropped [B, T], True where a token is dropped, takes the place of the draw (also in evaluation).
+        """
+        if x.dim() != 3 or x.shape[-1] != self.hidden_size:
+            raise ArgumentError(f"x has shape {list(x.shape)}; valid: [B, T, {self.hidden_size}]")
+        dropped_BT = self._dropped(x, dropped)
+        h, conv = self.conv(self.norm(x), None if state is None else state.conv)
+        spikes, membrane = self._spikes(h, None if state is None else state.membrane)
+        awake_BTH = spikes.detach().bool().any(-1)
+        if dropped_BT is not None:
+            awake_BTH = awake_BTH & ~dropped_BT.unsqueeze(-1)
+        o_BTHV, memory = kda(
+            recomputed(unit_vectors, (self._heads(self.q_proj(h)),)),
+            recomputed(unit_vectors, (self._heads(self.k_proj(h)),)),
+            self._heads(self.v_proj(h)),
+            self._log_decay(h, spikes, awake_BTH),
+            self._write_strength(h, spikes, awake_BTH),
+            initial_state=None if state is None else state.memory,
+            scale=1.0,
+            mode=self.mode,
+            # A loop over tokens has no chunks; a configuration may change the mode and leave the size.
+            memory_chunk_size=None if self.mode == "sequential" else self.memory_chunk_size,
+            impl=self.impl,
+        )
+        before = None if state is None else state.output
+        if dropped_BT is not None:
+            o_BTHV = forward_fill(o_BTHV, dropped_BT, before)
+        y = self._added(x, o_BTHV)
+        return y, SpikingKDAState(conv, membrane, memory, self._last(o_BTHV, before))
+
+    def _dropped(self, x: Tensor, given: Tensor | None) -> Tensor | None:
+        if given is not None:
+            if given.dtype != torch.bool or given.shape != x.shape[:2]:
+                raise ArgumentError(
+                    f"dropped is {given.dtype} {list(given.shape)}; valid: bool {list(x.shape[:2])}"
+                )
+            return given
+        if not self.training or self.token_drop == 0:
+            return None
+        return torch.rand(x.shape[:2], device=x.device) < self.token_drop
+
+    def _spikes(self, h: Tensor, membrane: Tensor | None) -> tuple[Tensor, Tensor]:
+        return lif_gate(
+            self._heads(self.drive_proj(h)),
+            decay=self.decay,
+            threshold=self.threshold,
+            surrogate_beta=self.surrogate_beta,
+            initial=membrane,
+        )
+
+    def _log_decay(self, h: Tensor, spikes: Tensor, awake_BTH: Tensor) -> Tensor:
+        f_BTHD = self._heads(self.decay_down(F.silu(self.decay_up(h))))
+        return recomputed(spiking_log_decay, (f_BTHD, spikes, awake_BTH), (self.spike_decay,))
+
+    def _write_strength(self, h: Tensor, spikes: Tensor, awake_BTH: Tensor) -> Tensor:
+        weighted_BTH = torch.einsum("bthd,hd->bth", spikes, self.spike_write)
+        beta_BTH = torch.sigmoid(wide(self.write_proj(h)) + wide(weighted_BTH))
+        return torch.where(awake_BTH, beta_BTH, 0.0)
+
+    def _added(self, x: Tensor, o_BTHV: Tensor) -> Tensor:
+        written = self.o_proj(head_norm(o_BTHV, self.o_norm).flatten(-2))
+        return x + written * torch.sigmoid(self.gate_down(F.silu(self.gate_up(x))))
+
+    def _last(self, o_BTHV: Tensor, before: Tensor | None) -> Tensor:
+        if o_BTHV.shape[1]:
+            return o_BTHV[:, -1].detach().clone()
+        return o_BTHV.new_zeros(o_BTHV.shape[0], *o_BTHV.shape[2:]) if before is None else before
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.num_heads, -1))
+
+    def extra_repr(self) -> str:
+        shown = f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, head_dim={self.head_dim}"
+        shown += f", decay={self.decay}, threshold={self.threshold}, surrogate_beta={self.surrogate_beta}"
+        return f"{shown}, token_drop={self.token_drop}, mode={self.mode!r}"
+
+
+def spiking_log_decay(f_BTHD: Tensor, spikes: Tensor, awake_BTH: Tensor, a_HD: Tensor) -> Tensor:
+    """log sigmoid(f + a s) in float32, and exactly 0 where the head is not awake."""
+    log_alpha = F.logsigmoid(wide(f_BTHD) + wide(a_HD) * wide(spikes))
+    return torch.where(awake_BTH.unsqueeze(-1), log_alpha, 0.0)

@@ -1,0 +1,88 @@
+"""The public short_convolution: the arguments checked, the implementation chosen and run."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from oomph.errors import ArgumentError
+from oomph.ops import checks
+from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.launch import why_not_triton
+from oomph.ops.precision import no_autocast
+from oomph.ops.recomputed import recomputed
+from oomph.ops.short_convolution.fused import LARGEST_UNIT, FusedConvolution
+from oomph.ops.short_convolution.reference import reference
+from oomph.ops.uncompiled import uncompiled
+
+IMPLS = ("auto", "reference", "chunked", "triton")
+
+
+def choose(x: Tensor, weight: Tensor, *, unit_size: int | None = None, impl: str = "auto") -> Choice:
+    """What short_convolution would run with these arguments, and why."""
+    checks.one_of("impl", impl, IMPLS)
+    _check(x, weight, unit_size)
+    obstacle = why_not_triton(x) or _why_not_these(x, unit_size)
+    if impl == "triton" and obstacle:
+        raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'chunked'")
+    if impl != "auto":
+        return Choice(impl, "asked for")
+    if x.device.type != "cuda":
+        return Choice(
+            "chunked", f"the tensors are on {x.device.type}: plain torch, a slice of tokens at a time"
+        )
+    if obstacle:
+        return Choice("chunked", obstacle)
+    return Choice("triton", "on CUDA one kernel reads the input once and writes the output once")
+
+
+@explained_by(choose)
+def short_convolution(
+    x: Tensor, weight: Tensor, *, unit_size: int | None = None, impl: str = "auto"
+) -> Tensor:
+    """silu of a depthwise causal convolution: x [B, T + K - 1, C], weight [C, 1, K] -> [B, T, C].
+
+    Row t of the result depends on rows t .. t + K - 1 of x: the tokens before the first are for the caller to
+    put in front, zeros or those of the text before. weight is that of a depthwise nn.Conv1d. `unit_size`, a
+    divisor of C: each unit of so many channels is scaled to length 1, y / sqrt(|y|^2 + 1e-6).
+
+    Computed in float32 (float64 for float64) and rounded once, to x's dtype. Kept for backward: the inputs.
+    impl: "auto", "chunked" (plain torch in slices of tokens), "triton" (not for float64), "reference".
+    """
+    return _run(x, weight, unit_size, impl)
+
+
+@uncompiled
+def _run(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Tensor:
+    choice = announce("short_convolution", choose(x, weight, unit_size=unit_size, impl=impl))
+    if choice.impl == "reference":
+        with no_autocast(x):
+            return reference(x, weight, unit_size)
+    if choice.impl == "chunked":
+        function = functools.partial(reference, unit_size=unit_size)
+        return recomputed(function, (x,), (weight,), halo=weight.shape[2] - 1)
+    return FusedConvolution.apply(x, weight, unit_size)  # type: ignore[no-any-return]
+
+
+def _check(x: Tensor, weight: Tensor, unit_size: int | None) -> None:
+    checks.floating(x=x, weight=weight)
+    checks.same_device(x=x, weight=weight)
+    fits = x.dim() == 3 and weight.dim() == 3 and weight.shape[:2] == (x.shape[2], 1) and weight.shape[2] > 0
+    if not fits or x.shape[1] < weight.shape[2] - 1:
+        raise ArgumentError(
+            f"x {list(x.shape)} and weight {list(weight.shape)} do not fit together; valid: "
+            "x [B, T + K - 1, C], weight [C, 1, K] with K >= 1"
+        )
+    if unit_size is None:
+        return
+    whole = isinstance(unit_size, int) and not isinstance(unit_size, bool)
+    if not whole or unit_size < 1 or x.shape[2] % unit_size:
+        raise ArgumentError(f"unit_size={unit_size!r} is not valid; a divisor of the {x.shape[2]} channels")
+
+
+def _why_not_these(x: Tensor, unit_size: int | None) -> str | None:
+    if x.dtype == torch.float64:
+        return "the kernel computes in float32, which is too little for float64"
+    if unit_size is not None and unit_size > LARGEST_UNIT:
+        return f"the unit {unit_size} is above {LARGEST_UNIT}"
+    return None

@@ -1,0 +1,1 @@
+"""Which (token, slot) pairs selected each block, and how they are cut into pieces of work."""

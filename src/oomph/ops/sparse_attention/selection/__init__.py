@@ -1,0 +1,1 @@
+"""Which blocks each token selects, found a segment of tokens at a time."""

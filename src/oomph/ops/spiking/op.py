@@ -1,0 +1,155 @@
+"""The public lif_gate: the arguments checked, the implementation chosen, time walked through."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.errors import ArgumentError
+from oomph.ops import checks
+from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.launch import is_fake, why_not_triton
+from oomph.ops.spiking import chunked, fused
+from oomph.ops.spiking.function import LIFGate
+from oomph.ops.spiking.problem import Engine, Neuron, wide_dtype
+from oomph.ops.spiking.reference import lif_gate_reference
+from oomph.ops.uncompiled import uncompiled
+
+IMPLS = ("auto", "reference", "chunked", "triton")
+_ENGINES: dict[str, Engine] = {"chunked": chunked, "triton": fused}
+
+
+def choose(
+    drive: Tensor,
+    *,
+    decay: float | Tensor,
+    threshold: float,
+    surrogate_beta: float,
+    initial: Tensor | None = None,
+    impl: str = "auto",
+) -> Choice:
+    """What lif_gate would run with these arguments, and why."""
+    checks.one_of("impl", impl, IMPLS)
+    _check(drive, decay, threshold, surrogate_beta, initial)
+    obstacle = why_not_triton(drive)
+    if impl == "triton" and obstacle:
+        raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'chunked'")
+    if impl != "auto":
+        return Choice(impl, "asked for")
+    if drive.device.type != "cuda":
+        return Choice("chunked", f"the tensors are on {drive.device.type}: a loop over time in plain torch")
+    if obstacle:
+        return Choice("chunked", obstacle)
+    return Choice("triton", "on CUDA one kernel walks through time, where a loop would start several a step")
+
+
+@explained_by(choose)
+def lif_gate(
+    drive: Tensor,
+    *,
+    decay: float | Tensor,
+    threshold: float,
+    surrogate_beta: float,
+    initial: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """A leaky integrate-and-fire neuron per channel: (spikes, membrane), defined in reference.py.
+
+    drive [B, T, ...], time second. spikes, of the same shape and dtype, are 0 or 1 (NaN from where the drive
+    is NaN). membrane [B, ...] is the state after the last step and its reset, in float32 (float64 for float64
+    drives): given as `initial` of the next call, it continues the sequence, gradients included.
+    With T = 0 it is `initial`, or zeros.
+
+    decay in [0, 1]: a number, or a tensor that broadcasts to the trailing shape [...] and may be trained (its
+    values are checked on the CPU only, where looking at them does not wait for the device). threshold > 0.
+    The gradient of a spike by its membrane is that of sigmoid(surrogate_beta * (m - threshold)), and also
+    flows through the reset.
+
+    Membranes are float32 or wider whatever the dtype, with the same roundings in every implementation. Kept
+    for backward: the slope of each spike in the dtype of the drive, as much as the drive itself, which is not
+    kept; as much again where decay is trained. A gradient of gradients is refused, except by
+    impl="reference".
+
+    impl: "auto", "chunked" (plain torch), "triton" (one kernel forward, one backward), "reference".
+    """
+    return _run(drive, decay, threshold, surrogate_beta, initial, impl)
+
+
+@uncompiled  # a compiler would unroll time
+def _run(
+    drive: Tensor,
+    decay: float | Tensor,
+    threshold: float,
+    surrogate_beta: float,
+    initial: Tensor | None,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    options: dict[str, Any] = {"decay": decay, "threshold": threshold, "surrogate_beta": surrogate_beta}
+    choice = announce("lif_gate", choose(drive, initial=initial, impl=impl, **options))
+    if choice.impl == "reference":
+        return lif_gate_reference(drive, decay, threshold, surrogate_beta, initial)
+    batch, trailing = drive.shape[0], drive.shape[2:]
+    channels = trailing.numel()
+    decay_N, constant = None, 0.0
+    if isinstance(decay, Tensor):
+        decay_N = decay.to(wide_dtype(drive.dtype)).expand(trailing).reshape(channels).contiguous()
+    else:
+        constant = float(decay)
+    neuron = Neuron(constant, float(threshold), float(surrogate_beta))
+    spikes_BTN, membrane_BN = LIFGate.apply(  # type: ignore[no-untyped-call]
+        drive.reshape(batch, drive.shape[1], channels),
+        decay_N,
+        None if initial is None else initial.reshape(batch, channels),
+        neuron,
+        _ENGINES[choice.impl],
+        torch.is_grad_enabled(),  # asked here, because within an autograd function it is always off
+    )
+    return spikes_BTN.view(drive.shape), membrane_BN.view(batch, *trailing)
+
+
+def _check(
+    drive: Tensor,
+    decay: float | Tensor,
+    threshold: float,
+    surrogate_beta: float,
+    initial: Tensor | None,
+) -> None:
+    checks.floating(drive=drive)
+    checks.floating_if_given(initial=initial)
+    if drive.dim() < 2:
+        raise ArgumentError(f"drive has shape {list(drive.shape)}; valid: [B, T, ...]")
+    for name, value in (("threshold", threshold), ("surrogate_beta", surrogate_beta)):
+        if not _is_number(value) or not 0 < value < math.inf:
+            raise ArgumentError(f"{name}={value!r} is not valid; give a number > 0")
+    trailing = drive.shape[2:]
+    if isinstance(decay, Tensor):
+        checks.floating(decay=decay)
+        if not _broadcasts(decay.shape, trailing):
+            raise ArgumentError(
+                f"decay has shape {list(decay.shape)}; valid for drive {list(drive.shape)}: a number, or a "
+                f"shape that broadcasts to {list(trailing)}"
+            )
+        if _can_be_looked_at(decay) and not bool(((decay >= 0) & (decay <= 1)).all()):
+            raise ArgumentError("decay has values outside [0, 1]; valid: 0 <= decay <= 1")
+    elif not _is_number(decay) or not 0 <= decay <= 1:
+        raise ArgumentError(f"decay={decay!r} is not valid; give a number in [0, 1], or a tensor of them")
+    expected = (drive.shape[0], *trailing)
+    if initial is not None and tuple(initial.shape) != expected:
+        raise ArgumentError(f"initial has shape {list(initial.shape)}; valid: [B, ...] = {list(expected)}")
+    checks.same_device(drive=drive, initial=initial, decay=decay if isinstance(decay, Tensor) else None)
+
+
+def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
+    if len(shape) > len(target):
+        return False
+    pairs = zip(reversed(shape), reversed(target), strict=False)
+    return all(own in (1, wanted) for own, wanted in pairs)
+
+
+def _can_be_looked_at(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and not is_fake(tensor)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

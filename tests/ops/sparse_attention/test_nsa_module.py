@@ -1,0 +1,216 @@
+"""NativeSparseAttention against its formulas token by token; causality, rotary, gradients, predictions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.nn.block_compression import BlockCompression
+from oomph.nn.rotary import RotaryEmbedding
+from oomph.nn.sparse_attention import NativeSparseAttention
+
+HIDDEN, HEADS, KV, D = 12, 4, 2, 4
+SIZES = {"block_size": 4, "compress_block": 4, "compress_stride": 2, "top_n": 3, "window": 3}
+
+
+def layer(**options: object) -> NativeSparseAttention:
+    torch.manual_seed(0)
+    made = NativeSparseAttention(
+        HIDDEN,
+        HEADS,
+        KV,
+        D,
+        **{**SIZES, "dtype": torch.float64, **options},  # type: ignore[arg-type]
+    )
+    for name, each in made.named_parameters():
+        if "norm" in name or "position" in name:
+            torch.nn.init.normal_(each)
+    return made
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def softmax_sum(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, list[float]]:
+    if not keys:
+        return torch.zeros_like(q), []
+    weights = torch.softmax(torch.stack([q @ each for each in keys]) / math.sqrt(D), 0)
+    return sum(w * v for w, v in zip(weights, values, strict=True)), weights.tolist()  # type: ignore[return-value]
+
+
+def by_formula(made: NativeSparseAttention, x_TC: Tensor, turn: RotaryEmbedding | None = None) -> Tensor:
+    """One sequence, token by token and head by head, from the parameters alone."""
+    p = dict(made.named_parameters())
+    T, group = len(x_TC), HEADS // KV
+    frequencies = [10000.0 ** (-2 * i / D) for i in range(D // 2)]
+
+    def prepared(name: str, t: int, head: int) -> Tensor:
+        z = (p[f"{name}_proj.weight"] @ x_TC[t])[head * D : (head + 1) * D]
+        if f"{name}_norm.weight" in p:
+            z = z / torch.sqrt(z.square().mean() + 1e-6) * p[f"{name}_norm.weight"]
+        if turn is None or name == "v":
+            return z
+        turned = list(z)
+        for i, f in enumerate(frequencies):
+            c, s = math.cos(t * f), math.sin(t * f)
+            a, b = z[i], z[i + D // 2]
+            turned[i], turned[i + D // 2] = a * c - b * s, a * s + b * c
+        return torch.stack(turned)
+
+    def compressed(which: str, rows: list[Tensor]) -> list[Tensor]:
+        out = []
+        for start in range(0, T - 3, 2):
+            block = torch.stack(rows[start : start + 4]) + p[f"compress_{which}.position"]
+            z = p[f"compress_{which}.first.weight"] @ block.flatten() + p[f"compress_{which}.first.bias"]
+            hidden = z * torch.sigmoid(z)
+            out.append(p[f"compress_{which}.second.weight"] @ hidden + p[f"compress_{which}.second.bias"])
+        return out
+
+    gates = [torch.sigmoid(p["gate_proj.weight"] @ x + p["gate_proj.bias"]) for x in x_TC]
+    rows: list[list[Tensor]] = [[] for _ in range(T)]
+    for kv in range(KV):
+        ks = [prepared("k", t, kv) for t in range(T)]
+        vs = [prepared("v", t, kv) for t in range(T)]
+        cks, cvs = compressed("keys", ks), compressed("values", vs)
+        for t in range(T):
+            seen = [j for j in range(len(cks)) if 2 * j + 3 <= t]
+            importance = [0.0] * (t // 4 + 1)
+            far = []
+            for g in range(group):
+                q = prepared("q", t, kv * group + g)
+                o, weights = softmax_sum(q, [cks[j] for j in seen], [cvs[j] for j in seen])
+                far.append((q, o))
+                for j, weight in zip(seen, weights, strict=True):
+                    for stride in (j, j + 1):  # the strides of compressed block j; two of them in a block
+                        if stride // 2 < len(importance):
+                            importance[stride // 2] += weight
+            always = {0, t // 4, t // 4 - 1} & set(range(len(importance)))
+            others = sorted(set(range(len(importance))) - always, key=lambda b: (-importance[b], b))
+            chosen = [*always, *others][: max(3, len(always))]
+            places = [s for b in sorted(chosen) for s in range(4 * b, min(4 * b + 4, t + 1))]
+            near = list(range(max(0, t - 2), t + 1))
+            for g, (q, compressed_o) in enumerate(far):
+                head = kv * group + g
+                selected, _ = softmax_sum(q, [ks[s] for s in places], [vs[s] for s in places])
+                nearby, _ = softmax_sum(q, [ks[s] for s in near], [vs[s] for s in near])
+                a, b, c = (gates[t][branch * HEADS + head] for branch in range(3))
+                rows[t].append(a * compressed_o + b * selected + c * nearby)
+    return torch.stack([p["o_proj.weight"] @ torch.cat(row) for row in rows])
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_layer_and_every_gradient_are_what_its_formulas_give(turned: bool) -> None:
+    rope = RotaryEmbedding(D, heads_first=False) if turned else None
+    made, x = layer(rotary=rope, qk_norm=turned), tokens(1, 18).requires_grad_()
+    table = None if rope is None else rope(torch.arange(18), dtype=torch.float64)
+    y = made(x, table)
+    right = by_formula(made, x[0], rope)[None]
+    torch.testing.assert_close(y, right, rtol=1e-9, atol=1e-11)
+    parameters, pull = [x, *made.parameters()], tokens(1, 18, seed=2)
+    found = torch.autograd.grad(y, parameters, pull)
+    for each, wanted in zip(found, torch.autograd.grad(right, parameters, pull), strict=True):
+        assert each.any()
+        torch.testing.assert_close(each, wanted, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("compression", ["mlp", "mean"])
+def test_a_later_token_changes_no_earlier_output(compression: str) -> None:
+    made, x = layer(compression=compression), tokens(1, 30)
+    right = made(x)
+    for cut in (1, 7, 16, 29):
+        other = x.clone()
+        other[:, cut:] += 1
+        found = made(other)
+        torch.testing.assert_close(found[:, :cut], right[:, :cut], rtol=1e-12, atol=1e-13)
+        assert (found[:, cut] - right[:, cut]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize(("block", "stride"), [(4, 4), (6, 2), (8, 4)])
+@pytest.mark.parametrize("length", [3, 8, 19])
+def test_compressing_strides_equals_compressing_whole_blocks(block: int, stride: int, length: int) -> None:
+    made = BlockCompression(D, block, stride, dtype=torch.float64)
+    torch.nn.init.normal_(made.position)
+    x = torch.randn(2, length, 3, D, dtype=torch.float64)
+    found = made(x)
+    starts = range(0, length - block + 1, stride)
+    assert found.shape == (2, len(starts), 3, D)
+    for n, start in enumerate(starts):
+        blocks = x[:, start : start + block].transpose(1, 2) + made.position
+        torch.testing.assert_close(
+            found[:, n], made.second(torch.nn.functional.silu(made.first(blocks.flatten(2))))
+        )
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_texts_shorter_than_a_block_work(length: int) -> None:
+    made = layer()
+    y = made(tokens(2, length))
+    y.sum().backward()
+    torch.testing.assert_close(y[0], by_formula(made, tokens(2, length)[0]), rtol=1e-9, atol=1e-11)
+
+
+def test_it_is_made_on_meta_and_in_any_dtype_and_the_rotary_is_no_child() -> None:
+    meta = NativeSparseAttention(HIDDEN, HEADS, KV, D, device="meta")
+    assert all(each.is_meta for each in meta.parameters())
+    assert {each.dtype for each in layer(dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
+    position = BlockCompression(D, 4, 2, device="meta").to_empty(device="cpu")
+    position.position.data.fill_(torch.nan)
+    position.reset_parameters()
+    assert not position.position.any()
+    made = layer(rotary=RotaryEmbedding(D, heads_first=False))
+    assert not any(isinstance(each, RotaryEmbedding) for each in made.modules())
+    one, two = layer(), layer()
+    assert torch.equal(one(tokens(1, 9)), two(tokens(1, 9)))
+
+
+def test_autocast_is_near_full_precision() -> None:
+    made, x = layer(dtype=torch.float32, qk_norm=True), tokens(2, 19).float()
+    right = made(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = made(x)
+    y.sum().backward()
+    assert (y.float() - right).norm() < 0.1 * right.norm()
+    assert all(each.grad.isfinite().all() for each in made.parameters())
+
+
+def test_a_prediction_of_training_runs_the_layer() -> None:
+    def train():  # type: ignore[no-untyped-def]
+        rope = RotaryEmbedding(32, heads_first=False)
+        made = NativeSparseAttention(64, 4, 2, 32, rotary=rope, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(1, 1024, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        table = rope(torch.arange(1024, device="cuda"))
+        return lambda: made(x, table).sum().backward()
+
+    assert oomph.predict(train, gpu="h200").peak.allocated > 0
+
+
+ROPE = RotaryEmbedding(D, heads_first=False)
+BAD = [
+    (lambda: layer(compression="max"), "compression='max' is not valid; choose from 'mlp', 'mean'"),
+    (lambda: NativeSparseAttention(12, 3, 2, 4), "num_heads=3 is not a multiple of num_kv_heads=2"),
+    (lambda: layer(compress_block=5), "compress_block=5 is not a multiple of compress_stride=2"),
+    (lambda: layer(window=0), "window=0 is not valid"),
+    (lambda: layer(top_n=2), "top_n=2 is not valid; a whole number of at least 3"),
+    (lambda: layer(block_size=5), "block_size=5 is not a multiple of compress_stride=2"),
+    (lambda: layer(impl="fast"), "impl='fast' is not valid"),
+    (lambda: layer(rotary="yes"), "rotary is a str; valid: an oomph.nn.RotaryEmbedding or None"),
+    (
+        lambda: layer(rotary=RotaryEmbedding(D)),
+        r"heads_first=True; valid: RotaryEmbedding\(4, heads_first=False",
+    ),
+    (lambda: layer(rotary=ROPE)(tokens(1, 3)), "table is None; the layer was made with rotary="),
+    (lambda: layer()(tokens(1, 3), ROPE(torch.arange(3))), "made without rotary="),
+    (lambda: layer()(torch.zeros(2, 12)), r"x has shape \[2, 12\]; valid: \[B, T, 12\]"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_bad_argument_is_named_with_what_is_valid(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ArgumentError, match=message):
+        call()

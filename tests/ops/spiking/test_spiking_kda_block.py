@@ -1,0 +1,238 @@
+"""SpikingKDABlock against its formulas token by token; silence, dropped tokens, generation, predictions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.nn.forward_fill import forward_fill
+from oomph.nn.spiking_kda import SpikingKDABlock
+
+HIDDEN, HEADS, D, V, RANK = 10, 3, 4, 5, 6
+
+
+def block(**options: object) -> SpikingKDABlock:
+    torch.manual_seed(0)
+    shape = {"value_head_dim": V, "gate_rank": RANK, "dtype": torch.float64}
+    made = SpikingKDABlock(HIDDEN, HEADS, D, **{**shape, **options})  # type: ignore[arg-type]
+    # As after some training: at first the spikes have no say, and norms do nothing.
+    for each in (made.spike_decay, made.spike_write, made.norm.weight, made.o_norm.weight):
+        torch.nn.init.normal_(each)
+    return made
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    return x / torch.sqrt(x.square().mean() + 1e-6) * weight
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def by_formula(made: SpikingKDABlock, x_TC: Tensor, dropped: list[bool]) -> tuple[Tensor, list[list[bool]]]:
+    """One sequence, token by token and head by head; and which heads were silent when."""
+    p = dict(made.named_parameters())
+    normed = [rms(x, p["norm.weight"]) for x in x_TC]
+    kernel = p["conv.weight"]
+    states = [torch.zeros(D, V, dtype=torch.float64) for _ in range(HEADS)]
+    membrane = torch.zeros(HEADS, D, dtype=torch.float64)
+    shown = torch.zeros(HEADS, V, dtype=torch.float64)
+    ys, silent = [], []
+    for t, x in enumerate(x_TC):
+        h = silu(sum(kernel[:, 0, 2 - back] * normed[t - back] for back in range(3) if t >= back))  # type: ignore[arg-type]
+        q, k, v, drive = (p[f"{name}_proj.weight"] @ h for name in ("q", "k", "v", "drive"))
+        membrane = 0.92 * membrane + (drive + p["drive_proj.bias"]).view(HEADS, D)
+        smooth = torch.sigmoid(9.0 * (membrane - 0.35))
+        spikes = (membrane > 0.35).double() + smooth - smooth.detach()
+        membrane = membrane - 0.35 * spikes
+        f = (p["decay_down.weight"] @ silu(p["decay_up.weight"] @ h)).view(HEADS, D)
+        outputs = []
+        silent.append([not bool(spikes[head].detach().any()) for head in range(HEADS)])
+        for head in range(HEADS):
+            keys, values = slice(head * D, (head + 1) * D), slice(head * V, (head + 1) * V)
+            unit_q, unit_k = (each[keys] / torch.sqrt(each[keys].square().sum() + 1e-6) for each in (q, k))
+            alpha = torch.sigmoid(f[head] + p["spike_decay"][head] * spikes[head])
+            beta = torch.sigmoid(
+                p["write_proj.weight"][head] @ h + (p["spike_write"][head] * spikes[head]).sum()
+            )
+            if not silent[t][head] and not dropped[t]:
+                transition = torch.diag(alpha) - beta * torch.outer(unit_k, alpha * unit_k)
+                states[head] = transition @ states[head] + beta * torch.outer(unit_k, v[values])
+            outputs.append(states[head].T @ unit_q)
+        shown = shown.detach() if dropped[t] else torch.stack(outputs)
+        normed_o = torch.cat([rms(each, p["o_norm.weight"]) for each in shown])
+        gate = torch.sigmoid(p["gate_down.weight"] @ silu(p["gate_up.weight"] @ x))
+        ys.append(x + (p["o_proj.weight"] @ normed_o) * gate)
+    return torch.stack(ys), silent
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_the_block_and_every_gradient_are_what_its_formulas_give(drop: bool) -> None:
+    made, x = block(), tokens(2, 12).requires_grad_()
+    dropped = torch.zeros(2, 12, dtype=torch.bool)
+    if drop:
+        dropped[0, [0, 1, 5, 6, 11]] = True
+        dropped[1, [3, 8]] = True
+    y, _ = made(x, dropped=dropped)
+    rows = [by_formula(made, each, mask.tolist()) for each, mask in zip(x, dropped, strict=True)]
+    heads = [quiet for _, silent in rows for token in silent for quiet in token]
+    assert any(heads)  # else the test would not see what silence does
+    assert not all(heads)
+    right = torch.stack([each for each, _ in rows])
+    torch.testing.assert_close(y, right, rtol=1e-10, atol=1e-12)
+    parameters, pull = [x, *made.parameters()], tokens(2, 12, seed=2)
+    found = torch.autograd.grad(y, parameters, pull)
+    for each, wanted in zip(found, torch.autograd.grad(right, parameters, pull), strict=True):
+        assert each.any()
+        torch.testing.assert_close(each, wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_a_later_token_changes_no_earlier_output_dropped_or_not() -> None:
+    made, x = block(), tokens(1, 20)
+    other = x.clone()
+    other[:, 13:] += 1
+    for dropped in (None, torch.arange(20)[None] % 3 == 1):
+        one, two = (made(each, dropped=dropped)[0] for each in (x, other))
+        torch.testing.assert_close(one[:, :13], two[:, :13], rtol=1e-12, atol=1e-13)
+        assert (one[:, 13:] - two[:, 13:]).abs().amax(-1).min() > 1e-6
+
+
+@pytest.mark.parametrize("cuts", [[1] * 11, [4, 1, 6], [2, 9]], ids=str)
+def test_going_on_from_the_state_equals_the_whole_dropped_tokens_included(cuts: list[int]) -> None:
+    made, x = block(), tokens(2, 11)
+    dropped = torch.rand(2, 11, generator=torch.Generator().manual_seed(4)) < 0.4
+    whole, last = made(x, dropped=dropped)
+    state, parts = None, []
+    for part, mask in zip(x.split(cuts, dim=1), dropped.split(cuts, dim=1), strict=True):
+        y, state = made(part, state, dropped=mask)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=1e-10, atol=1e-12)
+    assert state is not None
+    for name in ("conv", "membrane", "memory", "output"):
+        torch.testing.assert_close(getattr(state, name), getattr(last, name))
+        assert not getattr(state.detach(), name).requires_grad
+
+
+def test_tokens_are_dropped_in_training_only_and_as_the_seed_says() -> None:
+    made, x = block(token_drop=0.5), tokens(2, 30)
+    outputs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outputs.append(made(x)[0])
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], outputs[2])
+    made.eval()
+    right, _ = block()(x)
+    torch.testing.assert_close(made(x)[0], right)
+    torch.manual_seed(1)
+    mask = torch.rand(2, 30) < 0.5
+    torch.testing.assert_close(made(x, dropped=mask)[0], outputs[0])
+
+
+def test_a_dropped_token_leaves_the_memory_as_it_was_to_the_bit() -> None:
+    made, x = block(), tokens(1, 8)
+    _, before = made(x)
+    _, after = made(tokens(1, 3, seed=9), before, dropped=torch.ones(1, 3, dtype=torch.bool))
+    assert torch.equal(after.memory, before.memory)
+    assert torch.equal(after.output, before.output)
+    assert not torch.equal(after.membrane, before.membrane)  # the neurons go on
+
+
+def test_a_head_that_never_fires_adds_nothing() -> None:
+    made = block(threshold=1e6)
+    x = tokens(1, 8)
+    y, state = made(x)
+    assert torch.equal(y, x)
+    assert not state.memory.any()
+
+
+def test_filling_forward_repeats_the_last_kept_row_and_passes_no_gradient() -> None:
+    x = torch.arange(1.0, 13.0).view(2, 6, 1).requires_grad_()
+    dropped = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 1, 1]], dtype=torch.bool)
+    filled = forward_fill(x, dropped)
+    assert filled[..., 0].tolist() == [[0, 2, 2, 2, 5, 5], [7, 8, 8, 10, 10, 10]]
+    filled.sum().backward()
+    assert torch.equal(x.grad[..., 0], (~dropped).float())
+    before = torch.tensor([[-1.0], [-2.0]])
+    assert forward_fill(x, dropped, before)[0, 0].tolist() == [-1]
+    assert forward_fill(x[:, :0], dropped[:, :0]).shape == (2, 0, 1)
+
+
+def test_memory_options_change_no_result() -> None:
+    x = tokens(1, 40)
+    right, _ = block()(x)
+    for options in (
+        {"memory_chunk_size": 16},
+        {"memory_chunk_size": 16, "mode": "sequential"},
+        {"memory_chunk_size": 16, "mode": "scan"},
+        {"mode": "chunked"},
+    ):
+        torch.testing.assert_close(block(**options)(x)[0], right, rtol=1e-10, atol=1e-12)
+
+
+def test_it_is_made_on_meta_and_in_any_dtype() -> None:
+    meta = SpikingKDABlock(HIDDEN, HEADS, D, device="meta")
+    assert all(each.is_meta for each in meta.parameters())
+    made = block().to_empty(device="cpu")
+    made.reset_parameters()
+    assert not made.spike_decay.any()  # a and b start at zero
+    assert not made.spike_write.any()
+    half = block(dtype=torch.bfloat16)
+    y, state = half(tokens(1, 7).to(torch.bfloat16))
+    y.sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert state.memory.dtype == state.membrane.dtype == torch.float32
+    whole = block(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, _ = whole(tokens(1, 7).float())
+    y.sum().backward()
+    assert all(each.grad.isfinite().all() for each in whole.parameters())
+
+
+def test_checkpointing_draws_the_same_tokens_again() -> None:
+    made, x = block(token_drop=0.5), tokens(1, 12).requires_grad_()
+    grads = []
+    for checkpointed in (False, True):
+        torch.manual_seed(3)
+        if checkpointed:
+            y = torch.utils.checkpoint.checkpoint(lambda each: made(each)[0], x, use_reentrant=False)
+        else:
+            y, _ = made(x)
+        grads.append(torch.autograd.grad(y.sum(), [x, *made.parameters()]))
+    assert all(torch.equal(one, two) for one, two in zip(*grads, strict=True))
+
+
+def test_a_prediction_of_training_with_dropped_tokens_runs_the_block() -> None:
+    def train():  # type: ignore[no-untyped-def]
+        made = SpikingKDABlock(64, 2, 32, token_drop=0.25, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return lambda: made(x)[0].sum().backward()
+
+    assert oomph.predict(train, gpu="h200").peak.allocated > 0
+
+
+BAD = [
+    (lambda: SpikingKDABlock(10, 3, 4, token_drop=1.0), r"token_drop=1.0 is not valid; .* in \[0, 1\)"),
+    (lambda: SpikingKDABlock(10, 3, 4, decay=1.5), "decay=1.5 is not valid"),
+    (lambda: SpikingKDABlock(10, 3, 4, threshold=-1), "threshold=-1 is not valid"),
+    (lambda: SpikingKDABlock(10, 3, 4, gate_rank=0), "gate_rank=0 is not valid"),
+    (lambda: SpikingKDABlock(10, 3, 4, memory_chunk_size=0), "memory_chunk_size=0 is not valid"),
+    (lambda: SpikingKDABlock(10, 3, 4, mode="fast"), "mode='fast' is not valid; choose from"),
+    (lambda: SpikingKDABlock(10, 3, 4, impl="fast"), "impl='fast' is not valid; choose from"),
+    (lambda: block()(torch.zeros(2, 10)), r"x has shape \[2, 10\]; valid: \[B, T, 10\]"),
+    (lambda: block()(tokens(1, 3), dropped=torch.zeros(1, 3)), r"dropped is .*; valid: bool \[1, 3\]"),
+    (lambda: block()(tokens(1, 3), block()(tokens(2, 3))[1]), "state has shape"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_bad_argument_is_named_with_what_is_valid(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ArgumentError, match=message):
+        call()

@@ -1,0 +1,66 @@
+"""Inputs of selective_scan in float64, and every result of a call: y, the final state, all gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.ops.state_space import selective_scan
+
+SUMMED = ("A", "D", "delta_bias", "initial_state")
+
+
+def inputs(
+    batch: int = 2,
+    length: int = 37,
+    d: int = 5,
+    n: int = 3,
+    direction: str = "forward",
+    own_x: bool = False,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Every tensor that the call takes; with own_x one x per direction."""
+    generator = torch.Generator().manual_seed(seed)
+    pair = [2] if direction == "both" else []
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    return {
+        "x": normal(*(pair if own_x else []), batch, length, d),
+        "delta": normal(*pair, batch, length, d) / 2,
+        "A": -3 * torch.rand(*pair, d, n, dtype=torch.float64, generator=generator),
+        "B": normal(*pair, batch, length, n),
+        "C": normal(*pair, batch, length, n),
+        "D": normal(*pair, d),
+        "z": normal(batch, length, d),
+        "delta_bias": normal(*pair, d) / 2,
+        "initial_state": normal(*pair, batch, d, n),
+    }
+
+
+def results(given: dict[str, Any], dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
+    """y, the final state and the gradient of every tensor given, for fixed gradients of the two."""
+    options = {"delta_softplus": True, **options}
+    leaves = {
+        name: each.detach().to(dtype, copy=True).requires_grad_()
+        for name, each in given.items()
+        if each is not None
+    }
+    y, final = selective_scan(**leaves, return_final_state=True, **options)
+    weights = [torch.linspace(-1, 2, each.numel()).view(each.shape).to(each.dtype) for each in (y, final)]
+    torch.autograd.backward([y, final], weights)
+    found = {name: each.grad for name, each in leaves.items()}
+    assert all(each.dtype == dtype for each in found.values())
+    return {"y": y.detach(), "final": final.detach(), **found}
+
+
+def relative_error(found: Tensor, right: Tensor) -> float:
+    return float((found.double() - right.double()).norm() / right.double().norm().clamp(min=1e-12))
+
+
+def worst_error(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    assert found.keys() == right.keys()
+    return max(relative_error(found[name], right[name]) for name in right)

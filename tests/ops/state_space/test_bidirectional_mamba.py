@@ -1,0 +1,135 @@
+"""The module: its formula written out, its start, and that it trains, saves and moves."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from oomph.errors import ArgumentError
+from oomph.nn.mamba import BidirectionalMamba
+from oomph.ops.state_space import reference
+
+
+def written_out(block: BidirectionalMamba, h: torch.Tensor) -> torch.Tensor:
+    """One direction after the other, the second on the reversed sequence, token by token."""
+    x, z = block.in_proj(h).chunk(2, dim=-1)
+    total = torch.zeros_like(x)
+    for way in (0, 1):
+        one = x.flip(1) if way else x
+        padded = F.pad(one, (0, 0, block.d_conv - 1, 0))
+        taps = block.conv_weight[way]
+        one = (
+            sum(padded[:, k : k + h.shape[1]] * taps[:, k] for k in range(block.d_conv))
+            + block.conv_bias[way]
+        )
+        one = F.silu(one)
+        low, B, C = (one @ block.x_proj[way].T).split([block.dt_rank, block.d_state, block.d_state], dim=-1)
+        delta = F.softplus(low @ block.dt_proj[way].T + block.dt_bias[way])
+        y, _ = reference.selective_scan(one, delta, -block.A_log[way].exp(), B, C, block.D[way])
+        total = total + (y.flip(1) if way else y)
+    return block.out_proj(total * F.silu(z))
+
+
+@pytest.mark.parametrize(("length", "d_conv"), [(1, 4), (3, 4), (40, 4), (7, 1)])
+def test_it_is_two_mambas_that_share_their_projections(length, d_conv):
+    torch.manual_seed(0)
+    block = BidirectionalMamba(6, d_state=3, d_conv=d_conv, chunk_size=16).double()
+    other = copy.deepcopy(block)
+    h = torch.randn(2, length, 6, dtype=torch.float64, requires_grad=True)
+    twin = h.detach().clone().requires_grad_()
+    weight = torch.randn(2, length, 6, dtype=torch.float64)
+    for one, mine in ((block, h), (other, twin)):
+        y = one(mine) if one is block else written_out(one, mine)
+        (y * weight).sum().backward()
+    torch.testing.assert_close(h.grad, twin.grad, rtol=1e-10, atol=1e-11)
+    for (name, mine), theirs in zip(block.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-11, msg=name)
+
+
+def test_it_starts_as_mamba_does():
+    block = BidirectionalMamba(64, d_state=5)
+    assert (block.inner, block.dt_rank) == (128, 4)
+    torch.testing.assert_close(-block.A_log.exp(), -torch.arange(1.0, 6).expand(2, 128, 5))
+    assert (block.D == 1).all()
+    delta = F.softplus(block.dt_bias)
+    assert delta.min() >= 0.001 * 0.999
+    assert delta.max() <= 0.1 * 1.001
+    assert delta.log().std() > 1  # uniform over two decades: 1.33
+    assert block.dt_proj.abs().max() <= 4**-0.5
+
+
+def test_every_token_sees_every_other():
+    block = BidirectionalMamba(8, d_state=4)
+    h = torch.randn(1, 20, 8, requires_grad=True)
+    for token in (0, 10, 19):
+        (grad,) = torch.autograd.grad(block(h)[0, token].sum(), h)
+        assert (grad[0].abs().sum(dim=-1) > 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)])
+def test_no_rows_or_tokens_give_none(shape):
+    y = BidirectionalMamba(8)(torch.zeros(shape))
+    assert y.shape == shape
+
+
+def test_it_survives_saving_copying_and_the_meta_device():
+    one, two = BidirectionalMamba(8), BidirectionalMamba(8)
+    two.load_state_dict(one.state_dict())
+    h = torch.randn(2, 9, 8)
+    assert torch.equal(one(h), two(h))
+    made = BidirectionalMamba(8, device="meta").to_empty(device="cpu")
+    made.reset_parameters()
+    assert made(h).isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+def test_it_runs_in_bfloat16_and_under_autocast():
+    block = BidirectionalMamba(8)
+    h = torch.randn(2, 9, 8)
+    right = block(h)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = block(h)
+    assert (cast - right).norm() < 0.05 * right.norm()
+    low = copy.deepcopy(block).to(torch.bfloat16)(h.to(torch.bfloat16))
+    assert low.dtype == torch.bfloat16
+    assert (low - right).norm() < 0.05 * right.norm()
+
+
+def test_it_learns_to_look_both_ways():
+    torch.manual_seed(0)
+    block = BidirectionalMamba(4, d_state=4)
+    optimizer = torch.optim.Adam(block.parameters(), lr=0.05)
+    h = torch.randn(16, 12, 4)
+    goal = h.roll(1, dims=1) + h.roll(-1, dims=1)
+    losses = []
+    for _ in range(40):
+        loss = (block(h) - goal)[:, 1:-1].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"d_model": 0}, "d_model=0 is not valid; give a whole number >= 1"),
+        ({"d_state": 1.5}, "d_state=1.5 is not valid"),
+        ({"dt_rank": 0}, "dt_rank=0 is not valid"),
+        ({"chunk_size": 0}, "chunk_size=0 is not valid"),
+        ({"dt_min": 0.2}, "dt_min=0.2, dt_max=0.1: give 0 < dt_min <= dt_max"),
+        ({"impl": "fast"}, "impl='fast' is not valid"),
+    ],
+)
+def test_wrong_sizes_are_named(wrong, message):
+    with pytest.raises(ArgumentError, match=message):
+        BidirectionalMamba(**{"d_model": 8, **wrong})
+
+
+def test_a_wrong_input_is_named():
+    with pytest.raises(ArgumentError, match=r"h has shape \[2, 7\]; valid: \[B, L, 8\]"):
+        BidirectionalMamba(8)(torch.zeros(2, 7))

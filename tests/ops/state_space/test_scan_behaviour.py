@@ -1,0 +1,203 @@
+"""selective_scan with autograd, autocast, torch.compile and checkpointing; empty and bad inputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from scan_inputs import inputs, results, worst_error
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from oomph.errors import ArgumentError
+from oomph.ops.choice import explain
+from oomph.ops.state_space import selective_scan
+
+
+def leaves(dtype: torch.dtype = torch.float64, **sizes: Any) -> dict[str, Tensor]:
+    return {name: each.to(dtype).requires_grad_() for name, each in inputs(**sizes).items()}
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_no_tokens_give_no_outputs_and_the_state_passes_through(direction, impl):
+    given = {name: each.float() for name, each in inputs(length=0, direction=direction).items()}
+    found = results(given, torch.float32, direction=direction, impl=impl)
+    assert found["y"].shape == (2, 0, 5)
+    assert torch.equal(found["final"], given["initial_state"])
+    assert found["initial_state"].any()
+    for name in ("A", "D", "delta_bias"):
+        assert found[name].shape == given[name].shape
+        assert not found[name].any()
+    assert torch.equal(
+        found["final"],
+        selective_scan(**given, direction=direction, impl="reference", return_final_state=True)[1],
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"d": 0}])
+def test_an_empty_batch_or_no_channels_give_empty_results(sizes):
+    given = inputs(**sizes)
+    found = results(given, torch.float64)
+    assert found["y"].shape == given["x"].shape
+    assert all(found[name].shape == each.shape for name, each in given.items())
+
+
+def test_kept_for_backward_are_the_inputs_and_the_states_at_chunk_entries():
+    given, kept = leaves(length=37), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
+        selective_scan(**given, chunk_size=10)
+    storages = {each.untyped_storage().data_ptr() for each in given.values()}
+    beside = [tuple(each.shape) for each in kept if each.untyped_storage().data_ptr() not in storages]
+    assert beside == [(1, 2, 4, 5, 3)]  # directions, batch, chunks, d, n
+
+
+def test_nothing_is_kept_without_gradients():
+    given = leaves()
+    with torch.no_grad():
+        y, state = selective_scan(**given, return_final_state=True)
+    assert not y.requires_grad
+    assert not state.requires_grad
+
+
+@pytest.mark.parametrize("name", list(inputs()))
+def test_one_trained_input_gets_the_gradient_it_gets_among_others(name):
+    right = results(inputs(direction="both"), torch.float64, direction="both")
+    given = inputs(direction="both")
+    given[name].requires_grad_()
+    y, final = selective_scan(**given, delta_softplus=True, direction="both", return_final_state=True)
+    weights = [torch.linspace(-1, 2, each.numel()).view(each.shape).to(each.dtype) for each in (y, final)]
+    torch.autograd.backward([y, final], weights)
+    torch.testing.assert_close(given[name].grad, right[name])
+    assert all(each.grad is None for other, each in given.items() if other != name)
+
+
+def test_the_final_state_alone_can_be_differentiated():
+    given, other = leaves(), leaves()
+    selective_scan(**given, return_final_state=True, chunk_size=8)[1].sum().backward()
+    selective_scan(**other, return_final_state=True, impl="reference")[1].sum().backward()
+    for name in ("x", "delta", "A", "B", "initial_state"):
+        torch.testing.assert_close(given[name].grad, other[name].grad)
+    assert not given["C"].grad.any()
+
+
+def test_backward_may_run_twice():
+    given = leaves()
+    y = selective_scan(**given)
+    y.sum().backward(retain_graph=True)
+    first = {name: each.grad.clone() for name, each in given.items()}
+    y.sum().backward()
+    for name, each in given.items():
+        torch.testing.assert_close(each.grad, 2 * first[name])
+
+
+def test_second_derivatives_are_refused_except_by_the_reference():
+    given = leaves(length=4)
+    with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
+        torch.autograd.grad(selective_scan(**given).sum(), given["x"], create_graph=True)
+    (grad,) = torch.autograd.grad(
+        selective_scan(**given, impl="reference").sum(), given["x"], create_graph=True
+    )
+    grad.square().sum().backward()
+    assert given["A"].grad.any()
+
+
+def test_a_checkpointed_call_gives_the_same_gradients():
+    given, other = leaves(), leaves()
+    checkpoint(lambda: selective_scan(**given), use_reentrant=False).sum().backward()
+    selective_scan(**other).sum().backward()
+    assert all(torch.equal(given[name].grad, other[name].grad) for name in given)
+
+
+def test_a_compiled_program_calls_it_as_it_is():
+    given = inputs()
+    compiled = torch.compile(lambda **each: selective_scan(**each) * 2, backend="eager")
+    assert torch.equal(compiled(**given), selective_scan(**given) * 2)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_autocast_changes_nothing(impl):
+    given = {name: each.float() for name, each in inputs().items()}
+    plain = selective_scan(**given, impl=impl)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = selective_scan(**given, impl=impl)
+    assert cast.dtype == torch.float32
+    assert torch.equal(cast, plain)
+
+
+def test_each_tensor_may_have_its_own_dtype():
+    dtypes = {"x": torch.bfloat16, "B": torch.float16, "C": torch.float16, "z": torch.bfloat16}
+    given = {
+        name: each.to(dtypes.get(name, torch.float32)).requires_grad_() for name, each in inputs().items()
+    }
+    y, state = selective_scan(**given, return_final_state=True)
+    (y.float().sum() + state.sum()).backward()
+    assert y.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
+    assert all(each.grad.dtype == each.dtype for each in given.values())
+    wide = {name: each.detach().double() for name, each in given.items()}
+    torch.testing.assert_close(y.detach().double(), selective_scan(**wide), rtol=8e-3, atol=1e-4)
+
+
+def test_one_float64_input_makes_the_state_float64():
+    given = {name: each.float() for name, each in inputs().items()}
+    _, state = selective_scan(**{**given, "A": given["A"].double()}, return_final_state=True)
+    assert state.dtype == torch.float64
+
+
+def test_the_reference_takes_the_place_of_the_others():
+    given = inputs(direction="both")
+    one = results(given, torch.float32, direction="both", impl="reference")
+    assert worst_error(results(given, torch.float32, direction="both"), one) < 1e-6
+
+
+def test_the_choice_is_explained():
+    choice = explain(selective_scan, **inputs())
+    assert (choice.impl, choice.reason) == ("chunked", "the tensors are on cpu")
+    assert choice.settings == {"chunk_size": 64}
+    assert explain(selective_scan, **inputs(n=40)).settings == {"chunk_size": 160}
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(*shape)
+
+
+BAD = [
+    ({"x": zeros(2, 37)}, r"x has shape \[2, 37\]; valid for direction='forward': \[B, L, d\]"),
+    ({"x": zeros(2, 2, 37, 5)}, r"x has shape \[2, 2, 37, 5\]; valid for direction='forward': \[B, L, d\]"),
+    ({"delta": zeros(2, 36, 5)}, r"delta has shape \[2, 36, 5\]; valid for x .*: \[2, 37, 5\]"),
+    ({"A": zeros(4, 3)}, r"A has shape \[4, 3\]; valid for x .*: \[5, 3\]"),
+    ({"A": zeros(5)}, r"A has shape \[5\]; valid for direction='forward': \[d, n\] with n >= 1"),
+    ({"A": zeros(5, 0)}, r"A has shape \[5, 0\]; .*n >= 1"),
+    ({"B": zeros(2, 37, 4)}, r"B has shape \[2, 37, 4\]; valid for x .* n=3 .*: \[2, 37, 3\]"),
+    ({"C": zeros(2, 37)}, r"C has shape \[2, 37\]; valid"),
+    ({"D": zeros(6)}, r"D has shape \[6\]; valid for x .*: \[5\]"),
+    ({"z": zeros(37, 5)}, r"z has shape \[37, 5\]; valid for x .*: \[2, 37, 5\]"),
+    ({"delta_bias": zeros(1)}, r"delta_bias has shape \[1\]; valid for x .*: \[5\]"),
+    ({"initial_state": zeros(5, 3)}, r"initial_state has shape \[5, 3\]; valid for x .*: \[2, 5, 3\]"),
+    ({"x": torch.zeros(2, 37, 5, dtype=torch.int64)}, "x has dtype torch.int64; valid: float16"),
+    ({"B": None}, "B is None, not a tensor"),
+    ({"D": zeros(5).to("meta")}, "all tensors must be on one device; given: x on cpu.* D on meta"),
+    ({"direction": "left"}, "direction='left' is not valid; choose from 'forward', 'backward', 'both'"),
+    ({"direction": "both"}, r"A has shape \[5, 3\]; valid for direction='both': \[2, d, n\]"),
+    ({"chunk_size": 0}, "chunk_size=0 is not valid; give a whole number >= 1"),
+    ({"chunk_size": 2.0}, "chunk_size=2.0 is not valid"),
+    ({"impl": "fast"}, "impl='fast' is not valid; choose from 'auto'"),
+    ({"impl": "triton"}, "impl='triton' cannot run: the kernels compute in float32"),
+]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), BAD, ids=[f"{i}-{next(iter(each[0]))}" for i, each in enumerate(BAD)]
+)
+def test_a_wrong_argument_is_named_with_what_is_valid(wrong, message):
+    with pytest.raises(ArgumentError, match=message) as caught:
+        selective_scan(**{**inputs(), **wrong})
+    assert "\n" not in str(caught.value)
+
+
+def test_states_too_large_for_the_kernels_are_refused_by_them():
+    given = {name: each.float() for name, each in inputs(length=1, n=300).items()}
+    with pytest.raises(ArgumentError, match="the state's n=300 is above 64"):
+        selective_scan(**given, impl="triton")

@@ -1,0 +1,157 @@
+"""selective_scan in plain torch against the token-by-token reference in float64, every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scan_inputs import inputs, relative_error, results, worst_error
+from torch import Tensor
+
+from oomph.ops.state_space import chunked, reference, selective_scan
+
+DIRECTIONS = [("forward", False), ("backward", False), ("both", False), ("both", True)]
+SHAPES = [(1, 1, 1, 1), (2, 3, 4, 2), (1, 127, 3, 1), (3, 40, 1, 5), (2, 257, 2, 3)]
+
+
+@pytest.mark.parametrize(("direction", "own_x"), DIRECTIONS)
+@pytest.mark.parametrize(("batch", "length", "d", "n"), SHAPES)
+def test_every_result_is_the_references(batch, length, d, n, direction, own_x):
+    given = inputs(batch, length, d, n, direction, own_x)
+    right = results(given, torch.float64, direction=direction, impl="reference")
+    for chunk_size in (1, 16, None) if length < 100 else (16, None):
+        found = results(given, torch.float64, direction=direction, impl="chunked", chunk_size=chunk_size)
+        assert worst_error(found, right) < 1e-13
+
+
+@pytest.mark.parametrize("left_out", ["D", "z", "delta_bias", "initial_state"])
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_what_is_optional_may_be_left_out(left_out, direction):
+    given = {**inputs(direction=direction), left_out: None}
+    right = results(given, torch.float64, direction=direction, impl="reference", delta_softplus=False)
+    found = results(given, torch.float64, direction=direction, delta_softplus=False, chunk_size=8)
+    assert worst_error(found, right) < 1e-13
+
+
+def test_both_directions_are_a_call_each_on_the_sequence_and_on_its_reverse():
+    given = inputs(direction="both", own_x=True)
+    gate = torch.nn.functional.silu(given.pop("z"))
+    one, two = ({name: each[way] for name, each in given.items()} for way in (0, 1))
+    turned = {name: two[name].flip(1) for name in ("x", "delta", "B", "C")}
+    right, last = reference.selective_scan(**one, delta_softplus=True)
+    left, first = reference.selective_scan(**{**two, **turned}, delta_softplus=True)
+    y, final = selective_scan(
+        **given, z=inputs(direction="both", own_x=True)["z"], delta_softplus=True, direction="both",
+        return_final_state=True,
+    )  # fmt: skip
+    torch.testing.assert_close(y, (right + left.flip(1)) * gate)
+    torch.testing.assert_close(final, torch.stack([last, first]))
+
+
+@pytest.mark.parametrize(("direction", "seen"), [("forward", slice(0, 20)), ("backward", slice(20, None))])
+def test_no_token_sees_what_its_direction_has_not_visited(direction, seen):
+    given = inputs(direction=direction)
+    given.pop("initial_state")
+    changed = {name: each.clone() for name, each in given.items()}
+    unseen = slice(20, None) if direction == "forward" else slice(0, 20)
+    for name in ("x", "delta", "B", "C", "z"):
+        changed[name][:, unseen] = 7.0
+    y, other = (selective_scan(**each, direction=direction, chunk_size=8) for each in (given, changed))
+    assert torch.equal(y[:, seen], other[:, seen])
+    assert not torch.equal(y[:, unseen], other[:, unseen])
+
+
+def test_a_sequence_may_be_cut_anywhere_and_continued_from_the_state():
+    given = inputs(length=50)
+    whole, last = selective_scan(**given, return_final_state=True)
+    timed = ("x", "delta", "B", "C", "z")
+    head = {name: each[:, :13] if name in timed else each for name, each in given.items()}
+    tail = {name: each[:, 13:] if name in timed else each for name, each in given.items()}
+    y, state = selective_scan(**head, return_final_state=True)
+    more, end = selective_scan(**{**tail, "initial_state": state}, return_final_state=True)
+    torch.testing.assert_close(torch.cat([y, more], dim=1), whole)
+    torch.testing.assert_close(end, last)
+
+
+def test_a_token_with_delta_zero_leaves_the_state_as_it_was():
+    given = inputs(length=1)
+    given["delta"].zero_()
+    given.pop("delta_bias")
+    _, state = selective_scan(**given, return_final_state=True)
+    assert torch.equal(state, given["initial_state"])
+
+
+@pytest.mark.parametrize("rate", [0.0, -1e-4, -5.0, -1000.0])
+def test_slow_and_violent_decays_stay_finite_and_right_in_float32(rate):
+    given = inputs(length=200, d=4, n=3)
+    given["A"].fill_(rate)
+    right = results(given, torch.float64, impl="reference")
+    found = results(given, torch.float32)
+    for name, each in found.items():
+        assert each.isfinite().all()
+        if name != "A" or rate > -100:  # beyond that its gradient is zero but for underflow
+            assert relative_error(each, right[name]) < 2e-5, name
+
+
+def test_a_growing_state_is_computed_as_it_is_written():
+    given = inputs(length=20)
+    given["A"].fill_(0.25)
+    right = results(given, torch.float64, impl="reference")
+    assert worst_error(results(given, torch.float64, chunk_size=8), right) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_errors_are_no_more_than_the_inputs_and_results_rounding(dtype):
+    given = {name: each.to(dtype).double() for name, each in inputs(3, 130, 6, 4, "both").items()}
+    right = results(given, torch.float64, direction="both", impl="reference")
+    found = results(given, dtype, direction="both")
+    assert worst_error(found, right) < 2.5 * torch.finfo(dtype).eps
+    assert found["final"].dtype == torch.float32
+
+
+def test_65536_tokens_in_float32_agree_with_the_sequential_form_on_slices():
+    length, d, n = 65_536, 2, 1
+    given = inputs(1, length, d, n)
+    given.pop("initial_state")
+    y = selective_scan(**{name: each.float() for name, each in given.items()}, delta_softplus=True)
+    # A slice's start state comes from the sequential form in float64 too, fed with no more than it needs:
+    # of tokens 1,000 before, nothing is left with this decay.
+    for start in (0, 30_000, length - 300):
+        early = max(0, start - 1000)
+        part = {
+            name: each[:, early : start + 300] if each.dim() == 3 else each for name, each in given.items()
+        }
+        right, _ = reference.selective_scan(**part, delta_softplus=True)
+        assert relative_error(y[:, start : start + 300], right[:, start - early :]) < 1e-5
+
+
+def test_small_and_large_steps_give_the_same(monkeypatch):
+    given = inputs(2, 64, 3, 2, "both")
+    in_lanes = results(given, torch.float64, direction="both")
+    monkeypatch.setattr(chunked, "_SMALL_STEP", 0)
+    monkeypatch.setattr(chunked, "BUFFER_BYTES", {"cpu": 1})  # one row of the batch at a time
+    one_by_one = results(given, torch.float64, direction="both")
+    assert worst_error(in_lanes, one_by_one) < 1e-13
+
+
+def test_nan_reaches_what_follows_it_and_nothing_before():
+    given = inputs(length=30)
+    given["x"][0, 11, 2] = float("nan")
+    y = selective_scan(**given, chunk_size=8)
+    assert y[0, 11:, 2].isnan().all()
+    y[0, 11:, 2] = 0.0
+    assert y.isfinite().all()
+
+
+def test_inputs_may_lie_in_memory_in_any_order():
+    given = inputs(direction="both", own_x=True)
+    right = results(given, torch.float64, direction="both")
+    strided: dict[str, Tensor] = {}
+    for name, each in given.items():
+        wider = torch.zeros(*each.shape[:-1], 2 * each.shape[-1], dtype=each.dtype)
+        wider[..., ::2] = each
+        strided[name] = wider[..., ::2]
+    y = selective_scan(**strided, delta_softplus=True, direction="both")
+    torch.testing.assert_close(y, right["y"])
+    turned = {name: each.transpose(-1, -2).contiguous().transpose(-1, -2) if each.dim() > 2 else each
+              for name, each in given.items()}  # fmt: skip
+    torch.testing.assert_close(selective_scan(**turned, delta_softplus=True, direction="both"), right["y"])
