@@ -186,3 +186,13 @@ def test_a_large_loss_scale_does_not_underflow_in_float16() -> None:
     # `expected` lets a number arrive as gradient; here it is 2**14.
     exact = expected(tiny).gradients[0] / numbers() * 2.0**14
     assert_close([x_grad], [exact], TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("changed", ["target", "class_weight"])
+def test_a_backward_that_makes_the_logits_again_refuses_what_was_changed_since(changed: str) -> None:
+    case = leaves(inputs(20, v=200, bias=True))
+    class_weight = torch.rand(200, dtype=case.x.dtype)
+    loss = loss_of(case, class_weight=class_weight, reduction="none", impl="chunked")
+    (case.target if changed == "target" else class_weight).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

@@ -172,6 +172,33 @@ def test_backward_can_run_twice_on_a_retained_graph():
     torch.testing.assert_close(q.grad, 2 * once)
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_points_changed_between_forward_and_backward_are_refused(trained):
+    q, k, v = qkv()
+    t, s = torch.rand(12, 1), torch.rand(12, 1)
+    t.requires_grad_(trained)
+    out = attention(q, k, v, bias=locality_bias(t, s), impl="chunked")
+    with torch.no_grad():
+        s.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_the_gradient_of_half_precision_bias_tensors_is_summed_in_float32_over_tiles():
+    class Slope:
+        def __init__(self, slope):
+            self.slope, self.tensors = slope, (slope,)
+
+        def __call__(self, b, h, q_index, k_index):
+            return self.slope * (k_index % 2)
+
+    q, k, v = torch.zeros(1, 1, 1000, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)
+    v[:, :, 1] = 1.0  # every query adds 4 * (1/2 * 1/2) = 1 to the slope's gradient
+    slope = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
+    attention(q, k, v, bias=Slope(slope), impl="chunked", memory_budget=1).sum().backward()
+    assert slope.grad == 1000
+
+
 def test_checkpointing_gives_the_same_gradients():
     q, k, v = qkv()
     t = torch.rand(12, 2, requires_grad=True)

@@ -228,3 +228,12 @@ def test_tiles_divide_every_block(dtype, head, points):
             assert min(tile.queries, tile.keys) >= 16
     for tile in vars(tiles(dtype, head, None, points=points)).values():
         assert 128 % tile.queries == 128 % tile.keys == 0
+
+
+def test_points_changed_between_forward_and_backward_are_refused_by_the_kernels():
+    q, k, v = tensors(20, 20)
+    t, s = torch.rand(20, 1, device=DEVICE), torch.rand(20, 1, device=DEVICE)
+    out = attention(q, k, v, bias=locality_bias(t, s), impl="triton")
+    t.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

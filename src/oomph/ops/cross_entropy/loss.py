@@ -58,7 +58,7 @@ def linear_cross_entropy(
       kept, and for an empty batch, the loss is 0 and so are all gradients.
     - `z_loss`: this coefficient times the squared log-sum-exp is added to each kept token's loss.
     - `softcap` c: the logits are c * tanh(logits / c).
-    - `token_weight` [...]: multiplies each token's loss; 0 is the same as ignoring the token.
+    - `token_weight` [...]: multiplies each token's loss; 0 ignores it (its lse is returned all the same).
     - `shift`: next-token prediction; position t is compared with target t + 1. x is not copied. With
       reduction="none" the result has one position less.
     - `return_lse`: also returns the log-sum-exp of each token's logits, differentiable, 0 where ignored.

@@ -94,7 +94,8 @@ def tiled_mlp(
 
     Returns [..., O] in the dtype that the function gives; for known MLPs that is x's, under autocast its own.
     Gradients have the dtypes of x and of the parameters; those of parameters are summed over tiles in fp32
-    (float64 for float64) and rounded once. A gradient of gradients is refused, except by impl="reference".
+    (float64 for float64) and rounded once; impl="generic" gets each tile's from autograd, rounded already. A
+    gradient of gradients is refused, except by impl="reference".
 
     Saved for backward: x and the weights, nothing [tokens, hidden]. Known MLPs hold two or three [tile,
     hidden] buffers, and compute gate and up again in backward; on a CPU they keep them for the first tiles,
