@@ -3,38 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
+import op_bars_sequence
+from op_bar import NOISE, Bar, on_gpu, over
 from op_rows import Row
-
-# Two medians of one run differ by so much without a reason: "never slower" allows it.
-NOISE = 1.03
-
-
-@dataclass(frozen=True)
-class Bar:
-    """One demand: what it is about, what was measured, and the most that it may be."""
-
-    about: str
-    measured: float | None  # None: a row that it needs is missing or failed
-    at_most: float
-    unit: str = "x"
-
-    @property
-    def met(self) -> bool | None:
-        return None if self.measured is None else self.measured <= self.at_most
-
-    def line(self) -> str:
-        verdict = {True: "met", False: "MISSED", None: "not measured"}[self.met]
-        measured, bar = self._show(self.measured), self._show(self.at_most)
-        return f"{verdict:12s} {measured:>12s}  (bar {bar})  {self.about}"
-
-    def _show(self, value: float | None) -> str:
-        if value is None:
-            return "-"
-        return {"x": f"{value:.3f} x", "MiB": f"{value:,.0f} MiB", "%": f"{value:.2f} %"}.get(
-            self.unit, f"{value:.0f}{self.unit}"
-        )
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
@@ -46,6 +18,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
         _mlp,
         _modulated,
         _attention,
+        *op_bars_sequence.PARTS,
         _cpu,
         _flat,
         _predictions,
@@ -60,20 +33,6 @@ def report(rows: Sequence[Row]) -> str:
     met = len(found) - missed - unknown
     last = f"{met} of {len(found)} bars met, {missed} missed, {unknown} not measured"
     return "\n".join([*(bar.line() for bar in found), last])
-
-
-def on_gpu(rows: Sequence[Row], op: str) -> dict[str, dict[str, Row]]:
-    """Rows of one op by shape and contender, without those of a CPU."""
-    found: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        if row.op == op and not row.gpu.startswith("cpu"):
-            found.setdefault(row.shape, {})[row.contender] = row
-    return found
-
-
-def _over(row: Row | None, other: Row | None, value: str = "median_ms") -> float | None:
-    above, below = getattr(row, value, None), getattr(other, value, None)
-    return above / below if above is not None and below else None
 
 
 def _cross_entropy(rows: Sequence[Row]) -> Iterator[Bar]:
@@ -140,7 +99,7 @@ def _errors(rows: Sequence[Row], op: str, most: float) -> Iterator[Bar]:
             if not row.ours:
                 continue
             for name, value in (("dX", "dx_error"), ("dW", "dw_error")):
-                off = _over(row, group.get("eager"), value)
+                off = over(row, group.get("eager"), value)
                 yield Bar(f"{op} {shape} {data}: {row.contender}, {name} error over eager's", off, most)
 
 
@@ -151,7 +110,7 @@ def _cross_entropy_errors(rows: Sequence[Row]) -> Iterator[Bar]:
 def _mlp(rows: Sequence[Row]) -> Iterator[Bar]:
     for shape, group in on_gpu(rows, "mlp").items():
         ours = group.get("oomph")
-        yield Bar(f"mlp {shape}: time over eager's", _over(ours, group.get("eager")), 1.27)
+        yield Bar(f"mlp {shape}: time over eager's", over(ours, group.get("eager")), 1.27)
         if shape.startswith("SwiGLU 131072x2560x9216"):
             yield Bar(f"mlp {shape}: peak", ours and ours.peak_mib, 1800, "MiB")
     yield from (bar for bar in _errors(rows, "mlp errors", 1.02) if "dW" in bar.about)
@@ -160,8 +119,8 @@ def _mlp(rows: Sequence[Row]) -> Iterator[Bar]:
 def _modulated(rows: Sequence[Row]) -> Iterator[Bar]:
     for shape, group in on_gpu(rows, "modulated").items():
         ours, bare = group.get("oomph"), group.get("bare h W")
-        yield Bar(f"modulated {shape}: time over the bare product", _over(ours, bare), 1.12)
-        held = _over(ours, bare, "held_mib")
+        yield Bar(f"modulated {shape}: time over the bare product", over(ours, bare), 1.12)
+        held = over(ours, bare, "held_mib")
         yield Bar(f"modulated {shape}: held after forward, over the bare product", held, 1.02)
 
 
@@ -174,17 +133,19 @@ def _attention(rows: Sequence[Row]) -> Iterator[Bar]:
             best = min(ran, key=lambda row: row.median_ms or 0, default=None)
             if ours is not None and fused:
                 name = best.contender if best else "the best fused backend"
-                yield Bar(f"attention {shape}: {kind}, time over {name}", _over(ours, best), NOISE)
+                yield Bar(f"attention {shape}: {kind}, time over {name}", over(ours, best), NOISE)
         local, flash = group.get("oomph bf16 locality"), group.get("SDPA flash bf16")
         if local is not None:
-            yield Bar(f"attention {shape}: bias function, time over flash", _over(local, flash), 1.5)
-            memory = _over(local, flash, "peak_mib")
+            yield Bar(f"attention {shape}: bias function, time over flash", over(local, flash), 1.5)
+            memory = over(local, flash, "peak_mib")
             yield Bar(f"attention {shape}: bias function, peak over flash's", memory, 1.3)
 
 
 def _cpu(rows: Sequence[Row]) -> Iterator[Bar]:
     for row in rows:
-        if row.gpu.startswith("cpu") and row.ours and "errors" not in row.op and " at " not in row.shape:
+        if row.op == "kda" or not row.gpu.startswith("cpu"):  # that has a bar of its own
+            continue
+        if row.ours and "errors" not in row.op and " at " not in row.shape:
             about = f"{row.op} {row.shape} on the CPU: {row.contender}, time over eager's"
             yield Bar(about, row.ratio_to_limit, 1.15)
 

@@ -6,8 +6,9 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,16 +29,17 @@ class Peer:
     version: str = ""
     missing: str = ""
     losses: tuple[Contender, ...] = ()
+    others: str = "tiled MLP"  # what it is compared in where it has no losses
 
     def line(self) -> str:
         if self.missing:
             return f"peer {self.name}: skipped ({self.missing})"
         found = [contender.name for contender in self.losses]
-        return f"peer {self.name} {self.version}: {', '.join(found) or 'tiled MLP'}"
+        return f"peer {self.name} {self.version}: {', '.join(found) or self.others}"
 
 
 def find_peers() -> list[Peer]:
-    return [_liger(), _cut_cross_entropy(), _torchao(), _torch()]
+    return [_liger(), _cut_cross_entropy(), _torchao(), _torch(), fla_peer()]
 
 
 def imported(module: str) -> ModuleType | str:
@@ -124,6 +126,38 @@ def _torch() -> Peer:
     )
 
 
+def fla_peer() -> Peer:
+    """flash-linear-attention. Not imported before it is needed: that takes seconds."""
+    if importlib.util.find_spec("fla") is None:
+        return Peer("fla", missing="no module named 'fla'")
+    return Peer("fla", _version("flash-linear-attention", "fla-core"), others="KDA, NSA")
+
+
+def fla_of(peers: Sequence[Peer]) -> str:
+    """ "fla 0.6.0", or "" where it is not installed."""
+    return next((f"fla {peer.version}" for peer in peers if peer.name == "fla" and not peer.missing), "")
+
+
+@functools.cache
+def fla_module(name: str) -> ModuleType:
+    """A module of fla's ops, without its layers and models, whose imports take ten seconds and more.
+
+    Its tuners then time a configuration for 30 ms rather than 125: there are hundreds.
+    """
+    import triton.testing
+
+    if not isinstance(triton.testing.do_bench, functools.partial):
+        triton.testing.do_bench = functools.partial(triton.testing.do_bench, warmup=5, rep=25)
+    # None stands for a module that is not there: fla goes on without these.
+    left_out: dict[str, Any] = {"fla.layers": None, "fla.models": None} if "fla" not in sys.modules else {}
+    sys.modules.update(left_out)
+    try:
+        return importlib.import_module(name)
+    finally:
+        for module in left_out:
+            del sys.modules[module]
+
+
 def liger_tiled_mlp(kind: str, module: nn.Module) -> nn.Module | str:
     """Liger's tiled MLP ("SwiGLU" or "GEGLU") around the very weights of `module`, or why there is none."""
     found = imported("liger_kernel.transformers.tiled_mlp")
@@ -143,3 +177,8 @@ def liger_tiled_mlp(kind: str, module: nn.Module) -> nn.Module | str:
 def ops() -> Any:
     """oomph.ops, imported when first used."""
     return importlib.import_module("oomph.ops")
+
+
+def op(folder: str, name: str) -> Any:
+    """One function of one of its rooms: `op("delta_attention", "kda")`."""
+    return getattr(importlib.import_module(f"oomph.ops.{folder}"), name)

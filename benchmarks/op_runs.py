@@ -57,6 +57,7 @@ class Case:
     limit: str | None = None  # the contender that the others' times are divided by
     data: str = ""
     held: bool = False  # also what is held between forward and backward
+    rounds: int | None = None  # at most so many, where a step takes so long that many would take minutes
     predicted_only: Sequence[Contender] = field(default=())  # too large to run; a row with its prediction
 
 
@@ -113,7 +114,7 @@ def run_case(case: Case, machine: Machine, rounds: int) -> list[Row]:
     for contender in case.contenders:
         step = step_of(contender, inputs)
         try:
-            for _ in range(3):
+            for _ in range(3 if case.rounds is None else 2):
                 step()
             _wait(machine)
             peaks = peaks_of(contender, inputs, case.held) if machine.cuda else (None, None)
@@ -124,7 +125,7 @@ def run_case(case: Case, machine: Machine, rounds: int) -> list[Row]:
             running[contender.name] = step
             rows[contender.name] = machine.row(case, contender, peak_mib=peaks[0], held_mib=peaks[1])
         clean(inputs)
-    times = interleaved(running, machine, rounds)
+    times = interleaved(running, machine, rounds if case.rounds is None else min(rounds, case.rounds))
     for contender in case.contenders:
         name = contender.name
         if name in times:

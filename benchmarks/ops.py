@@ -1,6 +1,6 @@
 """Ours and every installed peer, side by side: times, peaks, errors, predictions, and the bars.
 
-    python benchmarks/ops.py [cross_entropy|mlp|modulated|attention|rotary|all ...]   # on a GPU
+    python benchmarks/ops.py [PART ...]               # on a GPU; all parts, or cross_entropy, mlp, kda, ...
     python benchmarks/ops.py --cpu                    # the chunked versions against eager, under a minute
     python benchmarks/ops.py all --tiny               # every contender once at toy sizes, to find mistakes
     python benchmarks/ops.py predict --csv FILE       # anywhere: what oomph.predict says, into stored rows
@@ -26,12 +26,16 @@ sys.path.insert(0, str(HERE.parent / "src"))
 
 import op_attention  # noqa: E402
 import op_cross_entropy  # noqa: E402
+import op_kda  # noqa: E402
+import op_lif  # noqa: E402
 import op_mlp  # noqa: E402
 import op_modulated  # noqa: E402
+import op_nsa  # noqa: E402
 import op_rotary  # noqa: E402
+import op_selective_scan  # noqa: E402
 import torch  # noqa: E402
 from op_bars import report  # noqa: E402
-from op_peers import Peer, find_peers  # noqa: E402
+from op_peers import Peer, find_peers, fla_peer  # noqa: E402
 from op_rows import Row, merged, read_rows, table, write_rows  # noqa: E402
 from op_runs import Case, Machine, predicted, run_case, this_machine, with_predictions  # noqa: E402
 
@@ -42,8 +46,19 @@ CASES: dict[str, Callable[[Sequence[Peer], bool], list[Case]]] = {
     "modulated": lambda peers, tiny: op_modulated.cases(tiny),
     "attention": lambda peers, tiny: op_attention.cases(tiny),
     "rotary": op_rotary.cases,
+    "kda": op_kda.cases,
+    "nsa": op_nsa.cases,
+    "selective_scan": lambda peers, tiny: op_selective_scan.cases(tiny),
+    "lif_gate": lambda peers, tiny: op_lif.cases(tiny),
 }
-ERRORS: dict[str, ErrorRows] = {"cross_entropy": op_cross_entropy.error_rows, "mlp": op_mlp.error_rows}
+SEQUENCE_OPS = {"kda", "nsa", "selective_scan", "lif_gate"}
+ERRORS: dict[str, ErrorRows] = {
+    "cross_entropy": op_cross_entropy.error_rows,
+    "mlp": op_mlp.error_rows,
+    "kda": op_kda.error_rows,
+    "nsa": op_nsa.error_rows,
+    "selective_scan": op_selective_scan.error_rows,
+}
 
 
 def part(name: str, machine: Machine, peers: Sequence[Peer], rounds: int, tiny: bool) -> Iterator[list[Row]]:
@@ -61,7 +76,10 @@ CPU_CASES: dict[str, Callable[[int], Case]] = {
     "mlp": lambda times: op_mlp.cpu_case((2048 * times, 256, 1024)),
     "modulated": lambda times: op_modulated.cpu_case((1024 * times, 512, 1408, 16)),
     "attention": lambda times: op_attention.cpu_case((1, 2, 2, 1024 * times, 64)),
+    "kda": lambda times: op_kda.cpu_case((1, 4096 * times, 2, 64)),
+    "selective_scan": lambda times: op_selective_scan.cpu_case((2, 512 * times, 64, 16)),
 }
+# The ops over sequences are not among these: they keep states, whose number grows with the tokens.
 MULTIPLES = {"cross_entropy": (64, 256), "mlp": (64, 256), "modulated": (16, 64), "attention": (16, 32)}
 
 
@@ -69,7 +87,7 @@ def on_cpu(name: str, machine: Machine, rounds: int) -> Iterator[list[Row]]:
     """Times against eager, and predictions at multiples of N: do the temporaries grow with it?"""
     case = CPU_CASES[name](1)
     yield run_case(case, machine, rounds)
-    for times in MULTIPLES[name]:
+    for times in MULTIPLES.get(name, ()):
         larger = replace(CPU_CASES[name](times), shape=f"{case.shape} at {times}N")
         for contender in (contender for contender in case.contenders if contender.ours):
             yield [machine.row(larger, contender, predicted_mib=predicted(larger, contender))]
@@ -107,7 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = this_machine(cpu=given.cpu or not torch.cuda.is_available())
     out = given.csv or (None if given.tiny else default_file(machine))
     chosen = [name for name in (CPU_CASES if given.cpu else CASES) if "all" in names or name in names]
-    peers = [] if given.cpu else find_peers()
+    # The libraries of the other parts take ten seconds to import.
+    peers = [] if given.cpu else [fla_peer()] if SEQUENCE_OPS.issuperset(chosen) else find_peers()
     for peer in peers:
         print(peer.line(), flush=True)
     rows: list[Row] = []

@@ -3,12 +3,14 @@
 `explain(op, ...)` tells which implementation a call would run, and why.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from oomph.lazy import attach
 
 if TYPE_CHECKING:
     from oomph.ops.choice import Choice, explain
     from oomph.ops.cross_entropy import compute_loss_chunked, linear_cross_entropy
+    from oomph.ops.delta_attention import kda, precompute_updates
     from oomph.ops.matmul import tiled_matmul
     from oomph.ops.mlp import MLPWeights, tiled_mlp
     from oomph.ops.modulation import (
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     )
     from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_table
     from oomph.ops.softmax_attention import BlockPattern, attention, locality_bias
+    from oomph.ops.sparse_attention import nsa
+    from oomph.ops.spiking import lif_gate
+    from oomph.ops.state_space import selective_scan
 
 __all__ = [
     "BlockPattern",
@@ -31,47 +36,42 @@ __all__ = [
     "compute_loss_chunked",
     "compute_weight_delta",
     "explain",
+    "kda",
+    "lif_gate",
     "linear_cross_entropy",
     "locality_bias",
     "modulated_linear",
+    "nsa",
+    "precompute_updates",
     "quantize_int8",
     "rotary",
     "rotary_table",
+    "selective_scan",
     "tiled_matmul",
     "tiled_mlp",
     "weight_delta_norm",
 ]
 
 # Each op is imported when first asked for: a program that wants one does not wait for the others.
-_HOMES = {
-    "BlockPattern": "softmax_attention",
-    "Choice": "choice",
-    "Int8Weight": "modulation",
-    "MLPWeights": "mlp",
-    "RotaryTable": "rotary_embedding",
-    "attention": "softmax_attention",
-    "compute_loss_chunked": "cross_entropy",
-    "compute_weight_delta": "modulation",
-    "explain": "choice",
-    "linear_cross_entropy": "cross_entropy",
-    "locality_bias": "softmax_attention",
-    "modulated_linear": "modulation",
-    "quantize_int8": "modulation",
-    "rotary": "rotary_embedding",
-    "rotary_table": "rotary_embedding",
-    "tiled_matmul": "matmul",
-    "tiled_mlp": "mlp",
-    "weight_delta_norm": "modulation",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'oomph.ops' has no attribute {name!r}")
-    value = getattr(import_module(f"oomph.ops.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "choice": ("Choice", "explain"),
+        "cross_entropy": ("compute_loss_chunked", "linear_cross_entropy"),
+        "delta_attention": ("kda", "precompute_updates"),
+        "matmul": ("tiled_matmul",),
+        "mlp": ("MLPWeights", "tiled_mlp"),
+        "modulation": (
+            "Int8Weight",
+            "compute_weight_delta",
+            "modulated_linear",
+            "quantize_int8",
+            "weight_delta_norm",
+        ),
+        "rotary_embedding": ("RotaryTable", "rotary", "rotary_table"),
+        "softmax_attention": ("BlockPattern", "attention", "locality_bias"),
+        "sparse_attention": ("nsa",),
+        "spiking": ("lif_gate",),
+        "state_space": ("selective_scan",),
+    },
+)

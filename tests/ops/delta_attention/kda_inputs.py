@@ -1,0 +1,88 @@
+"""Inputs and comparisons that the tests of kda share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NAMES = ("q", "k", "v", "log_alpha", "beta", "initial_state")
+Outcome = dict[str, Tensor]
+
+
+def inputs(
+    batch: int = 2,
+    tokens: int = 37,
+    heads: int = 2,
+    keys: int = 5,
+    values: int = 7,
+    *,
+    states: int | None = None,
+    decay: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Unit keys, log alpha uniform in [-decay, 0], beta in [0, 1]."""
+    make = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=make, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=make, dtype=torch.float64)
+
+    lead = (batch, tokens, heads)
+    made = {
+        "q": normal(*lead, keys),
+        "k": torch.nn.functional.normalize(normal(*lead, keys), dim=-1),
+        "v": normal(*lead, values),
+        "log_alpha": -decay * uniform(*lead, keys),
+        "beta": uniform(*lead),
+        "initial_state": normal(batch if states is None else states, heads, keys, values),
+    }
+    return {name: x.to(dtype) for name, x in made.items()}
+
+
+def outcome(run: Callable[..., tuple[Tensor, Tensor]], given: dict[str, Tensor], **options: Any) -> Outcome:
+    """o, the final state, and the gradient of every input, for fixed gradients of both results."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
+    o, state = run(**leaves, **options)
+    make = torch.Generator().manual_seed(9)
+    weights = [torch.randn(x.shape, generator=make, dtype=torch.float64) for x in (o, state)]
+    ((o.double() * weights[0]).sum() + (state.double() * weights[1]).sum()).backward()
+    grads = {f"grad of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
+    return {"o": o.detach(), "state": state.detach(), **grads}
+
+
+def relative_error(found: Tensor, right: Tensor) -> float:
+    found, right = found.detach().double(), right.detach().double()
+    return float((found - right).norm() / right.norm().clamp(min=1e-300))
+
+
+def assert_close(found: Outcome, right: Outcome, tolerance: float) -> None:
+    assert found.keys() == right.keys()
+    errors = {name: relative_error(found[name], right[name]) for name in right}
+    assert max(errors.values()) <= tolerance, errors
+    assert all(torch.isfinite(x).all() for x in found.values())
+
+
+def packed(run: Callable[..., tuple[Tensor, Tensor]], lengths: list[int]) -> Callable[..., Any]:
+    """The same by one call per sequence."""
+
+    def each(initial_state: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, states, start = [], [], 0
+        for number, length in enumerate(lengths):
+            part = {name: x[:, start : start + length] for name, x in given.items()}
+            o, state = run(**part, initial_state=initial_state[number : number + 1])
+            outputs.append(o)
+            states.append(state)
+            start += length
+        return torch.cat(outputs, 1), torch.cat(states)
+
+    return each
+
+
+def ends(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)

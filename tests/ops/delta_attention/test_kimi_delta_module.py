@@ -1,0 +1,224 @@
+"""KimiDeltaAttention against its formulas token by token; generation, packing, parameters, predictions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.nn.delta_attention import KimiDeltaAttention
+
+HIDDEN, HEADS, D, V, TAPS = 12, 2, 4, 6, 4
+
+
+def layer(**options: object) -> KimiDeltaAttention:
+    torch.manual_seed(0)
+    made = KimiDeltaAttention(
+        HIDDEN,
+        HEADS,
+        D,
+        **{"value_head_dim": V, "dtype": torch.float64, **options},  # type: ignore[arg-type]
+    )
+    torch.nn.init.normal_(made.o_norm.weight)
+    return made
+
+
+def tokens(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def by_formula(made: KimiDeltaAttention, x_TC: Tensor) -> Tensor:
+    """One sequence, token by token and head by head, from the parameters alone."""
+    p = dict(made.named_parameters())
+
+    def convolved(name: str) -> list[Tensor]:
+        rows = [x @ p[f"{name}_proj.weight"].T for x in x_TC]
+        kernel = p[f"{name}_conv1d.weight"]
+        out = []
+        for t in range(len(rows)):
+            total = torch.zeros_like(rows[0])
+            for tap in range(TAPS):
+                if t - tap >= 0:
+                    total = total + kernel[:, 0, TAPS - 1 - tap] * rows[t - tap]
+            out.append(total * torch.sigmoid(total))
+        return out
+
+    q, k, v = (convolved(name) for name in "qkv")
+    states = [torch.zeros(D, V, dtype=torch.float64) for _ in range(HEADS)]
+    ys = []
+    for t, x in enumerate(x_TC):
+        f = p["f_proj.1.weight"] @ (p["f_proj.0.weight"] @ x)
+        gate = p["g_proj.1.weight"] @ (p["g_proj.0.weight"] @ x) + p["g_proj.1.bias"]
+        outputs = []
+        for head in range(HEADS):
+            keys, values = slice(head * D, (head + 1) * D), slice(head * V, (head + 1) * V)
+            unit = [each[t][keys] / torch.sqrt(each[t][keys].square().sum() + 1e-6) for each in (q, k)]
+            step = torch.log1p(torch.exp(f[keys] + p["dt_bias"][keys]))
+            alpha = torch.exp(-torch.exp(p["A_log"][head]) * step)
+            beta = torch.sigmoid(p["b_proj.weight"][head] @ x)
+            transition = torch.diag(alpha) - beta * torch.outer(unit[1], alpha * unit[1])
+            states[head] = transition @ states[head] + beta * torch.outer(unit[1], v[t][values])
+            o = states[head].T @ unit[0] / math.sqrt(D)
+            o = o / torch.sqrt(o.square().mean() + 1e-5) * p["o_norm.weight"]
+            outputs.append(o * torch.sigmoid(gate[values]))
+        ys.append(p["o_proj.weight"] @ torch.cat(outputs))
+    return torch.stack(ys)
+
+
+def test_the_layer_and_every_gradient_are_what_its_formulas_give() -> None:
+    made, x = layer(), tokens(2, 9).requires_grad_()
+    parameters = [x, *made.parameters()]
+    y, _ = made(x)
+    right = torch.stack([by_formula(made, each) for each in x])
+    torch.testing.assert_close(y, right, rtol=1e-10, atol=1e-12)
+    pull = tokens(2, 9, seed=2)
+    found = torch.autograd.grad(y, parameters, pull)
+    for each, wanted in zip(found, torch.autograd.grad(right, parameters, pull), strict=True):
+        assert each.any()
+        torch.testing.assert_close(each, wanted, rtol=1e-8, atol=1e-10)
+
+
+def test_a_later_token_changes_no_earlier_output() -> None:
+    made, x = layer(), tokens(1, 20)
+    other = x.clone()
+    other[:, 13:] += 1
+    one, two = made(x)[0], made(other)[0]
+    torch.testing.assert_close(one[:, :13], two[:, :13], rtol=1e-12, atol=1e-13)
+    assert (one[:, 13:] - two[:, 13:]).abs().amax(-1).min() > 1e-6
+
+
+@pytest.mark.parametrize("cuts", [[1] * 11, [4, 1, 6], [10, 1], [2, 9]], ids=str)
+def test_going_on_from_the_state_equals_the_whole_gradients_included(cuts: list[int]) -> None:
+    made, x = layer(), tokens(2, 11).requires_grad_()
+    whole, last = made(x)
+    state, parts = None, []
+    for part in x.split(cuts, dim=1):
+        y, state = made(part, state)
+        parts.append(y)
+    pieces = torch.cat(parts, dim=1)
+    torch.testing.assert_close(pieces, whole, rtol=1e-10, atol=1e-12)
+    assert state is not None
+    for name in ("conv_q", "conv_k", "conv_v", "memory"):
+        torch.testing.assert_close(getattr(state, name), getattr(last, name))
+        assert not getattr(state.detach(), name).requires_grad
+    pull = tokens(2, 11, seed=3)
+    torch.testing.assert_close(
+        torch.autograd.grad(pieces, x, pull)[0], torch.autograd.grad(whole, x, pull)[0], rtol=1e-8, atol=1e-10
+    )
+
+
+def test_packed_sequences_do_not_see_each_other_and_their_states_go_on() -> None:
+    made, x = layer(), tokens(1, 13)
+    lengths = [5, 1, 2, 5]
+    cu_seqlens = torch.tensor([0, 5, 6, 8, 13])
+    packed, state = made(x, cu_seqlens=cu_seqlens)
+    torch.testing.assert_close(made(x, cu_seqlens=cu_seqlens.tolist())[0], packed)
+    more = tokens(4, 3, seed=5)
+    joined = more.reshape(1, 12, HIDDEN)
+    further, _ = made(joined, state, cu_seqlens=torch.tensor([0, 3, 6, 9, 12]))
+    for index, part in enumerate(x.split(lengths, dim=1)):
+        alone, own = made(part)
+        start = sum(lengths[:index])
+        torch.testing.assert_close(packed[:, start : start + lengths[index]], alone)
+        torch.testing.assert_close(state.memory[index], own.memory[0])
+        torch.testing.assert_close(state.conv_k[index], own.conv_k[0])
+        after, _ = made(more[index : index + 1], own)
+        torch.testing.assert_close(further[:, 3 * index : 3 * index + 3], after)
+
+
+def test_memory_options_change_no_result() -> None:
+    x = tokens(1, 40)
+    right, _ = layer()(x)
+    for options in ({"memory_chunk_size": 16}, {"memory_budget": "1MiB"}, {"mode": "sequential"}):
+        made = layer(**options)
+        torch.testing.assert_close(made(x)[0], right, rtol=1e-10, atol=1e-12)
+
+
+def test_parameters_have_the_published_names_shapes_and_first_values() -> None:
+    made = KimiDeltaAttention(64, 4, 16, dtype=torch.float64)
+    shapes = {name: tuple(each.shape) for name, each in made.named_parameters()}
+    assert shapes == {
+        "A_log": (4,),
+        "dt_bias": (64,),
+        "q_proj.weight": (64, 64),
+        "k_proj.weight": (64, 64),
+        "v_proj.weight": (64, 64),
+        "q_conv1d.weight": (64, 1, 4),
+        "k_conv1d.weight": (64, 1, 4),
+        "v_conv1d.weight": (64, 1, 4),
+        "f_proj.0.weight": (16, 64),
+        "f_proj.1.weight": (64, 16),
+        "b_proj.weight": (4, 64),
+        "g_proj.0.weight": (16, 64),
+        "g_proj.1.weight": (64, 16),
+        "g_proj.1.bias": (64,),
+        "o_norm.weight": (16,),
+        "o_proj.weight": (64, 64),
+    }
+    step = torch.nn.functional.softplus(made.dt_bias)
+    assert step.min() >= 0.001
+    assert step.max() <= 0.1
+    assert made.A_log.exp().min() >= 1
+    assert made.A_log.exp().max() <= 16
+
+
+def test_it_is_made_on_meta_and_in_any_dtype_and_the_same_seed_gives_the_same_layer() -> None:
+    meta = KimiDeltaAttention(HIDDEN, HEADS, D, device="meta")
+    assert all(each.is_meta for each in meta.parameters())
+    made = layer().to_empty(device="cpu")
+    made.reset_parameters()
+    step = torch.nn.functional.softplus(made.dt_bias)
+    assert ((step > 0.00099) & (step < 0.101)).all()
+    assert ((made.A_log >= 0) & (made.A_log < math.log(16.1))).all()
+    one, two = (layer(dtype=torch.float32) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    half = layer(dtype=torch.bfloat16)
+    assert {each.dtype for each in half.parameters()} == {torch.bfloat16}
+    y, state = half(tokens(1, 7).to(torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    assert state.memory.dtype == torch.float32
+
+
+def test_autocast_is_near_full_precision() -> None:
+    made, x = layer(dtype=torch.float32), tokens(2, 9).float()
+    right, _ = made(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, _ = made(x)
+    y.sum().backward()
+    assert (y.float() - right).norm() < 0.05 * right.norm()
+
+
+def test_a_prediction_of_training_runs_the_layer() -> None:
+    def train():  # type: ignore[no-untyped-def]
+        made = KimiDeltaAttention(64, 2, 32, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(2, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return lambda: made(x)[0].sum().backward()
+
+    assert oomph.predict(train, gpu="h200").peak.allocated > 0
+
+
+BAD = [
+    (lambda: KimiDeltaAttention(12, 0, 4), "num_heads=0 is not valid; give a whole number >= 1"),
+    (lambda: KimiDeltaAttention(12, 2, 4, conv_size=2.0), "conv_size=2.0 is not valid"),
+    (lambda: KimiDeltaAttention(12, 2, 4, memory_chunk_size=0), "memory_chunk_size=0 is not valid"),
+    (lambda: KimiDeltaAttention(12, 2, 4, memory_budget="much"), "memory_budget='much'"),
+    (lambda: KimiDeltaAttention(12, 2, 4, mode="fast"), "mode='fast' is not valid; choose from"),
+    (lambda: KimiDeltaAttention(12, 2, 4, impl="fast"), "impl='fast' is not valid; choose from"),
+    (lambda: layer()(torch.zeros(2, 12)), r"x has shape \[2, 12\]; valid: \[B, T, 12\]"),
+    (
+        lambda: layer()(tokens(1, 3), cu_seqlens=[0.0, 3.0]),
+        "cu_seqlens is torch.float32 .*; valid: integers",
+    ),
+    (lambda: layer()(tokens(2, 3), cu_seqlens=[0, 3]), r"with cu_seqlens x has B = 1; given: x \[2, 3, 12\]"),
+    (lambda: layer()(tokens(1, 3), layer()(tokens(2, 3))[1]), "convolution's state has shape .* valid: "),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_bad_argument_is_named_with_what_is_valid(call, message: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ArgumentError, match=message):
+        call()

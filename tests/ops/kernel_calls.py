@@ -1,0 +1,159 @@
+"""One call per way of using a kernel; test_kernels_compile.py compiles every kernel that they start.
+
+A new op adds its calls to CALLS, a line each. They run on the pretend GPU: forward, then backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from oomph.ops import (
+    BlockPattern,
+    MLPWeights,
+    attention,
+    linear_cross_entropy,
+    locality_bias,
+    modulated_linear,
+    rotary,
+    tiled_matmul,
+    tiled_mlp,
+)
+from oomph.ops.delta_attention import kda
+from oomph.ops.short_convolution import short_convolution
+from oomph.ops.sparse_attention import nsa
+from oomph.ops.spiking import lif_gate
+from oomph.ops.state_space import selective_scan
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
+
+
+def classes(count: int, tokens: int = 4096) -> Tensor:
+    return torch.randint(count, (tokens,), device="cuda")
+
+
+def every_option_of_cross_entropy() -> Tensor:
+    loss, lse = linear_cross_entropy(
+        randn(4096, 512, dtype=FP16),
+        randn(50257, 512, dtype=FP16),
+        classes(50257),
+        bias=randn(50257, dtype=FP16),
+        shift=True,
+        label_smoothing=0.1,
+        z_loss=1e-4,
+        softcap=30.0,
+        class_weight=torch.rand(50257, device="cuda"),
+        token_weight=torch.rand(4096, device="cuda"),
+        return_lse=True,
+        impl="triton",
+    )
+    return loss + lse.sum()
+
+
+def mlp(activation: str, gated: bool, dtype: torch.dtype = BF16) -> Tensor:
+    gate = randn(512, 256, dtype=dtype) if gated else None
+    weights = MLPWeights(
+        randn(512, 256, dtype=dtype), randn(256, 512, dtype=dtype), gate, activation=activation
+    )
+    return tiled_mlp(weights, randn(1000, 256, dtype=dtype), impl="triton")
+
+
+def modulated(rank: int, dtype: torch.dtype) -> Tensor:
+    factors = randn(512, rank, dtype=dtype), randn(rank, 1000, dtype=dtype), randn(70000, rank, dtype=dtype)
+    return modulated_linear(
+        randn(70000, 512, dtype=dtype), randn(512, 1000, dtype=dtype), *factors, impl="triton"
+    )
+
+
+def heads(size: int, dtype: torch.dtype = BF16, tokens: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
+    q = randn(2, 4, tokens, size, dtype=dtype)
+    return q, randn(2, 2, tokens, size, dtype=dtype), randn(2, 2, tokens, size, dtype=dtype)
+
+
+def near_points() -> Tensor:
+    points = torch.rand(1024, 3, device="cuda")
+    return attention(*heads(64), bias=locality_bias(points, points, 2.0), causal=True, impl="triton")
+
+
+def padded_pattern() -> Tensor:
+    mask = torch.ones(2, 1024, device="cuda", dtype=torch.bool)
+    pattern = BlockPattern("mixed", block=64)
+    return attention(*heads(128, FP16), pattern=pattern, key_mask=mask, impl="triton")
+
+
+def in_several_blocks() -> Tensor:
+    return linear_cross_entropy(
+        randn(4096, 512), randn(50257, 512), classes(50257), memory_budget="64MiB", impl="triton"
+    )
+
+
+def rand(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.rand(*shape, device="cuda", dtype=dtype, requires_grad=True)
+
+
+def delta_attention() -> Tensor:
+    q, k, v = (randn(2, 512, 4, 128) for _ in range(3))
+    decay = -torch.rand(2, 512, 4, 128, device="cuda")
+    return kda(q, k, v, decay, rand(2, 512, 4), impl="triton")[0]
+
+
+def scan() -> Tensor:
+    x, delta, z = (randn(2, 512, 256) for _ in range(3))
+    b, c = randn(2, 512, 16), randn(2, 512, 16)
+    d = randn(256, dtype=FP32)
+    y = selective_scan(x, delta, -rand(256, 16, dtype=FP32), b, c, d, z=z, delta_softplus=True, impl="triton")
+    assert isinstance(y, Tensor)
+    return y
+
+
+def sparse() -> Tensor:
+    q, k, v = randn(2, 1024, 16, 64), randn(2, 1024, 1, 64), randn(2, 1024, 1, 64)
+    gates = (rand(2, 1024, 16) for _ in range(3))
+    return nsa(q, k, v, *gates, compress=lambda blocks: blocks.mean(2), impl="triton")
+
+
+def spikes() -> Tensor:
+    return lif_gate(randn(2, 128, 4, 64), decay=0.9, threshold=1.0, surrogate_beta=4.0, impl="triton")[0]
+
+
+CALLS: dict[str, Callable[[], Tensor]] = {
+    "cross entropy": lambda: linear_cross_entropy(
+        randn(4096, 512), randn(50257, 512), classes(50257), impl="triton"
+    ),
+    "cross entropy in several blocks": in_several_blocks,
+    "cross entropy with every option": every_option_of_cross_entropy,
+    "gated silu MLP": lambda: mlp("silu", gated=True),
+    "gelu MLP": lambda: mlp("gelu", gated=False, dtype=FP16),
+    "gated gelu_tanh MLP in float32": lambda: mlp("gelu_tanh", gated=True, dtype=FP32),
+    "relu MLP": lambda: mlp("relu", gated=False),
+    "modulation": lambda: modulated(16, BF16),
+    "modulation of a large rank": lambda: modulated(100, FP16),
+    "modulation in float32": lambda: modulated(8, FP32),
+    "rotary": lambda: rotary(randn(2, 4, 1000, 128), impl="triton"),
+    "interleaved rotary of a part": lambda: rotary(
+        randn(2, 7, 33, 80, dtype=FP32), fraction=0.4, interleaved=True, heads_first=False, impl="triton"
+    ),
+    "product": lambda: tiled_matmul(randn(1000, 512), randn(512, 777), impl="triton"),
+    "product in float32": lambda: tiled_matmul(
+        randn(1000, 512, dtype=FP32), randn(512, 777, dtype=FP32), impl="triton"
+    ),
+    "row maxima of a product": lambda: tiled_matmul(
+        randn(1000, 512), randn(512, 777), epilogue="rowmax", impl="triton"
+    )[1],
+    "log-sum-exp of a product that is not stored": lambda: tiled_matmul(
+        randn(16, 512), randn(512, 777), epilogue="logsumexp", return_product=False, impl="triton"
+    ),
+    "attention to near points": near_points,
+    "attention by a pattern, with padding": padded_pattern,
+    "delta attention": delta_attention,
+    "selective scan": scan,
+    "short convolution": lambda: short_convolution(randn(2, 515, 256), randn(256, 1, 4), impl="triton"),
+    "sparse attention": sparse,
+    "spiking gate": spikes,
+}

@@ -1,0 +1,61 @@
+"""Packages offer their names at once and import what is behind them when it is asked for."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ["oomph", "oomph.ops", "oomph.nn"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_name_that_is_offered_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__all__ == sorted(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+        assert name in dir(module)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_type_checkers_are_told_of_the_same_names(package: str) -> None:
+    module = importlib.import_module(package)
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    checked = next(node for node in tree.body if isinstance(node, ast.If))
+    imported = {
+        alias.name: node.module
+        for node in ast.walk(checked)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(imported) == set(module.__all__)
+    for name, home in imported.items():
+        assert home is not None
+        assert getattr(importlib.import_module(home), name) is getattr(module, name)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_name_that_is_not_offered_is_an_attribute_error(package: str) -> None:
+    module = importlib.import_module(package)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'not_there'"):
+        module.not_there  # noqa: B018
+
+
+def test_importing_the_packages_imports_nothing_behind_them() -> None:
+    program = (
+        "import sys, oomph, oomph.ops, oomph.nn\n"
+        "loaded = {name for name in sys.modules if name.startswith('oomph')}\n"
+        "assert loaded == {'oomph', 'oomph.lazy', 'oomph.ops', 'oomph.nn'}, loaded\n"
+        "assert 'torch' not in sys.modules\n"
+        "from oomph.ops import tiled_mlp\n"
+        "assert 'oomph.ops.mlp' in sys.modules and 'oomph.ops.matmul' not in sys.modules\n"
+        "assert oomph.ops.tiled_mlp is tiled_mlp\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
