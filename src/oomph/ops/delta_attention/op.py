@@ -87,7 +87,8 @@ def kda(
         "scan" (field report 000's: a dk x dk matrix per token; to be measured, not used), or "auto":
         sequential for one token, and for a few without gradients; else chunked.
     memory_chunk_size: of mode="chunked", the tokens that are worked on at a time, in whole chunks. Kept for
-        backward are the inputs and the states every so many tokens; the rest is made again. In mode="scan" it
+        backward are the inputs and the states every so many tokens; the rest is made again (on a CPU a call
+        of one part keeps up to its inputs' size more). In mode="scan" it
         is the report's: the tokens per part of `precompute_updates`, default 64.
     memory_budget: instead, such as "64MiB": for what is needed beside the inputs, outputs and gradients.
         Where no size meets it, the one that needs least is taken.
