@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
+from torch import Tensor
+
 from oomph.errors import ArgumentError
 
 _LOG = logging.getLogger("oomph.ops")
 _announced: set[tuple[str, str, str]] = set()
+ASKED_FOR = "asked for"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,7 +32,10 @@ class Choice:
 
 
 def explained_by(choose: Callable[..., Choice]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark an op with the function that decides for it; `choose` takes the op's own arguments."""
+    """Mark an op with the function that decides for it.
+
+    `choose` gets all of the op's arguments by name, defaults filled in, so that these stand in the op alone.
+    """
 
     def mark(op: Callable[P, R]) -> Callable[P, R]:
         op.choose = choose  # type: ignore[attr-defined]
@@ -45,10 +51,32 @@ def explain(op: Callable[..., Any], *arguments: Any, **options: Any) -> Choice:
         raise ArgumentError(
             f"{getattr(op, '__name__', op)!r} makes no choice to explain; give an op of oomph.ops"
         )
-    inspect.signature(op).bind(*arguments, **options)  # a TypeError where the op itself would raise one
-    choice = choose(*arguments, **options)
+    call = inspect.signature(op).bind(
+        *arguments, **options
+    )  # a TypeError where the op itself would raise one
+    call.apply_defaults()
+    choice = choose(**call.arguments)
     assert isinstance(choice, Choice)
     return choice
+
+
+def kernels_or_plain(
+    impl: str, tensor: Tensor, obstacle: str | None, *, kernels: str, plain: str = ""
+) -> Choice:
+    """The usual choice: what was asked for; else kernels on CUDA unless something is in the way; else torch.
+
+    kernels, plain: why they are chosen.
+    """
+    if impl == "triton" and obstacle:
+        raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'chunked'")
+    if impl != "auto":
+        return Choice(impl, ASKED_FOR)
+    if tensor.device.type != "cuda":
+        where = f"the tensors are on {tensor.device.type}"
+        return Choice("chunked", f"{where}: {plain}" if plain else where)
+    if obstacle:
+        return Choice("chunked", obstacle)
+    return Choice("triton", kernels)
 
 
 def announce(op: str, choice: Choice) -> Choice:

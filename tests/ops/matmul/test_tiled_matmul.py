@@ -340,7 +340,7 @@ def test_the_kernel_refuses_float64_and_the_cpu_with_the_reason(monkeypatch):
     with pytest.raises(ArgumentError, match="cannot run: the kernel adds in float32"):
         tiled_matmul(rand(3, 4, dtype=torch.float64), rand(4, 5, dtype=torch.float64), impl="triton")
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(ArgumentError, match=r"impl='triton' cannot run: .*; use impl='auto'"):
+    with pytest.raises(ArgumentError, match=r"impl='triton' cannot run: .*; choose 'auto' or 'chunked'"):
         tiled_matmul(rand(3, 4), rand(4, 5), impl="triton")
 
 

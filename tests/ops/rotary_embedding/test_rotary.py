@@ -327,7 +327,7 @@ def test_the_choice_and_its_reason_can_be_asked_for():
     x = rand(1, 2, 3, 8)
     assert explain(rotary, x).impl == "chunked"
     assert "on cpu" in explain(rotary, x).reason
-    assert explain(rotary, x, impl="reference").reason == "asked for by impl="
+    assert explain(rotary, x, impl="reference").reason == "asked for"
 
 
 TABLE = rotary_table(torch.arange(3), 8, dtype=torch.float64)
@@ -376,7 +376,7 @@ def test_bad_arguments_are_refused_in_one_line(shape, options, message):
 
 def test_triton_without_a_gpu_or_the_interpreter_is_refused_with_the_reason(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ArgumentError, match=r"impl='triton' cannot run: .*; use impl='auto'"):
+    with pytest.raises(ArgumentError, match=r"impl='triton' cannot run: .*; choose 'auto' or 'chunked'"):
         rotary(rand(1, 2, 3, 8), impl="triton")
 
 

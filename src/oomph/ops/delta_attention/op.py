@@ -1,13 +1,14 @@
 """The public function: checks the call, chooses an implementation, runs it."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.choice import ASKED_FOR, Choice, announce, explained_by
 from oomph.ops.delta_attention.chunked import CHUNK, Call, chunked
 from oomph.ops.delta_attention.costs import torch_costs, torch_default, triton_costs
 from oomph.ops.delta_attention.problem import IMPLS, MODES, Problem, make_problem
@@ -29,26 +30,10 @@ _KERNELS_ARE_PROVEN = False
 Run = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor]]
 
 
-def _choose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_alpha: Tensor,
-    beta: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    scale: float | None = None,
-    mode: str = "auto",
-    memory_chunk_size: int | None = None,
-    memory_budget: str | int | None = None,
-    cu_seqlens: Tensor | Sequence[int] | None = None,
-    impl: str = "auto",
-    check: bool | None = None,
-) -> Choice:
+def _choose(mode: str, impl: str, **given: Any) -> Choice:
     checks.one_of("mode", mode, MODES)
     checks.one_of("impl", impl, IMPLS)
-    sizes = (memory_chunk_size, memory_budget, cu_seqlens, check)
-    return _decide(make_problem(q, k, v, log_alpha, beta, initial_state, scale, *sizes), mode, impl)
+    return _decide(make_problem(**given), mode, impl)
 
 
 @explained_by(_choose)
@@ -146,11 +131,10 @@ def _run(
 
 
 def _decide(p: Problem, mode: str, impl: str) -> Choice:
-    asked = "asked for"
     if impl == "reference":
         if mode not in ("auto", "sequential"):
             raise ArgumentError(f"impl='reference' goes token by token; mode={mode!r} needs impl='torch'")
-        return Choice("reference", asked, {"mode": "sequential"})
+        return Choice("reference", ASKED_FOR, {"mode": "sequential"})
     if impl == "triton" and mode not in ("auto", "chunked"):
         raise ArgumentError(f"impl='triton' has mode='chunked' only; mode={mode!r} needs impl='torch'")
     if p.memory_chunk_size is not None and mode == "sequential":
@@ -160,7 +144,7 @@ def _decide(p: Problem, mode: str, impl: str) -> Choice:
     if p.budget is not None and mode in ("sequential", "scan"):
         raise ArgumentError(f"memory_budget is for mode='chunked'; leave it out of {mode!r}")
     if mode in ("sequential", "scan"):
-        return Choice("torch", asked, {"mode": mode})
+        return Choice("torch", ASKED_FOR, {"mode": mode})
     objection = why_not_triton(p.q) or _why_not_kernels(p)
     if impl == "triton" and objection:
         raise ArgumentError(f"impl='triton' cannot run this call ({objection}); choose 'auto' or 'torch'")
@@ -172,10 +156,10 @@ def _decide(p: Problem, mode: str, impl: str) -> Choice:
     if few is not None:
         return Choice("torch", few, {"mode": "sequential"})
     if kernels:
-        reason = asked if impl == "triton" else "kernels on the GPU"
+        reason = ASKED_FOR if impl == "triton" else "kernels on the GPU"
         return Choice("triton", reason, {"mode": "chunked", "segment_tokens": _triton_segment(p)})
     if impl == "torch":
-        reason = asked
+        reason = ASKED_FOR
     else:
         reason = f"no kernel ({objection or 'the interpreter is for tests'}): chunks in large products"
     return Choice("torch", reason, {"mode": "chunked", "segment_tokens": _torch_segment(p)})

@@ -3,6 +3,7 @@
 Legend: G batch, M rows, K inner, N columns.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops.checks import floating, one_of, same_device, same_dtype
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.matmul.chunked import matmul_in_blocks, statistic_gradients
 from oomph.ops.matmul.reference import matmul_reference
@@ -25,25 +26,20 @@ _KERNELS = Kernels("oomph.ops.matmul.triton")
 _ROWS_PER_COMBINING_PROGRAM = 128
 
 
-def _choose(a: Tensor, b: Tensor, *, tile: Tile | int | None = None, impl: str = "auto", **_: Any) -> Choice:
+def _choose(a: Tensor, b: Tensor, tile: Tile | int | None, impl: str, **_: Any) -> Choice:
     one_of("impl", impl, IMPLS)
     floating(a=a, b=b)
-    why_not = why_not_triton(a)
-    if why_not is None and _computed_in(a, b) == torch.float64:
-        why_not = "the kernel adds in float32, and the inputs are float64"
-    if impl == "triton" and why_not is not None:
-        raise ArgumentError(f"impl='triton' cannot run: {why_not}; use impl='auto'")
+    obstacle = why_not_triton(a)
+    if obstacle is None and _computed_in(a, b) == torch.float64:
+        obstacle = "the kernel adds in float32, and the inputs are float64"
     size = resolve(tile, _computed_in(a, b), a.shape[-2] if a.dim() > 1 else 0)
-    if impl not in ("auto", "triton"):
-        return Choice(impl, "asked for by impl=")
-    if impl == "triton":
-        return Choice(impl, "asked for by impl=", {"tile": size})
-    if a.device.type != "cuda":
-        return Choice("chunked", f"the tensors are on {a.device.type}")
-    if why_not is not None:
-        return Choice("chunked", why_not)
-    reason = "the tiled kernel, row statistics in its epilogue (for a product alone torch.matmul is faster)"
-    return Choice("triton", reason, {"tile": size})
+    choice = kernels_or_plain(
+        impl,
+        a,
+        obstacle,
+        kernels="the tiled kernel, row statistics in its epilogue (for the product alone take torch.matmul)",
+    )
+    return replace(choice, settings={"tile": size}) if choice.impl == "triton" else choice
 
 
 @explained_by(_choose)
@@ -83,7 +79,7 @@ def tiled_matmul(
 def _tiled_matmul(
     a: Tensor, b: Tensor, tile: Tile | int | None, epilogue: str | None, return_product: bool, impl: str
 ) -> Any:
-    choice = announce("tiled_matmul", _choose(a, b, tile=tile, impl=impl))
+    choice = announce("tiled_matmul", _choose(a, b, tile, impl))
     lead, (rows, inner), columns = a.shape[:-2], a.shape[-2:], b.shape[-1]
     if b.dim() == 2:  # one b for all: the rows of all of a in one product
         a_GMK, b_GKN = a.reshape(1, lead.numel() * rows, inner), b.unsqueeze(0)

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from oomph.errors import ArgumentError
 from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
 from oomph.ops.launch import why_not_triton
 from oomph.ops.modulation import chunked, fused, reference
 from oomph.ops.modulation.checks import check_arguments
@@ -30,25 +29,21 @@ def choose(
     A: Tensor,
     B: Tensor,
     mod: Tensor,
-    bias: Tensor | None = None,
-    *,
-    impl: str = "auto",
+    bias: Tensor | None,
+    impl: str,
 ) -> Choice:
     """What modulated_linear would run with these arguments, and why."""
     checks.one_of("impl", impl, ("auto", "reference", "chunked", "triton"))
     check_arguments(h, weight, A, B, mod, bias)
-    obstacle = why_not_triton(h) or _why_not_these(h, A.shape[1])
-    if impl == "triton" and obstacle:
-        raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'chunked'")
-    if impl != "auto":
-        return Choice(impl, "asked for")
-    if h.device.type != "cuda":
-        return Choice("chunked", f"the tensors are on {h.device.type}")
-    if obstacle:
-        return Choice("chunked", obstacle)
-    if why := _why_not_worth_it(h, B):
+    choice = kernels_or_plain(
+        impl,
+        h,
+        why_not_triton(h) or _why_not_these(h, A.shape[1]),
+        kernels="many tokens and a small rank: one pass over the gradient makes both products",
+    )
+    if impl == "auto" and choice.impl == "triton" and (why := _why_not_worth_it(h, B)):
         return Choice("chunked", why)
-    return Choice("triton", "many tokens and a small rank: one pass over the gradient makes both products")
+    return choice
 
 
 @explained_by(choose)
@@ -92,7 +87,7 @@ def _run(
     bias: Tensor | None,
     impl: str,
 ) -> Tensor:
-    choice = announce("modulated_linear", choose(h, weight, A, B, mod, bias, impl=impl))
+    choice = announce("modulated_linear", choose(h, weight, A, B, mod, bias, impl))
     dtype = product_dtype(h)
     if choice.impl == "reference":
         whole = weight.dequantize(dtype) if isinstance(weight, Int8Weight) else _whole(weight, dtype)

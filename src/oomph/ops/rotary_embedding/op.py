@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops.checks import floating, one_of, same_device, same_dtype
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.rotary_embedding.chunked import rotate_in_slices
 from oomph.ops.rotary_embedding.reference import rotary_reference
@@ -23,21 +23,16 @@ _HEADS_PER_PROGRAM = 4  # a block of the table is read once for so many heads
 _PAIRS_PER_PROGRAM = 1024  # 8 for each of 128 threads
 
 
-def _choose(q: Tensor, k: Tensor | None = None, *, impl: str = "auto", **_: Any) -> Choice:
+def _choose(q: Tensor, impl: str, **_: Any) -> Choice:
     one_of("impl", impl, IMPLS)
     floating(q=q)
-    why_not = why_not_triton(q)
-    if impl == "triton" and why_not is not None:
-        raise ArgumentError(f"impl='triton' cannot run: {why_not}; use impl='auto'")
-    if impl != "auto":
-        return Choice(impl, "asked for by impl=")
-    if q.device.type != "cuda":
-        return Choice(
-            "chunked", f"the tensors are on {q.device.type}: plain torch, a slice of tokens at a time"
-        )
-    if why_not is not None:
-        return Choice("chunked", why_not)
-    return Choice("triton", "on CUDA one kernel reads the input once and writes the output once")
+    return kernels_or_plain(
+        impl,
+        q,
+        why_not_triton(q),
+        kernels="on CUDA one kernel reads the input once and writes the output once",
+        plain="plain torch, a slice of tokens at a time",
+    )
 
 
 @explained_by(_choose)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
 from oomph.ops.launch import why_not_triton
 from oomph.ops.precision import no_autocast
 from oomph.ops.recomputed import recomputed
@@ -18,22 +18,17 @@ from oomph.ops.uncompiled import uncompiled
 IMPLS = ("auto", "reference", "chunked", "triton")
 
 
-def choose(x: Tensor, weight: Tensor, *, unit_size: int | None = None, impl: str = "auto") -> Choice:
+def choose(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Choice:
     """What short_convolution would run with these arguments, and why."""
     checks.one_of("impl", impl, IMPLS)
     _check(x, weight, unit_size)
-    obstacle = why_not_triton(x) or _why_not_these(x, unit_size)
-    if impl == "triton" and obstacle:
-        raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'chunked'")
-    if impl != "auto":
-        return Choice(impl, "asked for")
-    if x.device.type != "cuda":
-        return Choice(
-            "chunked", f"the tensors are on {x.device.type}: plain torch, a slice of tokens at a time"
-        )
-    if obstacle:
-        return Choice("chunked", obstacle)
-    return Choice("triton", "on CUDA one kernel reads the input once and writes the output once")
+    return kernels_or_plain(
+        impl,
+        x,
+        why_not_triton(x) or _why_not_these(x, unit_size),
+        kernels="on CUDA one kernel reads the input once and writes the output once",
+        plain="plain torch, a slice of tokens at a time",
+    )
 
 
 @explained_by(choose)
@@ -54,7 +49,7 @@ def short_convolution(
 
 @uncompiled
 def _run(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Tensor:
-    choice = announce("short_convolution", choose(x, weight, unit_size=unit_size, impl=impl))
+    choice = announce("short_convolution", choose(x, weight, unit_size, impl))
     if choice.impl == "reference":
         with no_autocast(x):
             return reference(x, weight, unit_size)

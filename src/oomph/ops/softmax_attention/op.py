@@ -6,7 +6,7 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.choice import ASKED_FOR, Choice, announce, explained_by
 from oomph.ops.softmax_attention.biases import BiasFunction
 from oomph.ops.softmax_attention.chunked import chunked
 from oomph.ops.softmax_attention.chunked_cpu import chunked_cpu, fits_cpu_kernel, queries_per_tile
@@ -103,15 +103,15 @@ def attention(
 
 def _decide(p: Problem, impl: str) -> Choice:
     if impl == "reference":
-        return Choice("reference", "asked for by impl=")
+        return Choice("reference", ASKED_FOR)
     if impl == "chunked":
-        return _chunked(p, "asked for by impl=")
+        return _chunked(p, ASKED_FOR)
     backends, passed_over = fused_backends(p)
     if impl in ("sdpa", *BACKENDS):
         fitting = backends if impl == "sdpa" else [name for name in backends if name == impl]
         if not fitting:
             raise ArgumentError(f"impl={impl!r} cannot run this call in linear memory ({passed_over})")
-        return Choice(fitting[0], "asked for by impl=")
+        return Choice(fitting[0], ASKED_FOR)
     if impl == "auto" and backends:
         return Choice(backends[0], passed_over or "first of PyTorch's fused kernels on this GPU")
     return _decide_without_fused(p, impl, passed_over)
@@ -124,7 +124,7 @@ def _decide_without_fused(p: Problem, impl: str, passed_over: str) -> Choice:
         objection = no_kernels if impl == "triton" else no_flex
         if objection is not None:
             raise ArgumentError(f"impl={impl!r} cannot run this call ({objection})")
-        return Choice(impl, "asked for by impl=")
+        return Choice(impl, ASKED_FOR)
     if no_kernels is None and p.q.device.type == "cuda":  # on a CPU they only run in Triton's interpreter
         return Choice("triton", f"no fused kernel ({passed_over})")
     if no_flex is None:

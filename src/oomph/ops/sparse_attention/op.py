@@ -5,7 +5,7 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.choice import ASKED_FOR, Choice, announce, explained_by
 from oomph.ops.precision import no_autocast, product_dtype
 from oomph.ops.sparse_attention.chunked import ChunkedSparseAttention, tokens_per_chunk
 from oomph.ops.sparse_attention.compression import compressed_pair, maps_of
@@ -29,15 +29,14 @@ def _choose(
     gate_cmp: Tensor,
     gate_slc: Tensor,
     gate_win: Tensor,
-    *,
     compress: Compress,
-    block_size: int = 64,
-    compress_block: int = 32,
-    compress_stride: int = 16,
-    top_n: int = 16,
-    window: int = 512,
-    scale: float | None = None,
-    impl: str = "auto",
+    block_size: int,
+    compress_block: int,
+    compress_stride: int,
+    top_n: int,
+    window: int,
+    scale: float | None,
+    impl: str,
 ) -> Choice:
     checks.one_of("impl", impl, IMPLS)
     check_tensors(q, k, v, gate_cmp, gate_slc, gate_win)
@@ -130,11 +129,11 @@ def _decide(q: Tensor, k: Tensor, sizes: Sizes, impl: str) -> Choice:
             raise ArgumentError(
                 f"impl='triton' cannot run this call ({objection}); choose 'auto' or 'chunked'"
             )
-        return Choice("triton", "asked for by impl=")
+        return Choice("triton", ASKED_FOR)
     if impl == "reference":
-        return Choice("reference", "asked for by impl=")
+        return Choice("reference", ASKED_FOR)
     if impl == "chunked":
-        return _chunked(q, sizes, "asked for by impl=")
+        return _chunked(q, sizes, ASKED_FOR)
     if q.device.type == "cuda" and objection is None:
         return Choice("triton", "our kernels")
     return _chunked(q, sizes, f"no kernel of ours ({objection or 'the interpreter is for tests'})")

@@ -1,14 +1,13 @@
 """The public lif_gate: the arguments checked, the implementation chosen, time walked through."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
 from oomph.ops.launch import is_fake, why_not_triton
 from oomph.ops.spiking import chunked, fused
 from oomph.ops.spiking.function import LIFGate
@@ -22,26 +21,22 @@ _ENGINES: dict[str, Engine] = {"chunked": chunked, "triton": fused}
 
 def choose(
     drive: Tensor,
-    *,
     decay: float | Tensor,
     threshold: float,
     surrogate_beta: float,
-    initial: Tensor | None = None,
-    impl: str = "auto",
+    initial: Tensor | None,
+    impl: str,
 ) -> Choice:
     """What lif_gate would run with these arguments, and why."""
     checks.one_of("impl", impl, IMPLS)
     _check(drive, decay, threshold, surrogate_beta, initial)
-    obstacle = why_not_triton(drive)
-    if impl == "triton" and obstacle:
-        raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'chunked'")
-    if impl != "auto":
-        return Choice(impl, "asked for")
-    if drive.device.type != "cuda":
-        return Choice("chunked", f"the tensors are on {drive.device.type}: a loop over time in plain torch")
-    if obstacle:
-        return Choice("chunked", obstacle)
-    return Choice("triton", "on CUDA one kernel walks through time, where a loop would start several a step")
+    return kernels_or_plain(
+        impl,
+        drive,
+        why_not_triton(drive),
+        kernels="on CUDA one kernel walks through time, where a loop would start several a step",
+        plain="a loop over time in plain torch",
+    )
 
 
 @explained_by(choose)
@@ -85,8 +80,7 @@ def _run(
     initial: Tensor | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    options: dict[str, Any] = {"decay": decay, "threshold": threshold, "surrogate_beta": surrogate_beta}
-    choice = announce("lif_gate", choose(drive, initial=initial, impl=impl, **options))
+    choice = announce("lif_gate", choose(drive, decay, threshold, surrogate_beta, initial, impl))
     if choice.impl == "reference":
         return lif_gate_reference(drive, decay, threshold, surrogate_beta, initial)
     batch, trailing = drive.shape[0], drive.shape[2:]

@@ -1,10 +1,12 @@
 """selective_scan: what is chosen, and how a call is brought into the one form that is computed."""
 
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from oomph.errors import ArgumentError
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
 from oomph.ops.launch import why_not_triton
 from oomph.ops.precision import no_autocast
 from oomph.ops.state_space import chunked, fused, reference
@@ -25,35 +27,30 @@ def choose(
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None = None,
-    *,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    direction: str = "forward",
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
-    chunk_size: int | None = None,
-    impl: str = "auto",
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    direction: str,
+    initial_state: Tensor | None,
+    chunk_size: int | None,
+    impl: str,
+    **_: Any,
 ) -> Choice:
     """What selective_scan would run with these arguments, and why."""
     check_arguments(x, delta, A, B, C, D, z, delta_bias, direction, initial_state, chunk_size, impl)
     wide = state_dtype(x, delta, A, B, C, D, z, delta_bias, initial_state)
-    obstacle = why_not_triton(x) or fused.why_not_these(A.shape[-1], wide)
-    if impl == "triton" and obstacle:
-        raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'chunked'")
-    settings = {"chunk_size": chunk_size or _default_chunk(A.shape[-1])}
-    if impl != "auto":
-        chosen, why = impl, "asked for"
-    elif x.device.type != "cuda":
-        chosen, why = "chunked", f"the tensors are on {x.device.type}"
-    elif obstacle:
-        chosen, why = "chunked", obstacle
-    else:
-        chosen, why = "triton", "one kernel each way, which holds the states in registers"
-    if chosen == "triton":
-        settings["chunk_size"] = fused.whole_chunk(settings["chunk_size"])
-    return Choice(chosen, why, {} if chosen == "reference" else settings)
+    choice = kernels_or_plain(
+        impl,
+        x,
+        why_not_triton(x) or fused.why_not_these(A.shape[-1], wide),
+        kernels="one kernel each way, which holds the states in registers",
+    )
+    if choice.impl == "reference":
+        return choice
+    chunk = chunk_size or _default_chunk(A.shape[-1])
+    return replace(
+        choice, settings={"chunk_size": fused.whole_chunk(chunk) if choice.impl == "triton" else chunk}
+    )
 
 
 @explained_by(choose)
@@ -123,10 +120,7 @@ def _run(
     chunk_size: int | None,
     impl: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    choice = choose(
-        x, delta, A, B, C, D, z=z, delta_bias=delta_bias, direction=direction, initial_state=initial_state,
-        chunk_size=chunk_size, impl=impl,
-    )  # fmt: skip
+    choice = choose(x, delta, A, B, C, D, z, delta_bias, direction, initial_state, chunk_size, impl)
     announce("selective_scan", choice)
     if choice.impl == "reference":
         y, final = _reference(x, delta, A, B, C, D, z, delta_bias, softplus, direction, initial_state)
