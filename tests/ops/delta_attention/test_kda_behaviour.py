@@ -170,9 +170,7 @@ def test_auto_goes_token_by_token_for_one_token_and_in_chunks_otherwise():
     assert chosen(1, mode="chunked").settings["mode"] == "chunked"
 
 
-@pytest.mark.parametrize("proven", [False, True])
-def test_on_a_gpu_auto_takes_the_kernels_where_they_apply_and_are_proven(monkeypatch, proven):
-    monkeypatch.setattr("oomph.ops.delta_attention.op._KERNELS_ARE_PROVEN", proven)
+def test_on_a_gpu_auto_takes_the_kernels_where_they_apply():
     chosen = {}
 
     def program():
@@ -185,8 +183,8 @@ def test_on_a_gpu_auto_takes_the_kernels_where_they_apply_and_are_proven(monkeyp
             chosen[name] = explain(kda, x, x, x, x, x[..., 0])
 
     oomph.predict(program, gpu="h200")
-    assert chosen["plain"].impl == ("triton" if proven else "torch")
-    assert ("kernels on the GPU" if proven else "not proven on a GPU yet") in chosen["plain"].reason
+    assert chosen["plain"].impl == "triton"
+    assert chosen["plain"].reason == "kernels on the GPU"
     assert chosen["wide"].impl == "torch"
     assert "float64" in chosen["wide"].reason
     assert "head size above 256" in chosen["large"].reason

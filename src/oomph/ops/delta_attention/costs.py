@@ -29,10 +29,10 @@ def torch_default(p: Problem, costs: Costs) -> int:
 
 def triton_costs(p: Problem) -> tuple[Costs, int]:
     """And the tokens of a chunk, of which segments are multiples. As triton_scratch and fused allocate."""
-    from oomph.ops.delta_attention.triton_plan import chunk_tokens
+    from oomph.ops.delta_attention.triton_plan import CHUNK as chunk
 
     heads, keys, values = p.q.shape[2:] + p.v.shape[3:]
-    rows, item, chunk = p.q.shape[0] * heads, p.q.dtype.itemsize, chunk_tokens(p.q)
+    rows, item = p.q.shape[0] * heads, p.q.dtype.itemsize
     scores, decay = chunk * chunk * item, 3 * keys * 4 + 4
     if p.needs_gradient:
         per_row = item * (2 * values + (0 if _keys_are_borrowed(p) else 3 * keys))

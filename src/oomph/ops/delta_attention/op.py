@@ -24,9 +24,6 @@ from oomph.ops.uncompiled import uncompiled
 _FEW_TOKENS = 8
 _LARGEST_HEAD = 256
 
-# On an H200 the kernels' first form gave wrong gradients of q, k, log_alpha and beta in 16 bits. The present
-# form has passed in Triton's interpreter and compiles, but has not run on a GPU: it must be asked for.
-_KERNELS_ARE_PROVEN = False
 Run = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor]]
 
 
@@ -148,9 +145,7 @@ def _decide(p: Problem, mode: str, impl: str) -> Choice:
     objection = why_not_triton(p.q) or _why_not_kernels(p)
     if impl == "triton" and objection:
         raise ArgumentError(f"impl='triton' cannot run this call ({objection}); choose 'auto' or 'torch'")
-    # On a CPU the kernels only run in Triton's interpreter.
-    if impl == "auto" and objection is None and not _KERNELS_ARE_PROVEN:
-        objection = "its gradients are not proven on a GPU yet"
+    # On a CPU the kernels only run in Triton's interpreter, which auto leaves to tests.
     kernels = impl == "triton" or (impl == "auto" and objection is None and p.q.device.type == "cuda")
     few = _why_sequential(p, kernels) if mode == "auto" and impl != "triton" else None
     if few is not None:

@@ -2,8 +2,8 @@
 
 Chunks have 32 tokens, so that the products of a chunk run on the tensor cores' instructions for single
 warps. With 64 tokens Triton takes Hopper's instructions for groups of warps, and versions 3.4 to 3.7
-compile kernels like these wrongly (3.6 on an H200: false gradients and illegal accesses with 64 tokens in
-bfloat16 from a kernel that was right with 32 tokens in float32).
+compile kernels like these wrongly (3.6 on an H200: these very kernels with 64 tokens, right in the
+interpreter, gave false results or illegal accesses, depending on the number of warps).
 """
 
 from collections.abc import Sequence
@@ -33,12 +33,11 @@ class Tile:
     registers: int | None = None  # at most, of a thread
 
 
-PREPARE_TILE = Tile(keys=64, values=64, warps=4, stages=1)
-FORWARD_TILE = Tile(keys=0, values=32, warps=4, stages=2)
-BACKWARD_TILE = Tile(keys=0, values=32, warps=4, stages=2)
-VALUES_TILE = Tile(keys=0, values=64, warps=4, stages=1)
-KEYS_TILE = Tile(keys=64, values=64, warps=4, stages=1)
-WIDE_KEYS_TILE = Tile(keys=64, values=64, warps=4, stages=1)  # as many keys as KEYS_TILE
+PREPARE_TILE = Tile(keys=64, values=64, warps=2, stages=1)
+FORWARD_TILE = Tile(keys=0, values=16, warps=4, stages=3)
+BACKWARD_TILE = Tile(keys=0, values=16, warps=4, stages=3)
+VALUES_TILE = Tile(keys=0, values=128, warps=2, stages=1)
+KEYS_TILE = Tile(keys=32, values=128, warps=2, stages=1)
 
 # Up to which sum of log-decays over half a chunk, exp(-sum) times a key stays well within the dtype's range.
 _NARROW = {torch.bfloat16: 60.0, torch.float32: 10.0, torch.float16: 6.0}
@@ -236,7 +235,7 @@ def key_gradients(
 ) -> None:
     """The gradients of queries, keys and log-decays: for narrow chunks, then for the others."""
     grad_q, grad_k, _, grad_la = grads
-    for narrow, tile in ((True, KEYS_TILE), (False, WIDE_KEYS_TILE)):
+    for narrow in (True, False):
         _GRADIENTS.launch(
             "key_gradients",
             (segment.chunks * plan.batch * plan.heads * key_slices(plan),),
@@ -266,7 +265,7 @@ def key_gradients(
             plan.batch * plan.tokens * plan.heads,
             *inputs.strides("0134"),
             DK=plan.dk,
-            **_value_block(plan, tile),
+            **_value_block(plan, KEYS_TILE),
             **_key_block(plan, KEYS_TILE),
             LEVELS=plan.levels,
             PARTS=_parts(inputs.log_alpha.dtype),
@@ -277,7 +276,7 @@ def key_gradients(
             GRAD_LA=grad_la is not None,
             GRAD_BETA=beta_shares is not None,
             NARROW=narrow,
-            **_common(inputs, plan, scratch, tile),
+            **_common(inputs, plan, scratch, KEYS_TILE),
         )
 
 

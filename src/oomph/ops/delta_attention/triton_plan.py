@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Tokens of a chunk, for 16-bit inputs; triton_launch says why not 64.
-HALF_CHUNK = 32
+CHUNK = 32  # tokens; triton_launch says why not 64
 # Below so many chunk programs per launch a GPU of 132 multiprocessors runs out of work.
 PROGRAMS = 1024
 # Segments of the default: scratch memory is then about a third of what the gradients take.
@@ -67,7 +66,7 @@ class Plan:
 def make_plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, segment_tokens: int | None) -> Plan:
     batch, tokens, heads, dk = q.shape
     dv = v.shape[-1]
-    chunk = chunk_tokens(q)
+    chunk = CHUNK
     if cu_seqlens is None:
         packing, sequences, chunks = None, batch, -(-tokens // chunk)
     else:
@@ -80,11 +79,6 @@ def make_plan(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, segment_tokens: i
     else:
         segment = max(1, segment_tokens // chunk)
     return Plan(batch, tokens, heads, dk, dv, chunk, chunks, min(segment, chunks), sequences, packing)
-
-
-def chunk_tokens(q: Tensor) -> int:
-    """Tokens of a chunk; fewer for float32 if need be, whose tiles are twice as large."""
-    return 32 if q.dtype == torch.float32 else HALF_CHUNK
 
 
 def _pack(cu_seqlens: Tensor, chunk: int, chunks: int) -> Packing:
