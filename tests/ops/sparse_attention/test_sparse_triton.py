@@ -32,7 +32,7 @@ def _few_programs(monkeypatch):
 
 @pytest.fixture
 def _many_segments(monkeypatch):
-    """Segments of 32 tokens, and no more than 16 pairs x heads of a block at a time."""
+    """Segments of 16 tokens, and no more than 16 pairs x heads of a block at a time."""
     monkeypatch.setattr(index, "_ALIGNED", 16)
     monkeypatch.setattr(gathered, "_ROWS_OF_LONG_PIECE", 16)
     monkeypatch.setattr(selection, "segment_tokens", lambda *_: 32)
@@ -109,35 +109,36 @@ def test_the_largest_importances_are_taken_in_order_and_the_lower_index_where_eq
     assert values == sorted(values, reverse=True)
 
 
-@pytest.mark.parametrize("segment", [20, 64])
-def test_the_index_lists_each_pair_under_its_block_and_segment(segment):
+@pytest.mark.parametrize("stretches", [1, 3])
+def test_the_index_lists_each_pair_under_its_block_in_the_order_of_tokens(stretches, monkeypatch):
+    monkeypatch.setattr(index, "_STRETCHES", stretches)
+    monkeypatch.setattr(index, "_ALIGNED", 1)
     sizes = Sizes(8, 8, 8, 4, 1, 1.0)
     tokens, slots = 50, 4
     make = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(7, generator=make)[:slots] for _ in range(2 * tokens)])
     chosen = chosen.view(1, tokens, 2, slots).int()
     chosen[0, 3, 1, 2] = -1
-    found = index.make_index(chosen.to(DEVICE), sizes, segment)
-    pairs, starts = found.pairs_ZP.cpu(), found.starts_ZS.cpu()
+    found = index.make_index(chosen.to(DEVICE), sizes)
+    assert found.stretches == stretches
+    pairs, starts = found.pairs_ZP.cpu(), found.starts_ZS.cpu()[:, ::stretches]
     for head in range(2):
-        for place in range(found.blocks * found.segments):
-            block, number = divmod(place, found.segments)
-            listed = pairs[head, starts[head, place] : starts[head, place + 1]].tolist()
+        for block in range(7):
+            listed = pairs[head, starts[head, block] : starts[head, block + 1]].tolist()
             expected = [
-                t * slots + s
-                for t in range(number * segment, min(tokens, (number + 1) * segment))
-                for s in range(slots)
-                if chosen[0, t, head, s] == block
+                t * slots + s for t in range(tokens) for s in range(slots) if chosen[0, t, head, s] == block
             ]
-            assert sorted(listed) == expected
+            assert listed == expected
 
 
-def test_work_covers_every_pair_once_in_pieces_that_are_not_too_long():
+def test_work_covers_every_pair_once_in_pieces_that_are_not_too_long(monkeypatch):
+    monkeypatch.setattr(index, "_STRETCHES", 5)
+    monkeypatch.setattr(index, "_ALIGNED", 1)
     sizes = Sizes(8, 8, 8, 4, 1, 1.0)
     make = torch.Generator().manual_seed(1)
     chosen = torch.stack([torch.randperm(7, generator=make)[:4] for _ in range(50)]).view(1, 50, 1, 4).int()
-    found = index.make_index(chosen.to(DEVICE), sizes, 20)
-    of_segments = index.work_of_segments(found, 4, 3)
+    found = index.make_index(chosen.to(DEVICE), sizes)
+    of_segments = index.work_of_segments(found, 4, 20, 3)
     assert of_segments.block.shape[0] == 3
     for work in (of_segments, index.work_of_all(found, 4, 50, 3)):
         block, first, last = (x.cpu().flatten() for x in (work.block, work.first, work.last))
@@ -179,11 +180,14 @@ def test_kernels_say_what_they_cannot_run(shape, options, reason):
 @pytest.mark.parametrize(
     ("width", "group", "dtype", "options", "gathered_KiB", "selection_KiB"),
     [
+        (128, 4, torch.bfloat16, {}, 104.75, 94),
         (128, 4, torch.bfloat16, {"block": 256}, 200.75, 170),
         (256, 4, torch.bfloat16, {}, 128, 113),
         (256, 4, torch.bfloat16, {"block": 128}, 192, 177),
         (256, 4, torch.bfloat16, {"block": 256}, 320, 305),
         (256, 4, torch.float32, {}, 164, 96),
+        (32, 64, torch.float32, {"block": 512}, 272, 72),
+        (128, 4, torch.bfloat16, {"span": 256}, 104.75, 186),
         (128, 4, torch.bfloat16, {"stride": 4}, 104.75, 218),
         (128, 4, torch.bfloat16, {"stride": 2, "span": 4}, 104.75, 298),
     ],

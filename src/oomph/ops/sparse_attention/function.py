@@ -16,14 +16,10 @@ from oomph.ops.sparse_attention.banded import attend as banded
 from oomph.ops.sparse_attention.gathered import attend as gathered
 from oomph.ops.sparse_attention.problem import Sizes
 from oomph.ops.sparse_attention.selection import select as selection
-from oomph.ops.sparse_attention.tensors import DTYPES, WIDEST_HEAD, with_contiguous_rows
-from oomph.units import KiB
+from oomph.ops.sparse_attention.tensors import DTYPES, SHARED_MEMORY, WIDEST_HEAD, with_contiguous_rows
 
 _WIDEST_GROUP = 64
-# Of an H100 or H200, less what a kernel takes for smaller things.
-_SHARED_MEMORY = (227 - 10) * KiB
 _MOST_STRIDES = 16  # of a compressed block: a loop over them is unrolled
-_MOST_HEADS = 65535  # programs along the second axis of a grid
 
 
 def why_not_kernels(q: Tensor, k: Tensor, dtype: torch.dtype, sizes: Sizes) -> str | None:
@@ -38,14 +34,12 @@ def why_not_kernels(q: Tensor, k: Tensor, dtype: torch.dtype, sizes: Sizes) -> s
     group = q.shape[2] // k.shape[2]
     if group > _WIDEST_GROUP:
         return f"groups of more than {_WIDEST_GROUP} query heads"
-    if q.shape[0] * q.shape[2] > _MOST_HEADS:
-        return f"batch size times query heads above {_MOST_HEADS}"
     if sizes.units_of_span > _MOST_STRIDES:
         return f"compressed blocks of more than {_MOST_STRIDES} strides"
     shape = f"with head size {q.shape[3]} and groups of {group} in {str(dtype).removeprefix('torch.')}"
-    if gathered.shared_bytes(dtype, q.shape[3], group, sizes) > _SHARED_MEMORY:
+    if gathered.shared_bytes(dtype, q.shape[3], group, sizes) > SHARED_MEMORY:
         return f"blocks of {sizes.block} keys {shape} do not fit into shared memory"
-    if selection.shared_bytes(dtype, q.shape[3], group, sizes) > _SHARED_MEMORY:
+    if selection.shared_bytes(dtype, q.shape[3], group, sizes) > SHARED_MEMORY:
         return f"{sizes.units_of_block} compressed keys per block {shape} do not fit into shared memory"
     return None
 

@@ -81,8 +81,7 @@ def nsa(
     impl: "auto", "triton" (our kernels: D to 256, HQ/H to 64), "chunked" (plain torch), "reference" (T x T).
 
     Gradients for all tensors and for what `compress` reads. Memory is linear in T; see function.py for what
-    is saved. The kernels add up the gradients of k and v in the order of arrival: their last bits may differ
-    from run to run. First derivatives only. `oomph.ops.explain(nsa, ...)` tells what would run and why.
+    is saved. First derivatives only. `oomph.ops.explain(nsa, ...)` tells what would run and why.
     """
     checks.one_of("impl", impl, IMPLS)
     check_tensors(q, k, v, gate_cmp, gate_slc, gate_win)

@@ -6,9 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oomph.units import KiB
+
 LOG2_E = math.log2(math.e)
 SMALLEST_TILE = 16  # of a product's sides, in Triton
 WIDEST_HEAD = 256
+# Of an H100 or H200, less what a kernel takes for smaller things.
+SHARED_MEMORY = (227 - 10) * KiB
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 

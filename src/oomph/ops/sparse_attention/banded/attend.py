@@ -49,7 +49,7 @@ def tiles(dtype: torch.dtype, width: int) -> Tiles:
     if width <= 64:
         return Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
     if width <= 128:
-        return Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2))
+        return Tiles(Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3))
     return Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2))
 
 

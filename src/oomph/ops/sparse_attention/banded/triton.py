@@ -85,16 +85,18 @@ def _keys_of_tile(
     first, tokens, n_keys, SPAN: tl.constexpr, STRIDE: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of keys: from `start` cut below, from `low` whole, from `high` cut above, up to `stop`."""
-    start, low = 0, 0
+    """(start, whole, stop): the tiles of keys from start to whole are seen by all rows, the rest is cut.
+
+    In a window none counts as whole: few tiles are, and one loop instead of three leaves more registers.
+    """
     stop = seen_keys(tl.minimum(first + BLOCK_M, tokens) - 1, n_keys, SPAN, STRIDE)
-    high = seen_keys(first, n_keys, SPAN, STRIDE) // BLOCK_N * BLOCK_N
     if WINDOW > 0:
         start = tl.maximum(first - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
-        low = tl.cdiv(tl.maximum(first + BLOCK_M - WINDOW, 0), BLOCK_N) * BLOCK_N
-        low = tl.minimum(low, stop)
-        high = tl.maximum(high, low)
-    return start, low, high, stop
+        whole = start
+    else:
+        start = 0
+        whole = seen_keys(first, n_keys, SPAN, STRIDE) // BLOCK_N * BLOCK_N
+    return start, whole, stop
 
 
 @triton.jit
@@ -114,27 +116,17 @@ def band_forward(
     q_tile = rows_of(q + batch * q_b + head * q_h, q_t, t, tokens, width, BLOCK_D)
     k += batch * k_b + (head // group) * k_h
     v += batch * v_b + (head // group) * v_h
-    start, low, high, stop = _keys_of_tile(first, tokens, n_keys, SPAN, STRIDE, WINDOW, BLOCK_M, BLOCK_N)
+    start, whole, stop = _keys_of_tile(first, tokens, n_keys, SPAN, STRIDE, WINDOW, BLOCK_M, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if WINDOW > 0:
+    if WINDOW == 0:
         acc, total, highest = _forward_keys(
-            acc, total, highest, q_tile, k, k_n, v, v_n, t, start, low, n_keys, width, scale,
-            True, SPAN, STRIDE, WINDOW, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-        # Some rows of the tile may have met no key so far: their pivot is still -inf.
-        acc, total, highest = _forward_keys(
-            acc, total, highest, q_tile, k, k_n, v, v_n, t, low, high, n_keys, width, scale,
-            False, SPAN, STRIDE, WINDOW, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
-    else:
-        acc, total, highest = _forward_keys(
-            acc, total, highest, q_tile, k, k_n, v, v_n, t, 0, high, n_keys, width, scale,
+            acc, total, highest, q_tile, k, k_n, v, v_n, t, start, whole, n_keys, width, scale,
             False, SPAN, STRIDE, WINDOW, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     acc, total, highest = _forward_keys(
-        acc, total, highest, q_tile, k, k_n, v, v_n, t, high, stop, n_keys, width, scale,
+        acc, total, highest, q_tile, k, k_n, v, v_n, t, whole, stop, n_keys, width, scale,
         True, SPAN, STRIDE, WINDOW, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     without_key = total == 0.0
@@ -187,19 +179,15 @@ def band_query_gradient(
     row = (batch * heads + head) * tokens + t
     lse_tile = tl.load(lse + row, mask=t < tokens, other=float("inf"))
     delta_tile = tl.load(delta + row, mask=t < tokens, other=0.0)
-    start, low, high, stop = _keys_of_tile(first, tokens, n_keys, SPAN, STRIDE, WINDOW, BLOCK_M, BLOCK_N)
+    start, whole, stop = _keys_of_tile(first, tokens, n_keys, SPAN, STRIDE, WINDOW, BLOCK_M, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    if WINDOW > 0:
+    if WINDOW == 0:
         acc = _query_gradient_keys(
-            acc, q_tile, grad_tile, lse_tile, delta_tile, k, k_n, v, v_n, t, start, low, n_keys, width, scale,
-            True, SPAN, STRIDE, WINDOW, BLOCK_N, BLOCK_D, PRECISION,
+            acc, q_tile, grad_tile, lse_tile, delta_tile, k, k_n, v, v_n, t, start, whole, n_keys, width,
+            scale, False, SPAN, STRIDE, WINDOW, BLOCK_N, BLOCK_D, PRECISION,
         )  # fmt: skip
     acc = _query_gradient_keys(
-        acc, q_tile, grad_tile, lse_tile, delta_tile, k, k_n, v, v_n, t, low, high, n_keys, width, scale,
-        False, SPAN, STRIDE, WINDOW, BLOCK_N, BLOCK_D, PRECISION,
-    )  # fmt: skip
-    acc = _query_gradient_keys(
-        acc, q_tile, grad_tile, lse_tile, delta_tile, k, k_n, v, v_n, t, high, stop, n_keys, width, scale,
+        acc, q_tile, grad_tile, lse_tile, delta_tile, k, k_n, v, v_n, t, whole, stop, n_keys, width, scale,
         True, SPAN, STRIDE, WINDOW, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     factor = tl.load(gate + row, mask=t < tokens, other=0.0) * natural_scale
@@ -260,19 +248,18 @@ def band_key_gradient(
     v_tile = rows_of(v + batch * v_b + key_head * v_h, v_n, key, n_keys, width, BLOCK_D)
     dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     dv_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    # Tokens that see the first key of the tile, all its keys, all within the window, and the end.
+    # Tokens from `start` see the first key of the tile; from `whole` to `stop` they see all of them.
     last_key = tl.minimum(first_key + BLOCK_N, n_keys) - 1
     start = (first_key * STRIDE + SPAN - 1) // BLOCK_M * BLOCK_M
-    low = tl.cdiv(last_key * STRIDE + SPAN - 1, BLOCK_M) * BLOCK_M
-    stop = tokens
-    if last_key + 1 < first_key + BLOCK_N:
-        low = tokens  # a tile that is not full is cut everywhere
     if WINDOW > 0:
         stop = tl.minimum(tokens, last_key + WINDOW)
-    low = tl.minimum(low, stop)
-    high = stop
-    if WINDOW > 0:
-        high = tl.maximum(tl.minimum((first_key + WINDOW) // BLOCK_M * BLOCK_M, stop), low)
+        whole = stop
+    else:
+        stop = tokens
+        whole = tl.cdiv(last_key * STRIDE + SPAN - 1, BLOCK_M) * BLOCK_M
+        if last_key + 1 < first_key + BLOCK_N:
+            whole = stop  # a tile that is not full is cut everywhere
+        whole = tl.minimum(whole, stop)
     for number in range(HEADS):
         head = part * HEADS + number
         q_head = q + batch * q_b + head * q_h
@@ -280,19 +267,14 @@ def band_key_gradient(
         row = (batch * heads + head) * tokens
         dk_tile, dv_tile = _key_gradient_tokens(
             dk_tile, dv_tile, k_tile, v_tile, q_head, q_t, grad_head, grad_t, lse + row, delta + row,
-            gate + row, key, start, low, tokens, n_keys, width, scale,
+            gate + row, key, start, whole, tokens, n_keys, width, scale,
             True, SPAN, STRIDE, WINDOW, BLOCK_M, BLOCK_D, PRECISION,
         )  # fmt: skip
-        dk_tile, dv_tile = _key_gradient_tokens(
-            dk_tile, dv_tile, k_tile, v_tile, q_head, q_t, grad_head, grad_t, lse + row, delta + row,
-            gate + row, key, low, high, tokens, n_keys, width, scale,
-            False, SPAN, STRIDE, WINDOW, BLOCK_M, BLOCK_D, PRECISION,
-        )  # fmt: skip
-        if WINDOW > 0:
+        if WINDOW == 0:
             dk_tile, dv_tile = _key_gradient_tokens(
                 dk_tile, dv_tile, k_tile, v_tile, q_head, q_t, grad_head, grad_t, lse + row, delta + row,
-                gate + row, key, high, stop, tokens, n_keys, width, scale,
-                True, SPAN, STRIDE, WINDOW, BLOCK_M, BLOCK_D, PRECISION,
+                gate + row, key, whole, stop, tokens, n_keys, width, scale,
+                False, SPAN, STRIDE, WINDOW, BLOCK_M, BLOCK_D, PRECISION,
             )  # fmt: skip
     place = (batch * n_keys * outs + part) * width
     store_rows(dk + place, outs * width, key, n_keys, width, dk_tile * natural_scale, BLOCK_D)

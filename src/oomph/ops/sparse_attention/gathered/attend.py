@@ -57,7 +57,7 @@ class Gathered:
         self.group_padded = power_of_two(self.group)
         share = _BACKWARD_SHARE if backward else _FORWARD_SHARE
         self.segment = segment_of(self.tokens, self.slots, share)
-        self.index: Index = make_index(chosen, sizes, self.segment)
+        self.index: Index = make_index(chosen, sizes)
 
     def forward(self, others: Branches, *, keep: bool) -> tuple[Tensor, Tensor | None, Tensor]:
         """The gated sum of all branches, the selection's own result (where kept), its lse [B, T, Q]."""
@@ -67,13 +67,13 @@ class Gathered:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         parts = self._parts()
         parts_lse = torch.empty(parts.shape[:-1], dtype=torch.float32, device=q.device)
-        tile = _tiles(q.dtype, self.width)[0]
+        tile = _tiles(q.dtype, self.width, self.sizes.block)[0]
         work = self._short_work()
         for number, (start, stop) in enumerate(self._segments()):
             piece = (work.block[number], work.first[number], work.last[number])
             _KERNELS.launch(
                 "pair_forward",
-                (work.pieces, self.batch * self.key_heads),
+                (work.pieces * self.batch * self.key_heads,),
                 *strided(q),
                 *strided(self.k),
                 *strided(self.v),
@@ -118,13 +118,13 @@ class Gathered:
     def add_query_gradient(self, dq: Tensor, grad: Tensor, rows: Rows) -> None:
         """On top of what dq holds."""
         parts = self._parts()
-        tile = _tiles(self.q.dtype, self.width)[1]
+        tile = _tiles(self.q.dtype, self.width, self.sizes.block)[1]
         work = self._short_work()
         for number, (start, stop) in enumerate(self._segments()):
             piece = (work.block[number], work.first[number], work.last[number])
             _KERNELS.launch(
                 "pair_query_gradient",
-                (work.pieces, self.batch * self.key_heads),
+                (work.pieces * self.batch * self.key_heads,),
                 *strided(self.q),
                 *strided(self.k),
                 *strided(self.v),
@@ -163,7 +163,7 @@ class Gathered:
 
     def add_key_gradient(self, dk: Tensor, dv: Tensor, grad: Tensor, rows: Rows) -> None:
         """On top of what dk and dv hold; both contiguous."""
-        tile = _tiles(self.q.dtype, self.width)[2]
+        tile = _tiles(self.q.dtype, self.width, self.sizes.block)[2]
         pairs_of_piece = max(1, _ROWS_OF_LONG_PIECE // self.group_padded)
         work = work_of_all(self.index, self.slots, self.tokens, pairs_of_piece)
         beyond = work.pieces - self.index.blocks
@@ -172,7 +172,7 @@ class Gathered:
         more = torch.empty((z, beyond, 2, block_rows, self.width), dtype=torch.float32, device=dk.device)
         _KERNELS.launch(
             "pair_key_gradient",
-            (work.pieces, z),
+            (work.pieces * z,),
             *strided(self.q),
             *strided(self.k),
             *strided(self.v),
@@ -202,7 +202,7 @@ class Gathered:
             return
         _KERNELS.launch(
             "add_more",
-            (self.index.blocks, z),
+            (self.index.blocks * z,),
             more,
             dk,
             dv,
@@ -219,11 +219,12 @@ class Gathered:
         )
 
     def _parts(self) -> Tensor:
-        shape = (self.batch, self.segment, self.slots, self.heads, self.width)
+        shape = (self.batch, min(self.segment, self.tokens), self.slots, self.heads, self.width)
         return torch.empty(shape, dtype=self.q.dtype, device=self.q.device)
 
     def _short_work(self) -> Work:
-        return work_of_segments(self.index, self.slots, max(1, _ROWS_OF_PIECE // self.group_padded))
+        pairs = max(1, _ROWS_OF_PIECE // self.group_padded)
+        return work_of_segments(self.index, self.slots, self.segment, pairs)
 
     def _segments(self) -> list[tuple[int, int]]:
         return [
@@ -245,8 +246,8 @@ class Gathered:
             **tile.run,
         }
 
-    def _adding_grid(self, start: int, stop: int) -> tuple[int, int]:
-        return cdiv((stop - start) * self.heads, _ROWS_ADDED), self.batch
+    def _adding_grid(self, start: int, stop: int) -> tuple[int]:
+        return (cdiv((stop - start) * self.heads, _ROWS_ADDED) * self.batch,)
 
     def _adding_constants(self) -> dict[str, Any]:
         return {
@@ -268,7 +269,7 @@ def row_products(
     delta_slc = torch.empty((batch, tokens, heads), dtype=torch.float32, device=grad.device)
     _KERNELS.launch(
         "row_products",
-        (cdiv(tokens, 32), batch * heads),
+        (cdiv(tokens, 32) * batch * heads,),
         *strided(grad),
         compressed,
         selected,
@@ -288,16 +289,20 @@ def row_products(
 
 def shared_bytes(dtype: torch.dtype, width: int, group: int, sizes: Sizes) -> int:
     """Shared memory that a backward program takes, as the compiler lays it out: a block's keys and values,
-    and in each stage rows of queries and of gradients."""
-    rows = max(max(tile.rows, power_of_two(group)) * tile.stages for tile in _tiles(dtype, width)[1:])
+    and in each stage rows of queries and of gradients; in float32 also the weights of one stage."""
+    backward = _tiles(dtype, width, sizes.block)[1:]
+    rows = max(max(tile.rows, power_of_two(group)) * tile.stages for tile in backward)
     keys = power_of_two(sizes.block, SMALLEST_TILE)
-    return 2 * (keys + rows) * power_of_two(width, SMALLEST_TILE) * dtype.itemsize
+    weights = keys * rows * dtype.itemsize if dtype == torch.float32 else 0
+    return 2 * (keys + rows) * power_of_two(width, SMALLEST_TILE) * dtype.itemsize + weights
 
 
-def _tiles(dtype: torch.dtype, width: int) -> tuple[Tile, Tile, Tile]:
+def _tiles(dtype: torch.dtype, width: int, block: int) -> tuple[Tile, Tile, Tile]:
     """Rows (pairs x heads of a group) at a time of forward, dq, and dk with dv; columns: a block's keys."""
     if dtype == torch.float32:
         return (Tile(16, 0, 4, 1),) * 3
     if width <= 128:
-        return Tile(64, 0, 4, 2), Tile(64, 0, 4, 2), Tile(64, 0, 8, 2)
+        # Four warps have the registers for dk and dv of a block of 64 x 128 numbers.
+        few = power_of_two(block) * power_of_two(width) <= 64 * 128
+        return Tile(64, 0, 4, 2), Tile(64, 0, 4, 2), Tile(32, 0, 4, 2) if few else Tile(64, 0, 8, 2)
     return Tile(64, 0, 8, 1), Tile(64, 0, 8, 1), Tile(64, 0, 8, 1)

@@ -14,25 +14,53 @@ import triton.language as tl
 
 
 @triton.jit
-def _block_rows(base, stride, key, inside, width, BLOCK_D: tl.constexpr):
-    columns = tl.arange(0, BLOCK_D)
-    place = base + key.to(tl.int64)[:, None] * stride + columns[None, :]
-    return tl.load(place, mask=inside[:, None] & (columns < width)[None, :], other=0.0)
-
-
-@triton.jit
-def _pair_rows(base, row, inside, width, BLOCK_D: tl.constexpr):
-    columns = tl.arange(0, BLOCK_D)
-    return tl.load(
-        base + row[:, None] + columns[None, :], mask=inside[:, None] & (columns < width)[None, :], other=0.0
-    )
-
-
-@triton.jit
-def _store_pair_rows(base, row, inside, width, values, BLOCK_D: tl.constexpr):
+def _rows(base, place, inside, width, BLOCK_D: tl.constexpr):
+    """[rows, BLOCK_D], the rows `inside` from base + place; zeros elsewhere."""
     columns = tl.arange(0, BLOCK_D)
     mask = inside[:, None] & (columns < width)[None, :]
-    tl.store(base + row[:, None] + columns[None, :], values.to(base.dtype.element_ty), mask=mask)
+    return tl.load(base + place[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_rows(base, place, inside, width, values, BLOCK_D: tl.constexpr):
+    columns = tl.arange(0, BLOCK_D)
+    mask = inside[:, None] & (columns < width)[None, :]
+    tl.store(base + place[:, None] + columns[None, :], values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _keys_of_block(block, tokens, BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """BLOCK_N tokens from the first of the block, and which of them are in it."""
+    within = tl.arange(0, BLOCK_N)
+    key = block * BLOCK + within
+    return key, (within < BLOCK) & (key < tokens)
+
+
+@triton.jit
+def _pairs_from(start, last, pairs, group, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The pair of each row of a tile, from number `start` of the list on, and which rows have one."""
+    row = tl.arange(0, ROWS)
+    number = start + row // GROUP
+    inside = (number < last) & (row % GROUP < group)
+    pair = tl.load(pairs + number, mask=inside, other=0).to(tl.int64)
+    return pair, inside
+
+
+@triton.jit
+def _numbers_of_rows(lse, delta, gate, row, inside):
+    lse_tile = tl.load(lse + row, mask=inside, other=float("inf"))
+    delta_tile = tl.load(delta + row, mask=inside, other=0.0)
+    return lse_tile, delta_tile, tl.load(gate + row, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tokens_and_heads(from_token, to_token, heads, ROWS: tl.constexpr):
+    """(batch, token of the segment, head, whether there is one) of the rows of a program that adds parts."""
+    segment = to_token - from_token
+    per_batch = tl.cdiv(segment * heads, ROWS)
+    batch = (tl.program_id(0) // per_batch).to(tl.int64)
+    row = tl.program_id(0) % per_batch * ROWS + tl.arange(0, ROWS)
+    return batch, row // heads, row % heads, row // heads < segment
 
 
 @triton.jit
@@ -48,29 +76,24 @@ def pair_forward(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The softmax of each pair over its own block."""
-    z = tl.program_id(1).to(tl.int64)
-    item = z * work + tl.program_id(0)
+    z = (tl.program_id(0) // work).to(tl.int64)
+    item = tl.program_id(0)
     block = tl.load(work_block + item)
     if block >= 0:
         first, last = tl.load(work_first + item), tl.load(work_last + item)
         key_heads = heads // group
         batch, key_head = z // key_heads, z % key_heads
-        within = tl.arange(0, BLOCK_N)
-        key = block * BLOCK + within
-        real = (within < BLOCK) & (key < tokens)
-        k_tile = _block_rows(k + batch * k_b + key_head * k_h, k_t, key, real, width, BLOCK_D)
-        v_tile = _block_rows(v + batch * v_b + key_head * v_h, v_t, key, real, width, BLOCK_D)
+        key, real = _keys_of_block(block, tokens, BLOCK, BLOCK_N)
+        wide_key = key.to(tl.int64)
+        k_tile = _rows(k + batch * k_b + key_head * k_h, wide_key * k_t, real, width, BLOCK_D)
+        v_tile = _rows(v + batch * v_b + key_head * v_h, wide_key * v_t, real, width, BLOCK_D)
         q += batch * q_b
         pairs += z * tokens * SLOTS
-        row = tl.arange(0, ROWS)
-        head = key_head * group + row % GROUP
-        member = row % GROUP < group
+        head = key_head * group + tl.arange(0, ROWS) % GROUP
         for start in range(first, last, ROWS // GROUP):
-            number = start + row // GROUP
-            inside = (number < last) & member
-            pair = tl.load(pairs + number, mask=inside, other=0).to(tl.int64)
+            pair, inside = _pairs_from(start, last, pairs, group, GROUP, ROWS)
             t = pair // SLOTS
-            q_tile = _pair_rows(q, t * q_t + head * q_h, inside, width, BLOCK_D)
+            q_tile = _rows(q, t * q_t + head * q_h, inside, width, BLOCK_D)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             seen = (key[None, :] <= t[:, None]) & real[None, :]
             scores = tl.where(seen, scores, float("-inf"))
@@ -82,7 +105,7 @@ def pair_forward(
             total = tl.where(inside, total, 1.0)
             result = tl.dot(weights.to(v_tile.dtype), v_tile, input_precision=PRECISION) / total[:, None]
             place = ((batch * (to_token - from_token) - from_token) * SLOTS + pair) * heads + head
-            _store_pair_rows(parts, place * width, inside, width, result, BLOCK_D)
+            _store_rows(parts, place * width, inside, width, result, BLOCK_D)
             tl.store(parts_lse + place, highest + tl.log2(total), mask=inside)
 
 
@@ -98,14 +121,8 @@ def combine(
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows (token, head): their parts become the selection's result, then the gated sum of all."""
-    batch = tl.program_id(1).to(tl.int64)
-    segment = to_token - from_token
-    flat = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token, head = flat // heads, flat % heads
-    columns = tl.arange(0, BLOCK_D)
-    real = token < segment
-    inside = real[:, None] & (columns < width)[None, :]
-    place = (batch * segment + token) * SLOTS
+    batch, token, head, real = _tokens_and_heads(from_token, to_token, heads, ROWS)
+    place = (batch * (to_token - from_token) + token) * SLOTS
     token = batch * tokens + from_token + token
     slots_at = chosen + (token * (heads // group) + head // group) * SLOTS
     slot = tl.arange(0, SLOTS_PADDED)
@@ -121,21 +138,19 @@ def combine(
     for number in range(SLOTS):
         there = real & (tl.load(slots_at + number, mask=real, other=-1) >= 0)
         part_lse = tl.load(parts_lse + (place + number) * heads + head, mask=there, other=float("-inf"))
-        row = ((place + number) * heads + head) * width
-        part = tl.load(parts + row[:, None] + columns[None, :], mask=there[:, None] & inside, other=0.0)
+        part = _rows(parts, ((place + number) * heads + head) * width, there, width, BLOCK_D)
         acc += tl.exp2(part_lse - value)[:, None] * part.to(tl.float32)
     row = token * heads + head
     tl.store(lse + row, value, mask=real)
-    at = row[:, None] * width + columns[None, :]
     acc = acc.to(out.dtype.element_ty)
     if KEEP:
-        tl.store(selected + at, acc, mask=inside)
+        _store_rows(selected, row * width, real, width, acc, BLOCK_D)
     result = tl.load(gate_slc + row, mask=real, other=0.0).to(tl.float32)[:, None] * acc.to(tl.float32)
-    other = tl.load(compressed + at, mask=inside, other=0.0).to(tl.float32)
+    other = _rows(compressed, row * width, real, width, BLOCK_D).to(tl.float32)
     result += tl.load(gate_cmp + row, mask=real, other=0.0).to(tl.float32)[:, None] * other
-    other = tl.load(nearby + at, mask=inside, other=0.0).to(tl.float32)
+    other = _rows(nearby, row * width, real, width, BLOCK_D).to(tl.float32)
     result += tl.load(gate_win + row, mask=real, other=0.0).to(tl.float32)[:, None] * other
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+    _store_rows(out, row * width, real, width, result, BLOCK_D)
 
 
 @triton.jit
@@ -152,43 +167,36 @@ def pair_query_gradient(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Each pair's part of dq."""
-    z = tl.program_id(1).to(tl.int64)
-    item = z * work + tl.program_id(0)
+    z = (tl.program_id(0) // work).to(tl.int64)
+    item = tl.program_id(0)
     block = tl.load(work_block + item)
     if block >= 0:
         first, last = tl.load(work_first + item), tl.load(work_last + item)
         key_heads = heads // group
         batch, key_head = z // key_heads, z % key_heads
-        within = tl.arange(0, BLOCK_N)
-        key = block * BLOCK + within
-        real = (within < BLOCK) & (key < tokens)
-        k_tile = _block_rows(k + batch * k_b + key_head * k_h, k_t, key, real, width, BLOCK_D)
-        v_tile = _block_rows(v + batch * v_b + key_head * v_h, v_t, key, real, width, BLOCK_D)
+        key, real = _keys_of_block(block, tokens, BLOCK, BLOCK_N)
+        wide_key = key.to(tl.int64)
+        k_tile = _rows(k + batch * k_b + key_head * k_h, wide_key * k_t, real, width, BLOCK_D)
+        v_tile = _rows(v + batch * v_b + key_head * v_h, wide_key * v_t, real, width, BLOCK_D)
         q += batch * q_b
         grad += batch * grad_b
         pairs += z * tokens * SLOTS
-        row = tl.arange(0, ROWS)
-        head = key_head * group + row % GROUP
-        member = row % GROUP < group
+        head = key_head * group + tl.arange(0, ROWS) % GROUP
         for start in range(first, last, ROWS // GROUP):
-            number = start + row // GROUP
-            inside = (number < last) & member
-            pair = tl.load(pairs + number, mask=inside, other=0).to(tl.int64)
+            pair, inside = _pairs_from(start, last, pairs, group, GROUP, ROWS)
             t = pair // SLOTS
-            q_tile = _pair_rows(q, t * q_t + head * q_h, inside, width, BLOCK_D)
-            grad_tile = _pair_rows(grad, t * grad_t + head * grad_h, inside, width, BLOCK_D)
-            numbers = (batch * tokens + t) * heads + head
-            lse_tile = tl.load(lse + numbers, mask=inside, other=float("inf"))
-            delta_tile = tl.load(delta + numbers, mask=inside, other=0.0)
-            factor = tl.load(gate + numbers, mask=inside, other=0.0).to(tl.float32) * natural_scale
+            q_tile = _rows(q, t * q_t + head * q_h, inside, width, BLOCK_D)
+            grad_tile = _rows(grad, t * grad_t + head * grad_h, inside, width, BLOCK_D)
+            row = (batch * tokens + t) * heads + head
+            lse_tile, delta_tile, gate_tile = _numbers_of_rows(lse, delta, gate, row, inside)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
             slope = tl.dot(grad_tile, tl.trans(v_tile), input_precision=PRECISION)
             seen = (key[None, :] <= t[:, None]) & real[None, :]
             weights = tl.where(seen, tl.exp2(scores * scale - lse_tile[:, None]), 0.0)
             slope = (weights * (slope - delta_tile[:, None])).to(k_tile.dtype)
-            result = tl.dot(slope, k_tile, input_precision=PRECISION) * factor[:, None]
+            result = tl.dot(slope, k_tile, input_precision=PRECISION) * (gate_tile * natural_scale)[:, None]
             place = ((batch * (to_token - from_token) - from_token) * SLOTS + pair) * heads + head
-            _store_pair_rows(parts, place * width, inside, width, result, BLOCK_D)
+            _store_rows(parts, place * width, inside, width, result, BLOCK_D)
 
 
 @triton.jit
@@ -198,24 +206,17 @@ def add_parts(
     SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dq, which holds the other branches', plus the parts of the row's pairs."""
-    batch = tl.program_id(1).to(tl.int64)
-    segment = to_token - from_token
-    flat = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    token, head = flat // heads, flat % heads
-    columns = tl.arange(0, BLOCK_D)
-    real = token < segment
-    inside = real[:, None] & (columns < width)[None, :]
-    place = (batch * segment + token) * SLOTS
+    batch, token, head, real = _tokens_and_heads(from_token, to_token, heads, ROWS)
+    place = (batch * (to_token - from_token) + token) * SLOTS
     token = batch * tokens + from_token + token
     slots_at = chosen + (token * (heads // group) + head // group) * SLOTS
-    at = (token * heads + head)[:, None] * width + columns[None, :]
-    acc = tl.load(dq + at, mask=inside, other=0.0).to(tl.float32)
+    at = (token * heads + head) * width
+    acc = _rows(dq, at, real, width, BLOCK_D).to(tl.float32)
     for number in range(SLOTS):
         there = real & (tl.load(slots_at + number, mask=real, other=-1) >= 0)
-        row = ((place + number) * heads + head) * width
-        part = tl.load(parts + row[:, None] + columns[None, :], mask=there[:, None] & inside, other=0.0)
+        part = _rows(parts, ((place + number) * heads + head) * width, there, width, BLOCK_D)
         acc += part.to(tl.float32)
-    tl.store(dq + at, acc.to(dq.dtype.element_ty), mask=inside)
+    _store_rows(dq, at, real, width, acc, BLOCK_D)
 
 
 @triton.jit
@@ -233,9 +234,8 @@ def pair_key_gradient(
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A block's dk and dv from a range of its pairs: the first adds to dk and dv, others go to `more`."""
-    z = tl.program_id(1).to(tl.int64)
-    piece = tl.program_id(0)
-    item = z * work + piece
+    z, piece = (tl.program_id(0) // work).to(tl.int64), tl.program_id(0) % work
+    item = tl.program_id(0)
     block = tl.load(work_block + item)
     if block >= 0:
         first, last = tl.load(work_first + item), tl.load(work_last + item)
@@ -244,30 +244,23 @@ def pair_key_gradient(
             is_first = tl.load(work_block + item - 1) != block
         key_heads = heads // group
         batch, key_head = z // key_heads, z % key_heads
-        within = tl.arange(0, BLOCK_N)
-        key = block * BLOCK + within
-        real = (within < BLOCK) & (key < tokens)
-        k_tile = _block_rows(k + batch * k_b + key_head * k_h, k_t, key, real, width, BLOCK_D)
-        v_tile = _block_rows(v + batch * v_b + key_head * v_h, v_t, key, real, width, BLOCK_D)
+        key, real = _keys_of_block(block, tokens, BLOCK, BLOCK_N)
+        wide_key = key.to(tl.int64)
+        k_tile = _rows(k + batch * k_b + key_head * k_h, wide_key * k_t, real, width, BLOCK_D)
+        v_tile = _rows(v + batch * v_b + key_head * v_h, wide_key * v_t, real, width, BLOCK_D)
         q += batch * q_b
         grad += batch * grad_b
         pairs += z * tokens * SLOTS
-        row = tl.arange(0, ROWS)
-        head = key_head * group + row % GROUP
-        member = row % GROUP < group
+        head = key_head * group + tl.arange(0, ROWS) % GROUP
         dk_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         dv_tile = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
         for start in range(first, last, ROWS // GROUP):
-            number = start + row // GROUP
-            inside = (number < last) & member
-            pair = tl.load(pairs + number, mask=inside, other=0).to(tl.int64)
+            pair, inside = _pairs_from(start, last, pairs, group, GROUP, ROWS)
             t = pair // SLOTS
-            q_tile = _pair_rows(q, t * q_t + head * q_h, inside, width, BLOCK_D)
-            grad_tile = _pair_rows(grad, t * grad_t + head * grad_h, inside, width, BLOCK_D)
-            numbers = (batch * tokens + t) * heads + head
-            lse_tile = tl.load(lse + numbers, mask=inside, other=float("inf"))
-            delta_tile = tl.load(delta + numbers, mask=inside, other=0.0)
-            gate_tile = tl.load(gate + numbers, mask=inside, other=0.0).to(tl.float32)
+            q_tile = _rows(q, t * q_t + head * q_h, inside, width, BLOCK_D)
+            grad_tile = _rows(grad, t * grad_t + head * grad_h, inside, width, BLOCK_D)
+            row = (batch * tokens + t) * heads + head
+            lse_tile, delta_tile, gate_tile = _numbers_of_rows(lse, delta, gate, row, inside)
             scores = tl.dot(k_tile, tl.trans(q_tile), input_precision=PRECISION)  # [keys, rows]
             seen = (key[:, None] <= t[None, :]) & real[:, None]
             weights = tl.where(seen, tl.exp2(scores * scale - lse_tile[None, :]), 0.0) * gate_tile[None, :]
@@ -276,21 +269,18 @@ def pair_key_gradient(
             slope = (weights * (slope - delta_tile[None, :])).to(q_tile.dtype)
             dk_tile = tl.dot(slope, q_tile, dk_tile, input_precision=PRECISION)
         dk_tile *= natural_scale
-        columns = tl.arange(0, BLOCK_D)
         if is_first:
-            inside_block = real[:, None] & (columns < width)[None, :]
-            at = ((batch * tokens + key) * key_heads + key_head)[:, None] * width + columns[None, :]
-            dk_tile += tl.load(dk + at, mask=inside_block, other=0.0).to(tl.float32)
-            dv_tile += tl.load(dv + at, mask=inside_block, other=0.0).to(tl.float32)
-            tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=inside_block)
-            tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=inside_block)
+            at = ((batch * tokens + key) * key_heads + key_head) * width
+            dk_tile += _rows(dk, at, real, width, BLOCK_D).to(tl.float32)
+            dv_tile += _rows(dv, at, real, width, BLOCK_D).to(tl.float32)
+            _store_rows(dk, at, real, width, dk_tile, BLOCK_D)
+            _store_rows(dv, at, real, width, dv_tile, BLOCK_D)
         else:
             # Every block has a first piece: this one is number piece - (block + 1) of the others.
-            base = (z * more_work + piece - block - 1) * 2 * BLOCK_N * width
-            at = base + within[:, None] * width + columns[None, :]
-            inside_block = (within >= 0)[:, None] & (columns < width)[None, :]
-            tl.store(more + at, dk_tile, mask=inside_block)
-            tl.store(more + at + BLOCK_N * width, dv_tile, mask=inside_block)
+            within = tl.arange(0, BLOCK_N)
+            at = (z * more_work + piece - block - 1) * 2 * BLOCK_N * width + within * width
+            _store_rows(more, at, within < BLOCK_N, width, dk_tile, BLOCK_D)
+            _store_rows(more, at + BLOCK_N * width, within < BLOCK_N, width, dv_tile, BLOCK_D)
 
 
 @triton.jit
@@ -301,24 +291,22 @@ def add_more(
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """dk and dv plus what further pieces of the block's work have left in `more`."""
-    z, block = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    z, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     first = tl.load(work_start + z * (blocks + 1) + block)
     last = tl.load(work_start + z * (blocks + 1) + block + 1)
     if last > first + 1:
         batch, key_head = z // key_heads, z % key_heads
-        within, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-        key = block * BLOCK + within
-        inside = ((within < BLOCK) & (key < tokens))[:, None] & (columns < width)[None, :]
-        at = ((batch * tokens + key) * key_heads + key_head)[:, None] * width + columns[None, :]
-        dk_tile = tl.load(dk + at, mask=inside, other=0.0).to(tl.float32)
-        dv_tile = tl.load(dv + at, mask=inside, other=0.0).to(tl.float32)
-        start = more + z * more_work * 2 * BLOCK_N * width + within[:, None] * width + columns[None, :]
+        key, real = _keys_of_block(block, tokens, BLOCK, BLOCK_N)
+        at = ((batch * tokens + key) * key_heads + key_head) * width
+        dk_tile = _rows(dk, at, real, width, BLOCK_D).to(tl.float32)
+        dv_tile = _rows(dv, at, real, width, BLOCK_D).to(tl.float32)
+        start = z * more_work * 2 * BLOCK_N * width + tl.arange(0, BLOCK_N) * width
         for piece in range(first + 1, last):
             place = start + (piece - block - 1).to(tl.int64) * 2 * BLOCK_N * width
-            dk_tile += tl.load(place, mask=inside, other=0.0)
-            dv_tile += tl.load(place + BLOCK_N * width, mask=inside, other=0.0)
-        tl.store(dk + at, dk_tile.to(dk.dtype.element_ty), mask=inside)
-        tl.store(dv + at, dv_tile.to(dv.dtype.element_ty), mask=inside)
+            dk_tile += _rows(more, place, real, width, BLOCK_D)
+            dv_tile += _rows(more, place + BLOCK_N * width, real, width, BLOCK_D)
+        _store_rows(dk, at, real, width, dk_tile, BLOCK_D)
+        _store_rows(dv, at, real, width, dv_tile, BLOCK_D)
 
 
 @triton.jit
@@ -331,19 +319,16 @@ def row_products(
     TOKENS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """grad . out of each branch: its gate's gradient, and what its softmax's gradient subtracts."""
-    z = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(tokens, TOKENS)
+    z = (tl.program_id(0) // tiles).to(tl.int64)
     batch, head = z // heads, z % heads
-    t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    columns = tl.arange(0, BLOCK_D)
+    t = (tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     real = t < tokens
-    inside = real[:, None] & (columns < width)[None, :]
     row = (batch * tokens + t) * heads + head
-    at = row[:, None] * width + columns[None, :]
-    g = grad + batch * grad_b + head * grad_h + t[:, None] * grad_t + columns[None, :]
-    g_tile = tl.load(g, mask=inside, other=0.0).to(tl.float32)
-    value = tl.sum(g_tile * tl.load(compressed + at, mask=inside, other=0.0).to(tl.float32), 1)
+    g_tile = _rows(grad + batch * grad_b + head * grad_h, t * grad_t, real, width, BLOCK_D).to(tl.float32)
+    value = tl.sum(g_tile * _rows(compressed, row * width, real, width, BLOCK_D).to(tl.float32), 1)
     tl.store(delta_cmp + z * tokens + t, value, mask=real)
-    value = tl.sum(g_tile * tl.load(nearby + at, mask=inside, other=0.0).to(tl.float32), 1)
+    value = tl.sum(g_tile * _rows(nearby, row * width, real, width, BLOCK_D).to(tl.float32), 1)
     tl.store(delta_win + z * tokens + t, value, mask=real)
-    value = tl.sum(g_tile * tl.load(selected + at, mask=inside, other=0.0).to(tl.float32), 1)
+    value = tl.sum(g_tile * _rows(selected, row * width, real, width, BLOCK_D).to(tl.float32), 1)
     tl.store(delta_slc + row, value, mask=real)

@@ -1,8 +1,7 @@
 """From "which blocks does a token select" to "which tokens select a block", on the device, without a sync.
 
-Pairs (token, slot) are listed by block, and within a block by segment of tokens: so one list serves passes
-over one segment and passes over all. Within a segment the order of a block's pairs is that of arrival, which
-differs from run to run: sums over the pairs of a block (dk and dv) may differ in their last bits.
+Pairs (token, slot) are listed by block, and within a block in the order of their tokens: so one list serves
+passes over a segment of the tokens and passes over all.
 """
 
 from dataclasses import dataclass
@@ -12,22 +11,24 @@ from torch import Tensor
 
 from oomph.ops.launch import Kernels
 from oomph.ops.sparse_attention.problem import Sizes
-from oomph.ops.sparse_attention.tensors import cdiv
+from oomph.ops.sparse_attention.tensors import cdiv, power_of_two
 
 _KERNELS = Kernels("oomph.ops.sparse_attention.pairs.triton")
-_SIZE = 1024  # pairs of one program
-_ALIGNED = 64
+_SIZE = 1024  # pairs of one program that lists them
+_RANKED = 64  # pairs that are compared with each other at a time
+_STRETCHES = 128  # at most
+_ALIGNED = 64  # tokens of the shortest stretch
 
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """Z = B * H. Block b's pairs of segment s are pairs_ZP[z, starts_ZS[z, b * segments + s] : ... + 1]."""
+    """Z = B * H. Block b's pairs of stretch s are pairs_ZP[z, starts_ZS[z, b * stretches + s] : ... + 1]."""
 
     pairs_ZP: Tensor
     starts_ZS: Tensor
     blocks: int
-    segment: int  # tokens
-    segments: int
+    stretch: int  # tokens
+    stretches: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,41 +45,58 @@ class Work:
         return self.block.shape[-1]
 
 
+def stretch_of(tokens: int) -> int:
+    """Tokens that are listed one after the other. Many stretches run side by side, each with its counters."""
+    return max(_ALIGNED, cdiv(cdiv(tokens, _STRETCHES), _ALIGNED) * _ALIGNED)
+
+
 def segment_of(tokens: int, slots: int, share: float) -> int:
-    """Tokens whose parts (`slots` of them each) take `share` of the memory of all the queries."""
-    fair = int(tokens * share) // slots // _ALIGNED * _ALIGNED
-    return min(tokens, max(2 * _ALIGNED, fair))
+    """Tokens, in whole stretches, whose parts (`slots` each) take `share` of the memory of all queries."""
+    stretch = stretch_of(tokens)
+    return max(1, int(tokens * share) // slots // stretch) * stretch
 
 
-def make_index(chosen: Tensor, sizes: Sizes, segment: int) -> Index:
+def make_index(chosen: Tensor, sizes: Sizes) -> Index:
     """`chosen` [B, T, H, slots]."""
     batch, tokens, heads, slots = chosen.shape
-    blocks, segments = sizes.blocks(tokens), cdiv(tokens, segment)
-    counts = torch.zeros((batch * heads, blocks * segments), dtype=torch.int32, device=chosen.device)
+    stretch = stretch_of(tokens)
+    blocks, stretches = sizes.blocks(tokens), cdiv(tokens, stretch)
+    counts = torch.zeros((batch * heads, blocks * stretches), dtype=torch.int32, device=chosen.device)
     rank = torch.empty_like(chosen)
-    shape = (tokens, heads, blocks, segments, segment)
-    grid = (cdiv(tokens * heads * slots, _SIZE), batch)
-    _KERNELS.launch("count_pairs", grid, chosen, counts, rank, *shape, SLOTS=slots, SIZE=_SIZE)
-    starts = torch.zeros((batch * heads, blocks * segments + 1), dtype=torch.int32, device=chosen.device)
+    shape = (tokens, heads, blocks, stretches, stretch)
+    padded = power_of_two(slots)
+    _KERNELS.launch(
+        "rank_pairs",
+        (batch * heads * stretches,),
+        chosen,
+        counts,
+        rank,
+        *shape,
+        SLOTS=slots,
+        SLOTS_PADDED=padded,
+        TOKENS=max(1, _RANKED // padded),
+        num_warps=4,
+    )
+    starts = torch.zeros((batch * heads, blocks * stretches + 1), dtype=torch.int32, device=chosen.device)
     torch.cumsum(counts, 1, dtype=torch.int32, out=starts[:, 1:])
     pairs = torch.empty((batch * heads, tokens * slots), dtype=torch.int32, device=chosen.device)
+    grid = (cdiv(tokens * heads * slots, _SIZE) * batch,)
     _KERNELS.launch("list_pairs", grid, chosen, rank, starts, pairs, *shape, SLOTS=slots, SIZE=_SIZE)
-    return Index(pairs, starts, blocks, segment, segments)
+    return Index(pairs, starts, blocks, stretch, stretches)
 
 
-def work_of_segments(index: Index, slots: int, pairs_of_piece: int) -> Work:
+def work_of_segments(index: Index, slots: int, segment: int, pairs_of_piece: int) -> Work:
     """[segments, Z, W]: each segment's work."""
-    z = index.starts_ZS.shape[0]
-    shape = (z, index.blocks, index.segments)
-    first = index.starts_ZS[:, :-1].view(shape).permute(2, 0, 1)
-    last = index.starts_ZS[:, 1:].reshape(shape).permute(2, 0, 1)
-    most = index.blocks + index.segment * slots // pairs_of_piece
-    return _work(first, last, pairs_of_piece, most, at_least=0)
+    by_block = index.starts_ZS[:, :-1].view(-1, index.blocks, index.stretches)
+    ends = index.starts_ZS[:, index.stretches :: index.stretches]
+    edges = torch.cat([by_block[..., :: segment // index.stretch], ends[..., None]], -1).permute(2, 0, 1)
+    most = index.blocks + segment * slots // pairs_of_piece
+    return _work(edges[:-1], edges[1:], pairs_of_piece, most, at_least=0)
 
 
 def work_of_all(index: Index, slots: int, tokens: int, pairs_of_piece: int) -> Work:
     """[Z, W]: the work of all tokens; every block has a piece, if an empty one."""
-    edges = index.starts_ZS[:, :: index.segments]
+    edges = index.starts_ZS[:, :: index.stretches]
     most = index.blocks + tokens * slots // pairs_of_piece
     return _work(edges[:, :-1], edges[:, 1:], pairs_of_piece, most, at_least=1)
 

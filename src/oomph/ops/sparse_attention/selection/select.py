@@ -5,13 +5,22 @@ from torch import Tensor
 
 from oomph.ops.launch import Kernels
 from oomph.ops.sparse_attention.problem import Sizes
-from oomph.ops.sparse_attention.tensors import LOG2_E, SMALLEST_TILE, Tile, cdiv, power_of_two, strided
+from oomph.ops.sparse_attention.tensors import (
+    LOG2_E,
+    SHARED_MEMORY,
+    SMALLEST_TILE,
+    Tile,
+    cdiv,
+    power_of_two,
+    strided,
+)
 from oomph.units import MiB
 
 _KERNELS = Kernels("oomph.ops.sparse_attention.selection.triton")
 _HELD = 128 * MiB  # importances at a time, at most
 _FEWEST_TOKENS = 64
-_WIDEST_ROW = 2048  # importances of a token, or of several, that are kept in registers
+_WIDEST_ROW = 4096  # importances of a token that are kept in registers
+_ROW_OF_WARP = 1024  # numbers at a time of a warp, if a row is shorter
 
 
 def select(q: Tensor, ck: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
@@ -23,15 +32,16 @@ def select(q: Tensor, ck: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
     chosen = torch.empty((batch, tokens, key_heads, slots), dtype=torch.int32, device=q.device)
     segment = segment_tokens(batch * key_heads, tokens, blocks)
     held = torch.empty((batch * key_heads * segment * blocks,), dtype=torch.float32, device=q.device)
-    tile = _tile(q.dtype, width)
+    tile = _tile(q.dtype, width, group, sizes)
     group_padded = power_of_two(group)
     tokens_of_tile = max(1, tile.rows // group_padded)
     units_padded = power_of_two(sizes.units_of_block)
     blocks_of_tile = _blocks_of_tile(tile, sizes)
-    row_width = min(_WIDEST_ROW, power_of_two(blocks, SMALLEST_TILE))
-    rows = max(1, _WIDEST_ROW // row_width)
     for start in range(0, tokens, segment):
         stop = min(start + segment, tokens)
+        seen = sizes.blocks(stop)
+        row_width = min(_WIDEST_ROW, power_of_two(seen, SMALLEST_TILE))
+        rows = max(1, _ROW_OF_WARP // row_width)
         _KERNELS.launch(
             "importance",
             (cdiv(stop - start, tokens_of_tile) * batch * key_heads,),
@@ -62,7 +72,7 @@ def select(q: Tensor, ck: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
         )
         _KERNELS.launch(
             "select",
-            (cdiv(stop - start, rows), batch * key_heads),
+            (cdiv(stop - start, rows) * batch * key_heads,),
             held,
             chosen,
             start,
@@ -74,16 +84,20 @@ def select(q: Tensor, ck: Tensor, lse: Tensor, sizes: Sizes) -> Tensor:
             SLOTS=slots,
             TOKENS=rows,
             WIDTH=row_width,
-            ONE_LOAD=blocks <= row_width,
-            num_warps=4,
+            ONE_LOAD=seen <= row_width,
+            num_warps=1,
         )
     return chosen
 
 
 def shared_bytes(dtype: torch.dtype, width: int, group: int, sizes: Sizes) -> int:
-    """Shared memory that a program takes, as the compiler lays it out: queries, and in each stage the keys
-    that begin in its blocks and those that reach into them."""
-    tile = _tile(dtype, width)
+    """Shared memory that a program takes."""
+    return _bytes_of(_tile(dtype, width, group, sizes), dtype, width, group, sizes)
+
+
+def _bytes_of(tile: Tile, dtype: torch.dtype, width: int, group: int, sizes: Sizes) -> int:
+    """As the compiler lays it out: queries, and in each stage the keys that begin in the tile's blocks and
+    those that reach into them."""
     keys = _blocks_of_tile(tile, sizes) * (power_of_two(sizes.units_of_block) + sizes.units_of_span - 1)
     rows = max(tile.rows, power_of_two(group))
     return (tile.stages * keys + rows) * power_of_two(width, SMALLEST_TILE) * dtype.itemsize
@@ -99,10 +113,14 @@ def segment_tokens(rows: int, tokens: int, blocks: int) -> int:
     return min(tokens, max(_FEWEST_TOKENS, fitting))
 
 
-def _tile(dtype: torch.dtype, width: int) -> Tile:
+def _tile(dtype: torch.dtype, width: int, group: int, sizes: Sizes) -> Tile:
     """Rows (tokens x heads of a group) and columns (compressed blocks) of a product."""
     if dtype == torch.float32:
         return Tile(32, 32, 4, 1)
-    if width <= 128:
-        return Tile(128, 128, 8, 2)
-    return Tile(64, 64, 4, 2)
+    if width > 128:
+        return Tile(64, 64, 4, 2)
+    # Three stages are the fastest; two leave room for more compressed keys per block.
+    fastest = Tile(128, 64, 8, 3)
+    if _bytes_of(fastest, dtype, width, group, sizes) <= SHARED_MEMORY:
+        return fastest
+    return Tile(128, 64, 8, 2)
