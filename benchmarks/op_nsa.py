@@ -30,6 +30,7 @@ HELD_OUT: tuple[Shape, ...] = ((2, 12000, 16, 8, 64),)
 LEARNED: tuple[Shape, ...] = ((1, 32768, 64, 4, 128), (1, 32768, 32, 8, 128))  # with a network to compress
 ERRORS: tuple[Shape, ...] = ((1, 1024, 16, 4, 64), (1, 1000, 32, 2, 128))
 TINY: tuple[Shape, ...] = ((1, 160, 16, 1, 16), (1, 160, 4, 2, 16))
+FLA_TOKENS = (4096, 8192, 16384, 32768)  # it compiles and tunes anew for a length, for up to two minutes
 SLOW = 65536  # tokens from which on dense attention takes some tenths of a second
 DENSE = "SDPA cuDNN dense"
 NAMES = ("q", "k", "v", "gate_cmp", "gate_slc", "gate_win")
@@ -86,9 +87,9 @@ def fla(i: Inputs) -> Tensor:
 
 
 def fla_runs(shape: Shape) -> bool:
-    _, _, heads, key_heads, _ = shape
+    _, tokens, heads, key_heads, _ = shape
     group = heads // key_heads
-    return group >= 16 and group & (group - 1) == 0
+    return tokens in FLA_TOKENS and group >= 16 and group & (group - 1) == 0
 
 
 def _case(shape: Shape, contenders: Sequence[Contender], learned: bool = False) -> Case:

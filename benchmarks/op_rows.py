@@ -93,10 +93,14 @@ def _cell(value: Any) -> Any:
     return f"{value:.6g}" if isinstance(value, float) else value
 
 
-def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """The new rows in place of everything that was known about their ops; other ops keep their rows."""
-    ops = {row.op.split()[0] for row in new}
-    return [*(row for row in old if row.op.split()[0] not in ops), *new]
+def merged(old: Sequence[Row], new: Sequence[Row], by_shape: bool = False) -> list[Row]:
+    """The new rows in place of what was known about their ops, or about their ops at their shapes."""
+
+    def about(row: Row) -> tuple[str, ...]:
+        return (row.op, row.shape) if by_shape else (row.op.split()[0],)
+
+    known = {about(row) for row in new}
+    return [*(row for row in old if about(row) not in known), *new]
 
 
 def table(rows: Sequence[Row]) -> str:

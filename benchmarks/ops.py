@@ -61,11 +61,14 @@ ERRORS: dict[str, ErrorRows] = {
 }
 
 
-def part(name: str, machine: Machine, peers: Sequence[Peer], rounds: int, tiny: bool) -> Iterator[list[Row]]:
-    """The rows of one op, case by case."""
+def part(
+    name: str, machine: Machine, peers: Sequence[Peer], rounds: int, tiny: bool, shapes: str
+) -> Iterator[list[Row]]:
+    """The rows of one op, case by case; where `shapes` is given, of the shapes that match it alone."""
     for case in CASES[name](peers, tiny):
-        yield run_case(case, machine, rounds)
-    if name in ERRORS:
+        if re.search(shapes, case.shape):
+            yield run_case(case, machine, rounds)
+    if name in ERRORS and (not shapes or re.search(shapes, "errors")):
         yield from ERRORS[name](machine, peers, tiny)
 
 
@@ -103,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(CASES)}, all, bars or predict")
     parser.add_argument("--rounds", type=int, default=10, help="timed rounds of each contender (default 10)")
+    parser.add_argument("--shapes", default="", help="a pattern: only shapes that match; `errors` are one")
     parser.add_argument("--csv", type=Path, help="where the rows go (default results/ops_<gpu>.csv)")
     parser.add_argument("--cpu", action="store_true", help="the chunked versions against eager, on the CPU")
     parser.add_argument(
@@ -137,12 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             groups = (
                 on_cpu(name, machine, given.rounds)
                 if given.cpu
-                else part(name, machine, peers, given.rounds, given.tiny)
+                else part(name, machine, peers, given.rounds, given.tiny, given.shapes)
             )
             for group in groups:
                 rows += group
                 if out is not None:  # after each case, so that an interrupted run keeps what it has
-                    write_rows(out, merged(read_rows(out), rows))
+                    write_rows(out, merged(read_rows(out), rows, by_shape=bool(given.shapes)))
         print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     print(table(rows), "" if given.tiny else report(rows), sep="\n\n")  # toy sizes reach no bars
     if out is not None:
