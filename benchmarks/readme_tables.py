@@ -99,6 +99,16 @@ PAIRS = (
     ("attention", "B64 H8 N1024 D64", "oomph bf16", "SDPA cuDNN bf16"),
     ("attention", "B64 H8 N1024 D64", "oomph bf16 locality", "SDPA flash bf16"),
     ("rotary", "B1 H32/8 T65536 D128", "oomph", "eager"),
+    ("kda", "B1 T4096 H16 D128", "oomph", "fla"),
+    ("kda", "B4 T8192 H32 D128", "oomph", "fla"),
+    ("kda", "B1 T32768 H32 D128", "oomph", "fla"),
+    ("kda", "B1 T32768 H32 D128", "oomph tight", "fla"),
+    ("kda", "B16 T256 H8 D64", "oomph", "dense scan"),
+    ("nsa", "B1 T32768 HQ64 H4 D128", "oomph", "fla, no window"),
+    ("nsa", "B1 T32768 HQ64 H4 D128", "oomph", "SDPA cuDNN dense"),
+    ("nsa", "B1 T131072 HQ32 H8 D128", "oomph", "SDPA cuDNN dense"),
+    ("selective_scan", "B64 L512 d512 n16 bf16", "oomph", "dense [B,L,d,n]"),
+    ("lif_gate", "B4 T4096 H12 D64", "oomph", "loop over time"),
 )
 
 
@@ -130,7 +140,7 @@ def other_ops() -> str:
         time = float(ours["median_ms"]) / float(theirs["median_ms"])
         label = f"{op}{name.removeprefix('oomph')}"
         lines.append(
-            f"| {label} | {shape} | {other} | {time:.2f} x | {float(ours['peak_mib']):,.0f} / "
+            f"| {label} | {shape} | {other} | {time:.{2 if time >= 0.1 else 3}f} x | {float(ours['peak_mib']):,.0f} / "
             f"{float(theirs['peak_mib']):,.0f} |"
         )
     return "\n".join(lines)

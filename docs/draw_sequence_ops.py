@@ -42,7 +42,7 @@ LINES = {
     ),
 }
 OPS = {"kda": "Delta attention", "nsa": "Native sparse attention"}
-VALUES = (("median_ms", "milliseconds"), ("peak_mib", "MiB above the inputs"))
+VALUES = (("median_ms", "milliseconds"), ("peak_mib", "MiB"))
 MORE_STYLE = """
   .line { stroke-width: 2; fill: none } .tight { stroke-dasharray: 5 3 } .dense { stroke: #6e7781 }
   circle.dense { fill: #6e7781 }
@@ -92,7 +92,7 @@ def picture(rows: Sequence[Row]) -> str:
         height,
         "Time and memory of kda and nsa over the number of tokens",
         "Delta attention and sparse attention, forward + backward, over the number of tokens",
-        f"{first.gpu}, torch {first.torch}, bf16, all contenders interleaved; logarithmic axes",
+        f"{first.gpu}, torch {first.torch}, bf16, all contenders interleaved; memory above the inputs; logarithmic axes",
         STYLE + MORE_STYLE,
     )
     for number, ((op, family), group) in enumerate(families.items()):
