@@ -197,6 +197,9 @@ PATIENTS: dict[str, Patient] = {
             partial(HandWritten, 50000, 1024, 16, 12, 2048), tokens, next_token_loss, adamw,
             dtype="bfloat16", sizes={"B": 4, "T": 2048},
         ),
-        ((fix("fused_attention"),), (LOSS,), (RECOMPUTE,), (fix("fused_attention"), LOSS, MLP)),
+        (
+            (fix("fused_attention"),), (LOSS,), (RECOMPUTE,), (fix("fused_attention"), LOSS, RECOMPUTE),
+            (fix("shared_buffers"),),
+        ),
     ),
 }  # fmt: skip

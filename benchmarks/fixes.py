@@ -81,8 +81,7 @@ def measure(models: Sequence[str], out: Path | None) -> int:
 
 
 def _measured(name: str, uses: Sequence[FixUse], workload: oomph.Workload) -> dict[str, Any]:
-    fixed = oomph.apply(uses, replace(workload, model=_on_the_gpu(workload.model)))
-    found = oomph.measure(fixed, steps=STEPS)
+    found = oomph.measure(_fixed(uses, workload), steps=STEPS)
     return {
         "model": name,
         "fixes": named(uses),
@@ -91,6 +90,10 @@ def _measured(name: str, uses: Sequence[FixUse], workload: oomph.Workload) -> di
         "measured_mib": found.peak.allocated / 2**20,
         "measured_ms": found.seconds_per_step * 1e3,
     }
+
+
+def _fixed(uses: Sequence[FixUse], workload: oomph.Workload) -> oomph.Workload:
+    return oomph.apply(uses, replace(workload, model=_on_the_gpu(workload.model)))
 
 
 def _on_the_gpu(build: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
@@ -110,7 +113,7 @@ def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
     for stored in known:
         patient = PATIENTS[stored["model"]]
         uses = next(uses for uses in ((), *patient.tries) if named(uses) == stored["fixes"])
-        prediction = oomph.predict(oomph.apply(uses, patient.workload), gpu=gpu)
+        prediction = oomph.predict(_fixed(uses, patient.workload), gpu=gpu)
         row = _judged(Row(**stored), prediction, bases.get(stored["model"]))
         if not uses:
             bases[stored["model"]] = row, prediction

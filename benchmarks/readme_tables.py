@@ -140,8 +140,8 @@ def other_ops() -> str:
         time = float(ours["median_ms"]) / float(theirs["median_ms"])
         label = f"{op}{name.removeprefix('oomph')}"
         lines.append(
-            f"| {label} | {shape} | {other} | {time:.{2 if time >= 0.1 else 3}f} x | {float(ours['peak_mib']):,.0f} / "
-            f"{float(theirs['peak_mib']):,.0f} |"
+            f"| {label} | {shape} | {other} | {time:.{2 if time >= 0.1 else 3}f} x "
+            f"| {float(ours['peak_mib']):,.0f} / {float(theirs['peak_mib']):,.0f} |"
         )
     return "\n".join(lines)
 

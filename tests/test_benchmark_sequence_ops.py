@@ -275,7 +275,7 @@ def test_the_picture_has_time_and_memory_of_every_layer_that_was_run_at_several_
     text = (tmp_path / "ops.svg").read_text()
     words = [element.text for element in ElementTree.fromstring(text).iter() if element.tag.endswith("}text")]
     assert "Delta attention, B1 H32 D128: milliseconds" in words
-    assert "Native sparse attention, B1 HQ32 H8 D128: MiB above the inputs" in words
+    assert "Native sparse attention, B1 HQ32 H8 D128: MiB" in words
     assert words.count("oomph") == 4
     assert words.count("oomph, tight") == 2
     assert words.count("fla, no window") == 0

@@ -188,3 +188,28 @@ def test_a_device_outside_the_catalogue_is_described_by_its_own_properties(
 
 def test_a_device_of_an_old_generation_still_has_a_context() -> None:
     assert for_device("Tesla K80", 11441 * MiB, (3, 7)).context > 0
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_rates_are_in_order_of_precision(card) -> None:  # type: ignore[no-untyped-def]
+    assert 5 < card.fp32_tflops < 200
+    assert 0 < card.fp64_tflops <= card.fp32_tflops
+    assert card.tf32_tflops >= 0.99 * card.fp32_tflops
+    assert card.bf16_tflops is None or card.bf16_tflops >= 1.9 * card.fp32_tflops
+
+
+def test_rates_of_the_h200_are_those_of_its_data_sheet() -> None:
+    card = find("h200")
+    assert (card.fp32_tflops, card.fp64_tflops, card.tf32_tflops) == (67, 67, 989 / 2)
+    assert card.host_link == 55 * 10**9
+
+
+def test_the_host_link_follows_the_generation() -> None:
+    speeds = [find(name).host_link for name in ("t4", "rtx3090", "rtx4090", "h100-80gb", "rtx5090")]
+    assert speeds == sorted(speeds)
+    assert speeds[0] < speeds[1] < speeds[-1]
+
+
+def test_a_card_of_which_only_the_size_is_known_has_no_rates() -> None:
+    card = find("24GiB")
+    assert (card.bf16_tflops, card.fp32_tflops, card.tf32_tflops, card.fp64_tflops) == (None,) * 4

@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING
 from oomph.lazy import attach
 
 if TYPE_CHECKING:
-    from oomph import nn, ops
+    from oomph import fixes, nn, ops
     from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
+    from oomph.fixes import apply
     from oomph.measurement import measure
-    from oomph.prediction import predict
+    from oomph.prediction.predict import predict
     from oomph.records import Measurement, Prediction
     from oomph.workload import Workload
 
@@ -21,6 +22,8 @@ __all__ = [
     "ProgramError",
     "UserError",
     "Workload",
+    "apply",
+    "fixes",
     "measure",
     "nn",
     "ops",
@@ -32,10 +35,11 @@ __getattr__, __dir__ = attach(
     __name__,
     {
         "errors": ("ArgumentError", "OomphError", "ProgramError", "UserError"),
+        "fixes": ("apply",),
         "measurement": ("measure",),
         "prediction": ("predict",),
         "records": ("Measurement", "Prediction"),
         "workload": ("Workload",),
     },
-    submodules=("nn", "ops"),
+    submodules=("fixes", "nn", "ops"),
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 K = TypeVar("K")
 
@@ -111,6 +111,55 @@ class Note:
 
 
 @dataclass(frozen=True, slots=True)
+class PhaseWork:
+    """What one part of a step asks of the GPU. Flops are by the rate at which they run."""
+
+    half_flops: float = 0.0  # 16-bit products, on tensor cores
+    tf32_flops: float = 0.0  # 32-bit products that may be rounded to TF32: convolutions, by default
+    single_flops: float = 0.0  # 32-bit products that may not
+    double_flops: float = 0.0
+    bytes: int = 0  # read and written by kernels
+    launches: int = 0
+    to_host: int = 0  # bytes copied
+    to_device: int = 0
+    seconds: float = 0.0  # the GPU is busy, copies apart; 0 where the card's rates are unknown
+
+    @property
+    def flops(self) -> float:
+        return self.half_flops + self.tf32_flops + self.single_flops + self.double_flops
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of one step by its parts. What a checkpoint recomputes falls into the backward pass."""
+
+    forward: PhaseWork = PhaseWork()
+    backward: PhaseWork = PhaseWork()
+    optimizer: PhaseWork = PhaseWork()
+    host_seconds: float = 0.0  # that an eager program takes to start all of it
+
+    @property
+    def phases(self) -> tuple[PhaseWork, ...]:
+        return self.forward, self.backward, self.optimizer
+
+    @property
+    def flops(self) -> float:
+        return sum(phase.flops for phase in self.phases)
+
+    @property
+    def bytes(self) -> int:
+        return sum(phase.bytes for phase in self.phases)
+
+    @property
+    def launches(self) -> int:
+        return sum(phase.launches for phase in self.phases)
+
+    @property
+    def gpu_seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The memory of a training step over time, and every tensor alive at its peak."""
 
@@ -127,7 +176,9 @@ class Prediction:
     events: tuple[Event, ...]
     allocations: tuple[Allocation, ...]  # by id
     notes: tuple[Note, ...] = ()
-    seconds: float = 0.0
+    seconds: float = 0.0  # that the prediction took
+    step_seconds: float | None = None  # of the last step on that GPU, by a roofline; None: rates unknown
+    work: Work = Work()
 
     def by_stage(self) -> list[tuple[Stage, int]]:
         """Bytes at the peak per stage, in the order of STAGES."""
@@ -155,6 +206,46 @@ class Measurement:
     before: int  # allocated before the first step: model and batch
     seconds_per_step: float = 0.0
     extra: dict[str, str] = field(default_factory=dict)
+
+
+FixKind = Literal["exact", "precision", "training"]
+FIX_KINDS: tuple[FixKind, ...] = FixKind.__args__  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class FixUse:
+    """A fix and the options it is applied with: all that is needed to apply it again. JSON can hold it."""
+
+    fix: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A fix that would lower the peak of a workload: where, by how much, and at what price."""
+
+    fix: str
+    kind: FixKind
+    changes: str  # what it changes, in one sentence
+    where: tuple[str, ...]  # modules; or "loss", "optimizer", "batch", "allocator"
+    options: Mapping[str, Any]
+    note: str = ""  # what the user should know before taking it
+    peak: Peak | None = None  # predicted, with the fix
+    saving: int | None = None  # bytes that the allocator reserves less, at the peak
+    slowdown: float | None = None  # a step's time with the fix over that without, by a roofline
+
+    @property
+    def use(self) -> FixUse:
+        return FixUse(self.fix, self.options)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that a fix changed in a model."""
+
+    fix: str
+    where: str  # the module's path, or what else it belongs to
+    what: str
 
 
 def _sum(pairs: Iterable[tuple[K, int]]) -> dict[K, int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.errors import UserError
+from oomph.records import FixUse
 
 _FLOAT_DTYPES = {
     "float32": torch.float32,
@@ -42,12 +44,47 @@ def default_optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
+class MicroBatches:
+    """The batch in parts along its first dimension, one after the other, with the gradients of the whole.
+
+    `share(part, batch)` says what a part's loss counts in the batch's: a number, or a tensor on their device.
+    By default it is the part's share of the rows, which is right for a mean over rows of equal weight.
+    """
+
+    parts: int
+    share: Callable[[Any, Any], float | torch.Tensor] | None = None
+
+    def cut(self, batch: Any) -> Iterator[tuple[Any, float | torch.Tensor]]:
+        """The parts, as views, each with its share. What has another first dimension goes whole to each."""
+        rows = rows_of(batch)
+        if rows < self.parts:
+            raise UserError(f"a batch of {rows} rows cannot be cut into {self.parts} parts")
+        for number in range(self.parts):
+            start, stop = number * rows // self.parts, (number + 1) * rows // self.parts
+            part = tree_map(lambda leaf, a=start, b=stop: leaf[a:b] if _has_rows(leaf, rows) else leaf, batch)
+            yield part, (stop - start) / rows if self.share is None else self.share(part, batch)
+
+
+def rows_of(batch: Any) -> int:
+    """The first dimension of the batch's first tensor that has one."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+            return leaf.shape[0]
+    raise UserError("the batch holds no tensor with a first dimension, so it cannot be cut into parts")
+
+
+def _has_rows(leaf: Any, rows: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+
+
+@dataclass(frozen=True)
 class Workload:
     """One training step: what prediction traces, measurement runs and training repeats.
 
     `model` and `batch` are functions, so that nothing of their size need exist to describe them.
     `optimizer=None` stands for forward and backward only. `sizes` names the numbers that oomph may
-    vary; they are passed to `batch` by keyword.
+    vary; they are passed to `batch` by keyword. `allocator` is what PYTORCH_CUDA_ALLOC_CONF is set to.
+    `fixes` tells what `oomph.apply` has put in.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -58,6 +95,9 @@ class Workload:
     autocast: str | torch.dtype | None = None
     accumulate: int = 1
     sizes: Mapping[str, int] | None = None
+    micro_batches: MicroBatches | None = None
+    allocator: str | None = None
+    fixes: tuple[FixUse, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.model, torch.nn.Module):
@@ -86,6 +126,11 @@ class Workload:
     def make_batch(self, device: torch.device) -> Any:
         """The batch on `device`, at the Workload's own sizes."""
         return self.batch(device, **(self.sizes or {}))
+
+    def passes(self, batch: Any) -> list[tuple[Any, float | torch.Tensor]]:
+        """The forward and backward passes of a step: what each is given, and the factor of its loss."""
+        parts = [(batch, 1.0)] if self.micro_batches is None else list(self.micro_batches.cut(batch))
+        return [(part, share / self.accumulate) for part, share in parts] * self.accumulate
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         wrong = {k: v for k, v in sizes.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}

@@ -83,7 +83,16 @@ def recorded(call: Callable[[], Tensor], patch: pytest.MonkeyPatch) -> list[Laun
     """The kernels that a call and its backward pass start, each once."""
     found: dict[Launch, None] = {}
 
-    def record(self: Kernels, name: str, grid: Any, *arguments: Any, **constants: Any) -> None:
+    def record(
+        self: Kernels,
+        name: str,
+        grid: Any,
+        *arguments: Any,
+        flops: float = 0.0,  # these three are for predictions, and do not reach the kernel
+        passes: float = 1.0,
+        efficiency: float = 0.0,
+        **constants: Any,
+    ) -> None:
         found[launch_of(self._module, name, arguments, constants)] = None
 
     def program() -> None:

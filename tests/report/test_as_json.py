@@ -75,3 +75,8 @@ def test_a_short_timeline_is_kept_whole():
     timeline = tuple(Moment(i, i, 0) for i in range(400))
     made = prediction_to_json(prediction(timeline=timeline))["timeline"]
     assert made == [moment._asdict() for moment in timeline]
+
+
+def test_the_seconds_of_a_step_are_given_and_null_where_they_are_not_known():
+    assert prediction_to_json(prediction(step_seconds=0.25))["step_seconds"] == 0.25
+    assert prediction_to_json(prediction())["step_seconds"] is None

@@ -71,11 +71,52 @@ def predict(
         str | None,
         typer.Option(metavar="FILE", help="Also write a snapshot that PyTorch's memory visualiser opens."),
     ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIX", help="Predict with this fix in: name, name:option=value, or a .json."),
+    ] = None,
 ) -> int:
     """Predict the memory of one training step: does it fit, and which lines own the peak."""
     from oomph.cli.predict import PredictOptions, run_predict
 
-    return run_predict(PredictOptions(target, gpu, max, json, snapshot))
+    return run_predict(PredictOptions(target, gpu, max, json, snapshot, tuple(fix or ())))
+
+
+@app.command()
+def fixes(
+    target: Annotated[
+        str | None,
+        typer.Argument(metavar="[TARGET]", help="A Workload, as for predict; without one, all are listed."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME|SIZE", help="The card that it shall run on.")
+    ] = None,
+    allow: Annotated[
+        str, typer.Option(metavar="KINDS", help="Besides exact fixes: precision, training, or both.")
+    ] = "",
+    only: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, not the table.")] = False,
+) -> int:
+    """List what could lower the peak: what each fix changes, saves and costs."""
+    from oomph.cli.fixes import FixesOptions, run_fixes
+
+    return run_fixes(FixesOptions(target, gpu, allow, tuple(only or ()), json))
+
+
+@app.command()
+def verify(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="A small Workload, as for predict.")],
+    fix: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FIX ...", help="name, name:option=value,..., or a .json of fixes."),
+    ] = None,
+    sizes: Annotated[str, typer.Option(metavar="B=1,T=16", help="Other sizes than the Workload's own.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Check on the CPU that fixes leave loss and gradients as they were. Exit status 1 if not."""
+    from oomph.cli.verify import VerifyOptions, run_verify
+
+    return run_verify(VerifyOptions(target, tuple(fix or ()), sizes, json))
 
 
 @app.command()

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from oomph import gpus, units
+from oomph.cli.fix_words import parse_fixes, workload_of
 from oomph.cli.progress import progress_display
 from oomph.cli.streams import stdout_to_stderr, write_stdout
 from oomph.cli.targets import open_target, split_target
@@ -30,6 +31,7 @@ class PredictOptions:
     max: str | None = None
     json: bool = False
     snapshot: str | None = None
+    fixes: tuple[str, ...] = ()
 
 
 def run_predict(options: PredictOptions) -> int:
@@ -74,6 +76,10 @@ def _trace(options: PredictOptions) -> Prediction:
         from oomph.prediction import predict
 
         try:
+            if options.fixes:
+                from oomph.fixes import apply
+
+                target = apply(parse_fixes(options.fixes), workload_of(target, options.target))
             return predict(target, gpu=options.gpu, max=options.max, progress=report)
         except SystemExit as error:
             # Passed on, the program's own status would read as our verdict.

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from oomph.errors import UserError
+from oomph.measurement.allocator import allocator_set_to
 from oomph.records import Measurement, Peak, StepPeak
 from oomph.units import counted
 from oomph.workload import Workload
@@ -82,7 +83,8 @@ def measure(workload: Target, *, device: str | torch.device = "cuda", steps: int
     empty_caches()
     meter = CudaMeter(where)
     at_start = meter.device_used()
-    readings = observe(workload, where, steps, meter)
+    with allocator_set_to(workload.allocator if isinstance(workload, Workload) else None, where):
+        readings = observe(workload, where, steps, meter)
     stats = torch.cuda.memory_stats(where)
     extra = {
         "device used at start": str(at_start),
@@ -175,7 +177,7 @@ def _run_workload(workload: Workload, device: torch.device, steps: int, on_momen
     batch = workload.make_batch(device)
     for step in range(1, steps + 1):
         on_moment(step, "begin")
-        for _ in range(workload.accumulate):
+        for part, factor in workload.passes(batch):
             on_moment(step, "forward")
             with (
                 torch.autocast(device.type, workload.autocast)
@@ -183,9 +185,9 @@ def _run_workload(workload: Workload, device: torch.device, steps: int, on_momen
                 else contextlib.nullcontext()
             ):
                 # `loss` outlives its step, as it does in a plain training loop.
-                loss = workload.loss(model, batch)
+                loss = workload.loss(model, part)
             on_moment(step, "backward")
-            (loss / workload.accumulate).backward()
+            (loss * factor).backward()
         if optimizer is not None:
             on_moment(step, "optimizer")
             optimizer.step()

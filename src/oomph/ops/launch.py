@@ -1,8 +1,9 @@
 """How Triton kernels are found and started: one place, so that a prediction sees what a run does.
 
 A prediction runs the same Python code on tensors without data. Everything around a kernel (checks,
-allocations, matrix products) then happens as in a run, and the kernel itself does nothing. So a trace makes
-exactly the allocations of a real run, and needs neither a GPU nor Triton.
+allocations, matrix products) then happens as in a run, and the kernel itself does nothing but tell the trace
+what it would work on. So a trace makes exactly the allocations of a real run, can tell how long the kernel
+takes, and needs neither a GPU nor Triton.
 """
 
 import functools
@@ -26,13 +27,27 @@ class Kernels:
         self._module = module
         self._found: dict[str, Any] = {}
 
-    def launch(self, name: str, grid: Grid, *arguments: Any, **constants: Any) -> None:
+    def launch(
+        self,
+        name: str,
+        grid: Grid,
+        *arguments: Any,
+        flops: float = 0.0,
+        passes: float = 1.0,
+        efficiency: float = 0.0,
+        **constants: Any,
+    ) -> None:
         """Start kernel `name` on the device of its first argument, or do nothing where that has no data.
 
-        Arguments that the kernel will not read, given its constants, may be None.
+        Arguments that the kernel will not read, given its constants, may be None. For predictions of its
+        time: `flops` of its matrix products; the `efficiency` of these, as a share of the GPU's nominal rate,
+        where it was measured; how often it `passes` over its tensors, below 1 for a part of them.
         """
         tensor = arguments[0]
         if isinstance(tensor, FakeTensor):
+            tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+            figures = float(flops), float(passes), float(efficiency)
+            _tell_trace()(tensors, f"{self._module}.{name}", *figures)
             return
         kernel = self._found.get(name)
         if kernel is None:
@@ -43,6 +58,20 @@ class Kernels:
                 kernel[grid](*arguments, **constants)
         else:
             kernel[grid](*arguments, **constants)
+
+
+@functools.cache
+def _tell_trace() -> Callable[..., None]:
+    """An op without effect or result. A trace sees it, as it sees every op, and counts the kernel."""
+    library = torch.library.Library("oomph", "FRAGMENT")
+    library.define("kernel(Tensor[] tensors, str name, float flops, float passes, float efficiency) -> ()")
+    library.impl("kernel", lambda *arguments: None, "CompositeExplicitAutograd")
+    _libraries.append(library)
+    op: Callable[..., None] = torch.ops.oomph.kernel.default
+    return op
+
+
+_libraries: list[torch.library.Library] = []  # an op lives as long as the library that defines it
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -1,5 +1,5 @@
 """The memory of a training step: traced on fake tensors, replayed through a simulated allocator."""
 
-from oomph.prediction.predict import predict
+from oomph.prediction.predict import built, predict
 
-__all__ = ["predict"]
+__all__ = ["built", "predict"]

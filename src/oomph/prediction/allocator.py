@@ -1,13 +1,14 @@
 """PyTorch's CUDA caching allocator, without CUDA: the same blocks for the same requests, to the byte.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.11 under its default settings
-(no rounding to powers of two, no garbage collection, unlimited max_split_size, no expandable segments),
-for one device and one stream. Where cudaMalloc puts a segment decides between free blocks of equal size; as
-seen on a GPU, every new segment lies below all earlier ones.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.11, for one device and one stream, without
+rounding to powers of two and garbage collection; expandable.py has those of expandable segments. Where
+cudaMalloc puts a segment decides between free blocks of equal size; as seen on a GPU, every new segment lies
+below all earlier ones.
 """
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,9 +22,10 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB  # shared by requests above SMALL_REQUEST and below OWN_SEGMENT
 OWN_SEGMENT = 10 * MIB  # from here on a request gets a segment of its own size ...
 SEGMENT_STEP = 2 * MIB  # ... rounded up to a multiple of this
+OVERSIZE_SLACK = 20 * MIB  # a request that may not split a block takes one that is less than this larger
 
 FIRST_ADDRESS = 0x7F00_0000_0000  # about where CUDA's addresses lie
-_ADDRESS_BITS = 52  # room for a petabyte of segments, and exact in viewers that count in doubles
+ADDRESS_BITS = 52  # room for a petabyte of segments, and exact in viewers that count in doubles
 
 SegmentListener = Callable[[str, int, int], None]
 
@@ -40,16 +42,17 @@ class OutOfMemory(Exception):
 class Block:
     """A stretch of one segment, handed out or free. `prev` and `next` are its neighbours in the segment."""
 
-    __slots__ = ("address", "allocated", "next", "pool", "prev", "requested", "size")
+    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "requested", "size")
 
     def __init__(
-        self, address: int, size: int, pool: _Pool, prev: Block | None = None, next: Block | None = None
+        self, address: int, size: int, pool: Pool, prev: Block | None = None, next: Block | None = None
     ) -> None:
         self.address = address
         self.size = size
         self.pool = pool
         self.requested = 0
         self.allocated = False
+        self.mapped = True  # only expandable segments have stretches without memory behind them
         self.prev = prev
         self.next = next
 
@@ -58,36 +61,46 @@ class Block:
         return f"Block(address={self.address:#x}, size={self.size}, {state})"
 
 
-class _Pool:
+class Pool:
     """Free blocks in the order of best fit: by size, then by address.
 
     Both are packed into one integer, because a sorted list of integers is searched several times faster than
     one of tuples or blocks, and replays spend most of their time here.
     """
 
-    __slots__ = ("blocks", "keys", "unsplit")
+    __slots__ = ("blocks", "keys", "max_split", "split_below", "unsplit")
 
-    def __init__(self, unsplit: int) -> None:
+    def __init__(self, unsplit: int, max_split: int | None, split_below: int = sys.maxsize) -> None:
         self.unsplit = unsplit  # the largest remainder that stays with the block it would be split from
+        self.split_below = split_below  # only smaller requests split a block
+        self.max_split = max_split  # blocks of this size or more are kept for requests of that size
         self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
 
     def add(self, block: Block) -> None:
-        key = block.size << _ADDRESS_BITS | block.address
+        key = block.size << ADDRESS_BITS | block.address
         self.blocks[key] = block
         insort(self.keys, key)
 
     def remove(self, block: Block) -> None:
-        key = block.size << _ADDRESS_BITS | block.address
+        key = block.size << ADDRESS_BITS | block.address
         del self.blocks[key]
         del self.keys[bisect_left(self.keys, key)]
 
     def take(self, size: int) -> Block | None:
         """The smallest block of at least `size` bytes, removed; of equals, the one at the lowest address."""
-        index = bisect_left(self.keys, size << _ADDRESS_BITS)
-        if index == len(self.keys):
+        index = self.find(size)
+        if index is None or (self.max_split is not None and not self._may_take(size, index, self.max_split)):
             return None
         return self.blocks.pop(self.keys.pop(index))
+
+    def find(self, size: int) -> int | None:
+        index = bisect_left(self.keys, size << ADDRESS_BITS)
+        return None if index == len(self.keys) else index
+
+    def _may_take(self, size: int, index: int, max_split: int) -> bool:
+        found = self.keys[index] >> ADDRESS_BITS
+        return found < max_split if size < max_split else found < size + OVERSIZE_SLACK
 
 
 class BlockView(NamedTuple):
@@ -124,18 +137,26 @@ class CachingAllocator:
     """Serves requests as PyTorch does, reserving at most `limit` bytes (None: no limit).
 
     `allocated` counts whole blocks, so a request served by a block that was not split counts as all of it;
-    `reserved` counts segments. `on_segment` is told ("segment_alloc" or "segment_free", address, size).
+    `reserved` counts segments. Blocks of `max_split` bytes or more are not split (None: all may be).
+    `on_segment` is told ("segment_alloc" or "segment_free", address, size).
     """
 
-    def __init__(self, limit: int | None = None, *, on_segment: SegmentListener | None = None) -> None:
+    def __init__(
+        self,
+        limit: int | None = None,
+        *,
+        max_split: int | None = None,
+        on_segment: SegmentListener | None = None,
+    ) -> None:
         self.limit = limit
         self.allocated = 0
         self.reserved = 0
         self.peak_allocated = 0
         self.peak_reserved = 0
         self._on_segment = on_segment
-        self._small = _Pool(unsplit=0)
-        self._large = _Pool(unsplit=SMALL_REQUEST)  # no large request could use a smaller remainder
+        self._small = Pool(0, max_split)
+        # No large request could use a smaller remainder.
+        self._large = Pool(SMALL_REQUEST, max_split, sys.maxsize if max_split is None else max_split)
         self._heads: dict[int, Block] = {}  # the first block of every segment, by address
         self._lowest_address = FIRST_ADDRESS
 
@@ -153,7 +174,7 @@ class CachingAllocator:
             block = self._new_segment(size, nbytes, pool)
 
         remainder = block.size - size
-        if remainder > pool.unsplit:
+        if remainder > pool.unsplit and size < pool.split_below:
             following = block.next
             rest = block.next = Block(block.address + size, remainder, pool, block, following)
             if following is not None:
@@ -181,12 +202,12 @@ class CachingAllocator:
         before = block.prev
         if before is not None and not before.allocated:
             pool.remove(before)
-            _absorb_next(before)
+            absorb_next(before)
             block = before
         after = block.next
         if after is not None and not after.allocated:
             pool.remove(after)
-            _absorb_next(block)
+            absorb_next(block)
         pool.add(block)
 
     def empty_cache(self) -> None:
@@ -194,11 +215,7 @@ class CachingAllocator:
         for pool in (self._large, self._small):
             for block in [pool.blocks[key] for key in pool.keys]:
                 if block.prev is None and block.next is None:
-                    pool.remove(block)
-                    self.reserved -= block.size
-                    del self._heads[block.address]
-                    if self._on_segment is not None:
-                        self._on_segment("segment_free", block.address, block.size)
+                    self._release(block)
 
     def reset_peak(self) -> None:
         """Start both peaks again from the current values, as torch.cuda.reset_peak_memory_stats does."""
@@ -207,14 +224,16 @@ class CachingAllocator:
 
     def segments(self) -> list[Segment]:
         """Every segment and its blocks, by address."""
-        return [_view(self._heads[address]) for address in sorted(self._heads)]
+        return [view(_chain(self._heads[address])) for address in sorted(self._heads)]
 
-    def _new_segment(self, size: int, nbytes: int, pool: _Pool) -> Block:
+    def _new_segment(self, size: int, nbytes: int, pool: Pool) -> Block:
         needed = segment_size(size)
         if self.limit is not None and self.reserved + needed > self.limit:
-            self.empty_cache()
+            self._release_oversize(size, pool)
             if self.reserved + needed > self.limit:
-                raise OutOfMemory(nbytes, needed)
+                self.empty_cache()
+                if self.reserved + needed > self.limit:
+                    raise OutOfMemory(nbytes, needed)
         # cudaMalloc hands out falling addresses, and of equal blocks the lowest is taken: the newest segment
         # is used first. With this rule five runs recorded on an H200 replay to the exact reserved bytes.
         self._lowest_address -= needed
@@ -227,13 +246,36 @@ class CachingAllocator:
             self._on_segment("segment_alloc", block.address, needed)
         return block
 
+    def _release_oversize(self, size: int, pool: Pool) -> None:
+        """Give back blocks that no smaller request may use: one that is large enough, or else the largest
+        ones until there is enough. (They are whole segments: they were never split.)"""
+        if pool.max_split is None:
+            return
+        wanted = max(size, pool.max_split)
+        index = bisect_left(pool.keys, wanted << ADDRESS_BITS)
+        if index < len(pool.keys):
+            self._release(pool.blocks[pool.keys[index]])
+            return
+        released = 0
+        while released < wanted and pool.keys and pool.keys[-1] >> ADDRESS_BITS >= pool.max_split:
+            block = pool.blocks[pool.keys[-1]]
+            released += block.size
+            self._release(block)
+
+    def _release(self, block: Block) -> None:
+        block.pool.remove(block)
+        self.reserved -= block.size
+        del self._heads[block.address]
+        if self._on_segment is not None:
+            self._on_segment("segment_free", block.address, block.size)
+
     def _empty_block(self) -> Block:
         block = Block(0, 0, self._small)
         block.allocated = True
         return block
 
 
-def _absorb_next(block: Block) -> None:
+def absorb_next(block: Block) -> None:
     # The earlier block survives, so a segment's first block stays the same object for the segment's life.
     gone = block.next
     assert gone is not None
@@ -244,10 +286,15 @@ def _absorb_next(block: Block) -> None:
     gone.prev = gone.next = None
 
 
-def _view(head: Block) -> Segment:
+def _chain(head: Block) -> list[Block]:
     blocks = []
     block: Block | None = head
     while block is not None:
-        blocks.append(BlockView(block.address, block.size, block.requested, block.allocated))
+        blocks.append(block)
         block = block.next
-    return Segment(head.address, sum(view.size for view in blocks), tuple(blocks))
+    return blocks
+
+
+def view(blocks: list[Block]) -> Segment:
+    views = tuple(BlockView(one.address, one.size, one.requested, one.allocated) for one in blocks)
+    return Segment(blocks[0].address, sum(one.size for one in views), views)

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
@@ -16,8 +16,10 @@ from oomph import gpus
 from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
+from oomph.prediction.allocator_settings import allocator_settings
 from oomph.prediction.remarks import remarks
 from oomph.prediction.replay import Replay, replay
+from oomph.prediction.roofline import step_work
 from oomph.prediction.trace.dispatch import WrongDevice
 from oomph.prediction.trace.oplog import OpLog
 from oomph.prediction.trace.session import tracing
@@ -30,6 +32,7 @@ from oomph.workload import Workload
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
 _running = threading.RLock()  # a trace changes torch for the whole process: one at a time
 _depth = 0
+T = TypeVar("T")
 
 
 def predict(
@@ -52,8 +55,10 @@ def predict(
     tracer = trace(target, card, progress or (lambda text, fraction: None))
     ledger = tracer.ledger
     allocations = tuple(draft.finish() for draft in ledger.drafts)
-    free_run = replay(ledger.events, allocations)
+    settings = allocator_settings(tracer.allocator)
+    free_run = replay(ledger.events, allocations, settings=settings)
     refused = _refused(free_run, tracer, allocations, limit)
+    step_seconds, work = step_work(tracer.work.kernels, card)
     return Prediction(
         gpu=card.name if gpu is not None else None,
         gpu_title=card.title,
@@ -69,6 +74,8 @@ def predict(
         allocations=allocations,
         notes=(*ledger.notes, *remarks(card, gpu is not None, free_run, ledger.events, allocations)),
         seconds=time.perf_counter() - began,
+        step_seconds=step_seconds,
+        work=work,
     )
 
 
@@ -76,33 +83,44 @@ def trace(
     target: Workload | Callable[[], Any], card: GPU, progress: program.Progress, log: OpLog | None = None
 ) -> Tracer:
     """Run the target on the pretend GPU; its own failures come out as ProgramError."""
+
+    def run(tracer: Tracer) -> Tracer:
+        if isinstance(target, Workload):
+            program.run_workload(target, tracer, progress)
+        elif callable(target) and not isinstance(target, torch.nn.Module):
+            program.run_function(target, tracer, progress)
+        else:
+            raise UserError(
+                f"predict takes a Workload or a function of no arguments; {type(target).__name__} was given"
+            )
+        tracer.label_parameters()
+        return tracer
+
+    return _traced(run, card, log)
+
+
+def built(workload: Workload) -> torch.nn.Module:
+    """The workload's model on tensors without data, as it is before it is moved to the GPU."""
+    return _traced(lambda tracer: program.build_model(workload, tracer), _card(None))
+
+
+def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> T:
     global _depth
     with _running:
         if _depth:
             raise UserError("predict was called by a program that is itself being predicted; call it outside")
         _depth += 1
         try:
-            return _trace(target, card, progress, log)
+            return _run_traced(run, card, log)
         finally:
             _depth -= 1
 
 
-def _trace(
-    target: Workload | Callable[[], Any], card: GPU, progress: program.Progress, log: OpLog | None
-) -> Tracer:
+def _run_traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None) -> T:
     with tracing(card, log) as tracer:
-        tracer.boundary.outside.add(_trace.__code__)
+        tracer.boundary.outside |= {_run_traced.__code__, run.__code__}
         try:
-            if isinstance(target, Workload):
-                program.run_workload(target, tracer, progress)
-            elif callable(target) and not isinstance(target, torch.nn.Module):
-                program.run_function(target, tracer, progress)
-            else:
-                raise UserError(
-                    "predict takes a Workload or a function of no arguments; "
-                    f"{type(target).__name__} was given"
-                )
-            tracer.label_parameters()
+            return run(tracer)
         except ArgumentError as error:
             raise _program_error(error) from error  # the program's own call of an op, at its own line
         except OomphError:
@@ -112,7 +130,6 @@ def _trace(
             raise _program_error(error) from error
         except Exception as error:
             raise _program_error(error) from error
-    return tracer
 
 
 def _limit(card: GPU | None, most: str | int | None) -> int | None:
@@ -132,7 +149,8 @@ def _refused(
     """The request that an allocator limited to the card could not serve, if there is one."""
     if limit is None or free_run.highest_reserved <= limit:
         return None
-    refused = replay(tracer.ledger.events, allocations, limit).refused
+    settings = allocator_settings(tracer.allocator)
+    refused = replay(tracer.ledger.events, allocations, limit, settings=settings).refused
     return None if refused is None else allocations[refused]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph.errors import UserError
+from oomph.prediction.allocator_settings import allocator_settings
 from oomph.prediction.trace.pretend_cuda import DEVICE
 from oomph.prediction.trace.tracer import Tracer
 from oomph.workload import Workload
@@ -21,11 +22,10 @@ Progress = Callable[[str, float | None], None]
 
 def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None:
     """Build on the host, move to the GPU, then three times forward, backward, update."""
+    allocator_settings(workload.allocator)  # a mistake there is told before the work, not after
+    tracer.allocator = workload.allocator
     progress("building the model", None)
-    model = workload.model()
-    if not isinstance(model, torch.nn.Module):
-        raise UserError(f"Workload model() returned {type(model).__name__}; it must return a torch.nn.Module")
-    model = _on_fake_tensors(model, tracer)
+    model = build_model(workload, tracer)
     tracer.modules.name(model)
     if workload.dtype is not None:
         model.to(workload.dtype)
@@ -40,17 +40,16 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
 
     def step(number: int) -> None:
         nonlocal loss
-        for part in range(workload.accumulate):
-            of = f" (part {part + 1} of {workload.accumulate})" if workload.accumulate > 1 else ""
-            progress(f"step {number} of {STEPS}: forward{of}", _done(number, part / workload.accumulate))
+        passes = workload.passes(batch)
+        for index, (part, factor) in enumerate(passes):
+            of = f" (part {index + 1} of {len(passes)})" if len(passes) > 1 else ""
+            progress(f"step {number} of {STEPS}: forward{of}", _done(number, index / len(passes)))
             with tracer.doing("forward"), tracer.loss_after_model():
                 with _autocast(workload):
-                    loss = workload.loss(model, batch)
+                    loss = workload.loss(model, part)
                 _check_loss(loss)
-                scaled = loss / workload.accumulate
-            progress(
-                f"step {number} of {STEPS}: backward{of}", _done(number, (part + 0.3) / workload.accumulate)
-            )
+                scaled = loss * factor
+            progress(f"step {number} of {STEPS}: backward{of}", _done(number, (index + 0.3) / len(passes)))
             scaled.backward()
             del scaled
         if optimizer is not None:
@@ -61,11 +60,20 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
     _repeat(step, tracer)
 
 
+def build_model(workload: Workload, tracer: Tracer) -> torch.nn.Module:
+    model = workload.model()
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(f"Workload model() returned {type(model).__name__}; it must return a torch.nn.Module")
+    return _on_fake_tensors(model, tracer)
+
+
 def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress) -> None:
     """Called once; if it returns a callable, that is the step and is called three times."""
     progress("running the program", None)
+    tracer.work.begin(counting=True)  # if it is no preparation of steps, the call itself is the step
     with tracer.doing("forward"):
         result = function()
+    tracer.work.counting = False
     if isinstance(result, Workload):
         run_workload(result, tracer, progress)
     elif callable(result) and not isinstance(result, (torch.nn.Module, torch.Tensor)):
@@ -89,6 +97,7 @@ def _done(step: int, part: float) -> float:
 def _repeat(step: Callable[[int], None], tracer: Tracer) -> None:
     for number in range(1, STEPS + 1):
         tracer.step = number
+        tracer.work.begin(counting=number == STEPS)
         tracer.ledger.mark(f"step {number}")
         step(number)
     tracer.label_parameters()

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from oomph.prediction.allocator import Block, CachingAllocator, OutOfMemory
+from oomph.prediction.allocator_settings import AllocatorSettings
+from oomph.prediction.expandable import ExpandableAllocator
 from oomph.records import Alive, Allocation, Event, Moment, StepPeak
 
 _STEP_MARK = re.compile(r"step (\d+)")
@@ -16,7 +18,7 @@ _STEP_MARK = re.compile(r"step (\d+)")
 class TraceEntry(NamedTuple):
     """One act of the allocator, with addresses: what a memory snapshot is written from."""
 
-    action: Literal["alloc", "free", "segment_alloc", "segment_free", "oom"]
+    action: Literal["alloc", "free", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom"]
     address: int  # for "oom": the bytes that were still to be had
     bytes: int  # of the block or the segment; for "oom": of the request
     id: int  # the Allocation that caused it
@@ -47,6 +49,7 @@ def replay(
     allocations: Sequence[Allocation],
     limit: int | None = None,
     *,
+    settings: AllocatorSettings | None = None,
     record: bool = False,
 ) -> Replay:
     """Run the events through a fresh allocator that may reserve `limit` bytes (None: as many as it likes).
@@ -60,7 +63,10 @@ def replay(
     def on_segment(action: str, address: int, size: int) -> None:
         trace.append(TraceEntry(action, address, size, requester))  # type: ignore[arg-type]
 
-    allocator = CachingAllocator(limit, on_segment=on_segment if record else None)
+    settings = settings or AllocatorSettings()
+    allocator = (ExpandableAllocator if settings.expandable_segments else CachingAllocator)(
+        limit, max_split=settings.max_split, on_segment=on_segment if record else None
+    )
     malloc, free = allocator.malloc, allocator.free
     known = len(allocations)
     alive: dict[int, Block] = {}

@@ -54,6 +54,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
             for note in prediction.notes
         ],
         "seconds": round(prediction.seconds, 3),
+        "step_seconds": prediction.step_seconds,
     }
 
 

@@ -47,6 +47,7 @@ def softmax_rows(
         options.z_loss,
         options.softcap or 0.0,
         FIND_LSE=find_lse,
+        passes=int(find_lse) + 2 * int(write_gradient),  # the gradient takes the logits' place
         MERGE=merge,
         WRITE_GRADIENT=write_gradient,
         KEEP_TARGET=stats.target_gradient is not None,
@@ -65,7 +66,16 @@ def clear_targets(gradient_RV: Tensor, rows: Rows, column: int) -> None:
     block = 256
     grid = (-(-n // block),)
     _KERNELS.launch(
-        "clear_targets", grid, gradient_RV, gradient_RV.stride(0), rows.target, column, n, v, BLOCK=block
+        "clear_targets",
+        grid,
+        gradient_RV,
+        gradient_RV.stride(0),
+        rows.target,
+        column,
+        n,
+        v,
+        BLOCK=block,
+        passes=1 / max(v, 1),
     )
 
 

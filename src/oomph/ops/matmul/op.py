@@ -164,6 +164,7 @@ def _by_kernel(
             GROUP=tile.group,
             EPILOGUE=epilogue or "none",
             STORE=return_product,
+            flops=2.0 * groups * rows * columns * inner,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

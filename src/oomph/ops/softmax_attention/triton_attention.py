@@ -132,7 +132,8 @@ class _TritonAttention(torch.autograd.Function):
         call = _Call(p, q, k, v)
         tile = call.tiles.forward
         arguments = (*_strided(q), *_strided(k), *_strided(v), *_strided(out), lse_BHQ, *call.common)
-        _KERNELS.launch("forward", (call.query_tiles(tile),), *arguments, **call.constants(tile))
+        flops = call.flops(2)
+        _KERNELS.launch("forward", (call.query_tiles(tile),), *arguments, flops=flops, **call.constants(tile))
         # The points of a bias are kept by it; saved, autograd notices where they were changed.
         ctx.save_for_backward(q, k, v, out, lse_BHQ, p.key_lengths, p.key_mask, *p.bias_tensors)
         # The tensors are kept by save_for_backward alone, so that a freed graph frees them.
@@ -169,12 +170,16 @@ class _TritonAttention(torch.autograd.Function):
         if want_q:
             dq, tile = torch.empty_like(q), call.tiles.query_gradient
             grid = (call.query_tiles(tile),)
-            _KERNELS.launch("query_gradient", grid, *inputs, *_strided(dq), *rest, **call.constants(tile))
+            arguments = (*inputs, *_strided(dq), *rest)
+            flops = call.flops(3)
+            _KERNELS.launch("query_gradient", grid, *arguments, flops=flops, **call.constants(tile))
         if want_k or want_v:
             dk, dv, tile = torch.empty_like(k), torch.empty_like(v), call.tiles.key_gradient
             both = (*_strided(dk), *_strided(dv))
             grid = (call.key_tiles(tile),)
-            _KERNELS.launch("key_gradient", grid, *inputs, *both, *rest, **call.constants(tile))
+            arguments = (*inputs, *both, *rest)
+            flops = call.flops(4)
+            _KERNELS.launch("key_gradient", grid, *arguments, flops=flops, **call.constants(tile))
         return None, dq, dk if want_k else None, dv if want_v else None
 
 
@@ -234,6 +239,18 @@ class _Call:
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
+
+    def flops(self, products: int) -> float:
+        """Of so many products over the pairs of queries and keys that are seen; for predictions of time."""
+        p = self.p
+        seen = 0.5 if p.cuts_future else 1.0
+        keys = seen * p.keys
+        if p.pattern is not None:
+            near = 0 if p.pattern.kind == "global" else 2 * seen * p.pattern.window
+            far = 0 if p.pattern.kind == "local" else keys / p.pattern.stride
+            keys = min(keys, (near + 1) * p.pattern.block + far)
+        width = (p.q.shape[3] + p.v.shape[3]) / 2
+        return 2.0 * products * p.q.shape[0] * p.q.shape[1] * p.queries * keys * width
 
     def query_tiles(self, tile: Tile) -> int:
         """Programs over tiles that begin at multiples of their height among the positions."""

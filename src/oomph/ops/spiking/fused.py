@@ -1,6 +1,7 @@
 """The gate as one kernel forward and one backward: a program walks through time with a block of channels."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ def backward(
     return Backward(grad_drive_BTN, grad_initial_BN, grad_decay_BN)
 
 
-def _constants(wide: torch.dtype, tile: Tile) -> dict[str, object]:
+def _constants(wide: torch.dtype, tile: Tile) -> dict[str, Any]:
     return {
         "DOUBLE": wide == torch.float64,
         "BLOCK": tile.channels,

@@ -23,9 +23,12 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def cuda_composites(
-    on_gpu: Callable[[Any], bool], gpu: GPU, note_one_hot: Callable[[torch.Tensor, int], None]
+    on_gpu: Callable[[Any], bool],
+    gpu: GPU,
+    note_one_hot: Callable[[torch.Tensor, int], None],
+    count_kernel: Callable[..., None] = lambda *tensors, **figures: None,
 ) -> Iterator[None]:
-    """Register CUDA's paths for the duration."""
+    """Register CUDA's paths for the duration. `count_kernel` is told of kernels that no op stands for."""
     library = torch.library.Library("aten", "IMPL")
 
     def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -44,7 +47,7 @@ def cuda_composites(
     ) -> torch.Tensor:
         same_type = weight is None or weight.dtype == input.dtype
         if on_gpu(input) and same_type and input.dtype != torch.float64:
-            return _FusedRmsNorm.apply(input, weight, len(normalized_shape), gpu)
+            return _FusedRmsNorm.apply(input, weight, len(normalized_shape), gpu, count_kernel)
         return aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
 
     def attention(
@@ -82,7 +85,7 @@ def cuda_composites(
         note_one_hot(out, num_classes)
         return out
 
-    recurrent.register(library, on_gpu, gpu)
+    recurrent.register(library, on_gpu, gpu, count_kernel)
     library.impl("softmax.int", softmax, "AutogradCPU")
     library.impl("log_softmax.int", log_softmax, "AutogradCPU")
     library.impl("one_hot", one_hot, "AutogradCPU")
@@ -100,21 +103,33 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dims: int, gpu: GPU
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor | None,
+        dims: int,
+        gpu: GPU,
+        count_kernel: Callable[..., None],
     ) -> torch.Tensor:
+        ctx.count_kernel = count_kernel
         ctx.gpu, ctx.width = gpu, math.prod(input.shape[input.dim() - dims :])
         rows = input.shape[: input.dim() - dims]
         rstd = input.new_empty((math.prod(rows), 1), dtype=torch.float32)
         ctx.save_for_backward(input, weight, rstd)
-        return torch.empty_like(input, memory_format=torch.contiguous_format)
+        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+        count_kernel(input, weight, out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         input, weight, _ = ctx.saved_tensors
         if weight is None:
-            return torch.empty_like(input), None, None, None
+            alone = torch.empty_like(input)
+            ctx.count_kernel(grad, input, alone)
+            return alone, None, None, None, None
         grads = torch.empty_like(input), torch.empty_like(weight)
+        ctx.count_kernel(grad, input, grads[0])
+        ctx.count_kernel(grad, input, grads[1])
         sums = partial_sums(input, ctx.width, [weight], ctx.gpu)
         held = [input.new_empty(size, dtype=torch.uint8) for size in sums if size > 0]
         del held
-        return *grads, None, None
+        return *grads, None, None, None

@@ -46,8 +46,17 @@ class _Call:
     weights: int  # elements of all of them
     item: int  # bytes of an element
 
+    @property
+    def flops(self) -> float:
+        """Of one pass: every weight meets every row."""
+        return 2.0 * self.rows * self.weights
 
-def register(library: Any, on_gpu: OnGpu, gpu: GPU) -> None:
+
+def _nothing(*tensors: Tensor | None, **figures: Any) -> None:
+    return None
+
+
+def register(library: Any, on_gpu: OnGpu, gpu: GPU, count_kernel: Callable[..., None] = _nothing) -> None:
     """Add CUDA's path of every recurrent composite to an IMPL library of "aten"."""
     dropout_state: list[Tensor] = []  # made at the first dropout, then kept for good
 
@@ -65,7 +74,8 @@ def register(library: Any, on_gpu: OnGpu, gpu: GPU) -> None:
                 size = gpu.multiprocessors * _DROPOUT_STATE
                 dropout_state.append(input.detach().new_empty(size, dtype=torch.uint8))
             cell_state = hidden[1] if cell == "lstm" else None
-            output, hy, cy = _CudnnRnn.apply(call, input, hidden[0], cell_state, *given["params"])
+            tensors = (input, hidden[0], cell_state, *given["params"])
+            output, hy, cy = _CudnnRnn.apply(call, count_kernel, *tensors)
             return (output, hy, cy) if cell == "lstm" else (output, hy)
 
         return run
@@ -139,7 +149,13 @@ class _CudnnRnn(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, call: _Call, input: Tensor, hx: Tensor, cx: Tensor | None, *weights: Tensor
+        ctx: Any,
+        call: _Call,
+        count_kernel: Callable[..., None],
+        input: Tensor,
+        hx: Tensor,
+        cx: Tensor | None,
+        *weights: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         # Weights that autocast casts, or that are not in one buffer, are copied into one of this call's own.
         ready = weights[0].dtype == input.dtype and _share_storage(weights)
@@ -152,7 +168,8 @@ class _CudnnRnn(torch.autograd.Function):
         reserve = x.new_empty(reserve_bytes(call), dtype=torch.uint8) if call.train else None
         del workspace, x
         output = output.transpose(0, 1) if call.swapped else output
-        ctx.call = call
+        ctx.call, ctx.count_kernel = call, count_kernel
+        count_kernel(input, output, *weights, flops=call.flops, kind="recurrent")
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input, hx, cx, output, reserve, flat, *weights)
         return output, hy, cy
@@ -173,17 +190,19 @@ class _CudnnRnn(torch.autograd.Function):
         dcx = torch.empty_like(cx) if cx is not None else None
         workspace = x.new_empty(workspace_bytes(call), dtype=torch.uint8)
         del workspace, x, dy
+        ctx.count_kernel(input, dx, *weights, flops=call.flops, kind="recurrent")
         dweights: list[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[4:]):
+        if any(ctx.needs_input_grad[5:]):
             x = _steps_first(call, input)
             flat = x.new_zeros(call.weights)
             workspace = x.new_empty(workspace_bytes(call), dtype=torch.uint8)
             del workspace, x
+            ctx.count_kernel(input, output, flat, flops=call.flops, kind="recurrent")
             # Under autocast the copies' backward makes float32 gradients, one by one.
             parts = zip(_views(flat, weights), weights, strict=True)
             dweights = [part.to(weight.dtype) for part, weight in parts]
         del made
-        return None, dx.transpose(0, 1) if call.swapped else dx, dhx, dcx, *dweights
+        return None, None, dx.transpose(0, 1) if call.swapped else dx, dhx, dcx, *dweights
 
 
 def _steps_first(call: _Call, tensor: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from oomph.prediction.trace.fast_path import VIEWS, FastPath
 from oomph.prediction.trace.host import Host
 from oomph.prediction.trace.reuse import Reuse
 from oomph.prediction.trace.tracer import Tracer
+from oomph.prediction.trace.work import KERNEL_MARK
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -44,6 +45,9 @@ _TAKES_HOST_SEED = {
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 }
+
+
+_FEW_TENSORS = 4  # an op on more of them goes through a list
 
 
 class DispatchMode(TorchDispatchMode):
@@ -78,10 +82,13 @@ class DispatchMode(TorchDispatchMode):
         tracer = self.tracer
         if func in VIEWS and isinstance(args[0], FakeTensor) and args[0].dtype.is_floating_point:
             tracer.remember_origin()  # nothing is allocated, nothing is known of the values
+            tracer.work.on_host()
             out = self._fake(func, args, kwargs)
             if tracer.phase == "backward":
                 tracer.notice_gradient(out)
             return out
+        if func._schema.name == KERNEL_MARK:
+            return self._count_kernel(*args)
         tensors = list(tensors_in(args, kwargs))
         for tensor in tensors:
             if tensor.layout is not torch.strided:
@@ -90,14 +97,19 @@ class DispatchMode(TorchDispatchMode):
                 )
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
         if not gpu and tracer.place != "gpu" and not (not tensors and tracer.autograd_asks()):
+            if tracer.work.counting:
+                tracer.work.on_host(len(tensors) if len(tensors) > _FEW_TENSORS else 0)
             return self.host.run(func, args, kwargs, tensors)
         if gpu and len(gpu) < len(tensors) and func not in _CROSS_DEVICE and func not in _TAKES_HOST_SEED:
             self._check_devices(func, tensors)
         if func is aten._local_scalar_dense.default:
+            tracer.work.wait(tracer.phase)
             return estimates.scalar(tracer, args[0])
         if func is aten.equal.default:
+            tracer.work.wait(tracer.phase)
             return estimates.equality(tracer, *args[:2])
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
+            self._count_copy(func, args, kwargs, tensors)
             return self.host.copy_in(args[0], args[1])
 
         check_dtypes(func, args, kwargs)
@@ -114,12 +126,39 @@ class DispatchMode(TorchDispatchMode):
         estimates.carry_over(tracer, func, args, out)
         if tracer.place != "host":
             self._book(func, args, kwargs, tensors, out)
+        if tracer.work.counting and not self._count_copy(func, args, kwargs, gpu):
+            tracer.work.op(func, args, kwargs, tensors, out, tracer.phase)
         if tracer.phase == "backward":
             tracer.notice_gradient(out)
         if tracer.log is not None:
             phase = f"step {tracer.step} {tracer.phase}" if tracer.step else "setup"
             tracer.log.add(func, out, phase, first_event, len(tracer.ledger.events))
         return out
+
+    def _count_copy(
+        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], gpu: Sequence[torch.Tensor]
+    ) -> bool:
+        """Count the op if it is a copy between host and GPU."""
+        if func is aten.copy_.default:
+            target, source = args[:2]
+            to_gpu, from_gpu = self.tracer.on_gpu(target), self.tracer.on_gpu(source)
+            beside = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
+        elif func is aten._to_copy.default:
+            source, from_gpu = args[0], bool(gpu)
+            to_gpu = self.tracer.place == "gpu" or (self.tracer.place is None and from_gpu)
+            beside = bool(kwargs.get("non_blocking"))
+        else:
+            return False
+        if to_gpu == from_gpu:
+            return False
+        self.tracer.work.copy(source, "device" if to_gpu else "host", self.tracer.phase, beside)
+        return True
+
+    def _count_kernel(
+        self, tensors: Sequence[torch.Tensor], name: str, flops: float, passes: float, efficiency: float
+    ) -> None:
+        if self.tracer.work.counting:
+            self.tracer.work.kernel(tensors, self.tracer.phase, flops, passes, efficiency)
 
     def _book(
         self,

@@ -109,28 +109,32 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, tracer: Tracer, place: Place, dtype: torch.dtype
+        ctx: Any, tensor: torch.Tensor, tracer: Tracer, place: Place, dtype: torch.dtype, beside: bool
     ) -> torch.Tensor:
         ctx.tracer, ctx.dtype = tracer, tensor.dtype
         ctx.back = "gpu" if tracer.on_gpu(tensor) else "host"
         with tracer.placing(place):
-            return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+            return torch.ops.aten._to_copy.default(tensor, dtype=dtype, non_blocking=beside)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         with ctx.tracer.placing(ctx.back):
-            return torch.ops.aten._to_copy.default(grad, dtype=ctx.dtype), None, None, None
+            return torch.ops.aten._to_copy.default(grad, dtype=ctx.dtype), None, None, None, None
 
 
 def move(
-    tracer: Tracer, tensor: torch.Tensor, place: Place, dtype: torch.dtype | None = None
+    tracer: Tracer,
+    tensor: torch.Tensor,
+    place: Place,
+    dtype: torch.dtype | None = None,
+    beside: bool = False,
 ) -> torch.Tensor:
-    """The tensor on the other side, a copy."""
+    """The tensor on the other side, a copy; `beside`: the program does not wait for it."""
     dtype = dtype or tensor.dtype
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _Move.apply(tensor, tracer, place, dtype)
+        return _Move.apply(tensor, tracer, place, dtype, beside)
     with tracer.placing(place), torch.no_grad():
-        return torch.ops.aten._to_copy.default(tensor, dtype=dtype)
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, non_blocking=beside)
 
 
 def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -142,7 +146,7 @@ def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         other = kwargs.pop("other")
         kwargs |= {"device": device_of(tracer, other), "dtype": other.dtype}
     copy = kwargs.pop("copy", False) or (len(rest) > 3 and rest.pop(3)) or False
-    device, dtype, _, memory_format = _parse_to(tracer, torch._C._nn._parse_to, rest, kwargs)
+    device, dtype, beside, memory_format = _parse_to(tracer, torch._C._nn._parse_to, rest, kwargs)
     plain = {"dtype": dtype or tensor.dtype, "copy": copy}
     if memory_format is not None:
         plain["memory_format"] = memory_format
@@ -151,7 +155,7 @@ def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         return func(tensor, device, **plain)
     if place is None or place == ("gpu" if tracer.on_gpu(tensor) else "host"):
         return func(tensor, **plain)
-    moved = move(tracer, tensor, place, dtype)
+    moved = move(tracer, tensor, place, dtype, bool(beside))
     return moved if memory_format is None else moved.contiguous(memory_format=memory_format)
 
 
@@ -165,7 +169,8 @@ def _parse_to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _cuda(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    return args[0] if tracer.on_gpu(args[0]) else move(tracer, args[0], "gpu")
+    beside = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+    return args[0] if tracer.on_gpu(args[0]) else move(tracer, args[0], "gpu", beside=beside)
 
 
 def _cpu(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -54,7 +54,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         tracer.modules.follow(patches, tracer.boundary)
         program_view.keep_defaults(patches)
         stack.enter_context(torch.random.fork_rng(devices=()))
-        stack.enter_context(cuda_composites(tracer.on_gpu, gpu, estimates.note_one_hot))
+        stack.enter_context(cuda_composites(tracer.on_gpu, gpu, estimates.note_one_hot, tracer.count_kernel))
         stack.enter_context(cuda_autocast(tracer.on_gpu))
         stack.enter_context(placement)
         stack.enter_context(dispatch)

@@ -18,7 +18,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _TRACER = str(Path(__file__).parent.parent) + os.sep
 _PACKAGE = Path(__file__).parent.parent.parent
 _WORKLOAD = str(_PACKAGE / "workload.py")
-_OWN_OPS = tuple(str(_PACKAGE / room) + os.sep for room in ("ops", "nn"))
+_OWN_OPS = tuple(str(_PACKAGE / room) + os.sep for room in ("ops", "nn", "fixes"))
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _CARRIERS = ("einops", "typing_extensions", "jaxtyping", "beartype", "opt_einsum", "triton")
 

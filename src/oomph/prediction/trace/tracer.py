@@ -17,6 +17,7 @@ from oomph.prediction.trace.module_stack import ModuleStack
 from oomph.prediction.trace.oplog import OpLog
 from oomph.prediction.trace.sites import Boundary, find_site, in_loss_function
 from oomph.prediction.trace.values import Values
+from oomph.prediction.trace.work import WorkMeter
 from oomph.records import Kind, Site, Stage
 
 Place = Literal["gpu", "host"]
@@ -35,6 +36,7 @@ class Tracer:
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.ledger = Ledger()
         self.values = Values()
+        self.work = WorkMeter(gpu)
         self.boundary = Boundary()
         self.modules = ModuleStack(self.ledger.mark)
         self.phase: Phase = "setup"
@@ -42,6 +44,7 @@ class Tracer:
         self.inside = 0  # depth of our own dispatch, in which tensors show their true device
         self.place: Place | None = None  # where the function being called was told to put its result
         self.batch: Any = None
+        self.allocator: str | None = None  # as the Workload gives it
         self._loss_after: int | None = (
             None  # after so many model calls, work outside every module is the loss
         )
@@ -176,6 +179,12 @@ class Tracer:
         )
         self.ledger.hold(draft)
         return draft
+
+    def count_kernel(self, *tensors: torch.Tensor | None, flops: float = 0.0, kind: str = "kernel") -> None:
+        """Count a kernel of CUDA's that no traced op stands for, with the tensors it reads and writes."""
+        if self.work.counting:
+            given = [tensor for tensor in tensors if tensor is not None]
+            self.work.kernel(given, self.phase, flops, kind=kind)
 
     def label_parameters(self) -> None:
         """Say of the storages of parameters and buffers what they are, whose, and which line made them."""

@@ -1,0 +1,81 @@
+"""Fixes on the command line: `name`, `name:option=value,option=value`, or a JSON file of recorded fixes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from oomph.errors import UserError
+from oomph.records import FixUse
+
+if TYPE_CHECKING:
+    from oomph.workload import Workload
+
+VALID = "give name, name:option=value,option=value, or a file fixes.json as `oomph fixes --json` writes them"
+
+
+def parse_fixes(words: Sequence[str]) -> list[FixUse]:
+    return [use for word in words for use in (_from_file(word) if word.endswith(".json") else [_parse(word)])]
+
+
+def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
+    """The target as a Workload, which is what fixes can be put into."""
+    from oomph.workload import Workload
+
+    wanted = "fixes need a Workload, or a function that returns one"
+    if isinstance(target, Workload):
+        return target
+    try:
+        found = target()
+    except Exception as error:  # a step that sets itself up wants a GPU, say
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"target {name!r} returned no Workload but raised {reason}; {wanted}") from error
+    if not isinstance(found, Workload):
+        raise UserError(f"target {name!r} returned {type(found).__name__}; {wanted}")
+    return found
+
+
+def _parse(word: str) -> FixUse:
+    name, _, rest = word.partition(":")
+    options: dict[str, Any] = {}
+    for pair in _split(rest):
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise UserError(f"fix {word!r}: {pair!r} is not option=value; {VALID}")
+        options[key.strip()] = _value(value.strip())
+    return FixUse(name.strip(), options)
+
+
+def _split(text: str) -> list[str]:
+    """At commas outside brackets."""
+    parts, depth, start = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [part for part in (*parts, text[start:]) if part.strip()]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text  # a word
+
+
+def _from_file(file: str) -> list[FixUse]:
+    try:
+        found = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise UserError(f"file {file!r} cannot be read: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"file {file!r} is not JSON: {error}") from None
+    rows = found.get("fixes") if isinstance(found, dict) else found
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "fix" in row for row in rows):
+        raise UserError(
+            f'file {file!r} holds no list of fixes; it should be [{{"fix": ..., "options": ...}}]'
+        )
+    return [FixUse(row["fix"], dict(row.get("options") or {})) for row in rows]

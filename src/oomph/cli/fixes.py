@@ -1,0 +1,83 @@
+"""`oomph fixes`: what could be done about a target's peak, what each saves and what it costs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from oomph import gpus
+from oomph.cli.fix_words import workload_of
+from oomph.cli.progress import progress_display
+from oomph.cli.streams import stdout_to_stderr, write_stdout
+from oomph.cli.targets import open_target, split_target
+from oomph.errors import UserError
+from oomph.records import FIX_KINDS, FixKind, Prediction, Proposal
+from oomph.report.proposals import catalogue_text, proposals_text, proposals_to_json
+from oomph.report.terminal import report_console
+
+
+@dataclass(frozen=True, slots=True)
+class FixesOptions:
+    """What stands on the command line."""
+
+    target: str | None
+    gpu: str | None = None
+    allow: str = ""
+    only: tuple[str, ...] = ()
+    json: bool = False
+
+
+def run_fixes(options: FixesOptions) -> int:
+    kinds = _kinds(options.allow)
+    if options.gpu is not None:
+        gpus.find(options.gpu)
+    if options.target is None:
+        return _list_all(options)
+    split_target(options.target)
+    prediction, proposals = _propose(options, options.target, kinds)
+    if options.json:
+        write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
+    else:
+        write_stdout(proposals_text(prediction, proposals, kinds, report_console()))
+    return 0
+
+
+def _kinds(allow: str) -> tuple[FixKind, ...]:
+    """Exact fixes, and the kinds that are allowed besides."""
+    words = [word.strip() for word in allow.split(",") if word.strip()]
+    for word in words:
+        if word not in FIX_KINDS:
+            raise UserError(f"--allow {word!r} is not a kind of fix; valid: {', '.join(FIX_KINDS)}")
+    return tuple(kind for kind in FIX_KINDS if kind == "exact" or kind in words)
+
+
+def _list_all(options: FixesOptions) -> int:
+    from oomph.fixes import all_fixes
+
+    rows = [(fix.name, fix.kind, fix.changes) for fix in all_fixes()]
+    if options.json:
+        found = [{"fix": name, "kind": kind, "changes": changes} for name, kind, changes in rows]
+        write_stdout(json.dumps({"schema": 1, "fixes": found}) + "\n")
+    else:
+        write_stdout(catalogue_text(rows, report_console()))
+    return 0
+
+
+def _propose(
+    options: FixesOptions, name: str, kinds: tuple[FixKind, ...]
+) -> tuple[Prediction, list[Proposal]]:
+    with (
+        stdout_to_stderr(),
+        progress_display(Console(stderr=True)) as report,
+        open_target(name) as target,
+    ):
+        from oomph.fixes import find, propose
+        from oomph.prediction import predict
+
+        for only in options.only:
+            find(only)
+        workload = workload_of(target, name)
+        prediction = predict(workload, gpu=options.gpu, progress=report)
+        return prediction, propose(prediction, workload, kinds=kinds, only=options.only, progress=report)

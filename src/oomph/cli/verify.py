@@ -1,0 +1,73 @@
+"""`oomph verify`: loss and every gradient with fixes and without, on the CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+
+from oomph.cli.fix_words import parse_fixes, workload_of
+from oomph.cli.progress import progress_display
+from oomph.cli.streams import stdout_to_stderr, write_stdout
+from oomph.cli.targets import open_target, split_target
+from oomph.errors import UserError
+
+HOLDS = 0
+DOES_NOT_HOLD = 1
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    """What stands on the command line."""
+
+    target: str
+    fixes: tuple[str, ...]
+    sizes: str = ""
+    json: bool = False
+
+
+def run_verify(options: VerifyOptions) -> int:
+    split_target(options.target)
+    if not options.fixes:
+        raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")
+    uses, sizes = parse_fixes(options.fixes), _sizes(options.sizes)
+    with (
+        stdout_to_stderr(),
+        progress_display(Console(stderr=True)) as report,
+        open_target(options.target) as target,
+    ):
+        from oomph.fixes import verify
+
+        report("running the model without the fixes and with them", None)
+        found = verify(uses, workload_of(target, options.target), sizes=sizes)
+    if options.json:
+        text = json.dumps({"schema": 1, "holds": found.holds, **asdict(found)}) + "\n"
+        write_stdout(text.replace("Infinity", "null"))
+        return HOLDS if found.holds else DOES_NOT_HOLD
+    names = ", ".join(found.fixes)
+    if found.tolerance is None:
+        verdict = f"{names}: changes the numbers on purpose ({found.kind}); not judged"
+    elif found.holds:
+        verdict = f"{names}: the same loss, gradients and parameters, within {found.tolerance:g}"
+    else:
+        verdict = f"{names}: NOT the same; exact fixes may differ by {found.tolerance:g} at most"
+    lines = [
+        verdict,
+        "",
+        f"  {len(found.differences)} tensors compared; furthest apart, by their largest entry:",
+    ]
+    lines += [f"  {each.error:9.2e}  {each.name}" for each in found.differences[:_SHOWN]]
+    write_stdout("\n".join(lines) + "\n")
+    return HOLDS if found.holds else DOES_NOT_HOLD
+
+
+def _sizes(text: str) -> dict[str, int]:
+    sizes = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = pair.partition("=")
+        if not equals or not value.isdigit() or int(value) < 1:
+            raise UserError(f"--sizes {pair!r} is not valid; give NAME=NUMBER,..., e.g. B=1,T=16")
+        sizes[name.strip()] = int(value)
+    return sizes

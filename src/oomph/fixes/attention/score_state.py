@@ -1,0 +1,157 @@
+"""What is known of a score matrix that has not been computed, and the attention it turns into.
+
+T queries, S keys; `lead` are the dimensions before them. Scores are
+scale * q k^T + sum of terms, where not masked; weights are their softmax over the keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.errors import UserError
+from oomph.fixes.attention.triangles import Triangle
+
+# exp of this is 0 in every dtype, as long as scores lie within ten thousand of each other.
+NEVER = -1e4
+
+
+@dataclass(frozen=True)
+class Context:
+    """How torch was set when a call was made."""
+
+    gradients: bool
+    autocast: torch.dtype | None  # None: off
+
+    @classmethod
+    def now(cls, device: torch.device) -> Context:
+        on = torch.is_autocast_enabled(device.type)
+        return cls(torch.is_grad_enabled(), torch.get_autocast_dtype(device.type) if on else None)
+
+    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A mask in the arguments of a recorded call, which is made when the call is."""
+
+    triangle: Triangle
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of the program, to be made after all if need be."""
+
+    func: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+class Before:
+    """In the arguments of a Call: what the calls before it gave."""
+
+
+BEFORE = Before()
+
+
+@dataclass(frozen=True)
+class Term:
+    """Added to the scores, times its factor."""
+
+    value: Tensor
+    factor: float
+
+
+@dataclass(frozen=True)
+class Fill:
+    """Where `mask` holds (`inverted`: does not hold), the score is `value`."""
+
+    mask: Tensor
+    value: float
+    inverted: bool
+
+    def forbidden(self) -> Tensor:
+        return ~self.mask if self.inverted else self.mask
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    q: Tensor  # [*, T, D]
+    k: Tensor  # [*, S, D]
+    lead: tuple[int, ...]
+    dtype: torch.dtype
+    context: Context
+    calls: tuple[Call, ...]
+    held: tuple[tuple[Tensor, int], ...]  # tensors that the calls read, and their versions
+    scale: float = 1.0
+    terms: tuple[Term, ...] = ()
+    fills: tuple[Fill, ...] = ()
+    future: float | None = None  # what keys after the query's own position are filled with
+    future_is_added: bool = False
+    fills_before_future: int = 0
+    terms_after_fills: bool = False
+    is_weights: bool = False
+    empty_rows_are_zero: bool = False  # where all keys are masked, weights were set to 0
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.lead, self.q.shape[-2], self.k.shape[-2]))
+
+    @property
+    def requires_grad(self) -> bool:
+        tensors = [self.q, self.k, *(term.value for term in self.terms)]
+        return self.context.gradients and any(tensor.requires_grad for tensor in tensors)
+
+    def then(self, call: Call, **changed: Any) -> State:
+        """After one more call."""
+        read = [(arg, version(arg)) for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, Tensor)]
+        return replace(self, calls=(*self.calls, call), held=(*self.held, *read), **changed)
+
+    def scaled(self, call: Call, factor: float) -> State | None:
+        if (self.fills or self.future is not None) and not factor > 0:
+            return None
+        terms = tuple(replace(term, factor=term.factor * factor) for term in self.terms)
+        fills = tuple(replace(fill, value=fill.value * factor) for fill in self.fills)
+        future = None if self.future is None else self.future * factor
+        if any(value > NEVER for value in [*(fill.value for fill in fills), *([future] if future else [])]):
+            return None
+        return self.then(call, scale=self.scale * factor, terms=terms, fills=fills, future=future)
+
+    def check_unchanged(self) -> None:
+        if any(version(tensor) != then for tensor, then in self.held):
+            raise UserError(
+                "attention scores are asked for after a tensor they are made of was changed in place; "
+                "leave fix 'fused_attention' out of this module"
+            )
+
+    def computed(self) -> Tensor:
+        """The program's own calls, made now."""
+        self.check_unchanged()
+        value: Any = None
+        with torch.set_grad_enabled(self.context.gradients), self._autocast():
+            for call in self.calls:
+                value = call.func(*(_made(arg, value) for arg in call.args), **dict(call.kwargs))
+        return value
+
+    def _autocast(self) -> Any:
+        kind, wanted = self.q.device.type, self.context.autocast
+        if Context.now(self.q.device).autocast == wanted:
+            return contextlib.nullcontext()
+        return torch.autocast(kind, wanted or torch.get_autocast_dtype(kind), enabled=wanted is not None)
+
+
+def version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _made(arg: Any, before: Any) -> Any:
+    if arg is BEFORE:
+        return before
+    return arg.triangle.tensor(arg.device) if isinstance(arg, Constant) else arg

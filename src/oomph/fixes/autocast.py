@@ -1,0 +1,39 @@
+"""Products in bfloat16 from parameters that stay float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from oomph.errors import UserError
+from oomph.fixes.fix import Fix, Patient, Place
+from oomph.fixes.precision import has_float32, lacks_bfloat16
+from oomph.workload import Workload
+
+
+class Autocast(Fix):
+    name = "autocast"
+    kind = "precision"
+    changes = (
+        "Matrix products and convolutions take and give bfloat16, with 8 bits of precision instead of 24; "
+        "parameters, gradients, sums, norms and losses stay float32."
+    )
+    excludes: ClassVar = {}
+
+    def places(self, patient: Patient) -> Iterable[Place]:
+        if patient.workload.autocast is None and has_float32(patient) and not lacks_bfloat16(patient):
+            yield Place(("forward",))
+
+    def change_workload(self, workload: Workload, *_: Any) -> Workload:
+        if workload.autocast is not None:
+            raise UserError(
+                f"fix {self.name!r}: the workload runs under autocast to {workload.autocast} already"
+            )
+        if workload.dtype in (torch.bfloat16, torch.float16):
+            raise UserError(
+                f"fix {self.name!r}: the parameters are {workload.dtype}; there is nothing to cast"
+            )
+        return replace(workload, autocast=torch.bfloat16)

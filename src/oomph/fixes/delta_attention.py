@@ -1,0 +1,98 @@
+"""Delta attention by chunks: our layers, told how to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from oomph.errors import UserError
+from oomph.fixes.anatomy import module_at
+from oomph.fixes.fix import Fix, Patient, Place
+from oomph.fixes.journal import Journal
+from oomph.nn import KimiDeltaAttention, SpikingKDABlock
+from oomph.ops.delta_attention.problem import MODES
+
+_LAYERS = (KimiDeltaAttention, SpikingKDABlock)
+_WASTEFUL = ("scan", "sequential")  # a matrix per token, or a state per token, is kept for backward
+_SMALL_CHUNK = 512  # tokens: below it the states between the parts take what the parts save
+
+
+class DeltaAttention(Fix):
+    name = "delta_attention"
+    kind = "exact"
+    changes = "Delta attention works on chunks of tokens and keeps no state per token for backward."
+
+    def places(self, patient: Patient) -> Iterable[Place]:
+        layers = [layer for layer in _layers(patient.model) if layer.module.impl != "reference"]
+        wasteful = tuple(name for name, module in layers if module.mode in _WASTEFUL)
+        if wasteful:
+            yield Place(wasteful, {"modules": list(wasteful)})
+        whole = tuple(
+            name
+            for name, module in layers
+            if module.mode not in _WASTEFUL
+            and (module.memory_chunk_size is None or module.memory_chunk_size > _SMALL_CHUNK)
+            and getattr(module, "memory_budget", None) is None
+        )
+        if whole:
+            options = {"modules": list(whole), "memory_chunk_size": _SMALL_CHUNK}
+            yield Place(whole, options, "smaller parts at a time; the states between them are kept")
+
+    def change_model(
+        self,
+        model: nn.Module,
+        journal: Journal,
+        *,
+        mode: str = "auto",
+        memory_chunk_size: int | None = None,
+        modules: Sequence[str] | None = None,
+    ) -> None:
+        """mode and memory_chunk_size are those of oomph.ops.kda. `modules`: names; by default all layers."""
+        if mode not in MODES:
+            raise UserError(f"fix {self.name!r}: mode={mode!r} is not valid; valid: {', '.join(MODES)}")
+        size = memory_chunk_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise UserError(
+                f"fix {self.name!r}: memory_chunk_size={size!r} is not valid; "
+                "valid: None, or a whole number >= 1"
+            )
+        if size is not None and mode == "sequential":
+            raise UserError(
+                f"fix {self.name!r}: mode='sequential' has no chunks; leave memory_chunk_size out"
+            )
+        layers = _layers(model) if modules is None else [_layer_at(model, name) for name in modules]
+        if not layers:
+            kinds = " or ".join(kind.__name__ for kind in _LAYERS)
+            raise UserError(f"fix {self.name!r}: the model has no {kinds}")
+        for name, module in layers:
+            if module.impl == "reference":
+                raise UserError(
+                    f"fix {self.name!r}: {name!r} has impl='reference', which goes token by token; "
+                    "build it with impl='auto'"
+                )
+            journal.set(module, "mode", mode, name, f"mode={mode!r} instead of {module.mode!r}")
+            what = f"memory_chunk_size={size} instead of {module.memory_chunk_size}"
+            journal.set(module, "memory_chunk_size", size, name, what)
+            # A budget takes the place of a size, and only chunks can meet one.
+            budget = getattr(module, "memory_budget", None)
+            if budget is not None and (size is not None or mode in _WASTEFUL):
+                journal.set(module, "memory_budget", None, name, f"no memory_budget instead of {budget!r}")
+
+
+class _Layer(NamedTuple):
+    name: str
+    module: KimiDeltaAttention | SpikingKDABlock
+
+
+def _layers(model: nn.Module) -> list[_Layer]:
+    return [_Layer(name, module) for name, module in model.named_modules() if isinstance(module, _LAYERS)]
+
+
+def _layer_at(model: nn.Module, name: str) -> _Layer:
+    module = module_at(model, name, DeltaAttention.name)
+    if not isinstance(module, _LAYERS):
+        kinds = " or ".join(kind.__name__ for kind in _LAYERS)
+        raise UserError(f"fix 'delta_attention': {name!r} is a {type(module).__name__}, not a {kinds}")
+    return _Layer(name, module)

@@ -1,0 +1,187 @@
+"""Gradients of linear layers added straight to `.grad`: no temporary of the weight's size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from oomph.errors import UserError
+from oomph.fixes.anatomy import is_plain_linear, is_plain_parameter, module_at
+from oomph.fixes.fix import Fix, Patient, Place
+from oomph.fixes.fused_loss import adding_to_grad, defers
+from oomph.fixes.journal import Journal
+from oomph.ops.launch import is_fake
+from oomph.ops.once import refuse_second_derivatives
+from oomph.ops.precision import autocast_is_on, no_autocast, product_dtype
+from oomph.ops.products import product_into
+from oomph.workload import Workload
+
+_LARGE = 1 / 8  # of the largest weight: smaller temporaries never make the peak
+
+
+class GradientsInPlace(Fix):
+    name = "gradients_in_place"
+    kind = "exact"
+    changes = "From a step's second pass on, weight gradients are added to .grad as they are computed."
+    excludes: ClassVar = {
+        "optimizer_in_backward": "it waits for each gradient to arrive, and here none does",
+        "shard": "sharded parameters must see each gradient arrive",
+    }
+
+    def places(self, patient: Patient) -> Iterable[Place]:
+        if _passes(patient.workload) < 2:
+            return
+        names = _largest(patient.model)
+        if names:
+            yield Place(tuple(names), {"modules": names})
+
+    def change_model(
+        self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
+    ) -> None:
+        """`modules`: names of nn.Linear modules; by default those with the largest weights."""
+        if modules is not None and (isinstance(modules, str) or not modules):
+            raise UserError(
+                f"fix 'gradients_in_place': modules={modules!r} is not valid; give a list of module names"
+            )
+        names = _largest(model) if modules is None else list(modules)
+        if not names:
+            raise UserError("fix 'gradients_in_place': the model has no plain nn.Linear that is trained")
+        for name in names:
+            module = module_at(model, name, self.name)
+            _check(name, module)
+            what = "its weight gradient is added to .grad in place"
+            if defers(module):
+                journal.set(module, "forward", adding_to_grad(module), name, what)
+            else:
+                journal.wrap_forward(module, _in_place, name, what)
+
+
+def _passes(workload: Workload) -> int:
+    parts = 1 if workload.micro_batches is None else workload.micro_batches.parts
+    return parts * workload.accumulate
+
+
+def _largest(model: nn.Module) -> list[str]:
+    linears = {
+        name: module.weight.numel() * module.weight.element_size()
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and _why_not(module) is None
+    }
+    largest = max(linears.values(), default=0)
+    return [name for name, size in linears.items() if size >= largest * _LARGE]
+
+
+def _check(name: str, module: nn.Module) -> None:
+    why = _why_not(module)
+    if why is not None:
+        raise UserError(f"fix 'gradients_in_place': {name!r} {why}")
+
+
+def _why_not(module: nn.Module) -> str | None:
+    if not (is_plain_linear(module) or defers(module)):
+        if "forward" in vars(module):
+            return "has a forward that was replaced already; undo that first"
+        return f"is a {type(module).__name__}, or its weight is computed; it must be a plain nn.Linear"
+    assert isinstance(module, nn.Linear)
+    if not module.weight.requires_grad:
+        return "is frozen: its weight has no gradient"
+    if _has_hooks(module.weight):
+        return "has hooks on its weight, which would not be called; remove them"
+    return None
+
+
+def _has_hooks(weight: Tensor) -> bool:
+    return bool(weight._backward_hooks) or bool(getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def _in_place(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    linear = forward.__self__  # type: ignore[attr-defined]
+    assert isinstance(linear, nn.Linear)
+    x: Any = args[0] if args else kwargs.get("input")
+    if len(args) + len(kwargs) != 1 or not _applies(linear, x):
+        return forward(*args, **kwargs)
+    return _Linear.apply(x, linear.weight, linear.bias, product_dtype(x))
+
+
+def _applies(linear: nn.Linear, x: Any) -> bool:
+    """Eager code with plain tensors, and dtypes that torch takes; the rest is left to torch."""
+    if not torch.is_grad_enabled() or not (type(x) in (Tensor, nn.Parameter) or is_fake(x)) or x.dim() < 1:
+        return False
+    dtypes = {x.dtype, linear.weight.dtype, *(() if linear.bias is None else (linear.bias.dtype,))}
+    return (
+        linear.weight.requires_grad
+        and is_plain_parameter(linear.weight)
+        and x.is_floating_point()
+        and x.shape[-1] == linear.in_features
+        and (len(dtypes) == 1 or (autocast_is_on(x) and torch.float64 not in dtypes))
+        and x.device == linear.weight.device
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and torch._C._functorch.peek_interpreter_stack() is None
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """F.linear in `dtype`, whose weight gradient goes to weight.grad where one is there already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype
+        ctx.owner = weight  # of .grad: what is saved may come back as another tensor, as from a checkpoint
+        with no_autocast(x):
+            cast = x.to(dtype)
+            # The weight itself is kept, not its cast: that is made again, and not alive in between.
+            ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
+            own_bias = None if bias is None else bias.to(dtype)
+            return torch.nn.functional.linear(cast, weight.to(dtype), own_bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        refuse_second_derivatives("a linear layer with fix 'gradients_in_place'", "undo the fix")
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        x_dtype, bias_dtype = ctx.dtypes
+        dx = dw = db = None
+        with no_autocast(grad):
+            grad_NV = grad.reshape(-1, grad.shape[-1])
+            if wants_weight:
+                dw = _weight_gradient(grad_NV, x.reshape(-1, x.shape[-1]), ctx.owner)
+            if wants_bias:
+                db = grad_NV.sum(0).to(bias_dtype)
+            if wants_x:
+                dx_ND = (grad_NV @ weight.to(grad.dtype)).to(x_dtype)
+                dx = dx_ND.reshape(*grad.shape[:-1], weight.shape[1])
+        return dx, dw, db, None
+
+
+def _weight_gradient(grad_NV: Tensor, x_ND: Tensor, weight_VD: Tensor) -> Tensor | None:
+    """Added to .grad (then None) where that is the same as handing it to autograd, which would add it."""
+    there = weight_VD.grad
+    if there is None or not _can_add(there, weight_VD):
+        return (grad_NV.t() @ x_ND).to(weight_VD.dtype)
+    product_into(there, grad_NV.t(), x_ND, add=True)
+    return None
+
+
+def _can_add(there: Tensor, weight: Tensor) -> bool:
+    return (
+        (type(there) is Tensor or is_fake(there))
+        and there.layout == torch.strided
+        and there.dtype == weight.dtype
+        and there.shape == weight.shape
+        and not there.requires_grad
+        and not _has_hooks(weight)
+        and _autograd_would_add(weight)
+    )
+
+
+def _autograd_would_add(weight: Tensor) -> bool:
+    """In loss.backward() it would; torch.autograd.grad() hands the gradient out and leaves .grad alone."""
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+    except RuntimeError:  # what it answers inside torch.autograd.grad
+        return False

@@ -1,0 +1,108 @@
+"""Activation offload: what blocks save for backward waits in host memory, copied beside the computation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from oomph.errors import UserError
+from oomph.fixes import anatomy
+from oomph.fixes.configs import switch_off_cache
+from oomph.fixes.fix import Fix, Patient, Place
+from oomph.fixes.host_copies import HostCopies
+from oomph.fixes.journal import Around, Journal
+from oomph.units import MiB, parse_bytes
+
+
+class OffloadActivations(Fix):
+    name = "offload_activations"
+    kind = "exact"
+    changes = "What blocks keep for backward waits in pinned host memory and is copied back in time."
+
+    def places(self, patient: Patient) -> Iterable[Place]:
+        names = [name for group in anatomy.blocks(patient.model) for name, _ in group]
+        if len(names) > 2:
+            yield Place(tuple(names[:-1]), {}, "the last block's stay, backward begins with them")
+
+    def change_model(
+        self,
+        model: nn.Module,
+        journal: Journal,
+        *,
+        blocks: Sequence[str] | None = None,
+        smallest: int | str = MiB,
+    ) -> None:
+        """`blocks`: names of modules; by default every repeated block but the last, whose activations are
+        needed at once. `smallest`: bytes of a tensor that is worth copying.
+
+        With the fix "recompute", a block saves its inputs alone, and those are what is copied.
+        """
+        copies = HostCopies(_size(smallest))
+        _refuse_own_checkpointing(model)
+        repeated = [name for group in anatomy.blocks(model) for name, _ in group]
+        wanted = repeated if blocks is None else list(blocks)
+        if not wanted:
+            raise UserError(
+                "fix 'offload_activations': the model has no list of blocks; name modules in blocks=[...]"
+            )
+        named = {name: anatomy.module_at(model, name, self.name) for name in (*wanted, *repeated)}
+        # In the model's order. The repeated blocks that are not wanted tell how far the computation is.
+        order = [name for name, _ in model.named_modules() if name in named]
+        last = order[-1] if len(order) > 1 else None
+        going = [name for name in order if name in wanted and name != last]
+        if not going:
+            raise UserError(
+                f"fix 'offload_activations': {last!r} is the last block, and backward needs at once what it "
+                "keeps; name blocks before it"
+            )
+        for name in order:
+            goes = name in going
+            around = partial(_offloaded, copies=copies, stays=not goes)
+            what = "kept on the host for backward" if goes else "stays; marks the time for the others"
+            journal.wrap_forward(named[name], around, name, what)
+        switch_off_cache(model, journal, "it would hold on the device what is copied away")
+
+
+def _offloaded(
+    forward: Callable[..., Any], *args: Any, copies: HostCopies, stays: bool, **kwargs: Any
+) -> Any:
+    # What is computed again during backward is needed at once.
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return forward(*args, **kwargs)
+    visit = copies.visit(stays, _parameters_and_buffers(forward))
+    with visit.saving():
+        result = forward(*args, **kwargs)
+    visit.end()
+    return result
+
+
+def _parameters_and_buffers(forward: Callable[..., Any]) -> list[torch.Tensor]:
+    while isinstance(forward, Around):
+        forward = forward.inner
+    module = getattr(forward, "__self__", None)
+    return [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+
+
+def _size(smallest: Any) -> int:
+    if isinstance(smallest, bool) or not isinstance(smallest, int | str):
+        raise UserError(
+            f"fix 'offload_activations': smallest={smallest!r} is not valid; give bytes or e.g. '1MiB'"
+        )
+    try:
+        return parse_bytes(smallest)
+    except UserError as error:
+        raise UserError(f"fix 'offload_activations': smallest: {error}") from None
+
+
+def _refuse_own_checkpointing(model: nn.Module) -> None:
+    """Inside a checkpoint of the model's own, everything would be copied that it means to compute again."""
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UserError(
+                f"fix 'offload_activations': {name or 'the model'} recomputes by itself "
+                "(gradient_checkpointing); switch that off and use the fix 'recompute'"
+            )

@@ -1,0 +1,86 @@
+"""Recomputation: blocks keep their inputs for backward, and compute the rest a second time there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from oomph.errors import UserError
+from oomph.fixes.anatomy import blocks, module_at
+from oomph.fixes.configs import switch_off_cache
+from oomph.fixes.fix import Fix, Patient, Place
+from oomph.fixes.journal import Journal
+
+aten = torch.ops.aten
+KEEP = ("nothing", "products")
+# Of a block's forward, what takes longest to compute again for its size.
+_PRODUCTS = {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten.convolution.default,
+}
+
+
+class Recompute(Fix):
+    name = "recompute"
+    kind = "exact"
+    changes = "Blocks keep only their inputs for backward and run forward a second time there."
+    excludes: ClassVar = {}
+
+    def places(self, patient: Patient) -> Iterable[Place]:
+        groups = blocks(patient.model)
+        names = tuple(name for group in groups for name, _ in group)
+        if not names:
+            return
+        yield Place(names, {"keep": "nothing"})
+        yield Place(names, {"keep": "products"}, "keeps the results of matrix products and attention")
+        every_second = tuple(name for group in groups for name, _ in group[::2])
+        if len(names) > 2:
+            yield Place(every_second, {"blocks": list(every_second)}, "every second block")
+
+    def change_model(
+        self,
+        model: nn.Module,
+        journal: Journal,
+        *,
+        blocks: Sequence[str] | None = None,
+        keep: str = "nothing",
+    ) -> None:
+        """`blocks`: names of modules; by default every repeated block. `keep`: "nothing", or "products"."""
+        if keep not in KEEP:
+            raise UserError(f"fix 'recompute': keep={keep!r} is not valid; valid: {', '.join(KEEP)}")
+        names = _all_blocks(model) if blocks is None else list(blocks)
+        if not names:
+            raise UserError("fix 'recompute': the model has no list of blocks; name modules in blocks=[...]")
+        around = partial(_recomputed, keep=keep)
+        for name in names:
+            journal.wrap_forward(module_at(model, name, self.name), around, name, "recomputed in backward")
+        switch_off_cache(model, journal, "recomputation would fill it a second time")
+
+
+def _all_blocks(model: nn.Module) -> list[str]:
+    return [name for group in blocks(model) for name, _ in group]
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, keep: str, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if keep == "nothing":
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE

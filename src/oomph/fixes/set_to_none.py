@@ -1,0 +1,50 @@
+"""Gradients freed after the update, where zero_grad() would fill them with zeros and keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import MethodType
+from typing import Any
+
+from torch.optim import Optimizer
+
+from oomph.fixes.fix import Fix, Patient, Place
+from oomph.fixes.optimizers.conversion import parameters_of, with_converted_optimizer
+from oomph.records import Prediction
+from oomph.workload import Workload
+
+
+class SetToNone(Fix):
+    name = "set_to_none"
+    kind = "exact"
+    changes = "optimizer.zero_grad() frees the gradients instead of filling them with zeros."
+
+    def places(self, patient: Patient) -> Iterable[Place]:
+        if patient.workload.optimizer is not None and _gradients_left(patient.prediction):
+            yield Place(
+                ("optimizer",), {}, "a parameter without gradient in a step is then not updated in it"
+            )
+
+    def change_workload(self, workload: Workload, *_: Any) -> Workload:
+        return with_converted_optimizer(workload, self.name, _freeing)
+
+
+def _freeing(optimizer: Optimizer) -> Optimizer:
+    optimizer.zero_grad = MethodType(_free_gradients, optimizer)  # type: ignore[method-assign]
+    return optimizer
+
+
+def _free_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    for parameter in parameters_of(optimizer):
+        parameter.grad = None
+
+
+def _gradients_left(prediction: Prediction) -> bool:
+    """Are gradients alive after the last step?"""
+    alive: set[int] = set()
+    for event in prediction.events:
+        if event.action == "alloc" and prediction.allocations[event.id].kind == "gradient":
+            alive.add(event.id)
+        elif event.action == "free":
+            alive.discard(event.id)
+    return bool(alive)

@@ -1,0 +1,123 @@
+"""`oomph fixes`, `oomph verify` and `oomph predict --fix`, as they are typed."""
+
+import json
+
+import pytest
+
+from oomph.cli.main import run
+
+PROGRAM = """
+import torch, torch.nn.functional as F
+from torch import nn
+import oomph
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(x)))
+
+class Model(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+        self.head = nn.Linear(width, 10)
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+def loss(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+def batch(device, B):
+    return {"x": torch.randn(B, 64, device=device), "y": torch.zeros(B, dtype=torch.long, device=device)}
+
+work = oomph.Workload(lambda: Model(64), batch, loss, sizes={"B": 20000})
+
+def make():
+    print("making")
+    return work
+
+def step():
+    model = Model(64).cuda()
+    return lambda: loss(model, batch(torch.device("cuda"), 8)).backward()
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    return str(file)
+
+
+def test_without_a_target_all_fixes_are_listed(capsys):
+    assert run(["fixes"]) == 0
+    out = capsys.readouterr().out
+    assert "recompute" in out
+    assert "optimizer_8bit" in out
+    assert run(["fixes", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["fixes"]
+    assert {"fix", "kind", "changes"} == set(listed[0])
+
+
+def test_what_applies_is_listed_with_saving_and_cost(program, capsys):
+    assert run(["fixes", f"{program}:make", "--gpu", "h200", "--only", "recompute"]) == 0
+    captured = capsys.readouterr()
+    assert "making" not in captured.out
+    assert "Each fix by itself, predicted:" in captured.out
+    assert "recompute:keep=nothing" in captured.out
+    assert "Not shown: fixes that change the numbers (--allow precision,training)." in captured.out
+    assert run(["fixes", f"{program}:work", "--gpu", "h200", "--only", "recompute", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["fixes"][0]
+    assert (best["fix"], best["kind"]) == ("recompute", "exact")
+    assert best["saving"] == found["peak"]["reserved"] - best["peak"]["reserved"] > 0
+    assert best["slowdown"] > 1
+    assert best["where"] == [f"blocks.{index}" for index in range(4)]
+
+
+def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path, capsys):
+    def peak(*more):
+        assert run(["predict", f"{program}:work", "--json", *more]) == 0
+        return json.loads(capsys.readouterr().out)["peak"]["allocated"]
+
+    plain, whole = peak(), peak("--fix", "recompute")
+    assert whole < plain
+    some = '[{"fix": "recompute", "options": {"blocks": ["blocks.0"]}}]'
+    (tmp_path / "fixes.json").write_text(some)
+    assert whole < peak("--fix", str(tmp_path / "fixes.json")) < plain
+    assert peak("--fix", 'recompute:blocks=["blocks.0"]') == peak("--fix", str(tmp_path / "fixes.json"))
+
+
+def test_verify_says_that_it_holds(program, capsys):
+    assert run(["verify", f"{program}:work", "recompute", "--sizes", "B=3"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("recompute: the same loss, gradients and parameters, within 0.0001")
+    assert run(["verify", f"{program}:work", "recompute:keep=products", "--sizes", "B=3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["holds"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["fixes", "{}:work", "--allow", "speed"],
+            "--allow 'speed' is not a kind of fix; valid: exact, precision",
+        ),
+        (["fixes", "{}:work", "--only", "recompte"], "there is no fix 'recompte'; did you mean 'recompute'?"),
+        (["fixes", "{}:step"], "returned no Workload but raised "),
+        (["verify", "{}:work"], "verify needs a fix"),
+        (["verify", "{}:work", "recompute", "--sizes", "B"], "--sizes 'B' is not valid; give NAME=NUMBER"),
+        (["verify", "{}:work", "recompute:keep"], "'keep' is not option=value"),
+        (["predict", "{}:work", "--fix", "no.json"], "file 'no.json' cannot be read: No such file"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(program, arguments, message, capsys):
+    assert run([word.format(program) for word in arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("oomph: ")
+    assert error.count("\n") == 1
+    assert message in error

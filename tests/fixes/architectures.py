@@ -1,0 +1,328 @@
+"""Ten Hugging Face architectures and three hand-written models, each tiny, seeded and without dropout.
+
+`ARCHITECTURES[name]()` is a Workload in float32 that runs on a CPU; `loss_and_gradients` runs one pass of it.
+"""
+
+import torch
+import torch.nn.functional as F
+from small import TinyLM, gradients, plain_loss, seeded, tiny_batch
+from torch import nn
+
+import oomph
+
+VOCABULARY = 101
+WIDTH, HEADS, LAYERS, LENGTH, ROWS = 32, 4, 2, 20, 3
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": WIDTH,
+    "intermediate_size": 64,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "max_position_embeddings": 64,
+}
+# Hugging Face's defaults lie outside so small a vocabulary.
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def gpt2():
+    return _causal(
+        "GPT2",
+        "LMHeadModel",
+        vocab_size=VOCABULARY,
+        n_positions=64,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+
+
+def gpt_neox():
+    return _causal("GPTNeoX", **_SIZES, attention_dropout=0.0, hidden_dropout=0.0)
+
+
+def llama():
+    return _causal("Llama", **_SIZES, **_TOKENS, num_key_value_heads=2)
+
+
+def qwen3():
+    return _causal("Qwen3", **_SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
+
+
+def gemma2():
+    """Caps its logits and its attention scores, and slides a window in every second layer."""
+    return _causal(
+        "Gemma2",
+        **_SIZES,
+        num_key_value_heads=2,
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=8,
+        final_logit_softcapping=3.0,
+        attn_logit_softcapping=5.0,
+        attn_implementation="eager",
+        **_TOKENS,
+    )
+
+
+def mistral():
+    return _causal("Mistral", **_SIZES, **_TOKENS, num_key_value_heads=2, head_dim=8, sliding_window=12)
+
+
+def phi():
+    return _causal("Phi", **_SIZES, **_TOKENS, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0)
+
+
+def bert():
+    """Masked: most targets are -100, some tokens are padding, and the tied head has a bias."""
+
+    def build():
+        from transformers import BertConfig, BertForMaskedLM
+
+        return BertForMaskedLM(
+            BertConfig(**_SIZES, pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        )
+
+    def batch(device):
+        made = torch.Generator().manual_seed(2)
+        tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=made)
+        chosen = torch.rand(ROWS, LENGTH, generator=made) < 0.3
+        attended = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+        attended[-1, -4:] = 0
+        labels = torch.where(chosen & (attended == 1), tokens, -100)
+        masked = torch.where(chosen, 1, tokens)
+        return _on(device, input_ids=masked, attention_mask=attended, labels=labels)
+
+    return _workload(build, batch)
+
+
+def t5():
+    """Encoder and decoder; the tied head is given hidden states times width^-0.5."""
+
+    def build():
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        return T5ForConditionalGeneration(
+            T5Config(
+                vocab_size=VOCABULARY,
+                d_model=WIDTH,
+                d_kv=8,
+                d_ff=64,
+                num_layers=LAYERS,
+                num_heads=HEADS,
+                dropout_rate=0.0,
+                pad_token_id=0,
+                eos_token_id=1,
+                decoder_start_token_id=0,
+            )
+        )
+
+    def batch(device):
+        made = torch.Generator().manual_seed(3)
+        tokens = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=made)
+        labels = torch.randint(2, VOCABULARY, (ROWS, 12), generator=made)
+        labels[0, -3:] = -100
+        return _on(device, input_ids=tokens, labels=labels)
+
+    return _workload(build, batch)
+
+
+def vit():
+    def build():
+        from transformers import ViTConfig, ViTForImageClassification
+
+        sizes = {k: v for k, v in _SIZES.items() if k not in ("vocab_size", "max_position_embeddings")}
+        return ViTForImageClassification(
+            ViTConfig(
+                **sizes,
+                image_size=16,
+                patch_size=4,
+                num_labels=10,
+                hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
+            )
+        )
+
+    def batch(device):
+        made = torch.Generator().manual_seed(4)
+        images = torch.randn(ROWS, 3, 16, 16, generator=made)
+        return _on(device, pixel_values=images, labels=torch.randint(0, 10, (ROWS,), generator=made))
+
+    return _workload(build, batch)
+
+
+def tiny_lm():
+    """As in a tutorial: a stored mask, written-out attention, plain cross-entropy."""
+    return oomph.Workload(lambda: seeded(TinyLM), tiny_batch, plain_loss)
+
+
+def rotary_lm():
+    """RMSNorm, SwiGLU, a rotary module in every layer, and a tied head."""
+    return oomph.Workload(lambda: seeded(RotaryLM), tiny_batch, plain_loss)
+
+
+def classifier():
+    """Convolutions with batch norm, then linear layers; nothing in it is a sequence."""
+
+    def batch(device):
+        made = torch.Generator().manual_seed(5)
+        images = torch.randn(6, 3, 16, 16, generator=made)
+        return _on(device, images=images, classes=torch.randint(0, 10, (6,), generator=made))
+
+    return oomph.Workload(lambda: seeded(Classifier), batch, _classified)
+
+
+ARCHITECTURES = {
+    "GPT-2": gpt2,
+    "GPT-NeoX": gpt_neox,
+    "Llama": llama,
+    "Qwen3": qwen3,
+    "Gemma-2": gemma2,
+    "Mistral": mistral,
+    "Phi": phi,
+    "BERT": bert,
+    "T5": t5,
+    "ViT": vit,
+    "TinyLM": tiny_lm,
+    "RotaryLM": rotary_lm,
+    "Classifier": classifier,
+}
+
+
+def prepared(workload):
+    """The model and the batch of a Workload, on the CPU, ready for a pass."""
+    return workload.model().train(), workload.make_batch(torch.device("cpu"))
+
+
+def loss_and_gradients(workload, model=None):
+    """One pass: the loss and the gradient of every parameter, by name, as `same_gradients` compares them."""
+    built, batch = prepared(workload)
+    return gradients(built if model is None else model, workload.loss, batch)
+
+
+def same_pass(before, after, tolerance=1e-5):
+    """Loss and all gradients are the same, relative to each one's largest entry.
+
+    A gradient that is zero but for rounding (of the bias of keys, which softmax does not see) is compared
+    with the largest of all.
+    """
+    (loss, grads), (new_loss, new_grads) = before, after
+    torch.testing.assert_close(new_loss, loss, rtol=tolerance, atol=0)
+    assert new_grads.keys() == grads.keys()
+    largest = max(float(grad.abs().max()) for grad in grads.values() if grad is not None)
+    for name, grad in grads.items():
+        if grad is None:
+            assert new_grads[name] is None, name
+            continue
+        size = max(float(grad.abs().max()), 1e-4 * largest)
+        off = float((new_grads[name] - grad).abs().max()) / size
+        assert off <= tolerance, f"{name} is off by {off:.2e}"
+
+
+def _causal(family, head="ForCausalLM", **config):
+    """A causal language model on tokens that are their own labels; a few of these are -100."""
+
+    def build():
+        import transformers
+
+        made = getattr(transformers, f"{family}Config")(**config)
+        return getattr(transformers, f"{family}{head}")(made)
+
+    def batch(device):
+        made = torch.Generator().manual_seed(1)
+        tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=made)
+        labels = tokens.clone()
+        labels[0, :5] = -100
+        return _on(device, input_ids=tokens, labels=labels)
+
+    return _workload(build, batch)
+
+
+def _workload(build, batch):
+    # The default loss: model(**batch).loss.
+    return oomph.Workload(lambda: seeded(build), batch)
+
+
+def _on(device, **tensors):
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+class RotaryLM(nn.Module):
+    def __init__(self, vocabulary=97, width=32, heads=4, layers=3, longest=64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(RotaryLayer(width, heads, longest) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+class RotaryLayer(nn.Module):
+    def __init__(self, width: int, heads: int, longest: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.rotary = Rotary(width // heads, longest)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        y = self.norm_1(x)
+        q, k, v = (f(y).view(b, t, self.heads, -1).transpose(1, 2) for f in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).reshape(b, t, c))
+        y = self.norm_2(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Rotary(nn.Module):
+    def __init__(self, width: int, longest: int) -> None:
+        super().__init__()
+        frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
+        angles = torch.outer(torch.arange(longest), frequencies)
+        self.register_buffer("cos", torch.cat((angles.cos(), angles.cos()), -1), persistent=False)
+        self.register_buffer("sin", torch.cat((angles.sin(), angles.sin()), -1), persistent=False)
+
+    def forward(self, x):
+        first, second = x.chunk(2, -1)
+        t = x.shape[-2]
+        return x * self.cos[:t] + torch.cat((-second, first), -1) * self.sin[:t]
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+        self.stages = nn.ModuleList(Residual(16) for _ in range(2))
+        self.mlp = nn.Sequential(nn.Linear(16 * 16, 64), nn.GELU(), nn.Linear(64, 10))
+
+    def forward(self, images):
+        x = self.stem(images)
+        for stage in self.stages:
+            x = F.max_pool2d(stage(x), 2)
+        return self.mlp(x.flatten(1))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return x + F.relu(self.norm(self.conv(x)))
+
+
+def _classified(model, batch):
+    return F.cross_entropy(model(batch["images"]), batch["classes"])

@@ -1,0 +1,132 @@
+"""A hand-written language model, small enough for a CPU, and how to compare a model before and after."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import oomph
+
+
+class Attention(nn.Module):
+    """Written out, with a stored mask, as many tutorials have it."""
+
+    def __init__(self, width: int, heads: int, longest: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.register_buffer("mask", torch.tril(torch.ones(longest, longest)).view(1, 1, longest, longest))
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = (
+            y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in self.qkv(x).chunk(3, -1)
+        )
+        scores = (q @ k.transpose(-2, -1)) * (k.size(-1) ** -0.5)
+        scores = scores.masked_fill(self.mask[:, :, :t, :t] == 0, float("-inf"))
+        return self.proj((F.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(b, t, c))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Linear(width, 4 * width)
+        self.proj = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.proj(F.gelu(self.fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, longest: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.mlp = Attention(width, heads, longest), MLP(width)
+
+    def forward(self, x):
+        x = x + self.attention(self.norm_1(x))
+        return x + self.mlp(self.norm_2(x))
+
+
+class TinyLM(nn.Module):
+    def __init__(self, vocabulary=97, width=32, heads=4, layers=3, longest=64) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
+        self.blocks = nn.ModuleList(Block(width, heads, longest) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def plain_loss(model, batch):
+    logits = model(batch["tokens"])
+    return F.cross_entropy(logits.view(-1, logits.size(-1)), batch["targets"].view(-1))
+
+
+def tiny_batch(device, rows=4, length=24, vocabulary=97):
+    made = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, vocabulary, (rows, length + 1), generator=made).to(device)
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def workload(**sizes) -> oomph.Workload:
+    return oomph.Workload(lambda: seeded(lambda: TinyLM(**sizes)), tiny_batch, plain_loss)
+
+
+def seeded(build):
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        return build()
+
+
+def gradients(model, loss, batch):
+    """The loss and the gradient of every parameter, by name."""
+    model.zero_grad()
+    value = loss(model, batch)
+    value.backward()
+    return value.detach(), {
+        name: None if parameter.grad is None else parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+    }
+
+
+def same_gradients(before, after, tolerance):
+    """Are loss and all gradients the same, relative to the largest entry of each?"""
+    (loss, grads), (new_loss, new_grads) = before, after
+    torch.testing.assert_close(new_loss, loss, rtol=tolerance, atol=0)
+    assert new_grads.keys() == grads.keys()
+    for name, grad in grads.items():
+        if grad is None:
+            assert new_grads[name] is None, name
+            continue
+        off = (new_grads[name] - grad).abs().max() / grad.abs().max().clamp_min(1e-30)
+        assert off <= tolerance, f"{name} is off by {off:.2e}"
+
+
+def state_of(model):
+    """Everything that a fix may change in a model, to see that undo brings it back."""
+    modules = {}
+    for name, module in model.named_modules():
+        own = {
+            key: value
+            for key, value in vars(module).items()
+            if key not in ("_parameters", "_buffers", "_modules")
+        }
+        modules[name] = (
+            type(module),
+            {
+                key: (id(value), copy.deepcopy(value) if isinstance(value, dict | list) else None)
+                for key, value in own.items()
+            },
+            [(key, id(value)) for key, value in module._parameters.items()],
+            [(key, id(value)) for key, value in module._buffers.items()],
+            [(key, id(value)) for key, value in module._modules.items()],
+        )
+    config = getattr(model, "config", None)
+    return modules, None if config is None else copy.deepcopy(vars(config))

@@ -1,0 +1,157 @@
+"""Allocator settings: put into the Workload, followed by predictions and measurements."""
+
+import pytest
+import torch
+from small import plain_loss, tiny_batch, workload
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes.fix import Patient
+from oomph.measurement.allocator import allocator_set_to
+from oomph.records import FixUse
+
+MIB = 1024 * 1024
+
+
+class Growing(nn.Module):
+    """Every call is longer than the last: segments of the default allocator fit none of the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+
+    def forward(self, x):
+        return sum(
+            self.layers(x.new_ones(length, 512) * x).sum() * 1e-6 for length in range(20_000, 40_000, 2_500)
+        )
+
+
+def growing() -> oomph.Workload:
+    return oomph.Workload(Growing, lambda device: torch.ones(1, device=device), lambda model, x: model(x))
+
+
+def test_expandable_segments_are_proposed_where_they_save_and_priced_as_the_replay_says():
+    work = growing()
+    prediction = oomph.predict(work, gpu="h200")
+    proposals = fixes.find("allocator").propose(prediction, work)
+    first = proposals[0]
+    assert first.options == {"expandable_segments": True}
+    assert first.saving > 100 * MIB
+    assert first.slowdown == 1
+    after = oomph.predict(oomph.apply(first, work), gpu="h200")
+    assert after.peak.reserved == first.peak.reserved
+    assert after.peak.allocated <= prediction.peak.allocated  # blocks are split more finely
+
+
+def test_nothing_is_proposed_where_nothing_is_saved_or_the_settings_are_given():
+    work = workload()
+    prediction = oomph.predict(work, gpu="h200")
+    assert fixes.find("allocator").found(Patient(prediction, work)) == []
+    given = oomph.apply("allocator", growing())
+    assert fixes.find("allocator").propose(oomph.predict(given, gpu="h200"), given) == []
+
+
+def test_the_workload_says_what_the_variable_must_be():
+    both = FixUse("allocator", {"expandable_segments": True, "max_split_size_mb": 256})
+    assert oomph.apply(both, workload()).allocator == "expandable_segments:True,max_split_size_mb:256"
+    assert oomph.apply("allocator", workload()).allocator == "expandable_segments:True"
+    assert oomph.apply(both, workload()).fixes == (both,)
+
+
+def test_the_prediction_says_what_does_not_fit_with_these_settings():
+    work = growing()
+    limit = oomph.predict(oomph.apply("allocator", work)).peak.reserved
+    assert not oomph.predict(work, max=limit // 4).fits
+    assert oomph.predict(oomph.apply("allocator", work), max=limit).fits
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expandable_segments": 1}, "expandable_segments=1 is not valid; valid: True, False"),
+        (
+            {"max_split_size_mb": 20},
+            "max_split_size_mb=20 is not valid; valid: None, or a whole number",
+        ),
+        ({"max_split_size_mb": True}, "max_split_size_mb=True is not valid"),
+        (
+            {"expandable_segments": False},
+            "nothing to set; give expandable_segments=True or",
+        ),
+        ({"segments": 1}, "has no option 'segments'; its options are expandable_segments, max_split_size_mb"),
+    ],
+)
+def test_mistakes_are_told(options, message):
+    with pytest.raises(UserError, match=message):
+        oomph.apply(FixUse("allocator", options), workload())
+
+
+def test_settings_that_are_there_are_not_overwritten():
+    work = oomph.Workload(workload().model, tiny_batch, plain_loss, allocator="max_split_size_mb:64")
+    with pytest.raises(UserError, match="the Workload has allocator='max_split_size_mb:64' already"):
+        oomph.apply("allocator", work)
+
+
+def test_unknown_settings_in_a_workload_are_told_by_the_prediction():
+    work = oomph.Workload(workload().model, tiny_batch, plain_loss, allocator="roundup_power2_divisions:4")
+    with pytest.raises(UserError, match="'roundup_power2_divisions' cannot be predicted"):
+        oomph.predict(work)
+
+
+class FakeCuda:
+    """Stands for torch's allocator where there is no GPU."""
+
+    def __init__(self, monkeypatch, reserved=0, refuses=None):
+        self.said = []
+        self.refuses = refuses
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", self.set)
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+
+    def set(self, text):
+        if self.refuses:
+            raise ValueError(self.refuses)
+        self.said.append(text)
+
+
+DEVICE = torch.device("cuda", 0)
+
+
+def test_a_measurement_sets_the_allocator_and_sets_it_back(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    with allocator_set_to("expandable_segments:True", DEVICE):
+        assert cuda.said == ["expandable_segments:True"]
+    assert cuda.said[1:] == ["expandable_segments:False,max_split_size_mb:8796093022207"]
+
+
+def test_what_the_process_was_started_with_is_set_again_and_not_set_twice(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    with allocator_set_to("expandable_segments:True", DEVICE):
+        pass
+    assert cuda.said[-1] == "max_split_size_mb:64"
+    cuda.said.clear()
+    with allocator_set_to("max_split_size_mb:64", DEVICE), allocator_set_to(None, DEVICE):
+        pass
+    assert cuda.said == []
+
+
+def test_a_process_that_holds_memory_already_is_told_what_to_set(monkeypatch):
+    FakeCuda(monkeypatch, reserved=2 * MIB)
+    with (
+        pytest.raises(UserError, match="start it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"),
+        allocator_set_to("expandable_segments:True", DEVICE),
+    ):
+        pass
+
+
+def test_what_torch_refuses_is_one_line(monkeypatch):
+    FakeCuda(monkeypatch, refuses="too small\nand a long story")
+    with (
+        pytest.raises(UserError, match=r"torch refuses allocator='max_split_size_mb:1': too small$"),
+        allocator_set_to("max_split_size_mb:1", DEVICE),
+    ):
+        pass

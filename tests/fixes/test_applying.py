@@ -1,0 +1,230 @@
+"""Applying fixes: order, twice, half-way failures, models that must be refused, records of what changed."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes import applying, catalogue
+from oomph.fixes.fix import Fix
+from oomph.records import FixUse, Proposal
+
+
+class Doubling(Fix):
+    """Doubles what a module gives, so that it can be seen where and in which order it was applied."""
+
+    name, kind, changes = "doubling", "training", "Doubles."
+
+    def change_model(self, model, journal, *, module="head", times=2, then_fail=False):
+        journal.wrap_forward(model.get_submodule(module), _Times(times), module, f"times {times}")
+        if then_fail:
+            raise UserError("half-way")
+
+
+class Adding(Doubling):
+    name = "adding"
+
+    def change_model(self, model, journal, *, module="head"):
+        journal.wrap_forward(model.get_submodule(module), _plus_one, module, "plus 1")
+
+
+class Accumulating(Fix):
+    name, kind, changes = "accumulating", "exact", "Two passes."
+    excludes = {"adding": "one of them is enough"}  # noqa: RUF012
+
+    def change_workload(self, workload, *, passes=2):
+        from dataclasses import replace
+
+        return replace(workload, accumulate=passes)
+
+
+class _Times:
+    def __init__(self, times):
+        self.times = times
+
+    def __call__(self, forward, *args):
+        return self.times * forward(*args)
+
+
+def _plus_one(forward, *args):
+    return forward(*args) + 1
+
+
+@pytest.fixture(autouse=True)
+def _own_catalogue(monkeypatch):
+    """In this order, whatever order they are given in."""
+    mine = (Doubling(), Adding(), Accumulating())
+    monkeypatch.setattr(catalogue, "_by_name", lambda: {fix.name: (i, fix) for i, fix in enumerate(mine)})
+    monkeypatch.setattr(catalogue, "all_fixes", lambda: mine)
+
+
+def _model():
+    model = nn.Sequential()
+    model.add_module("head", nn.Identity())
+    return model
+
+
+def test_fixes_are_applied_in_the_order_of_the_catalogue():
+    for given in (["doubling", "adding"], ["adding", "doubling"]):
+        model = _model()
+        fixes.apply_to_model(given, model)
+        assert model(torch.tensor(3.0)) == 7  # 2 * 3 + 1
+
+
+def test_what_is_there_already_is_not_applied_again():
+    model = _model()
+    first = fixes.apply_to_model("doubling", model)
+    state = state_of(model)
+    assert [(change.fix, change.where, change.what) for change in first] == [("doubling", "head", "times 2")]
+    assert fixes.apply_to_model(["doubling", "doubling"], model) == ()
+    assert state_of(model) == state
+    with pytest.raises(UserError, match=r"'doubling' is there with the options \{\}"):
+        fixes.apply_to_model(FixUse("doubling", {"times": 3}), model)
+
+
+def test_a_failure_half_way_leaves_the_model_as_it_was():
+    model = _model()
+    fixes.apply_to_model("adding", model)
+    state = state_of(model)
+    with pytest.raises(UserError, match="half-way"):
+        fixes.apply_to_model(FixUse("doubling", {"then_fail": True}), model)
+    assert state_of(model) == state
+    assert model(torch.tensor(3.0)) == 4
+    assert [change.fix for change in fixes.changes_in(model)] == ["adding"]
+
+
+def test_undo_takes_everything_out_and_twice_is_once():
+    model = _model()
+    state = state_of(model)
+    fixes.apply_to_model(["doubling", "adding"], model)
+    fixes.undo(model)
+    fixes.undo(model)
+    assert state_of(model) == state
+    assert fixes.changes_in(model) == ()
+    fixes.apply_to_model("doubling", model)  # and it can be fixed again
+    assert model(torch.tensor(3.0)) == 6
+
+
+def test_copies_of_a_fixed_model_use_their_own_modules():
+    model = seeded(TinyLM)
+    fixes.apply_to_model("doubling", model)
+    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    before = model(torch.tensor([[1, 2]])).detach()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    for twin in twins:
+        assert torch.equal(twin(torch.tensor([[1, 2]])), before)
+
+
+def test_a_copy_or_a_part_of_a_fixed_model_is_not_fixed_again():
+    model = _model()
+    fixes.apply_to_model("doubling", model)
+    for other in (copy.deepcopy(model), model.head):
+        with pytest.raises(UserError, match="it is a copy, or a part, of a fixed model"):
+            fixes.apply_to_model("doubling", other)
+
+
+def test_a_workload_is_fixed_without_touching_the_one_given():
+    work = workload()
+    fixed = oomph.apply(["accumulating", FixUse("doubling", {"times": 3})], work)
+    assert (work.fixes, work.accumulate) == ((), 1)
+    assert (fixed.accumulate, fixed.fixes) == (2, (FixUse("doubling", {"times": 3}), FixUse("accumulating")))
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(fixed.model()(tokens), 3 * work.model()(tokens))
+    assert oomph.apply("accumulating", fixed) is fixed
+    twice = oomph.apply([{"fix": "adding"}], oomph.apply("doubling", work))
+    assert torch.equal(twice.model()(tokens), 2 * work.model()(tokens) + 1)
+
+
+def test_a_model_that_the_factory_hands_out_twice_is_fixed_once():
+    model = _model()
+    fixed = oomph.apply("doubling", oomph.Workload(lambda: model, lambda device: None))
+    assert fixed.model() is model
+    assert fixed.model()(torch.tensor(3.0)) == 6
+
+
+def test_proposals_and_plans_can_be_applied():
+    proposal = Proposal("doubling", "training", "", ("head",), {"times": 5})
+
+    class Plan:
+        fixes = (proposal.use, FixUse("adding"))
+
+    tokens = torch.tensor([[1]])
+    plain = workload().model()(tokens)
+    assert torch.equal(oomph.apply(proposal, workload()).model()(tokens), 5 * plain)
+    assert torch.equal(oomph.apply(Plan(), workload()).model()(tokens), 5 * plain + 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("dubbling", "there is no fix 'dubbling'; did you mean 'doubling'?"),
+        ("zzz", "there is no fix 'zzz'; the fixes are doubling, adding, accumulating"),
+        ([{"fix": "doubling", "option": 3}], "a fix is given as"),
+        (
+            FixUse("doubling", {"time": 3}),
+            "fix 'doubling' has no option 'time'; its options are module, times",
+        ),
+        (["accumulating", "adding"], "cannot be combined: one of them is enough"),
+        (7, "fixes=7 is not valid"),
+    ],
+)
+def test_mistakes_are_one_clear_line(given, message):
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        oomph.apply(given, workload())
+    assert message in str(caught.value)
+
+
+def test_a_model_takes_no_fix_of_the_step():
+    with pytest.raises(UserError, match="'accumulating' changes the step, not the model"):
+        fixes.apply_to_model("accumulating", _model())
+    with pytest.raises(UserError, match="apply takes fixes and a Workload; TinyLM was given"):
+        oomph.apply("doubling", seeded(TinyLM))
+
+
+def _compiled():
+    return torch.compile(_model())
+
+
+def _scripted():
+    return torch.jit.script(nn.Linear(2, 2))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (_compiled, "the model is compiled"),
+        (lambda: nn.DataParallel(_model()), "wrapped in DataParallel"),
+        (_scripted, "scripted by torch.jit"),
+    ],
+)
+def test_models_that_are_not_in_charge_of_themselves_are_refused(build, message):
+    model = build()
+    with pytest.raises(UserError, match=message):
+        fixes.apply_to_model("doubling", model)
+    assert model not in applying._journals
+
+
+def test_passes_of_micro_batches_have_the_gradients_of_the_whole():
+    from dataclasses import replace
+
+    from oomph.workload import MicroBatches
+
+    work, model, batch = workload(), seeded(TinyLM), tiny_batch("cpu", rows=5)
+    whole = gradients(model, plain_loss, batch)
+
+    def in_parts(model, batch):
+        passes = replace(work, micro_batches=MicroBatches(3)).passes(batch)
+        assert [part["tokens"].shape[0] for part, _ in passes] == [1, 2, 2]
+        return sum(plain_loss(model, part) * factor for part, factor in passes)
+
+    same_gradients(whole, gradients(model, in_parts, batch), 1e-5)
+    with pytest.raises(UserError, match="a batch of 5 rows cannot be cut into 6 parts"):
+        replace(work, micro_batches=MicroBatches(6)).passes(batch)

@@ -1,0 +1,281 @@
+"""8-bit state and stochastic rounding: the same updates up to what their formats lose, right on average."""
+
+import os
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from small import workload
+from torch import nn
+from training import not_found, proposed, trained
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes.optimizers import blocks
+from oomph.fixes.optimizers.compact import CompactAdam, CompactSGD, compact
+from oomph.fixes.optimizers.formats import round_stochastically
+from oomph.records import FixUse
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+OPTIMIZERS = {
+    "adam": partial(torch.optim.Adam, lr=1e-2, weight_decay=0.1),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, betas=(0.8, 0.95), eps=1e-6),
+    "adamw up": partial(torch.optim.AdamW, lr=1e-2, maximize=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-1),
+    "sgd momentum": partial(torch.optim.SGD, lr=1e-1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "sgd nesterov": partial(torch.optim.SGD, lr=1e-1, momentum=0.9, nesterov=True),
+}
+
+
+def stepped(optimizer, parameters, gradients):
+    for step_gradients in gradients:
+        for parameter, gradient in zip(parameters, step_gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.to(parameter)
+        optimizer.step()
+    return parameters
+
+
+def some_parameters(*shapes, dtype=torch.float32):
+    made = torch.Generator().manual_seed(3)
+    parameters = [nn.Parameter(torch.randn(shape, generator=made).to(dtype)) for shape in shapes]
+    gradients = [[torch.randn(shape, generator=made) for shape in shapes] for _ in range(3)]
+    return parameters, gradients
+
+
+def to_compact(factory, parameters, kept="float32", stochastic=False):
+    return compact(factory(parameters), fix="test", kept=kept, stochastic=stochastic, sgd=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_in_float32_the_update_is_torchs_own(name):
+    before, gradients = some_parameters((5, 7), (300,), ())
+    after = [nn.Parameter(p.detach().clone()) for p in before]
+    gradients[1][1] = None  # a parameter without gradient in some step
+    stepped(OPTIMIZERS[name](before), before, gradients)
+    stepped(to_compact(OPTIMIZERS[name], after), after, gradients)
+    for p, q in zip(before, after, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"), [*((name, "float32") for name in OPTIMIZERS), ("adam", "8bit"), ("adamw", "8bit")]
+)
+def test_kernels_do_what_slices_do(name, kept):
+    pytest.importorskip("triton")
+    slices, gradients = some_parameters((5, 7), (4099,), (16, 512))
+    kernels = [nn.Parameter(p.detach().clone()) for p in slices]
+    by_slice, by_kernel = (to_compact(OPTIMIZERS[name], ps, kept) for ps in (slices, kernels))
+    by_kernel._slice_by_slice = by_kernel._launch
+    stepped(by_slice, slices, gradients)
+    stepped(by_kernel, kernels, gradients)
+    for p, q in zip(slices, kernels, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-5, atol=1e-6)
+        for key, value in by_slice.state[p].items():
+            found = by_kernel.state[q][key]
+            if value.dtype is torch.uint8:  # a number on the edge between two codes may go either way
+                assert (found.int() - value.int()).abs().max() <= 1
+                assert (found != value).float().mean() < 1e-2
+            else:
+                torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd momentum"])
+def test_kernels_round_right_on_average(name):
+    pytest.importorskip("triton")
+    whole = [nn.Parameter(torch.full((2048,), 1.0))]
+    rounded = [nn.Parameter(torch.full((2048,), 1.0, dtype=torch.bfloat16))]
+    gradients = [[torch.full((2048,), 0.25)]] * 3
+    optimizer = to_compact(OPTIMIZERS[name], rounded, "bfloat16", stochastic=True)
+    optimizer._slice_by_slice = optimizer._launch
+    torch.manual_seed(0)
+    stepped(to_compact(OPTIMIZERS[name], whole), whole, gradients)
+    stepped(optimizer, rounded, gradients)
+    assert rounded[0].unique().numel() > 1  # neighbours on both sides
+    assert abs(rounded[0].float().mean() - whole[0].mean()) < 3e-4  # a bfloat16 step here is 4e-3
+
+
+def test_rounding_is_right_on_average_and_reproducible():
+    number = torch.tensor([1.001, -3.01, 1e-30, 65000.0, 0.0, 1.0])
+    many = number.repeat(20000, 1).flatten()
+    out = torch.empty_like(many, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    round_stochastically(many.clone(), out)
+    mean = out.view(20000, -1).double().mean(0)
+    torch.testing.assert_close(mean, number.double(), rtol=2e-4, atol=0)  # half a step is 2e-3
+    neighbours = out.view(20000, -1)
+    assert [neighbours[:, i].unique().numel() for i in range(6)] == [2, 2, 2, 2, 1, 1]
+    again = torch.empty_like(out)
+    torch.manual_seed(0)
+    round_stochastically(many.clone(), again)
+    assert torch.equal(out, again)
+
+
+def test_rounding_keeps_what_is_not_finite():
+    number = torch.tensor([float("inf"), -float("inf")]).repeat(500)
+    nans = torch.tensor([2147483647], dtype=torch.int32).view(torch.float32).repeat(1000)  # all bits set
+    out = torch.empty(1000, dtype=torch.bfloat16)
+    round_stochastically(number.clone(), out)
+    assert torch.equal(out.float(), number)
+    round_stochastically(nans, out)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_eight_bits_hold_a_block_to_its_nearest_value(signed):
+    numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    numbers = numbers if signed else numbers.square()
+    table = blocks.table(torch.device("cpu"))
+    codes, scales = torch.empty(1000, dtype=torch.uint8), torch.empty(4)
+    blocks.encode(numbers, codes, scales, table, signed)
+    decoded = blocks.decoded(codes, scales, table, signed)
+    values, kept = torch.tensor(blocks.values(signed)), numbers if signed else numbers.sqrt()
+    spread = scales.repeat_interleave(256)[:1000]
+    nearest = values[((kept / spread)[:, None] - values).abs().argmin(1)] * spread
+    torch.testing.assert_close(decoded, nearest if signed else nearest.square(), rtol=1e-6, atol=0)
+    assert ((nearest - kept).abs() <= 0.01 * spread).all()
+
+
+def test_eight_bits_keep_what_is_not_finite():
+    numbers = torch.ones(512)
+    numbers[3] = float("nan")
+    codes, scales = torch.empty(512, dtype=torch.uint8), torch.empty(2)
+    table = blocks.table(torch.device("cpu"))
+    blocks.encode(numbers, codes, scales, table, True)
+    decoded = blocks.decoded(codes, scales, table, True)
+    assert decoded[:256].isnan().all()
+    assert torch.equal(decoded[256:], torch.ones(256))
+
+
+def test_eight_bit_updates_are_closer_than_torchaos():
+    torchao = pytest.importorskip("torchao.optim")
+    exact, gradients = some_parameters((32, 256), (64,))
+    ours, theirs = ([nn.Parameter(p.detach().clone()) for p in exact] for _ in range(2))
+    settings = {"lr": 1e-2, "weight_decay": 0.1}
+    stepped(torch.optim.AdamW(exact, **settings), exact, gradients)
+    compile, torch.compile = torch.compile, lambda function, **_: function
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            stepped(torchao.AdamW8bit(theirs, **settings), theirs, gradients)
+    finally:
+        torch.compile = compile
+    stepped(to_compact(partial(torch.optim.AdamW, **settings), ours, "8bit"), ours, gradients)
+    our_error, their_error = ((p[0] - exact[0]).abs() for p in (ours, theirs))
+    assert our_error.mean() < 1.1 * their_error.mean() < 2e-3
+    assert our_error.max() < their_error.max()
+    torch.testing.assert_close(ours[1], exact[1])  # small ones stay float32
+
+
+def moved_alike(work, before, after):
+    """How far two runs are from each other, over how far the first has moved from the start."""
+    start = dict(work.model().named_parameters())
+    apart = sum((after[name].float() - before[name]).square().sum() for name in start)
+    moved = sum((start[name] - before[name]).square().sum() for name in start)
+    return (apart / moved).sqrt().item()
+
+
+def large(**changes):
+    """Wide enough that its matrices are kept in 8 bits."""
+    return replace(workload(width=64, layers=2), **changes)
+
+
+def test_training_with_eight_bits_stays_close_and_saves_memory():
+    work = large(optimizer=partial(torch.optim.AdamW, lr=1e-3))
+    before, _ = trained(work)
+    after, optimizer = trained(fixes.apply("optimizer_8bit", work))
+    assert moved_alike(work, before, after) < 0.03
+    assert type(optimizer) is CompactAdam
+    (proposal,) = proposed("optimizer_8bit", work)
+    assert proposal.saving is not None
+    assert proposal.kind == "precision"
+
+
+def test_the_predicted_state_is_a_quarter():
+    work = workload(layers=1, width=512, longest=64)
+    before = dict(oomph.predict(work, gpu="h200").by_stage())
+    after = dict(oomph.predict(fixes.apply("optimizer_8bit", work), gpu="h200").by_stage())
+    assert after["optimizer state"] < 0.27 * before["optimizer state"]
+
+
+def test_stochastic_rounding_trains_bfloat16_and_combines():
+    work = large(optimizer=partial(torch.optim.AdamW, lr=1e-2))
+    before, _ = trained(work)
+    for names in (
+        ["stochastic_rounding"],
+        ["stochastic_rounding", "optimizer_in_backward"],
+        ["optimizer_8bit", "stochastic_rounding", "optimizer_in_backward"],
+    ):
+        after, optimizer = trained(fixes.apply(names, work))
+        assert all(parameter.dtype is torch.bfloat16 for parameter in after.values())
+        assert moved_alike(work, before, after) < 0.3
+        inner = getattr(optimizer, "inner", optimizer)
+        assert inner.stochastic
+        assert inner.kept == ("8bit" if "optimizer_8bit" in names else "bfloat16")
+    one, two = proposed("stochastic_rounding", workload(layers=1, width=512, longest=64))
+    assert one.saving > two.saving
+
+
+def test_small_updates_are_not_lost():
+    """One step of 1e-3 is a quarter of what bfloat16 holds at 1: to the nearest, nothing would move."""
+    start = torch.ones(4096, dtype=torch.bfloat16)
+    plain, rounded = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    gradients = [[torch.ones(4096)]] * 20
+    factory = partial(torch.optim.SGD, lr=1e-3)
+    stepped(factory([plain]), [plain], gradients)
+    stepped(to_compact(factory, [rounded], "bfloat16", stochastic=True), [rounded], gradients)
+    assert torch.equal(plain.detach(), start)
+    assert abs(rounded.float().mean().item() - 0.98) < 2e-3
+
+
+def test_groups_schedulers_and_checkpoints_are_kept():
+    one, two = nn.Parameter(torch.ones(64, 128)), nn.Parameter(torch.ones(3))
+    made = torch.optim.AdamW([{"params": [one], "lr": 0.5}, {"params": [two]}], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.1**step)
+    optimizer = compact(made, fix="test", kept="8bit", stochastic=False, sgd=False)
+    for parameter in (one, two):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    scheduler.step()  # does not complain that the optimizer it was given was never stepped
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.01])
+    saved = optimizer.state_dict()
+    fresh = compact(
+        torch.optim.AdamW([{"params": [one]}, {"params": [two]}]),
+        fix="x",
+        kept="8bit",
+        stochastic=False,
+        sgd=False,
+    )
+    fresh.load_state_dict(saved)
+    for parameter in (one, two):
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(fresh.state[parameter][key], value)
+            assert fresh.state[parameter][key].dtype == value.dtype
+
+
+def test_mistakes_are_told():
+    work = large()
+    with pytest.raises(UserError, match=r"the optimizer is LBFGS; valid: Adam, AdamW of torch\.optim"):
+        trained(fixes.apply("optimizer_8bit", replace(work, optimizer=torch.optim.LBFGS)))
+    with pytest.raises(UserError, match="amsgrad=True is not supported"):
+        trained(
+            fixes.apply("optimizer_8bit", replace(work, optimizer=partial(torch.optim.Adam, amsgrad=True)))
+        )
+    with pytest.raises(UserError, match="the workload has no optimizer"):
+        fixes.apply("optimizer_8bit", replace(work, optimizer=None))
+    with pytest.raises(UserError, match="state='int4' is not valid; valid: bfloat16, float32"):
+        fixes.apply(FixUse("stochastic_rounding", {"state": "int4"}), work)
+    with pytest.raises(UserError, match="float64"):
+        trained(fixes.apply("optimizer_8bit", replace(work, dtype="float64")))
+    assert not_found("optimizer_8bit", replace(work, optimizer=torch.optim.SGD))
+    assert not_found("optimizer_8bit", fixes.apply("optimizer_8bit", work))
+
+
+def test_sgd_keeps_no_state_without_momentum():
+    _, optimizer = trained(fixes.apply("stochastic_rounding", large(optimizer=torch.optim.SGD)), steps=1)
+    assert type(optimizer) is CompactSGD
+    assert {key for state in optimizer.state.values() for key in state} == {"step"}

@@ -1,0 +1,101 @@
+"""Every two fixes that may be combined are: numbers hold, undo restores the model, twice is once."""
+
+import itertools
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, prepared
+from everything import Everything, workload
+from small import seeded, state_of
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes.catalogue import why_not_both
+from oomph.records import FixUse
+
+# Needs a process group, and has tests of its own.
+ELSEWHERE = {"shard"}
+# For the tiny model: what has no default, or one that a tiny model falls short of.
+OPTIONS = {
+    "vocabulary_cap": {"size": 40},
+    "offload_activations": {"smallest": 1},
+    "tiled_mlp": {"tile": 5},
+    "delta_attention": {"memory_chunk_size": 8},
+    "gradients_in_place": {"modules": ["blocks.0.mlp.fc", "head"]},
+}
+HUGGING_FACE = {"attention_backend"}
+NAMES = [fix.name for fix in fixes.all_fixes() if fix.name not in ELSEWHERE]
+OWN = [name for name in NAMES if name not in HUGGING_FACE]
+
+
+def use(name):
+    return FixUse(name, OPTIONS.get(name, {}))
+
+
+def combinable(names):
+    return not any(why_not_both(use(a), use(b)) for a, b in itertools.combinations(names, 2))
+
+
+def check_numbers(names, work):
+    found = fixes.verify([use(name) for name in names], work)
+    if found.kind == "exact":
+        assert found.holds, found.differences[:5]
+    assert all(each.error < float("inf") for each in found.differences), found.differences[:5]
+    if found.kind == "precision":  # bfloat16 and 8 bits move a loss by little
+        assert max(each.error for each in found.differences if each.name.startswith("loss")) < 0.02
+
+
+def check_undo(names, model):
+    """The fixes of the model alone: those of the step never touch it."""
+    of_model = [use(name) for name in names if fixes.find(name).changes_model]
+    before = state_of(model)
+    changed = fixes.apply_to_model(of_model, model)
+    assert {change.fix for change in changed} == {each.fix for each in of_model} - {"micro_batches"}
+    after = state_of(model)
+    assert fixes.apply_to_model(of_model, model) == ()
+    assert state_of(model) == after
+    fixes.undo(model)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("first", OWN)
+def test_every_fix_goes_with_every_other_that_it_does_not_exclude(first):
+    check_numbers([first], workload())
+    model = seeded(Everything)
+    check_undo([first], model)
+    for second in OWN[OWN.index(first) + 1 :]:
+        if combinable((first, second)):
+            check_numbers((second, first), workload())  # the order given is not the order applied
+            check_undo((first, second), model)
+        else:
+            with pytest.raises(UserError, match="cannot be combined"):
+                oomph.apply([use(first), use(second)], workload())
+
+
+def test_all_exact_fixes_at_once():
+    together: list[str] = []
+    for name in OWN:
+        if fixes.find(name).kind == "exact" and combinable((*together, name)):
+            together.append(name)
+    assert len(together) >= 13
+    check_numbers(together, workload())
+    check_undo(together, seeded(Everything))
+
+
+def test_a_hugging_face_model_takes_its_fixes_with_the_backend_of_attention():
+    with torch.random.fork_rng(devices=()):
+        work = ARCHITECTURES["Llama"]() if "Llama" in ARCHITECTURES else ARCHITECTURES["llama"]()
+    build = work.model
+
+    def eager():
+        model = build()
+        model.set_attn_implementation("eager")
+        return model
+
+    from dataclasses import replace
+
+    work = replace(work, model=eager)
+    for other in ("fused_loss", "recompute", "tiled_mlp", "offload_activations", "micro_batches", "autocast"):
+        check_numbers(["attention_backend", other], work)
+    check_undo(["attention_backend", "fused_loss", "recompute"], prepared(work)[0])

@@ -1,0 +1,297 @@
+"""Work that is the same for every row: done once, with the gradients of the whole batch."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes.one_row import OneRow
+from oomph.records import FixUse
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 8 * width),
+            nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        value, gate = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(value * F.gelu(gate))
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.q, self.kv, self.out = (
+            nn.Linear(width, width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, width),
+        )
+
+    def forward(self, x, context=None):
+        b, n, c = x.shape
+        context = x if context is None else context
+        q, k, v = (
+            y.reshape(b, -1, self.heads, c // self.heads).transpose(1, 2)
+            for y in (self.q(x), *self.kv(context).chunk(2, -1))
+        )
+        weights = (q @ k.transpose(-2, -1) / (c // self.heads) ** 0.5).softmax(dim=-1)
+        return x + self.out((weights @ v).transpose(1, 2).reshape(b, n, c))
+
+
+class Decoder(nn.Module):
+    """Field report 004: the bandwidth branch sees the coordinates only, the modulation branch the images."""
+
+    def __init__(self, width=16, scales=2, drop=0.0, norm=None):
+        super().__init__()
+        self.features = nn.Linear(2, width)
+        self.bandwidth_lins = nn.ModuleList(
+            nn.Sequential(Attention(width), FeedForward(width)) for _ in range(scales)
+        )
+        self.modulation = Attention(width)
+        self.drop = nn.Dropout(drop)
+        self.norm = norm
+        self.head = nn.Linear(width, 3)
+
+    def forward(self, latents, queries):
+        gamma = self.features(queries.expand(latents.shape[0], -1, -1)).sin()
+        gamma = self.drop(gamma)
+        if self.norm is not None:
+            gamma = self.norm(gamma.transpose(1, 2)).transpose(1, 2)
+        h = 0
+        for bandwidth in self.bandwidth_lins:
+            h = F.relu(bandwidth(gamma) + self.modulation(gamma, latents) + h)
+        return self.head(h)
+
+
+def batch(device="cpu", rows=5, width=16, queries=12, dtype=torch.float32):
+    made = torch.Generator().manual_seed(4)
+    latents = torch.randn(rows, 7, width, generator=made, dtype=dtype)
+    return latents.to(device), torch.rand(1, queries, 2, generator=made, dtype=dtype).to(device)
+
+
+def loss(model, given):
+    return model(*given).square().mean()
+
+
+def test_gradients_are_the_same_and_undo_restores_the_model():
+    model, given = seeded(Decoder).double(), batch(dtype=torch.float64)
+    before, state = gradients(model, loss, given), state_of(model)
+    fixes.apply_to_model("computed_once", model)
+    same_gradients(before, gradients(model, loss, given), 1e-13)
+    same_gradients(before, gradients(copy.deepcopy(model), loss, given), 1e-13)
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+def test_the_branch_runs_on_one_row_and_the_rest_on_all():
+    model, rows = seeded(Decoder), {}
+    for name in ("bandwidth_lins.0.0.q", "bandwidth_lins.1.1.down", "modulation.kv", "head"):
+        linear = model.get_submodule(name)
+        linear.weight.register_hook(lambda grad, name=name: rows.setdefault(name, 0))
+    fixes.apply_to_model("computed_once", model)
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.addmm.default:
+                sizes.append(args[1].shape[0] // 12)
+            return func(*args, **(kwargs or {}))
+
+    with Sizes():
+        model(*batch())
+    assert sizes.count(1) > sizes.count(5) > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_it_may_be_combined_with_checkpoints(reentrant, inside):
+    given = tuple(one.requires_grad_() for one in batch(dtype=torch.float64))
+    model = seeded(Decoder).double()
+    before = gradients(model, loss, given)
+    fixes.apply_to_model("computed_once", model)
+    if inside:
+        for number, part in enumerate(model.bandwidth_lins):
+            model.bandwidth_lins[number] = Checkpointed(part, reentrant)
+        before = (
+            before[0],
+            {
+                name.replace("bandwidth_lins.0", "bandwidth_lins.0.part").replace(
+                    "bandwidth_lins.1", "bandwidth_lins.1.part"
+                ): grad
+                for name, grad in before[1].items()
+            },
+        )
+        same_gradients(before, gradients(model, loss, given), 1e-12)
+    else:
+        whole = gradients(
+            model, lambda m, g: checkpoint(m, *g, use_reentrant=reentrant).square().mean(), given
+        )
+        same_gradients(before, whole, 1e-12)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, part, reentrant):
+        super().__init__()
+        self.part, self.reentrant = part, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("keep", ["nothing", "products"])
+def test_it_may_be_combined_with_our_recomputation(keep):
+    given, model = batch(dtype=torch.float64), seeded(Decoder).double()
+    before = gradients(model, loss, given)
+    fixes.apply_to_model(["computed_once", FixUse("recompute", {"keep": keep})], model)
+    same_gradients(before, gradients(model, loss, given), 1e-12)
+
+
+def test_batch_statistics_and_dropout_see_all_rows():
+    model = seeded(lambda: Decoder(norm=nn.BatchNorm1d(16))).double()
+    given = batch(dtype=torch.float64)
+    before = gradients(copy.deepcopy(model), loss, given)
+    other = copy.deepcopy(model)
+    fixes.apply_to_model("computed_once", other)
+    same_gradients(before, gradients(other, loss, given), 1e-12)
+    model(*given)
+    torch.testing.assert_close(other.norm.running_var, model.norm.running_var)
+
+    dropping = seeded(lambda: Decoder(drop=0.5))
+    fixes.apply_to_model("computed_once", dropping)
+    made = []
+    dropping.drop.register_forward_hook(lambda module, args, out: made.append(out))
+    dropping(*batch())
+    assert not torch.equal(made[0][0] == 0, made[0][1] == 0)
+
+
+class Writes(Decoder):
+    def forward(self, latents, queries):
+        gamma = self.features(queries.expand(latents.shape[0], -1, -1))
+        gamma += latents.mean(1, keepdim=True)
+        return self.head(gamma)
+
+
+def test_a_forward_that_writes_into_such_a_result_is_left_as_it_was():
+    model, given = seeded(Writes), batch()
+    before = gradients(model, loss, given)
+    fixes.apply_to_model("computed_once", model)
+    for _ in range(2):
+        same_gradients(before, gradients(model, loss, given), 0)
+
+
+def test_the_model_returns_what_may_be_written():
+    model = nn.Sequential(nn.Linear(3, 3))
+    fixes.apply_to_model("computed_once", model)
+    with torch.no_grad():
+        model(torch.ones(1, 3).expand(4, 3)).add_(torch.arange(4.0).unsqueeze(1))
+
+
+X = torch.randn(1, 6, 8, generator=torch.Generator().manual_seed(0)).expand(5, 6, 8)
+REAL = torch.randn(5, 6, 8, generator=torch.Generator().manual_seed(1))
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
+OPERATIONS = {
+    "linear": lambda: F.linear(X, W),
+    "sum of two": lambda: X + X * 2 - 1,
+    "bias": lambda: X + W[0],
+    "real rows": lambda: X * REAL,
+    "one more dimension": lambda: X + REAL.unsqueeze(1),
+    "the same row lower down": lambda: X.unsqueeze(0) * REAL.unsqueeze(1),
+    "softmax over the batch": lambda: X.softmax(0),
+    "softmax": lambda: X.softmax(-1),
+    "sum over the batch": lambda: X.sum(0),
+    "mean over all": lambda: X.mean(),
+    "mean": lambda: X.mean((1, 2), keepdim=True),
+    "cat along the batch": lambda: torch.cat([X, X]),
+    "cat": lambda: torch.cat((X, X.sin()), dim=-1),
+    "stack in front": lambda: torch.stack([X, X]),
+    "stack": lambda: torch.stack([X, X], 1),
+    "products": lambda: X @ X.transpose(1, 2) @ X,
+    "product with weights": lambda: X @ W,
+    "weights with product": lambda: W @ X.transpose(1, 2),
+    "merged": lambda: X.relu().view(-1, 8) @ W,
+    "reshaped": lambda: X.relu().transpose(1, 2).reshape(5, -1),
+    "reshaped across": lambda: X.relu().reshape(6, 5, 8),
+    "attention": lambda: F.scaled_dot_product_attention(X, X, X.sin(), is_causal=True),
+    "attention to real": lambda: F.scaled_dot_product_attention(X, REAL, REAL),
+    "attention with a mask of rows": lambda: F.scaled_dot_product_attention(X, X, X, REAL @ REAL.mT),
+    "norm": lambda: F.layer_norm(X, (8,)),
+    "norm over rows": lambda: F.layer_norm(X, (5, 6, 8)),
+    "convolution": lambda: F.conv1d(X, torch.ones(4, 6, 3)),
+    "unbatched convolution": lambda: F.conv1d(X[:, 0], torch.ones(4, 5, 3)),
+    "repeat": lambda: X[:1].repeat(5, 1, 1).exp() + X[0].repeat(5, 1, 1),
+    "repeat along another": lambda: X[:1].repeat(1, 2, 1),
+    "where": lambda: torch.where(X > 0, X, REAL),
+    "masked": lambda: X.masked_fill(REAL > 0, 0.0),
+    "embedding": lambda: F.embedding(torch.arange(3).expand(4, 3), W),
+    "index": lambda: X[torch.arange(5), :, 0],
+    "flip": lambda: X.flip(0).cumsum(0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_every_operation_gives_what_it_gives_without(name):
+    expected = OPERATIONS[name]()
+    with OneRow():
+        result = OPERATIONS[name]()
+    assert result.shape == expected.shape
+    torch.testing.assert_close(result.contiguous(), expected.contiguous(), rtol=1e-5, atol=1e-6)
+
+
+def big(device):
+    return batch(device, rows=64, width=256, queries=1024)
+
+
+def test_the_saving_is_proposed_where_the_branch_is():
+    work = oomph.Workload(Holder, big, loss)
+    prediction = oomph.predict(work, gpu="h200")
+    (proposal,) = fixes.find("computed_once").propose(prediction, work)
+    assert proposal.options == {"modules": ["decoder"]}
+    assert {"decoder.features", "decoder.bandwidth_lins.0.0"} <= set(proposal.where)
+    assert proposal.saving > prediction.peak.reserved * 0.4
+    assert proposal.slowdown < 1
+
+
+class Holder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.decoder = Decoder(256)
+
+    def forward(self, latents, queries):
+        return self.decoder(latents, queries)
+
+
+def test_it_is_not_proposed_where_rows_differ_from_the_start():
+    work = workload()
+    assert fixes.find("computed_once").propose(oomph.predict(work, gpu="h200"), work) == []
+    one = oomph.Workload(lambda: Decoder(64), lambda device: batch(device, 1, 64, 512), loss)
+    assert fixes.find("computed_once").propose(oomph.predict(one, gpu="h200"), one) == []
+
+
+def test_a_language_model_is_left_as_it_is():
+    model, given = seeded(TinyLM), tiny_batch("cpu")
+    before = gradients(model, plain_loss, given)
+    fixes.apply_to_model("computed_once", model)
+    same_gradients(before, gradients(model, plain_loss, given), 0)
+
+
+def test_mistakes_are_told_and_change_nothing():
+    model = seeded(Decoder)
+    state = state_of(model)
+    with pytest.raises(UserError, match="the model has no module 'decoder'"):
+        fixes.apply_to_model(FixUse("computed_once", {"modules": ["head", "decoder"]}), model)
+    with pytest.raises(UserError, match="no modules were named; leave modules out for all"):
+        fixes.apply_to_model(FixUse("computed_once", {"modules": []}), model)
+    assert state_of(model) == state

@@ -1,0 +1,107 @@
+"""Delta attention's mode and chunk, set from outside: the same function, less memory."""
+
+import pytest
+import torch
+from small import gradients, same_gradients, seeded, state_of
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.nn import KimiDeltaAttention, SpikingKDABlock
+from oomph.records import FixUse
+
+
+class Layers(nn.Module):
+    def __init__(self, kind, width=32, heads=2, size=16, layers=2, **options):
+        super().__init__()
+        self.layers = nn.ModuleList(kind(width, heads, size, **options) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)[0]
+        return x
+
+
+def loss(model, x):
+    return model(x).square().mean()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 70, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("kind", [KimiDeltaAttention, SpikingKDABlock])
+@pytest.mark.parametrize("mode", ["scan", "sequential"])
+@pytest.mark.parametrize("options", [{}, {"mode": "chunked", "memory_chunk_size": 16}])
+def test_gradients_are_the_same_and_undo_restores_the_model(kind, mode, options, x):
+    model = seeded(lambda: Layers(kind, mode=mode)).double()
+    before, state = gradients(model, loss, x), state_of(model)
+    changed = fixes.apply_to_model(FixUse("delta_attention", options), model)
+    assert changed[0].what == f"mode={options.get('mode', 'auto')!r} instead of {mode!r}"
+    same_gradients(before, gradients(model, loss, x), 1e-9)
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+def work(kind, tokens=256, **options):
+    return oomph.Workload(
+        lambda: Layers(kind, 128, 4, 32, **options),
+        lambda device: torch.ones(4, tokens, 128, device=device),
+        loss,
+    )
+
+
+@pytest.mark.parametrize("kind", [KimiDeltaAttention, SpikingKDABlock])
+def test_a_scan_is_proposed_to_become_chunks(kind):
+    sick = work(kind, mode="scan")
+    prediction = oomph.predict(sick, gpu="h200")
+    (proposal,) = fixes.find("delta_attention").propose(prediction, sick)
+    assert proposal.where == ("layers.0", "layers.1")
+    assert proposal.saving > prediction.peak.reserved * 0.7
+
+
+def test_smaller_chunks_are_priced_and_a_model_without_such_layers_gets_no_proposal():
+    healthy = work(KimiDeltaAttention, tokens=4096)
+    (proposal,) = fixes.find("delta_attention").propose(oomph.predict(healthy, gpu="h200"), healthy)
+    assert proposal.options["memory_chunk_size"] == 512
+    assert proposal.saving > 0
+    chunked = oomph.apply(proposal, healthy)
+    assert fixes.find("delta_attention").propose(oomph.predict(chunked, gpu="h200"), chunked) == []
+    other = oomph.Workload(lambda: nn.Linear(4, 4), lambda device: torch.ones(2, 4, device=device), loss)
+    assert fixes.find("delta_attention").propose(oomph.predict(other, gpu="h200"), other) == []
+
+
+def test_a_budget_makes_way_for_a_size(x):
+    model = Layers(KimiDeltaAttention, memory_budget="1MiB").double()
+    fixes.apply_to_model(FixUse("delta_attention", {"memory_chunk_size": 16}), model)
+    assert model.layers[0].memory_budget is None
+    model(x)
+    fixes.undo(model)
+    assert model.layers[0].memory_budget == "1MiB"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "fast"}, "mode='fast' is not valid; valid: auto, sequential, scan, chunked"),
+        ({"memory_chunk_size": 0}, "memory_chunk_size=0 is not valid; valid: None, or a whole number >= 1"),
+        ({"memory_chunk_size": 8, "mode": "sequential"}, "mode='sequential' has no chunks"),
+        ({"modules": ["layers.7"]}, r"the model has no module 'layers\.7'"),
+        ({"modules": ["layers.0.q_proj"]}, r"'layers\.0\.q_proj' is a Linear, not a KimiDeltaAttention or"),
+    ],
+)
+def test_mistakes_are_told_and_change_nothing(options, message):
+    model = Layers(KimiDeltaAttention)
+    state = state_of(model)
+    with pytest.raises(UserError, match=message):
+        fixes.apply_to_model(FixUse("delta_attention", options), model)
+    assert state_of(model) == state
+
+
+def test_layers_that_it_cannot_help_are_told():
+    with pytest.raises(UserError, match="the model has no KimiDeltaAttention or SpikingKDABlock"):
+        fixes.apply_to_model("delta_attention", nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"'layers\.0' has impl='reference', which goes token by token"):
+        fixes.apply_to_model("delta_attention", Layers(KimiDeltaAttention, impl="reference"))

@@ -1,0 +1,272 @@
+"""Weight gradients added straight to .grad: the same sums, without a temporary of the weight's size."""
+
+import copy
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, prepared, same_pass
+from small import TinyLM, plain_loss, seeded, state_of, tiny_batch, workload
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes import gradients_in_place
+from oomph.records import FixUse
+from oomph.workload import MicroBatches
+
+PASSES = 3
+
+
+def summed(model, loss, batch):
+    """The last loss and all gradients, summed over several passes."""
+    model.zero_grad()
+    for _ in range(PASSES):
+        value = loss(model, batch)
+        value.backward()
+    return value.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """The shapes of the gradients that were added in place."""
+    shapes, real = [], gradients_in_place.product_into
+
+    def product_into(out, *args, **options):
+        shapes.append(tuple(out.shape))
+        real(out, *args, **options)
+
+    monkeypatch.setattr(gradients_in_place, "product_into", product_into)
+    return shapes
+
+
+@pytest.mark.parametrize("with_fused_loss", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_gradients_are_the_same_and_undo_restores_the_model(name, with_fused_loss, added):
+    if with_fused_loss and name in ("ViT", "Classifier"):
+        pytest.skip("no language model's head")
+    work = ARCHITECTURES[name]()
+    model, batch = prepared(work)
+    statistics = copy.deepcopy(dict(model.named_buffers()))  # of batch norm, which follow every pass
+    before, state = summed(model, work.loss, batch), state_of(model)
+    for buffer_name, buffer in model.named_buffers():
+        buffer.copy_(statistics[buffer_name])
+    changes = fixes.apply_to_model(
+        ["gradients_in_place", *(["fused_loss"] if with_fused_loss else [])], model
+    )
+    same_pass(before, summed(model, work.loss, batch))
+    in_place = [change for change in changes if change.fix == "gradients_in_place"]
+    assert len(added) == (len(in_place) - with_fused_loss) * (PASSES - 1)
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+def linear(dtype=torch.float32, **options):
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 16, dtype=dtype, **options), nn.Tanh()))
+    x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return model, x
+
+
+def square(model, x):
+    return model(x).float().square().mean()
+
+
+def test_grad_stays_the_same_tensor_and_the_first_pass_is_autograds():
+    model, x = linear()
+    fixes.apply_to_model("gradients_in_place", model)
+    square(model, x).backward()
+    first = model[0].weight.grad
+    place, value = first.data_ptr(), first.clone()
+    square(model, x).backward()
+    assert model[0].weight.grad is first
+    assert first.data_ptr() == place
+    torch.testing.assert_close(first, 2 * value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_dtypes(dtype, added):
+    model, x = linear(dtype)
+    before = summed(model, square, x)
+    fixes.apply_to_model("gradients_in_place", model)
+    same_pass(before, summed(model, square, x), 1e-12 if dtype == torch.float64 else 1e-2)
+    assert added
+
+
+def test_under_autocast_bf16_products_go_into_fp32_gradients(added):
+    model, x = linear()
+
+    def loss(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(x)
+            assert out.dtype == torch.bfloat16
+            return out.float().square().mean()
+
+    before = summed(model, loss, x)
+    fixes.apply_to_model("gradients_in_place", model)
+    after = summed(model, loss, x)
+    assert after[1]["0.weight"].dtype == torch.float32
+    same_pass(before, after, 1e-2)
+    assert added
+
+
+class Twice(nn.Module):
+    """One weight in two layers and in an embedding, and one layer called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(12, 12)
+        self.first, self.second = nn.Linear(12, 12, bias=False), nn.Linear(12, 12, bias=False)
+        self.first.weight = self.second.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.second(torch.tanh(self.first(torch.tanh(self.first(self.embed(tokens))))))
+
+
+def test_a_weight_used_several_times_in_one_pass(added):
+    model, tokens = seeded(Twice).double(), torch.arange(12).view(3, 4)
+    before = summed(model, square, tokens)
+    fixes.apply_to_model("gradients_in_place", model)
+    same_pass(before, summed(model, square, tokens), 1e-12)
+    assert len(added) == 3 * (PASSES - 1)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_inside_a_checkpoint(reentrant, added):
+    model, x = linear(torch.float64)
+    x.requires_grad_()
+
+    def loss(model, x):
+        return checkpoint(model, x, use_reentrant=reentrant).square().mean()
+
+    before = summed(model, loss, x)
+    fixes.apply_to_model("gradients_in_place", model)
+    same_pass(before, summed(model, loss, x), 1e-12)
+    assert len(added) == PASSES - 1
+
+
+def test_the_gradient_of_the_input_and_frozen_inputs():
+    model, x = linear(torch.float64)
+    expected = torch.autograd.grad(square(model, x.requires_grad_()), x)
+    fixes.apply_to_model("gradients_in_place", model)
+    for _ in range(2):
+        x.grad = None
+        square(model, x).backward()
+        torch.testing.assert_close(x.grad, expected[0])
+
+
+def test_gradients_that_are_handed_out_leave_grad_alone():
+    model, x = linear(torch.float64)
+    fixes.apply_to_model("gradients_in_place", model)
+    square(model, x).backward()
+    weight, bias = model[0].weight, model[0].bias
+    there = weight.grad.clone()
+    (handed_out,) = torch.autograd.grad(square(model, x), weight)
+    torch.testing.assert_close(handed_out, there)
+    square(model, x).backward(inputs=[bias])
+    assert torch.equal(weight.grad, there)
+    square(model, x).backward(inputs=[weight])
+    torch.testing.assert_close(weight.grad, 2 * there)
+
+
+def test_hooks_that_come_later_are_called():
+    model, x = linear()
+    fixes.apply_to_model("gradients_in_place", model)
+    square(model, x).backward()
+    value, seen = model[0].weight.grad.clone(), []
+    model[0].weight.register_hook(lambda grad: seen.append("arrived"))
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("added"))
+    square(model, x).backward()
+    assert seen == ["arrived", "added"]
+    torch.testing.assert_close(model[0].weight.grad, 2 * value)
+
+
+def test_a_weight_frozen_later_and_evaluation():
+    model, x = linear()
+    expected = model(x).detach()
+    fixes.apply_to_model("gradients_in_place", model)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    model[0].weight.requires_grad_(False)
+    square(model, x).backward()
+    assert model[0].weight.grad is None
+
+
+def test_second_derivatives_are_refused():
+    model, x = linear()
+    fixes.apply_to_model("gradients_in_place", model)
+    with pytest.raises(
+        UserError, match=r"cannot be differentiated twice \(create_graph=True\); undo the fix"
+    ):
+        torch.autograd.grad(square(model, x.requires_grad_()), x, create_graph=True)
+
+
+def test_a_fused_head_adds_to_grad_too():
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    fixes.apply_to_model(["fused_loss", FixUse("gradients_in_place", {"modules": ["head"]})], model)
+    loss = plain_loss(model, batch)
+    loss.backward()
+    grad = model.head.weight.grad
+    value, place = grad.clone(), grad.data_ptr()
+    plain_loss(model, batch).backward()
+    assert model.head.weight.grad.data_ptr() == place
+    torch.testing.assert_close(grad, 2 * value)
+
+
+def test_it_is_proposed_for_several_passes_and_saves_a_temporary():
+    def with_(**options):
+        made = workload(vocabulary=97, width=512, layers=2)
+        return oomph.Workload(made.model, lambda device: tiny_batch(device, 4, 16), made.loss, **options)
+
+    fix = fixes.find("gradients_in_place")
+    once = with_(optimizer=None)
+    assert not fix.propose(oomph.predict(once, gpu="h200"), once)
+    for several in (
+        with_(optimizer=None, accumulate=2),
+        with_(optimizer=None, micro_batches=MicroBatches(2), autocast="bfloat16"),
+    ):
+        before = oomph.predict(several, gpu="h200")
+        (proposal,) = fix.propose(before, several)
+        assert "blocks.1.mlp.fc" in proposal.where
+        assert "head" not in proposal.where  # too small to matter
+        # Not the temporary gradient of the largest weights, of 4 MiB.
+        assert proposal.peak.allocated <= before.peak.allocated - 2**22
+
+
+def test_mistakes_are_told_and_change_nothing():
+    model = seeded(TinyLM)
+    model.blocks[0].mlp.fc.weight.requires_grad_(False)
+    model.blocks[1].mlp.fc.weight.register_hook(lambda grad: grad)
+    state = state_of(model)
+
+    def refused(match, *modules):
+        with pytest.raises(UserError, match=match):
+            fixes.apply_to_model(FixUse("gradients_in_place", {"modules": list(modules)}), model)
+        assert state_of(model) == state
+
+    refused("has no module 'tail'", "head", "tail")
+    refused("'norm' is a LayerNorm, or its weight is computed", "head", "norm")
+    refused(r"'blocks\.0\.mlp\.fc' is frozen", "blocks.0.mlp.fc")
+    refused(r"'blocks\.1\.mlp\.fc' has hooks on its weight", "head", "blocks.1.mlp.fc")
+    refused(r"modules=\[\] is not valid; give a list of module names")
+    with pytest.raises(UserError, match=r"no plain nn\.Linear that is trained"):
+        fixes.apply_to_model("gradients_in_place", nn.LayerNorm(3))
+    names = {change.where for change in fixes.apply_to_model("gradients_in_place", model)}
+    assert "blocks.2.mlp.fc" in names
+    assert not names & {"blocks.0.mlp.fc", "blocks.1.mlp.fc"}
+
+
+def test_it_excludes_updates_inside_backward():
+    work = workload()
+    with pytest.raises(UserError, match="cannot be combined: it waits for each gradient"):
+        fixes.apply(["gradients_in_place", "optimizer_in_backward"], work)
+
+
+def test_a_copy_of_the_model_adds_to_its_own_gradients():
+    model, x = linear()
+    fixes.apply_to_model("gradients_in_place", model)
+    twin = copy.deepcopy(model)
+    for _ in range(2):
+        square(twin, x).backward()
+    assert model[0].weight.grad is None
+    assert twin[0].weight.grad.any()

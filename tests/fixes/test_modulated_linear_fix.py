@@ -1,0 +1,271 @@
+"""Weights that change per token: the same outputs and gradients, without the weights of all tokens."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes.outer_products import DeltaMode
+from oomph.records import FixUse
+
+W, R = 16, 2  # width of the weight's inputs; its outputs are 24
+OUT = 24
+
+
+class Plastic(nn.Module):
+    """Field report 003: a change of the weight per token, from a modulation of low rank."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.randn(OUT, W) / 4)
+        self.A, self.B = nn.Parameter(torch.randn(W, R) / 4), nn.Parameter(torch.randn(R, OUT))
+        self.modulation = nn.Linear(W, R)
+        self.u, self.v = nn.Linear(W, OUT), nn.Linear(W, W)
+        self.left, self.right = nn.Linear(W, OUT * R), nn.Linear(W, R * W)
+
+    def forward(self, h):
+        return self.how(self, h)
+
+
+def report(m, h):
+    mod = 0.1 * torch.tanh(m.modulation(h))
+    delta = torch.einsum("bsr,dr,rf->bsdf", mod, m.A, m.B)
+    return torch.einsum("bsd,bsdf->bsf", h, m.weight.t() + delta), delta
+
+
+def apart(m, h):
+    delta = torch.einsum("bsr,dr,rf->bsdf", m.modulation(h), m.A, m.B) * 0.1
+    return F.linear(h, m.weight) + torch.einsum("bsd,bsdf->bsf", h, delta), delta
+
+
+def outer_einsum(m, h):
+    delta = torch.einsum("bto,bti->btoi", m.u(h), m.v(h))
+    return torch.einsum("btoi,bti->bto", m.weight + delta, h), delta
+
+
+def outer_broadcast(m, h):
+    delta = m.u(h).unsqueeze(-1) * m.v(h).unsqueeze(-2)
+    return ((delta + m.weight[None, None]) @ h.unsqueeze(-1)).squeeze(-1), delta
+
+
+def outer_matmul(m, h):
+    delta = torch.matmul(m.u(h).unsqueeze(-1), m.v(h).unsqueeze(-2)) / 2
+    return torch.matmul(h.unsqueeze(-2), (m.weight + delta).transpose(-1, -2)).squeeze(-2), delta
+
+
+def flat_bmm(m, h):
+    b, t, _ = h.shape
+    delta = torch.bmm(m.left(h).view(b * t, OUT, R), m.right(h).view(b * t, R, W)).view(b, t, OUT, W)
+    weights = (m.weight + delta).view(b * t, OUT, W)
+    return torch.bmm(weights, h.view(b * t, W, 1)).view(b, t, OUT), delta
+
+
+WAYS = [report, apart, outer_einsum, outer_broadcast, outer_matmul, flat_bmm]
+PENALTIES = {
+    "none": lambda delta: 0,
+    "mean of squares": lambda delta: delta.pow(2).mean(),
+    "norm": lambda delta: delta.norm(),
+    "norm per token": lambda delta: delta.norm(dim=(-2, -1)).mean(),
+    "sum of squares": lambda delta: (delta**2).sum((-1, -2)).mean(),
+}
+
+
+class Model(nn.Module):
+    def __init__(self, how, penalty="none", plastic=Plastic):
+        super().__init__()
+        self.first, self.plastic, self.last = nn.Linear(W, W), plastic(how), nn.Linear(OUT, W)
+        self.penalty = PENALTIES[penalty]
+        self.checkpointed = False
+
+    def forward(self, x):
+        h = self.first(x)
+        y, delta = checkpoint(self.plastic, h, use_reentrant=False) if self.checkpointed else self.plastic(h)
+        return self.last(y), self.penalty(delta)
+
+
+def loss(model, x):
+    y, penalty = model(x)
+    return y.square().mean() + penalty
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 5, W, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def _in_memory(value):
+    return isinstance(value, torch.Tensor) and not value.is_meta
+
+
+def sizes_made(run):
+    """The largest tensor that an operation makes."""
+    largest = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            largest.extend(one.numel() for one in torch.utils._pytree.tree_leaves(out) if _in_memory(one))
+            return out
+
+    with Watch():
+        run()
+    return max(largest)
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
+def test_gradients_are_the_same_no_delta_is_made_and_undo_restores_the_model(how, penalty, x):
+    model = seeded(lambda: Model(how, penalty)).double()
+    before, state = gradients(model, loss, x), state_of(model)
+    assert sizes_made(lambda: loss(model, x)) >= 2 * 5 * OUT * W
+    fixes.apply_to_model("modulated_linear", model)
+    same_gradients(before, gradients(model, loss, x), 1e-11)
+    assert sizes_made(lambda: gradients(model, loss, x)) < 2 * 5 * OUT * W
+    same_gradients(before, gradients(copy.deepcopy(model), loss, x), 1e-11)
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+@pytest.mark.parametrize("how", WAYS, ids=lambda how: how.__name__)
+def test_checkpoints_around_the_module_see_the_same_in_backward(how, x):
+    model = seeded(lambda: Model(how)).double()
+    before = gradients(model, loss, x)
+    fixes.apply_to_model("modulated_linear", model)
+    model.checkpointed = True
+    same_gradients(before, gradients(model, loss, x), 1e-11)
+
+
+def softly(m, h):
+    y, delta = outer_einsum(m, h)
+    return y * delta.softmax(-1).amax((-1, -2), keepdim=True).squeeze(-1), delta
+
+
+def written(m, h):
+    u = m.u(h)
+    delta = torch.einsum("bto,bti->btoi", u, m.v(h).detach())
+    with torch.no_grad():
+        u.mul_(2)  # after the product: its result must not change
+    return torch.einsum("btoi,bti->bto", m.weight + delta.detach(), h), delta.detach()
+
+
+def added_to(m, h):
+    delta = torch.einsum("bto,bti->btoi", m.u(h), m.v(h))
+    delta += m.weight
+    delta[:, 0] = 0
+    return torch.einsum("btoi,bti->bto", delta, h), delta.clone()
+
+
+def without_gradients(m, h):
+    with torch.no_grad():
+        delta = torch.einsum("bto,bti->btoi", m.u(h), m.v(h))
+    return torch.einsum("btoi,bti->bto", m.weight + delta, h), delta
+
+
+@pytest.mark.parametrize("how", [softly, written, added_to, without_gradients], ids=lambda how: how.__name__)
+def test_anything_else_is_computed_as_it_was(how, x):
+    model = seeded(lambda: Model(how, "mean of squares")).double()
+    before = gradients(model, loss, x)
+    fixes.apply_to_model("modulated_linear", model)
+    same_gradients(before, gradients(model, loss, x), 1e-11)
+
+
+def test_what_a_module_returns_is_a_tensor(x):
+    model = seeded(lambda: Model(report)).double()
+    expected = model.plastic(x)[1]
+    fixes.apply_to_model(FixUse("modulated_linear", {"modules": ["plastic"]}), model)
+    delta = model.plastic(x)[1]
+    assert type(delta) is torch.Tensor
+    torch.testing.assert_close(delta, expected)
+
+
+OTHERS = {
+    "attention": lambda q, k: (q @ k.transpose(-2, -1) / 2 + torch.ones(40, 40).tril().log()).softmax(-1) @ k,
+    "einsum attention": lambda q, k: torch.einsum("btd,bsd->bts", q, k).sum(-1),
+    "one matrix": lambda q, k: torch.einsum("rd,rf->df", q[0], k[0]),
+    "broadcast": lambda q, k: (q[:, :, None] * k[:, None]).sum(),
+    "twice": lambda q, k: (q @ k.mT) @ (q @ k.mT),
+    "indexed": lambda q, k: (q @ k.mT)[0, 1:3],
+    "summed": lambda q, k: torch.stack([q @ k.mT, k @ q.mT]).amax(0) + (q @ k.mT).mT,
+    "shape": lambda q, k: (q @ k.mT).new_ones((q @ k.mT).shape[1]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_products_that_are_no_deltas_give_what_they_gave(name):
+    made = torch.Generator().manual_seed(1)
+    q, k = torch.randn(2, 40, 4, generator=made), torch.randn(2, 40, 4, generator=made)
+    expected = OTHERS[name](q, k)
+    with DeltaMode():
+        result = OTHERS[name](q, k)
+    result = result if isinstance(result, torch.Tensor) else result.real()
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_autocast_gives_what_it_gave_to_its_precision():
+    model = seeded(lambda: Model(report)).float()
+    x = torch.randn(2, 5, W)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)[0]
+        fixes.apply_to_model("modulated_linear", model)
+        result = model(x)[0]
+    assert result.dtype == expected.dtype
+    torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)
+
+
+class Wide(Plastic):
+    def __init__(self, how):
+        super().__init__(how)
+        self.weight = nn.Parameter(torch.randn(OUT * 16, W * 16) / 4)
+        self.A, self.B = nn.Parameter(torch.randn(W * 16, R)), nn.Parameter(torch.randn(R, OUT * 16))
+        self.modulation = nn.Linear(W * 16, R)
+
+
+class Wider(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Module()
+        self.layer = Wide(report)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+def test_the_saving_is_proposed_where_the_deltas_are():
+    work = oomph.Workload(
+        Wider, lambda device: torch.ones(2, 64, W * 16, device=device), lambda m, x: m(x).square().mean()
+    )
+    prediction = oomph.predict(work, gpu="h200")
+    (proposal,) = fixes.find("modulated_linear").propose(prediction, work)
+    assert proposal.where == ("layer",)
+    assert proposal.saving > prediction.peak.reserved * 0.5
+    fixed = oomph.apply(proposal, work)
+    assert fixes.find("modulated_linear").propose(oomph.predict(fixed, gpu="h200"), fixed) == []
+
+
+def test_it_is_not_proposed_for_a_language_model_and_leaves_it_as_it_is():
+    work = workload()
+    assert fixes.find("modulated_linear").propose(oomph.predict(work, gpu="h200"), work) == []
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    before = gradients(model, plain_loss, batch)
+    fixes.apply_to_model("modulated_linear", model)
+    same_gradients(before, gradients(model, plain_loss, batch), 0)
+
+
+def test_mistakes_are_told_and_change_nothing():
+    model = seeded(lambda: Model(report))
+    state = state_of(model)
+    with pytest.raises(UserError, match="the model has no module 'delta'"):
+        fixes.apply_to_model(FixUse("modulated_linear", {"modules": ["plastic", "delta"]}), model)
+    with pytest.raises(UserError, match="modules='plastic' is not valid; valid: a list of names, None"):
+        fixes.apply_to_model(FixUse("modulated_linear", {"modules": "plastic"}), model)
+    with pytest.raises(UserError, match=r"there is no module in \['last'\] that could make a delta"):
+        fixes.apply_to_model(FixUse("modulated_linear", {"modules": ["last"]}), model)
+    assert state_of(model) == state

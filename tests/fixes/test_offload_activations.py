@@ -1,0 +1,245 @@
+"""Activation offload: the same gradients, memory that goes and comes at fixed moments, nothing left."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, loss_and_gradients, prepared
+from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes.host_copies.pinned import PinnedPool, pieces_of
+from oomph.records import FixUse
+from oomph.units import MiB
+
+EVERYTHING = FixUse("offload_activations", {"smallest": 1})
+
+
+def copies_of(model):
+    return model.blocks[0].forward.around.keywords["copies"]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("others", [[], ["recompute"]], ids=["alone", "recompute"])
+def test_gradients_are_the_same_bit_by_bit_and_undo_restores_the_model(name, others):
+    work = ARCHITECTURES[name]()
+    model, _ = prepared(work)
+    before, state = loss_and_gradients(work, model), state_of(model)
+    fixes.apply_to_model([EVERYTHING, *others], model)
+    same_gradients(before, loss_and_gradients(work, model), 0)
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+@pytest.mark.parametrize("blocks", [["blocks.0"], ["blocks.1", "blocks.0"], ["blocks.0.mlp", "blocks.1.mlp"]])
+def test_chosen_modules_alone_are_offloaded(blocks):
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    before = gradients(model, plain_loss, batch)
+    changed = fixes.apply_to_model(FixUse("offload_activations", {"blocks": blocks, "smallest": 1}), model)
+    assert {change.where for change in changed if "host" in change.what} == set(blocks)
+    same_gradients(before, gradients(model, plain_loss, batch), 0)
+
+
+def test_with_recompute_only_the_inputs_of_blocks_go():
+    model, batch = seeded(lambda: TinyLM(layers=5)), tiny_batch("cpu")
+    fixes.apply_to_model(["recompute", EVERYTHING], model)
+    gradients(model, plain_loss, batch)
+    assert copies_of(model).pool.bytes == 4 * MiB  # four inputs in pieces of the least size; the last stays
+
+
+def test_a_storage_is_copied_once_and_parameters_never():
+    class Sliced(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.blocks = torch.nn.Linear(4, 12), None
+
+        def forward(self, x):
+            q, k, v = self.inner(x).chunk(3, -1)
+            return x + q * k * v
+
+    model = torch.nn.Sequential(*(torch.nn.Sequential(Sliced()) for _ in range(3)))
+    fixes.apply_to_model(EVERYTHING, model)
+    loss = model(torch.randn(5, 4, requires_grad=True)).sum()
+    copies = model[0].forward.around.keywords["copies"]
+    # Of each of two blocks: x, the storage of q, k and v, and q * k. Not the weight.
+    assert len(copies._kept) == 2 * 3
+    loss.backward()
+    assert len(copies._kept) == 0
+
+
+def test_memory_is_freed_when_the_next_block_has_ended():
+    model, inputs, alive = seeded(lambda: TinyLM(layers=4)), [], []
+
+    def look(module, args):
+        alive.append([not seen.expired() for seen in inputs])
+        inputs.append(StorageWeakRef(args[0].untyped_storage()))
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(look)
+    fixes.apply_to_model(["recompute", EVERYTHING], model)
+    loss = plain_loss(model, tiny_batch("cpu"))
+    assert alive == [[], [True], [False, True], [False, False, True]]
+    assert [not seen.expired() for seen in inputs] == [False, False, False, True]  # the last one stays
+    loss.backward()
+
+
+def test_a_block_comes_back_when_the_one_after_it_begins_its_backward():
+    model, events = seeded(lambda: TinyLM(layers=4)), []
+    fixes.apply_to_model(["recompute", EVERYTHING], model)
+    for block in model.blocks:
+        inner = block.norm_2.forward  # runs in forward, and again when backward comes to the block
+
+        def tell(x, inner=inner):
+            events.append([kept._on_device is not None for kept in list(copies_of(model)._kept.values())])
+            return inner(x)
+
+        block.norm_2.forward = tell
+    loss = plain_loss(model, tiny_batch("cpu"))
+    events.clear()
+    loss.backward()
+    # Backward of blocks 3, 2, 1, 0: what was taken is autograd's; of the others, one waits on the device.
+    assert [sum(event) for event in events] == [1, 1, 1, 0]
+
+
+def test_host_memory_is_used_again_and_goes_with_the_model():
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    fixes.apply_to_model(EVERYTHING, model)
+    gradients(model, plain_loss, batch)
+    made = copies_of(model).pool.bytes
+    for _ in range(2):
+        gradients(model, plain_loss, batch)
+    plain_loss(model, batch)  # a forward without a backward gives back what it took
+    gradients(model, plain_loss, batch)
+    assert copies_of(model).pool.bytes == made > 0
+    pool = weakref.ref(copies_of(model).pool)
+    del model
+    gc.collect()
+    assert pool() is None
+
+
+def test_backward_may_run_twice_and_without_gradients_nothing_is_copied():
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    _, once = gradients(model, plain_loss, batch)
+    fixes.apply_to_model(EVERYTHING, model)
+    model.zero_grad()
+    loss = plain_loss(model, batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * once[name], msg=name)
+    fresh = copy.deepcopy(model)
+    with torch.no_grad():
+        plain_loss(fresh, batch)
+    assert copies_of(fresh).pool.bytes == 0
+
+
+@pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_the_model_has_host_memory_of_its_own(twin_of):
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    before = gradients(model, plain_loss, batch)
+    fixes.apply_to_model(EVERYTHING, model)
+    twin = twin_of(model)
+    same_gradients(before, gradients(twin, plain_loss, batch), 0)
+    assert copies_of(twin).pool.bytes > 0 == copies_of(model).pool.bytes
+    assert copies_of(twin) is twin.blocks[2].forward.around.keywords["copies"]
+
+
+class WritesOver(torch.nn.Module):
+    """Multiplies by y and by a tensor in y's memory, which it has written to before or after."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.inner, self.after = torch.nn.Linear(3, 3), after
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = self.inner(x)
+        x = x * y if self.after else x + 1
+        y.mul_(2)
+        return x * y
+
+
+@pytest.mark.parametrize("smallest", [1, "1MiB"])
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_what_is_written_over_while_it_waits_is_told_as_autograd_tells_it(blocks, smallest):
+    def run(after):
+        made = [torch.nn.Sequential(WritesOver(after and number == 0)) for number in range(blocks + 1)]
+        model = seeded(lambda: torch.nn.Sequential(*made))
+        fixes.apply_to_model(FixUse("offload_activations", {"smallest": smallest}), model)
+        model(torch.ones(2, 3, requires_grad=True)).sum().backward()
+
+    run(after=False)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(after=True)
+
+
+def large_workload():
+    work = workload(layers=6, width=128, heads=4, longest=256)
+    return oomph.Workload(work.model, lambda device: tiny_batch(device, 64, 256), work.loss, optimizer=None)
+
+
+def test_the_peak_falls_and_host_memory_is_not_counted():
+    work = large_workload()
+    prediction = oomph.predict(work, gpu="h200")
+    (proposal,) = fixes.find("offload_activations").propose(prediction, work)
+    # Four of six blocks' activations are away at any time.
+    assert proposal.saving > 0.35 * prediction.peak.reserved
+    assert proposal.where == tuple(f"blocks.{number}" for number in range(5))
+
+
+def test_recomputed_blocks_leave_their_inputs_to_the_host():
+    recomputed = oomph.apply("recompute", large_workload())
+    before = oomph.predict(recomputed, gpu="h200").peak.allocated
+    both = oomph.predict(oomph.apply("offload_activations", recomputed), gpu="h200").peak.allocated
+    x = 64 * 256 * 128 * 4
+    # The peak is in the backward of the last block: there are its own input, the one before's, and no other.
+    assert before - both == 4 * x
+
+
+def test_a_model_of_two_blocks_has_nothing_to_offload():
+    work = workload(layers=2)
+    assert fixes.find("offload_activations").propose(oomph.predict(work, gpu="h200"), work) == []
+
+
+def test_pieces_are_powers_of_two_and_waste_less_than_a_mebibyte():
+    assert pieces_of(640 * MiB) == [512 * MiB, 128 * MiB]
+    assert pieces_of(1) == [MiB]
+    assert pieces_of(3 * MiB + 1) == [4 * MiB]
+    pool = PinnedPool()
+    taken = pool.take(3 * MiB, pinned=False)
+    pool.give_back(taken, pinned=False)
+    (again,) = pool.take(2 * MiB, pinned=False)
+    assert again is taken[0]
+    assert pool.bytes == 3 * MiB
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocks": ["blocks.7"]}, r"has no module 'blocks\.7'"),
+        ({"blocks": ["blocks.2"]}, r"'blocks\.2' is the last block, and backward needs at once"),
+        ({"blocks": []}, "the model has no list of blocks; name modules"),
+        ({"smallest": 1.5}, r"smallest=1\.5 is not valid; give bytes"),
+        ({"smallest": "many"}, "smallest: size 'many' is not valid"),
+        ({"largest": 1}, "has no option 'largest'; its options are blocks, smallest"),
+    ],
+)
+def test_mistakes_are_told_and_change_nothing(options, message):
+    model = seeded(TinyLM)
+    state = state_of(model)
+    with pytest.raises(UserError, match=message):
+        fixes.apply_to_model(FixUse("offload_activations", options), model)
+    assert state_of(model) == state
+
+
+def test_a_model_that_recomputes_by_itself_is_refused():
+    model = ARCHITECTURES["Llama"]().model()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(UserError, match=r"recomputes by itself .* use the fix 'recompute'"):
+        fixes.apply_to_model("offload_activations", model)

@@ -1,0 +1,340 @@
+"""Fixes of the optimizer's step: the same parameters after real steps, less memory, honest refusals."""
+
+import gc
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from small import TinyLM, plain_loss, seeded, tiny_batch, workload
+from torch import nn
+from training import not_found, proposed, same_parameters, trained
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.records import FixUse
+
+OPTIMIZERS = {
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4),
+    "adam": partial(torch.optim.Adam, lr=1e-2, eps=1e-4, weight_decay=0.1, amsgrad=True),
+    "sgd": partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-2, eps=1e-4),
+}
+EXACT = ["optimizer_in_backward", "fused_optimizer", "no_foreach", "optimizer_offload"]
+
+
+def grouped(params):
+    """Matrices and the rest apart, as many programs have it."""
+    params = list(params)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in params if p.dim() > 1], "weight_decay": 0.5, "lr": 3e-2},
+            {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        eps=1e-4,
+    )
+
+
+class Awkward(TinyLM):
+    """A frozen part, tied weights, and a parameter that nothing uses."""
+
+    def __init__(self):
+        super().__init__(layers=2)
+        self.head.weight = self.embed.weight
+        self.blocks[0].requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+
+def larger(**changes):
+    work = workload(layers=1, width=1024, heads=4, longest=64)
+    return replace(work, **changes)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("fix", EXACT)
+def test_three_steps_give_the_same_parameters(fix, name):
+    work = replace(workload(layers=2), optimizer=OPTIMIZERS[name])
+    same_parameters(trained(work)[0], trained(fixes.apply(fix, work))[0], 1e-5)
+
+
+@pytest.mark.parametrize("fix", EXACT)
+def test_groups_frozen_tied_and_unused_parameters_and_schedulers_are_kept(fix):
+    work = replace(workload(), model=lambda: seeded(Awkward), optimizer=grouped)
+    schedulers = {}
+
+    def schedule(optimizer):
+        if id(optimizer) not in schedulers:
+            schedulers[id(optimizer)] = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        else:
+            schedulers[id(optimizer)].step()
+
+    before, one = trained(work, steps=4, each=schedule)
+    after, two = trained(fixes.apply(fix, work), steps=4, each=schedule)
+    same_parameters(before, after, 1e-5)
+    rates = [group["lr"] for group in one.param_groups]
+    assert [group["lr"] for group in two.param_groups] == rates == pytest.approx([3e-2 / 8, 1e-2 / 8])
+    assert len(two.state_dict()["state"]) == len(one.state_dict()["state"])
+    assert torch.equal(after["blocks.0.mlp.fc.weight"], seeded(Awkward).blocks[0].mlp.fc.weight)
+
+
+@pytest.mark.parametrize("fix", EXACT)
+def test_a_scheduler_made_by_the_factory_goes_on(fix):
+    made = []
+
+    def factory(params):
+        optimizer = OPTIMIZERS["adamw"](params)
+        made.append(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+        return optimizer
+
+    work = replace(workload(layers=1), optimizer=factory)
+    before, _ = trained(work, each=lambda _: made[-1].step())
+    after, optimizer = trained(fixes.apply(fix, work), each=lambda _: made[-1].step())
+    same_parameters(before, after, 1e-5)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 / 8)
+
+
+@pytest.mark.parametrize("fix", EXACT)
+def test_a_checkpoint_continues_where_it_was(fix):
+    work = replace(workload(layers=1), optimizer=OPTIMIZERS["adamw"])
+    fixed = fixes.apply(fix, work)
+    _, saved = trained(fixed, steps=2)
+    state = saved.state_dict()
+    fresh = fixed.optimizer(fixed.model().parameters())
+    fresh.load_state_dict(state)
+    for (_, one), (_, two) in zip(state["state"].items(), fresh.state_dict()["state"].items(), strict=True):
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize("fix", EXACT)
+def test_it_is_proposed_where_it_saves_memory_and_not_twice(fix):
+    work = larger()
+    (proposal,) = proposed(fix, work)
+    assert proposal.saving > 0
+    assert proposal.kind == "exact"
+    assert not_found(fix, fixes.apply(fix, work))
+    assert not_found(fix, replace(work, optimizer=None))
+
+
+def test_the_same_saving_is_not_found_in_a_fused_or_slow_optimizer():
+    work = larger(optimizer=partial(torch.optim.AdamW, fused=True))
+    assert not_found("no_foreach", work)
+    assert not_found("fused_optimizer", work)
+    assert not_found("no_foreach", larger(optimizer=partial(torch.optim.AdamW, foreach=False)))
+    assert not_found("fused_optimizer", larger(optimizer=torch.optim.RMSprop))
+
+
+# -- in backward ------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_gone_when_backward_is_over():
+    work = fixes.apply("optimizer_in_backward", workload())
+    model = work.model()
+    optimizer = work.optimizer(model.parameters())
+    before = model.head.weight.detach().clone()
+    plain_loss(model, tiny_batch("cpu")).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.equal(model.head.weight, before)
+    assert optimizer.updates_in_backward
+    after = model.head.weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model.head.weight, after)
+
+
+def test_the_prediction_holds_one_gradient_at_a_time():
+    work = larger()
+    before = oomph.predict(work, gpu="h200")
+    after = oomph.predict(fixes.apply("optimizer_in_backward", work), gpu="h200")
+    state = [dict(prediction.by_stage())["optimizer state"] for prediction in (before, after)]
+    assert state[1] == pytest.approx(state[0], rel=0.05)
+    assert dict(after.by_stage()).get("gradients", 0) < 0.35 * dict(before.by_stage())["gradients"]
+    assert [step.end for step in after.steps] == [step.end for step in before.steps]
+
+
+def test_a_second_backward_before_the_step_is_refused():
+    work = fixes.apply("optimizer_in_backward", workload())
+    model = work.model()
+    optimizer = work.optimizer(model.parameters())
+    plain_loss(model, tiny_batch("cpu")).backward()
+    assert optimizer.state
+    with pytest.raises(RuntimeError, match=r"second gradient before optimizer\.step"):
+        plain_loss(model, tiny_batch("cpu")).backward()
+
+
+def test_gradients_written_by_hand_are_stepped_by_step():
+    parameter = nn.Parameter(torch.ones(2))
+    work = fixes.apply(
+        "optimizer_in_backward", replace(workload(), optimizer=partial(torch.optim.SGD, lr=1.0))
+    )
+    optimizer = work.optimizer([parameter])
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(parameter.detach(), torch.zeros(2))
+    assert parameter.grad is None
+
+
+def test_a_model_trains_without_an_optimizer_that_is_gone():
+    work = fixes.apply("optimizer_in_backward", workload())
+    model = work.model()
+    optimizer = work.optimizer(model.parameters())
+    del optimizer
+    gc.collect()
+    before = model.head.weight.detach().clone()
+    plain_loss(model, tiny_batch("cpu")).backward()
+    assert torch.equal(model.head.weight, before)
+    assert model.head.weight.grad is not None
+    assert not model.head.weight._post_accumulate_grad_hooks
+
+
+def test_new_groups_are_stepped_too():
+    one, two = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    work = fixes.apply(
+        "optimizer_in_backward", replace(workload(), optimizer=partial(torch.optim.SGD, lr=1.0))
+    )
+    optimizer = work.optimizer([one])
+    optimizer.add_param_group({"params": [two], "lr": 0.5})
+    (one.sum() + two.sum()).backward()
+    assert one.tolist() == [0, 0]
+    assert two.tolist() == [0.5, 0.5]
+
+
+class Coupled(torch.optim.SGD):
+    """Not torch's own: who knows."""
+
+
+def test_in_backward_refuses_what_it_cannot_do():
+    work = workload()
+    for changed, message in (
+        (replace(work, accumulate=2), "accumulates over 2 batches"),
+        (fixes.apply("micro_batches", work), "'micro_batches' cannot be combined"),
+        (replace(work, micro_batches=oomph.workload.MicroBatches(2)), "comes in 2 parts"),
+        (replace(work, optimizer=None), "the workload has no optimizer"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fixes.apply("optimizer_in_backward", changed)
+        assert not_found("optimizer_in_backward", changed)
+    for optimizer, message in (
+        (torch.optim.LBFGS, "LBFGS looks at all gradients"),
+        (Coupled, "Coupled is not known to update each parameter by itself"),
+    ):
+        with pytest.raises(UserError, match=message):
+            trained(fixes.apply("optimizer_in_backward", replace(work, optimizer=optimizer)))
+    with pytest.raises(UserError, match="independent='yes' is not valid"):
+        fixes.apply(FixUse("optimizer_in_backward", {"independent": "yes"}), work)
+    mine = replace(work, optimizer=Coupled)
+    same_parameters(
+        trained(mine)[0],
+        trained(fixes.apply(FixUse("optimizer_in_backward", {"independent": True}), mine))[0],
+        0,
+    )
+
+
+# -- offload ----------------------------------------------------------------------------------------------
+
+
+def test_offloaded_steps_see_parameters_that_were_written_in_between():
+    start, work = torch.ones(2), replace(workload(), optimizer=partial(torch.optim.SGD, lr=1.0))
+    optimizer = fixes.apply("optimizer_offload", work).optimizer([parameter := nn.Parameter(start)])
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        with torch.no_grad():
+            parameter.fill_(5.0)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert parameter.tolist() == [4, 4]
+
+
+def test_offload_stages_no_more_than_it_is_given():
+    work = fixes.apply(FixUse("optimizer_offload", {"staging": "16KiB"}), workload())
+    after, optimizer = trained(work)
+    largest = max(parameter.numel() * 4 for parameter in after.values())
+    assert [stage.numel() for stage in optimizer._stages] == [max(largest, 16 << 10)] * 2
+    assert len(list(optimizer._buckets())) == 0  # no gradients are left
+    same_parameters(trained(workload())[0], after, 1e-4)
+
+
+def test_offload_leaves_no_state_on_the_gpu_and_counts_its_copies():
+    work = larger()
+    before = oomph.predict(work, gpu="h200")
+    after = oomph.predict(fixes.apply("optimizer_offload", work), gpu="h200")
+    assert "optimizer state" not in dict(after.by_stage())
+    parameters = sum(parameter.numel() * 4 for parameter in work.model().parameters())
+    assert after.work.optimizer.to_host == after.work.optimizer.to_device == parameters
+    assert before.steps[-1].end - after.steps[-1].end >= 2 * parameters
+
+
+def test_offload_mistakes():
+    work = workload()
+    with pytest.raises(UserError, match="LBFGS"):
+        trained(fixes.apply("optimizer_offload", replace(work, optimizer=torch.optim.LBFGS)))
+    with pytest.raises(UserError, match="cannot be combined: state on the host needs no 8 bits"):
+        fixes.apply(["optimizer_offload", "optimizer_8bit"], work)
+    with pytest.raises(UserError, match="backward would wait for the host"):
+        fixes.apply(["optimizer_offload", "optimizer_in_backward"], work)
+    with pytest.raises(UserError):
+        fixes.apply(FixUse("optimizer_offload", {"staging": "much"}), work)
+
+
+# -- flags ------------------------------------------------------------------------------------------------
+
+
+def test_flags_are_set_on_every_group_and_their_mistakes_told():
+    fused = fixes.apply("fused_optimizer", replace(workload(), optimizer=grouped)).optimizer(
+        TinyLM().parameters()
+    )
+    assert all(group["fused"] and not group["foreach"] for group in fused.param_groups)
+    slow = fixes.apply("no_foreach", replace(workload(), optimizer=grouped)).optimizer(TinyLM().parameters())
+    assert all(group["foreach"] is False for group in slow.param_groups)
+    for fix, optimizer, message in (
+        (
+            "fused_optimizer",
+            torch.optim.RMSprop,
+            "no fused step for RMSprop; valid: Adam, AdamW, SGD, Adagrad",
+        ),
+        ("fused_optimizer", partial(torch.optim.SGD, fused=True), "SGD is fused already"),
+        ("fused_optimizer", partial(torch.optim.SGD, differentiable=True), "cannot be fused"),
+        ("no_foreach", torch.optim.LBFGS, "LBFGS has no foreach option"),
+        ("no_foreach", partial(torch.optim.SGD, foreach=False), "parameter by parameter already"),
+        ("no_foreach", partial(torch.optim.SGD, fused=True), "a fused step has no temporaries"),
+    ):
+        with pytest.raises(UserError, match=message):
+            trained(fixes.apply(fix, replace(workload(), optimizer=optimizer)))
+
+
+class Zeroing(torch.optim.AdamW):
+    def zero_grad(self, set_to_none=False):
+        super().zero_grad(set_to_none=False)
+
+
+def test_gradients_are_freed_where_they_were_zeroed():
+    work = larger(optimizer=partial(Zeroing, lr=1e-2))
+    (proposal,) = proposed("set_to_none", work)
+    prediction = oomph.predict(work, gpu="h200")
+    fixed = oomph.predict(fixes.apply("set_to_none", work), gpu="h200")
+    assert prediction.steps[-1].end - fixed.steps[-1].end > 0.9 * sum(
+        parameter.numel() * 4 for parameter in work.model().parameters()
+    )
+    assert proposal.saving is not None
+    assert not_found("set_to_none", workload(layers=1))
+    assert not_found("set_to_none", replace(workload(layers=1), optimizer=None))
+    small = replace(workload(), optimizer=partial(Zeroing, lr=1e-2))
+    before, _ = trained(small)
+    after, optimizer = trained(fixes.apply("set_to_none", small))
+    same_parameters(before, after, 0)
+    assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
+
+
+def test_step_order_warnings_stay_quiet_with_schedulers():
+    work = fixes.apply("optimizer_in_backward", workload())
+    model = work.model()
+    optimizer = work.optimizer(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain_loss(model, tiny_batch("cpu")).backward()
+        optimizer.step()
+        scheduler.step()

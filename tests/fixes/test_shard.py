@@ -1,0 +1,116 @@
+"""FSDP2 on two processes: the same loss and gradients as the whole model, and the whole model back."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from small import TinyLM, gradients, plain_loss, seeded, state_of, tiny_batch, workload
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.records import FixUse
+
+OPTIONS = ({"ranks": 2}, {"reshard_after_forward": False})
+
+
+def on_rank(rank, port, told):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        told.put([_compared(rank, options) for options in OPTIONS])
+    finally:
+        dist.destroy_process_group()
+
+
+def _compared(rank, options):
+    """How far the sharded model's loss and gradients are from the whole one's; what undo left different."""
+    batch = {name: rows[rank * 2 : rank * 2 + 2] for name, rows in tiny_batch("cpu").items()}
+    whole = seeded(TinyLM)
+    loss, grads = gradients(whole, plain_loss, batch)
+    for grad in grads.values():  # FSDP averages over the ranks
+        dist.all_reduce(grad)
+        grad /= 2
+    model = seeded(TinyLM)
+    state = state_of(model)
+    numbers = {name: one.clone() for name, one in model.state_dict().items()}
+    changed = fixes.apply_to_model(FixUse("shard", options), model)
+    local = sum(one.to_local().numel() for one in model.parameters())
+    new_loss = plain_loss(model, batch)
+    new_loss.backward()
+    off = [
+        ((one.grad.full_tensor() - grads[name]).abs().max() / grads[name].abs().max()).item()
+        for name, one in model.named_parameters()
+    ]
+    fixes.undo(model)
+    same = state_of(model) == state
+    same_numbers = all(torch.equal(one, numbers[name]) for name, one in model.state_dict().items())
+    again = plain_loss(model, batch)
+    return {
+        "loss": abs((new_loss.detach() - loss).item()),
+        "gradients": max(off),
+        "part": local / sum(one.numel() for one in model.parameters()),
+        "state": same,
+        "numbers": same_numbers,
+        "again": abs((again.detach() - loss).item()),
+        "where": [change.where for change in changed],
+    }
+
+
+def test_two_ranks_compute_what_one_does_and_undo_restores_the_model():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    told = context.SimpleQueue()
+    mp.spawn(on_rank, (port, told), nprocs=2)
+    for found in [*told.get(), *told.get()]:
+        assert found["loss"] < 1e-6
+        assert found["gradients"] < 1e-5
+        assert found["part"] < 0.55
+        assert found["state"]
+        assert found["numbers"]
+        assert found["again"] == 0
+        assert found["where"] == ["", "blocks.0", "blocks.1", "blocks.2"]
+
+
+def test_the_saving_is_computed_and_says_so():
+    work = workload(layers=4, width=256, heads=4)
+    prediction = oomph.predict(work, gpu="h200")
+    two, eight = fixes.find("shard").propose(prediction, work)
+    assert eight.saving > two.saving > 0
+    held = sum(
+        size
+        for stage, size in prediction.by_stage()
+        if stage in ("parameters", "gradients", "optimizer state")
+    )
+    assert two.saving < held / 2
+    assert eight.saving < held * 7 / 8
+    assert two.peak is None
+    assert two.note.startswith("not predicted: FSDP2 cannot be traced without its ranks")
+
+
+def test_a_model_without_blocks_is_not_proposed_to():
+    work = oomph.Workload(
+        lambda: torch.nn.Linear(8, 8), lambda device: torch.ones(2, 8, device=device), lambda m, x: m(x).sum()
+    )
+    assert fixes.find("shard").propose(oomph.predict(work, gpu="h200"), work) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 4}, "start the script with torchrun --nproc-per-node=4 and call"),
+        ({}, "needs a process group: start the script with torchrun --nproc-per-node=N"),
+        ({"ranks": 0}, "ranks=0 is not valid; valid: a whole number >= 1"),
+        ({"reshard_after_forward": 1}, "reshard_after_forward=1 is not valid; valid: True, False"),
+    ],
+)
+def test_mistakes_are_told_and_change_nothing(options, message):
+    model = seeded(TinyLM)
+    state = state_of(model)
+    with pytest.raises(UserError, match=message):
+        fixes.apply_to_model(FixUse("shard", options), model)
+    assert state_of(model) == state

@@ -1,0 +1,133 @@
+"""Equal buffers become one tensor: the same results, fewer bytes, also after the model is moved."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.records import FixUse
+
+
+def masks(model):
+    return {id(block.attention.mask) for block in model.blocks}
+
+
+def test_gradients_are_the_same_and_undo_restores_the_tensors_themselves():
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    before, state = gradients(model, plain_loss, batch), state_of(model)
+    changed = fixes.apply_to_model("shared_buffers", model)
+    assert [change.where for change in changed][:2] == ["blocks.1.attention.mask", "blocks.2.attention.mask"]
+    assert len(masks(model)) == 1
+    same_gradients(before, gradients(model, plain_loss, batch), 0)
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+def test_they_stay_one_tensor_when_the_model_is_moved_copied_and_pickled():
+    model = seeded(TinyLM)
+    fixes.apply_to_model("shared_buffers", model)
+    mine = model.blocks[0].attention.mask
+    for made in (model.double(), copy.deepcopy(model).half(), pickle.loads(pickle.dumps(model)).half()):
+        assert len(masks(made)) == 1
+        assert made is model or made.blocks[0].attention.mask is not model.blocks[0].attention.mask
+    assert model.blocks[0].attention.mask.dtype is torch.float64
+    assert mine.dtype is torch.float32
+
+
+def test_undo_of_a_moved_model_gives_each_layer_its_own_where_the_model_is():
+    model = seeded(TinyLM)
+    fixes.apply_to_model("shared_buffers", model)
+    model.double()
+    fixes.undo(model)
+    assert len(masks(model)) == 3
+    assert {block.attention.mask.dtype for block in model.blocks} == {torch.float64}
+    assert model.to(torch.float32) is model
+
+
+def test_a_different_value_is_not_shared_and_neither_is_minus_zero():
+    model = seeded(TinyLM)
+    model.blocks[1].attention.mask[0, 0, 3, 3] = 2
+    fixes.apply_to_model("shared_buffers", model)
+    assert model.blocks[0].attention.mask is model.blocks[2].attention.mask
+    assert model.blocks[1].attention.mask is not model.blocks[0].attention.mask
+    fixes.undo(model)
+    model.blocks[2].attention.mask[0, 0, 0, 1] = -0.0
+    with pytest.raises(UserError, match="no two layers have an equal buffer"):
+        fixes.apply_to_model("shared_buffers", model)
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("state", torch.zeros(2048))
+        self.register_buffer("table", torch.arange(2048.0))
+        self.norm = nn.BatchNorm1d(2048)
+
+    def forward(self, x):
+        self.state[:4] = x[0, :4].detach()
+        return x + self.state + self.table
+
+
+class WritesUnseen(Writes):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("other", torch.zeros(2048))
+
+    def forward(self, x):
+        target = self.other
+        target.add_(x[0].detach())
+        return x + target
+
+
+def test_buffers_that_the_classes_write_and_running_statistics_are_left_alone():
+    model = nn.Sequential(Writes(), Writes())
+    fixes.apply_to_model("shared_buffers", model)
+    assert model[0].table is model[1].table
+    assert model[0].state is not model[1].state
+    assert model[0].norm.running_mean is not model[1].norm.running_mean
+
+
+def test_a_write_that_cannot_be_seen_in_the_code_is_an_error_and_not_a_wrong_result():
+    model = nn.Sequential(WritesUnseen(), WritesUnseen())
+    fixes.apply_to_model("shared_buffers", model)
+    with pytest.raises(UserError, match=r"forward writes buffer '0\.other', which is shared"):
+        model(torch.ones(2, 2048))
+    fixes.undo(model)
+    fixes.apply_to_model(FixUse("shared_buffers", {"buffers": ["table"]}), model)
+    model(torch.ones(2, 2048))
+
+
+@pytest.mark.parametrize("longest", [256, 2048])  # 256 KiB are real in a prediction, 16 MiB are not
+def test_the_saving_is_proposed_and_is_that_of_the_copies(longest):
+    work = workload(layers=6, longest=longest)
+    prediction = oomph.predict(work, gpu="h200")
+    (proposal,) = fixes.find("shared_buffers").propose(prediction, work)
+    copies = 5 * longest * longest * 4
+    assert abs(prediction.peak.allocated - proposal.peak.allocated - copies) < 4096
+    assert proposal.saving > 0
+    assert ("assumed equal" in proposal.note) == (longest == 2048)
+
+
+def test_it_is_not_proposed_where_nothing_is_repeated():
+    work = oomph.Workload(
+        lambda: nn.Sequential(nn.Linear(64, 2048), nn.BatchNorm1d(2048), nn.Linear(2048, 64)),
+        lambda device: torch.ones(4, 64, device=device),
+        lambda model, x: model(x).sum(),
+    )
+    assert fixes.find("shared_buffers").propose(oomph.predict(work, gpu="h200"), work) == []
+    small = workload()
+    assert fixes.find("shared_buffers").propose(oomph.predict(small, gpu="h200"), small) == []
+
+
+def test_mistakes_are_told_and_change_nothing():
+    model = seeded(TinyLM)
+    state = state_of(model)
+    with pytest.raises(UserError, match="to share among masks"):
+        fixes.apply_to_model(FixUse("shared_buffers", {"buffers": ["masks"]}), model)
+    assert state_of(model) == state

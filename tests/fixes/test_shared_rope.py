@@ -1,0 +1,220 @@
+"""Rotary cosines and sines computed once: the same gradients, fewer tensors, nothing kept after a forward."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import gradients, same_gradients, seeded, state_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.records import FixUse
+
+
+class RotaryEmbedding(nn.Module):
+    """As older models have it: hidden states are given for their dtype and device only."""
+
+    calls = 0
+
+    def __init__(self, size, base=10000.0):
+        super().__init__()
+        self.base = base
+        self.register_buffer("inv_freq", base ** (-torch.arange(0, size, 2) / size), persistent=False)
+
+    def forward(self, x, positions):
+        type(self).calls += 1
+        angles = (self.inv_freq[None, :, None] @ positions[:, None, :].to(x.dtype)).transpose(1, 2)
+        angles = torch.cat((angles, angles), -1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class Layer(nn.Module):
+    def __init__(self, width, heads, rotary):
+        super().__init__()
+        self.heads = heads
+        self.rotary = rotary
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x, positions):
+        b, t, c = x.shape
+        q, k, v = (y.view(b, t, self.heads, -1).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        cos, sin = (y.unsqueeze(1) for y in self.rotary(v, positions))
+        q, k = (y * cos + torch.roll(y, 1, -1) * sin for y in (q, k))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, t, c))
+
+
+class Model(nn.Module):
+    def __init__(self, width=32, heads=2, layers=3, rotary=RotaryEmbedding, bases=None):
+        super().__init__()
+        bases = bases or [10000.0] * layers
+        self.layers = nn.ModuleList(Layer(width, heads, rotary(width // heads, base)) for base in bases)
+        self.checkpointed = None
+
+    def forward(self, x):
+        positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
+        for layer in self.layers:
+            x = layer(x, positions) if self.checkpointed is None else self.checkpointed(layer, x, positions)
+        return x
+
+
+def loss(model, x):
+    return model(x).square().mean()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(2, 12, 32, generator=torch.Generator().manual_seed(2))
+
+
+def counted(run):
+    RotaryEmbedding.calls = 0
+    run()
+    return RotaryEmbedding.calls
+
+
+def test_gradients_are_the_same_one_layer_computes_and_undo_restores_the_model(x):
+    model = seeded(Model)
+    before, state = gradients(model, loss, x), state_of(model)
+    changed = fixes.apply_to_model("shared_rope", model)
+    assert [change.where for change in changed] == ["", *(f"layers.{n}.rotary" for n in range(3))]
+    same_gradients(before, gradients(model, loss, x), 0)
+    assert counted(lambda: model(x)) == 1
+    assert counted(lambda: copy.deepcopy(model)(x)) == 1
+    fixes.undo(model)
+    assert state_of(model) == state
+    assert counted(lambda: model(x)) == 3
+
+
+def test_nothing_is_kept_after_a_forward(x):
+    model = seeded(Model)
+    fixes.apply_to_model("shared_rope", model)
+    seen = []
+    model.layers[0].rotary.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out[0])))
+    with torch.no_grad():
+        model(x)
+    gc.collect()
+    assert seen[0]() is None
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda layer, *args: checkpoint(layer, *args, use_reentrant=False),
+        lambda layer, *args: checkpoint(layer, *args, use_reentrant=True),
+    ],
+    ids=["non-reentrant", "reentrant"],
+)
+def test_checkpointed_layers_recompute_their_own(how, x):
+    x.requires_grad_()
+    model = seeded(Model)
+    before = gradients(model, loss, x)
+    fixes.apply_to_model("shared_rope", model)
+    model.checkpointed = how
+    same_gradients(before, gradients(model, loss, x), 0)
+
+
+@pytest.mark.parametrize("keep", ["nothing", "products"])
+def test_it_may_be_combined_with_recomputation_by_op(keep, x):
+    model = seeded(Model)
+    before, state = gradients(model, loss, x), state_of(model)
+    fixes.apply_to_model(["shared_rope", FixUse("recompute", {"keep": keep})], model)
+    same_gradients(before, gradients(model, loss, x), 0)
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+def test_other_positions_other_settings_and_other_numbers_are_computed_anew(x):
+    model = seeded(lambda: Model(bases=[10000.0, 500.0, 10000.0]))
+    before = gradients(model, loss, x)
+    fixes.apply_to_model("shared_rope", model)
+    assert counted(lambda: model(x)) == 2
+    same_gradients(before, gradients(model, loss, x), 0)
+
+    class Shifting(Model):
+        def forward(self, x):
+            positions = torch.arange(x.shape[1]).expand(x.shape[0], -1).clone()
+            for layer in self.layers:
+                x = layer(x, positions)
+                positions += 1  # the same tensor with other numbers
+            return x
+
+    model = seeded(Shifting)
+    before = gradients(model, loss, x)
+    fixes.apply_to_model("shared_rope", model)
+    assert counted(lambda: model(x)) == 3
+    same_gradients(before, gradients(model, loss, x), 0)
+
+
+class RotaryThatLooks(RotaryEmbedding):
+    def forward(self, x, positions):
+        cos, sin = super().forward(x, positions)
+        return cos * x.detach().abs().amax(), sin
+
+
+class Careless(RotaryEmbedding):
+    """Its caller changes what it returned."""
+
+
+class CarelessLayer(Layer):
+    def forward(self, x, positions):
+        self.rotary(x, positions)[0].mul_(2)
+        return super().forward(x, positions)
+
+
+def test_a_module_that_looks_at_the_numbers_is_not_shared(x):
+    model = seeded(lambda: Model(rotary=RotaryThatLooks))
+    before = gradients(model, loss, x)
+    fixes.apply_to_model("shared_rope", model)
+    same_gradients(before, gradients(model, loss, x), 0)
+    RotaryThatLooks.calls = 0
+    model(x)
+    assert RotaryThatLooks.calls == 3
+
+
+def test_results_that_were_written_are_not_handed_on(x):
+    model = seeded(Model)
+    for layer in model.layers:
+        layer.__class__ = CarelessLayer
+    before = gradients(model, loss, x)
+    fixes.apply_to_model("shared_rope", model)
+    same_gradients(before, gradients(model, loss, x), 0)
+
+
+def test_the_saving_is_that_of_the_other_layers_tables():
+    work = oomph.Workload(
+        lambda: Model(256, 2, 6), lambda device: torch.ones(8, 512, 256, device=device), loss
+    )
+    prediction = oomph.predict(work, gpu="h200")
+    (proposal,) = fixes.find("shared_rope").propose(prediction, work)
+    tables = 2 * 8 * 512 * 128 * 4
+    assert prediction.peak.allocated - proposal.peak.allocated == 5 * tables
+    assert proposal.saving > 0
+    shared = oomph.apply(proposal, work)
+    assert fixes.find("shared_rope").propose(oomph.predict(shared, gpu="h200"), shared) == []
+
+
+def test_one_rotary_module_for_the_model_is_not_proposed():
+    def build():
+        model = Model(64, 2)
+        for layer in model.layers:
+            layer.rotary = model.layers[0].rotary
+        return model
+
+    work = oomph.Workload(build, lambda device: torch.ones(2, 64, 64, device=device), loss)
+    assert fixes.find("shared_rope").propose(oomph.predict(work, gpu="h200"), work) == []
+
+
+def test_mistakes_are_told_and_change_nothing():
+    model = seeded(Model)
+    state = state_of(model)
+    with pytest.raises(UserError, match="no two rotary modules that are equal"):
+        fixes.apply_to_model("shared_rope", nn.Linear(2, 2))
+    with pytest.raises(UserError, match=r"'layers\.0\.out' has parameters"):
+        fixes.apply_to_model(FixUse("shared_rope", {"modules": ["layers.0.out"]}), model)
+    assert state_of(model) == state

@@ -1,0 +1,207 @@
+"""Tiled MLPs: the same gradients, the wide activations gone, and modules that are no MLPs left alone."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import ARCHITECTURES, loss_and_gradients, prepared
+from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes import mlps
+from oomph.fixes.mlps import Found
+from oomph.records import FixUse
+
+WITHOUT_MLPS = ("RotaryLM", "Classifier")  # matrices in the layer itself; a last stage that only narrows
+KNOWN = ("GPT-2", "GPT-NeoX", "Llama", "Qwen3", "Gemma-2", "Mistral", "Phi", "ViT", "TinyLM")
+
+
+def tiled(**options):
+    return FixUse("tiled_mlp", options)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in WITHOUT_MLPS])
+def test_gradients_are_the_same_and_undo_restores_the_model(name):
+    work = ARCHITECTURES[name]()
+    model, _ = prepared(work)
+    before, state = loss_and_gradients(work, model), state_of(model)
+    changed = fixes.apply_to_model(tiled(tile=7), model)
+    assert len(changed) == {"T5": 4, "TinyLM": 3}.get(name, 2)
+    after = loss_and_gradients(work, model)
+    # Biases of keys have no effect, and gradients of rounding errors alone.
+    largest = max(grad.abs().max() for grad in before[1].values() if grad is not None)
+    real = [key for key, grad in before[1].items() if grad is None or grad.abs().max() > 1e-6 * largest]
+    same_gradients(
+        (before[0], {key: before[1][key] for key in real}),
+        (after[0], {key: after[1][key] for key in real}),
+        5e-6,
+    )
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_mlps_are_found_and_the_plain_ones_known(name):
+    found = mlps.mlps(ARCHITECTURES[name]().model())
+    assert bool(found) == (name not in WITHOUT_MLPS)
+    if name in KNOWN:
+        assert all(mlps._known(one.module).kind for one in found)
+
+
+class Fused(nn.Module):
+    """Phi-3's: gate and up in one matrix."""
+
+    def __init__(self, width=8, hidden=24):
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(width, 2 * hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(up * F.silu(gate))
+
+
+class OfSequences(nn.Module):
+    """Takes [batch, tokens, features] alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        return self.down(torch.tanh(self.up(x))).view(rows, length, width)
+
+
+class Mixing(OfSequences):
+    def forward(self, x):
+        return self.down(self.up(x).softmax(dim=1))
+
+
+class Frozen(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 32), nn.GELU("tanh"), nn.Linear(32, 8, bias=False))
+        self[0].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", [Fused, OfSequences, Frozen])
+@pytest.mark.parametrize("tile", [1, 4, None])
+def test_any_function_of_single_tokens_is_tiled(kind, tile):
+    model = seeded(lambda: nn.Sequential(kind(), kind())).double()
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+
+    def loss(model, x):
+        return model(x).square().sum()
+
+    before = gradients(model, loss, x)
+    assert [change.where for change in fixes.apply_to_model(tiled(tile=tile), model)] == ["0", "1"]
+    same_gradients(before, gradients(model, loss, x), 1e-12)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        same_gradients(before, gradients(twin, loss, x), 1e-12)
+
+
+def test_hooks_of_the_mlp_run_once_and_outside():
+    model, calls = seeded(TinyLM), []
+    model.blocks[1].mlp.register_forward_hook(lambda *_: calls.append("hook"))
+    fixes.apply_to_model(tiled(tile=5), model)
+    gradients(model, plain_loss, tiny_batch("cpu"))
+    assert calls == ["hook"]
+
+
+def test_chosen_modules_alone_are_tiled_and_recomputation_encloses_them():
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    before = gradients(model, plain_loss, batch)
+    changed = fixes.apply_to_model(["recompute", tiled(modules=["blocks.1.mlp"], tile=9)], model)
+    assert changed[0].where == "blocks.1.mlp"
+    assert changed[0].what == "tiled: 9 tokens"
+    same_gradients(before, gradients(model, plain_loss, batch), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+def test_it_can_be_predicted_whether_the_mlp_is_known_or_not(name):
+    work = ARCHITECTURES[name]()
+    oomph.predict(oomph.apply(tiled(tile=8), work), gpu="h200")
+
+
+def test_the_peak_falls_where_mlps_are_what_fills_it():
+    work = workload(layers=4, width=256, heads=4, longest=128)
+    work = oomph.Workload(work.model, lambda device: tiny_batch(device, 128, 128), work.loss)
+    prediction = oomph.predict(work, gpu="h200")
+    (proposal,) = fixes.find("tiled_mlp").propose(prediction, work)
+    wide = 128 * 128 * 4 * 256 * 4
+    # Each of four MLPs keeps its hidden features before and after gelu; tiles of the default size are left.
+    assert proposal.where == tuple(f"blocks.{number}.mlp" for number in range(4))
+    assert proposal.saving > 6 * wide
+
+
+@pytest.mark.parametrize("name", WITHOUT_MLPS)
+def test_nothing_is_proposed_for_a_model_without_mlps(name):
+    work = ARCHITECTURES[name]()
+    assert fixes.find("tiled_mlp").propose(oomph.predict(work, gpu="h200"), work) == []
+    with pytest.raises(UserError, match="no MLPs that are found; name modules"):
+        fixes.apply_to_model("tiled_mlp", work.model())
+
+
+def test_attention_is_not_taken_for_an_mlp():
+    model = seeded(TinyLM)
+    assert [found.name for found in mlps.mlps(model)] == [f"blocks.{number}.mlp" for number in range(3)]
+
+
+class Sick(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 8))
+        self.normed = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 8))
+        self.hooked = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.hooked[1].register_forward_hook(lambda *_: None)
+        self.mixing = Mixing()
+        self.two = nn.Bilinear(8, 8, 8)
+        self.replaced = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+        self.replaced.forward = lambda x: x
+        self.healthy = Frozen()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dropout", r"dropout: 2 drops out 0\.1 of its features, .* set p=0"),
+        ("normed", "normed: batch norm looks at all tokens at once"),
+        ("hooked", "hooked: 1 has hooks, which would run once per tile"),
+        ("mixing", "mixing is not a function of single tokens, so it has no tiles"),
+        ("two", "two: its forward takes more than one argument"),
+        ("replaced", "replaced: its forward was replaced already"),
+        ("nowhere", "the model has no module 'nowhere'"),
+    ],
+)
+def test_what_cannot_be_tiled_is_refused_and_the_model_left_as_it_was(name, message):
+    model = seeded(Sick)
+    state = state_of(model)
+    with pytest.raises(UserError, match=message):
+        fixes.apply_to_model(tiled(modules=["healthy", name]), model)
+    assert state_of(model) == state
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tile": 0}, "tile=0 is not valid; give a number of tokens, 1 or more"),
+        ({"tile": 4, "memory_budget": "1MiB"}, "tile and memory_budget both say how large a tile is"),
+        ({"memory_budget": "much"}, "memory_budget"),
+        ({"tiles": 3}, "has no option 'tiles'; its options are modules, tile, memory_budget"),
+    ],
+)
+def test_mistakes_in_options_are_told(options, message):
+    with pytest.raises(UserError, match=message):
+        fixes.apply_to_model(FixUse("tiled_mlp", options), seeded(TinyLM))
+
+
+def test_a_layer_of_two_parts_is_found_by_its_method():
+    model = ARCHITECTURES["BERT"]().model()
+    assert [(found.name, found.method) for found in mlps.mlps(model)] == [
+        (f"bert.encoder.layer.{number}", "feed_forward_chunk") for number in range(2)
+    ]
+    assert isinstance(mlps.mlps(model)[0], Found)

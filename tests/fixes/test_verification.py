@@ -1,0 +1,81 @@
+"""verify: sees what is the same, and what is not."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from small import TinyLM, seeded, workload
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes import catalogue
+from oomph.fixes.fix import Fix
+
+
+class Wrong(Fix):
+    """Calls itself exact, and is off by one part in a thousand in one module's gradient."""
+
+    name, kind, changes = "wrong", "exact", "Nothing, it says."
+
+    def change_model(self, model, journal, *, factor=1.001):
+        journal.wrap_forward(model.norm, _Scaled(factor), "norm", "scaled")
+
+
+class _Scaled:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, forward, x):
+        out = forward(x)
+        out.register_hook(lambda grad: grad * self.factor)
+        return out
+
+
+@pytest.fixture
+def _with_wrong(monkeypatch):
+    known = {**catalogue._by_name(), "wrong": (99, Wrong())}
+    monkeypatch.setattr(catalogue, "_by_name", lambda: known)
+
+
+def test_an_exact_fix_holds():
+    found = fixes.verify("recompute", workload())
+    assert found.holds
+    assert (found.kind, found.tolerance) == ("exact", 1e-4)
+    names = [each.name for each in found.differences]
+    parameters = len(list(seeded(TinyLM).named_parameters()))
+    assert len(names) == 2 + 2 * parameters
+    assert {"loss of step 1", "gradient of head.weight", "head.weight after 2 steps"} <= set(names)
+
+
+@pytest.mark.usefixtures("_with_wrong")
+def test_a_wrong_gradient_is_found():
+    found = fixes.verify("wrong", workload())
+    assert not found.holds
+    worst = {each.name for each in found.differences if each.error > 5e-4}
+    assert "gradient of embed.weight" in worst
+    assert "gradient of head.weight" not in worst
+    assert fixes.verify({"fix": "wrong", "options": {"factor": 1.0}}, workload()).holds
+
+
+@pytest.mark.usefixtures("_with_wrong")
+def test_not_a_number_never_holds():
+    found = fixes.verify({"fix": "wrong", "options": {"factor": float("nan")}}, workload())
+    assert not found.holds
+    assert found.differences[0].error == float("inf")
+
+
+def test_sizes_are_replaced_and_large_models_refused():
+    seen = []
+
+    def batch(device, B):
+        seen.append(B)
+        return {"tokens": torch.zeros(B, 4, dtype=torch.long), "targets": torch.zeros(B, 4, dtype=torch.long)}
+
+    work = replace(workload(), batch=batch, sizes={"B": 64})
+    assert fixes.verify("recompute", work, sizes={"B": 2}).holds
+    assert seen == [2, 2]
+    large = oomph.Workload(lambda: nn.Linear(2**16, 2**15), lambda device: None)
+    with pytest.raises(UserError, match=r"has 8\.0 GiB of parameters; give a target with a small"):
+        fixes.verify("recompute", large)

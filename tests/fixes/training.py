@@ -1,0 +1,43 @@
+"""Real steps on the CPU: what a workload's parameters become, with a fix and without."""
+
+import torch
+
+import oomph
+from oomph import fixes
+from oomph.fixes.fix import Patient
+
+
+def trained(workload: oomph.Workload, steps=3, each=lambda optimizer: None):
+    """The parameters by name after some steps, and the optimizer."""
+    torch.manual_seed(0)
+    model = workload.model()
+    if workload.dtype is not None:
+        model.to(workload.dtype)
+    model.train()
+    optimizer = workload.optimizer(model.parameters())
+    batch = workload.make_batch(torch.device("cpu"))
+    for _ in range(steps):
+        for part, factor in workload.passes(batch):
+            (workload.loss(model, part) * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        each(optimizer)
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}, optimizer
+
+
+def same_parameters(before, after, tolerance):
+    assert before.keys() == after.keys()
+    for name, parameter in before.items():
+        off = (after[name].double() - parameter.double()).abs().max() / parameter.abs().max().clamp_min(1e-30)
+        assert off <= tolerance, f"{name} is off by {off:.2e}"
+
+
+def proposed(name: str, workload: oomph.Workload):
+    """A fix's proposals, priced."""
+    return fixes.find(name).propose(oomph.predict(workload, gpu="h200"), workload)
+
+
+def not_found(name: str, workload: oomph.Workload):
+    """Does the fix say that it does not apply? What it looks at needs no large model."""
+    patient = Patient(oomph.predict(workload, gpu="h200"), workload)
+    return fixes.find(name).found(patient) == []

@@ -1,0 +1,261 @@
+"""The work of a step, counted by hand: flops, bytes, launches, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from predict_samples import Stack, linear_workload, stack_workload
+from small_programs import mean_square
+from torch import nn
+
+import oomph
+from oomph import Workload, gpus
+from oomph.prediction.roofline import step_work
+from oomph.prediction.trace.session import tracing
+from oomph.prediction.trace.work import Kernel, WorkMeter, distinct_bytes
+from oomph.records import Work
+from oomph.units import MiB
+
+H200 = gpus.find("h200")
+
+
+def kernels_of(program: Callable[[], Any]) -> list[Kernel]:
+    """What a program asks of the pretend GPU, from the call of the function that it returns."""
+    with tracing(H200) as tracer:
+        run = program()
+        tracer.work.begin(counting=True)
+        with tracer.doing("forward"):
+            run()
+        return list(tracer.work.kernels)
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+def work_of(workload: Workload, gpu: str = "h200") -> Work:
+    return oomph.predict(workload, gpu=gpu).work
+
+
+def test_a_linear_layer_takes_two_flops_per_weight_and_row_forward_and_four_backward():
+    rows, wide, narrow = 96, 512, 256
+    work = work_of(
+        Workload(
+            lambda: nn.Sequential(nn.Linear(wide, narrow), nn.Linear(narrow, wide, bias=False)),
+            lambda device: torch.randn(rows, wide, device=device, requires_grad=True),
+            mean_square,
+        )
+    )
+    each = rows * wide * narrow
+    assert work.forward.flops == 2 * 2 * each
+    assert work.backward.flops == 2 * 4 * each
+    assert work.optimizer.flops == 0
+    assert work.forward.single_flops == work.forward.flops
+
+
+def test_flops_are_booked_at_the_rate_of_their_dtype():
+    def flops(dtype: str) -> Any:
+        return work_of(linear_workload(dtype=dtype, batch=lambda d: torch.randn(64, 1024, device=d).to(
+            getattr(torch, dtype)))).forward  # fmt: skip
+
+    expected = 2 * 64 * 1024 * 1024
+    assert flops("bfloat16").half_flops == flops("bfloat16").flops == expected
+    assert flops("float16").half_flops == expected
+    assert flops("float64").double_flops == expected
+
+
+def test_float32_products_are_tf32_only_where_that_is_allowed():
+    def allowing() -> Callable[[], Any]:
+        torch.backends.cuda.matmul.allow_tf32 = True
+        x = on_gpu(64, 64)
+        return lambda: x @ x
+
+    def plain() -> Callable[[], Any]:
+        x = on_gpu(64, 64)
+        return lambda: x @ x
+
+    def convolving() -> Callable[[], Any]:
+        layer, x = nn.Conv2d(4, 8, 3, device="cuda"), on_gpu(2, 4, 16, 16)
+        return lambda: layer(x)
+
+    assert kernels_of(allowing)[0].rate == "tf32"
+    assert kernels_of(plain)[0].rate == "single"
+    assert kernels_of(convolving)[0].rate == "tf32"
+
+
+def test_an_elementwise_op_reads_its_inputs_and_writes_its_result():
+    def program() -> Callable[[], Any]:
+        x, y = on_gpu(1024, 256), on_gpu(1024, 256)
+        return lambda: x + y
+
+    (kernel,) = kernels_of(program)
+    assert kernel.bytes == 3 * MiB
+    assert (kernel.launches, kernel.flops, kernel.kind) == (1, 0, "memory")
+
+
+def test_an_op_in_place_reads_and_writes_its_tensor_and_a_fill_only_writes():
+    def program() -> Callable[[], Any]:
+        x = on_gpu(1024, 256)
+        return lambda: (x.mul_(2), x.zero_())
+
+    multiplied, filled = kernels_of(program)
+    assert multiplied.bytes == 2 * MiB
+    assert filled.bytes == MiB
+
+
+def test_what_an_expansion_repeats_is_read_once():
+    def program() -> Callable[[], Any]:
+        row, x = on_gpu(1, 256), on_gpu(1024, 256)
+        return lambda: x + row.expand(1024, 256)
+
+    (kernel,) = kernels_of(program)
+    assert kernel.bytes == 2 * MiB + 1024
+    assert kernel.kind == "strided"
+
+
+def test_a_tensor_given_twice_is_read_once():
+    def program() -> Callable[[], Any]:
+        x = on_gpu(1024, 256)
+        return lambda: x * x
+
+    assert kernels_of(program)[0].bytes == 2 * MiB
+
+
+def test_views_and_empty_tensors_cost_the_gpu_nothing():
+    def program() -> Callable[[], Any]:
+        x = on_gpu(1024, 256)
+        whole = torch.zeros(8, 4, dtype=torch.long, device="cuda")
+        return lambda: (x.view(256, 1024).t()[3:7].unsqueeze(0), whole.view(-1)[2:], torch.empty_like(x))
+
+    assert kernels_of(program) == []
+
+
+def test_a_lookup_reads_the_rows_it_needs_and_not_the_table():
+    def program() -> Callable[[], Any]:
+        table, index = nn.Embedding(100_000, 256, device="cuda"), torch.zeros(64, dtype=torch.long).cuda()
+        return lambda: table(index)
+
+    assert kernels_of(program)[0].bytes == 64 * 8 + 2 * 64 * 256 * 4
+
+
+@pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.5)])
+def test_attention_counts_the_pairs_that_are_seen(causal, share):
+    def program() -> Callable[[], Any]:
+        q, k, v = (on_gpu(2, 4, 256, 64, dtype=torch.bfloat16) for _ in range(3))
+        return lambda: nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    attention = next(kernel for kernel in kernels_of(program) if kernel.kind == "cudnn attention")
+    assert attention.flops == share * 4 * 2 * 4 * 256 * 256 * 64
+
+
+def test_a_convolution_takes_two_flops_per_weight_and_place():
+    def program() -> Callable[[], Any]:
+        layer, x = nn.Conv2d(8, 16, 3, groups=2, device="cuda"), on_gpu(4, 8, 34, 34)
+        return lambda: layer(x)
+
+    assert kernels_of(program)[0].flops == 2 * 4 * 32 * 32 * (16 * 4 * 9)
+
+
+def test_rows_of_an_odd_length_make_a_half_precision_product_unaligned():
+    def program() -> Callable[[], Any]:
+        x, even, odd = (on_gpu(64, width, dtype=torch.float16) for width in (64, 128, 127))
+        return lambda: (x.t() @ even, x.t() @ odd)
+
+    assert [kernel.kind for kernel in kernels_of(program)] == ["product", "unaligned product"]
+
+
+def test_a_fused_norm_is_counted_although_no_op_stands_for_it():
+    work = work_of(
+        Workload(lambda: nn.RMSNorm(256), lambda device: torch.randn(4096, 256, device=device), mean_square)
+    )
+    assert work.forward.bytes >= 2 * 4096 * 256 * 4
+
+
+def test_a_recurrent_layer_multiplies_every_weight_with_every_row():
+    model = nn.LSTM(64, 128)
+    weights = sum(p.numel() for p in model.parameters())
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch)[0].square().mean()
+
+    work = work_of(
+        Workload(lambda: nn.LSTM(64, 128), lambda device: torch.randn(16, 4, 64, device=device), loss)
+    )
+    assert work.forward.flops == 2 * 16 * 4 * weights
+    assert work.backward.flops == 2 * work.forward.flops
+
+
+@pytest.mark.parametrize(("use_reentrant", "recomputed"), [(True, 1.0), (False, 0.5)])
+def test_checkpointing_adds_what_it_recomputes_to_the_backward_pass(use_reentrant, recomputed):
+    """Reentrant: the whole forward. The other kind stops early, before a block's second product."""
+    plain, checkpointed = work_of(stack_workload()), work_of(stack_workload(lambda: Stack(4, use_reentrant)))
+    assert checkpointed.forward.flops == plain.forward.flops
+    assert checkpointed.backward.flops - plain.backward.flops == recomputed * plain.forward.flops
+    assert checkpointed.backward.launches > plain.backward.launches
+    assert checkpointed.optimizer == plain.optimizer
+
+
+def test_the_optimizer_goes_over_parameters_gradients_and_states_in_few_launches(linear):
+    size = 4 * MiB
+    assert linear.work.optimizer.bytes >= 5 * size
+    assert linear.work.optimizer.launches < 30
+    fused = work_of(linear_workload(optimizer=lambda p: torch.optim.AdamW(p, fused=True)))
+    assert fused.optimizer.bytes == pytest.approx(7 * size, rel=0.01)
+    assert fused.optimizer.launches <= 2
+
+
+def test_copies_between_host_and_gpu_are_counted_each_way():
+    def program() -> Callable[[], Any]:
+        x, host = on_gpu(1024, 256), torch.empty(1024, 256)
+        return lambda: (
+            x.cpu(),
+            host.cuda(),
+            x.copy_(host, non_blocking=True),
+            host.to("cuda", non_blocking=True),
+        )
+
+    kernels = kernels_of(program)
+    assert [kernel.kind for kernel in kernels] == ["to host", "to device", "to device", "to device"]
+    assert [kernel.bytes for kernel in kernels] == [MiB] * 4
+    assert [kernel.beside for kernel in kernels] == [False, False, True, True]
+
+
+def test_only_the_last_step_is_counted(linear):
+    flops = 2 * 64 * 1024 * 1024
+    assert linear.work.flops == 2 * flops  # the batch needs no gradient
+
+
+def test_a_function_without_steps_is_counted_whole():
+    def program() -> None:
+        x = torch.randn(64, 64, device="cuda", requires_grad=True)
+        for _ in range(2):
+            (x @ x).sum().backward()
+
+    assert oomph.predict(program, gpu="h200").work.flops == 2 * 3 * 2 * 64**3
+
+
+def test_kernels_of_the_ops_are_counted_with_their_flops():
+    from oomph.ops import tiled_matmul
+
+    def program() -> Callable[[], Any]:
+        a, b = on_gpu(128, 64, dtype=torch.bfloat16), on_gpu(64, 32, dtype=torch.bfloat16)
+        return lambda: tiled_matmul(a, b, impl="triton")
+
+    counted = [kernel for kernel in kernels_of(program) if kernel.kind == "kernel"]
+    assert [kernel.flops for kernel in counted] == [2 * 128 * 64 * 32]
+    assert counted[0].bytes == 2 * (128 * 64 + 64 * 32 + 128 * 32)
+    assert counted[0].rate == "half"
+
+
+def test_bytes_of_the_kernels_add_up_in_the_record():
+    meter = WorkMeter(H200)
+    meter.begin(counting=True)
+    x = torch.empty(256)
+    meter.kernel([x, x], "forward", passes=2.0)
+    meter.wait("backward")
+    _, work = step_work(meter.kernels, H200)
+    assert (work.forward.bytes, work.forward.launches, work.backward.launches) == (2048, 1, 0)
+    assert distinct_bytes([x, x]) == 1024
