@@ -92,7 +92,8 @@ def picture(rows: Sequence[Row]) -> str:
         height,
         "Time and memory of kda and nsa over the number of tokens",
         "Delta attention and sparse attention, forward + backward, over the number of tokens",
-        f"{first.gpu}, torch {first.torch}, bf16, all contenders interleaved; memory above the inputs; logarithmic axes",
+        f"{first.gpu}, torch {first.torch}, bf16, all contenders interleaved; memory above the inputs; "
+        "logarithmic axes",
         STYLE + MORE_STYLE,
     )
     for number, ((op, family), group) in enumerate(families.items()):

@@ -217,7 +217,7 @@ class FixUse:
     """A fix and the options it is applied with: all that is needed to apply it again. JSON can hold it."""
 
     fix: str
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -237,6 +237,30 @@ class Proposal:
     @property
     def use(self) -> FixUse:
         return FixUse(self.fix, self.options)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far apart a tensor is with the fixes and without, relative to its largest entry without."""
+
+    name: str  # "loss of step 1", "gradient of blocks.0.mlp.fc.weight", "head.weight after 2 steps"
+    error: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether a Workload computes the same with fixes in."""
+
+    fixes: tuple[str, ...]
+    kind: FixKind  # the least exact of the fixes'
+    differences: tuple[Difference, ...]  # largest first
+    tolerance: float | None  # None: not judged, since the fixes change the numbers on purpose
+
+    @property
+    def holds(self) -> bool:
+        """Whether all is finite and, for exact fixes, the same."""
+        most = float("inf") if self.tolerance is None else self.tolerance
+        return all(each.error <= most and each.error < float("inf") for each in self.differences)
 
 
 @dataclass(frozen=True, slots=True)

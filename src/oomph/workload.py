@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,22 @@ def default_optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True)
+class Changed:
+    """Builds a model, then changes it.
+
+    Two steps, since a prediction changes a copy where the model was there before and is the user's own.
+    """
+
+    build: Callable[[], torch.nn.Module]
+    change: Callable[[torch.nn.Module], None]
+
+    def __call__(self) -> torch.nn.Module:
+        model = self.build()
+        self.change(model)
+        return model
+
+
+@dataclass(frozen=True)
 class MicroBatches:
     """The batch in parts along its first dimension, one after the other, with the gradients of the whole.
 
@@ -53,6 +70,12 @@ class MicroBatches:
 
     parts: int
     share: Callable[[Any, Any], float | torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.parts, bool) or not isinstance(self.parts, int) or self.parts < 1:
+            raise UserError(f"MicroBatches parts={self.parts!r} is not valid; give a whole number >= 1")
+        if self.share is not None and not callable(self.share):
+            raise UserError(f"MicroBatches share={self.share!r} is not callable; give a function or None")
 
     def cut(self, batch: Any) -> Iterator[tuple[Any, float | torch.Tensor]]:
         """The parts, as views, each with its share. What has another first dimension goes whole to each."""
@@ -66,10 +89,10 @@ class MicroBatches:
 
 
 def rows_of(batch: Any) -> int:
-    """The first dimension of the batch's first tensor that has one."""
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return leaf.shape[0]
+    """The first dimension that most of the batch's tensors have."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    if tensors:
+        return Counter(tensor.shape[0] for tensor in tensors).most_common(1)[0][0]
     raise UserError("the batch holds no tensor with a first dimension, so it cannot be cut into parts")
 
 
@@ -119,9 +142,29 @@ class Workload:
             )
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise UserError(f"Workload accumulate={self.accumulate!r} is not valid; give a whole number >= 1")
+        if self.micro_batches is not None and not isinstance(self.micro_batches, MicroBatches):
+            raise UserError(
+                f"Workload micro_batches={self.micro_batches!r} is not valid; give MicroBatches(parts)"
+            )
         object.__setattr__(self, "dtype", float_dtype(self.dtype, "dtype"))
         object.__setattr__(self, "autocast", float_dtype(self.autocast, "autocast"))
         self._check_sizes(self.sizes or {})
+
+    def make_model(self, copied: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.nn.Module:
+        """The model, as `copied` makes it of the one that is built, with the changes of `apply` in."""
+        build, changes = self.model, []
+        while isinstance(build, Changed):
+            changes.append(build.change)
+            build = build.build
+        model = build()
+        if not isinstance(model, torch.nn.Module):
+            raise UserError(
+                f"Workload model() returned {type(model).__name__}; it must return a torch.nn.Module"
+            )
+        model = copied(model)
+        for change in reversed(changes):
+            change(model)
+        return model
 
     def make_batch(self, device: torch.device) -> Any:
         """The batch on `device`, at the Workload's own sizes."""
@@ -131,6 +174,13 @@ class Workload:
         """The forward and backward passes of a step: what each is given, and the factor of its loss."""
         parts = [(batch, 1.0)] if self.micro_batches is None else list(self.micro_batches.cut(batch))
         return [(part, share / self.accumulate) for part, share in parts] * self.accumulate
+
+    @staticmethod
+    def scaled(loss: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+        """What a pass goes backward from. A part that counts nothing may have a mean over nothing."""
+        if isinstance(factor, torch.Tensor):
+            return torch.where(factor > 0, loss, torch.zeros_like(loss)) * factor
+        return loss * factor
 
     def _check_sizes(self, sizes: Mapping[str, int]) -> None:
         wrong = {k: v for k, v in sizes.items() if isinstance(v, bool) or not isinstance(v, int) or v < 1}

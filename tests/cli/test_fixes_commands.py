@@ -108,7 +108,7 @@ def test_verify_says_that_it_holds(program, capsys):
             "--allow 'speed' is not a kind of fix; valid: exact, precision",
         ),
         (["fixes", "{}:work", "--only", "recompte"], "there is no fix 'recompte'; did you mean 'recompute'?"),
-        (["fixes", "{}:step"], "returned no Workload but raised "),
+        (["fixes", "{}:step"], "returned function; fixes need a Workload, or a function that returns one"),
         (["verify", "{}:work"], "verify needs a fix"),
         (["verify", "{}:work", "recompute", "--sizes", "B"], "--sizes 'B' is not valid; give NAME=NUMBER"),
         (["verify", "{}:work", "recompute:keep"], "'keep' is not option=value"),

@@ -120,13 +120,16 @@ def state_of(model):
         }
         modules[name] = (
             type(module),
-            {
-                key: (id(value), copy.deepcopy(value) if isinstance(value, dict | list) else None)
-                for key, value in own.items()
-            },
-            [(key, id(value)) for key, value in module._parameters.items()],
-            [(key, id(value)) for key, value in module._buffers.items()],
-            [(key, id(value)) for key, value in module._modules.items()],
+            {key: (id(value), _entries(value)) for key, value in own.items()},
+            _entries(module._parameters),
+            _entries(module._buffers),
+            _entries(module._modules),
         )
     config = getattr(model, "config", None)
     return modules, None if config is None else copy.deepcopy(vars(config))
+
+
+def _entries(value):
+    """In their order, each by its identity, and by its value where that is a plain one."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [(key, id(each), each if isinstance(each, int | float | str) else None) for key, each in pairs]

@@ -1,7 +1,9 @@
 """Applying fixes: order, twice, half-way failures, models that must be refused, records of what changed."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -21,17 +23,17 @@ class Doubling(Fix):
 
     name, kind, changes = "doubling", "training", "Doubles."
 
-    def change_model(self, model, journal, *, module="head", times=2, then_fail=False):
+    def change_model(self, model, journal, *, module="head", times=2):
         journal.wrap_forward(model.get_submodule(module), _Times(times), module, f"times {times}")
-        if then_fail:
-            raise UserError("half-way")
 
 
 class Adding(Doubling):
     name = "adding"
 
-    def change_model(self, model, journal, *, module="head"):
+    def change_model(self, model, journal, *, module="head", then_fail=False):
         journal.wrap_forward(model.get_submodule(module), _plus_one, module, "plus 1")
+        if then_fail:
+            raise UserError("half-way")
 
 
 class Accumulating(Fix):
@@ -90,13 +92,64 @@ def test_what_is_there_already_is_not_applied_again():
 
 def test_a_failure_half_way_leaves_the_model_as_it_was():
     model = _model()
-    fixes.apply_to_model("adding", model)
+    fixes.apply_to_model("doubling", model)
     state = state_of(model)
     with pytest.raises(UserError, match="half-way"):
-        fixes.apply_to_model(FixUse("doubling", {"then_fail": True}), model)
+        fixes.apply_to_model(FixUse("adding", {"then_fail": True}), model)
     assert state_of(model) == state
+    assert model(torch.tensor(3.0)) == 6
+    assert [change.fix for change in fixes.changes_in(model)] == ["doubling"]
+
+
+def test_a_fix_that_comes_too_late_is_refused():
+    model = _model()
+    fixes.apply_to_model("adding", model)
+    message = "'doubling' has to be applied before 'adding', which is in already; apply them in one call"
+    with pytest.raises(UserError, match=message):
+        fixes.apply_to_model("doubling", model)
+    with pytest.raises(UserError, match=message):
+        oomph.apply("doubling", oomph.apply("adding", workload()))
     assert model(torch.tensor(3.0)) == 4
-    assert [change.fix for change in fixes.changes_in(model)] == ["adding"]
+
+
+def test_a_model_and_its_fixes_are_freed_together():
+    model = _model()
+    fixes.apply_to_model("doubling", model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_undo_after_a_move_brings_the_old_tensors_along():
+    class Replacing(Doubling):
+        name = "doubling"
+
+        def change_model(self, model, journal):
+            journal.set(model.head, "weight", nn.Parameter(torch.zeros(2, 2)), "head", "zeros")
+
+    model = nn.Sequential()
+    model.add_module("head", nn.Linear(2, 2))
+    weight, numbers = model.head.weight, model.head.weight.detach().clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(catalogue, "_by_name", lambda: {"doubling": (0, Replacing())})
+        fixes.apply_to_model("doubling", model)
+    model.to(torch.bfloat16)
+    fixes.undo(model)
+    assert model.head.weight is weight
+    assert torch.equal(model.head.weight, numbers.bfloat16())
+
+
+def test_a_model_of_the_users_own_is_not_touched_by_a_prediction():
+    model = seeded(TinyLM)
+    work = oomph.Workload(lambda: model, tiny_batch, plain_loss)
+    state, before = state_of(model), oomph.predict(work, gpu="h200").peak
+    oomph.predict(oomph.apply("doubling", work), gpu="h200")
+    assert state_of(model) == state
+    assert oomph.predict(work, gpu="h200").peak == before
+    fixes.verify("doubling", work)
+    assert state_of(model) == state
+    assert model.head.weight.dtype == torch.float32
 
 
 def test_undo_takes_everything_out_and_twice_is_once():
@@ -109,6 +162,25 @@ def test_undo_takes_everything_out_and_twice_is_once():
     assert fixes.changes_in(model) == ()
     fixes.apply_to_model("doubling", model)  # and it can be fixed again
     assert model(torch.tensor(3.0)) == 6
+
+
+def test_what_was_put_over_a_fix_is_not_thrown_away():
+    model = _model()
+    fixes.apply_to_model(["doubling", "adding"], model)
+    ours = model.head.forward
+    model.head.forward = lambda x: -ours(x)
+    with pytest.raises(UserError, match="'forward' of 'head' was replaced after fix 'adding' had"):
+        fixes.undo(model)
+    assert model(torch.tensor(3.0)) == -7
+    model.head.forward = ours
+    fixes.undo(model)
+    assert model(torch.tensor(3.0)) == 3
+
+
+def test_a_default_that_is_given_is_the_same_as_one_left_out():
+    model = _model()
+    fixes.apply_to_model("doubling", model)
+    assert fixes.apply_to_model(FixUse("doubling", {"times": 2}), model) == ()
 
 
 def test_copies_of_a_fixed_model_use_their_own_modules():
@@ -125,9 +197,18 @@ def test_copies_of_a_fixed_model_use_their_own_modules():
 def test_a_copy_or_a_part_of_a_fixed_model_is_not_fixed_again():
     model = _model()
     fixes.apply_to_model("doubling", model)
-    for other in (copy.deepcopy(model), model.head):
-        with pytest.raises(UserError, match="it is a copy, or a part, of a fixed model"):
-            fixes.apply_to_model("doubling", other)
+    outer = nn.Sequential(model)
+    for other, message in (
+        (copy.deepcopy(model), "the model is a copy of a fixed one"),
+        (pickle.loads(pickle.dumps(model)), "the model is a copy of a fixed one"),
+        (model.head, "fixes are in 'the model' that were applied to another model"),
+        (outer, "fixes are in '0' that were applied to another model"),
+    ):
+        for change in (fixes.undo, lambda other: fixes.apply_to_model("doubling", other)):
+            with pytest.raises(UserError, match=message):
+                change(other)
+    with pytest.raises(UserError, match="undo takes a model; Workload was given"):
+        fixes.undo(workload())
 
 
 def test_a_workload_is_fixed_without_touching_the_one_given():
@@ -209,7 +290,7 @@ def test_models_that_are_not_in_charge_of_themselves_are_refused(build, message)
     model = build()
     with pytest.raises(UserError, match=message):
         fixes.apply_to_model("doubling", model)
-    assert model not in applying._journals
+    assert applying._JOURNAL not in vars(model)
 
 
 def test_passes_of_micro_batches_have_the_gradients_of_the_whole():
@@ -226,5 +307,8 @@ def test_passes_of_micro_batches_have_the_gradients_of_the_whole():
         return sum(plain_loss(model, part) * factor for part, factor in passes)
 
     same_gradients(whole, gradients(model, in_parts, batch), 1e-5)
+    positions = {"places": torch.arange(7), **batch}  # the first tensor need not be the batch
+    passes = replace(work, micro_batches=MicroBatches(5)).passes(positions)
+    assert [(part["places"].shape[0], part["tokens"].shape[0]) for part, _ in passes] == [(7, 1)] * 5
     with pytest.raises(UserError, match="a batch of 5 rows cannot be cut into 6 parts"):
         replace(work, micro_batches=MicroBatches(6)).passes(batch)

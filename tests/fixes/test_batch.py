@@ -1,6 +1,6 @@
 """Batches in parts, smaller, shorter, and with fewer words."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.fixes.micro_batches import shifts_labels
+from oomph.fixes.vocabulary_cap import vocabulary_of
 from oomph.records import FixUse
 from oomph.workload import default_loss
 
@@ -23,7 +24,7 @@ def step_gradients(work):
     model = work.model().double()
     total = torch.zeros((), dtype=torch.float64)
     for part, factor in work.passes(work.make_batch(torch.device("cpu"))):
-        loss = work.loss(model, part) * factor
+        loss = work.scaled(work.loss(model, part), factor)
         loss.backward()
         total += loss.detach()
     return total, {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -47,9 +48,48 @@ def test_parts_give_the_gradients_of_the_whole(parts):
     fixed = fixes.apply(FixUse("micro_batches", {"parts": parts}), work)
     (loss, before), (new_loss, after) = step_gradients(work), step_gradients(fixed)
     assert fixed.micro_batches.parts == parts
-    if parts < 6:  # a part whose labels are all ignored has no mean, but no gradient either
-        torch.testing.assert_close(new_loss, loss)
-    same_gradients((loss, before), (loss, after), 1e-12)
+    same_gradients((loss, before), (new_loss, after), 1e-12)
+
+
+def test_a_batch_whose_labels_are_all_ignored_has_no_gradient():
+    def ignored(device):
+        return {**uneven(device), "targets": torch.full((6, 24), -100, device=device)}
+
+    loss, grads = step_gradients(fixes.apply("micro_batches", replace(workload(layers=1), batch=ignored)))
+    assert loss == 0
+    assert all(grad is None or (grad == 0).all() for grad in grads.values())
+
+
+@pytest.mark.parametrize(
+    ("form", "read"),
+    [
+        (lambda tokens, labels: (tokens, labels), lambda batch: batch),
+        (lambda tokens, labels: (tokens, labels, torch.ones_like(tokens)), lambda batch: batch[:2]),
+        (lambda tokens, labels: [{"y": labels, "x": tokens}], lambda batch: (batch[0]["x"], batch[0]["y"])),
+        (lambda tokens, labels: {"x": tokens, "y": {"labels": labels}}, lambda b: (b["x"], b["y"]["labels"])),
+    ],
+    ids=["pair", "with mask", "other names", "nested"],
+)
+def test_labels_are_found_in_batches_of_any_form(form, read):
+    def loss(model, batch):
+        tokens, labels = read(batch)
+        return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+    work = replace(workload(layers=1), batch=lambda device: form(*uneven(device).values()), loss=loss)
+    same_gradients(step_gradients(work), step_gradients(fixes.apply("micro_batches", work)), 1e-12)
+
+
+def test_one_label_a_row_may_be_ignored_too():
+    def batch(device):
+        labels = torch.tensor([3, -100, -100, -100, 1, 2], device=device)
+        return {"x": torch.arange(18.0, device=device).view(6, 3).sin(), "label": labels}
+
+    work = oomph.Workload(
+        lambda: seeded(lambda: nn.Linear(3, 4)),
+        batch,
+        lambda model, batch: F.cross_entropy(model(batch["x"].to(model.weight)), batch["label"]),
+    )
+    same_gradients(step_gradients(work), step_gradients(fixes.apply("micro_batches", work)), 1e-12)
 
 
 def test_by_rows_uneven_labels_would_be_wrong():
@@ -105,6 +145,24 @@ def test_labels_are_counted_as_hugging_face_models_count_them(kind):
     same_gradients((loss, before), (new_loss, after), 1e-6)
 
 
+class Wrapper(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inside = hugging_face(kind)
+
+    def forward(self, **batch):
+        return self.inside(**batch)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_labels_are_counted_so_for_a_model_inside_another(kind):
+    work = oomph.Workload(
+        lambda: seeded(lambda: Wrapper(kind)), lambda device: uneven(device, "labels", "input_ids")
+    )
+    assert shifts_labels(work.model()) == (kind == "llama")
+    same_gradients(step_gradients(work), step_gradients(fixes.apply("micro_batches", work)), 1e-6)
+
+
 def test_models_that_divide_by_the_whole_themselves_add_up():
     def loss(model, batch):
         logits = model(batch["tokens"])
@@ -127,7 +185,10 @@ def test_parts_are_proposed_as_they_divide_the_rows():
     savings = [proposal.saving for proposal in proposals]
     assert savings[0] > 0
     assert savings == sorted(savings)
-    assert all(proposal.slowdown > 1 and "contrastive" in proposal.note for proposal in proposals)
+    assert all(proposal.slowdown > 1 for proposal in proposals)
+    for proposal in proposals:
+        assert "mean over labels that count" in proposal.note
+        assert "a sum, or a loss that compares rows" in proposal.note
 
 
 class WithBatchNorm(nn.Module):
@@ -163,7 +224,7 @@ def test_micro_batch_mistakes_are_told():
     images = oomph.Workload(
         lambda: nn.Linear(3, 1), lambda device: torch.ones(4, 3), lambda m, x: m(x).mean()
     )
-    with pytest.raises(UserError, match="no labels for every token"):
+    with pytest.raises(UserError, match="the batch has no labels: no tensor of whole numbers"):
         step_gradients(fixes.apply(FixUse("micro_batches", {"weights": "labels"}), images))
 
 
@@ -258,6 +319,43 @@ def test_hugging_face_models_lose_words_and_stay_tied(kind):
     assert embedding.weight.grad.shape == embedding.weight.shape
     fixes.undo(model)
     assert state_of(model) == state
+
+
+@dataclass
+class Config:
+    vocab_size: int = 97
+
+
+class Configured(TinyLM):
+    def __init__(self, config):
+        super().__init__(vocabulary=config.vocab_size)
+        self.config = config
+
+
+@pytest.mark.parametrize("kind", ["llama", "own"])
+def test_a_config_that_other_models_are_built_from_is_left_as_it_is(kind):
+    if kind == "own":
+        config, build = Config(), Configured
+    else:
+        config = hugging_face(kind).config
+        build = pytest.importorskip("transformers").LlamaForCausalLM
+    model = build(config)
+    state = state_of(model)
+    fixes.apply_to_model(FixUse("vocabulary_cap", {"size": 40}), model)
+    assert (model.config.vocab_size, config.vocab_size) == (40, 97)
+    assert vocabulary_of(build(config)) == 97
+    fixes.undo(model)
+    assert model.config is config
+    assert state_of(model) == state
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 97}, Config, None])
+def test_configs_that_are_no_objects_are_left_alone(config):
+    model = seeded(TinyLM)
+    model.config = config
+    fixes.apply_to_model(FixUse("vocabulary_cap", {"size": 40}), model)
+    assert model.config is config
+    assert vocabulary_of(model) == 40
 
 
 def test_the_cap_is_proposed_for_large_vocabularies():

@@ -525,7 +525,8 @@ def test_mistakes_are_told_and_change_nothing():
         assert state_of(model) == state
 
     refused(r"has no module 'lm_head'", heads=["lm_head"])
-    refused(r"heads='head' is not valid; give a list", heads="head")
+    refused(r"heads=5 is not valid; give a list", heads=5)
+    refused(r"heads=\[\] is not valid; give a list", heads=[])
     refused(r"'embed' is a Embedding, or its weight is computed", heads=["head", "embed"])
     refused(r"memory_budget='much'", memory_budget="much")
     refused(r"has no option 'head'", head="head")

@@ -213,6 +213,24 @@ def test_a_fused_head_adds_to_grad_too():
     torch.testing.assert_close(grad, 2 * value)
 
 
+def test_a_fused_head_hands_out_gradients_and_leaves_grad_alone():
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    fixes.apply_to_model(["fused_loss", FixUse("gradients_in_place", {"modules": "head"})], model)
+    plain_loss(model, batch).backward()
+    weight, other = model.head.weight, model.norm.weight
+    there = weight.grad.clone()
+    (handed_out,) = torch.autograd.grad(plain_loss(model, batch), weight)
+    torch.testing.assert_close(handed_out, there)
+    assert torch.equal(weight.grad, there)
+    plain_loss(model, batch).backward(inputs=[other])
+    assert torch.equal(weight.grad, there)
+    loss, seen = plain_loss(model, batch), []
+    weight.register_hook(lambda grad: seen.append("arrived"))  # after forward
+    loss.backward()
+    assert seen == ["arrived"]
+    torch.testing.assert_close(weight.grad, 2 * there)
+
+
 def test_it_is_proposed_for_several_passes_and_saves_a_temporary():
     def with_(**options):
         made = workload(vocabulary=97, width=512, layers=2)
@@ -248,7 +266,8 @@ def test_mistakes_are_told_and_change_nothing():
     refused("'norm' is a LayerNorm, or its weight is computed", "head", "norm")
     refused(r"'blocks\.0\.mlp\.fc' is frozen", "blocks.0.mlp.fc")
     refused(r"'blocks\.1\.mlp\.fc' has hooks on its weight", "head", "blocks.1.mlp.fc")
-    refused(r"modules=\[\] is not valid; give a list of module names")
+    refused(r"modules=\[\] is not valid; give a list of names of modules")
+    refused(r"modules=\[3\] is not valid; give a list of names of modules", 3)
     with pytest.raises(UserError, match=r"no plain nn\.Linear that is trained"):
         fixes.apply_to_model("gradients_in_place", nn.LayerNorm(3))
     names = {change.where for change in fixes.apply_to_model("gradients_in_place", model)}

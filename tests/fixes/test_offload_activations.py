@@ -46,6 +46,25 @@ def test_chosen_modules_alone_are_offloaded(blocks):
     same_gradients(before, gradients(model, plain_loss, batch), 0)
 
 
+class OneBlockForAll(TinyLM):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([self.blocks[0]] * 3)
+
+
+@pytest.mark.parametrize("others", [[], ["recompute"]], ids=["alone", "recompute"])
+def test_a_block_that_is_listed_several_times_is_offloaded_at_each(others):
+    model, batch = seeded(OneBlockForAll), tiny_batch("cpu")
+    before, state = gradients(model, plain_loss, batch), state_of(model)
+    uses = [FixUse(other, {"blocks": "blocks.1"}) for other in others]
+    uses.append(FixUse("offload_activations", {"blocks": ["blocks.1", "blocks.2"], "smallest": 1}))
+    changed = fixes.apply_to_model(uses, model)
+    assert {change.where for change in changed} == {"blocks.0"}
+    same_gradients(before, gradients(model, plain_loss, batch), 0)
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
 def test_with_recompute_only_the_inputs_of_blocks_go():
     model, batch = seeded(lambda: TinyLM(layers=5)), tiny_batch("cpu")
     fixes.apply_to_model(["recompute", EVERYTHING], model)
@@ -224,7 +243,9 @@ def test_pieces_are_powers_of_two_and_waste_less_than_a_mebibyte():
     [
         ({"blocks": ["blocks.7"]}, r"has no module 'blocks\.7'"),
         ({"blocks": ["blocks.2"]}, r"'blocks\.2' is the last block, and backward needs at once"),
-        ({"blocks": []}, "the model has no list of blocks; name modules"),
+        ({"blocks": []}, r"blocks=\[\] is not valid; give a list"),
+        ({"blocks": 3}, "blocks=3 is not valid; give a list"),
+        ({"blocks": "blocks"}, "'blocks' is a ModuleList, which has no forward"),
         ({"smallest": 1.5}, r"smallest=1\.5 is not valid; give bytes"),
         ({"smallest": "many"}, "smallest: size 'many' is not valid"),
         ({"largest": 1}, "has no option 'largest'; its options are blocks, smallest"),

@@ -232,6 +232,48 @@ def test_in_backward_refuses_what_it_cannot_do():
     )
 
 
+def hooked(params, log, before=False):
+    made = torch.optim.AdamW(params, lr=1e-2)
+    made.register_step_post_hook(lambda optimizer, *_: log.append(("after", optimizer)))
+    if before:
+        made.register_step_pre_hook(lambda optimizer, *_: log.append(("before", optimizer)))
+    return made
+
+
+@pytest.mark.parametrize("fix", [*EXACT, "optimizer_8bit", "stochastic_rounding"])
+def test_hooks_after_the_step_run_once_a_step_and_see_the_optimizer_that_steps(fix):
+    log = []
+    work = replace(workload(layers=2), optimizer=partial(hooked, log=log))
+    _, optimizer = trained(fixes.apply(fix, work), steps=2)
+    assert [when for when, _ in log] == ["after", "after"]
+    assert all(seen is optimizer for _, seen in log)
+
+
+@pytest.mark.parametrize("fix", ["fused_optimizer", "no_foreach", "optimizer_8bit", "stochastic_rounding"])
+def test_hooks_before_the_step_are_kept_and_can_be_removed(fix):
+    log, handles = [], []
+
+    def make(params):
+        made = torch.optim.AdamW(params, lr=1e-2)
+        handles.append(made.register_step_pre_hook(lambda *_: log.append("before")))
+        return made
+
+    def remove(optimizer):
+        handles[0].remove()
+
+    trained(fixes.apply(fix, replace(workload(layers=1), optimizer=make)), steps=2, each=remove)
+    assert log == ["before"]
+
+
+def test_hooks_before_the_step_are_refused_where_gradients_are_gone_by_then():
+    work = replace(workload(layers=1), optimizer=partial(hooked, log=[], before=True))
+    with pytest.raises(UserError, match="hooks before its step, which see all gradients"):
+        trained(fixes.apply("optimizer_in_backward", work))
+    _, optimizer = trained(fixes.apply("optimizer_in_backward", workload(layers=1)), steps=1)
+    with pytest.raises(UserError, match="the parameters are updated and their gradients gone"):
+        optimizer.register_step_pre_hook(lambda *_: None)
+
+
 # -- offload ----------------------------------------------------------------------------------------------
 
 

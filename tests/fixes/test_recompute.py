@@ -1,8 +1,12 @@
 """Recomputation: the same gradients, less memory, and nothing left after undo."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from architectures import ARCHITECTURES
 from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
+from training import not_found
 
 import oomph
 from oomph import fixes
@@ -42,6 +46,44 @@ def test_the_peak_falls_and_the_step_gets_slower():
     assert whole.slowdown > half.slowdown > 1
 
 
+@pytest.mark.parametrize("names", ["blocks.1", ["blocks.1", "blocks.1"], ("blocks.1",)])
+def test_a_name_may_stand_alone_and_counts_once(names):
+    model = seeded(TinyLM)
+    changed = fixes.apply_to_model(FixUse("recompute", {"blocks": names}), model)
+    assert [change.where for change in changed] == ["blocks.1"]
+
+
+class OneBlockForAll(TinyLM):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([self.blocks[0]] * 3)
+
+
+def test_a_block_that_is_listed_several_times_is_wrapped_once():
+    model, batch, calls = seeded(OneBlockForAll), tiny_batch("cpu"), []
+    before = gradients(model, plain_loss, batch)
+    changed = fixes.apply_to_model(FixUse("recompute", {"blocks": ["blocks.0", "blocks.2"]}), model)
+    assert [change.where for change in changed] == ["blocks.0"]
+    model.blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
+    same_gradients(before, gradients(model, plain_loss, batch), 0)
+    assert len(calls) == 2 * 3
+
+
+def test_a_model_that_recomputes_by_itself_is_refused_and_not_proposed():
+    def build():
+        model = ARCHITECTURES["Llama"]().model()
+        model.gradient_checkpointing_enable()
+        return model
+
+    with pytest.raises(
+        UserError, match=r"fix 'recompute': .* recomputes by itself \(gradient_checkpointing\)"
+    ):
+        fixes.apply_to_model("recompute", build())
+    work = replace(ARCHITECTURES["Llama"](), model=build)
+    assert not_found("recompute", work)
+    assert not_found("offload_activations", work)
+
+
 def test_mistakes_are_told_and_change_nothing():
     model = seeded(TinyLM)
     state = state_of(model)
@@ -49,6 +91,20 @@ def test_mistakes_are_told_and_change_nothing():
         fixes.apply_to_model(FixUse("recompute", {"keep": "all"}), model)
     with pytest.raises(UserError, match=r"has no module 'blocks\.7'"):
         fixes.apply_to_model(FixUse("recompute", {"blocks": ["blocks.0", "blocks.7"]}), model)
+    with pytest.raises(UserError, match=r"'blocks' is a ModuleList, .* its members, such as 'blocks\.0'"):
+        fixes.apply_to_model(FixUse("recompute", {"blocks": ["blocks"]}), model)
+    for wrong in (3, [3], [], {"blocks.0": 1}):
+        with pytest.raises(UserError, match=r"fix 'recompute': blocks=.* is not valid; give a list"):
+            fixes.apply_to_model(FixUse("recompute", {"blocks": wrong}), model)
     with pytest.raises(UserError, match="no list of blocks"):
         fixes.apply_to_model("recompute", torch.nn.Linear(2, 2))
     assert state_of(model) == state
+
+
+def test_one_block_that_is_called_again_and_again_is_found_and_wrapped_once():
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    model.blocks = torch.nn.ModuleList([model.blocks[0]] * 3)
+    before = gradients(model, plain_loss, batch)
+    changed = fixes.apply_to_model("recompute", model)
+    assert [change.where for change in changed] == ["blocks.0"]
+    same_gradients(before, gradients(model, plain_loss, batch), 0)

@@ -125,9 +125,37 @@ def test_it_is_not_proposed_where_nothing_is_repeated():
     assert fixes.find("shared_buffers").propose(oomph.predict(small, gpu="h200"), small) == []
 
 
+def test_state_that_tells_shared_buffers_apart_is_refused_and_other_state_loaded():
+    model, other = seeded(TinyLM), TinyLM()
+    fixes.apply_to_model(FixUse("shared_buffers", {"buffers": "mask"}), model)
+    around = nn.ModuleDict({"inside": model})
+    model.load_state_dict(other.state_dict())
+    assert torch.equal(model.head.weight, other.head.weight)
+    other.blocks[1].attention.mask[..., 0, 5] = 1
+    other.head.weight.data.zero_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message = r"other values in 'blocks\.1\.attention\.mask' than in 'blocks\.0\.attention\.mask'"
+    for load in (
+        lambda: model.load_state_dict(other.state_dict()),
+        lambda: around.load_state_dict(
+            {f"inside.{name}": value for name, value in other.state_dict().items()}
+        ),
+        lambda: copy.deepcopy(model).load_state_dict(other.state_dict()),
+    ):
+        with pytest.raises(UserError, match=message):
+            load()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    fixes.undo(model)
+    model.load_state_dict(other.state_dict())
+    assert model.blocks[1].attention.mask[0, 0, 0, 5] == 1
+    assert model.blocks[0].attention.mask[0, 0, 0, 5] == 0
+
+
 def test_mistakes_are_told_and_change_nothing():
     model = seeded(TinyLM)
     state = state_of(model)
+    with pytest.raises(UserError, match="buffers=5 is not valid; give a list"):
+        fixes.apply_to_model(FixUse("shared_buffers", {"buffers": 5}), model)
     with pytest.raises(UserError, match="to share among masks"):
         fixes.apply_to_model(FixUse("shared_buffers", {"buffers": ["masks"]}), model)
     assert state_of(model) == state

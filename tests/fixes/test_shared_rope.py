@@ -213,6 +213,8 @@ def test_one_rotary_module_for_the_model_is_not_proposed():
 def test_mistakes_are_told_and_change_nothing():
     model = seeded(Model)
     state = state_of(model)
+    with pytest.raises(UserError, match="modules=5 is not valid; give a list"):
+        fixes.apply_to_model(FixUse("shared_rope", {"modules": 5}), model)
     with pytest.raises(UserError, match="no two rotary modules that are equal"):
         fixes.apply_to_model("shared_rope", nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"'layers\.0\.out' has parameters"):

@@ -112,6 +112,12 @@ def test_hooks_of_the_mlp_run_once_and_outside():
     assert calls == ["hook"]
 
 
+def test_a_name_may_stand_alone_and_counts_once():
+    for modules in ("blocks.1.mlp", ["blocks.1.mlp", "blocks.1.mlp"]):
+        changed = fixes.apply_to_model(tiled(modules=modules), seeded(TinyLM))
+        assert [change.where for change in changed] == ["blocks.1.mlp"]
+
+
 def test_chosen_modules_alone_are_tiled_and_recomputation_encloses_them():
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     before = gradients(model, plain_loss, batch)
@@ -136,6 +142,19 @@ def test_the_peak_falls_where_mlps_are_what_fills_it():
     # Each of four MLPs keeps its hidden features before and after gelu; tiles of the default size are left.
     assert proposal.where == tuple(f"blocks.{number}.mlp" for number in range(4))
     assert proposal.saving > 6 * wide
+
+
+def test_what_cannot_be_tiled_is_left_out_of_the_proposal():
+    def build():
+        model = seeded(lambda: TinyLM(layers=3, width=128, longest=128))
+        model.blocks[1].mlp.fc.register_forward_hook(lambda *_: None)
+        return model
+
+    work = oomph.Workload(build, lambda device: tiny_batch(device, 64, 128), plain_loss)
+    (proposal,) = fixes.find("tiled_mlp").propose(oomph.predict(work, gpu="h200"), work)
+    assert proposal.options == {"modules": ["blocks.0.mlp", "blocks.2.mlp"]}
+    assert proposal.saving > 0
+    assert "not predicted" not in proposal.note
 
 
 @pytest.mark.parametrize("name", WITHOUT_MLPS)
@@ -191,6 +210,8 @@ def test_what_cannot_be_tiled_is_refused_and_the_model_left_as_it_was(name, mess
         ({"tile": 0}, "tile=0 is not valid; give a number of tokens, 1 or more"),
         ({"tile": 4, "memory_budget": "1MiB"}, "tile and memory_budget both say how large a tile is"),
         ({"memory_budget": "much"}, "memory_budget"),
+        ({"modules": 5}, "fix 'tiled_mlp': modules=5 is not valid; give a list"),
+        ({"modules": []}, r"modules=\[\] is not valid; give a list"),
         ({"tiles": 3}, "has no option 'tiles'; its options are modules, tile, memory_budget"),
     ],
 )

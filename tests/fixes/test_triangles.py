@@ -1,5 +1,6 @@
 """What is known of a mask without its data is what the mask holds."""
 
+import math
 import random
 
 import pytest
@@ -94,3 +95,13 @@ def test_other_tensors_are_not_triangles():
     nothing = torch.full((6, 6), float("nan")).tril()
     for other in (prefix, window, nothing, torch.ones(6, 6), torch.ones(5, 6).tril(), torch.ones(6).diag()):
         assert found_in(other) is None
+
+
+def test_results_that_are_remembered_are_told_apart():
+    """0.0 equals -0.0 and 1 equals True, but what is computed of them differs."""
+    zeros = [Triangle((4, 4), 0, 1.0, zero, torch.float32) for zero in (0.0, -0.0)]
+    signs = [math.copysign(1, after("mul", (zero, 1.0), {}).above) for zero in zeros]
+    assert signs == [1, -1]
+    whole = Triangle((4, 4), 0, 1, 0, torch.int64)
+    results = [after("mul", (whole, factor), {}).dtype for factor in (1, 1.0, True)]
+    assert results == [torch.int64, torch.float32, torch.int64]

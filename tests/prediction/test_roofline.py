@@ -128,19 +128,98 @@ def test_the_host_runs_ahead_of_the_gpu_until_it_waits():
     assert side_by_side < one_after_the_other
 
 
-def test_a_copy_that_need_not_be_waited_for_runs_beside_the_kernels():
+def test_a_copy_on_another_stream_runs_beside_the_kernels():
     compute = kernel(bytes=10**11)
     copy = kernel(kind="to device", bytes=10**9)
-    beside = copy._replace(beside=True)
+    beside = copy._replace(beside=True, stream=1)
+    assert seconds(beside) == pytest.approx(10**9 / 55e9)
     assert seconds(beside, compute) == pytest.approx(max(seconds(compute), seconds(beside)))
     assert seconds(copy, compute) == pytest.approx(seconds(compute) + seconds(copy))
-    assert seconds(beside) == pytest.approx(10**9 / 55e9)
+
+
+def test_a_copy_among_the_kernels_of_a_stream_takes_its_turn_and_the_host_goes_on():
+    compute, host = kernel(bytes=10**11), kernel(kind="host", bytes=10**9)
+    copy = kernel(kind="to device", bytes=10**9, beside=True)
+    assert seconds(copy, compute) == pytest.approx(seconds(copy) + seconds(compute))
+    assert seconds(compute, copy) == pytest.approx(seconds(copy) + seconds(compute))
+    assert seconds(copy, host) == pytest.approx(max(seconds(copy), seconds(host)))
 
 
 def test_copies_of_both_directions_do_not_hinder_each_other():
-    there, back = (kernel(kind=kind, bytes=10**9, beside=True) for kind in ("to host", "to device"))
+    there = kernel(kind="to host", bytes=10**9, beside=True, stream=1)
+    back = there._replace(kind="to device", stream=2)
     assert seconds(there, back) == pytest.approx(seconds(there))
     assert seconds(there, there) == pytest.approx(2 * seconds(there))
+    assert seconds(there, there._replace(stream=2)) == pytest.approx(2 * seconds(there))  # one link
+
+
+def record(stream: int, event: int) -> Kernel:
+    return kernel(kind="record", stream=stream, event=event)
+
+
+def until(stream: int, event: int) -> Kernel:
+    return kernel(kind="await", stream=stream, event=event)
+
+
+def test_copies_out_and_back_add_up_where_the_computation_waits_for_both():
+    """As activations that wait on the host: out before forward may go on, back before backward may."""
+    forward, backward = kernel(bytes=10**9), kernel(bytes=10**9)
+    out = kernel(kind="to host", bytes=10**10, beside=True, stream=1)
+    back = kernel(kind="to device", bytes=10**10, beside=True, stream=2)
+    waiting = [forward, record(0, 1), until(1, 1), out, record(1, 2), until(0, 2)]
+    waiting += [record(0, 3), until(2, 3), back, record(2, 4), until(0, 4), backward]
+    each = [seconds(one) for one in (forward, out, back, backward)]
+    assert seconds(*waiting) == pytest.approx(sum(each))
+    apart = [one for one in waiting if one.kind not in ("record", "await")]
+    assert seconds(*apart) == pytest.approx(max(each))
+
+
+def test_a_copy_shorter_than_the_computation_before_the_wait_costs_nothing():
+    compute = kernel(bytes=10**11)
+    copy = kernel(kind="to host", bytes=10**8, beside=True, stream=1)
+    assert seconds(copy, record(1, 1), compute, until(0, 1), compute) == pytest.approx(2 * seconds(compute))
+
+
+def test_a_wait_for_an_idle_stream_or_an_event_never_recorded_costs_nothing():
+    compute = kernel(bytes=10**10)
+    plain = seconds(compute, compute)
+    assert seconds(compute, record(1, 1), until(0, 1), compute) == plain
+    assert seconds(compute, until(0, 7), compute) == plain
+    elsewhere = kernel(kind="to host", bytes=10**9, beside=True, stream=2)
+    assert seconds(elsewhere, record(1, 1), until(0, 1), compute) == seconds(elsewhere) > seconds(compute)
+    assert seconds(compute, kernel(kind="wait", event=7), kernel(host_ops=10)) == seconds(compute)
+    assert seconds(compute, kernel(kind="wait", stream=3), kernel(host_ops=10)) == seconds(compute)
+
+
+def test_the_host_waits_for_an_event_or_a_stream_or_all():
+    host = kernel(kind="host", bytes=10**9)
+    copy = kernel(kind="to host", bytes=10**9, beside=True, stream=1)
+    both = seconds(copy) + seconds(host)
+    assert seconds(copy, record(1, 1), kernel(kind="wait", event=1), host) == pytest.approx(both)
+    assert seconds(copy, kernel(kind="wait", stream=1), host) == pytest.approx(both)
+    assert seconds(copy, kernel(kind="wait for all"), host) == pytest.approx(both)
+    assert seconds(copy, kernel(kind="wait"), host) == pytest.approx(max(seconds(copy), seconds(host)))
+
+
+def test_an_event_recorded_anew_stands_for_what_was_given_last():
+    copy = kernel(kind="to host", bytes=10**9, beside=True, stream=1)
+    compute = kernel(bytes=10**9)
+    twice = seconds(copy, record(1, 1), copy, record(1, 1), until(0, 1), compute)
+    assert twice == pytest.approx(2 * seconds(copy) + seconds(compute))
+
+
+def test_kernels_of_two_streams_share_one_gpu():
+    here = kernel(bytes=10**10)
+    there = here._replace(stream=1)
+    assert seconds(here, there) == pytest.approx(2 * seconds(here))
+
+
+def test_arithmetic_on_the_host_takes_the_hosts_time_and_none_of_the_gpus():
+    host = kernel(kind="host", bytes=10**10, phase="optimizer")
+    found, work = step_work([host, kernel(bytes=1024)], H200)
+    assert found == pytest.approx(10**10 / CALIBRATED.host_bandwidth, rel=1e-3)
+    assert work.host_seconds == pytest.approx(10**10 / CALIBRATED.host_bandwidth)
+    assert (work.bytes, work.optimizer.launches) == (1024, 0)
 
 
 def test_checkpointing_slows_a_step_by_about_the_recomputation():

@@ -13,7 +13,7 @@ from torch import nn
 
 import oomph
 from oomph import Workload, gpus
-from oomph.prediction.roofline import step_work
+from oomph.prediction.roofline import CALIBRATED, step_work
 from oomph.prediction.trace.session import tracing
 from oomph.prediction.trace.work import Kernel, WorkMeter, distinct_bytes
 from oomph.records import Work
@@ -159,12 +159,14 @@ def test_a_convolution_takes_two_flops_per_weight_and_place():
     assert kernels_of(program)[0].flops == 2 * 4 * 32 * 32 * (16 * 4 * 9)
 
 
-def test_rows_of_an_odd_length_make_a_half_precision_product_unaligned():
+def test_rows_of_an_odd_or_even_length_make_a_half_precision_product_unaligned():
     def program() -> Callable[[], Any]:
-        x, even, odd = (on_gpu(64, width, dtype=torch.float16) for width in (64, 128, 127))
-        return lambda: (x.t() @ even, x.t() @ odd)
+        x, whole, even, odd = (on_gpu(64, width, dtype=torch.float16) for width in (64, 128, 126, 127))
+        bias = on_gpu(126, dtype=torch.float16)
+        return lambda: (x.t() @ whole, x.t() @ even, torch.addmm(bias, x, even), x.t() @ odd)
 
-    assert [kernel.kind for kernel in kernels_of(program)] == ["product", "unaligned product"]
+    kinds = [kernel.kind for kernel in kernels_of(program)]
+    assert kinds == ["product", "even product", "even product", "unaligned product"]
 
 
 def test_a_fused_norm_is_counted_although_no_op_stands_for_it():
@@ -221,6 +223,127 @@ def test_copies_between_host_and_gpu_are_counted_each_way():
     assert [kernel.kind for kernel in kernels] == ["to host", "to device", "to device", "to device"]
     assert [kernel.bytes for kernel in kernels] == [MiB] * 4
     assert [kernel.beside for kernel in kernels] == [False, False, True, True]
+
+
+def test_ops_are_given_to_the_stream_that_is_current():
+    def program() -> Callable[[], Any]:
+        x, side = on_gpu(1024, 256), torch.cuda.Stream()
+
+        def run() -> None:
+            x.mul_(2)
+            with torch.cuda.stream(side):
+                x.mul_(3)
+                with torch.cuda.stream(None):
+                    x.mul_(4)
+                assert torch.cuda.current_stream() == side
+            x.mul_(5)
+            assert torch.cuda.current_stream() == torch.cuda.default_stream() != side
+
+        return run
+
+    first, inside, still_inside, last = [kernel.stream for kernel in kernels_of(program)]
+    assert first == last == 0
+    assert inside == still_inside != 0
+
+
+def test_waits_between_streams_are_told_in_the_programs_order():
+    def program() -> Callable[[], Any]:
+        x, host, side = on_gpu(1024, 256), torch.empty(1024, 256), torch.cuda.Stream()
+
+        def run() -> None:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                host.copy_(x, non_blocking=True)
+            copied = side.record_event()
+            torch.cuda.current_stream().wait_event(copied)
+            copied.synchronize()
+            side.synchronize()
+            torch.cuda.synchronize()
+
+        return run
+
+    kernels = kernels_of(program)
+    assert [kernel.kind for kernel in kernels] == [
+        "record", "await", "to host", "record", "await", "wait", "wait", "wait for all",
+    ]  # fmt: skip
+    made, awaited, copy, copied, back, on_event, on_stream, _ = kernels
+    assert (made.stream, back.stream) == (0, 0)
+    assert awaited.stream == copy.stream == copied.stream == on_stream.stream != 0
+    assert made.event == awaited.event != copied.event == back.event == on_event.event
+
+
+def test_a_copy_that_the_computation_waits_for_lengthens_the_step():
+    def seconds(waits: bool) -> float:
+        def program() -> Callable[[], Any]:
+            x, y = on_gpu(1024, 1024, 64), on_gpu(1024, 1024, 64)
+            host, side = torch.empty(1024, 1024, 64), torch.cuda.Stream()
+
+            def run() -> None:
+                with torch.cuda.stream(side):
+                    host.copy_(x, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record(side)
+                if waits:
+                    done.wait()
+                for _ in range(40):
+                    y.mul_(2)
+
+            return run
+
+        found, _ = step_work(kernels_of(program), H200)
+        assert found is not None
+        return found
+
+    copy = 2**28 / H200.host_link
+    assert seconds(True) - seconds(False) == pytest.approx(copy, rel=0.05)
+
+
+def test_streams_of_one_trace_are_not_those_of_the_next():
+    def program() -> Callable[[], Any]:
+        x = on_gpu(64)
+        torch.cuda.set_stream(torch.cuda.Stream())
+        return lambda: x.mul_(2)
+
+    assert kernels_of(program)[0].stream != 0
+    assert kernels_of(lambda: (lambda x: lambda: x.mul_(2))(on_gpu(64)))[0].stream == 0
+
+
+def test_an_op_on_large_host_tensors_is_counted_with_its_bytes_and_small_ones_are_not():
+    meter = WorkMeter(H200)
+    meter.begin(counting=True)
+    x, y, small = torch.empty(1024, 1024), torch.empty(1024, 1024), torch.empty(1024)
+    add, view = torch.ops.aten.add.Tensor, torch.ops.aten.view.default
+    meter.host_op(add, (x, y), [x, y], torch.empty_like(x), "optimizer")
+    meter.host_op(add, (small, small), [small], torch.empty_like(small), "optimizer")
+    meter.host_op(view, (x, (-1,)), [x], x.view(-1), "optimizer")
+    (counted,) = meter.kernels
+    assert (counted.kind, counted.bytes, counted.phase) == ("host", 12 * MiB, "optimizer")
+
+
+def test_arithmetic_on_the_host_counts_in_a_trace():
+    def program() -> Callable[[], Any]:
+        x, y = torch.empty(4 * MiB), torch.empty(4 * MiB)
+        return lambda: (x.add_(y), torch.mul(x, y), x.view(2, -1), torch.empty(4 * MiB))
+
+    assert [(kernel.kind, kernel.bytes) for kernel in kernels_of(program)] == [("host", 48 * MiB)] * 2
+
+
+def test_an_optimizer_that_runs_on_the_host_takes_its_time_there():
+    workload = linear_workload(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
+    here, away = (
+        oomph.predict(oomph.apply(fixes, workload), gpu="h200") for fixes in ([], ["optimizer_offload"])
+    )
+    adamw_over_memory = 7 * 4 * MiB / CALIBRATED.host_bandwidth
+    assert away.step_seconds > here.step_seconds + adamw_over_memory
+
+
+def test_a_fused_optimizer_on_the_host_goes_over_its_states_as_well():
+    meter = WorkMeter(H200)
+    meter.begin(counting=True)
+    lists = [[torch.empty(1024, 1024)] for _ in range(4)]
+    given = [tensor for one in lists for tensor in one]
+    meter.host_op(torch.ops.aten._fused_adamw_.default, lists, given, None, "optimizer")
+    assert meter.kernels[0].bytes == 7 * 4 * MiB
 
 
 def test_only_the_last_step_is_counted(linear):

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from oomph.errors import UserError
+from oomph.errors import ProgramError, UserError
 from oomph.records import FixUse
 
 if TYPE_CHECKING:
     from oomph.workload import Workload
 
-VALID = "give name, name:option=value,option=value, or a file fixes.json as `oomph fixes --json` writes them"
+VALID = "give name, name:option=value,option=value, or a .json file with rows of `oomph fixes --json`"
 
 
 def parse_fixes(words: Sequence[str]) -> list[FixUse]:
@@ -24,16 +24,20 @@ def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
     """The target as a Workload, which is what fixes can be put into."""
     from oomph.workload import Workload
 
-    wanted = "fixes need a Workload, or a function that returns one"
     if isinstance(target, Workload):
         return target
+    from oomph.prediction import called
+
     try:
-        found = target()
-    except Exception as error:  # a step that sets itself up wants a GPU, say
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"target {name!r} returned no Workload but raised {reason}; {wanted}") from error
+        found = called(target)
+    except SystemExit as error:
+        message = f"target {name!r} ends the process when it is called (SystemExit: {error.code})"
+        raise ProgramError(message) from error
     if not isinstance(found, Workload):
-        raise UserError(f"target {name!r} returned {type(found).__name__}; {wanted}")
+        raise UserError(
+            f"target {name!r} returned {type(found).__name__}; fixes need a Workload, or a function that "
+            "returns one"
+        )
     return found
 
 

@@ -34,6 +34,8 @@ def run_fixes(options: FixesOptions) -> int:
     if options.gpu is not None:
         gpus.find(options.gpu)
     if options.target is None:
+        if options.only:
+            raise UserError("--only tries fixes on a target: oomph fixes TARGET --only FIX")
         return _list_all(options)
     split_target(options.target)
     prediction, proposals = _propose(options, options.target, kinds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from rich.console import Console
 
@@ -12,10 +12,10 @@ from oomph.cli.progress import progress_display
 from oomph.cli.streams import stdout_to_stderr, write_stdout
 from oomph.cli.targets import open_target, split_target
 from oomph.errors import UserError
+from oomph.report.verification import verification_text, verification_to_json
 
 HOLDS = 0
 DOES_NOT_HOLD = 1
-_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +43,9 @@ def run_verify(options: VerifyOptions) -> int:
         report("running the model without the fixes and with them", None)
         found = verify(uses, workload_of(target, options.target), sizes=sizes)
     if options.json:
-        text = json.dumps({"schema": 1, "holds": found.holds, **asdict(found)}) + "\n"
-        write_stdout(text.replace("Infinity", "null"))
-        return HOLDS if found.holds else DOES_NOT_HOLD
-    names = ", ".join(found.fixes)
-    if found.tolerance is None:
-        verdict = f"{names}: changes the numbers on purpose ({found.kind}); not judged"
-    elif found.holds:
-        verdict = f"{names}: the same loss, gradients and parameters, within {found.tolerance:g}"
+        write_stdout(json.dumps(verification_to_json(found), allow_nan=False) + "\n")
     else:
-        verdict = f"{names}: NOT the same; exact fixes may differ by {found.tolerance:g} at most"
-    lines = [
-        verdict,
-        "",
-        f"  {len(found.differences)} tensors compared; furthest apart, by their largest entry:",
-    ]
-    lines += [f"  {each.error:9.2e}  {each.name}" for each in found.differences[:_SHOWN]]
-    write_stdout("\n".join(lines) + "\n")
+        write_stdout(verification_text(found))
     return HOLDS if found.holds else DOES_NOT_HOLD
 
 

@@ -8,7 +8,8 @@ from oomph.fixes.applying import apply, apply_to_model, changes_in, undo, uses_o
 from oomph.fixes.catalogue import all_fixes, find
 from oomph.fixes.fix import Fix
 from oomph.fixes.proposing import propose
-from oomph.fixes.verification import Verification, verify
+from oomph.fixes.verification import verify
+from oomph.records import Verification
 
 __all__ = [
     "Fix",

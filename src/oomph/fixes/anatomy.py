@@ -28,11 +28,14 @@ def blocks(model: nn.Module) -> list[list[Named]]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        children = [Named(_join(name, own), child) for own, child in module.named_children()]
+        # All, unlike named_children: one block that is called again and again is a list of blocks, too.
+        children = [
+            Named(_join(name, own), child) for own, child in module._modules.items() if child is not None
+        ]
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             alike = [child for child in children if next(child.module.parameters(), None) is not None]
             if len(alike) > 1 and len({type(child.module) for child in alike}) == 1 and _is_block(alike[0]):
-                found.append(alike)
+                found.append(list({id(child.module): child for child in reversed(alike)}.values())[::-1])
                 return
         for child in children:
             search(child.name, child.module, seen)
@@ -44,6 +47,14 @@ def blocks(model: nn.Module) -> list[list[Named]]:
 def _is_block(child: Named) -> bool:
     """A list of bare Linear or Conv layers is no list of blocks."""
     return next(child.module.children(), None) is not None
+
+
+def names_option(fix: str, option: str, value: object) -> list[str]:
+    """The names of modules that an option holds; one may be given by itself."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names) or not names:
+        raise UserError(f"fix {fix!r}: {option}={value!r} is not valid; give a list of names of modules")
+    return list(dict.fromkeys(names))
 
 
 def module_at(model: nn.Module, name: str, fix: str) -> nn.Module:
@@ -125,8 +136,10 @@ def check_can_be_fixed(model: nn.Module) -> None:
     if kind == "OptimizedModule" or any(m._compiled_call_impl is not None for m in model.modules()):
         raise UserError("the model is compiled; apply fixes first, then torch.compile what they leave")
     wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    if isinstance(model, wrappers):
-        raise UserError(f"the model is wrapped in {kind}; apply fixes to the model inside, then wrap it")
+    for module in model.modules():
+        if isinstance(module, wrappers):
+            kind = type(module).__name__
+            raise UserError(f"the model is wrapped in {kind}; apply fixes to the model inside, then wrap it")
     if any(type(m).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine") for m in model.modules()):
         raise UserError("the model is sharded already; apply fixes to the model before it is sharded")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -14,7 +13,10 @@ from oomph.fixes import catalogue
 from oomph.fixes.anatomy import check_can_be_fixed
 from oomph.fixes.journal import Around, Journal
 from oomph.records import Change, FixUse, Proposal
-from oomph.workload import Workload
+from oomph.workload import Changed, Workload
+
+# Where a model keeps the journal of its fixes: on the instance, so that both are freed together.
+_JOURNAL = "_oomph_fixes"
 
 
 class HasFixes(Protocol):
@@ -26,8 +28,6 @@ class HasFixes(Protocol):
 
 One = str | FixUse | Proposal | Mapping[str, Any]
 Fixes = One | Iterable[One] | HasFixes
-
-_journals: WeakKeyDictionary[nn.Module, Journal] = WeakKeyDictionary()
 
 
 def apply(fixes: Fixes, workload: Workload) -> Workload:
@@ -43,7 +43,7 @@ def apply(fixes: Fixes, workload: Workload) -> Workload:
         workload = catalogue.find(use.fix).change_workload(workload, **use.options)
     of_model = [use for use in new if catalogue.find(use.fix).changes_model]
     if of_model:
-        workload = replace(workload, model=_with_fixes(workload.model, of_model))
+        workload = replace(workload, model=Changed(workload.model, _Fixing(tuple(of_model))))
     return replace(workload, fixes=(*workload.fixes, *new)) if new else workload
 
 
@@ -57,16 +57,15 @@ def apply_to_model(fixes: Fixes, model: nn.Module) -> tuple[Change, ...]:
         if not catalogue.find(use.fix).changes_model:
             raise UserError(f"fix {use.fix!r} changes the step, not the model; apply it to a Workload")
     check_can_be_fixed(model)
-    if model not in _journals and any(isinstance(vars(m).get("forward"), Around) for m in model.modules()):
-        raise UserError(
-            "the model holds fixes that were not applied to it: it is a copy, or a part, of a fixed model; "
-            "apply all of them to one model, or undo them before copying"
-        )
-    journal = _journals.setdefault(model, Journal())
+    journal = journal_of(model)
+    if journal is None:
+        _check_no_others(model)
+        journal = Journal()
+    new = _to_apply(uses, journal.uses)
     begun = len(journal.changes)
     mark = None
     try:
-        for use in _to_apply(uses, journal.uses):
+        for use in new:
             mark_of_use = journal.begin(use)
             mark = mark or mark_of_use
             catalogue.find(use.fix).change_model(model, journal, **use.options)
@@ -74,19 +73,46 @@ def apply_to_model(fixes: Fixes, model: nn.Module) -> tuple[Change, ...]:
         if mark is not None:
             journal.undo(mark)
         raise
+    if journal.uses:
+        vars(model)[_JOURNAL] = journal
     return tuple(journal.changes[begun:])
 
 
 def undo(model: nn.Module) -> None:
-    """Take every fix out of this model again."""
-    journal = _journals.pop(model, None)
-    if journal is not None:
-        journal.undo()
+    """Take every fix out of this model again; the same for a model without fixes."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"undo takes a model; {type(model).__name__} was given (keep what you gave to apply)")
+    journal = journal_of(model)
+    if journal is None:
+        _check_no_others(model)
+        return
+    journal.undo()
+    vars(model).pop(_JOURNAL, None)
 
 
 def changes_in(model: nn.Module) -> tuple[Change, ...]:
     """What fixes have changed in this model."""
-    return tuple(_journals[model].changes) if model in _journals else ()
+    journal = journal_of(model)
+    return () if journal is None else tuple(journal.changes)
+
+
+def journal_of(model: nn.Module) -> Journal | None:
+    journal = vars(model).get(_JOURNAL)
+    if journal is not None and journal.is_a_copy:
+        raise UserError(
+            "the model is a copy of a fixed one, whose fixes cannot be told or undone: "
+            "undo them before copying, or fix the copy of an unfixed model"
+        )
+    return journal
+
+
+def _check_no_others(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), Around) or _JOURNAL in vars(module):
+            raise UserError(
+                f"fixes are in {name or 'the model'!r} that were applied to another model, around or in it; "
+                "apply and undo them there"
+            )
 
 
 def uses_of(fixes: Fixes) -> list[FixUse]:
@@ -107,8 +133,8 @@ def _use_of(one: Any) -> FixUse:
         use = one.use
     elif isinstance(one, FixUse):
         use = one
-    elif isinstance(one, Mapping) and isinstance(one.get("fix"), str) and set(one) <= {"fix", "options"}:
-        use = FixUse(one["fix"], dict(one.get("options") or {}))
+    elif isinstance(one, Mapping) and isinstance(one.get("fix"), str) and "option" not in one:
+        use = FixUse(one["fix"], dict(one.get("options") or {}))  # a row of `oomph fixes --json` has more
     else:
         raise UserError(
             f"a fix is given as {one!r}; valid: a name, a proposal, or {{'fix': name, 'options': {{...}}}}"
@@ -121,30 +147,25 @@ def _to_apply(uses: Sequence[FixUse], present: Sequence[FixUse]) -> list[FixUse]
     """Those that are not there yet, in the catalogue's order; a UserError where two exclude each other."""
     new: list[FixUse] = []
     for use in sorted(uses, key=lambda use: catalogue.rank(use.fix)):
-        if use in present or use in new:
+        if any(catalogue.are_the_same(use, other) for other in (*present, *new)):
             continue
         for other in (*present, *new):
             why = catalogue.why_not_both(use, other)
             if why is not None:
                 raise UserError(why)
+        for other in present:
+            if catalogue.rank(other.fix) > catalogue.rank(use.fix):
+                raise UserError(
+                    f"fix {use.fix!r} has to be applied before {other.fix!r}, which is in already; "
+                    "apply them in one call"
+                )
         new.append(use)
     return new
 
 
 @dataclass(frozen=True)
-class _Fixed:
-    """Builds the model, then fixes it."""
-
-    build: Callable[[], nn.Module]
+class _Fixing:
     uses: tuple[FixUse, ...]
 
-    def __call__(self) -> nn.Module:
-        model = self.build()
+    def __call__(self, model: nn.Module) -> None:
         apply_to_model(self.uses, model)
-        return model
-
-
-def _with_fixes(build: Callable[[], nn.Module], uses: Sequence[FixUse]) -> _Fixed:
-    if isinstance(build, _Fixed):
-        return _Fixed(build.build, (*build.uses, *uses))
-    return _Fixed(build, tuple(uses))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -21,7 +21,6 @@ class Autocast(Fix):
         "Matrix products and convolutions take and give bfloat16, with 8 bits of precision instead of 24; "
         "parameters, gradients, sums, norms and losses stay float32."
     )
-    excludes: ClassVar = {}
 
     def places(self, patient: Patient) -> Iterable[Place]:
         if patient.workload.autocast is None and has_float32(patient) and not lacks_bfloat16(patient):

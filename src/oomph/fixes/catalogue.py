@@ -67,6 +67,11 @@ def rank(name: str) -> int:
     return _by_name()[name][0]
 
 
+def are_the_same(one: FixUse, other: FixUse) -> bool:
+    """An option that is left out is its default."""
+    return one.fix == other.fix and find(one.fix).whole(one.options) == find(one.fix).whole(other.options)
+
+
 def why_not_both(one: FixUse, other: FixUse) -> str | None:
     """Why two uses cannot be combined, in one line; None where they can."""
     if one.fix == other.fix:

@@ -14,13 +14,15 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.errors import OomphError, UserError
 from oomph.fixes.anatomy import Named, enclosing, module_at, repeated_inside
+from oomph.fixes.attention.mode_stack import is_in_force
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Around, Journal
-from oomph.fixes.one_row import GiveUp, OneRow, in_force, rows_alike
+from oomph.fixes.one_row import GiveUp, OneRow, rows_alike
+from oomph.fixes.quiet_calls import QuietCalls, kind_of
 from oomph.prediction.predict import predict
 from oomph.units import MiB, format_bytes
 from oomph.workload import Workload
@@ -57,7 +59,8 @@ class ComputedOnce(Fix):
                 if id(module) not in wrapped and _has_forward(module):
                     wrapped.add(id(module))
                     what = "rows that are the same are computed once"
-                    journal.wrap_forward(module, partial(_once, state=state), path, what)
+                    once = partial(_once, state=state, quiet=QuietCalls())
+                    journal.wrap_forward(module, once, path, what)
         if not wrapped:
             raise UserError(f"fix {self.name!r}: no modules were named; leave modules out for all")
 
@@ -69,19 +72,26 @@ class State:
         self.off = False  # a forward writes into such a result, so none may have one row only
 
 
-def _once(forward: Callable[..., Any], *args: Any, state: State, **kwargs: Any) -> Any:
+def _once(forward: Callable[..., Any], *args: Any, state: State, quiet: QuietCalls, **kwargs: Any) -> Any:
     """The outermost module that is called begins. Blocks inside have this around them too, because a
     checkpoint calls them again in backward, and must see there what it saw in forward."""
-    if state.off or in_force():
+    if state.off or is_in_force(OneRow):
+        return forward(*args, **kwargs)
+    kind = kind_of(forward, args, kwargs)
+    if kind in quiet:
         return forward(*args, **kwargs)
     try:
-        with OneRow():
+        with OneRow() as mode:
             result = forward(*args, **kwargs)
     except GiveUp:
         state.off = True
         return forward(*args, **kwargs)
-    # Whoever gets the result may write into it.
-    return tree_map(lambda leaf: leaf.contiguous() if rows_alike(leaf) else leaf, result)
+    if any(map(rows_alike, tree_leaves(result))):
+        # Whoever gets the result may write into it.
+        return tree_map(lambda leaf: leaf.contiguous() if rows_alike(leaf) else leaf, result)
+    if not mode.changed_something:
+        quiet.add(kind)
+    return result
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -129,7 +139,7 @@ def _watch(
 
     path.append(name)
     try:
-        if in_force():
+        if is_in_force(OneRow):
             return forward(*args, **kwargs)
         with OneRow(count):
             return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The config objects of Hugging Face models, which steer what their modules do."""
+"""The config objects of models, Hugging Face's above all, which steer what their modules do."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ def give_own_configs(model: nn.Module, journal: Journal) -> None:
     memo: dict[int, Any] = {}
     for name, module in model.named_modules():
         for attribute, value in list(vars(module).items()):
-            if hasattr(value, "_attn_implementation_internal"):
+            if _is_config(attribute, value):
                 own = copy.deepcopy(value, memo)
                 journal.set(module, attribute, own, name, f"{attribute} is a copy of its own")
+
+
+def _is_config(attribute: str, value: Any) -> bool:
+    """Hugging Face's under any name; others, which may be of any class, where they are called that."""
+    if hasattr(value, "_attn_implementation_internal"):
+        return True
+    return attribute == "config" and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module)
 
 
 def switch_off_cache(model: nn.Module, journal: Journal, why: str) -> None:

@@ -79,6 +79,11 @@ class Fix:
             for place in self.places(patient)
         ]
 
+    def whole(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options with the defaults of those that are left out."""
+        defaults = {**_defaults_of(self.change_workload), **_defaults_of(self.change_model)}
+        return {key: _as_list(value) for key, value in {**defaults, **options}.items()}
+
     def check_options(self, options: Mapping[str, Any]) -> None:
         """One line for an option that does not exist or is missing."""
         for change in (self.change_workload, self.change_model):
@@ -92,6 +97,15 @@ class Fix:
                 raise UserError(f"fix {self.name!r} has no option {unknown[0]!r}; {valid}")
             if missing:
                 raise UserError(f"fix {self.name!r} needs the option {missing[0]!r}; {valid}")
+
+
+def _defaults_of(change: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(change).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+def _as_list(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _options_of(change: Callable[..., Any]) -> dict[str, bool] | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError, UserError
-from oomph.fixes.anatomy import is_plain_linear, is_plain_parameter, module_at, name_of
+from oomph.fixes.anatomy import is_plain_linear, is_plain_parameter, module_at, name_of, names_option
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Around, Journal
 from oomph.fixes.logits.record import Later, Meaning, Source
@@ -27,7 +27,6 @@ class FusedLoss(Fix):
     name = "fused_loss"
     kind = "exact"
     changes = "The loss is computed from the head's input in blocks; the logits exist only if they are read."
-    excludes: ClassVar = {}
 
     def places(self, patient: Patient) -> Iterable[Place]:
         softmaxes = {
@@ -59,9 +58,7 @@ class FusedLoss(Fix):
             checks.budget(memory_budget)
         except ArgumentError as error:
             raise UserError(f"fix 'fused_loss': {error}") from None
-        if heads is not None and (isinstance(heads, str) or not heads):
-            raise UserError(f"fix 'fused_loss': heads={heads!r} is not valid; give a list of module names")
-        for name in _default_heads(model) if heads is None else heads:
+        for name in _default_heads(model) if heads is None else names_option(self.name, "heads", heads):
             module = module_at(model, name, self.name)
             _check_head(name, module)
             around = partial(_deferring, memory_budget=memory_budget)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import is_plain_linear, is_plain_parameter, module_at
+from oomph.fixes.anatomy import is_plain_linear, is_plain_parameter, module_at, names_option
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.fused_loss import adding_to_grad, defers
 from oomph.fixes.journal import Journal
+from oomph.ops.into_grad import adds_to_grad, has_hooks
 from oomph.ops.launch import is_fake
 from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.precision import autocast_is_on, no_autocast, product_dtype
@@ -42,11 +43,7 @@ class GradientsInPlace(Fix):
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
     ) -> None:
         """`modules`: names of nn.Linear modules; by default those with the largest weights."""
-        if modules is not None and (isinstance(modules, str) or not modules):
-            raise UserError(
-                f"fix 'gradients_in_place': modules={modules!r} is not valid; give a list of module names"
-            )
-        names = _largest(model) if modules is None else list(modules)
+        names = _largest(model) if modules is None else names_option(self.name, "modules", modules)
         if not names:
             raise UserError("fix 'gradients_in_place': the model has no plain nn.Linear that is trained")
         for name in names:
@@ -88,13 +85,9 @@ def _why_not(module: nn.Module) -> str | None:
     assert isinstance(module, nn.Linear)
     if not module.weight.requires_grad:
         return "is frozen: its weight has no gradient"
-    if _has_hooks(module.weight):
+    if has_hooks(module.weight):
         return "has hooks on its weight, which would not be called; remove them"
     return None
-
-
-def _has_hooks(weight: Tensor) -> bool:
-    return bool(weight._backward_hooks) or bool(getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def _in_place(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -160,28 +153,7 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(grad_NV: Tensor, x_ND: Tensor, weight_VD: Tensor) -> Tensor | None:
     """Added to .grad (then None) where that is the same as handing it to autograd, which would add it."""
     there = weight_VD.grad
-    if there is None or not _can_add(there, weight_VD):
+    if there is None or not adds_to_grad(weight_VD):
         return (grad_NV.t() @ x_ND).to(weight_VD.dtype)
     product_into(there, grad_NV.t(), x_ND, add=True)
     return None
-
-
-def _can_add(there: Tensor, weight: Tensor) -> bool:
-    return (
-        (type(there) is Tensor or is_fake(there))
-        and there.layout == torch.strided
-        and there.dtype == weight.dtype
-        and there.shape == weight.shape
-        and not there.requires_grad
-        and not _has_hooks(weight)
-        and _autograd_would_add(weight)
-    )
-
-
-def _autograd_would_add(weight: Tensor) -> bool:
-    """In loss.backward() it would; torch.autograd.grad() hands the gradient out and leaves .grad alone."""
-    node = torch.autograd.graph.get_gradient_edge(weight).node
-    try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
-    except RuntimeError:  # what it answers inside torch.autograd.grad
-        return False

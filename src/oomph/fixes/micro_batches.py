@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import is_hugging_face
 from oomph.fixes.batches import batch_of
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
@@ -21,7 +21,10 @@ from oomph.workload import MicroBatches, Workload, rows_of
 
 WEIGHTS = ("auto", "rows", "labels")
 _KEYS = ("labels", "targets", "target", "label")
-_UNSEEN = "a loss that compares rows of the batch with each other (contrastive) would change"
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "DoubleHeadsModel")
+_ASSUMES = "holds for a loss that is the mean over labels that count, or over rows where there are no labels"
+_SHIFTED = "each row's first label is taken not to count, as in Hugging Face's own loss"
+_UNSEEN = "a sum, or a loss that compares rows of the batch with each other (contrastive), would change"
 
 
 class MicroBatching(Fix):
@@ -37,11 +40,12 @@ class MicroBatching(Fix):
             rows = rows_of(batch)
         except UserError:
             return
-        note = "; ".join([_UNSEEN, *_remarks(patient.model)])
+        shifted = shifts_labels(patient.model)
+        note = "; ".join([_ASSUMES, *([_SHIFTED] if shifted else []), _UNSEEN, *_remarks(patient.model)])
         parts = 2
         while parts <= rows:
             if rows % parts == 0:
-                yield Place(("batch",), {"parts": parts, "shifted": shifts_labels(patient.model)}, note)
+                yield Place(("batch",), {"parts": parts, "shifted": shifted}, note)
             parts *= 2
 
     def change_workload(
@@ -54,8 +58,9 @@ class MicroBatching(Fix):
         shifted: bool | None = None,
     ) -> Workload:
         """`weights`: what a part counts by, its rows or its labels that are not `ignore_index`; "auto" takes
-        labels where the batch has some for every token. `shifted`: the model drops each row's first label
-        (Hugging Face causal models do); by default the model's class tells."""
+        labels where the batch has some, under a usual name or none: where all of them count, rows and labels
+        are the same. `shifted`: the model drops each row's first label (Hugging Face causal models do); by
+        default the class of the model, or of one inside it, tells."""
         _check(self.name, parts, weights, ignore_index, shifted)
         if workload.micro_batches is not None:
             already = workload.micro_batches.parts
@@ -94,37 +99,63 @@ def share_of_labels(
     """What a part's mean loss counts in the batch's: its share of the labels that are counted."""
     if isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
         return 1.0  # the model divides by the whole's number of labels itself
-    labels, own = _labels(batch, shifted), _labels(part, shifted)
-    if labels is None or own is None:
+    pairs = _labels(part, batch, shifted)
+    if not pairs:
         if needed:
             raise UserError(
-                f"fix {MicroBatching.name!r}: weights='labels', but the batch has no labels for every token "
-                f"under {', '.join(_KEYS)}"
+                f"fix {MicroBatching.name!r}: weights='labels', but the batch has no labels: no tensor of "
+                "whole numbers with an entry for every row"
             )
         return rows_of(part) / rows_of(batch)
     # Stays on the device: to ask for its value would make the host wait in every step.
     # In float64, so that a float64 loss keeps its precision.
-    return (own != ignore_index).sum().double() / (labels != ignore_index).sum()
+    counted = torch.stack([(whole != ignore_index).sum() for _, whole in pairs]).double()
+    shares = torch.stack([(own != ignore_index).sum() for own, _ in pairs]) / counted.clamp(min=1)
+    # Without a name, labels are what holds the most that does not count: inputs hold none.
+    rates = torch.stack([counted[place] / whole.numel() for place, (_, whole) in enumerate(pairs)])
+    return shares.index_select(0, rates.argmin().reshape(1)).squeeze(0)
 
 
-def _labels(batch: Any, shifted: bool) -> torch.Tensor | None:
-    if not isinstance(batch, Mapping):
-        return None
+def _labels(part: Any, batch: Any, shifted: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The labels of the part and of the batch: the tensor under a usual name, or else all that could be."""
+    rows, found = rows_of(batch), {}
+    leaves, _ = tree_flatten_with_path(batch)
+    on_host = all(leaf.device.type == "cpu" for _, leaf in leaves if isinstance(leaf, torch.Tensor))
+    for (path, whole), own in zip(leaves, tree_leaves(part), strict=True):
+        if _may_be_labels(whole, rows) and (on_host or whole.device.type != "cpu"):
+            cut = shifted and whole.dim() > 1 and _name(path) in ("labels", None)
+            found[path] = (own[:, 1:], whole[:, 1:]) if cut else (own, whole)
     for key in _KEYS:
-        found = batch.get(key)
-        if isinstance(found, torch.Tensor) and found.dim() >= 2 and not found.is_floating_point():
-            return found[:, 1:] if shifted and key == "labels" else found
-    return None
+        for path, pair in found.items():
+            if _name(path) == key:
+                return [pair]
+    return list(found.values())
+
+
+def _may_be_labels(leaf: Any, rows: int) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.dim() > 0
+        and leaf.shape[0] == rows
+        and leaf.numel() > 0
+        and not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.bool)
+    )
+
+
+def _name(path: Sequence[Any]) -> str | None:
+    """What a tensor is called in its batch; None in a tuple or list."""
+    return getattr(path[-1], "key", None) or getattr(path[-1], "name", None) if path else None
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Does the model compare a token's prediction with the next label, as Hugging Face's causal ones do?"""
-    if not is_hugging_face(model):
+    """Does the model compare a token's prediction with the next label, as Hugging Face's causal ones do?
+
+    It may be inside another: a wrapper of the user's own, or an adapter's.
+    """
+    theirs = [kind.__name__ for kind in type(model).__mro__ if kind.__module__.startswith("transformers.")]
+    if theirs and getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    kind = type(model).__name__
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return False
-    return kind.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "DoubleHeadsModel"))
+    return any(name.endswith(_CAUSAL) for name in theirs) or any(map(shifts_labels, model.children()))
 
 
 def _batch_statistics(model: nn.Module) -> str | None:

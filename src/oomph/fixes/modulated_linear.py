@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from oomph.fixes.anatomy import Named, module_at, repeated_inside
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Around, Journal
 from oomph.fixes.outer_products import without_deltas
+from oomph.fixes.quiet_calls import QuietCalls
 
 _PRODUCT = re.compile(r"einsum|unsqueeze|None\]|bmm|matmul|outer|@ ")
 
@@ -59,7 +61,8 @@ class ModulatedLinear(Fix):
                     continue
                 wrapped.add(id(module))
                 path = ".".join(part for part in (name, own) if part)
-                journal.wrap_forward(module, without_deltas, path, "makes no weight per token")
+                around = partial(without_deltas, quiet=QuietCalls())
+                journal.wrap_forward(module, around, path, "makes no weight per token")
         if not wrapped:
             raise UserError(f"fix {self.name!r}: there is no module in {modules!r} that could make a delta")
 
@@ -92,7 +95,7 @@ def _is_inside(name: str, other: str) -> bool:
 def _is_fixed(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     while isinstance(forward, Around):
-        if forward.around is without_deltas:
+        if getattr(forward.around, "func", None) is without_deltas:
             return True
         forward = forward.inner
     return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -20,7 +20,6 @@ class NoForeach(Fix):
     changes = (
         "The optimizer goes parameter by parameter, so that its temporaries are one parameter's; slower."
     )
-    excludes: ClassVar = {}
 
     def places(self, patient: Patient) -> Iterable[Place]:
         optimizer = optimizer_of(patient)

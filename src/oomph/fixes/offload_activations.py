@@ -11,6 +11,7 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes import anatomy
+from oomph.fixes.chosen_blocks import blocks_at, recomputes_itself, refuse_own_checkpointing
 from oomph.fixes.configs import switch_off_cache
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.host_copies import HostCopies
@@ -25,7 +26,7 @@ class OffloadActivations(Fix):
 
     def places(self, patient: Patient) -> Iterable[Place]:
         names = [name for group in anatomy.blocks(patient.model) for name, _ in group]
-        if len(names) > 2:
+        if len(names) > 2 and recomputes_itself(patient.model) is None:
             yield Place(tuple(names[:-1]), {}, "the last block's stay, backward begins with them")
 
     def change_model(
@@ -42,14 +43,16 @@ class OffloadActivations(Fix):
         With the fix "recompute", a block saves its inputs alone, and those are what is copied.
         """
         copies = HostCopies(_size(smallest))
-        _refuse_own_checkpointing(model)
+        # Inside a checkpoint of its own, everything would be copied that it means to compute again.
+        refuse_own_checkpointing(model, self.name)
         repeated = [name for group in anatomy.blocks(model) for name, _ in group]
-        wanted = repeated if blocks is None else list(blocks)
-        if not wanted:
+        names = repeated if blocks is None else anatomy.names_option(self.name, "blocks", blocks)
+        if not names:
             raise UserError(
                 "fix 'offload_activations': the model has no list of blocks; name modules in blocks=[...]"
             )
-        named = {name: anatomy.module_at(model, name, self.name) for name in (*wanted, *repeated)}
+        wanted = blocks_at(model, names, self.name)
+        named = wanted | blocks_at(model, repeated, self.name)
         # In the model's order. The repeated blocks that are not wanted tell how far the computation is.
         order = [name for name, _ in model.named_modules() if name in named]
         last = order[-1] if len(order) > 1 else None
@@ -96,13 +99,3 @@ def _size(smallest: Any) -> int:
         return parse_bytes(smallest)
     except UserError as error:
         raise UserError(f"fix 'offload_activations': smallest: {error}") from None
-
-
-def _refuse_own_checkpointing(model: nn.Module) -> None:
-    """Inside a checkpoint of the model's own, everything would be copied that it means to compute again."""
-    for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            raise UserError(
-                f"fix 'offload_activations': {name or 'the model'} recomputes by itself "
-                "(gradient_checkpointing); switch that off and use the fix 'recompute'"
-            )

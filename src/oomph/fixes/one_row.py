@@ -8,6 +8,7 @@ where rows start to differ (dropout, real data, batch statistics), the rest goes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +39,9 @@ _ALONG = frozenset(  # along dimensions other than the first
 _JOINING = frozenset("cat concat concatenate stack".split())
 _RESHAPING = frozenset("reshape flatten unflatten view".split())
 _ATTENTION = "scaled_dot_product_attention"
+_OTHERS = frozenset(("layer_norm", "rms_norm", "dropout", _ATTENTION, "repeat"))
+_LOOKED_AT = _ELEMENTWISE | _FIRST_ONLY | _MATMUL | _ALONG | _JOINING | _RESHAPING | _OTHERS
+_CONTAINERS = (list, tuple, dict)
 
 
 class GiveUp(Exception):
@@ -49,22 +53,33 @@ class OneRow(TorchFunctionMode):
 
     def __init__(self, spared: Callable[[int], None] | None = None) -> None:
         super().__init__()
+        self.changed_something = False
         self._spared = spared
         self._copies = WeakIdKeyDictionary()  # made where a view was asked for: not to be written either
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # Every call and every question of a shape comes here: those of no interest have to leave soon.
         name = getattr(func, "__name__", "")
+        if not kwargs:
+            return self._handled(name, func, args, {}) if _matters(name) else func(*args)
+        if _matters(name) or "out" in kwargs or "inplace" in kwargs:
+            return self._handled(name, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _handled(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if _writes(name, kwargs) and self._is_ours(args[0] if args else None, kwargs.get("out")):
             raise GiveUp(name)
         if name == "repeat" and (spread := _repeated(*args, **kwargs)) is not None:
+            self.changed_something = True
             return spread
-        if not any(rows_alike(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+        if not _some_alike(args, kwargs):
             return func(*args, **kwargs)
         rows = _rows_of_result(name, args, kwargs)
         if rows is not None:
+            self.changed_something = True
             return self._on_one_row(func, args, kwargs, rows)
         if name in _RESHAPING:
+            self.changed_something = True
             return self._reshaped(func, name, args, kwargs)
         return func(*args, **kwargs)
 
@@ -102,12 +117,26 @@ class OneRow(TorchFunctionMode):
 
 def rows_alike(value: Any) -> bool:
     """One row stands for the whole batch."""
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] > 1 and value.stride(0) == 0
+    if not isinstance(value, Tensor) or 0 not in value.stride():  # nearly all are done with this
+        return False
+    return value.shape[0] > 1 and value.stride(0) == 0
 
 
-def in_force() -> bool:
-    stack = torch.overrides._get_current_function_mode_stack()
-    return any(isinstance(mode, OneRow) for mode in stack)
+def _some_alike(args: Any, kwargs: Any) -> bool:
+    with torch._C.DisableTorchFunction():  # other modes need not be asked for a stride
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                if rows_alike(value):
+                    return True
+            elif isinstance(value, _CONTAINERS) and any(map(rows_alike, tree_leaves(value))):
+                return True
+    return False
+
+
+@functools.cache
+def _matters(name: str) -> bool:
+    """May a call of this name, without out= or inplace=, be one to do something about?"""
+    return name in _LOOKED_AT or _writes(name, {})
 
 
 def _writes(name: str, kwargs: dict[str, Any]) -> bool:

@@ -36,7 +36,7 @@ class OptimizerOffload(Fix):
         optimizer = optimizer_of(patient)
         if optimizer is not None and _why_not(optimizer, self.name, independent=False) is None:
             yield Place(
-                ("optimizer",), {}, "the GPU waits for the host's step, which predictions do not time"
+                ("optimizer",), {}, "the GPU waits for the step on the host, whose speed is only estimated"
             )
 
     def change_workload(

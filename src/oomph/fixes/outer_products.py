@@ -2,71 +2,94 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from oomph.fixes.attention.deferred import (
+    MAY_CHANGE,
     Deferred,
     Options,
     call,
     changes_in_place,
     deferred_in,
-    is_as_written,
+    is_in_place_by_name,
 )
+from oomph.fixes.attention.mode_stack import DeferringMode, is_in_force
+from oomph.fixes.quiet_calls import QuietCalls, kind_of
 from oomph.fixes.weight_deltas import Factors, WeightDelta, as_operands
 
 _SMALLER = 4  # times smaller than the matrices must be the rank for which it is worth it
+_BROADCASTING = {"mul", "__mul__", "__rmul__", "multiply"}
+_MATRIX_PRODUCTS = {"matmul", "bmm", "__matmul__"}
+_LOOKED_AT = {*_BROADCASTING, *_MATRIX_PRODUCTS, "einsum", *MAY_CHANGE}
 
 
-class DeltaMode(TorchFunctionMode):
+@functools.cache
+def _matters(name: str) -> bool:
+    """May a call of this name, without out=, be one to do something about?"""
+    return name in _LOOKED_AT or is_in_place_by_name(name)
+
+
+class DeltaMode(DeferringMode):
     def __init__(self) -> None:
         super().__init__()
-        self._deltas: weakref.WeakSet[WeightDelta] = weakref.WeakSet()
+        self.deferred_something = False
+        self._deltas: list[weakref.ref[WeightDelta]] = []
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Options | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if is_as_written():
-            return func(*args, **kwargs)
-        if deferred_in(args, kwargs):
-            return call(func, args, kwargs)
+        # Every call and every question of a shape comes here: those of no interest have to leave soon.
+        if types and deferred_in(args, kwargs or {}):
+            return call(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
+        if not kwargs:
+            return self._handled(name, func, args, {}) if _matters(name) else func(*args)
+        if _matters(name) or "out" in kwargs:
+            return self._handled(name, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _handled(self, name: str, func: Any, args: Sequence[Any], kwargs: Options) -> Any:
         if changes_in_place(name, args, kwargs):
             self._before_change([*args[:1], kwargs.get("out")])
         factors = None if kwargs else outer_product(name, args)
         if factors is None:
             return func(*args, **kwargs)
         delta = WeightDelta(factors, lambda: func(*args))
-        self._deltas.add(delta)
+        self.deferred_something = True
+        self._deltas.append(weakref.ref(delta))
         return delta
 
     def _before_change(self, written: Sequence[Any]) -> None:
         """What was to be made of tensors that are changed now is made first."""
+        waiting = [delta for one in self._deltas if (delta := one()) is not None and not delta.is_real]
+        self._deltas = [weakref.ref(delta) for delta in waiting]
+        if not waiting:
+            return
         storages = {one.untyped_storage()._cdata for one in written if isinstance(one, Tensor)}
-        for delta in list(self._deltas):
+        for delta in waiting:
             held = {one.untyped_storage()._cdata for one in delta.factors.tensors}
             if not delta.is_real and held & storages:
                 delta.real()
 
 
-def in_force() -> bool:
-    stack = torch.overrides._get_current_function_mode_stack()
-    return any(isinstance(mode, DeltaMode) for mode in stack)
-
-
-def without_deltas(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def without_deltas(forward: Callable[..., Any], *args: Any, quiet: QuietCalls, **kwargs: Any) -> Any:
     """The module's own forward; what it returns has been computed."""
-    if in_force():
+    if is_in_force(DeltaMode):
         return forward(*args, **kwargs)
-    with DeltaMode():
+    kind = kind_of(forward, args, kwargs)
+    if kind in quiet:
+        return forward(*args, **kwargs)
+    with DeltaMode() as mode:
         result = forward(*args, **kwargs)
+    if not mode.deferred_something:
+        quiet.add(kind)
     return tree_map_only(Deferred, lambda deferred: deferred.real(), result)
 
 
@@ -76,9 +99,9 @@ def outer_product(name: str, args: Sequence[Any]) -> Factors | None:
     if name == "einsum":
         factors = _of_letters(*args)
     elif len(args) == 2 and all(isinstance(one, Tensor) and one.dim() >= 3 for one in args):
-        if name in ("mul", "__mul__", "__rmul__", "multiply"):
+        if name in _BROADCASTING:
             factors = _of_broadcast(*args) or _of_broadcast(args[1], args[0])
-        elif name in ("matmul", "bmm", "__matmul__"):
+        elif name in _MATRIX_PRODUCTS:
             factors = _of_matrices(*args)
     if factors is None or len({(one.dtype, one.device) for one in factors.tensors}) > 1:
         return None

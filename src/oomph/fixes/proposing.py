@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from oomph.errors import UserError
+from oomph.errors import OomphError
 from oomph.fixes.applying import apply
 from oomph.fixes.catalogue import all_fixes, find, why_not_both
 from oomph.fixes.fix import Patient
@@ -51,7 +51,7 @@ def priced(proposal: Proposal, patient: Patient) -> Proposal:
     before = patient.prediction
     try:
         after = predict(apply(proposal, patient.workload), gpu=before.gpu)
-    except UserError as error:
+    except OomphError as error:
         note = f"{proposal.note}; not predicted: {error}" if proposal.note else f"not predicted: {error}"
         return replace(proposal, note=note)
     slowdown = None

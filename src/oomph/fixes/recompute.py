@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import blocks, module_at
+from oomph.fixes.anatomy import blocks, names_option
+from oomph.fixes.chosen_blocks import blocks_at, recomputes_itself, refuse_own_checkpointing
 from oomph.fixes.configs import switch_off_cache
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
@@ -36,12 +37,11 @@ class Recompute(Fix):
     name = "recompute"
     kind = "exact"
     changes = "Blocks keep only their inputs for backward and run forward a second time there."
-    excludes: ClassVar = {}
 
     def places(self, patient: Patient) -> Iterable[Place]:
         groups = blocks(patient.model)
         names = tuple(name for group in groups for name, _ in group)
-        if not names:
+        if not names or recomputes_itself(patient.model) is not None:
             return
         yield Place(names, {"keep": "nothing"})
         yield Place(names, {"keep": "products"}, "keeps the results of matrix products and attention")
@@ -60,12 +60,13 @@ class Recompute(Fix):
         """`blocks`: names of modules; by default every repeated block. `keep`: "nothing", or "products"."""
         if keep not in KEEP:
             raise UserError(f"fix 'recompute': keep={keep!r} is not valid; valid: {', '.join(KEEP)}")
-        names = _all_blocks(model) if blocks is None else list(blocks)
+        refuse_own_checkpointing(model, self.name)
+        names = _all_blocks(model) if blocks is None else names_option(self.name, "blocks", blocks)
         if not names:
             raise UserError("fix 'recompute': the model has no list of blocks; name modules in blocks=[...]")
         around = partial(_recomputed, keep=keep)
-        for name in names:
-            journal.wrap_forward(module_at(model, name, self.name), around, name, "recomputed in backward")
+        for name, module in blocks_at(model, names, self.name).items():
+            journal.wrap_forward(module, around, name, "recomputed in backward")
         switch_off_cache(model, journal, "recomputation would fill it a second time")
 
 

@@ -35,6 +35,7 @@ def _freeing(optimizer: Optimizer) -> Optimizer:
 
 
 def _free_gradients(optimizer: Optimizer, set_to_none: bool = True) -> None:
+    """Whatever is asked for: set_to_none=False is what the fix is there to change."""
     for parameter in parameters_of(optimizer):
         parameter.grad = None
 

@@ -2,7 +2,8 @@
 
 Buffers are compared bit by bit, where their data is there. In a prediction large ones have no data; they are
 taken to be equal if their owners are of one class with the same settings, which can make a prediction wrong
-but never a model. A shared buffer that a forward writes after all is an error, not a wrong result.
+but never a model. A shared buffer that a forward writes after all, and a checkpoint in which buffers that
+are shared differ, are errors, not wrong results.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import has_data
+from oomph.fixes.anatomy import has_data, names_option
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
 from oomph.units import MiB, format_bytes
@@ -64,22 +65,44 @@ class SharedBuffers(Fix):
         self, model: nn.Module, journal: Journal, *, buffers: Sequence[str] | None = None
     ) -> None:
         """`buffers`: their names in the modules that own them, e.g. ["mask"]; by default all equal ones."""
-        groups = _groups(model, None if buffers is None else list(buffers))
+        names = None if buffers is None else names_option(self.name, "buffers", buffers)
+        groups = _groups(model, names)
         if not groups:
             raise UserError(
                 "fix 'shared_buffers': no two layers have an equal buffer (of 512 bytes or more) to share"
-                + ("" if buffers is None else f" among {', '.join(buffers) or 'none'}")
+                + ("" if names is None else f" among {', '.join(names)}")
             )
         shared = []
         for first, *others in groups:
             for owner in others:
                 _share(owner, first.tensor, journal, first.full_name)
             shared.append((first.full_name, first.module, first.buffer))
+        names_of = tuple(tuple(owner.full_name for owner in group) for group in groups)
+        handle = model.register_load_state_dict_pre_hook(partial(_differ, groups=names_of))
+        journal.keep(handle, "", "sees that loaded state does not tell shared buffers apart")
         # Moving a model makes a new tensor of every buffer; of a shared one it must be one.
         journal.set(model, "_apply", partial(_move_shared_once, model), "", "moves shared buffers once")
         journal.wrap_forward(
             model, partial(_unwritten, shared=tuple(shared)), "", "sees that no shared buffer is written"
         )
+
+
+def _differ(
+    model: nn.Module, state: dict[str, Any], prefix: str, *_: Any, groups: tuple[tuple[str, ...], ...]
+) -> None:
+    """Before state is loaded: of buffers that are one tensor, the last one's values would be everybody's."""
+    for first, *others in groups:
+        for other in others:
+            one, two = state.get(prefix + first), state.get(prefix + other)
+            if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and not _same_values(one, two):
+                raise UserError(
+                    f"fix 'shared_buffers': the state that is loaded has other values in {other!r} than in "
+                    f"{first!r}, which are one tensor here; undo the fix first"
+                )
+
+
+def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return _same_tensor(one, other.to(one.device) if has_data(one) and has_data(other) else other)
 
 
 def _groups(model: nn.Module, names: list[str] | None) -> list[list[_Owner]]:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import Named, enclosing, module_at
+from oomph.fixes.anatomy import Named, enclosing, module_at, names_option
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
 from oomph.fixes.shared_buffers import same_settings_and_buffers
@@ -60,7 +60,9 @@ class SharedRope(Fix):
         if modules is None:
             chosen = _rotary_modules(model)
         else:
-            chosen = [Named(name, module_at(model, name, self.name)) for name in modules]
+            names = names_option(self.name, "modules", modules)
+            named = {module_at(model, name, self.name): name for name in names}  # a shared one once
+            chosen = [Named(name, module) for module, name in named.items()]
             for name, module in chosen:
                 if next(module.parameters(), None) is not None:
                     raise UserError(f"fix {self.name!r}: {name!r} has parameters, so its results differ")

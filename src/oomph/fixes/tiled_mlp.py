@@ -11,7 +11,7 @@ from torch import nn
 
 from oomph.errors import ArgumentError, UserError
 from oomph.fixes import mlps
-from oomph.fixes.anatomy import module_at
+from oomph.fixes.anatomy import module_at, names_option
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Around, Journal
 from oomph.ops.mlp.tiled import check_options
@@ -24,9 +24,10 @@ class TiledMLP(Fix):
     changes = "MLPs run a few thousand tokens at a time, in forward and again in backward."
 
     def places(self, patient: Patient) -> Iterable[Place]:
-        names = tuple(found.name for found in mlps.mlps(patient.model) if mlps.why_not(found) is None)
+        found = mlps.mlps(patient.model)
+        names = [one.name for one in found if mlps.why_not(one) is None]
         if names:
-            yield Place(names)
+            yield Place(tuple(names), {} if len(names) == len(found) else {"modules": names})
 
     def change_model(
         self,
@@ -46,7 +47,9 @@ class TiledMLP(Fix):
         if modules is None:
             found = mlps.mlps(model)
         else:
-            found = [mlps.at(name, module_at(model, name, self.name)) for name in modules]
+            names = names_option(self.name, "modules", modules)
+            named = {module_at(model, name, self.name): name for name in names}  # a shared one once
+            found = [mlps.at(name, module) for module, name in named.items()]
         if not found:
             raise UserError("fix 'tiled_mlp': the model has no MLPs that are found; name modules=[...]")
         for mlp in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from oomph.errors import UserError
 from oomph.fixes.applying import Fixes, apply, uses_of
 from oomph.fixes.catalogue import find
 from oomph.prediction import built
-from oomph.records import FixKind
+from oomph.records import Difference, FixKind, Verification
 from oomph.units import GiB
 from oomph.workload import Workload
 
@@ -28,29 +29,7 @@ _FLOOR = 1e-4
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How far apart a tensor is with the fixes and without, relative to its largest entry without."""
-
-    name: str  # "loss of step 1", "gradient of blocks.0.mlp.fc.weight", "head.weight after 2 steps"
-    error: float
-
-
-@dataclass(frozen=True)
-class Verification:
-    fixes: tuple[str, ...]
-    kind: FixKind  # the least exact of the fixes'
-    differences: tuple[Difference, ...]  # largest first
-    tolerance: float | None  # None: not judged, since the fixes change the numbers on purpose
-
-    @property
-    def holds(self) -> bool:
-        """Whether all is finite and, for exact fixes, the same."""
-        most = float("inf") if self.tolerance is None else self.tolerance
-        return all(each.error <= most and each.error < float("inf") for each in self.differences)
-
-
-@dataclass(frozen=True)
-class _Run:
+class Run:
     losses: list[Tensor]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
@@ -70,17 +49,22 @@ def verify(
     uses = uses_of(fixes)
     kinds = [find(use.fix).kind for use in uses]
     kind: FixKind = "training" if "training" in kinds else "precision" if "precision" in kinds else "exact"
-    if kind == "exact" and workload.dtype in (None, torch.float32) and workload.autocast is None:
-        workload = replace(workload, dtype=torch.float64, batch=_in_float64(workload.batch))
-    fixed = apply(uses, workload)
-    before, after = _run(workload), _run(fixed)
-    found = list(_differences(before, after, comparable=kind != "training"))
-    return Verification(
-        tuple(use.fix for use in uses),
-        kind,
-        tuple(sorted(found, key=lambda each: -each.error)),
-        tolerance if kind == "exact" else None,
-    )
+    if kind == "exact":
+        workload = widened(workload)
+    before = run(workload)
+    if not all(loss.isfinite() for loss in before.losses):
+        raise UserError(
+            "the workload's own loss is not finite, without any fix; there is nothing to compare with"
+        )
+    found = differences(before, run(apply(uses, workload)), comparable=kind != "training")
+    return Verification(tuple(use.fix for use in uses), kind, found, tolerance if kind == "exact" else None)
+
+
+def widened(workload: Workload) -> Workload:
+    """In float64, if it is in float32."""
+    if workload.dtype not in (None, torch.float32) or workload.autocast is not None:
+        return workload
+    return replace(workload, dtype=torch.float64, batch=_in_float64(workload.batch))
 
 
 def _check_size(workload: Workload) -> None:
@@ -102,11 +86,11 @@ def _in_float64(make: Callable[..., Any]) -> Callable[..., Any]:
     return batch
 
 
-def _run(workload: Workload) -> _Run:
+def run(workload: Workload, steps: int = STEPS) -> Run:
     device = torch.device("cpu")
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        model = workload.model()
+        model = workload.make_model(copy.deepcopy)  # it may be the user's own
         if workload.dtype is not None:
             model = model.to(workload.dtype)  # type: ignore[arg-type]
         model.train()
@@ -114,16 +98,17 @@ def _run(workload: Workload) -> _Run:
         torch.manual_seed(1)
         batch = workload.make_batch(device)
         losses, gradients = [], {}
-        for step in range(STEPS):
+        for step in range(steps):
             torch.manual_seed(2 + step)
-            with _seen_gradients(model) as seen:
+            freed = getattr(optimizer, "updates_in_backward", False)
+            with _seen_gradients(model, freed) as seen:
                 losses.append(_forward_and_backward(workload, model, batch))
             if step == 0:
                 gradients = seen
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
-    return _Run(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
+    return Run(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
 
 
 def _forward_and_backward(workload: Workload, model: nn.Module, batch: Any) -> Tensor:
@@ -133,20 +118,23 @@ def _forward_and_backward(workload: Workload, model: nn.Module, batch: Any) -> T
             if workload.autocast is not None:
                 stack.enter_context(torch.autocast("cpu", workload.autocast))  # type: ignore[arg-type]
             loss = workload.loss(model, part)
-        scaled = loss * factor
+        scaled = workload.scaled(loss, factor)
         scaled.backward()
         total += scaled.detach().double()
     return total
 
 
 @contextlib.contextmanager
-def _seen_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The step's gradients by name, once it is over: from .grad, or as they passed where .grad is freed."""
+def _seen_gradients(model: nn.Module, freed: bool) -> Iterator[dict[str, Tensor]]:
+    """The step's gradients by name, once it is over: from .grad, or as they passed where that is freed.
+
+    A hook is a change: fixes leave parameters with hooks alone. So only where there is no other way.
+    """
     passed: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}
     handles = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and freed:
 
             def add(grad: Tensor, name: str = name) -> None:
                 passed[name] = passed[name] + grad if name in passed else grad.clone()
@@ -163,7 +151,12 @@ def _seen_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             found[name] = grad.detach().clone()
 
 
-def _differences(before: _Run, after: _Run, comparable: bool) -> Iterator[Difference]:
+def differences(before: Run, after: Run, comparable: bool) -> tuple[Difference, ...]:
+    """Largest first; `comparable`: gradients and parameters as well as losses."""
+    return tuple(sorted(_differences(before, after, comparable), key=lambda each: -each.error))
+
+
+def _differences(before: Run, after: Run, comparable: bool) -> Iterator[Difference]:
     for step, (loss, new) in enumerate(zip(before.losses, after.losses, strict=True), 1):
         yield Difference(f"loss of step {step}", _apart(loss, new))
     if not comparable:

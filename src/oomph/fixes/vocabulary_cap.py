@@ -13,6 +13,7 @@ from torch import nn
 from oomph.errors import UserError
 from oomph.fixes.anatomy import is_plain_linear
 from oomph.fixes.batches import Changed
+from oomph.fixes.configs import give_own_configs
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
 from oomph.workload import Workload
@@ -50,6 +51,7 @@ class VocabularyCap(Fix):
             raise UserError(f"fix {self.name!r}: the model has no embedding with a head of the same size")
         if size >= now:
             raise UserError(f"fix {self.name!r}: size={size} is not valid; the model knows {now} words")
+        give_own_configs(model, journal)
         made: dict[int, nn.Parameter] = {}  # tied weights stay tied
         for name, module, attribute in _matrices(model, now):
             own = getattr(module, attribute)
@@ -102,7 +104,9 @@ def _counts(model: nn.Module, size: int) -> Iterator[tuple[str, Any, str]]:
     for _, module in model.named_modules():
         config = vars(module).get("config")
         for owner in (config, getattr(config, "text_config", None)):
-            if owner is not None and id(owner) not in seen and vars(owner).get("vocab_size") == size:
+            if isinstance(owner, type) or id(owner) in seen:
+                continue
+            if getattr(owner, "__dict__", {}).get("vocab_size") == size:
                 seen.add(id(owner))
                 yield "config", owner, "vocab_size"
 

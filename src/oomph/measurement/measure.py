@@ -187,7 +187,7 @@ def _run_workload(workload: Workload, device: torch.device, steps: int, on_momen
                 # `loss` outlives its step, as it does in a plain training loop.
                 loss = workload.loss(model, part)
             on_moment(step, "backward")
-            (loss * factor).backward()
+            workload.scaled(loss, factor).backward()
         if optimizer is not None:
             on_moment(step, "optimizer")
             optimizer.step()

@@ -25,7 +25,7 @@ from oomph.prediction.trace.oplog import OpLog
 from oomph.prediction.trace.session import tracing
 from oomph.prediction.trace.sites import is_internal
 from oomph.prediction.trace.tracer import Tracer
-from oomph.records import Allocation, Peak, Prediction
+from oomph.records import Allocation, Note, Peak, Prediction
 from oomph.units import parse_bytes
 from oomph.workload import Workload
 
@@ -72,11 +72,20 @@ def predict(
         timeline=free_run.timeline,
         events=tuple(ledger.events),
         allocations=allocations,
-        notes=(*ledger.notes, *remarks(card, gpu is not None, free_run, ledger.events, allocations)),
+        notes=(
+            *_fixes_in(target),
+            *ledger.notes,
+            *remarks(card, gpu is not None, free_run, ledger.events, allocations),
+        ),
         seconds=time.perf_counter() - began,
         step_seconds=step_seconds,
         work=work,
     )
+
+
+def _fixes_in(target: Workload | Callable[[], Any]) -> tuple[Note, ...]:
+    names = ", ".join(use.fix for use in target.fixes) if isinstance(target, Workload) else ""
+    return (Note(f"with the fixes {names}"),) if names else ()
 
 
 def trace(
@@ -102,6 +111,11 @@ def trace(
 def built(workload: Workload) -> torch.nn.Module:
     """The workload's model on tensors without data, as it is before it is moved to the GPU."""
     return _traced(lambda tracer: program.build_model(workload, tracer), _card(None))
+
+
+def called(function: Callable[[], Any]) -> Any:
+    """What the user's function returns, with a pretend GPU there if it asks for one."""
+    return _traced(lambda tracer: function(), _card(None))
 
 
 def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> T:

@@ -48,7 +48,7 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
                 with _autocast(workload):
                     loss = workload.loss(model, part)
                 _check_loss(loss)
-                scaled = loss * factor
+                scaled = workload.scaled(loss, factor)
             progress(f"step {number} of {STEPS}: backward{of}", _done(number, (index + 0.3) / len(passes)))
             scaled.backward()
             del scaled
@@ -61,10 +61,8 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
 
 
 def build_model(workload: Workload, tracer: Tracer) -> torch.nn.Module:
-    model = workload.model()
-    if not isinstance(model, torch.nn.Module):
-        raise UserError(f"Workload model() returned {type(model).__name__}; it must return a torch.nn.Module")
-    return _on_fake_tensors(model, tracer)
+    """A model that was there before is the user's own: a copy of it is changed and traced."""
+    return workload.make_model(lambda model: _on_fake_tensors(model, tracer))
 
 
 def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from rich.text import Text
 
 from oomph.records import FixKind, Prediction, Proposal
 from oomph.units import format_bytes
+
+_LONGEST_LIST = 30
 
 
 def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> dict[str, Any]:
@@ -52,6 +55,11 @@ def proposals_text(
                 console.print(Text(f"  {kind}", style="bold"))
                 for name, sentence in sentences.items():
                     console.print(Padding(Text(f"{name}: {sentence}"), (0, 0, 0, 4)))
+            notes = {(one.fix, one.note): None for one in proposals if one.note}
+            if notes:
+                console.print(Text("  to know before", style="bold"))
+            for name, note in notes:
+                console.print(Padding(Text(f"{name}: {note}"), (0, 0, 0, 4)))
         missing = [kind for kind in ("precision", "training") if kind not in kinds]
         if missing:
             console.print(f"\nNot shown: fixes that change the numbers (--allow {','.join(missing)}).")
@@ -81,19 +89,22 @@ def _table(proposals: Sequence[Proposal]) -> Table:
             "?" if one.saving is None else format_bytes(one.saving),
             "?" if one.peak is None else format_bytes(one.peak.reserved),
             "?" if one.slowdown is None else f"x{one.slowdown:.2f}",
-            _where(one) + (f" ({one.note})" if one.note else ""),
+            _where(one),
         )
     return table
 
 
 def _with_options(name: str, options: Mapping[str, Any]) -> str:
-    """As it can be typed back; long lists are left out, since they are the default or in the JSON."""
-    short = {key: value for key, value in options.items() if not isinstance(value, list | dict)}
-    return name + (":" + ",".join(f"{key}={_plain(value)}" for key, value in short.items()) if short else "")
+    """As it can be typed back, unless a list is too long for a column: then the JSON has it."""
+    shown = [f"{key}={_plain(value)}" for key, value in options.items()]
+    return name + (":" + ",".join(shown) if shown else "")
 
 
 def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, str):
+        return value
+    text = json.dumps(value)
+    return text if len(text) <= _LONGEST_LIST else f"[{len(value)} names]"
 
 
 def _where(one: Proposal) -> str:

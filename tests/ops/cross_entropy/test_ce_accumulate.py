@@ -92,6 +92,36 @@ def test_two_forward_passes_before_the_first_backward() -> None:
     assert_close([weight.grad], [plain.grad], 1e-12)
 
 
+@every_way
+def test_a_gradient_that_is_handed_out_leaves_grad_alone(way: dict[str, Any]) -> None:
+    (batch, *_) = micro_batches()
+    weight, x = nn.Parameter(batch.weight), batch.x.detach().requires_grad_()
+    train(weight, [batch], **way)
+    once = weight.grad.clone()
+
+    def loss() -> Tensor:
+        return linear_cross_entropy(x, weight, batch.target, accumulate_into_grad=True, **way).sum()
+
+    (handed_out,) = torch.autograd.grad(loss(), weight)
+    assert_close([handed_out, weight.grad], [once, once], 1e-12)
+    loss().backward(inputs=[x])
+    assert_close([weight.grad], [once], 0)
+    loss().backward(inputs=[weight])
+    assert_close([weight.grad], [2 * once], 1e-12)
+
+
+@every_way
+def test_hooks_see_the_gradient_arrive(way: dict[str, Any]) -> None:
+    (batch, *_) = micro_batches()
+    weight = nn.Parameter(batch.weight)
+    train(weight, [batch], **way)
+    once, seen = weight.grad.clone(), []
+    weight.register_hook(lambda grad: (seen.append(1), 2 * grad)[1])
+    train(weight, [batch], accumulate_into_grad=True, **way)
+    assert seen == [1]
+    assert_close([weight.grad], [3 * once], 1e-12)
+
+
 def test_gradients_set_to_none_between_forward_and_backward() -> None:
     (batch, *_) = micro_batches()
     weight = nn.Parameter(batch.weight)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from mlp_samples import NormalisedGated, PlainGated, assert_same, results, tokens
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import ArgumentError
 from oomph.ops.mlp import tiled_mlp
@@ -47,6 +48,28 @@ def test_a_trained_tensor_that_is_not_known_of_is_an_error_and_not_a_lost_gradie
         tiled_mlp(function, x.detach())  # also where nothing else is trained
     with torch.no_grad():
         assert_same([tiled_mlp(function, x, tile=2)], [function(x)])
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "saved elsewhere"])
+def test_a_hook_of_a_parameter_sees_its_whole_gradient_once(how: str) -> None:
+    weight, calls = torch.randn(12, 4, dtype=torch.float64, requires_grad=True), []
+    weight.register_hook(lambda grad: (calls.append(1), 2 * grad)[1])
+    x = tokens(5, 12)
+
+    def run() -> Tensor:
+        return tiled_mlp(lambda x: x @ weight, x, tile=2, parameters=[weight])
+
+    def whole() -> Tensor:
+        if how == "checkpoint":
+            return checkpoint(run, use_reentrant=False)
+        if how == "saved elsewhere":
+            with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+                return run()
+        return run()
+
+    whole().sum().backward()
+    assert calls == [1]
+    assert_same([weight.grad], [2 * x.detach().sum(0)[:, None].expand(12, 4)])
 
 
 def test_a_computed_tensor_passes_its_gradient_on() -> None:

@@ -6,10 +6,9 @@ other call gets the real tensor: at worst nothing is saved, and the result is th
 
 from __future__ import annotations
 
-import contextlib
-import threading
+import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,23 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from oomph.fixes.attention.mode_stack import as_written
+
 Arguments = Sequence[Any]
 Options = Mapping[str, Any]
-_thread = threading.local()
-
-
-@contextlib.contextmanager
-def as_written() -> Iterator[None]:
-    """Calls inside are run as they are: nothing is deferred."""
-    _thread.depth = getattr(_thread, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _thread.depth -= 1
-
-
-def is_as_written() -> bool:
-    return getattr(_thread, "depth", 0) > 0
 
 
 class Deferred:
@@ -142,21 +128,20 @@ def _call_method(method: Any, *args: Any, **kwargs: Any) -> Any:
 def call(func: Any, args: Arguments, kwargs: Options) -> Any:
     """`func(*args, **kwargs)`, deferred further where something in the arguments knows how."""
     name = getattr(func, "__name__", "")
-    for each in deferred_in(args, kwargs):
-        if not each.is_real:
-            with as_written():
-                result = each.follow(name, func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-    args, kwargs = tree_map_only(Deferred, lambda deferred: deferred.real(), (tuple(args), dict(kwargs)))
     with as_written():
+        for each in deferred_in(args, kwargs):
+            if not each.is_real:
+                result = each.follow(name, func, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        args, kwargs = tree_map_only(Deferred, lambda deferred: deferred.real(), (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
 
 def deferred_in(args: Arguments, kwargs: Options) -> list[Deferred]:
     """Those in the arguments, or in lists and tuples of them, by their rank."""
     found = []
-    for arg in (*args, *kwargs.values()):
+    for arg in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(arg, Deferred):
             found.append(arg)
         elif isinstance(arg, list | tuple):
@@ -210,14 +195,19 @@ _NOT_IN_PLACE = ("__index__", "__invert__", "__int__", "__iter__")
 
 def changes_in_place(name: str, args: Arguments, kwargs: Options) -> bool:
     """By its name (add_, __setitem__, __iadd__), by out=, or by inplace=True, which may have no name."""
+    if is_in_place_by_name(name) or (kwargs.get("out") is not None and not name.startswith("__")):
+        return True
+    return name in MAY_CHANGE and any(value is True for value in (*args, *kwargs.values()))
+
+
+@functools.cache
+def is_in_place_by_name(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
-    if name.endswith("_") or kwargs.get("out") is not None:
-        return True
-    return name in _MAY_CHANGE and any(value is True for value in (*args, *kwargs.values()))
+    return name.endswith("_")
 
 
-_MAY_CHANGE = {
+MAY_CHANGE = {
     *("dropout", "alpha_dropout", "feature_alpha_dropout", "relu", "relu6", "elu", "celu", "selu", "silu"),
     *("mish", "leaky_relu", "rrelu", "hardtanh", "hardswish", "hardsigmoid", "threshold"),
 }

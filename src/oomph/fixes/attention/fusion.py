@@ -28,9 +28,11 @@ def fused(state: State, v: Tensor) -> Tensor | None:
         return None
     state.check_unchanged()
     q, k, v4 = shapes
-    wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    if state.context.autocast is None:
-        q, k, v4 = q.to(wide), k.to(wide), v4.to(wide)
+    wide = q.dtype
+    if not wide == k.dtype == v.dtype:
+        wide = torch.promote_types(torch.promote_types(wide, k.dtype), v.dtype)
+        if state.context.autocast is None:
+            q, k, v4 = q.to(wide), k.to(wide), v4.to(wide)
     own = state.context.product_dtype(wide)
     bias = _sum(known_terms, [term.factor for term in state.terms], own)
     seen = _Seen(q.shape[2], k.shape[2], state.future is not None, known_masks)
@@ -40,8 +42,10 @@ def fused(state: State, v: Tensor) -> Tensor | None:
     )
     if _empty_rows_matter(state):
         out = _with_empty_rows(out, v4, state, known_masks)
-    out = out.to(state.context.product_dtype(v.dtype))
-    return out if len(state.lead) == 2 else out.reshape(*state.lead, out.shape[2], out.shape[3])
+    dtype = state.context.product_dtype(v.dtype)
+    if out.dtype != dtype:
+        out = out.to(dtype)
+    return out if len(state.shape) == 4 else out.reshape(*state.lead, out.shape[2], out.shape[3])
 
 
 class _Seen:
@@ -92,23 +96,28 @@ def _four_dimensional(state: State, v: Tensor) -> tuple[Tensor, Tensor, Tensor] 
         return None
     if any(have not in (1, want) for have, want in zip(v.shape[:-2], lead, strict=True)):
         return None
-    q = q.expand(*lead, *q.shape[-2:])
+    q = _expanded(q, lead)
     if len(lead) == 1:
-        k, v = (each.expand(*lead, *each.shape[-2:]) for each in (k, v))
-        return q[:, None], k[:, None], v[:, None]
+        return q[:, None], _expanded(k, lead)[:, None], _expanded(v, lead)[:, None]
     # Key heads: as many as there are, one for all, or (grouped, in five dimensions) one for a whole group.
     grouped = len(lead) == 3 and k.shape[2] == v.shape[2] == 1 < lead[2]
     heads = lead[-1]
     if k.shape[-3] == v.shape[-3] == 1:
         heads = 1
     outer = lead[:-1]
-    k, v = (each.expand(*outer, heads, *each.shape[-2:]) for each in (k, v))
+    k, v = _expanded(k, (*outer, heads)), _expanded(v, (*outer, heads))
     if grouped:
         return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
     if len(lead) == 2:
         return q, k, v
     q, k, v = (each.flatten(0, len(outer) - 1) for each in (q, k, v))
     return q, k, v
+
+
+def _expanded(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """Itself where it has these dimensions already: a view costs time in forward and in backward."""
+    shape = tensor.shape
+    return tensor if shape[:-2] == lead else tensor.expand(*lead, *shape[-2:])
 
 
 def _at_scores(tensor: Tensor, state: State) -> Tensor | None:

@@ -2,49 +2,61 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.fixes.attention.deferred import (
+    MAY_CHANGE,
     Deferred,
     Options,
     call,
     changes_in_place,
     deferred_in,
-    is_as_written,
+    is_in_place_by_name,
 )
 from oomph.fixes.attention.lazy_masks import LazyMask
+from oomph.fixes.attention.mode_stack import DeferringMode
 from oomph.fixes.attention.score_state import version
 from oomph.fixes.attention.scores import Scores, begin
 from oomph.fixes.attention.triangles import Triangle, after, made_by
 from oomph.ops.launch import is_fake
 from oomph.ops.uncompiled import uncompiled
 
-_PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _MAKERS = {
     *("ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros", "new_full"),
     *("tensor", "scalar_tensor", "new_tensor"),
 }
+_CUTS = {"tril", "triu"}
+_LOOKED_AT = {*_PRODUCTS, *_MAKERS, *_CUTS, "view", *MAY_CHANGE}
+
+
+@functools.cache
+def _matters(name: str) -> bool:
+    """May a call of this name, without out=, be one to do something about?"""
+    return name in _LOOKED_AT or is_in_place_by_name(name)
 
 
 class Known:
     """Tensors of one value, or of a triangle of two, by the calls that made them."""
 
     def __init__(self) -> None:
-        self._known = WeakIdKeyDictionary()
+        self._known: WeakIdKeyDictionary | None = None  # made for the first one: most programs make none
 
     def put(self, tensor: Tensor, triangle: Triangle) -> None:
+        if self._known is None:
+            self._known = WeakIdKeyDictionary()
         self._known[tensor] = (triangle, version(tensor))
 
     def get(self, tensor: Any) -> Triangle | None:
-        if not isinstance(tensor, Tensor):
+        if self._known is None or not isinstance(tensor, Tensor):
             return None
         triangle, then = self._known.get(tensor, (None, 0))
         return triangle if triangle is not None and version(tensor) == then else None
@@ -56,29 +68,34 @@ class Known:
                 self.put(made, triangle)
 
 
-class FusingMode(TorchFunctionMode):
+class FusingMode(DeferringMode):
     def __init__(self) -> None:
         super().__init__()
         self._known = Known()
-        self._scores: weakref.WeakSet[Scores] = weakref.WeakSet()
+        self._scores: list[weakref.ref[Scores]] = []
         self._results: list[weakref.ref[Tensor]] = []
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Options | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if is_as_written():
-            return func(*args, **kwargs)
-        if deferred_in(args, kwargs):
-            return call(func, args, kwargs)
+        # Every call and every question of a shape comes here: those of no interest have to leave soon.
+        if types and deferred_in(args, kwargs or {}):
+            return call(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
-        if changes_in_place(name, args, kwargs):
-            self._before_change((*args[:1], kwargs.get("out")))
-        elif name in _PRODUCTS:
+        if not kwargs:
+            return self._handled(name, func, args, {}) if _matters(name) else func(*args)
+        if _matters(name) or "out" in kwargs:
+            return self._handled(name, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _handled(self, name: str, func: Any, args: Sequence[Any], kwargs: Options) -> Any:
+        if name in _PRODUCTS and kwargs.get("out") is None:
             state = begin(name, func, args, kwargs)
             if state is not None:
                 return Scores(state, self)
-        elif name in ("tril", "triu"):
+        elif changes_in_place(name, args, kwargs):
+            self._before_change((*args[:1], kwargs.get("out")))
+        elif name in _CUTS:
             known = self._known.get(args[0] if args else None)
             triangle = after(name, (known, *args[1:]), kwargs) if known is not None else None
             if triangle is not None:
@@ -90,7 +107,7 @@ class FusingMode(TorchFunctionMode):
         return made
 
     def begun(self, scores: Scores) -> None:
-        self._scores.add(scores)
+        self._scores.append(weakref.ref(scores))
 
     def ended(self, result: Tensor) -> None:
         self._results.append(weakref.ref(result))
@@ -105,8 +122,13 @@ class FusingMode(TorchFunctionMode):
 
     def _before_change(self, written: Sequence[Any]) -> None:
         """Scores that were to be made of what is changed now are made first."""
+        alive = [scores for reference in self._scores if (scores := reference()) is not None]
+        waiting = [scores for scores in alive if scores.state is not None]
+        self._scores = [weakref.ref(scores) for scores in waiting]
+        if not waiting:
+            return
         storages = {t.untyped_storage()._cdata for t in written if isinstance(t, Tensor)}
-        for scores in list(self._scores):
+        for scores in waiting:
             if scores.state is not None and any(
                 tensor.untyped_storage()._cdata in storages for tensor, _ in scores.state.held
             ):
@@ -114,11 +136,19 @@ class FusingMode(TorchFunctionMode):
 
     def _is_result(self, tensor: Any) -> bool:
         """Is it what a fused call gave, or a view of that?"""
-        if not isinstance(tensor, Tensor):
+        if not self._results or not isinstance(tensor, Tensor):
             return False
-        own = {id(tensor), id(tensor._base)} - {id(None)}
-        results = [result for reference in self._results if (result := reference()) is not None]
-        return any(own & {id(result), id(result._base)} for result in results)
+        base = tensor._base
+        for reference in self._results:
+            result = reference()
+            if result is None:
+                continue
+            if tensor is result or base is result:
+                return True
+            root = result._base
+            if root is not None and (tensor is root or base is root):
+                return True
+        return False
 
     def returned(self, tensor: Tensor) -> Tensor:
         """As the program's own product would be laid out."""

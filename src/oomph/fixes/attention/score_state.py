@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +19,11 @@ from oomph.fixes.attention.triangles import Triangle
 # exp of this is 0 in every dtype, as long as scores lie within ten thousand of each other.
 NEVER = -1e4
 
+# Tuples, since several are made in every layer and step: a frozen dataclass takes several times as long to
+# make, or to copy with a change.
 
-@dataclass(frozen=True)
-class Context:
+
+class Context(NamedTuple):
     """How torch was set when a call was made."""
 
     gradients: bool
@@ -37,16 +38,14 @@ class Context:
         return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
 
 
-@dataclass(frozen=True)
-class Constant:
+class Constant(NamedTuple):
     """A mask in the arguments of a recorded call, which is made when the call is."""
 
     triangle: Triangle
     device: torch.device
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
+class Call(NamedTuple):
     """One call of the program, to be made after all if need be."""
 
     func: Callable[..., Any]
@@ -61,16 +60,14 @@ class Before:
 BEFORE = Before()
 
 
-@dataclass(frozen=True)
-class Term:
+class Term(NamedTuple):
     """Added to the scores, times its factor."""
 
     value: Tensor
     factor: float
 
 
-@dataclass(frozen=True)
-class Fill:
+class Fill(NamedTuple):
     """Where `mask` holds (`inverted`: does not hold), the score is `value`."""
 
     mask: Tensor
@@ -81,11 +78,10 @@ class Fill:
         return ~self.mask if self.inverted else self.mask
 
 
-@dataclass(frozen=True, eq=False)
-class State:
+class State(NamedTuple):
     q: Tensor  # [*, T, D]
     k: Tensor  # [*, S, D]
-    lead: tuple[int, ...]
+    shape: torch.Size  # [*lead, T, S]
     dtype: torch.dtype
     context: Context
     calls: tuple[Call, ...]
@@ -101,8 +97,8 @@ class State:
     empty_rows_are_zero: bool = False  # where all keys are masked, weights were set to 0
 
     @property
-    def shape(self) -> torch.Size:
-        return torch.Size((*self.lead, self.q.shape[-2], self.k.shape[-2]))
+    def lead(self) -> tuple[int, ...]:
+        return tuple(self.shape[:-2])
 
     @property
     def requires_grad(self) -> bool:
@@ -111,14 +107,16 @@ class State:
 
     def then(self, call: Call, **changed: Any) -> State:
         """After one more call."""
-        read = [(arg, version(arg)) for arg in (*call.args, *call.kwargs.values()) if isinstance(arg, Tensor)]
-        return replace(self, calls=(*self.calls, call), held=(*self.held, *read), **changed)
+        given = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
+        read = [(arg, version(arg)) for arg in given if isinstance(arg, Tensor)]
+        held = (*self.held, *read) if read else self.held
+        return self._replace(calls=(*self.calls, call), held=held, **changed)
 
     def scaled(self, call: Call, factor: float) -> State | None:
         if (self.fills or self.future is not None) and not factor > 0:
             return None
-        terms = tuple(replace(term, factor=term.factor * factor) for term in self.terms)
-        fills = tuple(replace(fill, value=fill.value * factor) for fill in self.fills)
+        terms = tuple(term._replace(factor=term.factor * factor) for term in self.terms)
+        fills = tuple(fill._replace(value=fill.value * factor) for fill in self.fills)
         future = None if self.future is None else self.future * factor
         if any(value > NEVER for value in [*(fill.value for fill in fills), *([future] if future else [])]):
             return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,14 +197,15 @@ def _reshaped(scores: Scores, state: State, func: Any, args: Arguments, kwargs: 
         value = lead_of(term.value)
         if value is None:
             return None
-        terms.append(replace(term, value=value))
+        terms.append(term._replace(value=value))
     for fill in state.fills:
         mask = lead_of(fill.mask)
         if mask is None:
             return None
-        fills.append(replace(fill, mask=mask))
+        fills.append(fill._replace(mask=mask))
     call = _call(func, args, kwargs, scores)
-    return state.then(call, q=q, k=k, lead=wanted, terms=tuple(terms), fills=tuple(fills))
+    shape = torch.Size(sizes)
+    return state.then(call, q=q, k=k, shape=shape, terms=tuple(terms), fills=tuple(fills))
 
 
 STEPS: dict[str, Callable[[Scores, State, Any, Arguments, Options], State | None]] = {
@@ -223,8 +223,8 @@ STEPS: dict[str, Callable[[Scores, State, Any, Arguments, Options], State | None
 def _call(func: Any, args: Arguments, kwargs: Options, scores: Scores) -> Call:
     return Call(
         func,
-        tuple(_recorded(arg, scores) for arg in args),
-        {key: _recorded(value, scores) for key, value in kwargs.items()},
+        tuple([_recorded(arg, scores) for arg in args]),
+        {key: _recorded(value, scores) for key, value in kwargs.items()} if kwargs else {},
     )
 
 

@@ -78,7 +78,7 @@ class Scores(Deferred):
         state = self.state
         if state is None or Context.now(state.q.device) != state.context:
             return NotImplemented
-        if name in ("contiguous",) and args[0] is self:
+        if name == "contiguous" and args[0] is self:
             return self
         if name in ("matmul", "bmm", "einsum"):
             return self._times_values(state, name, args, kwargs)
@@ -163,15 +163,18 @@ def begin(name: str, func: Any, args: Arguments, kwargs: Options) -> State | Non
     context = Context.now(q.device)
     if q.dtype != k.dtype and context.autocast is None:
         return None
-    try:
-        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
-    except RuntimeError:
-        return None
+    shape, keys = q.shape, k.shape
+    lead = shape[:-2]
+    if lead != keys[:-2]:
+        try:
+            lead = torch.broadcast_shapes(lead, keys[:-2])
+        except RuntimeError:
+            return None
     read = tuple(arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor))
     return State(
         q,
         k,
-        tuple(lead),
+        torch.Size((*lead, shape[-2], keys[-2])),
         context.product_dtype(q.dtype),
         context,
         (Call(func, tuple(args), dict(kwargs)),),

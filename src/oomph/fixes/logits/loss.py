@@ -13,7 +13,7 @@ from torch import Tensor
 from oomph.fixes.logits.record import Later
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.cross_entropy.arguments import REDUCTIONS
-from oomph.ops.launch import is_fake
+from oomph.ops.into_grad import may_add_to_grad
 from oomph.ops.precision import autocast_is_on
 
 _EXACT = 1e-12  # a cap is divided by and multiplied with: 1 / 30 * 30 need not be 1
@@ -85,7 +85,7 @@ def _loss(
                 label_smoothing=float(label_smoothing),
                 softcap=cap,
                 class_weight=class_weight,
-                accumulate_into_grad=source.into_grad and has_grad_to_add_to(source.weight),
+                accumulate_into_grad=source.into_grad and may_add_to_grad(source.weight),
                 memory_budget=source.memory_budget,
             )
         assert isinstance(loss, Tensor)
@@ -93,19 +93,6 @@ def _loss(
             # torch's mean over no targets is NaN, and its gradient 0; so is this one.
             loss = torch.where((target != ignore_index).any(), loss, torch.nan)
         return loss.to(_loss_dtype(deferred))
-
-
-def has_grad_to_add_to(weight: Tensor) -> bool:
-    """A plain one, and nobody waits for the next gradient to arrive."""
-    hooks = weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None)
-    there = weight.grad
-    return (
-        there is not None
-        and not hooks
-        and (type(there) is Tensor or is_fake(there))
-        and there.layout == torch.strided
-        and not there.requires_grad
-    )
 
 
 def _takes(deferred: Later, target: Any, class_weight: Tensor | None) -> bool:

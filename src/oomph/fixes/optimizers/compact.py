@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.fixes.optimizers import blocks
-from oomph.fixes.optimizers.conversion import kind_of, number_in, takes_the_place_of
+from oomph.fixes.optimizers.conversion import kind_of, number_in, takes_over_hooks, takes_the_place_of
 from oomph.fixes.optimizers.formats import FORMATS, State, flat, round_stochastically
 from oomph.ops.launch import Kernels, why_not_triton
 
@@ -35,6 +35,7 @@ class Compact(Optimizer):
         self.fix = fix
         super().__init__(made.param_groups, made.defaults)
         takes_the_place_of(made)
+        takes_over_hooks(self, made)
         self.kept, self.stochastic = kept, stochastic
         self.table: Tensor | None = None  # of 8-bit codes, where the parameters are
         for parameter in made.state:

@@ -6,6 +6,7 @@ factory bound to them goes on working), its hyperparameters and its state are ke
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,14 @@ from torch.optim import Optimizer
 from oomph.errors import UserError
 from oomph.fixes.fix import Patient
 from oomph.workload import Workload
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_STATE_HOOKS = (
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 Convert = Callable[[Optimizer], Optimizer]
 
@@ -42,6 +51,17 @@ def with_converted_optimizer(workload: Workload, fix: str, convert: Convert) -> 
 def takes_the_place_of(made: Optimizer) -> None:
     """A scheduler that the factory bound to `made` need not remind the user to call its step."""
     made._opt_called = True  # type: ignore[attr-defined]
+
+
+def takes_over_hooks(new: Optimizer, made: Optimizer) -> None:
+    """Hooks around a step run around `new`'s, once; those of state_dict() are for both.
+
+    The very dictionaries, so that the handles which registering gave out go on removing from them.
+    """
+    for name in (*_STEP_HOOKS, *_STATE_HOOKS):
+        setattr(new, name, getattr(made, name))
+    for name in _STEP_HOOKS:
+        setattr(made, name, OrderedDict())
 
 
 def optimizer_of(patient: Patient) -> Optimizer | None:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from oomph.errors import UserError
-from oomph.fixes.optimizers.conversion import kind_of, parameters_of
+from oomph.fixes.optimizers.conversion import kind_of, parameters_of, takes_over_hooks
 
 
 class InBackward(Optimizer):
@@ -28,6 +28,7 @@ class InBackward(Optimizer):
         self.inner: Optimizer | None = None
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
+        takes_over_hooks(self, inner)
         self._own_groups: dict[torch.Tensor, dict[str, Any]] = {}
         self._group_of: dict[torch.Tensor, dict[str, Any]] = {}
         self._updated: set[torch.Tensor] = set()
@@ -88,6 +89,12 @@ class InBackward(Optimizer):
                 self.update(parameter)
         self._updated.clear()
         return loss
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        raise UserError(
+            "fix 'optimizer_in_backward': before step() the parameters are updated and their gradients "
+            "gone, so a hook there has nothing to see; register_step_post_hook works"
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing is left to zero."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from oomph.fixes.optimizers.conversion import number_in, takes_the_place_of
+from oomph.fixes.optimizers.conversion import number_in, takes_over_hooks, takes_the_place_of
 
 _ALIGNED = 64  # bytes
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -27,6 +27,7 @@ class OnHost(Optimizer):
     def __init__(self, inner: Optimizer, staging: int, fix: str) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         takes_the_place_of(inner)
+        takes_over_hooks(self, inner)
         self.fix, self.staging = fix, staging
         # The same optimizer, but for the parameters that it steps.
         self._inner: Optimizer = object.__new__(type(inner))

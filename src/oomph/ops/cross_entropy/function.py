@@ -17,6 +17,7 @@ from oomph.ops.cross_entropy.problem import LossOptions, Rows, token_losses
 from oomph.ops.cross_entropy.sharded import VocabularyShard
 from oomph.ops.cross_entropy.sweep import Gradients, SoftmaxRows, Sweep
 from oomph.ops.cross_entropy.tiling import Tiling
+from oomph.ops.into_grad import adds_to_grad, may_add_to_grad
 from oomph.ops.once import refuse_second_derivatives
 
 
@@ -35,8 +36,8 @@ class Plan:
 
     @property
     def gradients_in_forward(self) -> bool:
-        adds_to_grad = self.accumulate_into is not None and self.accumulate_into.grad is not None
-        return any(self.wants) and not self.per_token and self.dtype != torch.float16 and not adds_to_grad
+        may_add = self.accumulate_into is not None and may_add_to_grad(self.accumulate_into)
+        return any(self.wants) and not self.per_token and self.dtype != torch.float16 and not may_add
 
     @property
     def softmax_rows(self) -> SoftmaxRows:
@@ -52,7 +53,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         early = plan.gradients_in_forward
-        gradients = _buffers(x_ND, weight_VD, bias_V, plan) if early else Gradients()
+        gradients = _buffers(x_ND, weight_VD, bias_V, plan.wants) if early else Gradients()
         stats = _sweep(x_ND, weight_VD, bias_V, rows, plan).run(gradients)
         losses = token_losses(stats, rows, plan.options)
         loss, lse = losses if plan.per_token else losses.sum(), stats.lse
@@ -100,7 +101,10 @@ def _late_gradients(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None)
         grad_lse = torch.where(rows.kept, grad_lse, 0.0)
     if grad_loss is None:
         grad_loss = rows.scale.new_zeros(())
-    gradients = _buffers(x_ND, weight_VD, bias_V, plan)
+    owner = plan.accumulate_into
+    # Asked now: torch.autograd.grad() wants the gradient and not a changed .grad.
+    into = owner.grad if owner is not None and plan.wants[1] and adds_to_grad(owner) else None
+    gradients = _buffers(x_ND, weight_VD, bias_V, plan.wants, into)
     sweep = _sweep(x_ND, weight_VD, bias_V, rows.times(grad_loss), plan)
     sweep.run(gradients, known_lse=lse_N, grad_lse=grad_lse)
     return gradients
@@ -120,21 +124,26 @@ def _sweep(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, rows: Rows, p
     )
 
 
-def _buffers(x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, plan: Plan) -> Gradients:
-    """Room for the gradients, in the dtypes of what they belong to: under autocast, fp32 for fp32 weights."""
-    wants_x, wants_weight, wants_bias = plan.wants
-    owner = plan.accumulate_into
-    into_grad = wants_weight and owner is not None and owner.grad is not None
-    weight_grad = None
-    if wants_weight:
-        weight_grad = owner.grad if into_grad and owner is not None else _empty(weight_VD)
+def _buffers(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    wants: tuple[bool, bool, bool],
+    into: Tensor | None = None,
+) -> Gradients:
+    """Room for the gradients, in the dtypes of what they belong to: under autocast, fp32 for fp32 weights.
+
+    `into`: the gradient that the weight's is added to.
+    """
+    wants_x, wants_weight, wants_bias = wants
+    weight_grad = _empty(weight_VD) if wants_weight and into is None else into
     return Gradients(
         _empty(x_ND) if wants_x else None,
         weight_grad,
         torch.zeros_like(bias_V, dtype=torch.promote_types(bias_V.dtype, torch.float32))
         if wants_bias and bias_V is not None
         else None,
-        adds_to_weight=into_grad,
+        adds_to_weight=into is not None,
     )
 
 

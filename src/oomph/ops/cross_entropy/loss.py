@@ -65,8 +65,8 @@ def linear_cross_entropy(
     - `num_valid`: the number of kept targets, or more. Ignored rows are then dropped before the matrix
       products. Where more are kept than that, the loss is NaN.
     - `accumulate_into_grad`: where weight.grad is already there, the backward pass adds to it in place, and
-      no second gradient of the weight's size exists. For loss.backward(); not with DDP or FSDP, which must
-      see the gradient arrive.
+      no second gradient of the weight's size exists. torch.autograd.grad() and hooks on the weight get the
+      gradient as ever. Not with DDP or FSDP, which must see it arrive.
     - `check`: raise where a target is out of range (waits for the GPU). Without it such a target gives NaN.
     - `memory_budget` ("256MiB", or bytes): what may be held beside inputs and gradients, by default 512 MiB;
       without copies that the arguments make necessary (autocast's of a weight in fp32, of a sliced x), and

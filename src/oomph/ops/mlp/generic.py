@@ -57,7 +57,10 @@ class _TiledFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tiles: _Tiles, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.tiles = tiles
+        # The parameters too, for autograd to see whether they were written since.
         ctx.save_for_backward(x, *parameters)
+        # What is saved may come back as another tensor, as from a checkpoint; hooks are on the leaf itself.
+        ctx.leaves = [parameter if parameter.is_leaf else None for parameter in parameters]
         x_ND = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
         if tiles.trained:
             _refuse_hidden_parameters(tiles, x_ND, parameters, ctx.needs_input_grad[1])
@@ -77,7 +80,8 @@ class _TiledFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         refuse_second_derivatives("tiled_mlp")
         tiles: _Tiles = ctx.tiles
-        x, *parameters = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        parameters = [own if leaf is None else leaf for own, leaf in zip(saved, ctx.leaves, strict=True)]
         _, x_needed, *needed = ctx.needs_input_grad
         x_ND = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
         grad_out = grad_out.reshape(x_ND.shape[0], *grad_out.shape[x.dim() - 1 :])

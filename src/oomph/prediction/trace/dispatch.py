@@ -97,9 +97,12 @@ class DispatchMode(TorchDispatchMode):
                 )
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
         if not gpu and tracer.place != "gpu" and not (not tensors and tracer.autograd_asks()):
-            if tracer.work.counting:
-                tracer.work.on_host(len(tensors) if len(tensors) > _FEW_TENSORS else 0)
-            return self.host.run(func, args, kwargs, tensors)
+            if not tracer.work.counting:
+                return self.host.run(func, args, kwargs, tensors)
+            tracer.work.on_host(len(tensors) if len(tensors) > _FEW_TENSORS else 0)
+            out = self.host.run(func, args, kwargs, tensors)
+            tracer.work.host_op(func, args, tensors, out, tracer.phase)
+            return out
         if gpu and len(gpu) < len(tensors) and func not in _CROSS_DEVICE and func not in _TAKES_HOST_SEED:
             self._check_devices(func, tensors)
         if func is aten._local_scalar_dense.default:

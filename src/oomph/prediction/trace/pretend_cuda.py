@@ -15,59 +15,11 @@ import torch
 from torch.utils.checkpoint import DefaultDeviceType
 
 from oomph.gpus import GPU
+from oomph.prediction.trace import streams
 from oomph.prediction.trace.ledger import Ledger
 from oomph.prediction.trace.patching import Patches
 
-DEVICE = torch.device("cuda:0")
-
-
-class _Stream:
-    """One stream is modelled; work on others is counted as if it were on this one."""
-
-    cuda_stream = 0
-    device = DEVICE
-    device_index = 0
-    priority = 0
-    stream_id = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def synchronize(self, *args: Any) -> None:
-        pass
-
-    wait_stream = wait_event = synchronize
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or _Event()
-
-
-class _Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def record(self, *args: Any) -> None:
-        pass
-
-    wait = synchronize = record
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 1.0
+DEVICE = streams.DEVICE
 
 
 class _Nothing(contextlib.ContextDecorator):
@@ -85,6 +37,8 @@ def pretend(patches: Patches, gpu: GPU, ledger: Ledger) -> None:
     """Answer torch.cuda's questions from the catalogue for as long as `patches` last."""
     cuda = torch.cuda
     mark = ledger.mark
+    own = streams.Streams()
+    patches.set(streams, "now", own)
     major, minor = gpu.capability
     properties = SimpleNamespace(
         name=gpu.title,
@@ -105,6 +59,9 @@ def pretend(patches: Patches, gpu: GPU, ledger: Ledger) -> None:
 
     def reset_peak(*args: Any, **kwargs: Any) -> None:
         ledger.peak_bytes = ledger.live_bytes
+
+    def synchronize(*args: Any, **kwargs: Any) -> None:
+        own.tell("wait for all")
 
     def answer(value: Any) -> Callable[..., Any]:
         return lambda *args, **kwargs: value
@@ -143,21 +100,23 @@ def pretend(patches: Patches, gpu: GPU, ledger: Ledger) -> None:
         "empty_cache": lambda *a, **k: mark("empty_cache"),
         "get_rng_state": rng_state,
         "get_rng_state_all": lambda *a, **k: [rng_state()],
-        "current_stream": lambda *a, **k: _Stream(),
-        "default_stream": lambda *a, **k: _Stream(),
-        "stream": _Nothing,
+        "current_stream": lambda *a, **k: own.current,
+        "default_stream": lambda *a, **k: own.default,
+        "set_stream": own.set_current,
+        "stream": streams.UseStream,
+        "synchronize": synchronize,
         "device": _Nothing,
         "device_of": _Nothing,
         "is_current_stream_capturing": answer(False),
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": streams.Stream,
+        "Event": streams.Event,
         "can_device_access_peer": answer(False),
         "utilization": answer(0),
     }
     silent = (
-        "init _lazy_init synchronize set_device reset_accumulated_memory_stats "
+        "init _lazy_init set_device reset_accumulated_memory_stats "
         "reset_max_memory_cached manual_seed manual_seed_all seed seed_all "
-        "set_rng_state set_rng_state_all set_stream ipc_collect set_per_process_memory_fraction"
+        "set_rng_state set_rng_state_all ipc_collect set_per_process_memory_fraction"
     ).split()
     answers |= dict.fromkeys(silent, nothing)
     for name, function in answers.items():
@@ -168,18 +127,19 @@ def pretend(patches: Patches, gpu: GPU, ledger: Ledger) -> None:
     patches.set(cuda.nvtx, "range", _Nothing)
     patches.set(cuda.memory, "_record_memory_history", nothing)
     patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
-    for name, function in {
+    of_accelerator: dict[str, Callable[..., Any]] = {
         "is_available": answer(True),
         "device_count": answer(1),
         "current_accelerator": answer(torch.device("cuda")),
         "current_device_index": answer(0),
         "set_device_index": nothing,
-        "current_stream": lambda *a, **k: _Stream(),
-        "set_stream": nothing,
+        "current_stream": lambda *a, **k: own.current,
+        "set_stream": own.set_current,
         "empty_cache": lambda *a, **k: mark("empty_cache"),
         "memory_allocated": lambda *a, **k: ledger.live_bytes,
-        "synchronize": nothing,
-    }.items():
+        "synchronize": synchronize,
+    }
+    for name, function in of_accelerator.items():
         if hasattr(torch.accelerator, name):
             patches.set(torch.accelerator, name, function)
     # Checkpointing asks this when no argument is a tensor, and remembers the answer for good.

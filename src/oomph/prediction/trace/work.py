@@ -13,7 +13,9 @@ from torch._ops import OpOverload
 
 from oomph.gpus import GPU
 from oomph.prediction.cuda.flops import Flops, flops_of
+from oomph.prediction.trace import streams
 from oomph.prediction.trace.arguments import tensors_in
+from oomph.units import MiB
 
 aten = torch.ops.aten
 Rate = Literal["half", "tf32", "single", "double"]
@@ -23,21 +25,28 @@ KERNEL_MARK = "oomph::kernel"  # what a kernel that does nothing on fake tensors
 
 
 class Kernel(NamedTuple):
-    """One op as the GPU sees it, in program order."""
+    """One op as the GPU sees it, in program order; or arithmetic on the host, or a wait.
+
+    Waits: "record" notes in an event what its stream has been given so far; "await" lets a stream wait for an
+    event; "wait" lets the host wait, for the event if there is one, else for the stream; "wait for all" lets
+    it wait for every stream.
+    """
 
     phase: Phase
     engine: bool  # started by autograd's engine, not by Python
     host_ops: int  # ops that the host went through since the kernel before, this one and views included
     host_items: int  # tensors of the lists that they were given, which it goes through one by one
-    kind: str  # "memory", "strided", "scatter"; as Flops have it; "kernel", "to host", "to device", "wait"
+    kind: str  # as Flops have it; "even product", "memory", "strided", "scatter", "kernel", "to host", ...
     rate: Rate
     flops: float
     bytes: int
     launches: int
     tiles: int = 0
     depth: int = 0
-    beside: bool = False  # a copy that runs beside the kernels
+    beside: bool = False  # a copy that the host does not wait for
     efficiency: float = 0.0  # of its arithmetic, where the kernel's author has measured it
+    stream: int = 0
+    event: int = 0
 
 
 # The first argument says how the result looks, and is not read.
@@ -93,6 +102,7 @@ _WAITS = {"nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_
 # torch's kernels over lists of tensors: elements and tensors that one launch takes at most.
 _LIST_ELEMENTS = 320 * 65536
 _LIST_TENSORS = 36
+HOST_BYTES = MiB  # from here on, the bytes of an op on the host take longer than the op's own overhead
 
 
 class _Kind(NamedTuple):
@@ -118,6 +128,8 @@ class WorkMeter:
         self._gpu = gpu
         self._host_ops = 0
         self._host_items = 0
+        self._phase = "forward"  # of the op before
+        self._streams = streams.now
         self._kinds: dict[OpOverload, _Kind] = {}
 
     def begin(self, counting: bool) -> None:
@@ -125,6 +137,8 @@ class WorkMeter:
         self.counting = counting
         self.kernels.clear()
         self._host_ops = self._host_items = 0
+        self._streams = streams.now  # of the trace, which was not there yet when this was made
+        self._streams.listener = self._wait_between
 
     def on_host(self, items: int = 0) -> None:
         """An op that takes the host's time and none of the GPU's: a view, an op on host tensors."""
@@ -141,28 +155,35 @@ class WorkMeter:
         phase: str,
     ) -> None:
         """An op on the GPU, after it ran."""
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind_of(func)
+        kind = self._kind(func)
         self._host_ops += 1
         if kind.free:
             return
-        results = list(tensors_in(out if isinstance(out, (list, tuple)) else (out,), {}))
+        results = _results(out)
         launches = kind.launches
         if kind.over_lists:
-            written = results or [tensor for tensor in args[0] if isinstance(tensor, torch.Tensor)]
-            if func._opname.startswith("_fused_"):
-                written = [*written, *(tensor for part in args[2:4] for tensor in part)]
+            written = _written_in_lists(func, args, results)
             self._host_items += len(given)
             elements = sum(tensor.numel() for tensor in written)
             launches = max(-(-len(given) // _LIST_TENSORS), -(-elements // _LIST_ELEMENTS))
-            read = given if kind.first_is_read else given[len(args[0]) :]
-            moved = distinct_bytes(read) + distinct_bytes(written)
-        else:
-            moved = _moved(kind, func, args, given, results)
-        self._add(phase, flops_of(func, args, kwargs, out), moved, launches, _way(kind, given, results))
+        moved = _moved(kind, func, args, given, results)
+        counted = flops_of(func, args, kwargs, out)
+        if counted is not None and counted.kind == "unaligned product" and _by_fours((*given, *results)):
+            counted = counted._replace(kind="even product")
+        self._add(phase, counted, moved, launches, _way(kind, given, results))
         if kind.waits:
             self.wait(phase)
+
+    def host_op(
+        self, func: OpOverload, args: Sequence[Any], given: Sequence[torch.Tensor], out: Any, phase: str
+    ) -> None:
+        """An op on host tensors, after it ran: its overhead is told to `on_host`, here it is the bytes'."""
+        kind = self._kind(func)
+        if kind.free or not self.counting:
+            return
+        moved = _moved(kind, func, args, given, _results(out))
+        if moved >= HOST_BYTES:
+            self._append(phase, "host", "single", 0.0, moved, 0)
 
     def kernel(
         self,
@@ -183,13 +204,22 @@ class WorkMeter:
             self._append(phase, kind, "single", 0.0, moved, 1)
 
     def copy(self, tensor: torch.Tensor, to: Literal["host", "device"], phase: str, beside: bool) -> None:
-        """A copy between host and GPU; `beside`: the program goes on while it runs."""
+        """A copy between host and GPU; `beside`: the host goes on while it runs."""
         self._host_ops += 1
         self._append(phase, f"to {to}", "single", 0.0, distinct_bytes((tensor,)), 1, beside=beside)
 
     def wait(self, phase: str) -> None:
-        """The host waits for everything it has started."""
+        """The host waits for what it has given to the current stream."""
         self._append(phase, "wait", "single", 0.0, 0, 0)
+
+    def _wait_between(self, kind: str, stream: int, event: int) -> None:
+        self._append(self._phase, kind, "single", 0.0, 0, 0, stream=stream, event=event)
+
+    def _kind(self, func: OpOverload) -> _Kind:
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = _kind_of(func)
+        return kind
 
     def _add(self, phase: str, counted: Flops | None, moved: int, launches: int, way: str = "memory") -> None:
         if counted is None:
@@ -212,9 +242,12 @@ class WorkMeter:
         depth: int = 0,
         beside: bool = False,
         efficiency: float = 0.0,
+        stream: int | None = None,
+        event: int = 0,
     ) -> None:
         if not self.counting:
             return
+        self._phase = phase
         # The engine runs without gradients of its own; what a checkpoint recomputes does not.
         engine = phase == "backward" and not torch.is_grad_enabled()
         where: Any = "forward" if phase == "setup" else phase
@@ -234,6 +267,8 @@ class WorkMeter:
                 depth,
                 beside,
                 efficiency,
+                self._streams.current.stream_id if stream is None else stream,
+                event,
             )
         )
 
@@ -277,6 +312,9 @@ def _moved(
     results: Sequence[torch.Tensor],
 ) -> int:
     """Bytes that an op reads and writes."""
+    if kind.over_lists:
+        read = given if kind.first_is_read else given[len(args[0]) :]
+        return distinct_bytes(read) + distinct_bytes(_written_in_lists(func, args, results))
     written = distinct_bytes(results)
     first = args[0] if args and isinstance(args[0], torch.Tensor) else None
     if first is None or (kind.first_is_read and not kind.gathers and not kind.scatters):
@@ -291,6 +329,30 @@ def _moved(
             return others + 2 * min(written, others)
         return others + distinct_bytes((first,)) + written
     return others + written
+
+
+def _by_fours(halves: Iterable[torch.Tensor]) -> bool:
+    """Whether rows lie a whole number of 4 bytes apart: the least that is fetched beside the arithmetic."""
+    return not any(
+        step % 2
+        for tensor in halves
+        for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+        if size > 1 and step != 1
+    )
+
+
+def _results(out: Any) -> list[torch.Tensor]:
+    return list(tensors_in(out if isinstance(out, (list, tuple)) else (out,), {}))
+
+
+def _written_in_lists(
+    func: OpOverload, args: Sequence[Any], results: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """What an op over lists writes: its results, else the first list, and the states of a fused optimizer."""
+    written = results or [tensor for tensor in args[0] if isinstance(tensor, torch.Tensor)]
+    if func._opname.startswith("_fused_"):
+        return [*written, *(tensor for part in args[2:4] for tensor in part)]
+    return written
 
 
 def _way(kind: _Kind, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> str:

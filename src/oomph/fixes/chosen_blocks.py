@@ -1,0 +1,42 @@
+"""The blocks that a fix puts something around, which changes what they save for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from oomph.errors import UserError
+from oomph.fixes.anatomy import module_at, name_of
+
+_FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's, timm's
+
+
+def blocks_at(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.Module]:
+    """By name, each once and by its first name, though a model may list one block several times."""
+    found: dict[str, nn.Module] = {}
+    for name in names:
+        module = module_at(model, name, fix)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            member = next(iter(module._modules), "0")
+            raise UserError(
+                f"fix {fix!r}: {name!r} is a {type(module).__name__}, which has no forward; name its "
+                f"members, such as '{name}.{member}'"
+            )
+        found[name_of(model, module)] = module
+    return found
+
+
+def recomputes_itself(model: nn.Module) -> str | None:
+    """The first module whose own checkpointing is on, in words; None where there is none."""
+    for name, module in model.named_modules():
+        for flag in _FLAGS:
+            if getattr(module, flag, False) is True:
+                return f"{name or 'the model'} recomputes by itself ({flag})"
+    return None
+
+
+def refuse_own_checkpointing(model: nn.Module, fix: str) -> None:
+    where = recomputes_itself(model)
+    if where is not None:
+        raise UserError(f"fix {fix!r}: {where}; switch that off and use the fix 'recompute'")
