@@ -1,4 +1,4 @@
-"""A language model as one writes it after a tutorial, too large for its card; and a small one to verify fixes on.
+"""A language model as one writes it after a tutorial, too large for its card; and a small one for `verify`.
 
 oomph fixes examples/fixes.py:workload --gpu rtx4090
 oomph predict examples/fixes.py:workload --gpu rtx4090 --fix fused_attention --fix fused_loss
