@@ -92,6 +92,13 @@ def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path
     assert peak("--fix", 'recompute:blocks=["blocks.0"]') == peak("--fix", str(tmp_path / "fixes.json"))
 
 
+def test_an_empty_file_of_fixes_is_a_mistake(program, tmp_path, capsys):
+    (tmp_path / "empty.json").write_text("[]")
+    for command in (["verify"], ["predict", "--fix"]):
+        assert run([command[0], f"{program}:work", *command[1:], str(tmp_path / "empty.json")]) == 2
+        assert "holds an empty list; give at least one fix" in capsys.readouterr().err
+
+
 def test_verify_says_that_it_holds(program, capsys):
     assert run(["verify", f"{program}:work", "recompute", "--sizes", "B=3"]) == 0
     out = capsys.readouterr().out

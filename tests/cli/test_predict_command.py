@@ -116,7 +116,10 @@ def test_a_users_mistake_found_while_tracing_is_one_line(fake_predict, capsys):
         (["predict", "a.py:b", "c"], "oomph: Got unexpected extra argument"),
         (["predict", "a.py:b", "--html", "f"], "oomph: No such option: --html"),
         (["predict", "a.py:b", "--gpu"], "oomph: Option '--gpu' requires an argument"),
-        (["frobnicate"], "oomph: No such command 'frobnicate'; the commands are predict, gpus"),
+        (
+            ["frobnicate"],
+            "oomph: No such command 'frobnicate'; the commands are predict, fixes, verify, gpus",
+        ),
         (
             ["predict", "a.py:b", "--snapshot", "no/such/f"],
             "oomph: --snapshot 'no/such/f': the directory 'no/such' does not exist",

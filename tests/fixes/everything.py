@@ -39,19 +39,22 @@ class Modulated(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, with_branches: bool) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.attention, self.mlp = Attention(WIDTH, HEADS, LONGEST), MLP(WIDTH)
         self.rotary = RotaryEmbedding(WIDTH)
-        self.memory = oomph.nn.KimiDeltaAttention(WIDTH, HEADS, 8)
-        self.modulated = Modulated(WIDTH)
+        if with_branches:
+            self.memory = oomph.nn.KimiDeltaAttention(WIDTH, HEADS, 8)
+            self.modulated = Modulated(WIDTH)
+        self.with_branches = with_branches
 
     def forward(self, x, positions):
         cos, sin = self.rotary(x, positions)
         half = torch.cat((-x[..., WIDTH // 2 :], x[..., : WIDTH // 2]), -1)
         x = x + self.attention(self.norm(x * cos + half * sin))
-        x = x + 0.1 * self.memory(x)[0] + self.modulated(0.1 * x)
+        if self.with_branches:
+            x = x + 0.1 * self.memory(x)[0] + self.modulated(0.1 * x)
         return x + self.mlp(x)
 
 
@@ -61,7 +64,7 @@ class Everything(nn.Module):
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.queries = nn.Parameter(torch.randn(LONGEST, WIDTH))
         self.project = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block(with_branches=first) for first in (True, False))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens):

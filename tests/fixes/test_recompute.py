@@ -108,3 +108,10 @@ def test_one_block_that_is_called_again_and_again_is_found_and_wrapped_once():
     changed = fixes.apply_to_model("recompute", model)
     assert [change.where for change in changed] == ["blocks.0"]
     same_gradients(before, gradients(model, plain_loss, batch), 0)
+
+
+def test_what_only_a_workload_can_have_is_not_put_into_a_model():
+    with pytest.raises(
+        UserError, match="'micro_batches' changes the step, not the model; apply it to a Workload"
+    ):
+        fixes.apply_to_model("micro_batches", seeded(TinyLM))

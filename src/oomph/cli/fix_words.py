@@ -78,6 +78,8 @@ def _from_file(file: str) -> list[FixUse]:
     except json.JSONDecodeError as error:
         raise UserError(f"file {file!r} is not JSON: {error}") from None
     rows = found.get("fixes") if isinstance(found, dict) else found
+    if rows == []:
+        raise UserError(f"file {file!r} holds an empty list; give at least one fix")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "fix" in row for row in rows):
         raise UserError(
             f'file {file!r} holds no list of fixes; it should be [{{"fix": ..., "options": ...}}]'

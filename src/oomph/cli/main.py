@@ -73,7 +73,9 @@ def predict(
     ] = None,
     fix: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIX", help="Predict with this fix in: name, name:option=value, or a .json."),
+        typer.Option(
+            metavar="FIX", help="Predict with this fix in; repeatable: name, name:option=value, or a .json."
+        ),
     ] = None,
 ) -> int:
     """Predict the memory of one training step: does it fit, and which lines own the peak."""

@@ -49,7 +49,10 @@ def open_target(target: str) -> Iterator[Workload | Callable[[], Any]]:
 def _cuda_seems_available() -> Iterator[None]:
     """Many programs choose their device when they are imported; they are predicted for a GPU."""
     import torch
+    from torch.utils import _triton
 
+    # Remembered: asked while a GPU only seems to be there, it would look for the device itself.
+    _triton.has_triton()
     answer = torch.cuda.is_available
     torch.cuda.is_available = lambda: True
     try:

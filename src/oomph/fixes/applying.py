@@ -54,8 +54,13 @@ def apply_to_model(fixes: Fixes, model: nn.Module) -> tuple[Change, ...]:
     """
     uses = uses_of(fixes)
     for use in uses:
-        if not catalogue.find(use.fix).changes_model:
+        fix = catalogue.find(use.fix)
+        if not fix.changes_model or fix.only_in_workloads:
             raise UserError(f"fix {use.fix!r} changes the step, not the model; apply it to a Workload")
+    return _apply(uses, model)
+
+
+def _apply(uses: Sequence[FixUse], model: nn.Module) -> tuple[Change, ...]:
     check_can_be_fixed(model)
     journal = journal_of(model)
     if journal is None:
@@ -165,7 +170,9 @@ def _to_apply(uses: Sequence[FixUse], present: Sequence[FixUse]) -> list[FixUse]
 
 @dataclass(frozen=True)
 class _Fixing:
+    """The model's part of the fixes of a Workload."""
+
     uses: tuple[FixUse, ...]
 
     def __call__(self, model: nn.Module) -> None:
-        apply_to_model(self.uses, model)
+        _apply(self.uses, model)

@@ -49,6 +49,9 @@ class Fix:
     changes: ClassVar[str]  # one plain sentence for people
     # Fixes that cannot be combined with this one, and why. Said on one side is enough.
     excludes: ClassVar[Mapping[str, str]] = {}
+    only_in_workloads: ClassVar[bool] = (
+        False  # the model is only looked at; by itself it would change nothing
+    )
 
     def places(self, patient: Patient) -> Iterable[Place]:
         """Where it applies, each with options that make sense there. Nothing where it does not."""

@@ -29,6 +29,7 @@ _UNSEEN = "a sum, or a loss that compares rows of the batch with each other (con
 
 class MicroBatching(Fix):
     name = "micro_batches"
+    only_in_workloads = True
     kind = "exact"
     changes = "The batch goes through the model in parts, whose gradients add up to those of the whole."
 
