@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from oomph import fixes
 from oomph.fixes.attention.mode import FusingMode
-from oomph.fixes.attention.mode_stack import as_written
+from oomph.fixes.deferral.mode_stack import as_written
 from oomph.fixes.outer_products import DeltaMode
 
 

@@ -6,9 +6,9 @@ from small import TinyLM, seeded, tiny_batch
 from torch import nn
 
 from oomph import fixes
+from oomph.fixes.deferral.quiet_calls import QuietCalls, kind_of
 from oomph.fixes.one_row import OneRow
 from oomph.fixes.outer_products import DeltaMode
-from oomph.fixes.quiet_calls import QuietCalls, kind_of
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.errors import OomphError, UserError
 from oomph.fixes.anatomy import Named, enclosing, module_at, repeated_inside
-from oomph.fixes.attention.mode_stack import is_in_force
+from oomph.fixes.deferral.mode_stack import is_in_force
+from oomph.fixes.deferral.quiet_calls import QuietCalls, kind_of
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Around, Journal
 from oomph.fixes.one_row import GiveUp, OneRow, rows_alike
-from oomph.fixes.quiet_calls import QuietCalls, kind_of
 from oomph.prediction.predict import predict
 from oomph.units import MiB, format_bytes
 from oomph.workload import Workload

@@ -11,10 +11,10 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.anatomy import Named, module_at, repeated_inside
+from oomph.fixes.deferral.quiet_calls import QuietCalls
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Around, Journal
 from oomph.fixes.outer_products import without_deltas
-from oomph.fixes.quiet_calls import QuietCalls
 
 _PRODUCT = re.compile(r"einsum|unsqueeze|None\]|bmm|matmul|outer|@ ")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,17 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from oomph.fixes.attention.deferred import (
+from oomph.fixes.deferral.deferred import (
     MAY_CHANGE,
     Deferred,
     Options,
-    call,
     changes_in_place,
-    deferred_in,
-    is_in_place_by_name,
 )
-from oomph.fixes.attention.mode_stack import DeferringMode, is_in_force
-from oomph.fixes.quiet_calls import QuietCalls, kind_of
+from oomph.fixes.deferral.mode import CallsMode
+from oomph.fixes.deferral.mode_stack import is_in_force
+from oomph.fixes.deferral.quiet_calls import QuietCalls, kind_of
 from oomph.fixes.weight_deltas import Factors, WeightDelta, as_operands
 
 _SMALLER = 4  # times smaller than the matrices must be the rank for which it is worth it
@@ -30,32 +27,15 @@ _MATRIX_PRODUCTS = {"matmul", "bmm", "__matmul__"}
 _LOOKED_AT = {*_BROADCASTING, *_MATRIX_PRODUCTS, "einsum", *MAY_CHANGE}
 
 
-@functools.cache
-def _matters(name: str) -> bool:
-    """May a call of this name, without out=, be one to do something about?"""
-    return name in _LOOKED_AT or is_in_place_by_name(name)
+class DeltaMode(CallsMode):
+    looked_at = frozenset(_LOOKED_AT)
 
-
-class DeltaMode(DeferringMode):
     def __init__(self) -> None:
         super().__init__()
         self.deferred_something = False
         self._deltas: list[weakref.ref[WeightDelta]] = []
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Options | None = None
-    ) -> Any:
-        # Every call and every question of a shape comes here: those of no interest have to leave soon.
-        if types and deferred_in(args, kwargs or {}):
-            return call(func, args, kwargs or {})
-        name = getattr(func, "__name__", "")
-        if not kwargs:
-            return self._handled(name, func, args, {}) if _matters(name) else func(*args)
-        if _matters(name) or "out" in kwargs:
-            return self._handled(name, func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _handled(self, name: str, func: Any, args: Sequence[Any], kwargs: Options) -> Any:
+    def handled(self, name: str, func: Any, args: Sequence[Any], kwargs: Options) -> Any:
         if changes_in_place(name, args, kwargs):
             self._before_change([*args[:1], kwargs.get("out")])
         factors = None if kwargs else outer_product(name, args)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oomph.fixes.attention.deferred import Arguments, Deferred, Options
+from oomph.fixes.deferral.deferred import Arguments, Deferred, Options
 from oomph.ops.modulation import modulated_linear, weight_delta_norm
 
 _RESHAPING = ("reshape", "view", "flatten")

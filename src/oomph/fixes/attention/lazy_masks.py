@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oomph.fixes.attention.deferred import Arguments, Deferred, Options, call, changes_in_place
 from oomph.fixes.attention.triangles import Triangle, after
+from oomph.fixes.deferral.deferred import Arguments, Deferred, Options, call, changes_in_place
 
 # Results that share memory with the mask: what is later written into one is seen in the other.
 _SHARING = ("__getitem__", "view", "reshape", "expand", "unsqueeze", "contiguous", "detach")

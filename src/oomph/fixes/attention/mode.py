@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,20 +11,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomph.fixes.attention.deferred import (
-    MAY_CHANGE,
-    Deferred,
-    Options,
-    call,
-    changes_in_place,
-    deferred_in,
-    is_in_place_by_name,
-)
 from oomph.fixes.attention.lazy_masks import LazyMask
-from oomph.fixes.attention.mode_stack import DeferringMode
 from oomph.fixes.attention.score_state import version
 from oomph.fixes.attention.scores import Scores, begin
 from oomph.fixes.attention.triangles import Triangle, after, made_by
+from oomph.fixes.deferral.deferred import (
+    MAY_CHANGE,
+    Deferred,
+    Options,
+    changes_in_place,
+)
+from oomph.fixes.deferral.mode import CallsMode
 from oomph.ops.launch import is_fake
 from oomph.ops.uncompiled import uncompiled
 
@@ -36,12 +32,6 @@ _MAKERS = {
 }
 _CUTS = {"tril", "triu"}
 _LOOKED_AT = {*_PRODUCTS, *_MAKERS, *_CUTS, "view", *MAY_CHANGE}
-
-
-@functools.cache
-def _matters(name: str) -> bool:
-    """May a call of this name, without out=, be one to do something about?"""
-    return name in _LOOKED_AT or is_in_place_by_name(name)
 
 
 class Known:
@@ -68,27 +58,16 @@ class Known:
                 self.put(made, triangle)
 
 
-class FusingMode(DeferringMode):
+class FusingMode(CallsMode):
+    looked_at = frozenset(_LOOKED_AT)
+
     def __init__(self) -> None:
         super().__init__()
         self._known = Known()
         self._scores: list[weakref.ref[Scores]] = []
         self._results: list[weakref.ref[Tensor]] = []
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Options | None = None
-    ) -> Any:
-        # Every call and every question of a shape comes here: those of no interest have to leave soon.
-        if types and deferred_in(args, kwargs or {}):
-            return call(func, args, kwargs or {})
-        name = getattr(func, "__name__", "")
-        if not kwargs:
-            return self._handled(name, func, args, {}) if _matters(name) else func(*args)
-        if _matters(name) or "out" in kwargs:
-            return self._handled(name, func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _handled(self, name: str, func: Any, args: Sequence[Any], kwargs: Options) -> Any:
+    def handled(self, name: str, func: Any, args: Sequence[Any], kwargs: Options) -> Any:
         if name in _PRODUCTS and kwargs.get("out") is None:
             state = begin(name, func, args, kwargs)
             if state is not None:

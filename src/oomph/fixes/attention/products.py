@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from oomph.fixes.attention.deferred import Arguments, Options
+from oomph.fixes.deferral.deferred import Arguments, Options
 
 _ORDINARY = (Tensor, FakeTensor)  # not parameters: a product with one is a layer
 

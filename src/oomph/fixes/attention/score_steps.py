@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from oomph.fixes.attention.deferred import Arguments, Deferred, Options
 from oomph.fixes.attention.lazy_masks import LazyMask
 from oomph.fixes.attention.score_state import BEFORE, NEVER, Call, Constant, Fill, State, Term
 from oomph.fixes.attention.triangles import Triangle
+from oomph.fixes.deferral.deferred import Arguments, Deferred, Options
 
 if TYPE_CHECKING:
     from oomph.fixes.attention.scores import Scores

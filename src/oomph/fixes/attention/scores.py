@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from oomph.errors import UserError
-from oomph.fixes.attention.deferred import Arguments, Deferred, Options
 from oomph.fixes.attention.fusion import fused
 from oomph.fixes.attention.products import as_product, einsum_product
 from oomph.fixes.attention.score_state import BEFORE, Call, Context, State, Term, version
 from oomph.fixes.attention.score_steps import STEPS
+from oomph.fixes.deferral.deferred import Arguments, Deferred, Options
 
 _IN_PLACE = ("add_", "sub_", "mul_", "div_", "masked_fill_")
 _FUNCTION_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]

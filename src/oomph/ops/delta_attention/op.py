@@ -78,8 +78,7 @@ def kda(
         then [N, H, dk, dv]. Plain torch must know the values: give a list or a CPU tensor, or it waits for
         the GPU. (In a prediction that does not know them, the sequences are taken to be equally long.)
     impl: "torch" (any device, any mode), "triton" (kernels, mode="chunked", head sizes to 256), "reference"
-        (a plain loop, the specification), or "auto": "torch" for now. The kernels' present form has not
-        been checked on a GPU; ask for them only to help with that.
+        (a plain loop, the specification), or "auto": the kernels on a GPU where they apply, else "torch".
     check: log_alpha > 0, beta outside [0, 1] and malformed cu_seqlens are errors. Finding them takes the
         values: by default (None) on a CPU only; True also on a GPU, and waits for it. Unchecked, the
         recurrence is computed as written, and may overflow. Never in a prediction.

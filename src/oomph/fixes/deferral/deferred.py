@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from oomph.fixes.attention.mode_stack import as_written
+from oomph.fixes.deferral.mode_stack import as_written
 
 Arguments = Sequence[Any]
 Options = Mapping[str, Any]
