@@ -63,6 +63,18 @@ class RotaryEmbedding(nn.Module):
         )
         return turned_q, turned_k
 
+    def rotate_first(self, x: Tensor, heads: int, table: RotaryTable) -> Tensor:
+        """The first `heads` heads of x turned and the others copied: queries, keys and values in one."""
+        turned: Tensor = rotary(
+            x,
+            table=table,
+            fraction=self.fraction,
+            interleaved=self.interleaved,
+            heads_first=self.heads_first,
+            turned_heads=heads,
+        )
+        return turned
+
     def extra_repr(self) -> str:
         shown = f"dim={self.dim}, theta={self.theta}"
         shown += f", fraction={self.fraction}" if self.fraction != 1 else ""

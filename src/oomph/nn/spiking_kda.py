@@ -110,8 +110,7 @@ class SpikingKDABlock(nn.Module):
         keys, width = num_heads * head_dim, num_heads * values
         self.norm = nn.RMSNorm(hidden_size, eps=norm_eps, **made)
         self.conv = ShortConvolution(hidden_size, conv_size, **made)
-        self.q_proj = nn.Linear(hidden_size, keys, bias=False, **made)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False, **made)
+        self.qk_proj = nn.Linear(hidden_size, 2 * keys, bias=False, **made)
         self.v_proj = nn.Linear(hidden_size, width, bias=False, **made)
         self.drive_proj = nn.Linear(hidden_size, keys, **made)
         self.decay_up = nn.Linear(hidden_size, gate_rank, bias=False, **made)
@@ -145,9 +144,12 @@ class SpikingKDABlock(nn.Module):
         awake_BTH = spikes.detach().bool().any(-1)
         if dropped_BT is not None:
             awake_BTH = awake_BTH & ~dropped_BT.unsqueeze(-1)
+        # Queries and keys at once: they are made alike, and a small model waits for the host.
+        qk_BTND = recomputed(unit_vectors, (self.qk_proj(h).unflatten(-1, (2 * self.num_heads, -1)),))
+        q_BTHD, k_BTHD = qk_BTND.chunk(2, 2)
         o_BTHV, memory = kda(
-            recomputed(unit_vectors, (self._heads(self.q_proj(h)),)),
-            recomputed(unit_vectors, (self._heads(self.k_proj(h)),)),
+            q_BTHD,
+            k_BTHD,
             self._heads(self.v_proj(h)),
             self._log_decay(h, spikes, awake_BTH),
             self._write_strength(h, spikes, awake_BTH),

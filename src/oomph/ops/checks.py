@@ -32,15 +32,15 @@ def floating(**tensors: Tensor) -> None:
 
 
 def same_device(**tensors: Tensor | None) -> None:
-    places = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-    if len(set(places.values())) > 1:
+    if len({tensor.device for tensor in tensors.values() if tensor is not None}) > 1:
+        places = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
         given = ", ".join(f"{name} on {device}" for name, device in places.items())
         raise ArgumentError(f"all tensors must be on one device; given: {given}")
 
 
 def same_dtype(**tensors: Tensor | None) -> None:
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
-    if len(set(dtypes.values())) > 1:
+    if len({tensor.dtype for tensor in tensors.values() if tensor is not None}) > 1:
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
         given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise ArgumentError(f"all tensors must have one dtype (or run under autocast); given: {given}")
 

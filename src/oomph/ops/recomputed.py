@@ -45,11 +45,12 @@ class _Recomputed(torch.autograd.Function):
         ctx.function, ctx.halo, ctx.count = function, halo, count
         result: Tensor | None = None
         length = tokens[0].shape[1] - halo
+        slices = _slices(tokens[0], length)
         with no_autocast(tokens[0]):
-            for start, stop in _slices(tokens[0], length):
+            if len(slices) == 1:
+                return function(*tensors)  # type: ignore[no-any-return]
+            for start, stop in slices:
                 part = function(*_rows(tokens, start, stop, halo), *shared)
-                if stop - start == length:
-                    return part  # type: ignore[no-any-return]
                 if result is None:
                     result = part.new_empty(part.shape[0], length, *part.shape[2:])
                 result[:, start:stop].copy_(part)
@@ -67,9 +68,9 @@ class _Recomputed(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(shared)
         with no_autocast(grad), torch.enable_grad():
             for start, stop in slices:
+                of_slice = tokens if len(slices) == 1 else _rows(tokens, start, stop, halo)
                 rows = [
-                    each.detach().requires_grad_(want)
-                    for each, want in zip(_rows(tokens, start, stop, halo), wanted, strict=False)
+                    each.detach().requires_grad_(want) for each, want in zip(of_slice, wanted, strict=False)
                 ]
                 own = [
                     each.detach().requires_grad_(want)
@@ -77,7 +78,8 @@ class _Recomputed(torch.autograd.Function):
                 ]
                 part = ctx.function(*rows, *own)
                 trained = [each for each in (*rows, *own) if each.requires_grad]
-                found = iter(torch.autograd.grad(part, trained, grad[:, start:stop]))
+                grad_part = grad if len(slices) == 1 else grad[:, start:stop]
+                found = iter(torch.autograd.grad(part, trained, grad_part))
                 del part
                 for index, each in enumerate(rows):
                     if each.requires_grad and len(slices) == 1:
@@ -113,6 +115,6 @@ def _place(whole: Tensor | None, part: Tensor, start: int, halo: int) -> None:
 
 def _slices(x: Tensor, length: int) -> list[tuple[int, int]]:
     """At least one, also of no tokens."""
-    row_bytes = max(1, 4 * x[:, :1].numel())
+    row_bytes = max(1, 4 * x.numel() // max(1, x.shape[1]))
     step = max(1, min(length, _SLICE_BYTES // row_bytes))
     return [(start, min(start + step, length)) for start in range(0, max(1, length), step)]

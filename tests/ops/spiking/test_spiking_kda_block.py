@@ -47,7 +47,8 @@ def by_formula(made: SpikingKDABlock, x_TC: Tensor, dropped: list[bool]) -> tupl
     ys, silent = [], []
     for t, x in enumerate(x_TC):
         h = silu(sum(kernel[:, 0, 2 - back] * normed[t - back] for back in range(3) if t >= back))  # type: ignore[arg-type]
-        q, k, v, drive = (p[f"{name}_proj.weight"] @ h for name in ("q", "k", "v", "drive"))
+        qk, v, drive = (p[f"{name}_proj.weight"] @ h for name in ("qk", "v", "drive"))
+        q, k = qk.chunk(2)
         membrane = 0.92 * membrane + (drive + p["drive_proj.bias"]).view(HEADS, D)
         smooth = torch.sigmoid(9.0 * (membrane - 0.35))
         spikes = (membrane > 0.35).double() + smooth - smooth.detach()

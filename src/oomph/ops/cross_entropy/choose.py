@@ -1,5 +1,6 @@
 """Which implementation of linear_cross_entropy runs, and in what blocks."""
 
+import functools
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from oomph.ops import checks
 from oomph.ops.choice import Choice
 from oomph.ops.cross_entropy.arguments import Arguments, check_arguments
 from oomph.ops.cross_entropy.sharded import shard_of
-from oomph.ops.cross_entropy.tiling import DEFAULT_BUDGET, Sizes, choose_tiling
+from oomph.ops.cross_entropy.tiling import DEFAULT_BUDGET, Sizes, Tiling, choose_tiling
 from oomph.ops.launch import why_not_triton
 from oomph.units import MiB, format_bytes
 
@@ -23,6 +24,12 @@ def explain_choice(*arguments: Any, **options: Any) -> Choice:
     call = Arguments(*arguments, **options)
     check_arguments(call)
     return choose(call)
+
+
+@functools.lru_cache(maxsize=256)  # small models wait for the host, and ask the same at every step
+def _tiling(sizes: Sizes, budget: int) -> tuple[Tiling, str]:
+    tiling = choose_tiling(sizes, budget)
+    return tiling, tiling.describe(sizes.n_tokens, sizes.n_classes, sizes.bytes_per_logit)
 
 
 def choose(a: Arguments) -> Choice:
@@ -48,8 +55,7 @@ def choose(a: Arguments) -> Choice:
         per_logit += wide * (1 + (dtype.itemsize < wide) + (a.softcap is not None))
     budget = checks.budget(a.memory_budget)
     sizes = Sizes(n_tokens, hidden, n_classes, per_logit, wide, a.x.device.type)
-    tiling = choose_tiling(sizes, budget or DEFAULT_BUDGET)
-    blocks = tiling.describe(n_tokens, n_classes, per_logit)
+    tiling, blocks = _tiling(sizes, budget or DEFAULT_BUDGET)
     settings = {"rows": tiling.rows, "columns": tiling.columns, "kernels": no_kernels is None}
     if a.impl != "auto":
         return Choice(a.impl, f"asked for; {blocks}", settings)

@@ -33,6 +33,8 @@ class Rows:
 
     def part(self, first: int, end: int) -> "Rows":
         """Some of the rows, as views."""
+        if first == 0 and end == self.target.shape[0]:
+            return self
         of_all = (self.target, self.kept, self.scale, self.target_weight, self.index)
         target, kept, scale, target_weight, index = (
             None if values is None else values[first:end] for values in of_all
@@ -67,6 +69,8 @@ class RowStatistics:
         )
 
     def part(self, first: int, end: int) -> "RowStatistics":
+        if first == 0 and end == self.lse.shape[0]:
+            return self
         of_all = (self.lse, self.target_logit, self.smooth_sum, self.target_gradient)
         return RowStatistics(*(None if values is None else values[first:end] for values in of_all))  # type: ignore[arg-type]
 

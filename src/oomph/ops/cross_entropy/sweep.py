@@ -154,7 +154,7 @@ class _Block:
         self.grad_lse: Tensor | None = None
         self.rows = sweep.rows.part(first, end)
         index = self.rows.index
-        self.x_RD = sweep.x_ND[first:end] if index is None else sweep.x_ND.index_select(0, index)
+        self.x_RD = _part(sweep.x_ND, first, end) if index is None else sweep.x_ND.index_select(0, index)
         self.in_buffer: int | None = None  # first class of the logits (or gradients) in the buffer
         self.is_gradient = False
 
@@ -177,44 +177,48 @@ class _Block:
 
     def differentiate(self, gradients: Gradients, accumulator: Tensor | None) -> None:
         """Backwards over the blocks of classes: the last one's logits are still in the buffer."""
-        sweep, part = self.sweep, slice(self.first, self.end)
+        n = self.end - self.first
+        sweep, part = self.sweep, (self.first, self.end)
         for position, start in enumerate(reversed(self._starts)):
             g_RC = self._logits(start)
             if not self.is_gradient:
                 self._softmax(g_RC, start, find_lse=False, write_gradient=True)
             self.is_gradient = False
-            classes = slice(start, start + g_RC.shape[1])
+            classes = start, start + g_RC.shape[1]
             if gradients.x_ND is not None:
-                dx_RD = gradients.x_ND[part] if accumulator is None else accumulator[: self.end - self.first]
-                _sum_of_products(dx_RD, g_RC, sweep.weight_VD[classes], add=position > 0)
+                whole, rows = (gradients.x_ND, part) if accumulator is None else (accumulator, (0, n))
+                _sum_of_products(
+                    _part(whole, *rows), g_RC, _part(sweep.weight_VD, *classes), add=position > 0
+                )
             if gradients.bias_V is not None:
-                gradients.bias_V[classes].add_(g_RC.sum(0, dtype=gradients.bias_V.dtype))
+                _part(gradients.bias_V, *classes).add_(g_RC.sum(0, dtype=gradients.bias_V.dtype))
             if gradients.weight_VD is not None:
                 if self.stats.target_gradient is not None and sweep.target_rows is not None:
                     sweep.target_rows.clear_targets(g_RC, self.rows, start)
                 add = gradients.adds_to_weight or self.first > 0
+                dw_CD = _part(gradients.weight_VD, *classes)
                 for some in _aligned_classes(g_RC):
-                    dw_CD = gradients.weight_VD[classes][some]
-                    product_into(dw_CD, g_RC[:, some].t(), self.x_RD, add=add)
+                    product_into(_part(dw_CD, *some), _columns(g_RC, *some).t(), self.x_RD, add=add)
             self.in_buffer = None
         if gradients.x_ND is not None and accumulator is not None:
-            rows = accumulator[: self.end - self.first]
+            summed_RD = _part(accumulator, 0, n)
             if self.rows.index is None:
-                gradients.x_ND[part].copy_(rows)
+                _part(gradients.x_ND, *part).copy_(summed_RD)
             else:
-                gradients.x_ND.index_copy_(0, self.rows.index, rows.to(gradients.x_ND.dtype))
+                gradients.x_ND.index_copy_(0, self.rows.index, summed_RD.to(gradients.x_ND.dtype))
 
     def _logits(self, start: int) -> Tensor:
         n = self.end - self.first
-        weight_CD = self.sweep.weight_VD[start : start + self.width]
-        logits_RC = self.buffer[:n, : weight_CD.shape[0]]
+        weight_CD = _part(self.sweep.weight_VD, start, start + self.width)
+        logits_RC = _columns(_part(self.buffer, 0, n), 0, weight_CD.shape[0])
         if self.in_buffer != start:
             for some in _aligned_classes(logits_RC):
+                some_weight, into = _part(weight_CD, *some), _columns(logits_RC, *some)
                 if self.sweep.bias_V is None:
-                    torch.mm(self.x_RD, weight_CD[some].t(), out=logits_RC[:, some])
+                    torch.mm(self.x_RD, some_weight.t(), out=into)
                 else:
-                    bias_C = self.sweep.bias_V[start : start + self.width][some]
-                    torch.addmm(bias_C, self.x_RD, weight_CD[some].t(), out=logits_RC[:, some])
+                    bias_C = _part(_part(self.sweep.bias_V, start, start + self.width), *some)
+                    torch.addmm(bias_C, self.x_RD, some_weight.t(), out=into)
             self.in_buffer = start
         return logits_RC
 
@@ -240,7 +244,16 @@ class _Block:
         )
 
 
-def _aligned_classes(logits_RC: Tensor) -> list[slice]:
+def _part(x: Tensor, first: int, end: int) -> Tensor:
+    """x[first:end]; x itself where that is all: a view costs the host as much as a product."""
+    return x if first == 0 and end >= x.shape[0] else x[first:end]
+
+
+def _columns(x: Tensor, first: int, end: int) -> Tensor:
+    return x if first == 0 and end >= x.shape[1] else x[:, first:end]
+
+
+def _aligned_classes(logits_RC: Tensor) -> list[tuple[int, int]]:
     """All classes, or those up to a multiple of 8 and the few that are left.
 
     cuBLAS multiplies half-precision matrices several times slower where a size is not a multiple of 8, and
@@ -248,11 +261,11 @@ def _aligned_classes(logits_RC: Tensor) -> list[slice]:
     """
     size = logits_RC.shape[1]
     left = size % 8 if logits_RC.dtype.itemsize == 2 else 0
-    return [slice(0, size)] if left in (0, size) else [slice(size - left, size), slice(0, size - left)]
+    return [(0, size)] if left in (0, size) else [(size - left, size), (0, size - left)]
 
 
 def _sum_of_products(dx_RD: Tensor, g_RC: Tensor, weight_CD: Tensor, *, add: bool) -> None:
     # The few classes first: their share is small, and so is what rounding it between the two costs.
     for some in _aligned_classes(g_RC):
-        product_into(dx_RD, g_RC[:, some], weight_CD[some], add=add)
+        product_into(dx_RD, _columns(g_RC, *some), _part(weight_CD, *some), add=add)
         add = True

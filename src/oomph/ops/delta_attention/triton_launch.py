@@ -244,6 +244,8 @@ def key_gradients(
 ) -> None:
     """The gradients of queries, keys and log-decays: for narrow chunks, then for the others."""
     grad_q, grad_k, _, grad_la = grads
+    parts, gradient_parts = _parts(inputs.log_alpha.dtype), _parts(inputs.k.dtype, more=1)
+    strides = inputs.strides("0134")
     for narrow in (True, False):
         _GRADIENTS.launch(
             "key_gradients",
@@ -272,14 +274,14 @@ def key_gradients(
             plan.heads,
             scratch.rows[1],
             plan.batch * plan.tokens * plan.heads,
-            *inputs.strides("0134"),
+            *strides,
             DK=plan.dk,
             **_value_block(plan, KEYS_TILE),
             **_key_block(plan, KEYS_TILE),
             LEVELS=plan.levels,
-            PARTS=_parts(inputs.log_alpha.dtype),
+            PARTS=parts,
             # Sums of gradients cancel: they keep twice the bits of the result, where that can be.
-            GRADIENT_PARTS=_parts(inputs.k.dtype, more=1),
+            GRADIENT_PARTS=gradient_parts,
             GRAD_Q=grad_q is not None,
             GRAD_K=grad_k is not None,
             GRAD_LA=grad_la is not None,

@@ -1,5 +1,6 @@
 """What the kernels of delta attention read and hand to each other, and where that memory comes from."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,7 +26,11 @@ class Inputs:
 
     def strides(self, names: str) -> list[int]:
         """Of batch, token and head, for the inputs whose places (0 for q) `names` lists."""
-        return [stride for name in names for stride in self.tensors[int(name)].stride()[:3]]
+        return [stride for name in names for stride in self._strides[int(name)]]
+
+    @functools.cached_property
+    def _strides(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(x.stride()[:3] for x in self.tensors)
 
 
 @dataclass(frozen=True)

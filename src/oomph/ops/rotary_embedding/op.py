@@ -3,7 +3,7 @@
 Legend: B batch, H heads, T tokens, D head size, P pairs that are turned (R = 2P numbers of D).
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from oomph.errors import ArgumentError
 from oomph.ops.checks import floating, one_of, same_device, same_dtype
 from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
 from oomph.ops.launch import Kernels, why_not_triton
-from oomph.ops.rotary_embedding.chunked import rotate_in_slices
+from oomph.ops.rotary_embedding.chunked import EVERY, rotate_in_slices
 from oomph.ops.rotary_embedding.reference import rotary_reference
 from oomph.ops.rotary_embedding.table import RotaryTable, Scaling, check_positions, rotary_table
 from oomph.ops.uncompiled import uncompiled
@@ -21,6 +21,16 @@ IMPLS = ("auto", "reference", "chunked", "triton")
 _KERNELS = Kernels("oomph.ops.rotary_embedding.triton")
 _HEADS_PER_PROGRAM = 4  # a block of the table is read once for so many heads
 _PAIRS_PER_PROGRAM = 1024  # 8 for each of 128 threads
+
+
+class _How(NamedTuple):
+    """What a rotation does beside the table."""
+
+    interleaved: bool
+    heads_first: bool
+    heads: int  # so many are turned; those after them are copied
+    impl: str
+    inverse: bool = False
 
 
 def _choose(q: Tensor, impl: str, **_: Any) -> Choice:
@@ -47,6 +57,7 @@ def rotary(
     fraction: float = 1.0,
     interleaved: bool = False,
     heads_first: bool = True,
+    turned_heads: int | None = None,
     impl: str = "auto",
 ) -> Any:
     """Rotary position embedding: q turned, or (q, k) turned; new tensors in their dtype and memory layout.
@@ -56,6 +67,8 @@ def rotary(
     made once by `rotary_table` for all layers, and no positions. theta and scaling only make the table.
     fraction: of D that is turned, from the front (Pythia: 0.25); the rest is copied.
     interleaved: pairs are (2i, 2i+1) as in GPT-J instead of (i, i + R/2) as in NeoX and Llama.
+    turned_heads: of q without k; how many heads, from the front, are turned (default all), the rest being
+    copied. For queries, keys and values of one projection, in one pass: what was projected is then free.
 
     The arithmetic is float32 and rounded once (float64 throughout for float64 inputs, table included).
     Saved for backward: cos and sin alone, shared by all that use the table; the gradient is the rotation by
@@ -63,67 +76,87 @@ def rotary(
     the kernel, temporaries of a few MiB. Autocast changes nothing here. Under torch.compile the plain
     formula is traced, which the compiler fuses and whose autograd also keeps cos and sin only.
     """
-    q_BHTD = _as_bhtd("q", q, heads_first)
-    k_BHTD = None if k is None else _as_bhtd("k", k, heads_first)
     one_of("impl", impl, IMPLS)
-    if k_BHTD is not None:
-        _check_pair(q_BHTD, k_BHTD)
+    _check_dims("q", q, heads_first)
+    if k is not None:
+        _check_dims("k", k, heads_first)
+        _check_pair(q, k, heads_first)
+    heads = _heads_to_turn(q.shape[-3 if heads_first else -2], turned_heads, k)
     dim = turned_numbers(q.shape[-1], fraction)
-    table_BTP = _table(q_BHTD, positions, table, theta, scaling, dim)
+    table = _table(q, heads_first, positions, table, theta, scaling, dim)
     turn = _turn_traced if torch.compiler.is_compiling() and impl == "auto" else _turn
-    new_q = _in_shape(turn(q_BHTD, table_BTP, interleaved, impl), q.shape, heads_first)
-    if k is None or k_BHTD is None:
-        return new_q
-    return new_q, _in_shape(turn(k_BHTD, table_BTP, interleaved, impl), k.shape, heads_first)
+    how = _How(interleaved, heads_first, heads, impl)
+    if k is None:
+        return turn(table, how, q)[0]
+    return turn(table, how, q, k)
 
 
 @uncompiled  # when an implementation is named, the compiler is to leave it alone
-def _turn(x_BHTD: Tensor, table_BTP: RotaryTable, interleaved: bool, impl: str) -> Tensor:
-    chosen = announce("rotary", _choose(x_BHTD, impl=impl)).impl
+def _turn(table: RotaryTable, how: _How, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """One node each: where the gradients of two arrive together, the first is freed before the second."""
+    chosen = announce("rotary", _choose(tensors[0], impl=how.impl)).impl
     if chosen == "reference":
-        return _turn_traced(x_BHTD, table_BTP, interleaved, chosen)
-    turned: Tensor = _Rotation.apply(x_BHTD, table_BTP.cos, table_BTP.sin, interleaved, False, chosen)
-    return turned
+        return _turn_traced(table, how, *tensors)
+    how = how._replace(impl=chosen)
+    return tuple(_Rotation.apply(x, table.cos, table.sin, how) for x in tensors)
 
 
-def _turn_traced(x_BHTD: Tensor, table_BTP: RotaryTable, interleaved: bool, impl: str) -> Tensor:
-    return rotary_reference(x_BHTD, table_BTP.cos.unsqueeze(1), table_BTP.sin.unsqueeze(1), interleaved)
+def _turn_traced(table: RotaryTable, how: _How, *tensors: Tensor) -> tuple[Tensor, ...]:
+    token_first = how.heads_first is False
+    # A dimension for the heads, where the tensors have it.
+    cos, sin = (part.unsqueeze(-2 if token_first else -3) for part in (table.cos, table.sin))
+    return tuple(_reference(x, cos, sin, how) for x in tensors)
 
 
-def _in_shape(x_BHTD: Tensor, shape: torch.Size, heads_first: bool) -> Tensor:
-    return (x_BHTD if heads_first else x_BHTD.transpose(1, 2)).view(shape)
+def _reference(x: Tensor, cos: Tensor, sin: Tensor, how: _How) -> Tensor:
+    dim = -3 if how.heads_first else -2
+    if how.heads == EVERY:
+        return rotary_reference(x, cos, sin, how.interleaved)
+    turned, kept = x.tensor_split((how.heads,), dim)
+    return torch.cat((rotary_reference(turned, cos, sin, how.interleaved), kept), dim)
 
 
 class _Rotation(torch.autograd.Function):
     """Linear in x, so that backward needs the table and nothing of x; the gradient is the same function."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool, impl: str
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, how: _How) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.how = (interleaved, inverse, impl)
-        run = _rotate_by_kernel if impl == "triton" else rotate_in_slices
-        return run(x, cos, sin, interleaved, inverse)
+        ctx.how = how
+        return (_rotate_by_kernel if how.impl == "triton" else _rotate_by_torch)(x, cos, sin, how)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        interleaved, inverse, impl = ctx.how
-        grad_x = _Rotation.apply(grads[0], cos, sin, interleaved, not inverse, impl)
-        return grad_x, None, None, None, None, None
+        how = ctx.how._replace(inverse=not ctx.how.inverse)
+        return _Rotation.apply(grads[0], cos, sin, how), None, None, None
 
 
-def _rotate_by_kernel(
-    x_BHTD: Tensor, cos_BTP: Tensor, sin_BTP: Tensor, interleaved: bool, inverse: bool
-) -> Tensor:
-    out = torch.empty_like(x_BHTD)
+def _rotate_by_torch(x: Tensor, cos: Tensor, sin: Tensor, how: _How) -> Tensor:
+    x_BHTD = x if x.dim() == 4 else x.unsqueeze(0)
+    x_BHTD = x_BHTD if how.heads_first else x_BHTD.transpose(1, 2)
+    cos, sin = (part if part.dim() == 3 else part.unsqueeze(0) for part in (cos, sin))
+    out_BHTD = rotate_in_slices(x_BHTD, cos, sin, how.interleaved, how.inverse, how.heads)
+    return (out_BHTD if how.heads_first else out_BHTD.transpose(1, 2)).view(x.shape)
+
+
+def _rotate_by_kernel(x: Tensor, cos: Tensor, sin: Tensor, how: _How) -> Tensor:
+    out = torch.empty_like(x)
     if out.numel() == 0:
         return out
-    batch, heads, tokens, size = x_BHTD.shape
-    pairs = cos_BTP.shape[-1]
-    if cos_BTP.stride() != sin_BTP.stride() or cos_BTP.stride(-1) != 1:  # the kernel reads both alike
-        cos_BTP, sin_BTP = cos_BTP.contiguous(), sin_BTP.contiguous()
+    shape, strides, out_strides = tuple(x.shape), x.stride(), out.stride()
+    if len(shape) == 3:
+        shape, strides, out_strides = (1, *shape), (0, *strides), (0, *out_strides)
+    batch, heads, tokens, size = shape
+    (_, x_head, x_token, _), (_, out_head, out_token, _) = strides, out_strides
+    if not how.heads_first:
+        heads, tokens = tokens, heads
+        x_head, x_token, out_head, out_token = x_token, x_head, out_token, out_head
+    table_strides = cos.stride()
+    if table_strides != sin.stride() or table_strides[-1] != 1:  # the kernel reads both alike
+        cos, sin = cos.contiguous(), sin.contiguous()
+        table_strides = cos.stride()
+    pairs = cos.shape[-1]
     pairs_block = _power_of_two(pairs)
     token_block = max(1, min(_PAIRS_PER_PROGRAM // pairs_block, _power_of_two(tokens)))
     token_blocks = -(-tokens // token_block)
@@ -132,16 +165,23 @@ def _rotate_by_kernel(
     _KERNELS.launch(
         "rotate",
         (batch * token_blocks * head_groups,),
-        x_BHTD,
+        x,
         out,
-        cos_BTP,
-        sin_BTP,
+        cos,
+        sin,
         heads,
+        heads if how.heads == EVERY else how.heads,
         tokens,
-        *x_BHTD.stride(),
-        *out.stride(),
-        0 if cos_BTP.shape[0] == 1 else cos_BTP.stride(0),
-        cos_BTP.stride(1),
+        strides[0],
+        x_head,
+        x_token,
+        strides[3],
+        out_strides[0],
+        out_head,
+        out_token,
+        out_strides[3],
+        table_strides[0] if cos.dim() == 3 and cos.shape[0] > 1 else 0,
+        table_strides[-2],
         token_blocks,
         head_groups,
         PAIRS=pairs,
@@ -150,8 +190,9 @@ def _rotate_by_kernel(
         KEPT_BLOCK=_power_of_two(kept),
         TOKENS=token_block,
         HEADS=_HEADS_PER_PROGRAM,
-        INTERLEAVED=interleaved,
-        INVERSE=inverse,
+        SOME=how.heads != EVERY,
+        INTERLEAVED=how.interleaved,
+        INVERSE=how.inverse,
     )
     return out
 
@@ -160,23 +201,38 @@ def _power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def _as_bhtd(name: str, x: Tensor, heads_first: bool) -> Tensor:
+def _check_dims(name: str, x: Tensor, heads_first: bool) -> None:
     floating(**{name: x})
-    layout = "[B, H, T, D] or [H, T, D]" if heads_first else "[B, T, H, D] or [T, H, D]"
     if x.dim() not in (3, 4):
+        layout = "[B, H, T, D] or [H, T, D]" if heads_first else "[B, T, H, D] or [T, H, D]"
         raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: {layout}")
-    x = x if x.dim() == 4 else x.unsqueeze(0)
-    return x if heads_first else x.transpose(1, 2)
 
 
-def _check_pair(q: Tensor, k: Tensor) -> None:
+def _sizes(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
+    """B (1 where it is missing), T and D."""
+    shape = x.shape
+    return shape[0] if len(shape) == 4 else 1, shape[-2 if heads_first else -3], shape[-1]
+
+
+def _check_pair(q: Tensor, k: Tensor, heads_first: bool) -> None:
     same_device(q=q, k=k)
     same_dtype(q=q, k=k)
-    if (q.shape[0], q.shape[2:]) != (k.shape[0], k.shape[2:]):
+    sizes_of_q, sizes_of_k = _sizes(q, heads_first), _sizes(k, heads_first)
+    if sizes_of_q != sizes_of_k:
         raise ArgumentError(
-            f"q has (B, T, D) = {(q.shape[0], *q.shape[2:])} and k {(k.shape[0], *k.shape[2:])}; only their "
+            f"q has (B, T, D) = {sizes_of_q} and k {sizes_of_k}; only their "
             "number of heads may differ (check heads_first, or turn k in a call of its own)"
         )
+
+
+def _heads_to_turn(heads: int, turned_heads: int | None, k: Tensor | None) -> int:
+    if turned_heads is None:
+        return EVERY
+    if k is not None:
+        raise ArgumentError("turned_heads is for q alone, of which it takes a part; leave k out")
+    if isinstance(turned_heads, bool) or not isinstance(turned_heads, int) or not 0 < turned_heads <= heads:
+        raise ArgumentError(f"turned_heads={turned_heads!r} is not valid; q has heads 1 to {heads}")
+    return turned_heads
 
 
 def turned_numbers(size: int, fraction: float) -> int:
@@ -193,51 +249,51 @@ def turned_numbers(size: int, fraction: float) -> int:
 
 
 def _table(
-    q_BHTD: Tensor,
+    q: Tensor,
+    heads_first: bool,
     positions: Tensor | None,
     table: RotaryTable | None,
     theta: float,
     scaling: Scaling,
     dim: int,
 ) -> RotaryTable:
-    """The table as [B or 1, T, P]: the one given, or one for the positions."""
-    batch, tokens = q_BHTD.shape[0], q_BHTD.shape[2]
-    dtype = torch.float64 if q_BHTD.dtype == torch.float64 else torch.float32
-    if table is None:
-        if positions is None:
-            positions = torch.arange(tokens, device=q_BHTD.device)
-        check_positions(positions)
-        if tuple(positions.shape) not in ((tokens,), (1, tokens), (batch, tokens)):
-            raise ArgumentError(
-                f"positions has shape {list(positions.shape)}; valid for B={batch}, T={tokens}: "
-                f"[{tokens}] or [{batch}, {tokens}] (check heads_first)"
-            )
-        same_device(q=q_BHTD, positions=positions)
-        table = rotary_table(positions, dim, theta=theta, scaling=scaling, dtype=dtype)
-    else:
+    """The table as [T, P] or [B or 1, T, P]: the one given, or one for the positions."""
+    batch, tokens, _ = _sizes(q, heads_first)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if table is not None:
         if positions is not None:
             raise ArgumentError("both positions and table were given; the table has its positions already")
-        _check_table(q_BHTD, table, dim, dtype)
-    cos, sin = table.cos, table.sin
-    return RotaryTable(*(t if t.dim() == 3 else t.unsqueeze(0) for t in (cos, sin)))
+        _check_table(q, table, batch, tokens, dim, dtype)
+        return table
+    if positions is None:
+        positions = torch.arange(tokens, device=q.device)
+    check_positions(positions)
+    if tuple(positions.shape) not in ((tokens,), (1, tokens), (batch, tokens)):
+        raise ArgumentError(
+            f"positions has shape {list(positions.shape)}; valid for B={batch}, T={tokens}: "
+            f"[{tokens}] or [{batch}, {tokens}] (check heads_first)"
+        )
+    same_device(q=q, positions=positions)
+    return rotary_table(positions, dim, theta=theta, scaling=scaling, dtype=dtype)
 
 
-def _check_table(q_BHTD: Tensor, table: RotaryTable, dim: int, dtype: torch.dtype) -> None:
+def _check_table(
+    q: Tensor, table: RotaryTable, batch: int, tokens: int, dim: int, dtype: torch.dtype
+) -> None:
     if not isinstance(table, RotaryTable):
         raise ArgumentError(
             f"table is a {type(table).__name__}, not a RotaryTable; make one with rotary_table"
         )
-    batch, tokens = q_BHTD.shape[0], q_BHTD.shape[2]
     valid = ((tokens, dim // 2), (1, tokens, dim // 2), (batch, tokens, dim // 2))
     for name, part in (("cos", table.cos), ("sin", table.sin)):
-        if tuple(part.shape) not in valid:
+        if part.shape not in valid:
             raise ArgumentError(
                 f"table.{name} has shape {list(part.shape)}; valid for B={batch}, T={tokens} and "
                 f"{dim} turned numbers: {list(valid[0])} or {list(valid[2])} (check fraction and heads_first)"
             )
         if part.dtype != dtype:
             raise ArgumentError(
-                f"table.{name} has dtype {part.dtype}; for {q_BHTD.dtype} inputs it must be {dtype} (was the "
+                f"table.{name} has dtype {part.dtype}; for {q.dtype} inputs it must be {dtype} (was the "
                 "table cast?)"
             )
         if part.requires_grad:
@@ -246,4 +302,4 @@ def _check_table(q_BHTD: Tensor, table: RotaryTable, dim: int, dtype: torch.dtyp
             )
     if table.cos.shape != table.sin.shape:
         raise ArgumentError(f"table.cos has shape {list(table.cos.shape)} and sin {list(table.sin.shape)}")
-    same_device(q=q_BHTD, table=table.cos, sin=table.sin)
+    same_device(q=q, table=table.cos, sin=table.sin)

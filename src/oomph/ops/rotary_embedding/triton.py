@@ -16,6 +16,7 @@ def rotate(
     cos,
     sin,
     heads,
+    turned_heads,  # those after them are copied
     tokens,
     x_batch,
     x_head,
@@ -35,6 +36,7 @@ def rotate(
     KEPT_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    SOME: tl.constexpr,  # are there any to copy?
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -65,15 +67,22 @@ def rotate(
             both_mask = real_token & (both < 2 * PAIRS) & (head < heads)
             pairs = tl.load(x_rows + both * x_last, mask=both_mask, other=0.0).to(c.dtype)
             x1, x2 = tl.split(tl.reshape(pairs, (TOKENS, PAIRS_BLOCK, 2)))
-            turned = tl.reshape(tl.join(x1 * c - x2 * s, x1 * s + x2 * c), (TOKENS, 2 * PAIRS_BLOCK))
+            first, second = x1 * c - x2 * s, x1 * s + x2 * c
+            if SOME:
+                first = tl.where(head < turned_heads, first, x1)
+                second = tl.where(head < turned_heads, second, x2)
+            turned = tl.reshape(tl.join(first, second), (TOKENS, 2 * PAIRS_BLOCK))
             tl.store(out_rows + both * out_last, turned.to(out.dtype.element_ty), mask=both_mask)
         else:
             here = mask & (head < heads)
             x1 = tl.load(x_rows + pair[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
             x2 = tl.load(x_rows + (pair + PAIRS)[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
-            first = (x1 * c - x2 * s).to(out.dtype.element_ty)
-            second = (x1 * s + x2 * c).to(out.dtype.element_ty)
-            tl.store(out_rows + pair[None, :] * out_last, first, mask=here)
+            first, second = x1 * c - x2 * s, x1 * s + x2 * c
+            if SOME:
+                first = tl.where(head < turned_heads, first, x1)
+                second = tl.where(head < turned_heads, second, x2)
+            tl.store(out_rows + pair[None, :] * out_last, first.to(out.dtype.element_ty), mask=here)
+            second = second.to(out.dtype.element_ty)
             tl.store(out_rows + (pair + PAIRS)[None, :] * out_last, second, mask=here)
         if KEPT > 0:
             last = 2 * PAIRS + tl.arange(0, KEPT_BLOCK)[None, :]

@@ -1,12 +1,16 @@
 """PyTorch's fused attention kernels: when they apply without a full-size mask, and how they are called."""
 
+import contextlib
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from oomph.ops.softmax_attention.by_heads import attention_by_heads, key_heads_at_a_time
 from oomph.ops.softmax_attention.cudnn import cudnn_with_bias
 from oomph.ops.softmax_attention.problem import Problem
 
@@ -22,8 +26,27 @@ BACKENDS = tuple(_BACKENDS)
 _SOUND_CUDNN = 91501
 
 
+_MOST_REMEMBERED = 256
+_remembered: dict[tuple[object, ...], tuple[list[str], str]] = {}
+
+
 def fused_backends(p: Problem) -> tuple[list[str], str]:
     """The backends that can run the call in linear memory, best first, and why the others cannot."""
+    # Small models wait for the host: for calls without masks, answers are remembered. Only a tensor of data
+    # is on the GPU that it says: in a prediction the rules are asked anew.
+    if type(p.q) is not Tensor or not p.is_plain or torch.compiler.is_compiling():
+        return _find_backends(p)
+    shapes = p.q.shape, p.k.shape, p.v.shape
+    key = (*shapes, p.causal, p.q.dtype, p.q.device, torch.are_deterministic_algorithms_enabled())
+    found = _remembered.get(key)
+    if found is None:
+        if len(_remembered) >= _MOST_REMEMBERED:  # lengths that grow by one, as in generation
+            _remembered.clear()
+        found = _remembered[key] = _find_backends(p)
+    return found
+
+
+def _find_backends(p: Problem) -> tuple[list[str], str]:
     kind = p.q.device.type
     objection = _shared_objection(p)
     if objection is None and kind == "cpu":
@@ -160,13 +183,53 @@ def _run(p: Problem, q: Tensor, backend: str) -> Tensor:
     grouped = p.group > 1
     if grouped and backend == "efficient":  # it knows no groups; the copies are of the size of q
         k, v, grouped = k.repeat_interleave(p.group, 1), v.repeat_interleave(p.group, 1), False
+    if backend in ("cudnn", "flash") and not p.padded and p.bias is None and torch.is_grad_enabled():
+        key_heads = key_heads_at_a_time(q, k)
+        if key_heads < k.shape[1] and any(x.requires_grad for x in (q, k, v)):
+            causal = p.cuts_future
+            out = attention_by_heads(
+                q, k, v, causal=causal, scale=p.scale, backend=backend, key_heads=key_heads
+            )
+            return out if v.shape[3] == head else out[..., :head]
     mask, has_key = _mask(p)
-    with sdpa_kernel([_BACKENDS[backend]]):
+    with _allowing(backend):
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=p.cuts_future, scale=p.scale, enable_gqa=grouped
         )
-    out = out[..., :head]
+    out = out if v.shape[3] == head else out[..., :head]
     return out if has_key is None else torch.where(has_key, out, 0.0)
+
+
+_SWITCHES = {
+    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+}
+
+
+def _allowing(backend: str) -> contextlib.AbstractContextManager[None]:
+    """As sdpa_kernel, which the compiler knows, and which takes as long as the kernel's own call."""
+    if torch.compiler.is_compiling():
+        return sdpa_kernel([_BACKENDS[backend]])
+    return _Allowing(backend)
+
+
+class _Allowing:
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.before: list[tuple[Callable[[bool], None], bool]] = []
+
+    def __enter__(self) -> None:
+        for name, (is_on, turn) in _SWITCHES.items():
+            was = is_on()
+            if was != (name == self.backend):
+                self.before.append((turn, was))
+                turn(not was)
+
+    def __exit__(self, *_: object) -> None:
+        for turn, was in self.before:
+            turn(was)
 
 
 def _padded(tensor: Tensor) -> Tensor:

@@ -49,6 +49,11 @@ class Problem:
         return self.q.shape[1] // self.k.shape[1]
 
     @property
+    def is_plain(self) -> bool:
+        """Without bias, pattern or padding: its shapes say all about it."""
+        return self.bias is None and self.bias_function is None and self.pattern is None and not self.padded
+
+    @property
     def padded(self) -> bool:
         return self.key_lengths is not None or self.key_mask is not None
 
@@ -90,7 +95,8 @@ def make_problem(
     q, k, v = _under_autocast(q, k, v)
     checks.same_dtype(q=q, k=k, v=v)
     tensor_bias = bias if isinstance(bias, Tensor) else None
-    checks.floating_if_given(bias=tensor_bias)
+    if tensor_bias is not None:
+        checks.floating(bias=tensor_bias)
     for name, given in (("key_lengths", key_lengths), ("key_mask", key_mask)):
         if given is not None and not isinstance(given, Tensor):
             raise ArgumentError(f"{name} is a {type(given).__name__}, not a tensor")
@@ -124,18 +130,26 @@ def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    given = f"given q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    valid = "valid: q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E] with H a multiple of G"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ArgumentError(f"attention takes 4-dimensional tensors; {given}; {valid}")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ArgumentError(f"batch sizes differ; {given}; {valid}")
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ArgumentError(f"k and v differ in heads or length; {given}; {valid}")
-    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
-        raise ArgumentError(f"q and k must have one head size, at least 1; {given}; {valid}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ArgumentError(f"query heads are not a multiple of key/value heads; {given}; {valid}")
+    fault = _fault_of_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
+    if fault is not None:
+        raise ArgumentError(
+            f"{fault}; given q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; "
+            "valid: q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E] with H a multiple of G"
+        )
+
+
+def _fault_of_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> str | None:
+    if not len(q) == len(k) == len(v) == 4:
+        return "attention takes 4-dimensional tensors"
+    if not q[0] == k[0] == v[0]:
+        return "batch sizes differ"
+    if k[1:3] != v[1:3]:
+        return "k and v differ in heads or length"
+    if q[3] != k[3] or q[3] == 0:
+        return "q and k must have one head size, at least 1"
+    if k[1] == 0 or q[1] % k[1]:
+        return "query heads are not a multiple of key/value heads"
+    return None
 
 
 def _four_dimensional(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
