@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from short_training import not_found, proposed
 from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
 from torch import nn
-from training import not_found, proposed
 
 import oomph
 from oomph import fixes

@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from short_training import not_found, proposed, trained
 from small import workload
 from torch import nn
-from training import not_found, proposed, trained
 
 import oomph
 from oomph import fixes

@@ -16,8 +16,8 @@ from oomph.fixes.catalogue import why_not_both
 from oomph.fixes.verification import EXACT, differences, run, widened
 from oomph.records import FixUse
 
-# Needs a process group, and has tests of its own.
-ELSEWHERE = {"shard"}
+# Shard needs a process group, the others a model that is made from a config; they have tests of their own.
+ELSEWHERE = {"shard", "fewer_converted_layers", "cheaper_mixing"}
 # For the tiny model: what has no default, or one that a tiny model falls short of.
 OPTIONS = {
     "vocabulary_cap": {"size": 40},

@@ -37,6 +37,13 @@ def test_gradients_are_the_same_bit_by_bit_and_undo_restores_the_model(name, oth
     assert state_of(model) == state
 
 
+def test_a_star_stands_for_one_part_of_a_name():
+    model = seeded(TinyLM)
+    use = FixUse("offload_activations", {"blocks": ["blocks.*.mlp"], "smallest": 1})
+    going = [change.where for change in fixes.apply_to_model(use, model) if "host" in change.what]
+    assert going == ["blocks.0.mlp", "blocks.1.mlp"]  # the last one's are needed at once
+
+
 @pytest.mark.parametrize("blocks", [["blocks.0"], ["blocks.1", "blocks.0"], ["blocks.0.mlp", "blocks.1.mlp"]])
 def test_chosen_modules_alone_are_offloaded(blocks):
     model, batch = seeded(TinyLM), tiny_batch("cpu")
@@ -108,9 +115,12 @@ def test_memory_is_freed_when_the_next_block_has_ended():
     loss.backward()
 
 
-def test_a_block_comes_back_when_the_one_after_it_begins_its_backward():
+# Backward of blocks 3, 2, 1, 0: what was taken is autograd's; of the others, one waits on the device or none.
+@pytest.mark.parametrize(("ahead", "waiting"), [(True, [1, 1, 1, 0]), (False, [0, 0, 0, 0])])
+def test_a_block_comes_back_when_the_one_after_it_begins_its_backward_or_when_it_does(ahead, waiting):
     model, events = seeded(lambda: TinyLM(layers=4)), []
-    fixes.apply_to_model(["recompute", EVERYTHING], model)
+    use = FixUse("offload_activations", {"smallest": 1, "ahead": ahead})
+    fixes.apply_to_model(["recompute", use], model)
     for block in model.blocks:
         inner = block.norm_2.forward  # runs in forward, and again when backward comes to the block
 
@@ -122,8 +132,7 @@ def test_a_block_comes_back_when_the_one_after_it_begins_its_backward():
     loss = plain_loss(model, tiny_batch("cpu"))
     events.clear()
     loss.backward()
-    # Backward of blocks 3, 2, 1, 0: what was taken is autograd's; of the others, one waits on the device.
-    assert [sum(event) for event in events] == [1, 1, 1, 0]
+    assert [sum(event) for event in events] == waiting
 
 
 def test_host_memory_is_used_again_and_goes_with_the_model():
@@ -248,7 +257,9 @@ def test_pieces_are_powers_of_two_and_waste_less_than_a_mebibyte():
         ({"blocks": "blocks"}, "'blocks' is a ModuleList, which has no forward"),
         ({"smallest": 1.5}, r"smallest=1\.5 is not valid; give bytes"),
         ({"smallest": "many"}, "smallest: size 'many' is not valid"),
-        ({"largest": 1}, "has no option 'largest'; its options are blocks, smallest"),
+        ({"largest": 1}, "has no option 'largest'; its options are blocks, smallest, ahead"),
+        ({"ahead": 1}, "ahead=1 is not valid; valid: true, false"),
+        ({"blocks": "blocks.*.nothing"}, r"has no module like 'blocks\.\*\.nothing'"),
     ],
 )
 def test_mistakes_are_told_and_change_nothing(options, message):

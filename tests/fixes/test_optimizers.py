@@ -7,9 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from short_training import not_found, proposed, same_parameters, trained
 from small import TinyLM, plain_loss, seeded, tiny_batch, workload
 from torch import nn
-from training import not_found, proposed, same_parameters, trained
 
 import oomph
 from oomph import fixes

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from short_training import not_found, proposed, trained
 from small import tiny_batch, workload
-from training import not_found, proposed, trained
 
 import oomph
 from oomph import fixes

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from short_training import not_found
 from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
-from training import not_found
 
 import oomph
 from oomph import fixes

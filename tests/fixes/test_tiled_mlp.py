@@ -161,7 +161,7 @@ def test_what_cannot_be_tiled_is_left_out_of_the_proposal():
 def test_nothing_is_proposed_for_a_model_without_mlps(name):
     work = ARCHITECTURES[name]()
     assert fixes.find("tiled_mlp").propose(oomph.predict(work, gpu="h200"), work) == []
-    with pytest.raises(UserError, match="no MLPs that are found; name modules"):
+    with pytest.raises(UserError, match="no MLPs that are found and not tiled already; name modules"):
         fixes.apply_to_model("tiled_mlp", work.model())
 
 
@@ -226,3 +226,21 @@ def test_a_layer_of_two_parts_is_found_by_its_method():
         (f"bert.encoder.layer.{number}", "feed_forward_chunk") for number in range(2)
     ]
     assert isinstance(mlps.mlps(model)[0], Found)
+
+
+def test_mlps_that_tile_themselves_are_left_alone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own, self.wrapped = oomph.nn.GatedMLP(8, 32), oomph.nn.TiledMLP(plain())
+
+        def forward(self, x):
+            return self.wrapped(self.own(x))
+
+    def plain():
+        return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    assert mlps.mlps(Net()) == []
+    with pytest.raises(UserError, match="own: it is tiled already"):
+        fixes.apply_to_model(tiled(modules=["own"]), Net())
+    assert [one.name for one in mlps.mlps(nn.ModuleList([plain(), Net()]))] == ["0"]

@@ -14,6 +14,8 @@ from oomph.records import FixUse
 # kept of it (recomputation encloses all of that, and offloading the recomputation); then batch and optimizer;
 # what is left is not part of the model.
 _ORDER: tuple[tuple[str, str], ...] = (
+    ("fewer_converted_layers", "FewerConvertedLayers"),
+    ("cheaper_mixing", "CheaperMixing"),
     ("vocabulary_cap", "VocabularyCap"),
     ("smaller_batch", "SmallerBatch"),
     ("shorter_sequence", "ShorterSequence"),

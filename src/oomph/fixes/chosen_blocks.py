@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from torch import nn
@@ -13,9 +14,12 @@ _FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's, tim
 
 
 def blocks_at(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.Module]:
-    """By name, each once and by its first name, though a model may list one block several times."""
+    """By name, each once and by its first name, though a model may list one block several times.
+
+    In a name, `*` stands for one part between dots: "layers.*.mlp" is the mlp of every layer.
+    """
     found: dict[str, nn.Module] = {}
-    for name in names:
+    for name in _spelt_out(model, names, fix):
         module = module_at(model, name, fix)
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             member = next(iter(module._modules), "0")
@@ -24,6 +28,21 @@ def blocks_at(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.
                 f"members, such as '{name}.{member}'"
             )
         found[name_of(model, module)] = module
+    return found
+
+
+def _spelt_out(model: nn.Module, names: Sequence[str], fix: str) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        if "*" not in name:
+            found.append(name)
+            continue
+        parts = [re.escape(part).replace(r"\*", "[^.]*") for part in name.split(".")]
+        pattern = re.compile(r"\.".join(parts))
+        matching = [known for known, _ in model.named_modules() if pattern.fullmatch(known)]
+        if not matching:
+            raise UserError(f"fix {fix!r}: the model has no module like {name!r}")
+        found += matching
     return found
 
 

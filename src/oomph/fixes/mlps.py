@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph.errors import UserError
 from oomph.fixes.anatomy import is_plain_linear
+from oomph.nn.mlp import GatedMLP, TiledMLP
 from oomph.ops.mlp import MLPWeights, tiled_mlp
 from oomph.ops.mlp.recognise import NotRecognised, recognise
 from oomph.ops.mlp.tiles import has_batch_norm
@@ -34,10 +35,18 @@ class Found:
 
 
 def mlps(model: nn.Module) -> list[Found]:
-    """All that look like one: two or three matrices that widen and narrow again, and no other parameters."""
+    """All that look like one: two or three matrices that widen and narrow again, and no other parameters.
+
+    Those that tile themselves are none: tiles of tiles would cost time and save nothing.
+    """
     found: list[Found] = []
+    tiled: list[str] = []
     for name, module in model.named_modules():
         if any(name.startswith(f"{other.name}.") and other.method == "forward" for other in found):
+            continue
+        if isinstance(module, GatedMLP | TiledMLP):
+            tiled.append(f"{name}.")
+        if name.startswith(tuple(tiled)) or f"{name}." in tiled:
             continue
         if _has_two_part_mlp(module):
             found.append(Found(name, module, "feed_forward_chunk"))
@@ -54,6 +63,8 @@ def at(name: str, module: nn.Module) -> Found:
 def why_not(found: Found) -> str | None:
     """Why it cannot be run in tiles, in a few words."""
     module, inside = found.module, _parts(found)
+    if isinstance(module, GatedMLP | TiledMLP):
+        return "it is tiled already"
     if found.method in vars(module):
         return f"its {found.method} was replaced already"
     arguments = _arguments(getattr(module, found.method))

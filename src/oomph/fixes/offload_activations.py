@@ -36,13 +36,18 @@ class OffloadActivations(Fix):
         *,
         blocks: Sequence[str] | None = None,
         smallest: int | str = MiB,
+        ahead: bool = True,
     ) -> None:
-        """`blocks`: names of modules; by default every repeated block but the last, whose activations are
-        needed at once. `smallest`: bytes of a tensor that is worth copying.
+        """`blocks`: names of modules ("layers.*.mlp" is one in each layer); by default every repeated block
+        but the last, whose activations are needed at once. `smallest`: bytes of a tensor that is worth
+        copying. `ahead`: a block's tensors come back while the block after it is in backward; false saves
+        their memory then, and the computation waits for each copy.
 
         With the fix "recompute", a block saves its inputs alone, and those are what is copied.
         """
-        copies = HostCopies(_size(smallest))
+        if not isinstance(ahead, bool):
+            raise UserError(f"fix 'offload_activations': ahead={ahead!r} is not valid; valid: true, false")
+        copies = HostCopies(_size(smallest), ahead)
         # Inside a checkpoint of its own, everything would be copied that it means to compute again.
         refuse_own_checkpointing(model, self.name)
         repeated = [name for group in anatomy.blocks(model) for name, _ in group]

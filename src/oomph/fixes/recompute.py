@@ -57,7 +57,8 @@ class Recompute(Fix):
         blocks: Sequence[str] | None = None,
         keep: str = "nothing",
     ) -> None:
-        """`blocks`: names of modules; by default every repeated block. `keep`: "nothing", or "products"."""
+        """`blocks`: names of modules ("layers.*.mlp" is one in each layer); by default every repeated block.
+        `keep`: "nothing", or "products"."""
         if keep not in KEEP:
             raise UserError(f"fix 'recompute': keep={keep!r} is not valid; valid: {', '.join(KEEP)}")
         refuse_own_checkpointing(model, self.name)

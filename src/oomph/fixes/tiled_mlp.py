@@ -51,7 +51,10 @@ class TiledMLP(Fix):
             named = {module_at(model, name, self.name): name for name in names}  # a shared one once
             found = [mlps.at(name, module) for module, name in named.items()]
         if not found:
-            raise UserError("fix 'tiled_mlp': the model has no MLPs that are found; name modules=[...]")
+            raise UserError(
+                "fix 'tiled_mlp': the model has no MLPs that are found and not tiled already; "
+                "name modules=[...]"
+            )
         for mlp in found:
             why = mlps.why_not(mlp)
             if why is not None:

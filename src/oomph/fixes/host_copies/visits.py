@@ -2,7 +2,8 @@
 
 A tensor that a block saves is copied to the host at once. The device's memory is freed when the block after
 it has ended: its computation has hidden the copy. In backward, a block's memory is allocated and the copy
-started when the block after it begins. The last block's tensors stay: backward begins with them.
+started when the block after it begins, or, without `ahead`, when it begins itself, which waits for the copy.
+The last block's tensors stay: backward begins with them.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 class HostCopies:
     """What the blocks of one model share. A copy of the model has its own, and nothing in it."""
 
-    def __init__(self, smallest: int) -> None:
-        self.smallest = smallest
+    def __init__(self, smallest: int, ahead: bool = True) -> None:
+        self.smallest, self.ahead = smallest, ahead
         self.pool = PinnedPool()
         self._lanes: dict[torch.device, Lanes] = {}
         self._kept: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
         self._latest: weakref.ref[Visit] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HostCopies, (self.smallest,)
+        return HostCopies, (self.smallest, self.ahead)
 
     def visit(self, stays: bool, left_alone: Collection[torch.Tensor]) -> Visit:
         """A block begins. `stays`: what it saves is not copied. `left_alone`: its parameters and buffers."""
@@ -99,7 +100,7 @@ class Visit:
         self._in_backward = True
         self._come_back()  # is on its way already, unless blocks ran in an order of their own
         before = self._block_before()
-        if before is not None:
+        if before is not None and self._copies.ahead:
             before._come_back()
 
     def _come_back(self) -> None:

@@ -1,44 +1,20 @@
-"""Fixes on the command line: `name`, `name:option=value,option=value`, or a JSON file of recorded fixes."""
+"""Fixes as people write them: `name`, `name:option=value,option=value`, or a JSON file of recorded fixes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from oomph.errors import ProgramError, UserError
+from oomph.errors import UserError
 from oomph.records import FixUse
-
-if TYPE_CHECKING:
-    from oomph.workload import Workload
 
 VALID = "give name, name:option=value,option=value, or a .json file with rows of `oomph fixes --json`"
 
 
 def parse_fixes(words: Sequence[str]) -> list[FixUse]:
     return [use for word in words for use in (_from_file(word) if word.endswith(".json") else [_parse(word)])]
-
-
-def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
-    """The target as a Workload, which is what fixes can be put into."""
-    from oomph.workload import Workload
-
-    if isinstance(target, Workload):
-        return target
-    from oomph.prediction import called
-
-    try:
-        found = called(target)
-    except SystemExit as error:
-        message = f"target {name!r} ends the process when it is called (SystemExit: {error.code})"
-        raise ProgramError(message) from error
-    if not isinstance(found, Workload):
-        raise UserError(
-            f"target {name!r} returned {type(found).__name__}; fixes need a Workload, or a function that "
-            "returns one"
-        )
-    return found
 
 
 def _parse(word: str) -> FixUse:
