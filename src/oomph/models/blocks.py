@@ -1,0 +1,263 @@
+"""What the language models share: attention, MLP, the pre-norm residual block, the decoder and its loss.
+
+Legend: B batch, T tokens, D hidden size, H query heads, G key/value heads, E head size, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import register_dataclass
+
+from oomph.errors import ArgumentError
+from oomph.nn.rotary import RotaryEmbedding
+from oomph.nn.token_functions import head_norm
+from oomph.ops.cross_entropy import linear_cross_entropy
+from oomph.ops.rotary_embedding import RotaryTable
+from oomph.ops.softmax_attention import BlockPattern, attention
+
+# Of token and position embeddings; small, so that a tied head starts near a uniform guess.
+_EMBEDDING_STD = 0.02
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
+
+
+@dataclass(frozen=True, eq=False)
+class LanguageModelOutput:
+    """loss where labels were given, logits [B, T, V] where they were not: never both.
+
+    auxiliary_loss: a share of `loss` that is not cross-entropy, as it is before it is weighted.
+    """
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    auxiliary_loss: Tensor | None = None
+
+
+# FSDP looks for the tensors of an output whose gradients will arrive.
+register_dataclass(LanguageModelOutput)
+
+
+class CausalAttention(nn.Module):
+    """y = W_o attention(W_q x, W_k x, W_v x), causal, with grouped heads; memory linear in T.
+
+    rotary: the model's own RotaryEmbedding, made with heads_first=False (all of a head turned, or a fraction
+    of it), whose table is given to forward. None: no positions at all (NoPE).
+    pattern: a BlockPattern, for block-sparse attention; a window is `local(window)`.
+    fused_projection: one matrix for W_q, W_k and W_v, one below the other: fewer and larger steps, for models
+    small enough to wait for the host. It is for these alone: queries, keys and values are then parts of one
+    tensor, which lives, and has a gradient that is put together, as a whole.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        rotary: RotaryEmbedding | None = None,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        bias: bool = False,
+        pattern: BlockPattern | None = None,
+        fused_projection: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if self.num_heads % self.num_kv_heads:
+            raise ArgumentError(
+                f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
+        if fused_projection and qk_norm:
+            raise ArgumentError("fused_projection=True has no norms of queries and keys; leave qk_norm out")
+        self.pattern = pattern
+        self.kernel: Callable[..., Tensor] = attention
+        # Not a child of this layer: there is one for the model.
+        self._rotate: Callable[..., Any] | None = None
+        if rotary is not None:
+            self._rotate = rotary.rotate_first if fused_projection else rotary.rotate
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj: nn.Linear | None = None
+        if fused_projection:
+            self.qkv_proj = nn.Linear(hidden_size, queries + 2 * keys, bias=bias)
+        else:
+            self.q_proj = nn.Linear(hidden_size, queries, bias=bias)
+            self.k_proj = nn.Linear(hidden_size, keys, bias=bias)
+            self.v_proj = nn.Linear(hidden_size, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, hidden_size, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
+
+    def forward(self, x_BTD: Tensor, table: RotaryTable | None = None) -> Tensor:
+        projected = self._projected if self.qkv_proj is None else self._projected_at_once
+        o_BHTE = self.kernel(*projected(x_BTD, table), causal=True, pattern=self.pattern)
+        return self.o_proj(o_BHTE.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+
+    def _projected(self, x_BTD: Tensor, table: RotaryTable | None) -> tuple[Tensor, ...]:
+        """Queries [B, H, T, E], keys and values [B, G, T, E], turned."""
+        q_BTHE = self.q_proj(x_BTD).unflatten(-1, (self.num_heads, self.head_dim))
+        k_BTGE = self.k_proj(x_BTD).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v_BTGE = self.v_proj(x_BTD).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTHE, k_BTGE = head_norm(q_BTHE, self.q_norm), head_norm(k_BTGE, self.k_norm)
+        if self._rotate is not None:
+            q_BTHE, k_BTGE = self._rotate(q_BTHE, k_BTGE, table)
+        return tuple(x.transpose(1, 2) for x in (q_BTHE, k_BTGE, v_BTGE))
+
+    def _projected_at_once(self, x_BTD: Tensor, table: RotaryTable | None) -> tuple[Tensor, ...]:
+        assert self.qkv_proj is not None
+        heads, groups = self.num_heads, self.num_kv_heads
+        all_BTNE = self.qkv_proj(x_BTD).unflatten(-1, (heads + 2 * groups, self.head_dim))
+        if self._rotate is not None:
+            # With a copy of the values: as a part of what was projected, they would keep all of it.
+            all_BTNE = self._rotate(all_BTNE, heads + groups, table)
+        return all_BTNE.transpose(1, 2).split((heads, groups, groups), 1)  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        shown = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+        return shown if self.pattern is None else f"{shown}, pattern={self.pattern}"
+
+
+class MLP(nn.Module):
+    """down(act(up x)). The gated one is oomph.nn.GatedMLP."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = True) -> None:
+        super().__init__()
+        if activation not in ACTIVATIONS:
+            valid = ", ".join(map(repr, ACTIVATIONS))
+            raise ArgumentError(f"activation={activation!r} is not valid; choose from {valid}")
+        self.activation = activation
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+class Residual(nn.Module):
+    """x + dropout(inner(norm(x), ...))."""
+
+    def __init__(self, norm: nn.Module, inner: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.inner, self.dropout = norm, inner, dropout
+
+    def forward(self, x: Tensor, *arguments: Any) -> Tensor:
+        return x + self.branch(x, *arguments)
+
+    def branch(self, x: Tensor, *arguments: Any) -> Tensor:
+        return F.dropout(self.inner(self.norm(x), *arguments), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """One layer: attention, then MLP, each of which adds to the stream; or both from one stream (parallel).
+
+    attention is a Residual, or a module that adds by itself; in a parallel block it is a Residual.
+    """
+
+    def __init__(self, attention: nn.Module, mlp: Residual, *, parallel: bool = False) -> None:
+        super().__init__()
+        if parallel and not isinstance(attention, Residual):
+            raise ArgumentError(f"a parallel block needs a Residual, not a {type(attention).__name__}")
+        self.attention, self.mlp, self.parallel = attention, mlp, parallel
+
+    def forward(self, x_BTD: Tensor, table: RotaryTable | None = None) -> Tensor:
+        given = () if table is None else (table,)
+        if isinstance(self.attention, Residual) and self.parallel:
+            return x_BTD + self.attention.branch(x_BTD, *given) + self.mlp.branch(x_BTD)
+        return self.mlp(self.attention(x_BTD, *given))  # type: ignore[no-any-return]
+
+
+class CausalDecoder(nn.Module):
+    """Token embedding, blocks, norm, head. `model(input_ids, labels)` gives the loss of the next tokens.
+
+    One rotary table is made per forward and handed to every block. tied: the head is the embedding's weight,
+    which is one parameter of one module, so that nothing can untie it. learned_positions: how many there are.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        layers: Sequence[Block],
+        norm: nn.Module,
+        *,
+        tied: bool,
+        rotary: RotaryEmbedding | None = None,
+        learned_positions: int | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.embedding: nn.Module = nn.Embedding(vocab_size, hidden_size)
+        self.positions = None if learned_positions is None else nn.Embedding(learned_positions, hidden_size)
+        self.rotary = rotary
+        self.dropout = dropout
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.lm_head = None if tied else nn.Linear(hidden_size, vocab_size, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Those of the embeddings; other modules have first values of their own."""
+        for embedding in (self.embedding, self.positions):
+            if embedding is not None:
+                nn.init.normal_(embedding.weight, std=_EMBEDDING_STD)  # type: ignore[arg-type]
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]"""
+        owner = self.embedding if self.lm_head is None else self.lm_head
+        return owner.weight  # type: ignore[return-value]
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
+    ) -> LanguageModelOutput:
+        """input_ids [B, T]; labels [B, T], not shifted, -100 where there is none; positions [T] or [B, T].
+
+        With labels: `.loss`, of position t against label t + 1, without the logits. Without: `.logits`.
+        """
+        return self.output(self.hidden_states(input_ids, positions), labels)
+
+    def hidden_states(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[B, T, D], after the last norm."""
+        if input_ids.dim() != 2:
+            raise ArgumentError(f"input_ids has shape {list(input_ids.shape)}; valid: [B, T]")
+        if positions is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x_BTD = self.embedding(input_ids)
+        if self.positions is not None:
+            if input_ids.shape[1] > self.positions.num_embeddings:
+                raise ArgumentError(
+                    f"input_ids has {input_ids.shape[1]} tokens; the model has "
+                    f"{self.positions.num_embeddings} learned positions"
+                )
+            x_BTD = x_BTD + self.positions(positions)
+        x_BTD = F.dropout(x_BTD, self.dropout, self.training)
+        table = None
+        if self.rotary is not None:
+            double = x_BTD.dtype == torch.float64
+            table = self.rotary(positions, dtype=torch.float64 if double else torch.float32)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, table)
+        return self.norm(x_BTD)  # type: ignore[no-any-return]
+
+    def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
+        """The head, and the loss where there are labels."""
+        if labels is None:
+            return LanguageModelOutput(logits=F.linear(hidden_BTD, self.head_weight))
+        loss = linear_cross_entropy(hidden_BTD, self.head_weight, labels, shift=True)
+        assert isinstance(loss, Tensor)
+        return LanguageModelOutput(loss=loss)
+
+
+def total_params(build: Callable[[], nn.Module]) -> int:
+    """The number of parameters of the model that `build` makes, shared ones once, without making any."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build().parameters())

@@ -1,0 +1,100 @@
+"""Products with frozen weights, and linear layers whose weight is held in 8 bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oomph.ops.modulation import Int8Weight, quantize_int8
+from oomph.ops.modulation.weights import add_times_weight, add_times_weight_transposed
+from oomph.ops.precision import no_autocast, product_dtype
+from oomph.ops.uncompiled import uncompiled
+
+
+def frozen_product(h: Tensor, weight_df: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """h W + bias: [..., d] -> [..., f]. An 8-bit W is converted in slices, again in backward, never kept."""
+    if isinstance(weight_df, Tensor):
+        return F.linear(h, weight_df.t(), bias)
+    return _int8_product(h.to(product_dtype(h)), weight_df, bias)
+
+
+@uncompiled
+def _int8_product(h: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    return _Int8Product.apply(h, weight.values, weight.scale, bias)  # type: ignore[no-any-return]
+
+
+class _Int8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(values, scale)
+        h_Nd = h.reshape(-1, h.shape[-1])
+        with no_autocast(h):
+            y_Nf = h.new_zeros(len(h_Nd), values.shape[1])
+            if bias is not None:
+                y_Nf += bias
+            add_times_weight(y_Nf, h_Nd, values, scale)
+        return y_Nf.view(*h.shape[:-1], values.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        values, scale = ctx.saved_tensors
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        g_Nf = g.reshape(-1, g.shape[-1]).contiguous()
+        with no_autocast(g):
+            grad_Nd = g.new_zeros(len(g_Nf), values.shape[0])
+            add_times_weight_transposed(grad_Nd, g_Nf, values, scale)
+        return grad_Nd.view(*g.shape[:-1], values.shape[0]), None, None, None
+
+
+class Int8Linear(nn.Module):
+    """A frozen linear layer, its weight in 8 bits with a float32 scale per output."""
+
+    weight_values: Tensor
+    weight_scale: Tensor
+    bias: Tensor | None
+
+    def __init__(self, linear: nn.Module) -> None:
+        """From an nn.Linear, whose weight is [f, d], or GPT-2's Conv1D, whose weight is [d, f]."""
+        super().__init__()
+        weight = linear.weight
+        assert isinstance(weight, Tensor)
+        weight_df = weight.detach().t() if isinstance(linear, nn.Linear) else weight.detach()
+        quantised = quantize_int8(weight_df)
+        self.in_features, self.out_features = weight_df.shape
+        self.register_buffer("weight_values", quantised.values)
+        self.register_buffer("weight_scale", quantised.scale)
+        bias = linear.bias
+        frozen = nn.Parameter(bias.detach(), requires_grad=False) if isinstance(bias, Tensor) else None
+        self.register_parameter("bias", frozen)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return frozen_product(h, Int8Weight(self.weight_values, self.weight_scale), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, base=8-bit"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Int8Linear":
+        # A scale stands for a whole column: it moves with the module, but is not rounded with it.
+        exact = self.weight_scale
+        super()._apply(fn, recurse)
+        device = self.weight_scale.device
+        meta_to_real = exact.is_meta and device.type != "meta"
+        self.weight_scale = torch.empty_like(exact, device=device) if meta_to_real else exact.to(device)
+        return self
+
+
+def is_linear(module: nn.Module) -> bool:
+    """nn.Linear, or Conv1D, known by its name so that transformers need not be installed."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def hold_in_8_bits(module: nn.Module) -> None:
+    """Replace every linear layer inside by one in 8 bits."""
+    for name, child in list(module.named_children()):
+        if is_linear(child):
+            setattr(module, name, Int8Linear(child))
+        else:
+            hold_in_8_bits(child)

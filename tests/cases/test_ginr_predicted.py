@@ -1,0 +1,26 @@
+"""Report 004's arithmetic against predictions of its sick form."""
+
+from __future__ import annotations
+
+import torch
+
+import oomph
+from oomph.cases.ginr import claims, sick
+from oomph.models.ginr import PRESETS
+
+
+def predicted(preset):
+    def images(device):
+        return {"images": torch.zeros(claims.BATCH, 3, 32, 32, device=device)}
+
+    workload = oomph.Workload(lambda: sick.build(PRESETS[preset]), images, optimizer=None)
+    return oomph.predict(workload, gpu="a100-40gb")
+
+
+def test_feed_forwards_in_the_place_of_attention_still_do_not_fit_40_gib():
+    attention, feed_forward = predicted("default"), predicted("solution_1_feedforward")
+    assert attention.fits is False
+    assert feed_forward.fits is False
+    saved = 1 - feed_forward.peak.allocated / attention.peak.allocated
+    assert 0.05 < saved < 0.2
+    assert feed_forward.peak.allocated > claims.kept_by_solution_1()
