@@ -1,0 +1,1 @@
+"""Training the five systems: configs, data, checkpoints, the loop."""

@@ -1,0 +1,59 @@
+"""Overrides: `key=value` with a YAML value, and the reports' own `--key value` and `--flag`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from oomph.errors import UserError
+from oomph.training.config.reading import parse
+
+_KEY_AND_VALUE = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
+
+
+def is_override(word: str) -> bool:
+    """Whether it is key=value. A fix's options come after a colon: `recompute:keep=products` is none."""
+    return _KEY_AND_VALUE.fullmatch(word) is not None
+
+
+def parse_override(word: str) -> tuple[tuple[str, ...], Any]:
+    """`data.seq_len=128` -> (("data", "seq_len"), 128)."""
+    match = _KEY_AND_VALUE.fullmatch(word)
+    if match is None:
+        raise UserError(f"override {word!r} is not key=value, e.g. data.batch_size=8")
+    key, value = match.groups()
+    return tuple(key.replace("-", "_").split(".")), parse(value, f"override {word!r}")
+
+
+def overrides_from_words(words: Iterable[str]) -> tuple[str, ...]:
+    """The overrides that the words after a config stand for.
+
+    `--vocab_size 10000`, `--vocab-size=10000` and `vocab_size=10000` are the same; a flag without a value,
+    `--sparse`, is true.
+    """
+    found: list[str] = []
+    waiting: str | None = None  # a flag that the next word may be the value of
+    for word in words:
+        if word.startswith("--"):
+            if waiting is not None:
+                found.append(f"{waiting}=true")
+            key, equals, value = word[2:].partition("=")
+            waiting = None if equals else key
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", key):
+                raise UserError(f"{word!r} is not a flag; give --key value, --flag, or key=value")
+            if equals:
+                found.append(f"{key}={value}")
+        elif is_override(word):
+            if waiting is not None:
+                found.append(f"{waiting}=true")
+                waiting = None
+            found.append(word)
+        elif waiting is not None:
+            found.append(f"{waiting}={word}")
+            waiting = None
+        else:
+            raise UserError(f"{word!r} is not an override; give key=value, --key value, or --flag")
+    if waiting is not None:
+        found.append(f"{waiting}=true")
+    return tuple(found)

@@ -1,0 +1,140 @@
+"""Batches through torchdata's stateful loader, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from oomph.errors import UserError
+from oomph.training.data.needs import need
+from oomph.training.data.packing import Batch
+
+_POSITION = "oomph_position"  # under which the loader's own state holds ours
+
+
+class Stateful(Protocol):
+    """A data set of whole batches that is its own iterator and knows where it stands."""
+
+    def __next__(self) -> Batch: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+Dataset = TypeVar("Dataset", bound=Stateful)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """A user's mistake met in a worker. Raised there, it would arrive with a traceback around it."""
+
+    message: str
+
+
+class _Reported(IterableDataset[Any], Generic[Dataset]):
+    """The data set as the loader sees it."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Batch | _Failure:
+        try:
+            return next(self.dataset)  # type: ignore[call-overload, no-any-return]
+        except UserError as error:
+            if get_worker_info() is None:
+                raise
+            return _Failure(str(error))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_POSITION: self.dataset.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.dataset.load_state_dict(state[_POSITION])
+
+
+class Batches(Generic[Dataset]):
+    """What a training loop iterates over. Iterating again goes on where it stopped.
+
+    The state is that of the data set alone, so a run that read in its own process can go on with a worker,
+    and the other way round. `identity`: what must be the same when a state is loaded.
+    """
+
+    def __init__(self, dataset: Dataset, workers: int, identity: Mapping[str, Any]) -> None:
+        self._loaders = need("torchdata.stateful_dataloader", "loading data")
+        self._dataset = dataset
+        self._workers = workers
+        self._identity = dict(identity)
+        self._loader: Any = None
+        self._iterator: Any = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._open()
+        batch = next(self._iterator)
+        if isinstance(batch, _Failure):
+            raise UserError(batch.message)
+        return batch  # type: ignore[no-any-return]
+
+    def state_dict(self) -> dict[str, Any]:
+        """A few numbers: where the next batch starts. Of the batches handed out, not of those read ahead."""
+        loader = self._loader
+        position = self._dataset.state_dict() if loader is None else _found(loader.state_dict())
+        return {"identity": dict(self._identity), "position": dict(position)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, now in self._identity.items():
+            then = state["identity"].get(name)
+            if then != now:
+                raise UserError(
+                    f"the data are not those of the checkpoint: {name} was {then!r} and is {now!r}; "
+                    "resume with the same data, or start a new run"
+                )
+        self.close()
+        self._dataset.load_state_dict(dict(state["position"]))
+
+    def _open(self) -> None:
+        if self._workers:
+            # The tokenizers' threads do not survive a fork, and the library would say so each time.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a counter that newer versions of torch no longer keep.
+            warnings.filterwarnings("ignore", ".*set_vital", UserWarning)
+            # A loader draws a seed for its workers when it is opened. It must not be the training's generator
+            # that it draws from: a resumed run opens one more, and would have other dropout from there on.
+            self._loader = self._loaders.StatefulDataLoader(
+                _Reported(self._dataset),
+                batch_size=None,
+                num_workers=self._workers,
+                generator=torch.Generator().manual_seed(0),
+            )
+        self._iterator = iter(self._loader)
+
+    def close(self) -> None:
+        """Ends the worker. The next batch would start at the state loaded last."""
+        self._iterator = self._loader = None
+
+
+def _found(state: Any) -> dict[str, Any]:
+    """Our position in the loader's state, which nests it differently with and without a worker."""
+    for value in _dicts_below(state):
+        if _POSITION in value:
+            return value[_POSITION]  # type: ignore[no-any-return]
+    raise KeyError(_POSITION)
+
+
+def _dicts_below(state: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(state, dict):
+        yield state
+        for value in state.values():
+            yield from _dicts_below(value)

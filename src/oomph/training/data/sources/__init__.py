@@ -1,0 +1,1 @@
+"""Where documents come from: files of text, JSONL and parquet, the standard library, the hub."""

@@ -1,0 +1,107 @@
+"""A config as the Workload that it trains: what is predicted and measured before it is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oomph.fixes import apply
+from oomph.training.config import OptimizerConfig, Stage, TrainConfig
+from oomph.workload import Workload
+
+
+def workload(config: TrainConfig, *, stage: Stage | None = None, most_passes: int | None = None) -> Workload:
+    """One step at the config's largest shape (or at a stage's), on random data, with its fixes in.
+
+    most_passes: at most so many batches per step. A step's memory is the same from two on, so that a
+    prediction need not trace them all.
+    """
+    stage = stage or config.largest_stage
+    passes = stage.accumulate if most_passes is None else min(stage.accumulate, most_passes)
+    factory = ModelFactory(config.system, config.form, config.model_config, stage.seq_len)
+    batch, sizes = _batch(config, stage)
+    plain = Workload(
+        model=factory,
+        batch=batch,
+        optimizer=AdamW(config.optimizer),
+        dtype=config.training.dtype,
+        autocast=config.training.autocast,
+        accumulate=passes,
+        sizes=sizes,
+    )
+    return apply(config.fixes, plain)
+
+
+@dataclass(frozen=True)
+class ModelFactory:
+    """Builds a system's model. seq_len: of the caches that a sick form makes in advance."""
+
+    system: str
+    form: str
+    config: Any
+    seq_len: int | None = None
+
+    def __call__(self) -> nn.Module:
+        model: nn.Module = self.config.build() if self.form == "healthy" else _SICK[self.system](self)
+        return model
+
+    def with_options(self, **fields: Any) -> ModelFactory:
+        """The same with other fields of the system's config."""
+        return replace(self, config=replace(self.config, **fields))
+
+
+def _sick_module(system: str) -> Any:
+    return import_module(f"oomph.cases.{system}.sick")
+
+
+_SICK: Mapping[str, Callable[[ModelFactory], nn.Module]] = {
+    "hatchling": lambda made: _sick_module("hatchling").SickHatchling(made.config),
+    "pythia": lambda made: _sick_module("pythia").SickPythia(made.config),
+    "longctx": lambda made: _sick_module("longctx").SickLongContext(made.config, made.seq_len),
+    "npt": lambda made: _sick_module("npt").build(made.config),
+    "ginr": lambda made: _sick_module("ginr").build(made.config),
+}
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Of those parameters that are trained: npt's base is frozen."""
+
+    options: OptimizerConfig
+
+    def __call__(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
+        o = self.options
+        trained = [param for param in params if param.requires_grad]
+        return torch.optim.AdamW(
+            trained, lr=o.learning_rate, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+        )
+
+
+@dataclass(frozen=True)
+class RandomText:
+    vocab_size: int
+
+    def __call__(self, device: torch.device, B: int, T: int) -> dict[str, Tensor]:
+        ids = torch.randint(self.vocab_size, (B, T), device=device)
+        return {"input_ids": ids, "labels": ids.clone()}
+
+
+@dataclass(frozen=True)
+class RandomImages:
+    channels: int
+    size: int
+
+    def __call__(self, device: torch.device, B: int) -> dict[str, Tensor]:
+        return {"images": torch.rand(B, self.channels, self.size, self.size, device=device)}
+
+
+def _batch(config: TrainConfig, stage: Stage) -> tuple[Callable[..., Any], dict[str, int]]:
+    if stage.seq_len is None:
+        shape = config.model_config
+        return RandomImages(shape.channels, shape.image_size), {"B": stage.batch_size}
+    return RandomText(config.data.vocab_size or 1), {"B": stage.batch_size, "T": stage.seq_len}

@@ -1,0 +1,188 @@
+"""The table of a first step's stages: on scripted events, and on a decoder that is predicted."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from sample_prediction import GiB, MiB, allocation, prediction
+from torch import nn
+
+import oomph
+from oomph.cases.longctx.sick import SickLongContext
+from oomph.models.longctx import LongContextConfig
+from oomph.records import Event, Moment
+from oomph.report.forward_stages import stage_table, stage_table_text, stage_table_to_json, what_was_added
+from oomph.report.terminal import PLAIN_WIDTH, report_console
+
+# Each word is an event: +id, -id, or a mark.
+SCRIPT = (
+    "+0 +1 +2 |step 1 |forward +3 |enter layers.0 +4 |enter layers.0.mlp.1 +5 |exit layers.0.mlp.1 -5 "
+    "|exit layers.0 |enter layers.1 +6 |exit layers.1 +7 +8 +9 -8 |backward +10 -10 -9 |optimizer "
+    "|step 2 |forward"
+)
+TENSORS = {
+    0: allocation(0, 7 * GiB, kind="parameter", module="layers.0"),
+    1: allocation(1, 1 * GiB, kind="buffer", module="layers.0"),
+    2: allocation(2, 2 * MiB, kind="batch", module=""),
+    3: allocation(3, 640 * MiB, op="aten.embedding", module="embedding", shape=(1, 131072, 2560)),
+    4: allocation(4, 3 * GiB, module="layers.0"),
+    5: allocation(5, 5 * GiB, module="layers.0.mlp.1"),
+    6: allocation(6, 3 * GiB, module="layers.1"),
+    7: allocation(7, 37 * GiB, op="aten.mm", module="", shape=(131072, 151936)),
+    8: allocation(8, 74 * GiB, op="aten._to_copy", module=""),
+    9: allocation(9, 74 * GiB, op="aten._log_softmax", module="", during="loss"),
+    10: allocation(10, 80 * GiB, module="", during="backward"),
+}
+
+
+def scripted(script=SCRIPT, rounding=0):
+    events, timeline, allocated = [], [], 0
+    for word in script.replace(" |", "\n|").replace(" +", "\n+").replace(" -", "\n-").splitlines():
+        if word.startswith("|"):
+            events.append(Event("mark", -1, word[1:]))
+            continue
+        id = int(word[1:])
+        sign = 1 if word[0] == "+" else -1
+        allocated += sign * (TENSORS[id].bytes + rounding)
+        timeline.append(Moment(len(events), allocated, allocated))
+        events.append(Event("alloc" if sign == 1 else "free", id))
+    return prediction(
+        events=tuple(events),
+        timeline=tuple(timeline),
+        allocations=tuple(TENSORS[id] for id in sorted(TENSORS)),
+    )
+
+
+def test_every_stage_has_what_is_allocated_when_it_is_over():
+    rows = stage_table(scripted())
+    model, states = 8 * GiB + 2 * MiB, 640 * MiB
+    assert [(row.stage, row.allocated) for row in rows] == [
+        ("parameters", model),
+        ("after embedding", model + states),
+        ("after first layer", model + states + 3 * GiB),
+        ("after all 2 layers", model + states + 6 * GiB),
+        ("after full forward", model + states + 43 * GiB),
+        ("loss, at its highest", model + states + 191 * GiB),
+        ("kept for backward", model + states + 117 * GiB),
+        ("backward, at its highest", model + states + 197 * GiB),
+    ]
+    assert all(
+        row.change == row.allocated - before.allocated
+        for row, before in zip(rows[1:], rows[:-1], strict=True)
+    )
+
+
+def test_a_row_tells_what_came_and_how_much_went():
+    rows = {row.stage: row for row in stage_table(scripted())}
+    assert what_was_added(rows["parameters"]) == "7.00 GiB parameters\n1.00 GiB buffers"
+    assert what_was_added(rows["after embedding"]) == "640 MiB [1, 131072, 2560] float32 in embedding"
+    assert what_was_added(rows["after full forward"]) == "37.0 GiB [131072, 151936] float32 by mm"
+    assert what_was_added(rows["kept for backward"]) == "74.0 GiB freed"
+
+
+def test_sizes_are_those_of_the_blocks_and_rounding_of_parameters_is_told():
+    rows = stage_table(scripted(rounding=100 * MiB))
+    assert rows[0].allocated == 8 * GiB + 302 * MiB
+    assert what_was_added(rows[0]).startswith("7.10 GiB parameters, 7.00 GiB without rounding")
+
+
+def test_a_forward_without_backward_ends_with_the_head():
+    rows = stage_table(scripted(SCRIPT.partition(" +8")[0]))
+    assert [row.stage for row in rows][-1] == "after full forward"
+
+
+def test_a_program_that_marks_no_steps_starts_when_its_model_is_there():
+    rows = stage_table(scripted(SCRIPT.replace("|step 1 ", "").partition(" |step 2")[0]))
+    assert [row.stage for row in rows][:2] == ["parameters", "after embedding"]
+    assert rows[0].allocated == 8 * GiB
+
+
+def test_where_no_block_is_repeated_there_is_no_table():
+    assert stage_table(scripted("+0 |step 1 |forward +3 +7 |backward +10")) is None
+    assert stage_table_to_json(None) is None
+
+
+def test_where_blocks_of_another_stack_come_later_there_is_no_table_either():
+    later = "|exit layers.1 |enter decoder.0 +7 |exit decoder.0"
+    assert stage_table(scripted(SCRIPT.replace("|exit layers.1 +7", later))) is None
+    earlier = SCRIPT.replace("+3", "|enter stem.0 +3 |exit stem.0")
+    assert stage_table(scripted(earlier))[1].stage == "before the layers"
+
+
+def test_the_table_is_plain_text_of_a_fixed_width_off_a_terminal():
+    text = stage_table_text(stage_table(scripted()), report_console(io.StringIO()))
+    assert text.isascii()
+    assert max(map(len, text.splitlines())) <= PLAIN_WIDTH
+    assert "after first layer" in text
+    assert "+3.00 GiB" in text
+
+
+def test_as_data_it_is_plain_json():
+    rows = json.loads(json.dumps(stage_table_to_json(stage_table(scripted()))))
+    assert rows[1]["stage"] == "after embedding"
+    assert rows[1]["change"] == 640 * MiB
+    assert rows[1]["added"][0]["shape"] == [1, 131072, 2560]
+
+
+def longctx_4b(kind, layers=2, tokens=131_072):
+    config = replace(LongContextConfig.of("4B"), num_layers=layers)
+
+    def batch(device):
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+        return {"input_ids": ids, "labels": ids}
+
+    build = config.build if kind == "healthy" else lambda: SickLongContext(config, tokens)
+    workload = oomph.Workload(build, batch, dtype="bfloat16", optimizer=None)
+    if kind == "healthy":
+        workload = oomph.apply("recompute", workload)
+    return config, {row.stage: row for row in stage_table(oomph.predict(workload))}
+
+
+def test_the_sick_long_context_model_grows_as_arithmetic_says():
+    config, rows = longctx_4b("sick")
+    logits = 131_072 * config.vocab_size * 2
+    caches = config.num_layers * 2 * 131_072 * config.head_dim * 2
+    held = {one.what: one for one in rows["parameters"].added}
+    assert held["parameters"].requested == 2 * config.get_total_params()
+    assert held["buffers"].bytes == pytest.approx(caches, rel=1e-4)
+    assert rows["after embedding"].added[0].bytes == 640 * MiB
+    assert rows["after full forward"].added[0].bytes == logits
+    # fp32 logits and their log-softmax; with one row, the shifted logits are no copy
+    assert rows["loss, at its highest"].change == pytest.approx(4 * logits, rel=1e-4)
+    assert rows["kept for backward"].freed == pytest.approx(3 * logits, rel=1e-4)
+    assert rows["backward, at its highest"].change == pytest.approx(4 * logits, rel=1e-4)
+
+
+def test_the_healthy_one_adds_one_hidden_state_per_recomputed_layer_and_no_logits():
+    tokens = 16_384
+    config, rows = longctx_4b("healthy", tokens=tokens)
+    states = tokens * config.hidden_size * 2
+    workspace = 32 * MiB  # cuBLAS's, from its first product on
+    assert {one.what for one in rows["parameters"].added} == {"parameters", "batch"}
+    assert rows["after first layer"].change == pytest.approx(states + workspace, rel=0.02)
+    assert rows["after all 2 layers"].change == pytest.approx(states, rel=0.02)
+    assert rows["loss, at its highest"].change < 2 * GiB < tokens * config.vocab_size * 2
+
+
+def test_any_stack_of_blocks_is_found():
+    class Classifier(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64))
+            self.tower = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 256) for _ in range(3)))
+            self.head = nn.Linear(64, 10)
+
+        def forward(self, x):
+            return self.head(self.tower(self.stem(x)))
+
+    workload = oomph.Workload(
+        Classifier,
+        lambda device: torch.randn(4, 8, 16, device=device),
+        lambda model, x: model(x).square().mean(),
+    )
+    stages = [row.stage for row in stage_table(oomph.predict(workload))]
+    assert stages[1:4] == ["before the layers", "after first layer", "after all 3 layers"]

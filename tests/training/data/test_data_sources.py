@@ -1,0 +1,191 @@
+"""Where documents come from: text, JSONL, parquet, the standard library, the hub."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import drawn, numbered_lines, opened
+
+from oomph.errors import UserError
+from oomph.training.data.sources import hub, parquet
+from oomph.training.data.sources.corpus import Corpus
+from oomph.training.data.sources.files import open_path, open_stdlib
+from oomph.training.data.sources.lines import JsonLines, TextFile
+from oomph.training.data.sources.named import open_text
+
+
+def documents(corpus: Corpus) -> list[str]:
+    return [document for block in range(corpus.blocks) for document in corpus.read(block)]
+
+
+@pytest.mark.parametrize("block", [1, 2, 7, 64, 1000, 10_000])
+@pytest.mark.parametrize(
+    "content", ["a\nbb\nccc\n", "\n\n\n", "no end", "é" * 500, "日本\n語" * 99, "x" * 300 + "\n" + "y"]
+)
+def test_blocks_of_any_size_join_to_the_file_and_never_cut_a_character(
+    tmp_path: Path, content: str, block: int
+) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text(content, encoding="utf-8")
+    file = TextFile(path, path.stat().st_size, block)
+    assert "".join(text for number in range(file.blocks) for text in file.read(number)) == content
+
+
+@pytest.mark.parametrize("block", [1, 30, 1000])
+def test_jsonl_gives_every_line_once_however_long_the_lines_are(tmp_path: Path, block: int) -> None:
+    texts = [f"text {number} " + "z" * (number * 37 % 200) for number in range(50)]
+    path = tmp_path / "file.jsonl"
+    path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\r\n\n" for text in texts))
+    file = JsonLines(path, path.stat().st_size, block)
+    assert [text for number in range(file.blocks) for text in file.read(number)] == texts
+
+
+def test_half_a_surrogate_pair_in_jsonl_does_not_stop_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text('{"text": "bad \\ud800 half"}\n')
+    assert documents(open_path(str(path))) == ["bad ? half"]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_bytes(b"\xef\xbb\xbfhello\n")
+    assert documents(open_path(str(path))) == ["hello\n"]
+
+
+def test_folders_and_globs_are_read_in_a_stable_order_without_empty_and_hidden_files(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.txt", "sub/c.md"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / ".hidden").write_text("secret")
+    assert documents(open_path(str(tmp_path))) == ["a.txt", "b.txt", "sub/c.md"]
+    assert documents(open_path(str(tmp_path / "*.txt"))) == ["a.txt", "b.txt"]
+    assert documents(open_path(str(tmp_path / "**" / "*.md"))) == ["sub/c.md"]
+
+
+def test_the_standard_library_is_the_same_every_time_and_without_installed_packages() -> None:
+    one, two = open_stdlib(), open_stdlib()
+    assert one.parts == two.parts
+    assert one.size > 5_000_000
+    assert not [part for part in one.parts if "site-packages" in str(getattr(part, "path", ""))]
+
+
+@pytest.mark.parametrize("rows_per_group", [7, 1000])
+def test_parquet_gives_every_row_once_and_resumes(tmp_path: Path, rows_per_group: int) -> None:
+    arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = [f"document {number}" for number in range(200)]
+    path = tmp_path / "file.parquet"
+    tables.write_table(arrow.table({"id": range(200), "text": texts}), path, row_group_size=rows_per_group)
+    assert documents(open_path(str(path))) == texts
+    whole = drawn(opened(path, tmp_path), 80)
+    run = opened(path, tmp_path)
+    drawn(run, 41)
+    resumed = opened(path, tmp_path)
+    resumed.train.load_state_dict(run.train.state_dict())
+    assert drawn(resumed, 39) == whole[41:]
+
+
+def test_bad_parquet_is_one_line_each(tmp_path: Path) -> None:
+    arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    tables.write_table(arrow.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_text("this is not parquet")
+    with pytest.raises(
+        UserError, match=r'a.parquet has no column "text" \(it has id, body\); name the column'
+    ):
+        open_path(str(tmp_path / "a.parquet"))
+    with pytest.raises(UserError, match=r'^column "id" of .* holds int64, not text$'):
+        open_path(str(tmp_path / "a.parquet"), "id")
+    with pytest.raises(UserError, match=r"b.parquet cannot be read as parquet: "):
+        open_path(str(tmp_path / "b.parquet"))
+
+
+def test_a_missing_library_is_one_line_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.parquet").write_text("whatever")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it could not be found
+    with pytest.raises(UserError) as caught:
+        parquet.open_parquet(str(tmp_path / "a.parquet"))
+    assert str(caught.value) == (
+        "reading parquet needs the package pyarrow, which is not installed; pip install 'oomph[train]'"
+    )
+
+
+@pytest.mark.parametrize("name", ["wikitext-2", "wikitext-103", "fineweb-edu"])
+def test_hub_data_without_a_network_are_one_line_within_seconds(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTPS_PROXY", "https_proxy"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # where nothing listens
+    start = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        open_text(name)
+    assert time.monotonic() - start < 6
+    assert str(caught.value).startswith(f"{name} is on the hub, and 127.0.0.1 does not answer; give a path")
+    assert '"stdlib"' in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_server_that_hangs_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(*args: Any, **kwargs: Any) -> None:
+        time.sleep(0.3)
+        raise TimeoutError
+
+    monkeypatch.setattr(socket, "create_connection", hang)
+    start = time.monotonic()
+    assert not hub.reachable("https://example.invalid", patience=0.05)
+    assert time.monotonic() - start < 0.3
+
+
+def test_a_hub_table_is_read_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [f"row {number}\n" if number % 3 else "" for number in range(1000)]
+    table = datasets.Dataset.from_dict({"text": rows})
+    monkeypatch.setattr(hub, "_library", lambda name: datasets)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: table)
+    assert "".join(documents(open_text("wikitext-2"))) == "".join(rows)
+    assert drawn(opened("wikitext-2", tmp_path), 3)
+
+
+def test_a_streamed_hub_data_set_is_its_parquet_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    pytest.importorskip("fsspec")
+    paths = [tmp_path / f"{number}.parquet" for number in range(2)]
+    for number, path in enumerate(paths):
+        tables.write_table(arrow.table({"text": [f"{number} {row}" for row in range(20)]}), path)
+
+    def files(name: str, entry: Any) -> list[str]:
+        return [path.as_uri() for path in paths]
+
+    monkeypatch.setattr(hub, "_files", files)
+    assert documents(open_text("fineweb-edu")) == [f"{n} {row}" for n in range(2) for row in range(20)]
+    assert drawn(opened("fineweb-edu", tmp_path, workers=1), 2) == drawn(opened("fineweb-edu", tmp_path), 2)
+
+
+def test_a_hub_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def load_dataset(self, *args: Any, **kwargs: Any) -> None:
+            raise ValueError("no such thing\nand a long story")
+
+    monkeypatch.setattr(hub, "_library", lambda name: Failing())
+    with pytest.raises(
+        UserError, match=r"^wikitext-2 cannot be loaded from the hub \(no such thing\); give a path"
+    ):
+        open_text("wikitext-2")
+
+
+def test_describe_says_what_the_data_are(tmp_path: Path) -> None:
+    source = numbered_lines(tmp_path / "corpus.txt", 300)
+    assert opened(source, tmp_path).describe() == (
+        f"{source}: 5.5 KiB in 1 file, 1 of 6 blocks held out; 260 bytes; batches of 4 x 16"
+    )

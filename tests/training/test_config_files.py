@@ -1,0 +1,113 @@
+"""Every config that is shipped: it loads, builds its model's config, and says what the reports say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import oomph
+from oomph.training.config import load
+from oomph.training.config.systems import SYSTEMS
+from oomph.training.workloads import ModelFactory, workload
+from oomph.workload import Workload
+
+FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+BY_NAME = {file.stem: file for file in FILES}
+
+
+def loaded(name, *overrides):
+    if name.startswith("npt"):
+        pytest.importorskip("transformers")
+    return load(BY_NAME[name], overrides)
+
+
+def test_every_config_of_the_reports_is_there():
+    assert set(BY_NAME) == {
+        *("hn_xs", "hn_s", "pythia_70m", "pythia_70m_published", "longctx_4b", "longctx_4b_24gb"),
+        *("longctx_0.6b", "longctx_qwen3_4b", "longctx_8b", "npt_default", "npt_optimized", "npt_small"),
+        *("ginr", "ginr_scent_queries", "ginr_residual", *(f"ginr_solution_{n}" for n in range(1, 6))),
+        *(f"{system}_tiny" for system in SYSTEMS),
+    }
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_it_loads_and_describes_a_step(name):
+    config = loaded(name)
+    assert isinstance(config.model_config, SYSTEMS[config.system].config)
+    step = workload(config)
+    assert isinstance(step, Workload)
+    assert step.fixes == tuple(sorted(config.fixes, key=lambda use: step.fixes.index(use)))
+    with torch.device("meta"):
+        config.model_config.build()
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_tiny_config_is_predicted(system):
+    prediction = oomph.predict(workload(loaded(f"{system}_tiny")), gpu="rtx3090")
+    assert prediction.fits
+    assert prediction.peak.allocated < 2**27
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_sick_form_is_built_of_the_same_parameters(system):
+    made = {}
+    for form in ("healthy", "sick"):
+        with torch.device("meta"):
+            model = workload(loaded(f"{system}_tiny", f"form={form}")).model()
+        made[form] = {name: param.shape for name, param in model.named_parameters()}
+    assert made["sick"] == made["healthy"]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_tiny_config_takes_a_step_on_the_cpu(system):
+    step = workload(loaded(f"{system}_tiny"))
+    torch.manual_seed(0)
+    model, device = step.model(), torch.device("cpu")
+    optimizer = step.optimizer(model.parameters())
+    before = [param.detach().clone() for param in model.parameters() if param.requires_grad]
+    for batch, factor in step.passes(step.make_batch(device)):
+        step.scaled(step.loss(model, batch), factor).backward()
+    optimizer.step()
+    after = [param for param in model.parameters() if param.requires_grad]
+    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_the_curriculum_of_hn_xs_is_the_reports():
+    config = loaded("hn_xs")
+    assert [stage.seq_len for stage in config.stages] == [256, 512, 768, 1024]
+    assert [stage.batch_tokens for stage in config.data.curriculum] == [4096, 5120, 4608, 5120]
+    assert {12, 20} <= {stage.accumulate for stage in config.stages} <= set(range(12, 21))
+    assert (config.training.clip, config.training.schedule) == (1.0, "cosine")
+    assert [use.fix for use in config.fixes] == ["fused_optimizer"]
+    assert config.training.cuda_graph
+    assert workload(config).sizes == {"B": 5, "T": 1024}
+    assert workload(config, stage=config.stages[0]).sizes == {"B": 16, "T": 256}
+
+
+def test_a_step_has_what_the_config_says():
+    config = loaded("longctx_4b", "model.attention=nsa", "data.context_length=4096", "lr=0.5")
+    step = workload(config)
+    assert (step.dtype, step.autocast, step.accumulate) == (torch.bfloat16, None, 4)
+    assert step.sizes == {"B": 1, "T": 4096}
+    assert workload(config, most_passes=2).accumulate == 2
+    assert config.model_config.attention == "nsa"
+    group = step.optimizer([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.5, (0.9, 0.95), 0.1)
+
+
+def test_a_factory_shows_its_config_and_gives_another():
+    config = loaded("ginr_tiny")
+    factory = workload(config).model
+    assert isinstance(factory, ModelFactory)
+    other = factory.with_options(query_mixing="cross")
+    assert (factory.config.query_mixing, other.config.query_mixing) == ("self", "cross")
+    assert other.form == factory.form == "healthy"
+
+
+def test_the_optimizer_of_npt_holds_what_is_trained():
+    config = loaded("npt_tiny")
+    model = config.model_config.build()
+    (group,) = workload(config).optimizer(model.parameters()).param_groups
+    assert [id(param) for param in group["params"]] == [id(param) for param in model.trained_parameters()]
