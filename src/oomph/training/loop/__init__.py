@@ -1,0 +1,1 @@
+"""The training loop: steps, schedule, evaluation, and what happens when something goes wrong."""

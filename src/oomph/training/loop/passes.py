@@ -1,0 +1,84 @@
+"""A forward and a backward pass: as it is, or recorded once as a CUDA graph and replayed.
+
+Small models spend most of a step in starting kernels, one by one, from Python. A recorded pass starts all of
+them at once. What it needs: batches of one shape (another shape is recorded anew), gradients that stay where
+they are from step to step, and no decision of the host that depends on numbers of the GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from oomph.training.checkpoints import rng_state, set_rng_state
+from oomph.training.loop.precision import Precision
+
+_WARM_UPS = 2  # kernels are compiled and libraries load before the recording
+
+
+@dataclass(frozen=True)
+class Passes:
+    """loss(model, batch) and its backward pass, times a factor. The loss itself is returned, detached."""
+
+    model: nn.Module
+    loss: Callable[[Any, Any], Tensor]
+    precision: Precision
+
+    def __call__(self, batch: Any, factor: float | Tensor, *, cached: bool = True) -> Tensor:
+        from oomph.workload import Workload
+
+        with self.precision.autocast(cached):
+            loss = self.loss(self.model, batch)
+        self.precision.scaled(Workload.scaled(loss, factor)).backward()
+        return loss.detach()
+
+
+class RecordedPasses:
+    """The same, replayed. One recording for each shape of batch and factor."""
+
+    def __init__(self, passes: Passes) -> None:
+        self.passes = passes
+        self._recorded: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Tensor]] = {}
+
+    def __call__(self, batch: Any, factor: float | Tensor) -> Tensor:
+        key = (_shape(batch), factor)
+        if key not in self._recorded:
+            self._recorded[key] = self._record(batch, factor)
+        graph, inputs, loss = self._recorded[key]
+        for place, given in zip(tree_leaves(inputs), tree_leaves(batch), strict=True):
+            if isinstance(place, Tensor):
+                place.copy_(given, non_blocking=True)
+        graph.replay()
+        return loss.clone()
+
+    def _record(self, batch: Any, factor: float | Tensor) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
+        inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        trained = [each for each in self.passes.model.parameters() if each.requires_grad]
+        before = [None if each.grad is None else each.grad.clone() for each in trained]
+        state = rng_state()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                self.passes(inputs, factor, cached=False)
+        torch.cuda.current_stream().wait_stream(side)
+        for each, old in zip(trained, before, strict=True):
+            # A parameter without a share in the loss has no gradient, recorded or not.
+            if each.grad is not None:
+                each.grad.zero_() if old is None else each.grad.copy_(old)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self.passes(inputs, factor, cached=False)
+        set_rng_state(state)  # as if the first replay were the first pass
+        return graph, inputs, loss
+
+
+def _shape(batch: Any) -> tuple[Any, ...]:
+    return tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(batch)
+    )

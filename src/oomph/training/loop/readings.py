@@ -1,0 +1,59 @@
+"""What a step did, read from the device without waiting for it."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_BEHIND = 2  # steps that may be under way before the oldest is waited for
+
+
+@dataclass(frozen=True)
+class Reading:
+    """step: 1 is the first. `sound` False: its update was not made, or, in backward, should not have been."""
+
+    step: int
+    loss: float
+    norm: float | None
+    sound: bool
+    batches: Any  # those of the step, on the host
+
+
+class Readings:
+    """Numbers on their way to the host: three a step, copied behind the step's own work."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None, Any]] = deque()
+
+    def put(self, step: int, loss: Tensor, norm: Tensor | None, sound: Tensor, batches: Any) -> None:
+        nothing = torch.full((), math.nan, device=loss.device)
+        parts = [loss, nothing if norm is None else norm, sound]
+        numbers = torch.stack([part.detach().to(torch.float32).reshape(()) for part in parts])
+        event = None
+        if numbers.is_cuda:
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            host.copy_(numbers, non_blocking=True)
+            numbers, event = host, torch.cuda.Event()
+            event.record()
+        self._waiting.append((step, numbers, event, batches))
+
+    def take(self, all_of_them: bool = False) -> list[Reading]:
+        """Those that have arrived, oldest first."""
+        found = []
+        while self._waiting:
+            step, numbers, event, batches = self._waiting[0]
+            if event is not None and not event.query():
+                if not all_of_them and len(self._waiting) <= _BEHIND:
+                    break
+                event.synchronize()
+            self._waiting.popleft()
+            loss, norm, sound = numbers.tolist()
+            found.append(
+                Reading(step, loss, None if math.isnan(norm) and sound else norm, bool(sound), batches)
+            )
+        return found

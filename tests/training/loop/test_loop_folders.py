@@ -1,0 +1,212 @@
+"""A run's folder: never written over, never shared, and what is wrong with it is one line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from small_runs import Notes, assert_equal_runs, config_of, rows_of, state_of, trained
+
+from oomph.errors import UserError
+from oomph.training.checkpoints import Checkpoints
+from oomph.training.checkpoints import checkpoints as saving
+from oomph.training.loop import trainer
+from oomph.training.run import train
+
+
+def refused(match: str, *arguments, **options) -> str:
+    with pytest.raises(UserError, match=match) as caught:
+        trained(*arguments, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_run_is_not_started_over_another(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=1"])
+    before = state_of(tmp_path / "run")["step"]
+    refused(r"holds a run already; go on with --resume, or give another output\.dir", tmp_path / "run")
+    assert state_of(tmp_path / "run")["step"] == before
+
+
+def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
+    refused("holds no run to resume; leave --resume out", tmp_path / "run", resume=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_has_no_checkpoint_yet_starts_from_the_beginning(tmp_path: Path) -> None:
+    trained(tmp_path / "straight")
+    trained(tmp_path / "run", ["training.save=false", "training.steps=2"])
+    notes = Notes()
+    trained(tmp_path / "run", resume=True, listener=notes)
+    assert any("no checkpoint yet" in message for message in notes.messages)
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run")
+
+
+def test_a_folder_of_another_config_is_refused_with_what_differs(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=1"])
+    changed = ["model.hidden_size=32", "optimizer.learning_rate=0.5", "training.log_every=3"]
+    message = refused("was begun with another config", tmp_path / "run", changed, resume=True)
+    assert "model.hidden_size was 16 and is 32" in message
+    assert "optimizer.learning_rate was 0.01 and is 0.5" in message
+    assert "log_every" not in message
+
+
+def test_other_fixes_are_another_config(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=1"])
+    refused("fixes was", tmp_path / "run", ["fixes=[optimizer_8bit]"], resume=True)
+
+
+def test_what_only_tells_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=1"])
+    free = ["training.log_every=2", "training.keep=1", "training.eval_every=1", "training.on_nan=skip"]
+    assert trained(tmp_path / "run", free, resume=True).step == 6
+
+
+def test_checkpoints_without_a_config_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=1"])
+    (tmp_path / "run" / "config.yaml").unlink()
+    refused("holds checkpoints, and no config.yaml that says of what", tmp_path / "run")
+
+
+def test_a_foreign_config_in_the_folder_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("architectures: [GPT2]\n")
+    refused("holds a run already", tmp_path / "run")
+    refused(r"config\.yaml: system is missing", tmp_path / "run", resume=True)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=1"])
+    trained(tmp_path / "other", ["training.steps=1", "model.hidden_size=32"])
+    path = tmp_path / "run" / "config.yaml"
+    held = yaml.safe_load(path.read_text())
+    held["model"]["hidden_size"] = 32
+    path.write_text(yaml.safe_dump(held))
+    refused("step-00000001", tmp_path / "run", ["model.hidden_size=32"], resume=True)
+
+
+def test_a_corrupt_checkpoint_is_passed_over_and_said(tmp_path: Path) -> None:
+    trained(tmp_path / "straight")
+    trained(tmp_path / "run", ["training.save_every=2"])
+    file = tmp_path / "run" / "checkpoints" / "step-00000006" / "tensors.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    notes = Notes()
+    trained(tmp_path / "run", ["training.save_every=2"], resume=True, listener=notes)
+    said = "\n".join(notes.messages)
+    assert "passed over: " in said
+    assert "step-00000006" in said
+    assert "resumed at step 4" in said
+    assert rows_of(tmp_path / "run") == rows_of(tmp_path / "straight")
+    assert rows_of(tmp_path / "run", "evaluation") == rows_of(tmp_path / "straight", "evaluation")
+
+
+def test_with_no_sound_checkpoint_a_run_does_not_begin_again_unasked(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=1"])
+    (tmp_path / "run" / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
+    refused("no checkpoint in .* can be used", tmp_path / "run", resume=True)
+
+
+def test_a_full_disk_stops_the_run_and_leaves_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = saving.os.statvfs, 0
+
+    def filling(path):
+        nonlocal calls
+        calls += 1
+        return real(path) if calls == 1 else SimpleNamespace(f_bavail=1, f_frsize=512)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(saving.os, "statvfs", filling)
+        refused(
+            r"no room on disk for the checkpoint of step 4: it needs .* free; earlier checkpoints are",
+            tmp_path / "run",
+            ["training.save_every=2"],
+        )
+    assert [saved.step for saved in Checkpoints(tmp_path / "run" / "checkpoints").all()] == [2]
+    trained(tmp_path / "straight")
+    trained(tmp_path / "run", ["training.save_every=2"], resume=True)
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run")
+
+
+def test_metrics_that_cannot_be_written_are_no_bug_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(trainer.Metrics, "write", full)
+    refused("the run stopped after step 1: .*No space left on device.*--resume", tmp_path / "run")
+
+
+def test_missing_data_are_named_before_anything_is_begun(tmp_path: Path) -> None:
+    refused("nowhere.txt", tmp_path / "run", [f"data.source={tmp_path}/nowhere.txt"])
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_data_that_fail_later_lose_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from oomph.training.data.packing import PackedText
+
+    trained(tmp_path / "straight")
+    real, calls = PackedText.__next__, 0
+
+    def failing(self):
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise UserError("text.txt is gone")
+        return real(self)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(PackedText, "__next__", failing)
+        refused("text.txt is gone", tmp_path / "run")
+    assert state_of(tmp_path / "run")["step"] == 3
+    trained(tmp_path / "run", resume=True)
+    assert_equal_runs(tmp_path / "straight", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("device", "match"),
+    [("gpu", "training.device='gpu' is not a device; give cpu, cuda or cuda:0"), ("cuda", "no GPU")],
+)
+def test_a_device_that_is_not_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, match: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    refused(match, tmp_path / "run", [f"training.device={device}"])
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from oomph.training.run import alone_in
+with alone_in(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_cannot_be_in_one_folder_at_once(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=1"])
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        refused(r"another run is at work in .*; wait for it", tmp_path / "run", resume=True)
+        other.kill()
+    # The lock went with its process, although nobody could take it back.
+    assert trained(tmp_path / "run", resume=True).step == 6
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = config_of(tmp_path / "run", [f"output.dir={tmp_path}/file/run"])
+    with pytest.raises(UserError, match=r"cannot write in .*: Not a directory; give another output\.dir"):
+        train(config)

@@ -1,0 +1,163 @@
+"""A loss or gradients that are no numbers: what is done, what is kept, what is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from faults import nan_gradients, nan_loss, with_fault
+from safetensors.torch import load_file
+from small_runs import Notes, differences, rows_of, state_of, trained
+
+from oomph.errors import UserError
+from oomph.training.checkpoints import Checkpoints
+from oomph.training.loop.failures import NotFinite
+
+FUSED = ("fixes=[fused_optimizer]",)
+
+
+def weights_after(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    checkpoints = Checkpoints(folder / "checkpoints")
+    (saved,) = [each for each in checkpoints.all() if each.step == step]
+    return checkpoints.load(saved)
+
+
+@pytest.mark.parametrize("fixes", [(), FUSED], ids=["plain", "fused"])
+def test_stop_saves_a_sound_state_and_the_batch_and_names_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixes: tuple[str, ...]
+) -> None:
+    trained(tmp_path / "good", [*fixes, "training.steps=2", "training.schedule=constant"])
+    with_fault(monkeypatch, nan_loss, 3)
+    with pytest.raises(NotFinite) as caught:
+        trained(tmp_path / "run", [*fixes, "training.schedule=constant"])
+    file = tmp_path / "run" / "batch_of_step_00000003.safetensors"
+    message = str(caught.value)
+    assert message.startswith(f"the loss of step 3 was nan; its update was not made, its batch is in {file}")
+    assert "the state is saved at step 3; give training.on_nan=skip" in message
+    assert "\n" not in message
+    batch = load_file(file)
+    assert batch["0.input_ids"].shape == (2, 16)
+    assert torch.equal(batch["0.labels"], batch["0.input_ids"])
+    good, stopped = state_of(tmp_path / "good"), state_of(tmp_path / "run")
+    assert differences(good["model"], stopped["model"]) == []
+    assert differences(good["optimizer"], stopped["optimizer"]) == []
+    assert stopped["step"] == 3
+    assert rows_of(tmp_path / "run")[-1]["loss"] == "nan"
+
+
+def test_a_run_stopped_by_nan_goes_on_with_the_next_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patches:
+        with_fault(patches, nan_loss, 3)
+        with pytest.raises(NotFinite):
+            trained(tmp_path / "stopped")
+    trained(tmp_path / "stopped", resume=True)
+    with_fault(monkeypatch, nan_loss, 3)
+    trained(tmp_path / "skipped", ["training.on_nan=skip"])
+    assert differences(state_of(tmp_path / "stopped"), state_of(tmp_path / "skipped")) == []
+    assert rows_of(tmp_path / "stopped") == rows_of(tmp_path / "skipped")
+
+
+@pytest.mark.parametrize(
+    ("fixes", "fault"),
+    [((), nan_loss), ((), nan_gradients), (FUSED, nan_loss), (FUSED, nan_gradients)],
+    ids=["loss", "gradients", "loss, fused", "gradients, fused"],
+)
+def test_skip_goes_on_and_leaves_the_weights_of_that_step_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixes: tuple[str, ...], fault
+) -> None:
+    with_fault(monkeypatch, fault, 3)
+    notes = Notes()
+    every = [*fixes, "training.save_every=1", "training.keep=9", "training.on_nan=skip"]
+    assert trained(tmp_path / "run", every, listener=notes).step == 6
+    second, third, fourth = (weights_after(tmp_path / "run", step) for step in (2, 3, 4))
+    assert differences(second["model"], third["model"]) == []
+    assert differences(second["optimizer"]["state"], third["optimizer"]["state"]) == []
+    assert differences(third["model"], fourth["model"])
+    (told,) = [message for message in notes.messages if "skipped" in message]
+    assert "step 3" in told
+    assert (tmp_path / "run" / "batch_of_step_00000003.safetensors").exists()
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_gradients_that_are_not_finite_are_told_from_a_loss_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_fault(monkeypatch, nan_gradients, 2)
+    with pytest.raises(NotFinite, match=r"the gradients of step 2 were not finite \(norm nan\)"):
+        trained(tmp_path / "run")
+
+
+def test_float16_goes_on_after_a_step_that_was_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_fault(monkeypatch, nan_loss, 3)
+    outcome = trained(tmp_path / "run", ["training.autocast=float16", "training.on_nan=skip"])
+    assert outcome.step == 6
+    # The scaler takes it for an overflow.
+    assert state_of(tmp_path / "run")["scaler"]["scale"] == 65536 / 2
+
+
+def test_gradients_that_overflow_in_float16_are_the_scalers_business(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_fault(monkeypatch, nan_gradients, 2)
+    every = ["training.autocast=float16", "training.save_every=1", "training.keep=9"]
+    assert trained(tmp_path / "run", every).step == 6
+    first, second = (weights_after(tmp_path / "run", step) for step in (1, 2))
+    assert differences(first["model"], second["model"]) == []
+
+
+def test_one_bad_batch_of_several_spoils_the_step_and_all_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_fault(monkeypatch, nan_loss, 5)
+    with pytest.raises(NotFinite, match="the loss of step 2 was nan"):
+        trained(tmp_path / "run", ["training.accumulate=3"])
+    kept = load_file(tmp_path / "run" / "batch_of_step_00000002.safetensors")
+    assert sorted(kept) == [f"{number}.{name}" for number in range(3) for name in ("input_ids", "labels")]
+
+
+@pytest.mark.parametrize("save_every", ["1", "null"])
+def test_updates_in_backward_cannot_be_taken_back_and_are_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: str
+) -> None:
+    with_fault(monkeypatch, nan_loss, 3)
+    overrides = ["fixes=[optimizer_in_backward]", "training.clip=null", f"training.save_every={save_every}"]
+    with pytest.raises(NotFinite) as caught:
+        trained(tmp_path / "run", [*overrides, "training.on_nan=skip"])
+    assert "its updates were made in backward; its batch is in" in str(caught.value)
+    assert "resume from the checkpoint before it" in str(caught.value)
+    steps = [saved.step for saved in Checkpoints(tmp_path / "run" / "checkpoints").all()]
+    assert steps == ([1, 2] if save_every == "1" else [])
+
+
+@pytest.mark.parametrize(
+    "fixes", [(), ("fixes=[optimizer_in_backward]",)], ids=["after backward", "in backward"]
+)
+@pytest.mark.parametrize("save_every", ["1", "null"])
+def test_weights_that_are_not_finite_are_never_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: str, fixes: tuple[str, ...]
+) -> None:
+    """Without clipping nobody looks at the gradients: they are in the weights before the next loss tells."""
+    with_fault(monkeypatch, nan_gradients, 3)
+    overrides = [*fixes, "training.clip=null", f"training.save_every={save_every}", "training.on_nan=skip"]
+    with pytest.raises(NotFinite):
+        trained(tmp_path / "run", overrides)
+    for saved in Checkpoints(tmp_path / "run" / "checkpoints").all():
+        assert saved.step < 3
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_fault(monkeypatch, nan_gradients, 3)
+    told = "weights of step 4 are not finite, and are not saved; none were saved before; training.clip=1.0"
+    with pytest.raises(NotFinite, match=told):
+        trained(tmp_path / "run", ["training.clip=null", "training.on_nan=skip"])
+
+
+@pytest.mark.parametrize("option", ["training.autocast=float16", "training.clip=1.0"])
+def test_updates_in_backward_refuse_what_needs_the_gradients(tmp_path: Path, option: str) -> None:
+    with pytest.raises(UserError, match=r"in_backward|in backward"):
+        trained(tmp_path / "run", ["fixes=[optimizer_in_backward]", "training.clip=null", option])

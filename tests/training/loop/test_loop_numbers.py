@@ -1,0 +1,235 @@
+"""The numbers of a run: learning rates, evaluation, metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small_runs import Notes, differences, rows_of, state_of, trained
+from torch import nn
+
+from oomph.training.loop.evaluation import evaluate
+from oomph.training.loop.metrics import Metrics, read_metrics
+from oomph.training.loop.precision import Precision
+from oomph.training.loop.readings import Readings
+from oomph.training.loop.schedule import Schedule
+
+CPU = torch.device("cpu")
+
+
+# ------------------------------------------------------------------------------------ schedule
+
+
+def shares(kind: str, warmup: int, floor: float, steps: int | None, count: int) -> list[float]:
+    schedule = Schedule(kind, warmup, floor, steps)
+    return [round(schedule.share(step), 6) for step in range(count)]
+
+
+def test_a_constant_rate_is_constant_after_its_rise() -> None:
+    assert shares("constant", 0, 0.0, 4, 4) == [1, 1, 1, 1]
+    assert shares("constant", 4, 0.0, 10, 6) == [0.25, 0.5, 0.75, 1, 1, 1]
+
+
+def test_a_linear_rate_falls_evenly_to_its_floor_at_the_last_step() -> None:
+    assert shares("linear", 0, 0.0, 5, 5) == [1, 0.75, 0.5, 0.25, 0]
+    assert shares("linear", 2, 0.2, 7, 7) == [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]
+
+
+def test_a_cosine_is_half_way_down_in_the_middle() -> None:
+    assert shares("cosine", 0, 0.0, 5, 5) == [1, round(0.5 + math.sqrt(0.5) / 2, 6), 0.5, 0.146447, 0]
+    assert shares("cosine", 1, 0.1, 4, 4) == [1, 1, 0.55, 0.1]
+
+
+def test_past_the_end_the_rate_stays_at_the_floor() -> None:
+    assert shares("linear", 0, 0.1, 3, 5)[2:] == [0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+def test_without_a_known_end_or_with_no_step_after_the_rise_the_rate_stays_full(kind: str) -> None:
+    assert shares(kind, 2, 0.0, None, 4) == [0.5, 1, 1, 1]
+    assert shares(kind, 3, 0.0, 3, 4) == [round(1 / 3, 6), round(2 / 3, 6), 1, 1]
+
+
+def test_the_rates_of_a_run_are_those_of_its_schedule(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.schedule=linear", "training.min_learning_rate=0.5"])
+    schedule = Schedule("linear", 2, 0.5, 6)
+    logged = [row["learning_rate"] for row in rows_of(tmp_path / "run")]
+    assert logged == [pytest.approx(0.01 * schedule.share(step)) for step in range(6)]
+
+
+# ---------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("system", ["pythia", "ginr"])
+def test_evaluation_does_not_disturb_the_training(tmp_path: Path, system: str) -> None:
+    trained(tmp_path / "often", ["training.eval_every=1"], system)
+    trained(tmp_path / "never", ["training.eval_every=null"], system)
+    assert differences(state_of(tmp_path / "often"), state_of(tmp_path / "never")) == []
+    assert rows_of(tmp_path / "often") == rows_of(tmp_path / "never")
+    assert len(rows_of(tmp_path / "often", "evaluation")) == 6
+    assert len(rows_of(tmp_path / "never", "evaluation")) == 1
+
+
+class Draws(nn.Module):
+    def forward(self, **batch: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=torch.rand(()))
+
+
+def test_random_numbers_that_evaluation_draws_are_not_missing_from_the_training() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    evaluate(Draws(), [text_of(1, 8)], 1, CPU, Precision(CPU, None))
+    assert torch.equal(torch.rand(2), expected)
+
+
+class Fixed(nn.Module):
+    """Gives back losses that are known, one a call."""
+
+    def __init__(self, losses: list[float], **more: float) -> None:
+        super().__init__()
+        self.losses, self.more = iter(losses), more
+        self.seen_in_training: list[bool] = []
+
+    def forward(self, **batch: torch.Tensor) -> SimpleNamespace:
+        self.seen_in_training.append(self.training)
+        return SimpleNamespace(loss=torch.tensor(next(self.losses)), **self.more)
+
+
+def text_of(*shape: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(*shape, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_perplexity_is_that_of_the_mean_loss_over_tokens() -> None:
+    model = Fixed([2.0, 4.0, 100.0])
+    batches = [text_of(3, 8), text_of(1, 8), text_of(1, 8)]
+    found = evaluate(model, batches, 2, CPU, Precision(CPU, None))
+    assert found["loss"] == pytest.approx((3 * 2.0 + 4.0) / 4)
+    assert found["perplexity"] == pytest.approx(math.exp(2.5))
+    assert model.seen_in_training == [False, False]
+    assert model.training
+
+
+def test_psnr_is_that_of_the_mean_error() -> None:
+    batches = [{"images": torch.zeros(2, 3, 4, 4)} for _ in range(2)]
+    found = evaluate(Fixed([0.01, 0.03], psnr=0.0), batches, 9, CPU, Precision(CPU, None))
+    assert found["psnr"] == pytest.approx(-10 * math.log10(0.02))
+    assert found["loss"] == pytest.approx(0.02)
+
+
+def test_a_hopeless_loss_has_a_perplexity_that_is_a_number() -> None:
+    found = evaluate(Fixed([5000.0]), [text_of(1, 8)], 1, CPU, Precision(CPU, None))
+    assert math.isfinite(found["perplexity"])
+
+
+def test_nothing_held_out_gives_no_figures(tmp_path: Path) -> None:
+    notes = Notes()
+    outcome = trained(tmp_path / "run", ["data.validation=0", "training.steps=1"], listener=notes)
+    assert outcome.evaluation == {}
+    assert rows_of(tmp_path / "run", "evaluation") == []
+
+
+def test_an_npt_tells_its_matching_error_beside_the_students_loss(tmp_path: Path) -> None:
+    found = trained(tmp_path / "run", ["training.steps=1"], "npt").evaluation
+    assert found["matching"] > 0
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+def test_images_are_reconstructed_into_a_picture(tmp_path: Path) -> None:
+    from PIL import Image
+
+    notes = Notes()
+    trained(tmp_path / "run", ["training.steps=1"], "ginr", listener=notes)
+    ((step, file),) = notes.samples
+    assert step == 1
+    with Image.open(file) as picture:
+        assert picture.size == (2 * 8 * 3, 2 * 8 * 3)  # two images, above and below, enlarged
+
+
+def test_a_sample_is_a_prompt_and_what_the_model_makes_of_it(tmp_path: Path) -> None:
+    notes = Notes()
+    trained(tmp_path / "run", ["training.steps=1"], listener=notes)
+    ((_, sample),) = notes.samples
+    assert " | " in sample
+    assert rows_of(tmp_path / "run", "sample") == [{"kind": "sample", "step": 1, "text": sample}]
+
+
+# ------------------------------------------------------------------------------------- metrics
+
+
+def test_rows_are_written_every_so_many_steps_and_for_the_first(tmp_path: Path) -> None:
+    notes = Notes()
+    trained(tmp_path / "run", ["training.log_every=4", "training.steps=9"], listener=notes)
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 4, 8]
+    assert [report.step for report in notes.reports] == [1, 4, 8]
+
+
+def test_a_row_has_speed_and_norm_and_no_memory_of_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=2"])
+    (_, row) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["tokens_per_second"] > 0
+    assert row["grad_norm"] > 0
+    assert "memory" not in row
+
+
+def test_rows_after_the_step_resumed_at_are_taken_out_and_a_torn_line_too(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, None)
+    for step in range(1, 6):
+        metrics.write("train", step, {"loss": float(step)})
+    metrics.close()
+    with metrics.path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert [row["step"] for row in read_metrics(metrics.path)] == [1, 2, 3, 4, 5]
+    again = Metrics(tmp_path, 3)
+    again.write("train", 4, {"loss": 40.0, "grad_norm": None})
+    again.close()
+    assert [row["loss"] for row in read_metrics(metrics.path)] == [1, 2, 3, 40]
+    assert "grad_norm" not in read_metrics(metrics.path)[-1]
+
+
+def test_a_new_run_begins_with_no_rows(tmp_path: Path) -> None:
+    for value in (1.0, 2.0):
+        metrics = Metrics(tmp_path, None)
+        metrics.write("train", 1, {"loss": value})
+        metrics.close()
+    assert [row["loss"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [2.0]
+
+
+def test_numbers_that_are_not_finite_keep_the_lines_valid_json(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, None)
+    metrics.write("train", 1, {"loss": math.nan, "grad_norm": math.inf})
+    metrics.close()
+
+    def refuse(word: str) -> float:
+        raise AssertionError(word)
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (line["loss"], line["grad_norm"]) == ("nan", "inf")
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trained(tmp_path / "run", ["training.steps=3"])
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert {"train/loss", "train/learning_rate", "evaluation/perplexity"} <= set(events.Tags()["scalars"])
+    written = [row["loss"] for row in rows_of(tmp_path / "run")]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(written)
+
+
+def test_readings_come_in_order_with_the_norm_only_where_there_is_one() -> None:
+    readings = Readings()
+    yes, no = torch.tensor(True), torch.tensor(False)
+    readings.put(1, torch.tensor(1.0), None, yes, ["a"])
+    readings.put(2, torch.tensor(math.nan), torch.tensor(3.0), no, ["b"])
+    first, second = readings.take()
+    assert (first.step, first.loss, first.norm, first.sound) == (1, 1.0, None, True)
+    assert (second.step, second.norm, second.sound, second.batches) == (2, 3.0, False, ["b"])
+    assert readings.take() == []
