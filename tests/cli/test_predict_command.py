@@ -113,12 +113,16 @@ def test_a_users_mistake_found_while_tracing_is_one_line(fake_predict, capsys):
     ("arguments", "message"),
     [
         (["predict"], "oomph: Missing argument 'TARGET'; see `oomph predict --help`"),
-        (["predict", "a.py:b", "c"], "oomph: Got unexpected extra argument"),
+        (
+            ["predict", "a.py:b", "c=3"],
+            "oomph: target 'a.py:b' is a program, and 'c=3' is an override of a config: change the program",
+        ),
         (["predict", "a.py:b", "--html", "f"], "oomph: No such option: --html"),
         (["predict", "a.py:b", "--gpu"], "oomph: Option '--gpu' requires an argument"),
         (
             ["frobnicate"],
-            "oomph: No such command 'frobnicate'; the commands are predict, fixes, verify, gpus",
+            "oomph: No such command 'frobnicate'; "
+            "the commands are predict, fixes, verify, train, cases, gpus",
         ),
         (
             ["predict", "a.py:b", "--snapshot", "no/such/f"],

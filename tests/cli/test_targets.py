@@ -86,12 +86,6 @@ def test_a_script_is_told_that_it_needs_a_name_today():
         split_target("train.py")
 
 
-@pytest.mark.parametrize("config", ["configs/gpt2.yaml", "x.yml"])
-def test_a_config_is_told_that_it_is_not_read_yet(config):
-    with pytest.raises(UserError, match=f"{config}' is a config, which .* cannot predict yet; give file.py"):
-        split_target(config)
-
-
 @pytest.mark.parametrize("target", [":name", "train.py:", "train.py:a b", "train.py:3"])
 def test_an_empty_or_impossible_name_is_refused(target):
     with pytest.raises(UserError, match=r"is not valid; give file\.py:name"):

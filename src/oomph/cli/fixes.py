@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from oomph import gpus
-from oomph.cli.fix_words import workload_of
 from oomph.cli.progress import progress_display
 from oomph.cli.streams import stdout_to_stderr, write_stdout
-from oomph.cli.targets import open_target, split_target
+from oomph.cli.targets import check_target, open_target
+from oomph.cli.workloads import workload_of
 from oomph.errors import UserError
 from oomph.records import FIX_KINDS, FixKind, Prediction, Proposal
 from oomph.report.proposals import catalogue_text, proposals_text, proposals_to_json
@@ -27,6 +27,7 @@ class FixesOptions:
     allow: str = ""
     only: tuple[str, ...] = ()
     json: bool = False
+    overrides: tuple[str, ...] = ()
 
 
 def run_fixes(options: FixesOptions) -> int:
@@ -37,7 +38,7 @@ def run_fixes(options: FixesOptions) -> int:
         if options.only:
             raise UserError("--only tries fixes on a target: oomph fixes TARGET --only FIX")
         return _list_all(options)
-    split_target(options.target)
+    check_target(options.target, options.overrides)
     prediction, proposals = _propose(options, options.target, kinds)
     if options.json:
         write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
@@ -73,7 +74,7 @@ def _propose(
     with (
         stdout_to_stderr(),
         progress_display(Console(stderr=True)) as report,
-        open_target(name) as target,
+        open_target(name, options.overrides) as target,
     ):
         from oomph.fixes import find, propose
         from oomph.prediction import predict

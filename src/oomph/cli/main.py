@@ -16,7 +16,12 @@ from oomph.errors import OomphError, ProgramError
 # its public BadParameter leads to the right base class in both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
+INTERRUPTED = 130  # as a shell says it of Ctrl-C
 OUR_BUG = 70  # 1 would read as "does not fit"
+
+_OVERRIDES = typer.Argument(
+    metavar="[KEY=VALUE ...]", help="Of a config: other values than the file's, e.g. data.batch_size=4."
+)
 
 app = typer.Typer(
     name="oomph",
@@ -54,10 +59,11 @@ def predict(
         str,
         typer.Argument(
             metavar="TARGET",
-            help="file.py:name or package.module:name; name is a Workload, a function that returns one, "
-            "or a function that sets up and returns the step.",
+            help="A config (.yaml), or file.py:name or package.module:name; name is a Workload, a function "
+            "that returns one, or a function that sets up and returns the step.",
         ),
     ],
+    overrides: Annotated[list[str] | None, _OVERRIDES] = None,
     gpu: Annotated[
         str | None,
         typer.Option(metavar="NAME|SIZE", help="The card to fit: a name from `oomph gpus`, or a size."),
@@ -81,7 +87,8 @@ def predict(
     """Predict the memory of one training step: does it fit, and which lines own the peak."""
     from oomph.cli.predict import PredictOptions, run_predict
 
-    return run_predict(PredictOptions(target, gpu, max, json, snapshot, tuple(fix or ())))
+    options = PredictOptions(target, gpu, max, json, snapshot, tuple(fix or ()), tuple(overrides or ()))
+    return run_predict(options)
 
 
 @app.command()
@@ -90,6 +97,7 @@ def fixes(
         str | None,
         typer.Argument(metavar="[TARGET]", help="A Workload, as for predict; without one, all are listed."),
     ] = None,
+    overrides: Annotated[list[str] | None, _OVERRIDES] = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME|SIZE", help="The card that it shall run on.")
     ] = None,
@@ -102,15 +110,18 @@ def fixes(
     """List what could lower the peak: what each fix changes, saves and costs."""
     from oomph.cli.fixes import FixesOptions, run_fixes
 
-    return run_fixes(FixesOptions(target, gpu, allow, tuple(only or ()), json))
+    return run_fixes(FixesOptions(target, gpu, allow, tuple(only or ()), json, tuple(overrides or ())))
 
 
 @app.command()
 def verify(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A small Workload, as for predict.")],
-    fix: Annotated[
+    words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="FIX ...", help="name, name:option=value,..., or a .json of fixes."),
+        typer.Argument(
+            metavar="FIX ...",
+            help="name, name:option=value,..., or a .json of fixes; and key=value overrides of a config.",
+        ),
     ] = None,
     sizes: Annotated[str, typer.Option(metavar="B=1,T=16", help="Other sizes than the Workload's own.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -118,7 +129,43 @@ def verify(
     """Check on the CPU that fixes leave loss and gradients as they were. Exit status 1 if not."""
     from oomph.cli.verify import VerifyOptions, run_verify
 
-    return run_verify(VerifyOptions(target, tuple(fix or ()), sizes, json))
+    return run_verify(VerifyOptions(target, tuple(words or ()), sizes, json))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A config (.yaml).")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest checkpoint of the run's folder.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also when the prediction says that it does not fit.")
+    ] = False,
+    fixes: Annotated[
+        str | None, typer.Option(metavar="FILE.json", help="Recorded fixes, in the place of the config's.")
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write the weights, as safetensors.")
+    ] = None,
+) -> int:
+    """Train as a config says; after it key=value, or --key value, for other values than the file's."""
+    from oomph.cli.train import TrainOptions, run_train
+
+    return run_train(TrainOptions(config, tuple(context.args), resume, force, fixes, export))
+
+
+@app.command()
+def cases(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="One of them; without one, all are listed.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """List the five reference systems, or work out the claims of one's report."""
+    from oomph.cli.cases import run_cases
+
+    return run_cases(name, json)
 
 
 @app.command()
@@ -154,6 +201,9 @@ def run(arguments: Sequence[str]) -> int:
     try:
         status = app(list(arguments) or ["--help"], prog_name="oomph", standalone_mode=False)
         return int(status or 0)
+    except (typer.Abort, KeyboardInterrupt):
+        print("oomph: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except _UsageError as error:
         return _complain(f"{_one_line(error.format_message())}; {_advice(error)}")  # type: ignore[attr-defined]
     except ProgramError as error:
@@ -162,7 +212,9 @@ def run(arguments: Sequence[str]) -> int:
         print(failure_text(error), file=sys.stderr)
         return error.exit_status
     except OomphError as error:
-        _complain(_one_line(str(error)))
+        # The problems of a config are a line each; all other messages are one line.
+        several = len(getattr(error, "problems", ())) > 1
+        _complain(str(error) if several else _one_line(str(error)))
         return error.exit_status
     except Exception:
         traceback.print_exc()

@@ -9,13 +9,15 @@ from pathlib import Path
 from rich.console import Console
 
 from oomph import gpus, units
-from oomph.cli.fix_words import parse_fixes, workload_of
+from oomph.cli.config_targets import is_config
 from oomph.cli.progress import progress_display
 from oomph.cli.streams import stdout_to_stderr, write_stdout
-from oomph.cli.targets import open_target, split_target
+from oomph.cli.targets import check_target, open_target
+from oomph.cli.workloads import workload_of
 from oomph.errors import ProgramError, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_to_json
+from oomph.report.forward_stages import stage_table, stage_table_text, stage_table_to_json
 from oomph.report.terminal import report_console, report_text
 
 FITS = 0
@@ -32,6 +34,7 @@ class PredictOptions:
     json: bool = False
     snapshot: str | None = None
     fixes: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
 
 
 def run_predict(options: PredictOptions) -> int:
@@ -40,16 +43,22 @@ def run_predict(options: PredictOptions) -> int:
     prediction = _trace(options)
     if options.snapshot is not None:
         _write_snapshot(options.snapshot, prediction)
+    # Of our own configs: report 002's profiler, for every system that is a stack of layers.
+    stages = stage_table(prediction) if is_config(options.target) else None
     if options.json:
-        write_stdout(json.dumps(prediction_to_json(prediction), allow_nan=False) + "\n")
+        found = prediction_to_json(prediction)
+        if stages is not None:
+            found["forward_stages"] = stage_table_to_json(stages)
+        write_stdout(json.dumps(found, allow_nan=False) + "\n")
     else:
-        write_stdout(report_text(prediction, report_console()))
+        text = report_text(prediction, report_console())
+        write_stdout(text + (stage_table_text(stages, report_console()) if stages is not None else ""))
     return DOES_NOT_FIT if prediction.fits is False else FITS
 
 
 def _check(options: PredictOptions) -> None:
     """Mistakes that can be seen at once are told before seconds go into importing torch and tracing."""
-    split_target(options.target)
+    check_target(options.target, options.overrides)
     if options.gpu is not None:
         gpus.find(options.gpu)
     if options.max is not None:
@@ -71,13 +80,14 @@ def _trace(options: PredictOptions) -> Prediction:
     with (
         stdout_to_stderr(),
         progress_display(Console(stderr=True)) as report,
-        open_target(options.target) as target,
+        open_target(options.target, options.overrides) as target,
     ):
         from oomph.prediction import predict
 
         try:
             if options.fixes:
                 from oomph.fixes import apply
+                from oomph.fixes.words import parse_fixes
 
                 target = apply(parse_fixes(options.fixes), workload_of(target, options.target))
             return predict(target, gpu=options.gpu, max=options.max, progress=report)

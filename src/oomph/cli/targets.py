@@ -1,4 +1,4 @@
-"""TARGET on the command line: `file.py:name` or `package.module:name`, found and imported."""
+"""TARGET on the command line: `file.py:name` or `package.module:name`, found and imported; or a config."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from oomph.cli.config_targets import check_overrides, is_config, open_config
 from oomph.cli.failures import origin, program_error
 from oomph.errors import OomphError, ProgramError, UserError
 
@@ -21,17 +22,28 @@ if TYPE_CHECKING:
 
 VALID = (
     "give file.py:name or package.module:name, where name is a Workload, a function that returns one, "
-    "or a function that sets up and returns the step"
+    "or a function that sets up and returns the step; or a config, e.g. configs/pythia_70m.yaml"
 )
 
 
+def check_target(target: str, overrides: Sequence[str] = ()) -> None:
+    """Mistakes that can be seen at once, before seconds go into importing torch."""
+    if not is_config(target):
+        split_target(target)
+    check_overrides(target, overrides)
+
+
 @contextmanager
-def open_target(target: str) -> Iterator[Workload | Callable[[], Any]]:
-    """The object that `target` names.
+def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload | Callable[[], Any]]:
+    """The object that `target` names, or the step of a config with its overrides.
 
     The import path stays as the program expects it until the block ends, since models are built, and
     modules often imported, only while the step is traced; then it is put back.
     """
+    check_overrides(target, overrides)
+    if is_config(target):
+        yield open_config(target, overrides)
+        return
     source, name = split_target(target)
     path, modules = list(sys.path), set(sys.modules)
     try:
@@ -65,8 +77,6 @@ def split_target(target: str) -> tuple[str, str]:
     """("file.py", "name"); anything else is the user's mistake."""
     source, colon, name = target.rpartition(":")
     if not colon:
-        if target.endswith((".yaml", ".yml")):
-            raise UserError(f"target {target!r} is a config, which oomph cannot predict yet; {VALID}")
         if target.endswith(".py"):
             raise UserError(f"target {target!r} is a whole script, which oomph cannot predict yet; {VALID}")
         raise UserError(f"target {target!r} has no colon; {VALID}")

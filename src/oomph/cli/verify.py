@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from oomph.cli.fix_words import parse_fixes, workload_of
 from oomph.cli.progress import progress_display
 from oomph.cli.streams import stdout_to_stderr, write_stdout
-from oomph.cli.targets import open_target, split_target
+from oomph.cli.targets import check_target, open_target
+from oomph.cli.workloads import workload_of
 from oomph.errors import UserError
 from oomph.report.verification import verification_text, verification_to_json
 
@@ -20,23 +20,30 @@ DOES_NOT_HOLD = 1
 
 @dataclass(frozen=True, slots=True)
 class VerifyOptions:
-    """What stands on the command line."""
+    """What stands on the command line. words: fixes, and overrides of a config."""
 
     target: str
-    fixes: tuple[str, ...]
+    words: tuple[str, ...]
     sizes: str = ""
     json: bool = False
 
 
 def run_verify(options: VerifyOptions) -> int:
-    split_target(options.target)
-    if not options.fixes:
+    from oomph.training.config.overrides import is_override
+
+    overrides = tuple(word for word in options.words if is_override(word))
+    words = [word for word in options.words if word not in overrides]
+    check_target(options.target, overrides)
+    if not words:
         raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")
-    uses, sizes = parse_fixes(options.fixes), _sizes(options.sizes)
+    sizes = _sizes(options.sizes)
+    from oomph.fixes.words import parse_fixes
+
+    uses = parse_fixes(words)
     with (
         stdout_to_stderr(),
         progress_display(Console(stderr=True)) as report,
-        open_target(options.target) as target,
+        open_target(options.target, overrides) as target,
     ):
         from oomph.fixes import verify
 

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Report 003's launcher: scripts/launch_optimized.sh small|optimized|default [key=value ...]
+set -euo pipefail
+mode=${1:-}
+case "$mode" in
+    small | optimized | default) ;;
+    *)
+        echo "usage: $0 small|optimized|default [key=value ...]   (given: '${mode}')" >&2
+        exit 2
+        ;;
+esac
+shift
+exec oomph train "$(dirname "${BASH_SOURCE[0]}")/../configs/npt_${mode}.yaml" "$@"

@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Report 000's launcher: scripts/run_pretrain.sh configs/hn_xs.yaml [key=value ...]
+set -euo pipefail
+if [ $# -lt 1 ]; then
+    echo "usage: $0 CONFIG.yaml [key=value ...]   e.g. $0 configs/hn_xs.yaml" >&2
+    exit 2
+fi
+exec oomph train "$@"

@@ -1,0 +1,39 @@
+"""TARGET as one of our configs: `configs/longctx_4b.yaml model.attention=nsa`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from oomph.errors import UserError
+
+if TYPE_CHECKING:
+    from oomph.workload import Workload
+
+
+def is_config(target: str) -> bool:
+    return target.endswith((".yaml", ".yml"))
+
+
+def check_overrides(target: str, overrides: Sequence[str]) -> None:
+    """What can be told before a config, and torch with it, is loaded."""
+    if overrides and not is_config(target):
+        raise UserError(
+            f"target {target!r} is a program, and {overrides[0]!r} is an override of a config: "
+            "change the program, or give a .yaml file"
+        )
+    if is_config(target):
+        from oomph.training.config.overrides import parse_override
+        from oomph.training.config.reading import check_file
+
+        check_file(target)
+        for word in overrides:
+            parse_override(word)
+
+
+def open_config(target: str, overrides: Sequence[str]) -> Workload:
+    from oomph.training.config import load
+    from oomph.training.workloads import workload
+
+    # From the second pass on a step allocates nothing new, and tracing twenty takes ten times as long.
+    return workload(load(target, overrides), most_passes=2)

@@ -1,0 +1,104 @@
+"""A run for people: a bar with loss, speed and memory on a terminal; plain lines anywhere else."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from oomph.units import format_bytes
+
+if TYPE_CHECKING:
+    from oomph.gpus import GPU
+    from oomph.records import Prediction
+    from oomph.training.config import TrainConfig
+    from oomph.training.loop.listener import StepReport
+
+
+class TrainDisplay:
+    """A Listener. Everything goes to stderr; what lasts is in the run's folder."""
+
+    def __init__(
+        self, console: Console, config: TrainConfig, prediction: Prediction | None, card: GPU | None
+    ) -> None:
+        self.console, self.config, self.prediction, self.card = console, config, prediction, card
+        self._unit = "img" if config.system == "ginr" else "tok"
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> TrainDisplay:
+        if self.prediction is not None:
+            self.said(
+                f"predicted peak {format_bytes(self.prediction.peak.allocated)} allocated, "
+                f"{format_bytes(self.prediction.peak.device)} of the GPU"
+            )
+        if self.console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn(self.config.name, markup=False),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}", markup=False),
+                TimeRemainingColumn(),
+                console=self.console,
+                refresh_per_second=4,
+            )
+            self._task = self._bar.add_task("starting", total=self.config.training.steps)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def stepped(self, report: StepReport) -> None:
+        text = f"loss {report.loss:.4f}  {_rate(report.tokens_per_second)} {self._unit}/s"
+        share = self._mfu(report)
+        if share is not None:
+            text += f"  MFU {100 * share:.0f} %"
+        if report.allocated is not None and report.peak is not None:
+            text += f"  memory {format_bytes(report.allocated)} now, {format_bytes(report.peak)} peak"
+            if self.prediction is not None:
+                text += f", {format_bytes(self.prediction.peak.allocated)} predicted"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=report.step, description=text)
+        else:
+            of = f"/{self.config.training.steps}" if self.config.training.steps else ""
+            self.said(f"step {report.step}{of}  {text}  lr {report.learning_rate:.2e}")
+
+    def advanced(self, step: int, loss: float) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def evaluated(self, step: int, found: dict[str, float]) -> None:
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in found.items())
+        self.said(f"evaluation at step {step}: {shown}" if shown else "no data held out to evaluate on")
+
+    def sampled(self, step: int, sample: str) -> None:
+        self.said(f"sample at step {step}: {' '.join(sample.split())}")
+
+    def said(self, message: str) -> None:
+        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def _mfu(self, report: StepReport) -> float | None:
+        """The share of the GPU's nominal rate that the model's own arithmetic makes: forward, and twice that
+        for backward. What is computed a second time does not count."""
+        prediction = self.prediction
+        rate = None if self.card is None else self.card.bf16_tflops
+        if prediction is None or prediction.work is None or not rate:
+            return None
+        stage = self.config.largest_stage
+        tokens = stage.tokens * min(stage.accumulate, 2)  # the prediction's step
+        flops = 3 * prediction.work.forward.flops / tokens * report.tokens_per_second
+        return flops / (rate * 1e12)
+
+
+def _rate(number: float) -> str:
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return f"{number:.1f}"

@@ -1,0 +1,118 @@
+"""Whether a config fits the GPU that it is about to run on, and if not, what would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from oomph import gpus
+from oomph.errors import UserError
+from oomph.records import FixUse, Prediction
+from oomph.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from oomph.training.config import TrainConfig
+
+Report = Callable[[str, float | None], None]
+
+# Tried one after the other, each with those before it, until the step fits; cheapest first.
+_EXACT = ("fused_loss", "recompute", "tiled_mlp", "offload_activations")
+
+
+def fitting(config: TrainConfig, device: torch.device, report: Report) -> Prediction:
+    """The step at the config's largest shape, on this GPU or within the config's own limit."""
+    from oomph.prediction import predict
+    from oomph.training.workloads import workload
+
+    return predict(
+        workload(config, most_passes=2),
+        gpu=card_of(device),
+        max=config.training.memory_limit,
+        progress=report,
+    )
+
+
+def refusal(config: TrainConfig, prediction: Prediction, device: torch.device, report: Report) -> str:
+    """One paragraph: what it needs, what there is, and the first change found that fits."""
+    told = (
+        f"oomph: {config.name} does not fit: a step needs {format_bytes(prediction.peak.reserved)}, and "
+        f"{_limit(config, device)}"
+    )
+    found = _what_fits(config, device, report)
+    if found is None:
+        return (
+            f"{told}; {', '.join(_EXACT)} and smaller batches are not enough. `oomph fixes` knows more; "
+            "--force runs it all the same"
+        )
+    words, fits = found
+    return (
+        f"{told}. What fits: {words} ({format_bytes(fits.peak.reserved)}). Add that to the command, or "
+        "--force to run it all the same"
+    )
+
+
+def _what_fits(config: TrainConfig, device: torch.device, report: Report) -> tuple[str, Prediction] | None:
+    tried = list(config.fixes)
+    for name in _EXACT:
+        if any(use.fix == name for use in tried):
+            continue
+        tried.append(FixUse(name))
+        prediction = _predicted(replace(config, fixes=tuple(tried)), device, report, f"trying {name}")
+        if prediction is None:
+            tried.pop()
+        elif prediction.fits:
+            return f"'fixes=[{', '.join(_word(use) for use in tried)}]'", prediction
+    return _smaller_batch(replace(config, fixes=tuple(tried)), device, report)
+
+
+def _smaller_batch(
+    config: TrainConfig, device: torch.device, report: Report
+) -> tuple[str, Prediction] | None:
+    if config.data.curriculum is not None:
+        return None
+    size, accumulate = config.data.batch_size or 1, config.training.accumulate
+    words = f"'fixes=[{', '.join(_word(use) for use in config.fixes)}]'"
+    while size > 1:
+        size, accumulate = size // 2, accumulate * 2
+        smaller = replace(
+            config,
+            data=config.data.model_copy(update={"batch_size": size}),
+            training=config.training.model_copy(update={"accumulate": accumulate}),
+        )
+        prediction = _predicted(smaller, device, report, f"trying batches of {size}")
+        if prediction is not None and prediction.fits:
+            return f"{words} data.batch_size={size} training.accumulate={accumulate}", prediction
+    return None
+
+
+def _predicted(config: Any, device: torch.device, report: Report, what: str) -> Prediction | None:
+    """None where the change cannot be made in this model."""
+    try:
+        return fitting(config, device, lambda _, fraction: report(what, fraction))
+    except UserError:
+        return None
+
+
+def _word(use: FixUse) -> str:
+    options = ",".join(f"{key}={value}" for key, value in use.options.items())
+    return f"'{use.fix}:{options}'" if options else use.fix
+
+
+def _limit(config: TrainConfig, device: torch.device) -> str:
+    import torch
+
+    if config.training.memory_limit is not None:
+        return f"training.memory_limit is {config.training.memory_limit}"
+    name, total = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
+    return f"{name} has {format_bytes(total)}"
+
+
+def card_of(device: torch.device) -> gpus.GPU:
+    """The GPU itself, with what the catalogue knows of its kind."""
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return gpus.for_device(found.name, found.total_memory, (found.major, found.minor))
