@@ -1,14 +1,37 @@
-"""Puts the committed rows into the README's tables: `python benchmarks/readme_tables.py`."""
+"""Puts the committed rows into the tables of the README and of docs/: `python benchmarks/readme_tables.py`.
+
+A table stands between two comments, `<!-- name -->` and `<!-- /name -->`; what is between them is replaced.
+"""
 
 from __future__ import annotations
 
 import csv
 import re
 import statistics
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parent / "README.md"
+sys.path.insert(0, str(HERE))  # also where this file itself is imported from elsewhere
+
+from system_tables import (  # noqa: E402
+    RESULTS,
+    ROOT,
+    SYSTEMS,
+    claims,
+    median,
+    overhead,
+    peaks,
+    races,
+    stored,
+    systems,
+    training,
+    training_in_short,
+    worst,
+)
+
 SHOWN = {
     "gpt2-fp32": "GPT-2, fp32",
     "gpt2-autocast": "GPT-2, bf16 autocast",
@@ -43,7 +66,7 @@ SPEED = {
 
 
 def accuracy() -> str:
-    rows = list(csv.DictReader((HERE / "results/accuracy.csv").open()))
+    rows = stored(RESULTS / "accuracy.csv")
     by_name = {row["workload"]: row for row in rows}
     lines = ["| training step | measured | allocated | reserved |", "|---|---:|---:|---:|"]
     for name, about in SHOWN.items():
@@ -59,24 +82,16 @@ def accuracy() -> str:
         allocated = [float(row["allocated_error_percent"]) for row in chosen]
         reserved = [float(row["reserved_error_percent"]) for row in chosen]
         lines.append(
-            f"- {len(chosen)} workloads {title}: allocated median {_median(allocated):.2f} %, worst "
-            f"{_worst(allocated):+.2f} %, lowest {min(allocated):+.2f} %; reserved median "
-            f"{_median(reserved):.2f} %, worst {_worst(reserved):+.2f} %"
+            f"- {len(chosen)} workloads {title}: allocated median {median(allocated):.2f} %, worst "
+            f"{worst(allocated):+.2f} %, lowest {min(allocated):+.2f} %; reserved median "
+            f"{median(reserved):.2f} %, worst {worst(reserved):+.2f} %"
         )
     return "\n".join(lines)
 
 
-def _median(errors: list[float]) -> float:
-    return statistics.median(map(abs, errors))
-
-
-def _worst(errors: list[float]) -> float:
-    return max(errors, key=abs)
-
-
 def speed() -> str:
     lines = ["| step | time | host memory |", "|---|---:|---:|"]
-    for row in csv.DictReader((HERE / "results/speed.csv").open()):
+    for row in stored(RESULTS / "speed.csv"):
         lines.append(f"| {SPEED[row['case']]} | {float(row['seconds']):.1f} s | {row['host_gib']} GiB |")
     return "\n".join(lines)
 
@@ -192,20 +207,42 @@ def _op_rows(op: str) -> dict[tuple[str, str], dict[str, str]]:
         return {(row["shape"], row["contender"]): row for row in csv.DictReader(file) if row["op"] == op}
 
 
-def main() -> None:
-    text = README.read_text()
-    tables = {
-        "fixes": fixes(),
-        "accuracy": accuracy(),
-        "speed": speed(),
-        "losses": losses(),
-        "other ops": other_ops(),
-    }
+Tables = Mapping[str, Callable[[], str]]
+FILES: Mapping[str, Tables] = {
+    "README.md": {
+        "fixes": fixes,
+        "accuracy": accuracy,
+        "speed": speed,
+        "losses": losses,
+        "other ops": other_ops,
+        "systems": systems,
+        "races": races,
+        "training": training_in_short,
+    },
+    "docs/systems.md": {
+        "systems": systems,
+        "races": races,
+        **{name: partial(peaks, name) for name, *_ in SYSTEMS},
+        **{f"claims of {name}": partial(claims, name) for name, *_ in SYSTEMS},
+    },
+    "docs/training.md": {"training": training, "overhead": overhead},
+}
+
+
+def replaced(text: str, tables: Tables) -> str:
+    """The text with its tables anew."""
     for name, table in tables.items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-        assert re.search(pattern, text, re.DOTALL), name
-        text = re.sub(pattern, lambda found, table=table: found[1] + table + found[2], text, flags=re.DOTALL)
-    README.write_text(text)
+        found = re.search(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", text, re.DOTALL)
+        assert found, name
+        made = table()
+        text = text[: found.start()] + (f"{made}\n" if made else "") + text[found.end() :]
+    return text
+
+
+def main() -> None:
+    for name, tables in FILES.items():
+        path = ROOT / name
+        path.write_text(replaced(path.read_text(), tables))
 
 
 if __name__ == "__main__":

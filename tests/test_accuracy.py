@@ -27,6 +27,13 @@ MEASURED: dict[str, Any] = {
     row["name"]: row for path in measured_files(BENCHMARKS / "results") for row in read_measured(path)
 }
 
+# The slowest, and every second of the others, are left to `benchmarks/accuracy.py predict`, which takes all.
+SLOW = (
+    *("held-master-weights", "qwen3-0.6b-ckpt", "gpt2-clip-accumulate"),
+    *("llama1b-bf16-ckpt", "mixtral-eager-experts"),
+)
+CHOSEN = [name for name in MEASURED if name not in SLOW][::2]
+
 with (BENCHMARKS / "results" / "accuracy.csv").open() as file:
     COMMITTED = {row["workload"]: row for row in csv.DictReader(file)}
 
@@ -41,7 +48,7 @@ def errors(name: str) -> tuple[float, float]:
     return 100 * (peak.allocated / real["allocated"] - 1), 100 * (peak.reserved / real["reserved"] - 1)
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_the_predicted_peak_is_that_of_the_gpu(name: str) -> None:
     allocated, reserved = errors(name)
     convolutions = ALL[name].convolutions
@@ -51,7 +58,7 @@ def test_the_predicted_peak_is_that_of_the_gpu(name: str) -> None:
         assert allocated >= -1, "predicted too low"
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", CHOSEN)
 def test_the_prediction_is_the_committed_one(name: str) -> None:
     """What the README says is what the code does: a rule changed for one model shows in the others."""
     if COMMITTED[name]["torch_predicted"] != torch.__version__:
@@ -62,7 +69,7 @@ def test_the_prediction_is_the_committed_one(name: str) -> None:
 
 
 def test_half_of_the_predictions_are_nearly_exact() -> None:
-    found = [errors(name) for name in MEASURED]
+    found = [errors(name) for name in CHOSEN]
     assert statistics.median(abs(allocated) for allocated, _ in found) <= 0.3
     assert statistics.median(abs(reserved) for _, reserved in found) <= 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^\$ (oomph .*?)(?:\s+#.*)?$", README, flags=re.MULTILINE)
+COMMANDS = list(dict.fromkeys(re.findall(r"^\$ (oomph .*?)(?:\s+#.*)?$", README, flags=re.MULTILINE)))
 
 
 def test_the_readme_shows_commands_and_a_picture() -> None:
@@ -23,12 +24,18 @@ def test_the_readme_shows_commands_and_a_picture() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_of_the_readme_gives_an_answer(command: str) -> None:
+def test_a_command_of_the_readme_gives_an_answer(command: str, tmp_path: Path) -> None:
+    words = command.split()
+    trains = words[1] == "train"
+    if trains:  # a few steps of it, and not into the checkout
+        words += [f"output.dir={tmp_path / 'run'}", "training.steps=3", "training.device=cpu"]
+    if words[1:2] == ["fixes"] and len(words) > 2:  # one price instead of twenty
+        words += ["--only", "fused_loss"]
     done = subprocess.run(
-        [sys.executable, "-m", *command.split()], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode in (0, 1), done.stderr
-    assert done.stdout.strip()
+    assert (done.stderr if trains else done.stdout).strip()
 
 
 def test_every_figure_of_the_accuracy_table_is_a_committed_row() -> None:
@@ -57,3 +64,61 @@ def test_the_tables_of_the_ops_are_those_of_the_committed_rows(monkeypatch: pyte
     tables = importlib.import_module("readme_tables")
     assert tables.losses() in README
     assert tables.other_ops() in README
+
+
+def test_every_generated_table_is_that_of_the_committed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("readme_tables")
+    for name, of_file in tables.FILES.items():
+        text = (ROOT / name).read_text()
+        assert tables.replaced(text, of_file) == text, f"run benchmarks/readme_tables.py: {name}"
+
+
+def test_tables_of_training_are_left_out_while_there_are_no_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    tables = importlib.import_module("system_tables")
+    assert tables.training(tmp_path) == tables.training_in_short(tmp_path) == tables.overhead(tmp_path) == ""
+    header = (
+        "name,changes,gpu,torch,steps,tokens_per_step,tokens_per_second,measured_mib,first_loss,last_loss,"
+        "perplexity,psnr,matching,predicted_mib,error_percent"
+    )
+    row = "tiny,training.steps=5,a GPU,2.11,5,4096,1234.5,3000.0,9.0,3.0,,25.25,,3003.0,0.1"
+    (tmp_path / "training.csv").write_text(f"{header}\n{row}\n")
+    assert "| tiny | 5 | 4,096 | 1,234 | 3,000 MiB | +0.10 % | 9 -> 3 | 25.25 dB |" in tables.training(
+        tmp_path
+    )
+    assert "predicted within 0.1 %" in tables.training_in_short(tmp_path)
+
+
+def test_a_picture_of_curves_is_drawn_from_runs_and_left_out_without(tmp_path: Path) -> None:
+    source, out = tmp_path / "runs.json", tmp_path / "training.svg"
+    command = [sys.executable, str(ROOT / "docs/draw_training.py"), str(source), str(out)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert not out.exists()
+    row = {"name": "tiny", "gpu": "a GPU", "torch": "2.11", "measured_mib": 3000.0, "tokens_per_second": 12.5}
+    source.write_text(json.dumps([{"row": row, "curve": [[1, 9.0], [2, "nan"], [3, 4.5]]}]))
+    subprocess.run(command, check=True, capture_output=True)
+    assert ">tiny<" in out.read_text()
+
+
+def test_every_key_of_a_config_and_every_fix_is_documented() -> None:
+    from oomph.fixes.catalogue import all_fixes
+    from oomph.training.config.schema import ALIASES, Schema
+    from oomph.training.config.systems import SYSTEMS
+
+    configs = (ROOT / "docs/configs.md").read_text()
+    for system in SYSTEMS.values():
+        for key in Schema(system).keys:
+            assert f"`{key.removeprefix('model.')}`" in configs, key
+        for preset in system.presets:
+            assert f"`{preset}`" in configs, preset
+    for alias in ALIASES:
+        assert alias.removeprefix("optimization") in configs, alias
+    for file in (ROOT / "configs").glob("*.yaml"):
+        assert file.name in configs or re.fullmatch(r"ginr_solution_[2-5]\.yaml", file.name), file.name
+    fixes = (ROOT / "docs/fixes.md").read_text()
+    assert f"{len(all_fixes())} remedies" in README
+    for fix in all_fixes():
+        assert f"| `{fix.name}` | {fix.kind} | {fix.changes} |" in fixes, fix.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from oomph import gpus
 from oomph.cli import train_fit
 from oomph.cli.main import run
 from oomph.cli.train_display import TrainDisplay
+from oomph.records import FixUse
 from oomph.training import run as training_run
 from oomph.training.checkpoints import find, load
 from oomph.training.config import load as load_config
+from oomph.training.config import load_dict
 from oomph.training.loop.metrics import read_metrics
 from oomph.training.loop.trainer import Outcome
 from oomph.training.workloads import workload
@@ -373,3 +376,16 @@ def test_cases_lists_the_five_systems(capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["cases"]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in names)
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        (FixUse("fused_loss"), FixUse("recompute", {"keep": "products", "blocks": ["layers.*.mlp"]})),
+        (FixUse("offload_activations", {"ahead": False}), FixUse("allocator", {"expandable_segments": True})),
+    ],
+)
+def test_fixes_that_are_proposed_can_be_copied_to_a_shell(uses: tuple[FixUse, ...]) -> None:
+    (word,) = shlex.split(train_fit._override(uses))
+    found = load_dict({"system": "longctx", "model": {"preset": "tiny", "vocab_size": 300}}, "x", [word])
+    assert found.fixes == uses

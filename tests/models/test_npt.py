@@ -327,6 +327,17 @@ def test_weights_are_read_from_a_local_folder(tmp_path):
     assert not torch.equal(model.teacher_logits(tokens()), first.teacher_logits(tokens()))
 
 
+def test_a_model_of_stored_weights_can_be_asked_for_its_shape_alone(tmp_path):
+    from oomph.models.npt.base import load_base
+
+    load_base("llama-tiny", None, torch.float32).save_pretrained(tmp_path)
+    config = replace(TINY, weights=str(tmp_path))
+    with torch.device("meta"):
+        shape = config.build()
+    assert all(each.is_meta for each in shape.parameters())
+    assert [each.shape for each in shape.parameters()] == [each.shape for each in config.build().parameters()]
+
+
 def test_layers_are_chosen_by_half_number_or_index():
     assert chosen_layers("upper_half", 5) == (2, 3, 4)
     assert chosen_layers("all", 2) == (0, 1)

@@ -313,6 +313,7 @@ def test_settings_that_the_program_makes_end_with_the_trace() -> None:
     assert not torch.backends.cudnn.benchmark
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.is_autocast_enabled("cuda")
+    assert torch.get_autocast_dtype("cuda") == torch.float16
     assert torch.autocast_increment_nesting() == 1
     torch.autocast_decrement_nesting()
 

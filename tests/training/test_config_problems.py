@@ -14,6 +14,24 @@ def problems(overrides=(), system="pythia", **mapping):
     return list(caught.value.problems)
 
 
+@pytest.mark.parametrize("preset", [[1], {"a": 1}, 3])
+def test_a_preset_that_is_no_word_is_told_like_any_other(preset):
+    (line,) = problems(system="hatchling", model={"preset": preset}, data={"seq_len": 64})
+    assert line.startswith(f"model.preset = {preset!r} is not valid; hatchling has hn_xs")
+
+
+def test_a_wrong_field_of_the_model_leaves_the_right_ones_in_force():
+    # The preset's own 64 words would be a second problem, which nobody made.
+    model = {"preset": "tiny", "vocab_size": 300, "token_drop_layers": [5, 2]}
+    (line,) = problems(system="hatchling", model=model)
+    assert line.startswith("model.token_drop_layers")
+
+
+def test_a_name_that_the_system_does_not_have_is_not_proposed():
+    (line,) = problems(system="longctx", model={"optimisation": 1})
+    assert "use_8bit" not in line
+
+
 def file_error(tmp_path, text, name="x.yaml"):
     file = tmp_path / name
     file.write_text(text)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +57,10 @@ def refusal(config: TrainConfig, prediction: Prediction, device: torch.device, r
 
 
 def _what_fits(config: TrainConfig, device: torch.device, report: Report) -> tuple[str, Prediction] | None:
-    tried = list(config.fixes)
+    tried, also = list(config.fixes), ""
+    if config.training.cuda_graph:  # what recomputes or offloads cannot be recorded
+        config = replace(config, training=config.training.model_copy(update={"cuda_graph": False}))
+        also = " training.cuda_graph=false"
     for name in _EXACT:
         if any(use.fix == name for use in tried):
             continue
@@ -64,8 +69,9 @@ def _what_fits(config: TrainConfig, device: torch.device, report: Report) -> tup
         if prediction is None:
             tried.pop()
         elif prediction.fits:
-            return f"'fixes=[{', '.join(_word(use) for use in tried)}]'", prediction
-    return _smaller_batch(replace(config, fixes=tuple(tried)), device, report)
+            return _override(tried) + also, prediction
+    smaller = _smaller_batch(replace(config, fixes=tuple(tried)), device, report)
+    return None if smaller is None else (smaller[0] + also, smaller[1])
 
 
 def _smaller_batch(
@@ -74,7 +80,7 @@ def _smaller_batch(
     if config.data.curriculum is not None:
         return None
     size, accumulate = config.data.batch_size or 1, config.training.accumulate
-    words = f"'fixes=[{', '.join(_word(use) for use in config.fixes)}]'"
+    words = _override(config.fixes)
     while size > 1:
         size, accumulate = size // 2, accumulate * 2
         smaller = replace(
@@ -96,9 +102,17 @@ def _predicted(config: Any, device: torch.device, report: Report, what: str) -> 
         return None
 
 
+def _override(fixes: Sequence[FixUse]) -> str:
+    """As it can be copied to a shell: of the config's list, only what has options needs quotes of its own."""
+    return shlex.quote(f"fixes=[{', '.join(map(_word, fixes))}]")
+
+
 def _word(use: FixUse) -> str:
-    options = ",".join(f"{key}={value}" for key, value in use.options.items())
-    return f"'{use.fix}:{options}'" if options else use.fix
+    given = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in use.options.items()
+    }
+    options = ",".join(f"{key}={value}" for key, value in given.items())
+    return json.dumps(f"{use.fix}:{options}") if options else use.fix
 
 
 def _limit(config: TrainConfig, device: torch.device) -> str:

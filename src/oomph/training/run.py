@@ -23,7 +23,7 @@ from oomph.training.workloads import workload
 from oomph.units import parse_bytes
 
 CONFIG, LOCK = "config.yaml", "lock"
-# What may be given anew when a run goes on: it changes where the run ends and what it tells, not its steps.
+# What may be given anew when a run goes on: where it ends (which a schedule follows) and what it tells.
 _FREE = {
     ("output", "dir"),
     *(("training", key) for key in ("steps", "epochs", "eval_every", "eval_batches", "save_every", "save")),
@@ -55,9 +55,8 @@ def train(
 
 def _check_model(config: TrainConfig) -> None:
     """What the model or its fixes refuse is told before data are read and a folder is made."""
-    if getattr(config.model_config, "weights", None) is None:
-        with torch.device("meta"):
-            workload(config).make_model(lambda made: made)
+    with torch.device("meta"):
+        workload(config).make_model(lambda made: made)
 
 
 def _train(
@@ -76,7 +75,7 @@ def _train(
         trainer = Trainer(config, work, data, folder, device, listener)
         step = trainer.resume() if resume else None
     except torch.OutOfMemoryError as error:
-        why = "there is no room for the model and its optimizer's state; the folder is as it was"
+        why = "there is no room for the model and its optimizer's state; no step was made"
         raise OutOfMemory(str(error), [], None, why) from error
     if resume:
         listener.said("no checkpoint yet: from the start" if step is None else f"resumed at step {step}")

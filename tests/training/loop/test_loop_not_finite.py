@@ -161,3 +161,10 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pyte
 def test_updates_in_backward_refuse_what_needs_the_gradients(tmp_path: Path, option: str) -> None:
     with pytest.raises(UserError, match=r"in_backward|in backward"):
         trained(tmp_path / "run", ["fixes=[optimizer_in_backward]", "training.clip=null", option])
+
+
+def test_a_run_that_skips_again_and_again_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("oomph.training.loop.trainer._MOST_SKIPPED", 1)
+    with_fault(monkeypatch, nan_loss, 3)
+    with pytest.raises(NotFinite, match="the loss of step 3 was nan"):
+        trained(tmp_path / "run", ["training.on_nan=skip"])

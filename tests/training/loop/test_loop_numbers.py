@@ -233,3 +233,27 @@ def test_readings_come_in_order_with_the_norm_only_where_there_is_one() -> None:
     assert (first.step, first.loss, first.norm, first.sound) == (1, 1.0, None, True)
     assert (second.step, second.norm, second.sound, second.batches) == (2, 3.0, False, ["b"])
     assert readings.take() == []
+
+
+def test_an_evaluation_counts_the_tokens_that_are_predicted_not_the_padding() -> None:
+    class Known(nn.Module):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=input_ids[0, 0].float())
+
+    whole = torch.tensor([[2, 2, 2, 2, 2]])
+    padded = torch.tensor([[8, 8, 0, 0, 0]])
+    labels = torch.tensor([[8, 8, -100, -100, -100]])
+    alone = torch.tensor([[100, -100, -100, -100, -100]])  # a last token, which nothing predicts
+    batches = [(whole, whole), (padded, labels), (alone, alone)]
+    given = [{"input_ids": ids, "labels": wanted} for ids, wanted in batches]
+    found = evaluate(Known(), given, 9, CPU, Precision(CPU, None))
+    assert found["loss"] == pytest.approx((4 * 2 + 1 * 8) / 5)
+
+
+def test_closing_metrics_on_a_full_disk_does_not_hide_what_was_told(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, None)
+    metrics._file.close()
+    metrics._file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):
+        metrics.write("train", 1, {"loss": 1.0})
+    metrics.close()

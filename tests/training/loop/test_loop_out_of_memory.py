@@ -52,6 +52,17 @@ def test_the_message_lists_what_was_alive_and_where_the_state_is(
     assert held["parameters"] <= sum(each.numel() * each.element_size() for each in weights.values())
 
 
+def test_running_out_again_while_saving_saves_nothing_of_the_failed_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_fault(monkeypatch, out_of_memory, 4)
+    monkeypatch.setattr(trainer.Trainer, "_check_weights", fails)
+    with pytest.raises(OutOfMemory, match=r"not saved: .*Tried to allocate 1\.00 GiB") as caught:
+        trained(tmp_path / "run")
+    assert caught.value.saved is None
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+
+
 def test_updates_in_backward_are_not_saved_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_fault(monkeypatch, out_of_memory, 4)
     overrides = ["fixes=[optimizer_in_backward]", "training.clip=null", "training.save_every=2"]

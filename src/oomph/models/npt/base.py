@@ -63,12 +63,14 @@ SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 def load_base(model_name: str, weights: str | None, dtype: torch.dtype) -> nn.Module:
     """With `weights`, a local folder, what is stored there; without, random weights of the named shape."""
     models = _transformers().AutoModelForCausalLM
-    if weights is None:
+    here = torch.empty(0).device  # where modules are being made
+    if weights is None or here.type == "meta":  # only the shape is asked for
         made: nn.Module = models.from_config(_config(model_name, weights), dtype=dtype)
         return made
     _check_is_folder(weights)
-    loaded: nn.Module = models.from_pretrained(weights, dtype=dtype, local_files_only=True)
-    return loaded
+    with torch.device("cpu"):  # on any other, transformers asks for a further library
+        loaded: nn.Module = models.from_pretrained(weights, dtype=dtype, local_files_only=True)
+    return loaded.to(here)
 
 
 def vocabulary_of_base(model_name: str, weights: str | None) -> int:

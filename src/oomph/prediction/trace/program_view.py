@@ -52,12 +52,11 @@ def keep_defaults(patches: Patches) -> None:
         (random.getstate, random.setstate),
     ]
     for device in ("cuda", "cpu"):
-        settings.append(
-            (
-                functools.partial(torch.is_autocast_enabled, device),
-                functools.partial(torch.set_autocast_enabled, device),
-            )
-        )
+        for of_device, set_for in (
+            (torch.is_autocast_enabled, torch.set_autocast_enabled),
+            (torch.get_autocast_dtype, torch.set_autocast_dtype),
+        ):
+            settings.append((functools.partial(of_device, device), functools.partial(set_for, device)))
     for owner, name in (
         (torch.backends.cuda.matmul, "allow_tf32"),
         (torch.backends.cudnn, "allow_tf32"),

@@ -207,11 +207,17 @@ def _decoded(value: Json, path: Path, tensor_at: Callable[[Path, Leaf], Tensor])
     if tag == "$float" and held in ("nan", "inf", "-inf"):
         return float(held)
     if tag == "$bytes":
-        return base64.b64decode(_of(held, str))
+        try:
+            return base64.b64decode(_of(held, str))
+        except ValueError:
+            raise Malformed(f"has bytes at {shown(path)} that are none") from None
     if tag == "$dtype":
         return _dtype(held)
     if tag == "$device":
-        return torch.device(_of(held, str))
+        try:
+            return torch.device(_of(held, str))
+        except RuntimeError:
+            raise Malformed(f"names a device {held[:40]!r} that is none") from None
     if tag == "$wrapped" and isinstance(held, dict):
         inner = _of(held.get("tensors"), dict)
         return wrapped.made(

@@ -25,7 +25,8 @@ def lengths_given(schema: Schema, data: DataConfig, model: Mapping[str, Any]) ->
     longest = _longest(data)
     if field is None or longest is None or field in model:
         return {}
-    preset = schema.system.presets.get(model.get("preset", schema.system.preset))
+    name = model.get("preset", schema.system.preset)
+    preset = schema.system.presets.get(name) if isinstance(name, str) else None
     # Learned positions are as many as there are tokens; elsewhere a longer context costs nothing.
     least = 0 if field == "seq_len" or preset is None else getattr(preset, field)
     return {field: max(longest, least)}

@@ -51,4 +51,6 @@ def _replaced(config: Any, values: Mapping[str, Any], place: str, problems: Prob
     except InvalidConfig as error:
         for problem in error.problems:
             problems.refuse(f"{place}.{problem.field}", problem.given, problem.advice)
-        return config
+        refused = {problem.field for problem in error.problems}
+        right = {key: value for key, value in values.items() if key.partition(".")[0] not in refused}
+        return _replaced(config, right, place, problems) if len(right) < len(values) else config

@@ -86,7 +86,8 @@ class Schema:
         inside = {_last(known): known for known in self.keys if known.rpartition(".")[0] == section}
         if not section:
             inside |= {one: one for one in ("model", *SECTIONS)}
-        anywhere = {_last(known): known for known in self.keys} | {alias: alias for alias in ALIASES}
+        anywhere = {_last(known): known for known in self.keys}
+        anywhere |= {alias: alias for alias in ALIASES if self.find(alias)}
         known = {**anywhere, **inside}  # of two with the same name, the one in the section
         close = nearest(name, known)
         if close is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.training.checkpoints import rng_state, set_rng_state
+from oomph.training.data.packing import IGNORED
 from oomph.training.loop.batches import counted_tokens, moved
 from oomph.training.loop.precision import Precision
 
@@ -32,7 +33,7 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 def evaluate(
     model: nn.Module, batches: Iterable[Any], most: int, device: torch.device, precision: Precision
 ) -> dict[str, float]:
-    """Means over at most so many batches, each counted by its tokens or images.
+    """Means over at most so many batches, each counted by what its loss is a mean of: tokens or images.
 
     loss, and its perplexity where it is a cross-entropy; psnr for images, in dB, of the mean error; matching
     for an NPT: the error of its converted layers, while `loss` is its student's as a language model.
@@ -41,7 +42,7 @@ def evaluate(
     total = 0
     with in_evaluation(model):
         for batch in islice(batches, most):
-            count = counted_tokens(batch)
+            count = _in_the_mean(batch)
             with precision.autocast():
                 found = _figures(model, moved(batch, device))
             for name, value in found.items():
@@ -54,6 +55,12 @@ def evaluate(
         return {"loss": means["mse"], "psnr": -10 * math.log10(max(means["mse"], 1e-12))}
     means["perplexity"] = math.exp(min(means["loss"], 700.0))
     return means
+
+
+def _in_the_mean(batch: dict[str, Tensor]) -> int:
+    """Images; or tokens that are predicted: not a row's first, not padding."""
+    labels = batch.get("labels")
+    return counted_tokens(batch) if labels is None else int((labels[:, 1:] != IGNORED).sum())
 
 
 def _figures(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,12 @@ class Metrics:
         return {name: rows[-1][name] for name in rows[-1] if name not in ("kind", "step")} if rows else None
 
     def close(self) -> None:
-        self._file.close()
+        # All lines are written. What a full disk refused is told already, and would be raised here once more.
+        with suppress(OSError):
+            self._file.close()
         if self._board is not None:
-            self._board.close()
+            with suppress(OSError):
+                self._board.close()
 
 
 def read_metrics(path: str | Path, kind: str = "train") -> list[dict[str, Any]]:

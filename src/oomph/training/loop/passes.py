@@ -39,25 +39,30 @@ class Passes:
 
 
 class RecordedPasses:
-    """The same, replayed. One recording for each shape of batch and factor."""
+    """The same, replayed. One recording for each shape of batch and factor.
+
+    A factor that is a tensor is another one at every pass: it is copied in, as the batch is. All recordings
+    share their memory: they run one after the other, and a loss is copied out before the next."""
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
+        self._pool: Any = None
         self._recorded: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Tensor]] = {}
 
     def __call__(self, batch: Any, factor: float | Tensor) -> Tensor:
-        key = (_shape(batch), factor)
+        given = (batch, factor)
+        key = _shape(given)
         if key not in self._recorded:
-            self._recorded[key] = self._record(batch, factor)
+            self._recorded[key] = self._record(given)
         graph, inputs, loss = self._recorded[key]
-        for place, given in zip(tree_leaves(inputs), tree_leaves(batch), strict=True):
+        for place, leaf in zip(tree_leaves(inputs), tree_leaves(given), strict=True):
             if isinstance(place, Tensor):
-                place.copy_(given, non_blocking=True)
+                place.copy_(leaf, non_blocking=True)
         graph.replay()
         return loss.clone()
 
-    def _record(self, batch: Any, factor: float | Tensor) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
-        inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+    def _record(self, given: tuple[Any, float | Tensor]) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
+        inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, given)
         trained = [each for each in self.passes.model.parameters() if each.requires_grad]
         before = [None if each.grad is None else each.grad.clone() for each in trained]
         state = rng_state()
@@ -65,20 +70,22 @@ class RecordedPasses:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self.passes(inputs, factor, cached=False)
+                self.passes(*inputs, cached=False)
         torch.cuda.current_stream().wait_stream(side)
         for each, old in zip(trained, before, strict=True):
             # A parameter without a share in the loss has no gradient, recorded or not.
             if each.grad is not None:
                 each.grad.zero_() if old is None else each.grad.copy_(old)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = self.passes(inputs, factor, cached=False)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
+            loss = self.passes(*inputs, cached=False)
         set_rng_state(state)  # as if the first replay were the first pass
         return graph, inputs, loss
 
 
-def _shape(batch: Any) -> tuple[Any, ...]:
+def _shape(given: Any) -> tuple[Any, ...]:
     return tuple(
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(batch)
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(given)
     )

@@ -35,6 +35,8 @@ from oomph.training.loop.stopping import Stopping
 from oomph.training.loop.updates import Updates
 from oomph.workload import Workload
 
+_MOST_SKIPPED = 20  # in a row: by then it is not the data
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -83,6 +85,7 @@ class Trainer:
         self.step = 0
         self._resumed = False
         self._saved_at: int | None = None
+        self._skipped = 0  # steps in a row
         self._pace = Pace()
         if self.updates.in_backward and any(stage.accumulate > 1 for stage in config.stages):
             raise UserError("a stage accumulates, and with updates in backward no gradient is left to add to")
@@ -204,7 +207,9 @@ class Trainer:
         for reading in readings:
             self._log(reading)
         for reading in readings:
-            if not reading.sound:
+            if reading.sound:
+                self._skipped = 0
+            else:
                 self._not_finite(reading)
 
     def _log(self, reading: Reading) -> None:
@@ -240,7 +245,8 @@ class Trainer:
                 "resume from the checkpoint before it"
             )
         self._check_weights()
-        if self.config.training.on_nan == "skip":
+        self._skipped += 1
+        if self.config.training.on_nan == "skip" and self._skipped < _MOST_SKIPPED:
             self.listener.said(f"{told}; skipped, its batch is in {file}")
             return
         for later in self.readings.take(all_of_them=True):
@@ -344,7 +350,8 @@ class Trainer:
         try:
             self._save(before)
             self.checkpoints.wait()
-        except UserError as problem:
+        # Out of memory once more: not to be taken for a failure between two steps, which saves what is now.
+        except (UserError, torch.OutOfMemoryError) as problem:
             return OutOfMemory(str(error), held, None, str(problem))
         return OutOfMemory(str(error), held, self.step, "")
 

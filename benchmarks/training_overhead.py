@@ -1,0 +1,72 @@
+"""What the training loop costs besides the step: the same steps by the loop and by hand, in turns."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from oomph.training.config import load
+from oomph.training.data import open_data
+from oomph.training.loop.batches import moved
+from oomph.training.loop.listener import Silent
+from oomph.training.loop.metrics import Metrics
+from oomph.training.loop.trainer import Trainer
+from oomph.training.run import device_of
+from oomph.training.workloads import workload
+
+STEPS, ROUNDS = 10, 6
+_CHANGES = (
+    "training.save=false",
+    "training.eval_every=null",
+    "training.accumulate=2",
+    "data.curriculum=null",
+)
+
+
+def measured(config_file: Path) -> dict[str, float]:
+    """Milliseconds a step: medians over blocks."""
+    extra = ("data.seq_len=256", "data.batch_size=16") if config_file.stem == "hn_xs" else ()
+    with tempfile.TemporaryDirectory() as folder:
+        config = load(config_file, [*_CHANGES, *extra, f"output.dir={folder}/run"])
+        device = device_of(config)
+        data = open_data(config, Path(folder) / "run")
+        trainer = Trainer(config, workload(config), data, Path(folder) / "run", device, Silent())
+        trainer.metrics = Metrics(Path(folder) / "run", None)
+        batches = [moved(next(data.train), device) for _ in range(2)]
+
+        def bare() -> None:
+            """What any loop has to do."""
+            losses = [trainer.pass_(batch, 1 / len(batches)) for batch in batches]
+            assert losses
+            if config.training.clip is not None:
+                torch.nn.utils.clip_grad_norm_(trainer.updates.trained, config.training.clip)
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad(set_to_none=not config.training.cuda_graph)
+
+        def looped() -> None:
+            trainer._one_step()
+            trainer._read()
+
+        trainer.begin()
+        times: dict[str, list[float]] = {"bare": [], "loop": []}
+        for number in range(ROUNDS + 1):  # the first round compiles kernels
+            for name, step in (("bare", bare), ("loop", looped)):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(STEPS):
+                    step()
+                torch.cuda.synchronize()
+                if number:
+                    times[name].append((time.perf_counter() - began) / STEPS * 1e3)
+        trainer.metrics.close()
+        data.train.close()
+    hand, loop = statistics.median(times["bare"]), statistics.median(times["loop"])
+    return {
+        "bare_ms": round(hand, 3),
+        "loop_ms": round(loop, 3),
+        "percent": round(100 * (loop / hand - 1), 2),
+    }

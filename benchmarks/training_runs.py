@@ -1,0 +1,85 @@
+"""The runs that benchmarks/training.py makes: every real config of the reports, as short as still tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Run:
+    """`changes`: overrides of the config, all that differs from what the file says."""
+
+    name: str
+    config: str
+    changes: tuple[str, ...] = ()
+    limit_s: int = 300
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        return (*_ALWAYS, *self.changes)
+
+
+# No checkpoints: 24 GB of state would be most of the time. An evaluation at the end only.
+_ALWAYS = ("training.save=false", "training.eval_every=null", "training.log_every=1")
+# One shape, so that a run's tokens per second are of that shape.
+_FIRST_STAGE = ("data.curriculum=null", "data.seq_len=256", "data.batch_size=16", "training.accumulate=2")
+# Longest first: they run side by side.
+_GINR = ("training.steps=400", "training.log_every=10", "training.eval_batches=8", "fixes=[fused_optimizer]")
+
+_RUNS = (
+    Run("hn_xs", "hn_xs", (*_FIRST_STAGE, "training.steps=50")),
+    Run(
+        "hn_xs, recomputed",
+        "hn_xs",
+        (*_FIRST_STAGE, "training.steps=50", "training.cuda_graph=false", "fixes=[recompute]"),
+    ),
+    Run(
+        "hn_xs sick", "hn_xs", (*_FIRST_STAGE, "form=sick", "training.steps=10", "training.cuda_graph=false")
+    ),
+    Run(
+        "hn_s",
+        "hn_s",
+        (
+            *("data.curriculum=null", "data.seq_len=4096", "data.batch_size=1", "training.accumulate=1"),
+            "training.steps=50",
+        ),
+    ),
+    Run("pythia_70m", "pythia_70m", ("data.source=stdlib", "training.steps=200", "data.workers=1")),
+    Run("pythia_70m_published", "pythia_70m_published", ("training.steps=60",)),
+    Run("npt_default", "npt_default", ("training.steps=50", "training.accumulate=2")),
+    Run("npt_default 8-bit", "npt_default", ("training.steps=50", "training.accumulate=2", "use_8bit=true")),
+    Run("npt_optimized", "npt_optimized", ("training.steps=60", "training.accumulate=2")),
+    Run("npt_small", "npt_small", ("training.steps=60", "training.accumulate=2")),
+    Run("longctx_0.6b", "longctx_0.6b", ("training.steps=50", "training.accumulate=1")),
+    Run(
+        "longctx_4b",
+        "longctx_4b",
+        (
+            "training.steps=3",
+            "training.accumulate=1",
+            "training.warmup=2",
+            "training.memory_limit=80GiB",
+            "data.validation=0",
+        ),
+        290,
+    ),
+    Run(
+        "longctx_4b_24gb",
+        "longctx_4b_24gb",
+        ("training.steps=4", "training.warmup=2", "training.memory_limit=23GiB", "data.validation=0"),
+        320,
+    ),
+    *(
+        Run(f"ginr {mixing}", "ginr", (*_GINR, f"model.query_mixing={mixing}"), 330)
+        for mixing in ("self", "cross", "feedforward", "residual")
+    ),
+    *(
+        Run(name, name, ("training.steps=60", "training.eval_batches=4"))
+        for name in (
+            *(f"ginr_solution_{number}" for number in (1, 2, 3, 4, 5)),
+            "ginr_scent_queries",
+            "ginr_residual",
+        )
+    ),
+)
+RUNS = {run.name: run for run in _RUNS}

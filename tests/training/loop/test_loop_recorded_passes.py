@@ -1,0 +1,82 @@
+"""Passes that are recorded once and replayed: the same losses, gradients and random numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from oomph.training.loop.passes import Passes, RecordedPasses
+from oomph.training.loop.precision import Precision
+
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+class Replay:
+    """In the place of a CUDA graph: its loss is the sum of what was copied in, times the factor."""
+
+    def __init__(self, inputs: Any, loss: Tensor) -> None:
+        self.inputs, self.loss = inputs, loss
+
+    def replay(self) -> None:
+        batch, factor = self.inputs
+        self.loss.copy_(batch["x"].sum() * factor)
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    made: list[Any] = []
+
+    def record(self: RecordedPasses, given: Any) -> Any:
+        batch, factor = given
+        inputs = ({"x": batch["x"].clone()}, factor.clone() if isinstance(factor, Tensor) else factor)
+        loss = torch.zeros(())
+        made.append(inputs)
+        return Replay(inputs, loss), inputs, loss
+
+    monkeypatch.setattr(RecordedPasses, "_record", record)
+    return made
+
+
+def test_a_factor_that_is_a_tensor_is_copied_in_and_recorded_once(recordings: list[Any]) -> None:
+    passes = RecordedPasses(Passes(nn.Identity(), lambda model, batch: batch["x"], _plain("cpu")))
+    found = [float(passes({"x": torch.ones(3)}, torch.tensor(share))) for share in (0.25, 0.5, 0.0)]
+    assert found == [0.75, 1.5, 0.0]
+    assert len(recordings) == 1
+
+
+def test_other_shapes_and_other_numbers_are_recorded_anew(recordings: list[Any]) -> None:
+    passes = RecordedPasses(Passes(nn.Identity(), lambda model, batch: batch["x"], _plain("cpu")))
+    for size, factor in ((3, 1.0), (3, 0.5), (4, 1.0), (3, 1.0), (3, torch.tensor(1.0))):
+        assert float(passes({"x": torch.ones(size)}, factor)) == size * float(factor)
+    assert len(recordings) == 4
+
+
+@pytest.mark.parametrize("as_tensor", [pytest.param(each, marks=on_a_gpu) for each in (False, True)])
+def test_replayed_passes_give_the_gradients_of_passes_as_they_are(as_tensor: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 1)).cuda()
+    batches = [{"x": torch.randn(8, 16, device="cuda")} for _ in range(4)]
+    factors: list[Any] = [0.5, 0.5, 0.25, 0.5]
+    if as_tensor:
+        factors = [torch.tensor(each, device="cuda") for each in factors]
+    plain = Passes(model, lambda model, batch: model(batch["x"]).square().mean(), _plain("cuda"))
+
+    def run(passes: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=True)
+        losses = [passes(batch, factor) for batch, factor in zip(batches, factors, strict=True)]
+        gradients = [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        return losses, gradients, torch.cuda.get_rng_state()
+
+    for found, right in zip(run(RecordedPasses(plain)), run(plain), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def _plain(device: str) -> Precision:
+    return Precision(torch.device(device), None)
