@@ -63,7 +63,7 @@ SYSTEMS = (
         "nine N x N matrices per image",
         "ginr self sick 64, fp32",
         "ginr self healthy 64, autocast recompute",
-        "64 images, sick fp32, healthy autocast and recomputed",
+        "64 images, fp32; healthy bf16, recomputed",
     ),
 )
 

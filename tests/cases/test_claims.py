@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -140,3 +142,11 @@ def test_both_can_be_had_as_one_json_object(capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["case"]["report"] == "003"
     assert set(found["claims"][0]) == {"claim", "claimed", "derived", "verdict", "why"}
+
+
+def test_the_quality_of_ginrs_mixers_is_that_of_the_committed_runs() -> None:
+    file = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "training.csv"
+    with file.open() as rows:
+        found = {row["name"]: row["psnr"] for row in csv.DictReader(rows)}
+    for mixing, decibels in ginr.MEASURED_DB.items():
+        assert round(float(found[f"ginr {mixing}"]), 2) == decibels

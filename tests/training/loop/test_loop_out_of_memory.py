@@ -11,7 +11,7 @@ from small_runs import assert_equal_runs, rows_of, state_of, trained
 
 from oomph.training.checkpoints import Checkpoints
 from oomph.training.loop import trainer
-from oomph.training.loop.failures import OutOfMemory
+from oomph.training.loop.failures import OutOfMemory, ran_out_of_memory
 
 
 def fails(*_: object, **__: object) -> None:
@@ -111,3 +111,11 @@ def test_a_model_that_has_no_room_at_all_is_no_bug_of_ours(
     with pytest.raises(OutOfMemory, match="not saved: there is no room for the model") as caught:
         trained(tmp_path / "run")
     assert "alive were" not in str(caught.value)
+
+
+def test_a_library_that_cannot_allocate_is_out_of_memory_and_another_error_is_not() -> None:
+    assert ran_out_of_memory(
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+    )
+    assert ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert not ran_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))

@@ -42,6 +42,14 @@ def kept_by_solution_1() -> int:
     return 2 * attentions(CONFIG.num_layers) * feed_forward_kept()
 
 
+# PSNR in dB of held-out crops after 400 steps of batch 64, all else equal (benchmarks/results/training.csv).
+MEASURED_DB = {"self": 24.49, "cross": 25.91, "feedforward": 27.12, "residual": 25.42}
+
+
+def apart(mixing: str, other: str) -> float:
+    return MEASURED_DB[mixing] - MEASURED_DB[other]
+
+
 CLAIMS = (
     Claim(
         "004",
@@ -98,8 +106,8 @@ CLAIMS = (
         "004",
         "quality of solution 1",
         "-1 to -2 dB, +3 to +5 dB over residual blocks",
-        lambda: "no figure follows from arithmetic",
-        "never measured",
-        "no run is reported; query_mixing is a switch, so that each can be measured",
+        lambda: f"{apart('feedforward', 'self'):+.1f} dB, {apart('feedforward', 'residual'):+.1f} dB",
+        "wrong",
+        "no run is reported; measured after 400 equal steps, where feed-forwards are ahead of self-attention",
     ),
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from oomph.errors import UserError
 from oomph.training.loop.memory import alive_text
 from oomph.training.loop.readings import Reading
@@ -22,6 +24,12 @@ class OutOfMemory(UserError):
         first = " ".join(error.split(". ")[:2]).strip()
         there = f"alive were {alive_text(held)}; " if held else ""
         super().__init__(f"out of memory ({first}); {there}{kept}")
+
+
+def ran_out_of_memory(error: RuntimeError) -> bool:
+    """Torch's allocator says so by a class of its own; libraries that allocate for themselves, in words."""
+    words = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
 def save_batches(folder: Path, reading: Reading) -> Path:

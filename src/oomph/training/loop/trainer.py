@@ -21,7 +21,7 @@ from oomph.training.loop.batches import at_most, counted_tokens, moved, stage_at
 from oomph.training.loop.before import Before
 from oomph.training.loop.building import built
 from oomph.training.loop.evaluation import evaluate
-from oomph.training.loop.failures import NotFinite, OutOfMemory, save_batches
+from oomph.training.loop.failures import NotFinite, OutOfMemory, ran_out_of_memory, save_batches
 from oomph.training.loop.listener import Listener, StepReport
 from oomph.training.loop.memory import alive, memory_now
 from oomph.training.loop.metrics import Metrics
@@ -175,7 +175,9 @@ class Trainer:
             loss = self._passes(batches)
             update = self.updates.step(loss)
             self.optimizer.zero_grad(set_to_none=not isinstance(self.pass_, RecordedPasses))
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not ran_out_of_memory(error):
+                raise
             raise self._out_of_memory(error, before) from error
         self.step += 1
         self.readings.put(self.step, loss, update.norm, update.sound, batches)
