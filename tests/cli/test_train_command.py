@@ -214,14 +214,40 @@ def test_a_fix_that_is_no_file_is_told_where_it_belongs(
 
 
 def test_exported_weights_are_those_of_the_last_step(config: Path) -> None:
-    assert run(["train", "small.yaml", "--export", "out/weights.safetensors"]) == 0
-    weights = load_file("out/weights.safetensors")
+    assert run(["train", "small.yaml", "--export", "weights.safetensors"]) == 0
+    weights = load_file("weights.safetensors")
     model = load_config("small.yaml").model_config.build()
     missing = model.load_state_dict(weights, strict=False)
     assert missing.unexpected_keys == []
     saved = load(find("runs/small/checkpoints"))["model"]
     assert all(torch.equal(weights[name], saved[name]) for name in weights)
     assert len(weights) > 5
+
+
+@pytest.mark.parametrize(
+    ("file", "told"), [("small.yaml", "exists already"), ("no/w.safetensors", "folder 'no' does not exist")]
+)
+def test_an_export_that_cannot_be_is_refused_before_the_training(
+    config: Path, capsys: pytest.CaptureFixture[str], file: str, told: str
+) -> None:
+    assert run(["train", "small.yaml", "--export", file]) == 2
+    assert told in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_resumed_run_with_nothing_left_says_so(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "small.yaml"]) == 0
+    assert run(["train", "small.yaml", "--resume"]) == 0
+    assert "the run is complete at step 4" in capsys.readouterr().err
+    assert run(["train", "small.yaml", "steps=2", "--resume"]) == 2
+    told = "is at step 4, and training.steps is 2 (the run's own was 4); give training.steps=N with more"
+    assert told in capsys.readouterr().err
+    assert load_config("runs/small/config.yaml").training.steps == 4
+
+
+def test_an_override_without_a_value_is_a_mistake(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "small.yaml", "steps="]) == 2
+    assert "override 'steps=' has no value; write steps=null if none is meant" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------- does it fit
@@ -331,7 +357,8 @@ def test_control_c_saves_and_ends_with_130(
 ) -> None:
     interrupting(monkeypatch, 3, 1)
     assert run(["train", "small.yaml"]) == 130
-    assert "stopped by SIGINT after step 3; go on with --resume" in capsys.readouterr().err
+    told = "stopped by SIGINT after step 3; go on with: oomph train small.yaml --resume"
+    assert told in capsys.readouterr().err
     assert find("runs/small/checkpoints").step == 3
 
 
@@ -346,8 +373,11 @@ def test_control_c_twice_ends_at_once_with_130_and_no_traceback(
     assert find("runs/small/checkpoints").step == 2
 
 
-def test_control_c_in_a_terminal_reaches_the_worker_too_and_the_run_can_be_resumed(config: Path) -> None:
-    """The program itself; a terminal sends the signal to every process of the group."""
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_the_whole_group_reaches_the_worker_too_and_the_run_can_be_resumed(
+    config: Path, name: str
+) -> None:
+    """The program itself; a terminal, or a scheduler, sends the signal to every process of the group."""
     words = ["small.yaml", "save_every=100000", "data.workers=1"]
     command = [sys.executable, "-m", "oomph", "train", *words, "steps=100000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
@@ -355,10 +385,10 @@ def test_control_c_in_a_terminal_reaches_the_worker_too_and_the_run_can_be_resum
         for line in process.stderr:
             if line.startswith("step 3/"):
                 break
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, getattr(signal, name))
         rest = process.stderr.read()
         assert process.wait(60) == 130, rest
-    assert "stopped by SIGINT after step" in rest
+    assert f"stopped by {name} after step" in rest
     assert "Traceback" not in rest
     step = find("runs/small/checkpoints").step
     assert step >= 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,9 @@ def run_train(options: TrainOptions) -> int:
         except OutOfMemory as error:
             raise UserError(f"{error}; {_what_to_change(options.config, prediction)}") from error
     if outcome.stopped is not None:
-        console.print(f"stopped by {outcome.stopped} after step {outcome.step}; go on with --resume")
+        again = shlex.join(["oomph", "train", options.config, *options.words, "--resume"])
+        told = f"stopped by {outcome.stopped} after step {outcome.step}; go on with: {again}"
+        console.print(told, markup=False, highlight=False, soft_wrap=True)
         return INTERRUPTED
     return 0
 

@@ -47,6 +47,8 @@ def train(
     listener = Silent() if listener is None else listener
     folder = folder_of(config)
     check_folder(config, folder, resume)
+    if export_to is not None:
+        _check_export(export_to)
     _check_model(config)
     with alone_in(folder):
         check_folder(config, folder, resume)  # another run may have begun and ended since
@@ -71,6 +73,11 @@ def _train(
         set_allocator(work.allocator)
     data = open_data(config, folder)
     listener.said(data.describe())
+    if config.training.steps is None and config.training.schedule != "constant":
+        listener.said(
+            f"training.schedule={config.training.schedule}: with epochs the last step is not known, so the "
+            "learning rate stays where the warm-up ends; give training.steps for a schedule"
+        )
     try:
         trainer = Trainer(config, work, data, folder, device, listener)
         step = trainer.resume() if resume else None
@@ -79,6 +86,8 @@ def _train(
         raise OutOfMemory(str(error), [], None, why) from error
     if resume:
         listener.said("no checkpoint yet: from the start" if step is None else f"resumed at step {step}")
+    if step is not None:
+        _check_steps_left(config, folder, step, listener)
     _write_config(config, folder)
     try:
         outcome = trainer.run()
@@ -88,6 +97,30 @@ def _train(
         export(trainer.model.state_dict(), export_to, {"config": config.name, "step": str(outcome.step)})
         listener.said(f"weights are in {export_to}")
     return outcome
+
+
+def _check_steps_left(config: TrainConfig, folder: Path, step: int, listener: Listener) -> None:
+    """A resumed run that has nothing to do says so."""
+    steps = config.training.steps
+    if steps is None or step < steps:
+        return
+    if step == steps:
+        listener.said(f"the run is complete at step {step}; give training.steps=... to go on")
+        return
+    begun = _read_config(folder / CONFIG, config.name).training.steps
+    raise UserError(
+        f"the run in {folder} is at step {step}, and training.steps is {steps} (the run's own was {begun}); "
+        "give training.steps=N with more"
+    )
+
+
+def _check_export(file: str) -> None:
+    """Told before the training, not after it."""
+    path = Path(file)
+    if path.exists():
+        raise UserError(f"--export {file!r} exists already; give another name")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--export {file!r}: the folder {str(path.parent)!r} does not exist")
 
 
 def _seed(seed: int) -> None:

@@ -92,8 +92,9 @@ def test_an_unknown_name_lists_the_valid_ones(tmp_path: Path) -> None:
     [
         ('{"text": "x"', "broken JSON ("),
         ("[1, 2]", 'a list; every line is to be a JSON object with a field "text"'),
-        ('{"body": "x", "id": 3}', 'no text in field "text" (there are: body, id); name the field'),
-        ('{"text": 7}', 'no text in field "text" (it holds a int); name the field'),
+        ('{"body": "x", "id": 3}', 'no text in field "text" (there are: body, id); name the one'),
+        ('{"text": 7}', 'no text in field "text" (it holds a int); name the one'),
+        ('{"text": null}', 'no text in field "text" (it holds null); leave such lines out'),
         ('{"text": "\udcff"}', "broken JSON (not UTF-8)"),
     ],
 )

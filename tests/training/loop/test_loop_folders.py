@@ -210,3 +210,15 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", [f"output.dir={tmp_path}/file/run"])
     with pytest.raises(UserError, match=r"cannot write in .*: Not a directory; give another output\.dir"):
         train(config)
+
+
+def test_held_out_data_that_cannot_be_read_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> dict[str, float]:
+        raise UserError("rows.jsonl:41: broken JSON")
+
+    monkeypatch.setattr("oomph.training.loop.trainer.evaluate", broken)
+    with pytest.raises(UserError, match="broken JSON"):
+        trained(tmp_path / "run")
+    assert Checkpoints(tmp_path / "run" / "checkpoints").latest().step == 6

@@ -137,7 +137,7 @@ def test_nothing_held_out_gives_no_figures(tmp_path: Path) -> None:
 def test_an_npt_tells_its_matching_error_beside_the_students_loss(tmp_path: Path) -> None:
     found = trained(tmp_path / "run", ["training.steps=1"], "npt").evaluation
     assert found["matching"] > 0
-    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+    assert found["perplexity"] == pytest.approx(math.exp(found["language_loss"]))
 
 
 def test_images_are_reconstructed_into_a_picture(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ def parse_override(word: str) -> tuple[tuple[str, ...], Any]:
     if match is None:
         raise UserError(f"override {word!r} is not key=value, e.g. data.batch_size=8")
     key, value = match.groups()
+    if not value.strip():
+        raise UserError(f"override {word!r} has no value; write {key}=null if none is meant")
     return tuple(key.replace("-", "_").split(".")), parse(value, f"override {word!r}")
 
 

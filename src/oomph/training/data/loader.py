@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -58,6 +59,13 @@ class _Reported(IterableDataset[Any], Generic[Dataset]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.dataset.load_state_dict(state[_POSITION])
+
+
+def _left_to_the_run(worker: int) -> None:
+    """A signal that stops a run goes to all its processes. The run needs its batches until its step is done,
+    and then ends the worker itself."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Batches(Generic[Dataset]):
@@ -117,6 +125,7 @@ class Batches(Generic[Dataset]):
                 batch_size=None,
                 num_workers=self._workers,
                 generator=torch.Generator().manual_seed(0),
+                worker_init_fn=_left_to_the_run if self._workers else None,
             )
         self._iterator = iter(self._loader)
 

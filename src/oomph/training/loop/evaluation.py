@@ -35,8 +35,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Means over at most so many batches, each counted by what its loss is a mean of: tokens or images.
 
-    loss, and its perplexity where it is a cross-entropy; psnr for images, in dB, of the mean error; matching
-    for an NPT: the error of its converted layers, while `loss` is its student's as a language model.
+    loss, and its perplexity where it is a cross-entropy; psnr for images, in dB, of the mean error; for an
+    NPT matching, the error of its converted layers, which is what it trains, and its student's language_loss.
     """
     sums: dict[str, Tensor] = {}
     total = 0
@@ -53,7 +53,7 @@ def evaluate(
     means = {name: float(value) / total for name, value in sums.items()}
     if "mse" in means:
         return {"loss": means["mse"], "psnr": -10 * math.log10(max(means["mse"], 1e-12))}
-    means["perplexity"] = math.exp(min(means["loss"], 700.0))
+    means["perplexity"] = math.exp(min(means.get("loss", means.get("language_loss", 0.0)), 700.0))
     return means
 
 
@@ -67,8 +67,8 @@ def _figures(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     output = model(**batch)
     if hasattr(output, "psnr"):
         return {"mse": output.loss}
-    found = {"loss": output.loss}
     match: Any = getattr(model, "match", None)
-    if match is not None:
-        found["matching"] = match(batch["input_ids"]).loss
+    if match is None:
+        return {"loss": output.loss}
+    found = {"language_loss": output.loss, "matching": match(batch["input_ids"]).loss}
     return found

@@ -274,6 +274,14 @@ class Trainer:
         raise NotFinite(told)
 
     def _evaluate(self) -> dict[str, float]:
+        try:
+            return self._evaluated()
+        except UserError:  # held-out data that cannot be read: what was trained so far outlives them
+            self._save()
+            self.checkpoints.wait()
+            raise
+
+    def _evaluated(self) -> dict[str, float]:
         options = self.config.training
         began = time.perf_counter()
         batches = iter(self.data.validation())

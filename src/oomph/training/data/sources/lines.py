@@ -133,10 +133,12 @@ class JsonLines(LineFile):
         text = row.get(self.field)
         if not isinstance(text, str):
             fields = ", ".join(row) or "none"
-            found = f"it holds a {type(text).__name__}" if self.field in row else f"there are: {fields}"
+            held = "null" if text is None else f"a {type(text).__name__}"
+            found = f"it holds {held}" if self.field in row else f"there are: {fields}"
+            null = text is None and self.field in row
+            advice = "leave such lines out" if null else "name the one that holds the text, data.field=..."
             raise UserError(
-                f'{self._place(start, before)}: no text in field "{self.field}" ({found}); '
-                "name the field that holds the text"
+                f'{self._place(start, before)}: no text in field "{self.field}" ({found}); ' + advice
             )
         # An escaped half of a surrogate pair is valid JSON and no valid text.
         return text.encode("utf-8", "replace").decode() if b"\\u" in line else text
@@ -154,7 +156,8 @@ class JsonLines(LineFile):
 
 def not_text(path: Path, why: str) -> UserError:
     return UserError(
-        f"{path} is not a text file ({why}); give UTF-8 text, JSONL (.jsonl) or parquet (.parquet)"
+        f"{path} is not a text file ({why}); give UTF-8 text, JSONL (.jsonl) or parquet (.parquet), or leave "
+        "it out with a pattern, e.g. 'folder/*.md'"
     )
 
 
