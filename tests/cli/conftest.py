@@ -3,13 +3,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from small_prediction import make_prediction
 
+from oomph import gpus
+from oomph.cli import train_fit
 from oomph.records import Prediction
+from oomph.training import run as training_run
+from oomph.training.loop.trainer import Outcome
 
 
 @dataclass
@@ -49,3 +55,42 @@ def program(tmp_path, monkeypatch: pytest.MonkeyPatch):
         return file
 
     return write
+
+
+SMALL_CONFIG = """
+system: pythia
+model: {preset: report, vocab_size: 260, hidden_size: 16, num_layers: 2, num_heads: 2,
+        intermediate_size: 32, block_size: 8}
+data: {source: text.txt, tokenizer: bytes, seq_len: 16, batch_size: 2, validation: 0.1}
+training: {steps: 4, save_every: 2, eval_every: 2, eval_batches: 1, log_every: 1, device: cpu}
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """small.yaml in a fresh current directory, with its text beside it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("oomph.training.loop.samples._NEW", 3)
+    (tmp_path / "text.txt").write_text("".join(f"line {n}: {n * n}\n" for n in range(500)))
+    file = tmp_path / "small.yaml"
+    file.write_text(SMALL_CONFIG)
+    return file
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Configs that would have been trained."""
+    configs: list[Any] = []
+
+    def train(config: Any, **_: Any) -> Outcome:
+        configs.append(config)
+        return Outcome(1, None, {})
+
+    monkeypatch.setattr(training_run, "train", train)
+    return configs
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_run, "device_of", lambda config: torch.device("cuda", 0))
+    monkeypatch.setattr(train_fit, "card_of", lambda device: gpus.find("rtx3090"))

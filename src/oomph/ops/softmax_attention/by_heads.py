@@ -16,6 +16,8 @@ from oomph.ops.uncompiled import uncompiled
 from oomph.units import MiB
 
 aten = torch.ops.aten
+Given = tuple[Tensor, ...]  # the gradient, q, k, v, out
+Rest = tuple[Any, ...]
 _ENOUGH = 512 * MiB  # of a group: smaller ones would start more kernels and save little
 
 
@@ -31,62 +33,40 @@ def key_heads_at_a_time(q: Tensor, k: Tensor) -> int:
 
 
 class _Kernels(NamedTuple):
-    """forward(q, k, v, causal, scale) -> out, lse, and what backward wants besides; and that backward."""
+    """forward(q, k, v, causal, scale) -> out, lse, and more, of which backward wants the first six."""
 
-    forward: Callable[..., tuple[Tensor, Tensor, tuple[Any, ...]]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
 
 
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    out, lse, *rest = aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+
+
+def _cudnn_backward(given: Given, lse: Tensor, rest: Rest, causal: bool, scale: float) -> Any:
+    *lengths, seed, offset = rest
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        *given, lse, seed, offset, None, *lengths, 0.0, causal, scale=scale
     )
-    return out, lse, tuple(rest[:6])  # cum_q, cum_k, max_q, max_k, seed, offset
 
 
-def _cudnn_backward(
-    given: tuple[Tensor, ...], lse: Tensor, rest: tuple[Any, ...], causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    cum_q, cum_k, max_q, max_k, seed, offset = rest
-    found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
-        *given, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, 0.0, causal, scale=scale
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+
+
+def _flash_backward(given: Given, lse: Tensor, rest: Rest, causal: bool, scale: float) -> Any:
+    *lengths, seed, offset = rest
+    return aten._scaled_dot_product_flash_attention_backward(
+        *given, lse, *lengths, 0.0, causal, seed, offset, scale=scale
     )
-    return found
 
 
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    out, lse, *rest = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return out, lse, tuple(rest[:6])  # cum_q, cum_k, max_q, max_k, seed, offset
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
 
 
-def _flash_backward(
-    given: tuple[Tensor, ...], lse: Tensor, rest: tuple[Any, ...], causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    cum_q, cum_k, max_q, max_k, seed, offset = rest
-    found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_backward(
-        *given, lse, cum_q, cum_k, max_q, max_k, 0.0, causal, seed, offset, scale=scale
-    )
-    return found
-
-
-def _cpu_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    return out, lse, ()
-
-
-def _cpu_backward(
-    given: tuple[Tensor, ...], lse: Tensor, rest: tuple[Any, ...], causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    found: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *given, lse, 0.0, causal, scale=scale
-    )
-    return found
+def _cpu_backward(given: Given, lse: Tensor, rest: Rest, causal: bool, scale: float) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*given, lse, 0.0, causal, scale=scale)
 
 
 # The last one is for tests: the CPU needs no such thing.
@@ -111,12 +91,13 @@ class _ByHeads(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, backend: str, key_heads: int
     ) -> Tensor:
-        out, lse, rest = KERNELS[backend].forward(q, k, v, causal, scale)
+        out, lse, *rest = KERNELS[backend].forward(q, k, v, causal, scale)
+        rest = rest[:6]  # cum_q, cum_k, max_q, max_k, seed, offset
         tensors = [part for part in rest if isinstance(part, Tensor)]
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.rest = tuple(None if isinstance(part, Tensor) else (part,) for part in rest)
         ctx.how = causal, scale, backend, key_heads
-        return out
+        return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -1,0 +1,116 @@
+"""How `oomph train` ends when it is stopped or cannot go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_prediction import GiB, make_prediction
+
+from oomph.cli.main import run
+from oomph.cli.train_display import TrainDisplay
+from oomph.training import run as training_run
+from oomph.training.checkpoints import find
+from oomph.training.loop.metrics import read_metrics
+from oomph.training.workloads import workload
+
+
+def out_of_memory(model: Any, batch: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def test_running_out_of_memory_says_what_was_alive_and_what_to_change(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        training_run, "workload", lambda config: replace(workload(config), loss=out_of_memory)
+    )
+    assert run(["train", "small.yaml"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("oomph: out of memory (CUDA out of memory")
+    assert "alive were parameters" in last
+    assert "the state is saved at step 0" in last
+    assert "see `oomph fixes small.yaml`" in last
+
+
+def test_after_a_prediction_its_largest_lines_are_named(
+    config: Path,
+    pretended_gpu: None,
+    fake_predict: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from oomph.training.loop.failures import OutOfMemory
+
+    def train(*_: Any, **__: Any) -> None:
+        raise OutOfMemory("CUDA out of memory.", [("parameters", 3 * GiB)], 7, "")
+
+    fake_predict.result = make_prediction(True)
+    monkeypatch.setattr(training_run, "train", train)
+    assert run(["train", "small.yaml"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "alive were parameters 3.00 GiB; the state is saved at step 7" in last
+    assert "predicted were 2.00 GiB, most of it of a.py:3 2.00 GiB" in last
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, step: int, times: int) -> None:
+    real = TrainDisplay.stepped
+
+    def stepped(self: TrainDisplay, report: Any) -> None:
+        real(self, report)
+        if report.step == step:
+            for _ in range(times):
+                os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(TrainDisplay, "stepped", stepped)
+
+
+def test_control_c_saves_and_ends_with_130(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupting(monkeypatch, 3, 1)
+    assert run(["train", "small.yaml"]) == 130
+    told = "stopped by SIGINT after step 3; go on with: oomph train small.yaml --resume"
+    assert told in capsys.readouterr().err
+    assert find("runs/small/checkpoints").step == 3
+
+
+def test_control_c_twice_ends_at_once_with_130_and_no_traceback(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupting(monkeypatch, 3, 2)
+    assert run(["train", "small.yaml"]) == 130
+    err = capsys.readouterr().err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith("ended at once; ")
+    assert find("runs/small/checkpoints").step == 2
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_to_the_whole_group_reaches_the_worker_too_and_the_run_can_be_resumed(
+    config: Path, name: str
+) -> None:
+    """The program itself; a terminal, or a scheduler, sends the signal to every process of the group."""
+    words = ["small.yaml", "save_every=100000", "data.workers=1"]
+    command = [sys.executable, "-m", "oomph", "train", *words, "steps=100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("step 3/"):
+                break
+        os.killpg(process.pid, getattr(signal, name))
+        rest = process.stderr.read()
+        assert process.wait(60) == 130, rest
+    assert f"stopped by {name} after step" in rest
+    assert "Traceback" not in rest
+    step = find("runs/small/checkpoints").step
+    assert step >= 3
+    assert run(["train", *words, f"steps={step + 2}", "--resume"]) == 0
+    assert [row["step"] for row in read_metrics("runs/small/metrics.jsonl")] == list(range(1, step + 3))
