@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ sys.path.insert(0, str(HERE.parent / "src"))  # a checkout is enough: nothing ne
 
 import torch  # noqa: E402
 from fix_pairs import PATIENTS  # noqa: E402
+from rows import short_name  # noqa: E402
+from system_entries import on_the_gpu  # noqa: E402
 
 import oomph  # noqa: E402
 from oomph.records import FixUse  # noqa: E402
@@ -69,7 +70,7 @@ def measure(models: Sequence[str], out: Path | None) -> int:
             except Exception as error:  # one must not stop the others
                 print(f"{name} [{named(uses)}]: FAILED {type(error).__name__}: {error}"[:600], flush=True)
                 continue
-            out = out or RESULTS / f"fixes_{_short(rows[-1]['gpu'])}.json"
+            out = out or RESULTS / f"fixes_{short_name(rows[-1]['gpu'])}.json"
             _store(out, rows)
             row = rows[-1]
             print(
@@ -93,17 +94,7 @@ def _measured(name: str, uses: Sequence[FixUse], workload: oomph.Workload) -> di
 
 
 def _fixed(uses: Sequence[FixUse], workload: oomph.Workload) -> oomph.Workload:
-    return oomph.apply(uses, replace(workload, model=_on_the_gpu(workload.model)))
-
-
-def _on_the_gpu(build: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
-    """Random numbers for half a billion parameters take the host many seconds."""
-
-    def built() -> torch.nn.Module:
-        with torch.device("cuda"):
-            return build()
-
-    return built
+    return oomph.apply(uses, replace(workload, model=on_the_gpu(workload.model)))
 
 
 def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
@@ -176,10 +167,6 @@ def _store(path: Path, new: Sequence[dict[str, Any]]) -> None:
     old = json.loads(path.read_text()) if path.exists() else []
     rows = {(row["model"], row["fixes"]): row for row in (*old, *new)}
     path.write_text(json.dumps(list(rows.values()), indent=1) + "\n")
-
-
-def _short(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", title.lower().replace("nvidia", "")).strip("-")
 
 
 def main() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from rows import measured_files, read_measured, write_measured
+from rows import measured_files, read_measured, short_name, write_measured
 
 if TYPE_CHECKING:
     from workloads import Entry
@@ -64,9 +63,8 @@ def measure_all(
 
 def file_name(row: dict[str, Any]) -> str:
     """`measured_h200_torch2.11.json`: the GPU's short name and torch's version."""
-    short = re.sub(r"[^a-z0-9]+", "-", row["gpu"].lower().replace("nvidia", "")).strip("-")
     major, minor = row["torch"].split(".")[:2]
-    return f"measured_{short}_torch{major}.{minor}.json"
+    return f"measured_{short_name(row['gpu'])}_torch{major}.{minor}.json"
 
 
 def _store(path: Path, row: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ takes longer; and, apart from that difference's noise, less what the compute str
 from __future__ import annotations
 
 import csv
-import re
 import statistics
 import sys
 from dataclasses import asdict, dataclass, fields
@@ -21,6 +20,7 @@ sys.path.insert(0, str(HERE.parent / "src"))
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from rows import short_name  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 from oomph import fixes  # noqa: E402
@@ -178,7 +178,7 @@ def main() -> int:
         row = measured(*case)
         rows.append(row)
         print(f"{row.tokens} tokens: {row.hidden_percent} % of {row.copies_alone_ms} ms hidden", flush=True)
-    short = re.sub(r"[^a-z0-9]+", "-", rows[0].gpu.lower().replace("nvidia", "")).strip("-")
+    short = short_name(rows[0].gpu)
     with (HERE / "results" / f"offload_{short}.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -52,6 +53,11 @@ def compare_rows(
         seconds=round(prediction.seconds, 2),
         convolutions=convolutions,
     )
+
+
+def short_name(gpu: str) -> str:
+    """`h200` for "NVIDIA H200": what files of rows are called after."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia", "")).strip("-")
 
 
 def measured_files(folder: Path) -> list[Path]:

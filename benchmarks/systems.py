@@ -13,7 +13,6 @@ import argparse
 import csv
 import gc
 import json
-import re
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -25,6 +24,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))  # a checkout is enough: nothing need be installed
 
 import torch  # noqa: E402
+from rows import short_name  # noqa: E402
 from system_entries import entries  # noqa: E402
 from system_races import races, run  # noqa: E402
 
@@ -201,7 +201,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: measuring needs a CUDA GPU and torch sees none", file=sys.stderr)
         return 2
-    short = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower().replace("nvidia", "")).strip("-")
+    short = short_name(torch.cuda.get_device_name())
     out = given.out or RESULTS / f"systems_{short}.json"
     return {"measure": measure, "race": race}[given.command](given.words, out)
 

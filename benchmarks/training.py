@@ -11,7 +11,6 @@ import argparse
 import csv
 import json
 import math
-import re
 import shutil
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))  # a checkout is enough: nothing need be installed
 
+from rows import short_name  # noqa: E402
 from training_runs import RUNS, Run  # noqa: E402
 
 RESULTS, CONFIGS = HERE / "results", HERE.parent / "configs"
@@ -113,7 +113,7 @@ def run(names: Sequence[str], out: Path | None, jobs: int) -> int:
                 print(f"{name}: FAILED {error}", flush=True)
                 continue
             row = Row(**found["row"])
-            out = out or RESULTS / f"training_{_short(row.gpu)}.json"
+            out = out or RESULTS / f"training_{short_name(row.gpu)}.json"
             _store(out, found)
             figures = {"perplexity": row.perplexity, "psnr": row.psnr, "matching": row.matching}
             told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if value is not None)
@@ -159,7 +159,7 @@ def overhead(names: Sequence[str], out: Path | None) -> int:
             f"{name}: bare {row['bare_ms']:.2f} ms, loop {row['loop_ms']:.2f} ms, {row['percent']:+.2f} %",
             flush=True,
         )
-    out = out or RESULTS / f"training_overhead_{_short(rows[0]['gpu'])}.csv"
+    out = out or RESULTS / f"training_overhead_{short_name(rows[0]['gpu'])}.csv"
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -212,10 +212,6 @@ def _store(path: Path, found: dict[str, Any]) -> None:
     runs = {each["row"]["name"]: each for each in old}
     runs[found["row"]["name"]] = found
     path.write_text(json.dumps(list(runs.values())) + "\n")
-
-
-def _short(title: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", title.lower().replace("nvidia", "")).strip("-")
 
 
 def main() -> int:

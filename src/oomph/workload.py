@@ -208,3 +208,12 @@ def float_dtype(value: str | torch.dtype | None, argument: str) -> torch.dtype |
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UserError(f"{argument}={value!r} is not a float dtype; valid: {', '.join(_FLOAT_DTYPES)}")
     return dtype
+
+
+def set_allocator(settings: str) -> None:
+    """Torch's caching allocator as a Workload's `allocator` says; before the first tensor is on the GPU."""
+    try:
+        torch.cuda.memory._set_allocator_settings(settings)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"torch refuses allocator={settings!r}: {reason}") from error

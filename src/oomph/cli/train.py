@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from oomph.cli.main import INTERRUPTED
 from oomph.cli.progress import progress_display
 from oomph.errors import UserError
 from oomph.report.paths import short_path
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from oomph.records import Prediction
 
 DOES_NOT_FIT = 1
-INTERRUPTED = 130  # as a shell says it of Ctrl-C
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import torch
 
 from oomph.errors import UserError
+from oomph.workload import set_allocator
 
 # As good as torch's own default, which cannot be given: no block is as large as this.
 _NO_MAX_SPLIT = 2**43 - 1  # MiB
@@ -31,18 +32,10 @@ def allocator_set_to(settings: str | None, device: torch.device) -> Iterator[Non
             f"allocator={settings!r} cannot be set any more: this process holds CUDA memory already; "
             f"start it with {_VARIABLES[1]}={settings}, or measure in a fresh process"
         )
-    _set(settings)
+    set_allocator(settings)
     try:
         yield
     finally:
-        _set(_DEFAULTS)
+        set_allocator(_DEFAULTS)
         if at_start:
-            _set(at_start)
-
-
-def _set(settings: str) -> None:
-    try:
-        torch.cuda.memory._set_allocator_settings(settings)
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"torch refuses allocator={settings!r}: {reason}") from error
+            set_allocator(at_start)

@@ -17,10 +17,11 @@ from oomph.training.config import TrainConfig, load_dict
 from oomph.training.data import open_data
 from oomph.training.loop.failures import OutOfMemory
 from oomph.training.loop.listener import Listener, Silent
-from oomph.training.loop.memory import limit_memory, set_allocator
+from oomph.training.loop.memory import limit_memory
 from oomph.training.loop.trainer import Outcome, Trainer
 from oomph.training.workloads import workload
 from oomph.units import parse_bytes
+from oomph.workload import set_allocator
 
 CONFIG, LOCK = "config.yaml", "lock"
 # What may be given anew when a run goes on: where it ends (which a schedule follows) and what it tells.

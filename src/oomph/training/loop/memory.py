@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from oomph.errors import UserError
 from oomph.units import format_bytes
 
 
@@ -60,14 +59,6 @@ def _bytes(tensors: Iterable[Any], device: torch.device) -> int:
             except (RuntimeError, NotImplementedError):  # a wrapper without a storage of its own
                 storages[id(each)] = each.numel() * each.element_size()
     return sum(storages.values())
-
-
-def set_allocator(settings: str) -> None:
-    """What PYTORCH_CUDA_ALLOC_CONF would have set; before the first tensor is on the GPU."""
-    try:
-        torch.cuda.memory._set_allocator_settings(settings)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"torch refuses allocator={settings!r}: {str(error).splitlines()[0]}") from error
 
 
 def limit_memory(limit: int, device: torch.device) -> None:
