@@ -122,3 +122,11 @@ def test_every_key_of_a_config_and_every_fix_is_documented() -> None:
     assert f"{len(all_fixes())} remedies" in README
     for fix in all_fixes():
         assert f"| `{fix.name}` | {fix.kind} | {fix.changes} |" in fixes, fix.name
+
+
+def test_the_stages_shown_are_those_of_the_stored_command() -> None:
+    with (ROOT / "benchmarks/results/predicted_commands.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["figure"] != "needs"]
+    assert len(rows) == 8
+    for row in rows:
+        assert re.search(rf"^  {re.escape(row['figure'])} +{re.escape(row['value'])} ", README, re.M), row
