@@ -109,7 +109,7 @@ def _activations(device: Any) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(16, 256, 512, device=device, dtype=torch.bfloat16, requires_grad=True)}
 
 
-def _checkpointed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+def checkpointed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     def built() -> nn.Module:
         from oomph import fixes
 
@@ -175,7 +175,7 @@ def _pythia(batch: int, tokens: int, **options: Any) -> Race:
 
 def _longctx(size: str, batch: int, tokens: int, *, recompute: bool = False, **options: Any) -> Race:
     config = longctx.PRESETS[size]
-    around = _checkpointed if recompute else (lambda build: build)
+    around = checkpointed if recompute else (lambda build: build)
     return Race(
         f"longctx {size} against Qwen3" + (", recomputed" if recompute else ""),
         f"{batch} x {tokens}",

@@ -11,7 +11,6 @@ import argparse
 import csv
 import json
 import math
-import shutil
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "src"))  # a checkout is enough: nothing need be installed
 
+from learnt_tokenizer import learnt_tokenizer  # noqa: E402
 from rows import short_name  # noqa: E402
 from training_runs import RUNS, Run  # noqa: E402
 
@@ -52,6 +52,9 @@ class Row:
     predicted_mib: float | None = None
     error_percent: float | None = None
     recorded: bool | None = None  # its passes were: a prediction knows nothing of that
+    matching_at_start: float | None = None  # on the same batches, before the first step
+    reserved_mib: float | None = None  # by the whole process, what building the model needs too
+    mfu: float | None = None  # as the progress bar tells it
 
 
 def here(name: str, out: Path, alone: bool) -> int:
@@ -65,16 +68,10 @@ def here(name: str, out: Path, alone: bool) -> int:
     run = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
         config = load(CONFIGS / f"{run.config}.yaml", [*run.overrides, f"output.dir={folder}/run"])
-        learnt = Path(tempfile.gettempdir()) / f"oomph-{config.data.tokenizer}-{config.data.vocab_size}"
-        if learnt.exists():  # a tokenizer takes longer to learn than most of these runs
-            shutil.copytree(learnt, Path(folder) / "run")
-        outcome = train(config)
-        if config.data.tokenizer is not None and not learnt.exists():
-            learnt.mkdir()
-            for file in (Path(folder) / "run").glob("tokenizer*.json"):
-                shutil.copy(file, learnt)
-        peak = torch.cuda.max_memory_allocated()
+        with learnt_tokenizer(config, Path(folder) / "run"):
+            outcome = train(config)
         rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+        evaluations = read_metrics(Path(folder) / "run" / "metrics.jsonl", "evaluation")
     losses = [row["loss"] for row in rows]
     # Kernels are compiled in the first steps.
     speeds = [row["tokens_per_second"] for row in rows[min(5, len(rows) // 3) :]]
@@ -94,8 +91,9 @@ def here(name: str, out: Path, alone: bool) -> int:
         statistics.mean(losses[:tenth]),
         statistics.mean(losses[-tenth:]),
         **{key: outcome.evaluation.get(key) for key in ("perplexity", "psnr", "matching")},
+        matching_at_start=next((each.get("matching") for each in evaluations if each["step"] == 0), None),
+        reserved_mib=torch.cuda.max_memory_reserved() / 2**20,
     )
-    print(f"peak of the whole process {peak / 2**30:.2f} GiB")
     curve = [(each["step"], each["loss"]) for each in rows]
     out.write_text(json.dumps({"row": asdict(row), "curve": curve}))
     return 0
@@ -169,8 +167,10 @@ def overhead(names: Sequence[str], out: Path | None) -> int:
 
 def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
     import oomph
+    from oomph import gpus
+    from oomph.cli.train_display import share_of_peak
     from oomph.training.config import load
-    from oomph.training.workloads import workload
+    from oomph.training.workloads import predicted_workload
 
     rows = []
     for file in files:
@@ -178,12 +178,11 @@ def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
             row = found["row"]
             given = RUNS[row["name"]]
             config = load(CONFIGS / f"{given.config}.yaml", given.overrides)
-            prediction = oomph.predict(
-                workload(config, most_passes=2), gpu=gpu, max=config.training.memory_limit
-            )
+            prediction = oomph.predict(predicted_workload(config), gpu=gpu, max=config.training.memory_limit)
             predicted = prediction.peak.allocated / 2**20
             row["predicted_mib"] = round(predicted, 1)
             row["recorded"] = config.training.cuda_graph
+            row["mfu"] = share_of_peak(config, prediction, gpus.find(gpu), row["tokens_per_second"])
             row["error_percent"] = round(100 * (predicted / row["measured_mib"] - 1), 2)
             rows.append({key: _rounded(value) for key, value in row.items()})
             print(

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oomph
 from oomph.training.config import load
@@ -80,7 +82,7 @@ def test_the_curriculum_of_hn_xs_is_the_reports():
     assert [stage.batch_tokens for stage in config.data.curriculum] == [4096, 5120, 4608, 5120]
     assert {12, 20} <= {stage.accumulate for stage in config.stages} <= set(range(12, 21))
     assert (config.training.clip, config.training.schedule) == (1.0, "cosine")
-    assert [use.fix for use in config.fixes] == ["fused_optimizer"]
+    assert not config.fixes
     assert config.training.cuda_graph
     assert workload(config).sizes == {"B": 5, "T": 1024}
     assert workload(config, stage=config.stages[0]).sizes == {"B": 16, "T": 256}
@@ -111,3 +113,15 @@ def test_the_optimizer_of_npt_holds_what_is_trained():
     model = config.model_config.build()
     (group,) = workload(config).optimizer(model.parameters()).param_groups
     assert [id(param) for param in group["params"]] == [id(param) for param in model.trained_parameters()]
+
+
+def test_adamw_is_fused_on_a_gpu_and_over_the_trained_parameters_alone():
+    make = workload(loaded("pythia_tiny")).optimizer
+    assert make is not None
+    with FakeTensorMode():  # a GPU's tensors without a GPU
+        trained = nn.Parameter(torch.empty(3, device="cuda"))
+        frozen = nn.Parameter(torch.empty(3, device="cuda"), requires_grad=False)
+        on_gpu = make([trained, frozen])
+    assert [len(group["params"]) for group in on_gpu.param_groups] == [1]
+    assert on_gpu.param_groups[0]["fused"]
+    assert not make([nn.Parameter(torch.empty(3))]).param_groups[0]["fused"]

@@ -33,7 +33,6 @@ def check_overrides(target: str, overrides: Sequence[str]) -> None:
 
 def open_config(target: str, overrides: Sequence[str]) -> Workload:
     from oomph.training.config import load
-    from oomph.training.workloads import workload
+    from oomph.training.workloads import predicted_workload
 
-    # From the second pass on a step allocates nothing new, and tracing twenty takes ten times as long.
-    return workload(load(target, overrides), most_passes=2)
+    return predicted_workload(load(target, overrides))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from oomph.training.workloads import PASSES_PREDICTED
 from oomph.units import format_bytes
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class TrainDisplay:
 
     def stepped(self, report: StepReport) -> None:
         text = f"loss {report.loss:.4f}  {_rate(report.tokens_per_second)} {self._unit}/s"
-        share = self._mfu(report)
+        share = share_of_peak(self.config, self.prediction, self.card, report.tokens_per_second)
         if share is not None:
             text += f"  MFU {100 * share:.0f} %"
         if report.allocated is not None and report.peak is not None:
@@ -84,17 +85,19 @@ class TrainDisplay:
     def said(self, message: str) -> None:
         self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
-    def _mfu(self, report: StepReport) -> float | None:
-        """The share of the GPU's nominal rate that the model's own arithmetic makes: forward, and twice that
-        for backward. What is computed a second time does not count."""
-        prediction = self.prediction
-        rate = None if self.card is None else self.card.bf16_tflops
-        if prediction is None or prediction.work is None or not rate:
-            return None
-        stage = self.config.largest_stage
-        tokens = stage.tokens * min(stage.accumulate, 2)  # the prediction's step
-        flops = 3 * prediction.work.forward.flops / tokens * report.tokens_per_second
-        return flops / (rate * 1e12)
+
+def share_of_peak(
+    config: TrainConfig, prediction: Prediction | None, card: GPU | None, tokens_per_second: float
+) -> float | None:
+    """MFU: the share of the GPU's nominal rate that the model's own arithmetic makes: forward, and twice that
+    for backward. What is computed a second time does not count."""
+    rate = None if card is None else card.bf16_tflops
+    if prediction is None or prediction.work is None or not rate:
+        return None
+    stage = config.largest_stage
+    tokens = stage.tokens * min(stage.accumulate, PASSES_PREDICTED)  # the prediction's step
+    flops = 3 * prediction.work.forward.flops / tokens * tokens_per_second
+    return flops / (rate * 1e12)
 
 
 def _rate(number: float) -> str:

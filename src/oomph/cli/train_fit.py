@@ -27,10 +27,10 @@ _EXACT = ("fused_loss", "recompute", "tiled_mlp", "offload_activations")
 def fitting(config: TrainConfig, device: torch.device, report: Report) -> Prediction:
     """The step at the config's largest shape, on this GPU or within the config's own limit."""
     from oomph.prediction import predict
-    from oomph.training.workloads import workload
+    from oomph.training.workloads import predicted_workload
 
     return predict(
-        workload(config, most_passes=2),
+        predicted_workload(config),
         gpu=card_of(device),
         max=config.training.memory_limit,
         progress=report,

@@ -25,7 +25,7 @@ class FusedOptimizer(Fix):
 
     def places(self, patient: Patient) -> Iterable[Place]:
         optimizer = optimizer_of(patient)
-        if optimizer is not None and _why_not(optimizer) is None:
+        if optimizer is not None and not _is_fused(optimizer) and _why_not(optimizer) is None:
             yield Place(("optimizer",))
 
     def change_workload(self, workload: Workload, *_: Any) -> Workload:
@@ -34,6 +34,8 @@ class FusedOptimizer(Fix):
 
 def _fused(optimizer: Optimizer, *, fix: str) -> Optimizer:
     """The very object with its flags set, as its constructor would have done."""
+    if _is_fused(optimizer):
+        return optimizer
     why = _why_not(optimizer)
     if why is not None:
         raise UserError(f"fix {fix!r}: {why}")
@@ -48,12 +50,14 @@ def _fused(optimizer: Optimizer, *, fix: str) -> Optimizer:
     return optimizer
 
 
+def _is_fused(optimizer: Optimizer) -> bool:
+    return type(optimizer) in _KINDS and all(group.get("fused") for group in optimizer.param_groups)
+
+
 def _why_not(optimizer: Optimizer) -> str | None:
     if type(optimizer) not in _KINDS:
         valid = ", ".join(kind.__name__ for kind in _KINDS)
         return f"torch has no fused step for {kind_of(optimizer)}; valid: {valid}"
-    if all(group.get("fused") for group in optimizer.param_groups):
-        return f"{kind_of(optimizer)} is fused already"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return f"{kind_of(optimizer)} with differentiable=True cannot be fused"
     if not all(parameter.is_floating_point() for parameter in parameters_of(optimizer)):

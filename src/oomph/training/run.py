@@ -27,8 +27,9 @@ CONFIG, LOCK = "config.yaml", "lock"
 # What may be given anew when a run goes on: where it ends (which a schedule follows) and what it tells.
 _FREE = {
     ("output", "dir"),
-    *(("training", key) for key in ("steps", "epochs", "eval_every", "eval_batches", "save_every", "save")),
-    *(("training", key) for key in ("keep", "log_every", "device", "on_nan", "memory_limit")),
+    *(("training", key) for key in ("steps", "epochs", "eval_every", "eval_at_start", "eval_batches")),
+    *(("training", key) for key in ("save_every", "save", "keep", "log_every", "device", "on_nan")),
+    ("training", "memory_limit"),
     ("data", "workers"),
 }
 
@@ -72,7 +73,7 @@ def _train(
     work = workload(config)
     if work.allocator is not None and device.type == "cuda":
         set_allocator(work.allocator)
-    data = open_data(config, folder)
+    data = open_data(config, folder, workers=int(device.type == "cuda"))
     listener.said(data.describe())
     if config.training.steps is None and config.training.schedule != "constant":
         listener.said(

@@ -14,12 +14,18 @@ from oomph.fixes import apply
 from oomph.training.config import OptimizerConfig, Stage, TrainConfig
 from oomph.workload import Workload
 
+PASSES_PREDICTED = 2  # from the second pass on a step allocates nothing new, and tracing all takes longer
+
+
+def predicted_workload(config: TrainConfig) -> Workload:
+    """The step that a prediction traces."""
+    return workload(config, most_passes=PASSES_PREDICTED)
+
 
 def workload(config: TrainConfig, *, stage: Stage | None = None, most_passes: int | None = None) -> Workload:
     """One step at the config's largest shape (or at a stage's), on random data, with its fixes in.
 
-    most_passes: at most so many batches per step. A step's memory is the same from two on, so that a
-    prediction need not trace them all.
+    most_passes: at most so many batches per step.
     """
     stage = stage or config.largest_stage
     passes = stage.accumulate if most_passes is None else min(stage.accumulate, most_passes)
@@ -77,8 +83,16 @@ class AdamW:
     def __call__(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
         o = self.options
         trained = [param for param in params if param.requires_grad]
+        # Fused, it needs no temporaries, and leaves a step with infinite gradients out by itself, so that the
+        # host need not wait to see them.
+        fused = bool(trained) and all(param.is_cuda and param.is_floating_point() for param in trained)
         return torch.optim.AdamW(
-            trained, lr=o.learning_rate, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+            trained,
+            lr=o.learning_rate,
+            betas=o.betas,
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            fused=fused or None,
         )
 
 

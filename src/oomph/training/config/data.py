@@ -31,7 +31,7 @@ class DataConfig(Section):
     vocab_size: the most tokens that the tokenizer makes; the model may know more.
     seq_len, batch_size: with a curriculum, those of its largest stage.
     shuffle_window: how many sequences are mixed at a time. validation: the share that is held out.
-    workers: 1 reads in a process of its own.
+    workers: 1 reads in a process of its own, 0 in the training's; left out, 1 where that is on a GPU.
     """
 
     nested: ClassVar[Mapping[str, type[Section]]] = {"curriculum": CurriculumStage}
@@ -48,4 +48,4 @@ class DataConfig(Section):
     shuffle_window: Count = 1024
     seed: Whole | None = None
     validation: Share = 0.02
-    workers: Annotated[int, Field(ge=0, le=1)] = 0
+    workers: Annotated[int, Field(ge=0, le=1)] | None = None

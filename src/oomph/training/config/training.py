@@ -33,7 +33,8 @@ class TrainingConfig(Section):
     steps: of the optimizer. accumulate: batches per step. dtype: of the parameters; null is as they are made,
         which is float32 (for npt: what model.optimization says).
     warmup: steps until the learning rate is full. min_learning_rate: where the schedule ends, as a share.
-    eval_every, save_every: steps; null is at the end only. keep: so many checkpoints.
+    eval_every, save_every: steps; null is at the end only. eval_at_start: of the untrained model too.
+    keep: so many checkpoints.
     device: null is a GPU where there is one, else the CPU. gradient_checkpointing: the fix "recompute".
     on_nan: what a loss that is not finite does. save: false writes no checkpoints at all.
     cuda_graph: record a pass once and replay it; for models so small that starting kernels is most of a step.
@@ -50,6 +51,7 @@ class TrainingConfig(Section):
     warmup: Whole = 0
     min_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
     eval_every: Count | None = 200
+    eval_at_start: bool = False
     eval_batches: Count = 20
     save_every: Count | None = 500
     keep: Count = 3

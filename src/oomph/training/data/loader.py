@@ -16,6 +16,7 @@ from oomph.errors import UserError
 from oomph.training.data.needs import need
 from oomph.training.data.packing import Batch
 
+_BATCHES_AHEAD = 8  # of a worker: those of a step or two
 _POSITION = "oomph_position"  # under which the loader's own state holds ours
 
 
@@ -37,6 +38,21 @@ class _Failure:
     message: str
 
 
+@dataclass(frozen=True)
+class _Plain:
+    """A batch from a worker, as bytes. A tensor would come as a file in shared memory, of which containers
+    have little, with a connection made for each."""
+
+    arrays: dict[str, Any]
+
+    def tensors(self) -> Batch:
+        return {name: torch.from_numpy(array) for name, array in self.arrays.items()}
+
+    def pin_memory(self) -> Batch:
+        """The loader's thread looks for this name."""
+        return {name: tensor.pin_memory() for name, tensor in self.tensors().items()}
+
+
 class _Reported(IterableDataset[Any], Generic[Dataset]):
     """The data set as the loader sees it."""
 
@@ -46,12 +62,12 @@ class _Reported(IterableDataset[Any], Generic[Dataset]):
     def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch | _Failure:
-        try:
+    def __next__(self) -> Batch | _Plain | _Failure:
+        if get_worker_info() is None:
             return next(self.dataset)  # type: ignore[call-overload, no-any-return]
+        try:
+            return _Plain({name: tensor.numpy() for name, tensor in next(self.dataset).items()})  # type: ignore[call-overload]
         except UserError as error:
-            if get_worker_info() is None:
-                raise
             return _Failure(str(error))
 
     def state_dict(self) -> dict[str, Any]:
@@ -92,7 +108,7 @@ class Batches(Generic[Dataset]):
         batch = next(self._iterator)
         if isinstance(batch, _Failure):
             raise UserError(batch.message)
-        return batch  # type: ignore[no-any-return]
+        return batch.tensors() if isinstance(batch, _Plain) else batch
 
     def state_dict(self) -> dict[str, Any]:
         """A few numbers: where the next batch starts. Of the batches handed out, not of those read ahead."""
@@ -124,6 +140,9 @@ class Batches(Generic[Dataset]):
                 _Reported(self._dataset),
                 batch_size=None,
                 num_workers=self._workers,
+                prefetch_factor=_BATCHES_AHEAD if self._workers else None,
+                # On a GPU: a thread takes batches from the worker and makes them ready to be copied there.
+                pin_memory=bool(self._workers) and torch.cuda.is_initialized(),
                 generator=torch.Generator().manual_seed(0),
                 worker_init_fn=_left_to_the_run if self._workers else None,
             )

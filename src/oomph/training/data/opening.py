@@ -43,9 +43,11 @@ class Data:
         return self.description
 
 
-def open_data(config: Any, folder: str | Path) -> Data:
-    """The data of a TrainConfig or of DataSettings; the tokenizer is kept in `folder`."""
-    settings = config if isinstance(config, DataSettings) else settings_of(config)
+def open_data(config: Any, folder: str | Path, workers: int = 0) -> Data:
+    """The data of a TrainConfig or of DataSettings; the tokenizer is kept in `folder`.
+
+    `workers`: for a config that does not say."""
+    settings = config if isinstance(config, DataSettings) else settings_of(config, workers)
     return _open_images(settings) if settings.images else _open_text(settings, Path(folder))
 
 

@@ -48,8 +48,10 @@ class DataSettings:
             raise UserError(f"epochs={self.epochs!r} is not valid; give a whole number >= 1")
 
 
-def settings_of(config: Any) -> DataSettings:
-    """From a TrainConfig, or anything with the same names; what is absent has its default."""
+def settings_of(config: Any, workers: int = 0) -> DataSettings:
+    """From a TrainConfig, or anything with the same names; what is absent has its default.
+
+    `workers`: where the config does not say."""
     data = config.data
     training = getattr(config, "training", None)
     model = getattr(config, "model_config", None)
@@ -60,7 +62,7 @@ def settings_of(config: Any) -> DataSettings:
     }
     given |= {name: _given(data, name) for name in ("workers", "tokenizer", "vocab_size")}
     given |= {"epochs": _given(training, "epochs"), "image_size": _given(model, "image_size")}
-    known = {name: value for name, value in given.items() if value is not None}
+    known = {"workers": workers} | {name: value for name, value in given.items() if value is not None}
     if given["tokenizer"] == "bytes":
         known.pop("vocab_size", None)  # a cap for what is learned; bytes are always 260
     return DataSettings(

@@ -8,7 +8,9 @@ from itertools import count, islice
 from typing import NamedTuple
 
 import torch
+from torch.utils.data import get_worker_info
 
+from oomph.training.data.ahead import in_order, threads_to_use
 from oomph.training.data.permutation import Permutation, Split
 from oomph.training.data.pieces import Piece, chunks
 from oomph.training.data.sources.corpus import Corpus
@@ -24,6 +26,11 @@ class Position(NamedTuple):
     token: int = 0
 
 
+Chunk = tuple[Position, list[Piece]]
+# Some more than the tokens of a window: the next one is ready when the last batch of this one is handed out.
+_CHUNKS_AHEAD = 320
+
+
 @dataclass(frozen=True)
 class TokenStream:
     """Tokens of the training blocks, epoch after epoch, each in its own order."""
@@ -37,6 +44,22 @@ class TokenStream:
 
     def read(self, start: Position) -> Iterator[tuple[Position, torch.Tensor]]:
         """Chunks of tokens (int32) from `start` on. Only the block that `start` lies in is opened again."""
+        for position, tokens in self._encoded(self._chunks(start)):
+            if position.token < len(tokens):
+                yield position, tokens[position.token :]
+
+    def _encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Position, torch.Tensor]]:
+        """In a worker ahead of time, in threads: one alone makes a million tokens a second, of which a small
+        model on a large GPU takes more."""
+
+        def encode(chunk: Chunk) -> tuple[Position, torch.Tensor]:
+            return chunk[0], join(chunk[1], self.tokenizer)
+
+        if get_worker_info() is None:
+            return map(encode, chunks)
+        return in_order(encode, chunks, threads=threads_to_use(), ahead=_CHUNKS_AHEAD)
+
+    def _chunks(self, start: Position) -> Iterator[Chunk]:
         turns = self.corpus.blocks
         for epoch in count(start.epoch):
             if self.epochs is not None and epoch >= self.epochs:
@@ -50,11 +73,9 @@ class TokenStream:
                 here = (epoch, turn) == (start.epoch, start.turn)
                 first = start.chunk if here else 0
                 for chunk, pieces in enumerate(islice(chunks(self.corpus.read(block)), first, None), first):
-                    tokens = join(pieces, self.tokenizer)
                     empty = False
                     skipped = start.token if here and chunk == start.chunk else 0
-                    if skipped < len(tokens):
-                        yield Position(epoch, turn, chunk, skipped), tokens[skipped:]
+                    yield Position(epoch, turn, chunk, skipped), pieces
             if empty and epoch > start.epoch:
                 return  # documents without text: no epoch will ever have a token
 

@@ -134,6 +134,8 @@ class Trainer:
 
     def _steps(self, stopping: Stopping) -> dict[str, float]:
         options = self.config.training
+        if options.eval_at_start and self.step == 0:
+            self._evaluate()
         self.begin()
         while not self._finished():
             made = self._one_step()
