@@ -45,6 +45,7 @@ _ELEMENTWISE = _ops("""
 """)
 _REDUCTIONS = _ops("mean.dim sum.dim_IntList")
 _PRODUCTS = _ops("mm.default addmm.default bmm.default")
+_PRODUCTS_INTO = _ops("mm.out addmm.out")
 # Results are thrown away or known: nothing to compute.
 _INITIALISERS = _ops("normal_.default uniform_.default bernoulli_.float random_.default")
 
@@ -60,6 +61,7 @@ class FastPath:
             **dict.fromkeys(_PLAIN, self._plain),
             **dict.fromkeys(_ELEMENTWISE, self._elementwise),
             **dict.fromkeys(_PRODUCTS, self._product),
+            **dict.fromkeys(_PRODUCTS_INTO, self._product_into),
             **dict.fromkeys(_REDUCTIONS, self._reduction),
             aten._to_copy.default: self._cast,
             **dict.fromkeys(_INITIALISERS, lambda func, args, kwargs: args[0]),
@@ -141,6 +143,22 @@ class FastPath:
             return NotImplemented
         shape = (*left.shape[:-1], right.shape[-1])
         return self._wrap(torch.empty(shape, dtype=left.dtype, device=_META))
+
+    def _product_into(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Into memory that is there: thousands of them where long sequences are worked on in tiles."""
+        *added, left, right = args
+        out = kwargs.get("out")
+        if not isinstance(out, FakeTensor) or not kwargs.keys() <= {"out", "alpha", "beta"}:
+            return NotImplemented
+        if not _all_fake(args):
+            return NotImplemented
+        if left.dim() != 2 or right.dim() != 2 or left.shape[1] != right.shape[0]:
+            return NotImplemented
+        if out.shape != (left.shape[0], right.shape[1]):
+            return NotImplemented
+        if any(other.dtype != out.dtype for other in args):
+            return NotImplemented
+        return out if all(_broadcasts_into(other.shape, out.shape) for other in added) else NotImplemented
 
     def _reduction(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensor, dims = args[0], args[1]
