@@ -21,6 +21,7 @@ from system_tables import (  # noqa: E402
     ROOT,
     SYSTEMS,
     claims,
+    long_context,
     median,
     overhead,
     peaks,
@@ -218,6 +219,7 @@ FILES: Mapping[str, Tables] = {
         "systems": systems,
         "races": races,
         "training": training_in_short,
+        "long context": long_context,
     },
     "docs/systems.md": {
         "systems": systems,
@@ -225,7 +227,7 @@ FILES: Mapping[str, Tables] = {
         **{name: partial(peaks, name) for name, *_ in SYSTEMS},
         **{f"claims of {name}": partial(claims, name) for name, *_ in SYSTEMS},
     },
-    "docs/training.md": {"training": training, "overhead": overhead},
+    "docs/training.md": {"training": training, "overhead": overhead, "long context": long_context},
 }
 
 
