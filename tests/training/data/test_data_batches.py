@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from corpora import CURRICULUM, drawn, numbered_lines, opened
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from oomph.training.data import Schedule, Stage
+from oomph.training.data.loader import _Plain
 from oomph.training.data.permutation import Permutation, Split
 
 ROW = Schedule((Stage(1, 1),))
@@ -144,3 +147,21 @@ def test_the_last_row_of_validation_is_padded_and_its_padding_is_no_label(tmp_pa
     assert padding.any()
     assert torch.equal(batches[-1]["labels"] == -100, padding)
     assert all((batch["labels"] >= 0).all() for batch in batches[:-1])
+
+
+def test_a_workers_batch_takes_no_shared_memory(tmp_path: Path) -> None:
+    """Containers have 64 MiB of it, and a tensor from there takes a connection to the worker."""
+    corpus = numbered_lines(tmp_path / "lines.txt", 100)
+    run = opened(corpus, tmp_path, workers=1)
+    for tensor in next(run.train).values():
+        assert not tensor.is_shared()
+        tensor.add_(1)  # its own memory, to be written to as any other
+    run.train.close()
+
+
+def test_the_loaders_thread_pins_what_a_worker_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 1)
+    sent = (_Plain({"images": np.zeros(3, dtype=np.float32)}), 0, {"position": 7})
+    batch, worker, state = pin_memory(sent)
+    assert batch["images"].tolist() == [1.0, 1.0, 1.0]
+    assert (worker, state) == (0, {"position": 7})

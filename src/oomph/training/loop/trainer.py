@@ -62,7 +62,8 @@ class Trainer:
         device: torch.device,
         listener: Listener,
     ) -> None:
-        self.config, self.workload, self.data = config, workload, data
+        self.config, self.data = config, data
+        self.batch_alone = replace(workload, accumulate=1)  # a step's batches come one by one
         self.folder, self.device, self.listener = folder, device, listener
         options = config.training
         self.model = built(workload, device)
@@ -197,7 +198,7 @@ class Trainer:
     def _passes(self, batches: list[Any]) -> Tensor:
         losses = []
         for batch in batches:
-            parts = replace(self.workload, accumulate=1).passes(moved(batch, self.device))
+            parts = self.batch_alone.passes(moved(batch, self.device))
             shares = [(part, share / len(batches)) for part, share in parts]
             losses += [Workload.scaled(self.pass_(part, share), share) for part, share in shares]
         return torch.stack(losses).sum()
