@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -119,3 +122,39 @@ def test_a_broken_file_met_in_a_worker_is_one_line(tmp_path: Path) -> None:
     assert str(caught.value).startswith(f"{path} is not a text file (not UTF-8 at offset 20000)")
     assert "\n" not in str(caught.value)
     run.train.close()
+
+
+KILLED = """
+import os, signal, sys
+from multiprocessing import active_children
+from pathlib import Path
+from oomph.training.data import DataSettings, Schedule, Stage, open_data
+
+data = open_data(
+    DataSettings(source=sys.argv[1], schedule=Schedule((Stage(4096, 4),)), tokenizer="bytes", workers=1),
+    Path(sys.argv[2]),
+)
+next(data.train)  # 256 KiB a batch: more than a pipe takes while nobody reads
+print(active_children()[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_worker_ends_with_the_run_that_was_killed(tmp_path: Path) -> None:
+    corpus = numbered_lines(tmp_path / "lines.txt", 5000)
+    command = [sys.executable, "-c", KILLED, str(corpus), str(tmp_path)]
+    with (tmp_path / "worker").open("w") as told:  # of a pipe, a worker that lives on would keep an end
+        subprocess.run(command, stdout=told, check=False)
+    worker = int((tmp_path / "worker").read_text())
+    until = time.monotonic() + 10
+    while time.monotonic() < until and alive(worker):
+        time.sleep(0.1)
+    assert not alive(worker)
+
+
+def alive(process: int) -> bool:
+    """Not one that has ended and that nobody asked for its end."""
+    try:
+        return " Z " not in Path(f"/proc/{process}/stat").read_text()
+    except FileNotFoundError:
+        return False
