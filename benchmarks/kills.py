@@ -114,6 +114,7 @@ def config_of(folder: Path, seed: int) -> TrainConfig:
                 "seq_len": 16,
                 "batch_size": 2,
                 "shuffle_window": 16,
+                "workers": seed // 2 % 2,  # as on a GPU, and as on a CPU
             },
             "training": {
                 "steps": STEPS,
