@@ -76,6 +76,12 @@ def test_every_stage_has_what_is_allocated_when_it_is_over():
     )
 
 
+def test_gradients_that_a_layer_makes_on_the_way_are_not_yet_the_steps_backward_pass():
+    on_the_way = SCRIPT.replace("|exit layers.0 |enter", "|backward +10 -10 |forward |exit layers.0 |enter")
+    assert on_the_way != SCRIPT
+    assert stage_table(scripted(on_the_way)) == stage_table(scripted())
+
+
 def test_a_row_tells_what_came_and_how_much_went():
     rows = {row.stage: row for row in stage_table(scripted())}
     assert what_was_added(rows["parameters"]) == "7.00 GiB parameters\n1.00 GiB buffers"

@@ -147,7 +147,7 @@ def _moments(prediction: Prediction) -> list[tuple[str, int]] | None:
     """Stages with the index of the event after which each is taken."""
     events = prediction.events
     start = _index_of(events, re.compile(r"step \d+"), 0)
-    backward = _index_of(events, re.compile("backward"), start or 0)
+    backward = _backward(events, start or 0)
     limit = len(events) if backward is None else backward
     stack = _stack(prediction, start or 0, limit)
     if stack is None:
@@ -181,6 +181,19 @@ def _index_of(events: Sequence[Event], label: re.Pattern[str], start: int) -> in
         ),
         None,
     )
+
+
+def _backward(events: Sequence[Event], start: int) -> int | None:
+    """Where the step's backward pass begins; a layer may make gradients of its own on the way there."""
+    inside = 0
+    for index in range(start, len(events)):
+        if events[index].action != "mark":
+            continue
+        word = events[index].label.partition(" ")[0]
+        inside += {"enter": 1, "exit": -1}.get(word, 0)
+        if word == "backward" and inside == 0:
+            return index
+    return None
 
 
 @dataclass(frozen=True, slots=True)
