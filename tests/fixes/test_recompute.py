@@ -11,6 +11,7 @@ from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_o
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
+from oomph.fixes.anatomy import blocks
 from oomph.records import FixUse
 
 
@@ -67,6 +68,37 @@ def test_a_block_that_is_listed_several_times_is_wrapped_once():
     model.blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
     same_gradients(before, gradients(model, plain_loss, batch), 0)
     assert len(calls) == 2 * 3
+
+
+class Mixer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+class Mixed(TinyLM):
+    """Two kinds of layers that take turns; `last` comes once."""
+
+    def __init__(self, last=None):
+        super().__init__()
+        layers = [self.blocks[0], Mixer(), self.blocks[1], Mixer()]
+        self.blocks = torch.nn.ModuleList(layers if last is None else [*layers, last])
+
+
+def test_layers_of_several_kinds_that_take_turns_are_all_wrapped():
+    model, batch = seeded(Mixed), tiny_batch("cpu")
+    before = gradients(model, plain_loss, batch)
+    changed = fixes.apply_to_model("recompute", model)
+    assert [change.where for change in changed] == [f"blocks.{number}" for number in range(4)]
+    same_gradients(before, gradients(model, plain_loss, batch), 0)
+
+
+def test_a_list_with_a_kind_of_its_own_in_it_is_no_list_of_blocks():
+    model = Mixed(last=torch.nn.TransformerEncoderLayer(32, 2))
+    assert blocks(model) == []
 
 
 def test_a_model_that_recomputes_by_itself_is_refused_and_not_proposed():

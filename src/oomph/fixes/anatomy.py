@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,9 +19,10 @@ class Named(NamedTuple):
 
 
 def blocks(model: nn.Module) -> list[list[Named]]:
-    """The outermost lists of two or more modules of one class with parameters: a transformer's layers.
+    """The outermost lists of modules with parameters that come in twos or more: a transformer's layers.
 
-    A block that appears several times is listed once.
+    A ModuleList may mix classes, as where attention and state-space layers take turns, if there are several of
+    each. A block that appears several times is listed once.
     """
     found: list[list[Named]] = []
 
@@ -33,15 +35,21 @@ def blocks(model: nn.Module) -> list[list[Named]]:
             Named(_join(name, own), child) for own, child in module._modules.items() if child is not None
         ]
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            alike = [child for child in children if next(child.module.parameters(), None) is not None]
-            if len(alike) > 1 and len({type(child.module) for child in alike}) == 1 and _is_block(alike[0]):
-                found.append(list({id(child.module): child for child in reversed(alike)}.values())[::-1])
+            members = [child for child in children if next(child.module.parameters(), None) is not None]
+            if _are_blocks(members, mixed=isinstance(module, nn.ModuleList)):
+                found.append(list({id(child.module): child for child in reversed(members)}.values())[::-1])
                 return
         for child in children:
             search(child.name, child.module, seen)
 
     search("", model, set())
     return found
+
+
+def _are_blocks(members: Sequence[Named], mixed: bool) -> bool:
+    kinds = Counter(type(member.module) for member in members)
+    repeated = bool(kinds) and min(kinds.values()) > 1
+    return repeated and (mixed or len(kinds) == 1) and all(map(_is_block, members))
 
 
 def _is_block(child: Named) -> bool:
