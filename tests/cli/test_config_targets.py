@@ -45,6 +45,17 @@ def test_predict_takes_a_config_and_overrides(fake_predict, capsys):
     assert options["gpu"] == "rtx3090"
 
 
+def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
+    assert run(["predict", TINY, "--seq_len", "32", "--batch-size=3", "--gpu", "rtx3090", "--shuffle"]) == 0
+    ((target, options),) = fake_predict.calls
+    assert target.sizes == {"B": 3, "T": 32}
+    assert options["gpu"] == "rtx3090"
+    assert _error(capsys, "predict", TINY, "--gup", "rtx3090")[0].endswith(
+        "gup is not a key; the sections are model, data, optimizer, training, output; "
+        "besides them there are system, form, fixes"
+    )
+
+
 def test_fixes_on_the_command_line_come_on_top(fake_predict, capsys):
     assert run(["predict", TINY, "--fix", "fused_loss", "fixes=recompute", "--json"]) == 2
     assert "has to be applied before 'recompute', which is in already" in capsys.readouterr().err

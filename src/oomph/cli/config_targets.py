@@ -18,21 +18,23 @@ def is_config(target: str) -> bool:
 def check_overrides(target: str, overrides: Sequence[str]) -> None:
     """What can be told before a config, and torch with it, is loaded."""
     if overrides and not is_config(target):
+        if overrides[0].startswith("-"):
+            raise UserError(f"No such option: {overrides[0]}; see `oomph --help` and the command's own")
         raise UserError(
             f"target {target!r} is a program, and {overrides[0]!r} is an override of a config: "
             "change the program, or give a .yaml file"
         )
     if is_config(target):
-        from oomph.training.config.overrides import parse_override
+        from oomph.training.config.overrides import overrides_from_words, parse_override
         from oomph.training.config.reading import check_file
 
         check_file(target)
-        for word in overrides:
+        for word in overrides_from_words(overrides):
             parse_override(word)
 
 
 def open_config(target: str, overrides: Sequence[str]) -> Workload:
-    from oomph.training.config import load
+    from oomph.training.config import load, overrides_from_words
     from oomph.training.workloads import predicted_workload
 
-    return predicted_workload(load(target, overrides))
+    return predicted_workload(load(target, overrides_from_words(overrides)))

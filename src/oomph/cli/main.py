@@ -20,8 +20,10 @@ INTERRUPTED = 130  # as a shell says it of Ctrl-C
 OUR_BUG = 70  # 1 would read as "does not fit"
 
 _OVERRIDES = typer.Argument(
-    metavar="[KEY=VALUE ...]", help="Of a config: other values than the file's, e.g. data.batch_size=4."
+    metavar="[KEY=VALUE ...]",
+    help="Of a config: other values than the file's, e.g. data.batch_size=4 or --batch_size 4.",
 )
+_TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a config's key
 
 app = typer.Typer(
     name="oomph",
@@ -53,7 +55,7 @@ def _oomph(
     pass
 
 
-@app.command()
+@app.command(context_settings=_TAKES_KEYS)
 def predict(
     target: Annotated[
         str,
@@ -91,7 +93,7 @@ def predict(
     return run_predict(options)
 
 
-@app.command()
+@app.command(context_settings=_TAKES_KEYS)
 def fixes(
     target: Annotated[
         str | None,
@@ -132,7 +134,7 @@ def verify(
     return run_verify(VerifyOptions(target, tuple(words or ()), sizes, json))
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"allow_extra_args": True, **_TAKES_KEYS})
 def train(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A config (.yaml).")],
