@@ -12,12 +12,16 @@ from typing import Any
 
 @contextmanager
 def learnt_tokenizer(config: Any, run: Path) -> Iterator[None]:
-    """`run`: the folder of a run that begins inside."""
+    """`run`: the folder of a run that begins inside; all that are tokenised here are of one source."""
     kept = Path(tempfile.gettempdir()) / f"oomph-{config.data.tokenizer}-{config.data.vocab_size}"
     if kept.exists():
         shutil.copytree(kept, run)
     yield
     if config.data.tokenizer is not None and not kept.exists():
-        kept.mkdir()
+        partly = Path(tempfile.mkdtemp(dir=kept.parent))
         for file in run.glob("tokenizer*.json"):
-            shutil.copy(file, kept)
+            shutil.copy(file, partly)
+        try:
+            partly.rename(kept)
+        except OSError:  # another run was first
+            shutil.rmtree(partly)

@@ -2,8 +2,8 @@
 
 python benchmarks/longctx_peer.py [OUT.csv]     # on a GPU: results/longctx_peer_<gpu>.csv
 
-Contexts grow until one does not fit; ours of the same shape is measured at the last one that did. In 23 GiB
-there is none: weights, gradients and AdamW's averages are 30 GiB.
+Contexts grow until one does not fit; ours of the same shape is measured at the first one. In 23 GiB none
+fits: weights, gradients and AdamW's averages are 30 GiB.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from oomph.models import longctx  # noqa: E402
 
 SIZE = longctx.PRESETS["qwen3-4B"]
 THEIRS, OURS = "Qwen3-4B of Hugging Face", "longctx qwen3-4B"
-FIRST, STEP = 24_576, 4096  # tokens: one that fits in 80 GiB, and how much longer the next is
+FIRST, STEP = 20_480, 4096  # tokens: one that fits in 80 GiB, and how much longer the next is
 
 
 def workload(who: str, tokens: int) -> oomph.Workload:
@@ -65,13 +66,12 @@ def measured(who: str, gib: int, tokens: int) -> dict[str, Any]:
 
 def found() -> Iterator[dict[str, Any]]:
     yield in_process(THEIRS, 23, 512)
-    tokens, fits = FIRST, True
-    while fits:
+    yield in_process(OURS, 80, FIRST)
+    for tokens in count(FIRST, STEP):
         row = in_process(THEIRS, 80, tokens)
         yield row
-        fits = row["fits"]
-        tokens += STEP
-    yield in_process(OURS, 80, tokens - 2 * STEP)
+        if not row["fits"]:
+            return
 
 
 def in_process(who: str, gib: int, tokens: int) -> dict[str, Any]:

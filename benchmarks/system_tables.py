@@ -230,7 +230,7 @@ def long_context(results: Path = RESULTS) -> str:
             speed = f"{float(row['tokens_per_second']):,.0f}"
             held = f"{float(row['reserved_mib']) / 1024:.1f} GiB"
         else:
-            tokens = f"not even {tokens}"
+            tokens = f"not {tokens}"
         lines.append(f"| {PEERS[row['who']]} | {row['limit_gib']} GiB | {tokens} | {speed} | {held} |")
     return "\n".join(lines)
 

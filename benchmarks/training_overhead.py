@@ -63,11 +63,13 @@ def measured(config_file: Path) -> dict[str, float]:
         times: dict[str, list[float]] = {name: [] for name in steps}
         launched: list[float] = []  # until the host is done: a GPU that is then still busy is the slower one
         for number in range(ROUNDS + 1):  # the first round compiles kernels
-            for name, step in steps.items():
+            # In another order each time: batches that the worker made meanwhile are the next one's.
+            names = [*list(steps)[number % 3 :], *list(steps)[: number % 3]]
+            for name in names:
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 for _ in range(STEPS):
-                    step()
+                    steps[name]()
                 host = time.perf_counter() - began
                 torch.cuda.synchronize()
                 if number:

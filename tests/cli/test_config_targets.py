@@ -50,6 +50,7 @@ def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
     ((target, options),) = fake_predict.calls
     assert target.sizes == {"B": 3, "T": 32}
     assert options["gpu"] == "rtx3090"
+    capsys.readouterr()
     assert _error(capsys, "predict", TINY, "--gup", "rtx3090")[0].endswith(
         "gup is not a key; the sections are model, data, optimizer, training, output; "
         "besides them there are system, form, fixes"
@@ -105,7 +106,7 @@ def test_several_problems_are_a_line_each(program, capsys):
 
 def test_a_word_that_is_no_override_is_one_line(capsys):
     assert _error(capsys, "predict", TINY, "nsa") == [
-        "oomph: override 'nsa' is not key=value, e.g. data.batch_size=8"
+        "oomph: 'nsa' is not an override; give key=value, --key value, or --flag"
     ]
 
 

@@ -96,6 +96,18 @@ def test_layers_of_several_kinds_that_take_turns_are_all_wrapped():
     same_gradients(before, gradients(model, plain_loss, batch), 0)
 
 
+class Stage(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Mixer(), Mixer()])
+
+
+def test_stages_of_several_kinds_do_not_hide_the_layers_inside_them():
+    stages = torch.nn.ModuleList([Mixer(), Mixer(), Stage(), Stage()])
+    names = [[name for name, _ in group] for group in blocks(torch.nn.ModuleDict({"stages": stages}))]
+    assert names == [["stages.2.layers.0", "stages.2.layers.1"], ["stages.3.layers.0", "stages.3.layers.1"]]
+
+
 def test_a_list_with_a_kind_of_its_own_in_it_is_no_list_of_blocks():
     model = Mixed(last=torch.nn.TransformerEncoderLayer(32, 2))
     assert blocks(model) == []

@@ -11,6 +11,8 @@ from small import TinyLM, gradients, plain_loss, seeded, state_of, tiny_batch, w
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
+from oomph.fixes.anatomy import blocks
+from oomph.fixes.shard import _with_own_parameters
 from oomph.records import FixUse
 
 OPTIONS = ({"ranks": 2}, {"reshard_after_forward": False})
@@ -114,3 +116,9 @@ def test_mistakes_are_told_and_change_nothing(options, message):
     with pytest.raises(UserError, match=message):
         fixes.apply_to_model(FixUse("shard", options), model)
     assert state_of(model) == state
+
+
+def test_blocks_that_share_a_parameter_are_left_to_the_whole_model():
+    model = TinyLM()
+    model.blocks[2].mlp = model.blocks[0].mlp
+    assert [name for name, _ in _with_own_parameters(blocks(model))] == ["blocks.1"]

@@ -21,8 +21,8 @@ class Named(NamedTuple):
 def blocks(model: nn.Module) -> list[list[Named]]:
     """The outermost lists of modules with parameters that come in twos or more: a transformer's layers.
 
-    A ModuleList may mix classes, as where attention and state-space layers take turns, if there are several of
-    each. A block that appears several times is listed once.
+    A ModuleList may mix classes, several of each, as where attention and state-space layers take turns; not
+    where its members hold such lists themselves. A block that appears several times is listed once.
     """
     found: list[list[Named]] = []
 
@@ -36,8 +36,16 @@ def blocks(model: nn.Module) -> list[list[Named]]:
         ]
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             members = [child for child in children if next(child.module.parameters(), None) is not None]
-            if _are_blocks(members, mixed=isinstance(module, nn.ModuleList)):
-                found.append(list({id(child.module): child for child in reversed(members)}.values())[::-1])
+            each_once = list({id(child.module): child for child in reversed(members)}.values())[::-1]
+            if _are_blocks(members) and len({type(child.module) for child in members}) == 1:
+                found.append(each_once)
+                return
+            if isinstance(module, nn.ModuleList) and _are_blocks(members):
+                before = len(found)
+                for child in children:
+                    search(child.name, child.module, seen)
+                if len(found) == before:
+                    found.append(each_once)
                 return
         for child in children:
             search(child.name, child.module, seen)
@@ -46,10 +54,9 @@ def blocks(model: nn.Module) -> list[list[Named]]:
     return found
 
 
-def _are_blocks(members: Sequence[Named], mixed: bool) -> bool:
+def _are_blocks(members: Sequence[Named]) -> bool:
     kinds = Counter(type(member.module) for member in members)
-    repeated = bool(kinds) and min(kinds.values()) > 1
-    return repeated and (mixed or len(kinds) == 1) and all(map(_is_block, members))
+    return bool(kinds) and min(kinds.values()) > 1 and all(map(_is_block, members))
 
 
 def _is_block(child: Named) -> bool:

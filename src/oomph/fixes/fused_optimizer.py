@@ -11,7 +11,13 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.fixes.fix import Fix, Patient, Place
-from oomph.fixes.optimizers.conversion import kind_of, optimizer_of, parameters_of, with_converted_optimizer
+from oomph.fixes.optimizers.conversion import (
+    is_fused,
+    kind_of,
+    optimizer_of,
+    parameters_of,
+    with_converted_optimizer,
+)
 from oomph.workload import Workload
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -25,7 +31,7 @@ class FusedOptimizer(Fix):
 
     def places(self, patient: Patient) -> Iterable[Place]:
         optimizer = optimizer_of(patient)
-        if optimizer is not None and not _is_fused(optimizer) and _why_not(optimizer) is None:
+        if optimizer is not None and not is_fused(optimizer) and _why_not(optimizer) is None:
             yield Place(("optimizer",))
 
     def change_workload(self, workload: Workload, *_: Any) -> Workload:
@@ -34,7 +40,7 @@ class FusedOptimizer(Fix):
 
 def _fused(optimizer: Optimizer, *, fix: str) -> Optimizer:
     """The very object with its flags set, as its constructor would have done."""
-    if _is_fused(optimizer):
+    if is_fused(optimizer):
         return optimizer
     why = _why_not(optimizer)
     if why is not None:
@@ -48,10 +54,6 @@ def _fused(optimizer: Optimizer, *, fix: str) -> Optimizer:
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(parameter.device, torch.float32)
     return optimizer
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    return type(optimizer) in _KINDS and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def _why_not(optimizer: Optimizer) -> str | None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.fixes.fix import Fix, Patient, Place
-from oomph.fixes.optimizers.conversion import kind_of, optimizer_of, with_converted_optimizer
+from oomph.fixes.optimizers.conversion import is_fused, kind_of, optimizer_of, with_converted_optimizer
 from oomph.workload import Workload
 
 
@@ -23,7 +23,7 @@ class NoForeach(Fix):
 
     def places(self, patient: Patient) -> Iterable[Place]:
         optimizer = optimizer_of(patient)
-        if optimizer is not None and _why_not(optimizer) is None:
+        if optimizer is not None and not is_fused(optimizer) and _why_not(optimizer) is None:
             yield Place(("optimizer",), {}, "many small kernels: slow where parameters are many and small")
 
     def change_workload(self, workload: Workload, *_: Any) -> Workload:
@@ -31,6 +31,8 @@ class NoForeach(Fix):
 
 
 def _one_by_one(optimizer: Optimizer, *, fix: str) -> Optimizer:
+    if is_fused(optimizer):  # which has no temporaries
+        return optimizer
     why = _why_not(optimizer)
     if why is not None:
         raise UserError(f"fix {fix!r}: {why}")
@@ -42,8 +44,6 @@ def _one_by_one(optimizer: Optimizer, *, fix: str) -> Optimizer:
 def _why_not(optimizer: Optimizer) -> str | None:
     if not all("foreach" in group for group in optimizer.param_groups):
         return f"{kind_of(optimizer)} has no foreach option"
-    if all(group.get("fused") for group in optimizer.param_groups):
-        return f"{kind_of(optimizer)} is fused, and a fused step has no temporaries"
     if all(group["foreach"] is False for group in optimizer.param_groups):
         return f"{kind_of(optimizer)} goes parameter by parameter already"
     return None

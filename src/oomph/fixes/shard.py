@@ -6,6 +6,7 @@ sharded: each rank has those of its own batch.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import blocks, has_data
+from oomph.fixes.anatomy import Named, blocks, has_data
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
 from oomph.records import Proposal
@@ -91,12 +92,18 @@ def _shard(model: nn.Module, journal: Journal, reshard_after_forward: bool) -> N
 
     whole = _Whole(model)
     journal.did("", f"parameters over {dist.get_world_size()} ranks", whole.restore)
-    for group in blocks(model):
-        for name, block in group:
-            fully_shard(block, reshard_after_forward=reshard_after_forward)
-            journal.did(name, "gathers its parameters when it runs", _nothing)
+    for name, block in _with_own_parameters(blocks(model)):
+        fully_shard(block, reshard_after_forward=reshard_after_forward)
+        journal.did(name, "gathers its parameters when it runs", _nothing)
     fully_shard(model, reshard_after_forward=reshard_after_forward)
     whole.let_go()
+
+
+def _with_own_parameters(groups: list[list[Named]]) -> list[Named]:
+    """A parameter of two blocks cannot be gathered with either; such blocks are left to the whole model."""
+    members = [member for group in groups for member in group]
+    owners = Counter(id(each) for member in members for each in member.module.parameters())
+    return [each for each in members if all(owners[id(one)] == 1 for one in each.module.parameters())]
 
 
 class _Whole:

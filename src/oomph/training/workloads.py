@@ -85,7 +85,9 @@ class AdamW:
         trained = [param for param in params if param.requires_grad]
         # Fused, it needs no temporaries, and leaves a step with infinite gradients out by itself, so that the
         # host need not wait to see them.
-        fused = bool(trained) and all(param.is_cuda and param.is_floating_point() for param in trained)
+        # Meta stands for a GPU where fixes look for what they could change.
+        devices = {param.device.type for param in trained}
+        fused = devices in ({"cuda"}, {"meta"}) and all(param.is_floating_point() for param in trained)
         return torch.optim.AdamW(
             trained,
             lr=o.learning_rate,

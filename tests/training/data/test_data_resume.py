@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import subprocess
@@ -155,6 +156,8 @@ def test_a_worker_ends_with_the_run_that_was_killed(tmp_path: Path) -> None:
 def alive(process: int) -> bool:
     """Not one that has ended and that nobody asked for its end."""
     try:
-        return " Z " not in Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
+        os.kill(process, 0)
+        stat = Path(f"/proc/{process}/stat")
+        return not stat.exists() or " Z " not in stat.read_text()
+    except (ProcessLookupError, FileNotFoundError):
         return False

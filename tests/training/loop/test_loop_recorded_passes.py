@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -76,6 +77,34 @@ def test_replayed_passes_give_the_gradients_of_passes_as_they_are(as_tensor: boo
 
     for found, right in zip(run(RecordedPasses(plain)), run(plain), strict=True):
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_thread_may_pin_batches_while_a_pass_is_recorded() -> None:
+    """As the one does that takes them from a data worker; each of a size that the allocator has not seen."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(200))).cuda()
+    passes = RecordedPasses(Passes(model, lambda model, batch: model(batch["x"]).mean(), _plain("cuda")))
+    stop, failed = threading.Event(), []
+
+    def pin() -> None:
+        size = 1 << 20
+        while not stop.is_set():
+            size += 1 << 20
+            try:
+                torch.empty(size, dtype=torch.uint8).pin_memory()
+            except RuntimeError as error:
+                failed.append(error)
+
+    thread = threading.Thread(target=pin)
+    thread.start()
+    try:
+        for rows in range(1, 9):
+            passes({"x": torch.randn(rows, 64, device="cuda")}, 1.0)
+    finally:
+        stop.set()
+        thread.join()
+    assert not failed
 
 
 def _plain(device: str) -> Precision:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from faults import out_of_memory, with_fault
 from small_runs import (
     Notes,
     assert_equal_runs,
@@ -18,7 +20,9 @@ from small_runs import (
 )
 
 from oomph.training.checkpoints import find
+from oomph.training.loop.failures import OutOfMemory
 from oomph.training.run import train
+from oomph.training.workloads import AdamW
 
 STEPS, FIRST = 6, 3
 IN_BACKWARD = "fixes=[optimizer_in_backward, stochastic_rounding, optimizer_8bit]"
@@ -169,3 +173,36 @@ def test_only_the_newest_checkpoints_stay(tmp_path: Path) -> None:
 def test_a_run_without_checkpoints_writes_none(tmp_path: Path) -> None:
     trained(tmp_path / "run", ["training.save=false", "training.save_every=1"])
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_run_that_was_not_fused_goes_on_with_an_optimizer_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where it was begun on a CPU and goes on on a GPU."""
+    trained(tmp_path / "run", ["training.steps=3"])
+    plain = AdamW.__call__
+
+    def fused(self: AdamW, params: Any) -> torch.optim.Optimizer:
+        made = plain(self, params)
+        (group,) = made.param_groups
+        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        return torch.optim.AdamW(group["params"], **options, fused=True)
+
+    monkeypatch.setattr(AdamW, "__call__", fused)
+    trained(tmp_path / "run", ["training.steps=6"], resume=True)
+    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    monkeypatch.undo()
+    trained(tmp_path / "straight", ["training.steps=3"])
+    trained(tmp_path / "straight", ["training.steps=6"], resume=True)
+    assert losses == pytest.approx([row["loss"] for row in rows_of(tmp_path / "straight")])
+
+
+def test_an_evaluation_at_the_start_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the run goes on from a checkpoint of its very start."""
+    overrides = ["training.eval_at_start=true"]
+    with_fault(monkeypatch, out_of_memory, 1)
+    with pytest.raises(OutOfMemory):
+        trained(tmp_path / "run", overrides)
+    monkeypatch.undo()
+    trained(tmp_path / "run", overrides, resume=True)
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluation")] == [0, 6]

@@ -64,6 +64,10 @@ def takes_over_hooks(new: Optimizer, made: Optimizer) -> None:
         setattr(made, name, OrderedDict())
 
 
+def is_fused(optimizer: Optimizer) -> bool:
+    return all(group.get("fused") for group in optimizer.param_groups)
+
+
 def optimizer_of(patient: Patient) -> Optimizer | None:
     """The optimizer that the workload makes, over stand-ins for its parameters; None where there is none."""
     if patient.workload.optimizer is None:

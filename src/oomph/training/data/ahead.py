@@ -17,7 +17,7 @@ _MOST_THREADS = 8
 
 def threads_to_use() -> int:
     """One core is the training's."""
-    # On Linux those that this process may use, which in a container are not the machine's.
+    # On Linux those that this process may use, which can be fewer than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(_MOST_THREADS, cores - 1))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -79,12 +81,14 @@ class _Reported(IterableDataset[Any], Generic[Dataset]):
         self.dataset.load_state_dict(state[_POSITION])
 
 
-def _left_to_the_run(worker: int) -> None:
+def _left_to_the_run(run: int, worker: int) -> None:
     """A signal that stops a run goes to all its processes. The run needs its batches until its step is done,
-    and then ends the worker itself."""
+    and then ends the worker itself. `run`: its process."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    Thread(target=_end_with, args=(run,), daemon=True).start()
+    # Threads that are at work in a library's own code must not meet an interpreter that is taken apart.
+    atexit.register(os._exit, 0)
 
 
 def _end_with(run: int) -> None:
@@ -154,7 +158,7 @@ class Batches(Generic[Dataset]):
                 # On a GPU: a thread takes batches from the worker and makes them ready to be copied there.
                 pin_memory=bool(self._workers) and torch.cuda.is_initialized(),
                 generator=torch.Generator().manual_seed(0),
-                worker_init_fn=_left_to_the_run if self._workers else None,
+                worker_init_fn=partial(_left_to_the_run, os.getpid()) if self._workers else None,
             )
         self._iterator = iter(self._loader)
 

@@ -79,7 +79,8 @@ class RecordedPasses:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # The thread that pins batches goes on meanwhile: what it asks of the driver is not part of the pass.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             loss = self.passes(*inputs, cached=False)
         set_rng_state(state)  # as if the first replay were the first pass
         return graph, inputs, loss

@@ -32,7 +32,7 @@ from oomph.training.loop.readings import Reading, Readings
 from oomph.training.loop.samples import sample_images, sample_text
 from oomph.training.loop.schedule import Schedule
 from oomph.training.loop.stopping import Stopping
-from oomph.training.loop.updates import Updates
+from oomph.training.loop.updates import Updates, with_own_kernels
 from oomph.workload import Workload
 
 _MOST_SKIPPED = 20  # in a row: by then it is not the data
@@ -102,7 +102,7 @@ class Trainer:
             self.listener.said(f"passed over: {warning}")
         # In place where tensors exist, so that a checkpoint needs no second copy on the device.
         state = self.checkpoints.load(saved, into={"model": self.model.state_dict()})
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(with_own_kernels(state["optimizer"], self.optimizer))
         self.precision.load_state_dict(state["scaler"])
         self.data.train.load_state_dict(state["data"])
         set_rng_state(state["rng"])
@@ -135,7 +135,8 @@ class Trainer:
 
     def _steps(self, stopping: Stopping) -> dict[str, float]:
         options = self.config.training
-        if options.eval_at_start and self.step == 0:
+        assert self.metrics is not None
+        if options.eval_at_start and self.step == 0 and self.metrics.found("evaluation", 0) is None:
             self._evaluate()
         self.begin()
         while not self._finished():
@@ -151,7 +152,6 @@ class Trainer:
             if stopping.asked:
                 break
         self._read(all_of_them=True)
-        assert self.metrics is not None
         found = self.metrics.found("evaluation", self.step)
         if found is None:
             found = {} if stopping.asked else self._evaluate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,15 @@ class Update:
 
     norm: Tensor | None
     sound: Tensor
+
+
+def with_own_kernels(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """An optimizer's saved state, to be gone on with by this one's kernels: a run may change its device."""
+    groups = [
+        {**saved, **{name: own[name] for name in ("fused", "foreach") if name in own}}
+        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    return {**state, "param_groups": groups}
 
 
 class Updates:
