@@ -229,8 +229,10 @@ def long_context(results: Path = RESULTS) -> str:
         if row["fits"] == "True":
             speed = f"{float(row['tokens_per_second']):,.0f}"
             held = f"{float(row['reserved_mib']) / 1024:.1f} GiB"
+        elif any(other["fits"] == "True" and other["limit_gib"] == row["limit_gib"] for other in peers):
+            tokens += " does not fit"
         else:
-            tokens = f"not {tokens}"
+            tokens = f"none, not even {tokens}"
         lines.append(f"| {PEERS[row['who']]} | {row['limit_gib']} GiB | {tokens} | {speed} | {held} |")
     return "\n".join(lines)
 
