@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -12,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from small_prediction import GiB, make_prediction
 
 from oomph.cli.main import run
 from oomph.cli.train_display import TrainDisplay
 from oomph.training import run as training_run
 from oomph.training.checkpoints import find
+from oomph.training.config import load
 from oomph.training.loop.metrics import read_metrics
 from oomph.training.workloads import workload
 
@@ -114,3 +117,16 @@ def test_a_signal_to_the_whole_group_reaches_the_worker_too_and_the_run_can_be_r
     assert step >= 3
     assert run(["train", *words, f"steps={step + 2}", "--resume"]) == 0
     assert [row["step"] for row in read_metrics("runs/small/metrics.jsonl")] == list(range(1, step + 3))
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(5, "Input/output error")
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_training(config: Path) -> None:
+    with TrainDisplay(Console(file=Gone()), load("small.yaml"), None, None) as display:
+        display.said("resumed at step 3")
+        display.evaluated(3, {"perplexity": 2.0})

@@ -82,6 +82,12 @@ def test_gradients_that_a_layer_makes_on_the_way_are_not_yet_the_steps_backward_
     assert stage_table(scripted(on_the_way)) == stage_table(scripted())
 
 
+def test_updates_made_in_backward_do_not_end_it():
+    in_backward = SCRIPT.replace("|backward +10 -10", "|backward |optimizer +10 |optimizer -10")
+    assert in_backward != SCRIPT
+    assert stage_table(scripted(in_backward)) == stage_table(scripted())
+
+
 def test_a_row_tells_what_came_and_how_much_went():
     rows = {row.stage: row for row in stage_table(scripted())}
     assert what_was_added(rows["parameters"]) == "7.00 GiB parameters\n1.00 GiB buffers"

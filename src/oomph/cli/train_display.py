@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,9 @@ class TrainDisplay:
         self.said(f"sample at step {step}: {' '.join(sample.split())}")
 
     def said(self, message: str) -> None:
-        self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        # A terminal that is gone must not end the training: what lasts is in the folder.
+        with suppress(OSError):
+            self.console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
 def share_of_peak(

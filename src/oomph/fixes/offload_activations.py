@@ -54,7 +54,7 @@ class OffloadActivations(Fix):
         names = repeated if blocks is None else anatomy.names_option(self.name, "blocks", blocks)
         if not names:
             raise UserError(
-                "fix 'offload_activations': the model has no list of blocks; name modules in blocks=[...]"
+                "fix 'offload_activations': no list of blocks found; name modules, such as blocks=layers.*"
             )
         wanted = blocks_at(model, names, self.name)
         named = wanted | blocks_at(model, repeated, self.name)

@@ -64,7 +64,7 @@ class Recompute(Fix):
         refuse_own_checkpointing(model, self.name)
         names = _all_blocks(model) if blocks is None else names_option(self.name, "blocks", blocks)
         if not names:
-            raise UserError("fix 'recompute': the model has no list of blocks; name modules in blocks=[...]")
+            raise UserError("fix 'recompute': no list of blocks found; name modules, such as blocks=layers.*")
         around = partial(_recomputed, keep=keep)
         for name, module in blocks_at(model, names, self.name).items():
             journal.wrap_forward(module, around, name, "recomputed in backward")

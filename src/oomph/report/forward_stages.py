@@ -167,7 +167,7 @@ def _moments(prediction: Prediction) -> list[tuple[str, int]] | None:
         return moments
     moments.append(("loss, at its highest", _highest(prediction, (head or stack.last_exit) + 1, limit)))
     moments.append(("kept for backward", limit))
-    over = _index_of(events, re.compile(r"optimizer|forward|step \d+"), limit) or len(events)
+    over = _end_of_backward(prediction, limit)
     moments.append(("backward, at its highest", _highest(prediction, limit, over)))
     return moments
 
@@ -194,6 +194,13 @@ def _backward(events: Sequence[Event], start: int) -> int | None:
         if word == "backward" and inside == 0:
             return index
     return None
+
+
+def _end_of_backward(prediction: Prediction, start: int) -> int:
+    """After the last that it makes: an optimizer that updates in backward has its turns in between."""
+    end = _index_of(prediction.events, re.compile(r"forward|step \d+"), start) or len(prediction.events)
+    made = [index for index, one in _made(prediction, start, end) if one.during == "backward"]
+    return max(made, default=start) + 1
 
 
 @dataclass(frozen=True, slots=True)

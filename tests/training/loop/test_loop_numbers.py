@@ -12,6 +12,7 @@ import torch
 from small_runs import Notes, differences, rows_of, state_of, trained
 from torch import nn
 
+from oomph.errors import UserError
 from oomph.training.loop.evaluation import evaluate
 from oomph.training.loop.metrics import Metrics, read_metrics
 from oomph.training.loop.precision import Precision
@@ -162,11 +163,11 @@ def test_a_sample_is_a_prompt_and_what_the_model_makes_of_it(tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------- metrics
 
 
-def test_rows_are_written_every_so_many_steps_and_for_the_first(tmp_path: Path) -> None:
+def test_rows_are_written_every_so_many_steps_and_for_the_first_and_the_last(tmp_path: Path) -> None:
     notes = Notes()
     trained(tmp_path / "run", ["training.log_every=4", "training.steps=9"], listener=notes)
-    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 4, 8]
-    assert [report.step for report in notes.reports] == [1, 4, 8]
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 4, 8, 9]
+    assert [report.step for report in notes.reports] == [1, 4, 8, 9]
 
 
 def test_a_row_has_speed_and_norm_and_no_memory_of_a_gpu_that_is_not_there(tmp_path: Path) -> None:
@@ -257,3 +258,21 @@ def test_closing_metrics_on_a_full_disk_does_not_hide_what_was_told(tmp_path: Pa
     with pytest.raises(OSError, match="No space left"):
         metrics.write("train", 1, {"loss": 1.0})
     metrics.close()
+
+
+def test_a_model_whose_numbers_are_not_finite_has_no_sample_but_a_checkpoint(tmp_path: Path) -> None:
+    diverging = [
+        "optimizer.learning_rate=1e30",
+        "training.clip=null",
+        "training.steps=1",
+        "training.warmup=0",
+    ]
+    trained(tmp_path / "run", diverging)
+    (sample,) = rows_of(tmp_path / "run", "sample")
+    assert sample["text"].endswith("| (nothing: its numbers are not finite)")
+    assert state_of(tmp_path / "run")["step"] == 1
+
+
+def test_images_are_not_given_to_a_model_of_text(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'photographs' is made of images, and pythia reads text; give text"):
+        trained(tmp_path / "run", ["data.source=photographs"])

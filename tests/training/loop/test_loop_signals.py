@@ -30,7 +30,7 @@ class Sends(Notes):
                 os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_signal_ends_the_run_after_its_step_and_the_rest_is_resumed_exactly(
     tmp_path: Path, number: signal.Signals, workers: int
@@ -92,3 +92,11 @@ def test_in_another_thread_signals_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert found == [None]
+
+
+def test_a_terminal_that_is_closed_is_no_matter_to_a_run_that_was_told_to_ignore_it(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert train(config_of(tmp_path / "run"), listener=Sends(2, signal.SIGHUP)).stopped is None
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -84,8 +84,9 @@ class _Reported(IterableDataset[Any], Generic[Dataset]):
 def _left_to_the_run(run: int, worker: int) -> None:
     """A signal that stops a run goes to all its processes. The run needs its batches until its step is done,
     and then ends the worker itself. `run`: its process."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     Thread(target=_end_with, args=(run,), daemon=True).start()
     # Threads that are at work in a library's own code must not meet an interpreter that is taken apart.
     atexit.register(os._exit, 0)

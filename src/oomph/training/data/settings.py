@@ -55,7 +55,10 @@ def settings_of(config: Any, workers: int = 0) -> DataSettings:
     data = config.data
     training = getattr(config, "training", None)
     model = getattr(config, "model_config", None)
-    images = getattr(config, "system", None) == "ginr" or _given(data, "source") in IMAGE_NAMES
+    system = getattr(config, "system", None)
+    images = system == "ginr" or _given(data, "source") in IMAGE_NAMES
+    if images and system not in (None, "ginr"):
+        raise UserError(f"data.source={data.source!r} is made of images, and {system} reads text; give text")
     source = _given(data, "source") or ("photographs" if images else "stdlib")
     given = {
         name: _given(data, name) for name in ("field", "shuffle", "shuffle_window", "seed", "validation")

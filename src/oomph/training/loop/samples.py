@@ -28,6 +28,8 @@ def sample_text(
             with precision.autocast():
                 logits = model(ids[:, -batch["input_ids"].shape[1] :]).logits[0, -1]
             known = logits.float().cpu()[: tokenizer.vocab_size]
+            if not torch.isfinite(known).all():
+                return f"{tokenizer.decode(prompt[0].tolist())} | (nothing: its numbers are not finite)"
             chosen = torch.multinomial(torch.softmax(known / _TEMPERATURE, 0), 1, generator=draw)
             ids = torch.cat([ids, chosen[None].to(device)], dim=1)
     return f"{tokenizer.decode(prompt[0].tolist())} | {tokenizer.decode(ids[0, prompt.shape[1] :].tolist())}"

@@ -1,10 +1,12 @@
-"""Ctrl-C and SIGTERM: the step under way is finished and saved. A second one ends at once."""
+"""Ctrl-C, SIGTERM, a closed terminal: the step under way is finished and saved. A second one ends at once."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from types import FrameType, TracebackType
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Stopping:
@@ -16,8 +18,9 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
+            for number in SIGNALS:
+                if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

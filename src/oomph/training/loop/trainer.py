@@ -218,7 +218,8 @@ class Trainer:
                 self._not_finite(reading)
 
     def _log(self, reading: Reading) -> None:
-        if reading.step % self.config.training.log_every and reading.step != 1:
+        options = self.config.training
+        if reading.step % options.log_every and reading.step not in (1, options.steps):
             self.listener.advanced(reading.step, reading.loss)
             return
         report = self._report(reading)
