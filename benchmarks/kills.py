@@ -51,6 +51,7 @@ class Row:
     was never killed."""
 
     seed: int
+    workers: int  # processes that read the data
     kill: int
     killed_at: int
     started: bool  # false: before its first step, while it was being set up or read from its checkpoint
@@ -91,6 +92,11 @@ class Shared(Silent):
         self.memory[:] = self._FORM.pack(self._step, self._resumed)
 
 
+def workers_of(seed: int) -> int:
+    """None as on a CPU, or one as on a GPU."""
+    return seed // 2 % 2
+
+
 def config_of(folder: Path, seed: int) -> TrainConfig:
     text = folder.parent / "text.txt"
     if not text.exists():
@@ -114,7 +120,7 @@ def config_of(folder: Path, seed: int) -> TrainConfig:
                 "seq_len": 16,
                 "batch_size": 2,
                 "shuffle_window": 16,
-                "workers": seed // 2 % 2,  # as on a GPU, and as on a CPU
+                "workers": workers_of(seed),
             },
             "training": {
                 "steps": STEPS,
@@ -181,7 +187,7 @@ def one_run(folder: Path, seed: int, kills: int, shared: Shared) -> list[Row]:
         step, resumed = shared.read()
         rows = _resumed_at(rows, resumed)
         saving = bool(_unfinished(checkpoints) - left)
-        rows.append(Row(seed, number, max(step, resumed, 0), step >= 0, saving, -1, False))
+        rows.append(Row(seed, workers_of(seed), number, max(step, resumed, 0), step >= 0, saving, -1, False))
     shared.clear()
     finished(in_child(lambda: train(config, resume=(folder / "killed" / CONFIG).exists(), listener=shared)))
     rows = _resumed_at(rows, shared.read()[1])

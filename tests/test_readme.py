@@ -130,3 +130,33 @@ def test_the_stages_shown_are_those_of_the_stored_command() -> None:
     assert len(rows) == 8
     for row in rows:
         assert re.search(rf"^  {re.escape(row['figure'])} +{re.escape(row['value'])} ", README, re.M), row
+
+
+def test_what_quoted_commands_need_is_what_is_stored() -> None:
+    with (ROOT / "benchmarks/results/predicted_commands.csv").open() as file:
+        stored = {row["command"]: row["value"] for row in csv.DictReader(file) if row["figure"] == "needs"}
+    quoted = re.findall(
+        r"^\$ (oomph predict examples/loss_without_logits\.py:\S+ --gpu \S+) .*: (.*)$", README, re.M
+    )
+    assert len(quoted) == 2
+    for command, needs in quoted:
+        assert stored[command] == needs
+
+
+def test_the_share_of_attention_in_long_contexts_is_as_told() -> None:
+    from oomph.models.longctx import PRESETS
+
+    def share(name: str, tokens: int) -> float:
+        """Of the arithmetic: a product of a weight is 6 for each token; scores and sums are 6 T d, causally."""
+        config = PRESETS[name]
+        with torch.device("meta"):
+            weights = sum(each.numel() for each in config.build().parameters())
+        attention = config.num_layers * tokens * config.num_heads * config.head_dim
+        return attention / (weights + attention)
+
+    assert (
+        "at 131,072 three quarters of it are attention, at 24,576 half"
+        in (ROOT / "docs/training.md").read_text()
+    )
+    assert share("4B", 131_072) == pytest.approx(0.75, abs=0.02)
+    assert share("qwen3-4B", 24_576) == pytest.approx(0.5, abs=0.04)

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from oomph.errors import UserError
 from oomph.training.data.needs import need
 from oomph.training.data.packing import Batch
+from oomph.training.signals import STOPPING
 
 _BATCHES_AHEAD = 8  # of a worker: those of a step or two
 _POSITION = "oomph_position"  # under which the loader's own state holds ours
@@ -84,9 +85,8 @@ class _Reported(IterableDataset[Any], Generic[Dataset]):
 def _left_to_the_run(run: int, worker: int) -> None:
     """A signal that stops a run goes to all its processes. The run needs its batches until its step is done,
     and then ends the worker itself. `run`: its process."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
     Thread(target=_end_with, args=(run,), daemon=True).start()
     # Threads that are at work in a library's own code must not meet an interpreter that is taken apart.
     atexit.register(os._exit, 0)

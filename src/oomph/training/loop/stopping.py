@@ -6,7 +6,7 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+from oomph.training.signals import STOPPING
 
 
 class Stopping:
@@ -18,7 +18,7 @@ class Stopping:
 
     def __enter__(self) -> Stopping:
         if threading.current_thread() is threading.main_thread():  # others cannot set handlers
-            for number in SIGNALS:
+            for number in STOPPING:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
                     self._before[number] = signal.signal(number, self._handle)
         return self
