@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -147,7 +148,7 @@ def test_the_share_of_attention_in_long_contexts_is_as_told() -> None:
     from oomph.models.longctx import PRESETS
 
     def share(name: str, tokens: int) -> float:
-        """Of the arithmetic: a product of a weight is 6 for each token; scores and sums are 6 T d, causally."""
+        """Of the arithmetic of a token: 6 for each weight, and, causally, 6 T d for a layer's attention."""
         config = PRESETS[name]
         with torch.device("meta"):
             weights = sum(each.numel() for each in config.build().parameters())
