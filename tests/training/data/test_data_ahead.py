@@ -61,15 +61,22 @@ def test_work_that_fails_is_raised_in_its_turn() -> None:
 
 
 def test_its_threads_end_with_it() -> None:
-    before = threading.active_count()
-    taken = in_order(lambda number: number, range(1000), threads=3, ahead=10)
-    next(taken)
-    assert threading.active_count() == before + 3
+    everyone_works = threading.Barrier(3)
+    workers: set[threading.Thread] = set()
+
+    def note_who(number: int) -> None:
+        workers.add(threading.current_thread())
+        if number < 3:
+            everyone_works.wait(30)
+
+    taken = in_order(note_who, range(1000), threads=3, ahead=10)
+    for _ in range(3):
+        next(taken)
+    assert len(workers) == 3
     taken.close()  # type: ignore[attr-defined]
-    until = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < until:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    for worker in workers:
+        worker.join(30)
+    assert not any(worker.is_alive() for worker in workers)
 
 
 def test_a_core_is_left_to_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
