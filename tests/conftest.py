@@ -1,9 +1,19 @@
-"""Shared by every test: what is marked `gpu` is skipped, by name, where there is no CUDA device."""
+"""Shared by every test: what is marked `gpu` is skipped, by name, where there is no CUDA device; and signals
+that stop a run are heard, also where the tests themselves were started in the background."""
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 import torch
+
+
+def pytest_configure() -> None:
+    """nohup, and a shell for what it starts with &, leave signals ignored, which all below them inherit."""
+    for number, heard in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, heard)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

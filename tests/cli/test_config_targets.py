@@ -53,7 +53,7 @@ def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
     capsys.readouterr()
     assert _error(capsys, "predict", TINY, "--gup", "rtx3090")[0].endswith(
         "gup is not a key; the sections are model, data, optimizer, training, output; "
-        "besides them there are system, form, fixes"
+        "besides them there are system, form, fixes (of the options, --gpu is nearest to --gup)"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 import traceback
 from collections.abc import Sequence
@@ -215,8 +216,9 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_status
     except OomphError as error:
         # The problems of a config are a line each; all other messages are one line.
-        several = len(getattr(error, "problems", ())) > 1
-        _complain(str(error) if several else _one_line(str(error)))
+        problems = getattr(error, "problems", ())
+        message = str(error) if len(problems) > 1 else _one_line(str(error))
+        _complain(message + (_meant_option(arguments) if problems else ""))
         return error.exit_status
     except Exception:
         traceback.print_exc()
@@ -231,6 +233,19 @@ def _complain(message: str) -> int:
 
 def _one_line(message: str) -> str:
     return " ".join(message.split()).rstrip(".")
+
+
+def _meant_option(arguments: Sequence[str]) -> str:
+    """--resum is taken for a key of the config: that an option was meant is said besides."""
+    command = typer.main.get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
+    options = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
+    for word in arguments[1:]:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name not in options:
+            close = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
+            if close:
+                return f" (of the options, {close[0]} is nearest to {name})"
+    return ""
 
 
 def _advice(error: Exception) -> str:

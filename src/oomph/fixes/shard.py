@@ -37,7 +37,7 @@ class Shard(Fix):
         names = tuple(name for group in blocks(patient.model) for name, _ in group)
         if names:
             for ranks in _PROPOSED:
-                yield Place(("", *names), {"ranks": ranks})
+                yield Place(names, {"ranks": ranks})
 
     def found(self, patient: Patient) -> list[Proposal]:
         """With a saving by arithmetic: there is no other rank here to predict with."""

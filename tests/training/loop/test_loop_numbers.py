@@ -225,6 +225,20 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(written)
 
 
+def test_tensorboard_has_every_step_once_where_a_run_began_again_from_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for losses in ((9.0, 8.0, 7.0), (5.0, 4.0)):
+        metrics = Metrics(tmp_path, None)
+        for step, loss in enumerate(losses, 1):
+            metrics.write("train", step, {"loss": loss})
+        metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 5.0), (2, 4.0)]
+
+
 def test_readings_come_in_order_with_the_norm_only_where_there_is_one() -> None:
     readings = Readings()
     yes, no = torch.tensor(True), torch.tensor(False)

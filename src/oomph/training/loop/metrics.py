@@ -87,5 +87,8 @@ def _tensorboard(folder: Path, resumed_at: int | None) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:  # an extra; the lines of JSON hold the same
         return None
+    if resumed_at is None:  # killed before its first checkpoint, and begun again
+        for events in folder.glob("events.out.tfevents.*"):
+            events.unlink()
     purge = None if resumed_at is None else resumed_at + 1
     return SummaryWriter(str(folder), purge_step=purge)  # type: ignore[no-untyped-call]
