@@ -82,17 +82,17 @@ def test_replayed_passes_give_the_gradients_of_passes_as_they_are(as_tensor: boo
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_thread_may_pin_batches_while_a_pass_is_recorded() -> None:
-    """As the one does that takes them from a data worker; each of a size that the allocator has not seen."""
+    """As the one does that takes them from a data worker; all are kept, so that none is used again."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(200))).cuda()
     passes = RecordedPasses(Passes(model, lambda model, batch: model(batch["x"]).mean(), _plain("cuda")))
-    stop, failed = threading.Event(), []
+    stop = threading.Event()
+    failed: list[RuntimeError] = []
 
     def pin() -> None:
-        size = 1 << 20
-        while not stop.is_set():
-            size += 1 << 20
+        pinned: list[Tensor] = []
+        while not stop.wait(0.001) and len(pinned) < 2000:
             try:
-                torch.empty(size, dtype=torch.uint8).pin_memory()
+                pinned.append(torch.empty(1 << 20, dtype=torch.uint8).pin_memory())
             except RuntimeError as error:
                 failed.append(error)
 
