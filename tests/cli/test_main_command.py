@@ -94,15 +94,18 @@ def test_the_display_appears_only_after_its_patience_and_shows_what_goes_on():
 
     from oomph.cli.progress import progress_display
 
-    def shown(patience: float) -> str:
-        console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    def shown(patience: float, wait: float) -> str:
+        screen = io.StringIO()
+        console = Console(file=screen, force_terminal=True, width=100, color_system=None)
         with progress_display(console, patience) as report:
             report("step 2 of 3: backward", 0.5)
-            time.sleep(0.3)
-        return console.file.getvalue()  # type: ignore[attr-defined]
+            until = time.monotonic() + wait
+            while "step" not in screen.getvalue() and time.monotonic() < until:
+                time.sleep(0.05)
+        return screen.getvalue()
 
-    assert "step 2 of 3: backward" in shown(0.01)
-    assert "step" not in shown(60.0)
+    assert "step 2 of 3: backward" in shown(0.01, wait=30)
+    assert "step" not in shown(60.0, wait=0.3)
 
 
 def test_off_a_terminal_the_display_stays_silent():

@@ -118,9 +118,9 @@ def test_every_row_appears_once_however_different_the_logs_are() -> None:
 def test_twenty_thousand_rows_are_compared_in_seconds() -> None:
     layers = list(LAYER * 7000)
     changed = [op for i, op in enumerate(layers) if i % 100 != 1]
-    started = time.perf_counter()
+    started = time.process_time()
     report = compare(log(*layers), log(*changed))
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 20
     assert sum(1 for d in report.differences if d.aspect == "only measured") == 210
 
 

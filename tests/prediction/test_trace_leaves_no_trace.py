@@ -262,7 +262,7 @@ print(parameters, prediction.peak.allocated, resource.getrusage(resource.RUSAGE_
 
 
 def test_an_eight_billion_parameter_model_is_predicted_in_little_host_memory():
-    done = subprocess.run([sys.executable, "-c", LARGE_MODEL], capture_output=True, text=True, timeout=40)
+    done = subprocess.run([sys.executable, "-c", LARGE_MODEL], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     parameters, peak, resident = map(int, done.stdout.split())
     assert parameters == pytest.approx(8.03e9, rel=0.01)

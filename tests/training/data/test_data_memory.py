@@ -23,9 +23,9 @@ def resident():
 source, folder = sys.argv[1:]
 open_data(DataSettings("stdlib", Schedule((Stage(2048, 4),)), tokenizer="bytes"), folder + "/warm")
 before = resident()
-start = time.monotonic()
+start = time.process_time()
 data = open_data(DataSettings(source, Schedule((Stage(2048, 4),)), tokenizer="bytes"), folder)
-opening = time.monotonic() - start
+opening = time.process_time() - start
 numbers = set()
 for _ in range(400):
     batch = next(data.train)
@@ -33,10 +33,10 @@ for _ in range(400):
         lines = data.tokenizer.decode(row.tolist()).split("\\n")[1:-1]
         numbers.update(int(line[:9]) for line in lines)
 state = data.train.state_dict()
-start = time.monotonic()
+start = time.process_time()
 data.train.load_state_dict(state)
 next(data.train)
-print(json.dumps({"grown": resident() - before, "opening": opening, "resuming": time.monotonic() - start,
+print(json.dumps({"grown": resident() - before, "opening": opening, "resuming": time.process_time() - start,
                   "first": min(numbers), "last": max(numbers), "blocks": state["identity"]["blocks"]}))
 """
 
