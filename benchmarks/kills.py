@@ -37,7 +37,8 @@ from oomph.training.checkpoints import find, load  # noqa: E402
 from oomph.training.config import TrainConfig, load_dict  # noqa: E402
 from oomph.training.loop.listener import Silent, StepReport  # noqa: E402
 from oomph.training.loop.metrics import read_metrics  # noqa: E402
-from oomph.training.run import CONFIG, train  # noqa: E402
+from oomph.training.run import train  # noqa: E402
+from oomph.training.run_folder import CONFIG  # noqa: E402
 
 RESULTS = HERE / "results" / "kills.csv"
 STEPS = 30

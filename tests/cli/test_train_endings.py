@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -117,6 +118,52 @@ def test_a_signal_to_the_whole_group_reaches_the_worker_too_and_the_run_can_be_r
     assert step >= 3
     assert run(["train", *words, f"steps={step + 2}", "--resume"]) == 0
     assert [row["step"] for row in read_metrics("runs/small/metrics.jsonl")] == list(range(1, step + 3))
+
+
+def test_the_command_to_go_on_with_has_all_that_was_given(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.json").write_text('[{"fix": "recompute"}]')
+    interrupting(monkeypatch, 3, 1)
+    words = ["small.yaml", "output.dir=runs/my run", "--fixes", "mine.json", "--export", "w.safetensors"]
+    assert run(["train", *words, "--force"]) == 130
+    (told,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("stopped by"))
+    program, *again = shlex.split(told.partition("go on with: ")[2])
+    assert program == "oomph"
+    assert run(again) == 0
+    assert Path("w.safetensors").exists()
+
+
+def test_where_nothing_is_saved_nothing_is_to_go_on_with(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupting(monkeypatch, 3, 1)
+    assert run(["train", "small.yaml", "training.save=false"]) == 130
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "stopped by SIGINT after step 3; nothing is saved, as training.save=false says"
+
+
+def test_a_terminal_that_is_closed_ends_it_like_any_other_signal(config: Path) -> None:
+    ours, its = os.openpty()
+    command = [sys.executable, "-m", "oomph", "train", "small.yaml", "steps=100000", "save_every=null"]
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True)
+    os.close(its)
+    metrics = Path("runs/small/metrics.jsonl")
+    while not (metrics.exists() and len(read_metrics(metrics)) > 3):
+        assert process.poll() is None
+        os.read(ours, 65536)  # a terminal that nobody reads would block it
+    os.close(ours)  # what is written from now on fails
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 130
+    assert find("runs/small/checkpoints").step >= 3
+
+
+def test_a_name_with_braces_does_not_spoil_the_bar(config: Path) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    with TrainDisplay(console, replace(load("small.yaml"), name="my{1}"), None, None) as display:
+        display.advanced(1, 2.0)
+    assert "my{1}" in screen.getvalue()
 
 
 class Gone(io.StringIO):

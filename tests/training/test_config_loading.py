@@ -170,3 +170,15 @@ def test_flags_and_values_are_told_apart():
     assert overrides_from_words(words) == (
         *("sparse=true", "seq-len=64", "lr=1e-3", "x.y=a=b", "offset=-1", "last=true"),
     )
+
+
+def test_an_override_of_null_leaves_the_other_key_of_the_file():
+    file = {"system": "pythia", "data": {"batch_size": 4}, "training": {"steps": 12}}
+    config = load_dict(file, "test", ["data.batch_tokens=null", "training.epochs=null"])
+    assert (config.data.batch_size, config.training.steps) == (4, 12)
+
+
+@pytest.mark.parametrize("word", ["*.txt", "**/*.md", "runs/exp #2", "notes #1"])
+def test_patterns_and_names_with_signs_are_words_on_the_command_line(word):
+    assert load_dict({"system": "pythia"}, "test", [f"output.dir={word}"]).output.dir == word
+    assert load_dict({"system": "pythia"}, "test", [f"output.dir={word!r}"]).output.dir == word

@@ -212,3 +212,21 @@ def test_weights_that_are_not_there_are_a_problem():
 def test_a_word_that_is_no_override_is_refused(word):
     with pytest.raises(UserError, match=r"is not (an override|a flag)"):
         overrides_from_words([word])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.seq_len=1", "data.seq_len = 1 is not valid; give a number >= 2"),
+        ("training.seed=99999999999999999999", "training.seed = 99999999999999999999 is not valid"),
+        ("training.memory_limit=25000000000", "has no unit; a size is a number with a unit"),
+    ],
+)
+def test_numbers_that_no_run_could_use_are_refused(override, message):
+    (line,) = problems([override])
+    assert message in line
+
+
+def test_two_precisions_of_different_kinds_are_refused():
+    (line,) = problems(["training.dtype=bfloat16", "training.autocast=float16"])
+    assert line.startswith("training.autocast = 'float16' is not valid; the parameters are bfloat16")

@@ -6,6 +6,7 @@ import difflib
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import Annotated
 
@@ -227,7 +228,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _complain(message: str) -> int:
-    print(f"oomph: {message}", file=sys.stderr)
+    with suppress(OSError):  # a terminal that is gone does not change how the command ends
+        print(f"oomph: {message}", file=sys.stderr)
     return OomphError.exit_status
 
 

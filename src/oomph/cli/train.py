@@ -41,7 +41,8 @@ def run_train(options: TrainOptions) -> int:
     console = Console(stderr=True)
 
     from oomph.training.loop.failures import OutOfMemory
-    from oomph.training.run import check_folder, device_of, folder_of, train
+    from oomph.training.run import device_of, train
+    from oomph.training.run_folder import check_folder, folder_of
 
     check_folder(config, folder_of(config), options.resume)
     device = device_of(config)
@@ -63,16 +64,26 @@ def run_train(options: TrainOptions) -> int:
         try:
             outcome = train(config, resume=options.resume, listener=display, export_to=options.export)
         except KeyboardInterrupt:  # the second one; the first lets the step end
-            console.print("ended at once; what was saved before is as it was")
+            display.said("ended at once; what was saved before is as it was")
             return INTERRUPTED
         except OutOfMemory as error:
             raise UserError(f"{error}; {_what_to_change(options.config, prediction)}") from error
     if outcome.stopped is not None:
-        again = shlex.join(["oomph", "train", options.config, *options.words, "--resume"])
-        told = f"stopped by {outcome.stopped} after step {outcome.step}; go on with: {again}"
-        console.print(told, markup=False, highlight=False, soft_wrap=True)
+        again = f"go on with: {_again(options)}"
+        if not config.training.save:
+            again = "nothing is saved, as training.save=false says"
+        display.said(f"stopped by {outcome.stopped} after step {outcome.step}; {again}")
         return INTERRUPTED
     return 0
+
+
+def _again(options: TrainOptions) -> str:
+    """The command that goes on where the run stopped."""
+    words = ["oomph", "train", options.config, *options.words, "--resume"]
+    for name in ("fixes", "export"):
+        if (file := getattr(options, name)) is not None:
+            words += [f"--{name}", file]
+    return shlex.join([*words, "--force"] if options.force else words)
 
 
 def _recorded(file: str | None) -> tuple[str, ...]:

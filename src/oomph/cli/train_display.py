@@ -39,7 +39,7 @@ class TrainDisplay:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
             self._bar = Progress(
-                TextColumn(self.config.name, markup=False),
+                TextColumn("{task.fields[name]}", markup=False),
                 BarColumn(bar_width=20),
                 MofNCompleteColumn(),
                 TextColumn("{task.description}", markup=False),
@@ -47,7 +47,8 @@ class TrainDisplay:
                 console=self.console,
                 refresh_per_second=4,
             )
-            self._task = self._bar.add_task("starting", total=self.config.training.steps)
+            steps = self.config.training.steps
+            self._task = self._bar.add_task("starting", total=steps, name=self.config.name)
             self._bar.start()
         return self
 
@@ -55,7 +56,8 @@ class TrainDisplay:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):  # the terminal may be gone
+                self._bar.stop()
 
     def stepped(self, report: StepReport) -> None:
         text = f"loss {report.loss:.4f}  {_rate(report.tokens_per_second)} {self._unit}/s"
@@ -78,7 +80,11 @@ class TrainDisplay:
 
     def evaluated(self, step: int, found: dict[str, float]) -> None:
         shown = "  ".join(f"{name} {value:.4g}" for name, value in found.items())
-        self.said(f"evaluation at step {step}: {shown}" if shown else "no data held out to evaluate on")
+        self.said(
+            f"evaluation at step {step}: {shown}"
+            if shown
+            else "no data held out to evaluate on; give more, or a larger data.validation"
+        )
 
     def sampled(self, step: int, sample: str) -> None:
         self.said(f"sample at step {step}: {' '.join(sample.split())}")

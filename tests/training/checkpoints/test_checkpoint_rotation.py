@@ -94,6 +94,19 @@ def test_rotation_does_not_count_what_cannot_be_used(tmp_path: Path) -> None:
     assert (tmp_path / "step-00000002").is_dir()
 
 
+def test_rotation_does_not_count_what_was_found_corrupt(tmp_path: Path) -> None:
+    save(Checkpoints(tmp_path), 10, 20)
+    spoil(tmp_path, 20)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    found = checkpoints.latest()
+    assert found is not None
+    assert found.step == 10
+    save(checkpoints, 15, 16)
+    assert steps(checkpoints) == [15, 16, 20]
+    save(checkpoints, 20)  # in its place, at last
+    assert checkpoints.latest().step == 20  # type: ignore[union-attr]
+
+
 def test_leftovers_of_the_dead_are_cleaned_and_those_of_the_living_are_not(tmp_path: Path) -> None:
     dead = _number_of_no_process()
     (tmp_path / f".saving-step-00000001.{dead}").mkdir()

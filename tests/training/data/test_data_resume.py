@@ -6,9 +6,11 @@ import json
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
 import time
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -161,3 +163,16 @@ def alive(process: int) -> bool:
         return not stat.exists() or " Z " not in stat.read_text()
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+def test_a_worker_that_is_killed_is_one_line_where_a_batch_is_asked_for(tmp_path: Path) -> None:
+    corpus = numbered_lines(tmp_path / "lines.txt", 5000)
+    data = opened(corpus, tmp_path, workers=1, schedule=Schedule((Stage(64, 2),)))
+    next(data.train)
+    (worker,) = active_children()
+    os.kill(worker.pid, signal.SIGKILL)
+    worker.join(60)  # not raised here, in the middle of something else
+    with pytest.raises(UserError, match=r"^the process that reads the data ended .*; go on with ") as caught:
+        drawn(data, 1000)
+    assert "\n" not in str(caught.value)
+    data.train.close()

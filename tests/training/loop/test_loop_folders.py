@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -76,8 +78,9 @@ def test_checkpoints_without_a_config_are_not_mixed_with_a_new_run(tmp_path: Pat
 def test_a_foreign_config_in_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("architectures: [GPT2]\n")
-    refused("holds a run already", tmp_path / "run")
-    refused(r"config\.yaml: system is missing", tmp_path / "run", resume=True)
+    for resume in (False, True):
+        refused("config.yaml is not of a run, and a run would write its own", tmp_path / "run", resume=resume)
+    assert (tmp_path / "run" / "config.yaml").read_text() == "architectures: [GPT2]\n"
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -183,10 +186,57 @@ def test_a_device_that_is_not_there_is_one_line(
     refused(match, tmp_path / "run", [f"training.device={device}"])
 
 
+def test_a_device_that_is_neither_is_refused(tmp_path: Path) -> None:
+    refused("training is on cpu, cuda or cuda:0", tmp_path / "run", ["training.device=meta"])
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
+    refused("cannot use .*: File name too long", tmp_path / ("x" * 300))
+
+
+def test_the_home_folder_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trained(tmp_path / "run", ["training.steps=1", "output.dir=~/there"])
+    assert (tmp_path / "there" / "config.yaml").is_file()
+
+
+def test_words_that_look_like_numbers_are_the_same_when_a_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for resume in (False, True):
+        trained(tmp_path / "run", ["training.steps=1", "output.dir='1e5'"], resume=resume)
+
+
+def test_what_a_run_writes_is_not_its_data(tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "notes.txt").write_text("".join(f"{number} lines of it\n" for number in range(400)))
+    changes = [f"data.source={texts}", f"output.dir={texts}/runs/a"]
+    trained(tmp_path / "run", [*changes, "training.steps=2"])
+    assert trained(tmp_path / "run", changes, resume=True).step == 6
+
+
+@pytest.mark.parametrize("name", ["tokenizer.unfinished", "config.unfinished", "tokenizer_source.json"])
+def test_a_disk_that_is_full_from_the_start_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = Path.write_text
+
+    def full(self: Path, *arguments: Any, **options: Any) -> int:
+        if self.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    words = ["data.tokenizer=words", "data.vocab_size=100", "model.vocab_size=100"]
+    refused("cannot write in .*run: No space left on device; make room", tmp_path / "run", words)
+
+
 HOLDER = """
 import sys
 from pathlib import Path
-from oomph.training.run import alone_in
+from oomph.training.run_folder import alone_in
 with alone_in(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

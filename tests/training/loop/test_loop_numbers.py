@@ -290,3 +290,39 @@ def test_a_model_whose_numbers_are_not_finite_has_no_sample_but_a_checkpoint(tmp
 def test_images_are_not_given_to_a_model_of_text(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'photographs' is made of images, and pythia reads text; give text"):
         trained(tmp_path / "run", ["data.source=photographs"])
+
+
+def test_the_last_step_is_logged_also_where_the_data_end_it(tmp_path: Path) -> None:
+    changes = ["training.steps=null", "training.epochs=1", "training.log_every=7", "data.batch_size=16"]
+    last = trained(tmp_path / "run", changes).step
+    assert last % 7
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, *range(7, last, 7), last]
+
+
+def test_an_evaluation_that_was_not_finite_is_still_numbers_when_it_is_found_again(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path, None)
+    metrics.write("evaluation", 3, {"loss": math.nan, "perplexity": math.inf, "matching": 0.5})
+    found = metrics.found("evaluation", 3)
+    metrics.close()
+    assert found is not None
+    assert math.isnan(found["loss"])
+    assert (found["perplexity"], found["matching"]) == (math.inf, 0.5)
+    assert metrics.found("evaluation", 4) is None
+
+
+def test_held_out_data_without_a_text_are_said(tmp_path: Path) -> None:
+    documents = tmp_path / "long.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"{n} words " * 2000}) + "\n" for n in range(4)))
+    notes = Notes()
+    changes = [f"data.source={documents}", "data.validation=0.02", "training.steps=1"]
+    assert trained(tmp_path / "run", changes, listener=notes).evaluation == {}
+    assert notes.evaluations == [(1, {})]
+
+
+def test_a_batch_of_one_token_does_not_spoil_an_evaluation() -> None:
+    class MeanOfNothing(nn.Module):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=input_ids[:, 1:].double().mean())
+
+    batches = [{"input_ids": row, "labels": row} for row in (torch.tensor([[1, 2, 4]]), torch.tensor([[9]]))]
+    assert evaluate(MeanOfNothing(), batches, 5, CPU, Precision(CPU, None))["loss"] == 3.0

@@ -63,6 +63,7 @@ class _StopsAfter(Notes):
         ("pythia", ("fixes=[optimizer_8bit]",)),
         ("pythia", ("fixes=[optimizer_8bit]", "training.dtype=bfloat16")),
         ("pythia", ("training.dtype=bfloat16",)),
+        ("ginr", ("training.dtype=bfloat16",)),
         ("pythia", ("fixes=[stochastic_rounding]", "training.dtype=bfloat16")),
         ("pythia", ("fixes=[optimizer_in_backward]", "training.clip=null")),
         ("pythia", (IN_BACKWARD, "training.dtype=bfloat16", "training.clip=null")),

@@ -100,3 +100,25 @@ def test_a_terminal_that_is_closed_is_no_matter_to_a_run_that_was_told_to_ignore
         assert train(config_of(tmp_path / "run"), listener=Sends(2, signal.SIGHUP)).stopped is None
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+class SendsWhenEvaluated(Notes):
+    def evaluated(self, step: int, found: dict[str, float]) -> None:
+        super().evaluated(step, found)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_in_the_last_evaluation_finds_nothing_left_to_stop(tmp_path: Path) -> None:
+    outcome = trained(tmp_path / "run", listener=SendsWhenEvaluated())
+    assert (outcome.step, outcome.stopped) == (6, None)
+    assert outcome.evaluation
+
+
+def test_half_trained_weights_are_not_exported(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    notes = Sends(2, signal.SIGINT)
+    trained(tmp_path / "run", listener=notes, export_to=str(file))
+    assert not file.exists()
+    assert any("no weights are written" in message for message in notes.messages)
+    trained(tmp_path / "run", resume=True, export_to=str(file))
+    assert file.exists()

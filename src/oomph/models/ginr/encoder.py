@@ -44,6 +44,7 @@ class Encoder(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         p = self.patch_size
         batch = len(images)
+        images = images.to(self.embed.weight.dtype)
         rows = images.unflatten(3, (-1, p)).unflatten(2, (-1, p))  # [B, channels, rows, p, columns, p]
         patches_BPC = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         tokens_BPC = self.embed(patches_BPC) + self.positions

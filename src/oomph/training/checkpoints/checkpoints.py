@@ -54,6 +54,7 @@ class Checkpoints:
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        self._passed_over: frozenset[Path] = frozenset()  # by the last look at what they contain
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """`state`: nested dictionaries of tensors and plain data. It may change once this returns."""
@@ -87,7 +88,9 @@ class Checkpoints:
     def latest(self) -> Saved | None:
         """The newest checkpoint that verifies to the last byte (about 1 s per GB), None where there are none.
         Its `warnings` name newer ones that do not."""
-        return newest(self.folder)
+        found = newest(self.folder)
+        self._passed_over = frozenset(() if found is None else found.passed_over)
+        return found
 
     def all(self) -> list[Saved]:
         """Every checkpoint whose manifest and file sizes are right, oldest first."""
@@ -161,9 +164,9 @@ class Checkpoints:
     def _rotate(self, step: int, new: Path) -> None:
         """Delete the oldest beyond `keep`, and what was saved before of the new one's step. What is not sound
         does not count and stays."""
-        sound = [saved for saved in self.all() if saved.folder != new]
-        replaced = [saved for saved in sound if saved.step == step]
-        others = [saved for saved in sound if saved.step != step]
+        older = [saved for saved in self.all() if saved.folder != new]
+        replaced = [saved for saved in older if saved.step == step]
+        others = [saved for saved in older if saved.step != step and saved.folder not in self._passed_over]
         try:
             for saved in [*replaced, *others[: max(len(others) - (self.keep - 1), 0)]]:
                 folders.delete(saved.folder)

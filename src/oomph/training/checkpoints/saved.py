@@ -32,12 +32,13 @@ from oomph.training.checkpoints.tree import Leaf, is_dense_layout, leaves, put_t
 
 @dataclass(frozen=True)
 class Saved:
-    """`warnings`: one line for each newer checkpoint that was passed over, and why."""
+    """`warnings`: one line for each newer checkpoint that was passed over, and why; `passed_over`: those."""
 
     folder: Path
     manifest: Manifest
     verified: bool = False
     warnings: tuple[str, ...] = ()
+    passed_over: tuple[Path, ...] = ()
 
     @property
     def step(self) -> int:
@@ -60,12 +61,14 @@ def newest(folder: Path) -> Saved | None:
     """The newest checkpoint in `folder` that verifies, None where there are none.
 
     Where there are some and none verifies it is an error: a run must not start again from nothing unasked."""
-    warnings: list[str] = []
+    passed_over: dict[Path, str] = {}
     for _, path in reversed(folders.named(folder)):
         try:
-            return replace(look_at(path, contents=True), warnings=tuple(warnings))
+            found = look_at(path, contents=True)
+            return replace(found, warnings=tuple(passed_over.values()), passed_over=tuple(passed_over))
         except Unsound as problem:
-            warnings.append(str(problem))
+            passed_over[path] = str(problem)
+    warnings = list(passed_over.values())
     if warnings:
         more = f" (and {len(warnings) - 1} older)" if len(warnings) > 1 else ""
         raise Unsound(f"no checkpoint in {folder} can be used: {warnings[0]}{more}")

@@ -40,6 +40,9 @@ def completed_training(
     if system.name == "npt" and training.dtype is not None:
         advice = "npt's base has its own: give model.optimization.mixed_precision"
         problems.refuse("training.dtype", training.dtype, advice)
+    if training.dtype == "bfloat16" and training.autocast == "float16":
+        advice = 'the parameters are bfloat16: give one of the two, or autocast="bfloat16"'
+        problems.refuse("training.autocast", training.autocast, advice)
     if training.steps is None and training.epochs is None:
         lasting = [stage.steps for stage in data.curriculum or ()]
         known = [steps for steps in lasting if steps is not None]

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from oomph.training.config.section import Count, Section, Share, Whole
+from oomph.training.config.section import Count, Length, Section, Seed, Share
 
 
 class CurriculumStage(Section):
@@ -16,7 +16,7 @@ class CurriculumStage(Section):
     batch_size may stand for batch_tokens, which is divided by seq_len.
     """
 
-    seq_len: Count
+    seq_len: Length
     batch_tokens: Count | None = None
     batch_size: Count | None = None
     steps: Count | None = None
@@ -40,12 +40,12 @@ class DataConfig(Section):
     field: str = "text"
     tokenizer: Literal["words", "bpe", "bytes"] | None = None
     vocab_size: Count | None = None
-    seq_len: Count | None = None
+    seq_len: Length | None = None
     batch_size: Count | None = None
     batch_tokens: Count | None = None
     curriculum: tuple[CurriculumStage, ...] | None = None
     shuffle: bool = True
     shuffle_window: Count = 1024
-    seed: Whole | None = None
+    seed: Seed | None = None
     validation: Share = 0.02
     workers: Annotated[int, Field(ge=0, le=1)] | None = None

@@ -61,7 +61,7 @@ def merged(file: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     """The file's values, with the overrides in their place."""
     left = dict(file)
     for group in _EITHER:
-        if any(key in overrides for key in group):
+        if any(overrides.get(key) is not None for key in group):
             for key in group:
                 left.pop(key, None)
     if "form" in overrides and overrides["form"] != file.get("form", "healthy"):

@@ -25,7 +25,15 @@ def parse_override(word: str) -> tuple[tuple[str, ...], Any]:
     key, value = match.groups()
     if not value.strip():
         raise UserError(f"override {word!r} has no value; write {key}=null if none is meant")
-    return tuple(key.replace("-", "_").split(".")), parse(value, f"override {word!r}")
+    return tuple(key.replace("-", "_").split(".")), _value(value.strip(), f"override {word!r}")
+
+
+def _value(text: str, what: str) -> Any:
+    """YAML, but for words that a command line has no other use for: a pattern, *.txt, and a # in a name."""
+    if text.startswith("*"):
+        return text
+    found = parse(text, what)
+    return text if isinstance(found, str) and " #" in text and text[0] not in "'\"" else found
 
 
 def overrides_from_words(words: Iterable[str]) -> tuple[str, ...]:

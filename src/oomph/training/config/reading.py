@@ -18,6 +18,10 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what is no plain word by either rules."""
+
+
 for _tag, _words, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -29,7 +33,10 @@ for _tag, _words, _first in (
         "-+.0123456789",
     ),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_words})$"), list(_first))
+    for _kind_of in (_Loader, _Dumper):
+        _kind_of.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_words})$"), list(_first)
+        )
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -100,6 +107,10 @@ def parse(text: str, what: str, *, tell_line: bool = False) -> Any:
         raise UserError(f"{what}{line} is not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{what} is not valid YAML: {str(error).splitlines()[0]}") from None
+
+
+def as_yaml(values: dict[str, Any]) -> str:
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def _kind(found: Any) -> str:

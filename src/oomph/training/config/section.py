@@ -22,6 +22,8 @@ from oomph.training.config.problems import Problems, nearest
 from oomph.units import parse_bytes
 
 Count = Annotated[int, Field(ge=1)]
+Length = Annotated[int, Field(ge=2)]  # of a text: one token has none before it to be told from
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Whole = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -42,6 +44,8 @@ def _is_size(value: str | None) -> str | None:
 
 
 Size = AfterValidator(_is_size)  # of a word such as "24GiB"
+# Before it: a number without a unit is told so, not that it is no word.
+SizeWord = BeforeValidator(lambda value: str(value) if type(value) is int else value)
 
 
 class Section(BaseModel):

@@ -12,8 +12,10 @@ from oomph.training.config.section import (
     NotNegative,
     Positive,
     Section,
+    Seed,
     Share,
     Size,
+    SizeWord,
     Whole,
 )
 
@@ -56,13 +58,13 @@ class TrainingConfig(Section):
     save_every: Count | None = 500
     keep: Count = 3
     log_every: Count = 10
-    seed: Whole = 0
+    seed: Seed = 0
     device: str | None = None
     on_nan: Literal["stop", "skip"] = "stop"
     gradient_checkpointing: bool = False
     save: bool = True
     cuda_graph: bool = False
-    memory_limit: Annotated[str | None, Size] = None
+    memory_limit: Annotated[str | None, SizeWord, Size] = None
 
 
 class OutputConfig(Section):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -87,7 +87,7 @@ def _left_to_the_run(run: int, worker: int) -> None:
     and then ends the worker itself. `run`: its process."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
-    Thread(target=_end_with, args=(run,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(run,), daemon=True).start()
     # Threads that are at work in a library's own code must not meet an interpreter that is taken apart.
     atexit.register(os._exit, 0)
 
@@ -120,7 +120,15 @@ class Batches(Generic[Dataset]):
     def __next__(self) -> Batch:
         if self._iterator is None:
             self._open()
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except RuntimeError as error:
+            if not str(error).startswith(("DataLoader worker", "Pin memory thread")):
+                raise
+            raise UserError(
+                f"the process that reads the data ended ({str(error).splitlines()[0].rstrip('.')}); go on "
+                "with --resume, and data.workers=0 if the host has too little memory for it"
+            ) from error
         if isinstance(batch, _Failure):
             raise UserError(batch.message)
         return batch.tensors() if isinstance(batch, _Plain) else batch
@@ -161,7 +169,17 @@ class Batches(Generic[Dataset]):
                 generator=torch.Generator().manual_seed(0),
                 worker_init_fn=partial(_left_to_the_run, os.getpid()) if self._workers else None,
             )
-        self._iterator = iter(self._loader)
+        self._iterator = self._started()
+
+    def _started(self) -> Iterator[Any]:
+        """Without torch's watch over its workers, which raises in whatever the main thread is doing when one
+        ends. Asking for a batch finds it out as well, and is where there is a step to go back to."""
+        if threading.current_thread() is not threading.main_thread():
+            return iter(self._loader)
+        before = signal.getsignal(signal.SIGCHLD)
+        started = iter(self._loader)
+        signal.signal(signal.SIGCHLD, before)
+        return started
 
     def close(self) -> None:
         """Ends the worker. The next batch would start at the state loaded last."""

@@ -100,7 +100,8 @@ class Trained(Tokenizer):
         return self._inner.decode(list(tokens), skip_special_tokens=True)
 
     def save(self, path: str | Path) -> None:
-        self._inner.save(str(path))
+        # Not by the library's own: it raises a bare Exception where the disk is full.
+        Path(path).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
 
 
 def _tensor(numbers: bytearray | array[int], dtype: torch.dtype) -> torch.Tensor:

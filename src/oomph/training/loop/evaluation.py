@@ -43,6 +43,8 @@ def evaluate(
     with in_evaluation(model):
         for batch in islice(batches, most):
             count = _in_the_mean(batch)
+            if not count:  # one token, with none before it: the mean of nothing
+                continue
             with precision.autocast():
                 found = _figures(model, moved(batch, device))
             for name, value in found.items():

@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from oomph.training.run_folder import METRICS
+
 
 class Metrics:
     """`metrics.jsonl` and `tensorboard/` in the run's folder.
@@ -19,7 +21,7 @@ class Metrics:
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / METRICS
         if resumed_at is None:
             self.path.unlink(missing_ok=True)
         elif self.path.exists():
@@ -42,10 +44,13 @@ class Metrics:
         if self._board is not None:
             self._board.add_text("sample", text, step)
 
-    def found(self, kind: str, step: int) -> dict[str, Any] | None:
+    def found(self, kind: str, step: int) -> dict[str, float] | None:
         """The numbers of that step that are there already; None where there are none."""
         rows = [row for row in read_metrics(self.path, kind) if row["step"] == step]
-        return {name: rows[-1][name] for name in rows[-1] if name not in ("kind", "step")} if rows else None
+        if not rows:
+            return None
+        # What is not finite is written as a word.
+        return {name: float(value) for name, value in rows[-1].items() if name not in ("kind", "step")}
 
     def close(self) -> None:
         # All lines are written. What a full disk refused is told already, and would be raised here once more.

@@ -33,6 +33,7 @@ from oomph.training.loop.samples import sample_images, sample_text
 from oomph.training.loop.schedule import Schedule
 from oomph.training.loop.stopping import Stopping
 from oomph.training.loop.updates import Updates, with_own_kernels
+from oomph.training.run_folder import CHECKPOINTS
 from oomph.workload import Workload
 
 _MOST_SKIPPED = 20  # in a row: by then it is not the data
@@ -81,12 +82,13 @@ class Trainer:
         self.schedule = Schedule.of(options, options.steps)
         self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.readings = Readings()
-        self.checkpoints = Checkpoints(folder / "checkpoints", keep=options.keep)
+        self.checkpoints = Checkpoints(folder / CHECKPOINTS, keep=options.keep)
         self.metrics: Metrics | None = None  # while it runs
         self.step = 0
         self._resumed = False
         self._saved_at: int | None = None
         self._skipped = 0  # steps in a row
+        self._not_logged: Reading | None = None
         self._pace = Pace()
         if self.updates.in_backward and any(stage.accumulate > 1 for stage in config.stages):
             raise UserError("a stage accumulates, and with updates in backward no gradient is left to add to")
@@ -112,11 +114,10 @@ class Trainer:
         return self.step
 
     def run(self) -> Outcome:
-        self.metrics = Metrics(self.folder, self.step if self._resumed else None)
         try:
+            self.metrics = Metrics(self.folder, self.step if self._resumed else None)
             with Stopping() as stopping:
-                found = self._steps(stopping)
-            return Outcome(self.step, stopping.asked, found)
+                return self._steps(stopping)
         except torch.OutOfMemoryError as error:  # in evaluation: between two steps
             raise self._out_of_memory(error, None) from error
         except OSError as problem:
@@ -124,7 +125,8 @@ class Trainer:
                 f"the run stopped after step {self.step}: {problem}; go on with --resume once that is mended"
             ) from problem
         finally:
-            self.metrics.close()
+            if self.metrics is not None:
+                self.metrics.close()
             self.checkpoints.close()
 
     def begin(self) -> None:
@@ -133,7 +135,7 @@ class Trainer:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def _steps(self, stopping: Stopping) -> dict[str, float]:
+    def _steps(self, stopping: Stopping) -> Outcome:
         options = self.config.training
         assert self.metrics is not None
         if options.eval_at_start and self.step == 0 and self.metrics.found("evaluation", 0) is None:
@@ -151,15 +153,18 @@ class Trainer:
                 self._save()
             if stopping.asked:
                 break
+        stopped = stopping.asked  # a signal from here on has nothing left to stop
         self._read(all_of_them=True)
+        if self._not_logged is not None and not stopped:  # the last: with epochs it was not known to be
+            self._log(self._not_logged, always=True)
         found = self.metrics.found("evaluation", self.step)
         if found is None:
-            found = {} if stopping.asked else self._evaluate()
+            found = {} if stopped else self._evaluate()
         if options.save:
             self._save()
             self.checkpoints.wait()
             self.listener.said(f"step {self.step} is saved in {self.checkpoints.folder}")
-        return found
+        return Outcome(self.step, stopped, found)
 
     def _finished(self) -> bool:
         steps = self.config.training.steps
@@ -217,11 +222,13 @@ class Trainer:
             else:
                 self._not_finite(reading)
 
-    def _log(self, reading: Reading) -> None:
+    def _log(self, reading: Reading, always: bool = False) -> None:
         options = self.config.training
-        if reading.step % options.log_every and reading.step not in (1, options.steps):
+        if reading.step % options.log_every and reading.step not in (1, options.steps) and not always:
+            self._not_logged = reading
             self.listener.advanced(reading.step, reading.loss)
             return
+        self._not_logged = None
         report = self._report(reading)
         assert self.metrics is not None
         self.metrics.write("train", reading.step, report.numbers())
@@ -260,10 +267,10 @@ class Trainer:
         self._write()
         self.checkpoints.wait()
         kept = f"the state is saved at step {self.step}" if self.config.training.save else "nothing is saved"
-        raise NotFinite(
-            f"{told}; its update was not made, its batch is in {file}, {kept}; give "
-            "training.on_nan=skip to leave such steps out"
-        )
+        advice = "give training.on_nan=skip to leave such steps out"
+        if self.config.training.on_nan == "skip":
+            advice = f"{_MOST_SKIPPED} in a row: lower the learning rate, or give training.clip"
+        raise NotFinite(f"{told}; its update was not made, its batch is in {file}, {kept}; {advice}")
 
     def _check_weights(self) -> None:
         """Gradients that were not finite, and not looked at, are in the weights after their step."""
@@ -291,6 +298,8 @@ class Trainer:
         batches = iter(self.data.validation())
         first = next(batches, None)
         if first is None:
+            if self.config.data.validation:
+                self.listener.evaluated(self.step, {})
             return {}
         held_out = (batch for batches_ in ((first,), batches) for batch in batches_)
         found = evaluate(self.model, held_out, options.eval_batches, self.device, self.precision)

@@ -13,6 +13,7 @@ from oomph.errors import UserError
 from oomph.training.data.sources.corpus import Corpus, Part
 from oomph.training.data.sources.lines import JsonLines, TextFile, check_text
 from oomph.training.data.sources.parquet import open_parquet
+from oomph.training.run_folder import is_run
 from oomph.units import KiB, MiB
 
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -88,12 +89,14 @@ def _matches(source: str) -> Path | list[Path]:
 
 
 def _below(root: Path) -> Iterator[Path]:
-    """Files below a folder in a stable order, without hidden ones and installed packages."""
+    """Files below a folder in a stable order, without hidden ones, installed packages and what runs wrote."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(
             name
             for name in folders
-            if not name.startswith(".") and name not in ("site-packages", "dist-packages", "__pycache__")
+            if not name.startswith(".")
+            and name not in ("site-packages", "dist-packages", "__pycache__")
+            and not is_run(Path(folder, name))
         )
         for name in sorted(files):
             path = Path(folder, name)

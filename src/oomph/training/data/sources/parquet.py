@@ -16,6 +16,7 @@ _ROWS_AT_ONCE = 256
 # A file of few row groups is cut further, as long as reading a group again for each of its slices is cheap.
 _WANTED_BLOCKS = 32
 _CHEAP_GROUP = 8 * MiB
+_TEXTS = ("string", "large_string")  # the first is also the start of string_view
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def open_parquet(
                 "name the column that holds the text"
             )
         kind = str(schema.field(column).type)
-        if kind not in ("string", "large_string", "string_view"):
+        if not kind.removeprefix("dictionary<values=").startswith(_TEXTS):  # a dictionary is how it is stored
             raise UserError(f'column "{column}" of {path} holds {kind}, not text')
         groups = metadata.num_row_groups
         sizes = [metadata.row_group(group).total_byte_size for group in range(groups)]
