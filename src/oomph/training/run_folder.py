@@ -55,7 +55,7 @@ def _check_is_the_same(config: TrainConfig, folder: Path, resume: bool) -> None:
     if different:
         raise UserError(
             f"the run in {folder} was begun with another config: {'; '.join(different)}; "
-            "resume with that one, or give another output.dir"
+            f"go on with its own, `oomph train {folder / CONFIG} --resume`, or give another output.dir"
         )
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from small_runs import Notes, assert_equal_runs, config_of, rows_of, state_of, trained
+from small_runs import Notes, assert_equal_runs, config_of, differences, rows_of, state_of, trained
 
 from oomph.errors import UserError
 from oomph.training.checkpoints import Checkpoints
 from oomph.training.checkpoints import checkpoints as saving
+from oomph.training.config import load
 from oomph.training.loop import trainer
 from oomph.training.run import train
 
@@ -184,6 +185,26 @@ def test_a_device_that_is_not_there_is_one_line(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused(match, tmp_path / "run", [f"training.device={device}"])
+
+
+def test_a_runs_own_config_goes_on_with_that_run_with_all_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = ["training.clip=0.5", "training.schedule=constant"]
+    trained(tmp_path / "straight", changes)
+    monkeypatch.chdir(tmp_path)
+    trained(tmp_path / "run", [*changes, "training.steps=2", "output.dir=run"])
+    refused(
+        r"training.clip was 0.5 and is 1.0; .*; go on with its own, `oomph train .*run/config.yaml --resume`",
+        tmp_path / "run",
+        resume=True,
+    )
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").rename(tmp_path / "elsewhere" / "run")
+    config = load(tmp_path / "elsewhere" / "run" / "config.yaml", ["training.steps=6"])
+    assert config.name == "run"
+    assert train(config, resume=True).step == 6
+    assert differences(state_of(tmp_path / "elsewhere" / "run"), state_of(tmp_path / "straight")) == []
 
 
 def test_a_device_that_is_neither_is_refused(tmp_path: Path) -> None:

@@ -326,3 +326,12 @@ def test_a_batch_of_one_token_does_not_spoil_an_evaluation() -> None:
 
     batches = [{"input_ids": row, "labels": row} for row in (torch.tensor([[1, 2, 4]]), torch.tensor([[9]]))]
     assert evaluate(MeanOfNothing(), batches, 5, CPU, Precision(CPU, None))["loss"] == 3.0
+
+
+def test_a_precision_that_is_slow_on_a_cpu_is_said(tmp_path: Path) -> None:
+    notes = Notes()
+    trained(tmp_path / "run", ["training.steps=1", "training.autocast=bfloat16"], listener=notes)
+    assert any("many CPUs only imitate it" in message for message in notes.messages)
+    notes = Notes()
+    trained(tmp_path / "other", ["training.steps=1"], listener=notes)
+    assert not any("imitate" in message for message in notes.messages)

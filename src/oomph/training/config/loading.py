@@ -20,13 +20,20 @@ from oomph.training.config.section import AnySection, read_section
 from oomph.training.config.systems import SYSTEMS, System
 from oomph.training.config.train_config import TrainConfig
 from oomph.training.config.training import OptimizerConfig, OutputConfig, TrainingConfig
+from oomph.training.run_folder import CONFIG, is_run
 
 FORMS = ("healthy", "sick")
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
-    """The config in a YAML file, with `key=value` overrides. All that is wrong with it is one UserError."""
-    return load_dict(read_mapping(path), Path(path).stem, overrides, source=str(path))
+    """The config in a YAML file, with `key=value` overrides. All that is wrong with it is one UserError.
+
+    A run's own config.yaml means that run, wherever its folder lies now."""
+    file, mapping = Path(path), read_mapping(path)
+    name = file.stem
+    if file.name == CONFIG and is_run(file.parent):
+        name, mapping["output"] = file.parent.resolve().name, {"dir": str(file.parent)}
+    return load_dict(mapping, name, overrides, source=str(path))
 
 
 def load_dict(
