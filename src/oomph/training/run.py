@@ -69,7 +69,7 @@ def _train(
     listener.said(data.describe())
     if device.type == "cpu" and config.training.autocast is not None:
         listener.said(
-            f"training.autocast={config.training.autocast}: many CPUs only imitate it, far slower than float32"
+            f"training.autocast={config.training.autocast}: many CPUs only imitate it, far slower"
         )
     if config.training.steps is None and config.training.schedule != "constant":
         listener.said(
