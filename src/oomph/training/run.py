@@ -68,9 +68,7 @@ def _train(
     data = open_data(config, folder, workers=int(device.type == "cuda"))
     listener.said(data.describe())
     if device.type == "cpu" and config.training.autocast is not None:
-        listener.said(
-            f"training.autocast={config.training.autocast}: many CPUs only imitate it, far slower"
-        )
+        listener.said(f"training.autocast={config.training.autocast}: many CPUs only imitate it, far slower")
     if config.training.steps is None and config.training.schedule != "constant":
         listener.said(
             f"training.schedule={config.training.schedule}: with epochs the last step is not known, so the "
