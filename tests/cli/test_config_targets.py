@@ -114,11 +114,45 @@ def test_a_word_that_is_no_override_is_one_line(capsys):
 def test_a_program_takes_no_overrides(program, capsys, command):
     program("def step(): ...\n")
     words = ["recompute"] if command == "verify" else []
-    (line,) = _error(capsys, command, "train.py:step", *words, "a=1")
+    (line,) = _error(capsys, command, "train.py:step", *words, "a.b=1")
     assert line == (
-        "oomph: target 'train.py:step' is a program, and 'a=1' is an override of a config: "
-        "change the program, or give a .yaml file"
+        "oomph: target 'train.py:step' is a program, and 'a.b=1' is no size of its Workload, such as B=4: "
+        "change the program, or give a .yaml file, whose keys can be overridden"
     )
+
+
+SIZED = """
+import torch, oomph
+def batch(device, B, T): return torch.zeros(B, T, device=device)
+w = oomph.Workload(lambda: torch.nn.Linear(1, 1), batch, lambda m, b: m(b).sum(), sizes={"B": 8, "T": 64})
+def made(): return w
+unsized = oomph.Workload(lambda: torch.nn.Linear(1, 1), lambda device: None, lambda m, b: m(b).sum())
+def step(): return lambda: None
+"""
+
+
+@pytest.mark.parametrize("name", ["w", "made"])
+def test_sizes_of_a_workload_can_be_given(program, fake_predict, name):
+    program(SIZED)
+    assert run(["predict", f"train.py:{name}", "B=3"]) == 0
+    ((target, _),) = fake_predict.calls
+    assert target.sizes == {"B": 3, "T": 64}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["w", "C=3"], "the Workload has no size 'C'; its sizes are B=8, T=64"),
+        (["unsized", "B=3"], "the Workload has no size 'B'; its sizes are none; name them, as Workload("),
+        (["step", "B=3"], "target 'train.py:step' returned a function; fixes and sizes need a Workload"),
+        (["w", "B=0"], "target 'train.py:w' is a program, and 'B=0' is no size of its Workload, such as B=4"),
+    ],
+)
+def test_sizes_that_a_program_does_not_have_are_refused(program, capsys, words, message):
+    program(SIZED)
+    name, *sizes = words
+    (line,) = _error(capsys, "predict", f"train.py:{name}", *sizes)
+    assert line.startswith(f"oomph: {message}")
 
 
 def test_a_config_that_is_not_there_does_not_wait_for_torch(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from oomph.cli.workloads import sizes_from_words
 from oomph.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,10 +21,7 @@ def check_overrides(target: str, overrides: Sequence[str]) -> None:
     if overrides and not is_config(target):
         if overrides[0].startswith("-"):
             raise UserError(f"No such option: {overrides[0]}; see `oomph --help` and the command's own")
-        raise UserError(
-            f"target {target!r} is a program, and {overrides[0]!r} is an override of a config: "
-            "change the program, or give a .yaml file"
-        )
+        sizes_from_words(overrides, target)
     if is_config(target):
         from oomph.training.config.overrides import overrides_from_words, parse_override
         from oomph.training.config.reading import check_file

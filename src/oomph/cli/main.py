@@ -23,7 +23,8 @@ OUR_BUG = 70  # 1 would read as "does not fit"
 
 _OVERRIDES = typer.Argument(
     metavar="[KEY=VALUE ...]",
-    help="Of a config: other values than the file's, e.g. data.batch_size=4 or --batch_size 4.",
+    help="Of a config: other values than the file's, e.g. data.batch_size=4 or --batch_size 4. "
+    "Of a Workload: other sizes than its own, e.g. B=4.",
 )
 _TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a config's key
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomph.cli.config_targets import check_overrides, is_config, open_config
 from oomph.cli.failures import origin, program_error
+from oomph.cli.workloads import resized, sizes_from_words, workload_of
 from oomph.errors import OomphError, ProgramError, UserError
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
     source, name = split_target(target)
     path, modules = list(sys.path), set(sys.modules)
     try:
-        yield check_object(find_name(_import(source), name, source), target)
+        found = check_object(find_name(_import(source), name, source), target)
+        sizes = sizes_from_words(overrides, target)
+        yield resized(workload_of(found, target), sizes) if sizes else found
     finally:
         sys.path[:] = path
         if is_file(source):

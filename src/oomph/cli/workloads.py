@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from oomph.errors import ProgramError, UserError
@@ -25,8 +27,35 @@ def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
         message = f"target {name!r} ends the process when it is called (SystemExit: {error.code})"
         raise ProgramError(message) from error
     if not isinstance(found, Workload):
+        kind = type(found).__name__
+        given = f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
         raise UserError(
-            f"target {name!r} returned {type(found).__name__}; fixes need a Workload, or a function that "
-            "returns one"
+            f"target {name!r} returned {given}; fixes and sizes need a Workload, or a function that returns one; "
+            "in a loop of your own, "
+            'oomph.fixes.apply_to_model("recompute", model)'
         )
     return found
+
+
+def sizes_from_words(words: Sequence[str], target: str) -> dict[str, int]:
+    """`B=4 T=512` after a program: sizes of its Workload, which are all that can be changed from outside."""
+    sizes = {}
+    for word in words:
+        match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d*)", word)
+        if match is None:
+            raise UserError(
+                f"target {target!r} is a program, and {word!r} is no size of its Workload, such as B=4: "
+                "change the program, or give a .yaml file, whose keys can be overridden"
+            )
+        sizes[match[1]] = int(match[2])
+    return sizes
+
+
+def resized(workload: Workload, sizes: Mapping[str, int]) -> Workload:
+    known = workload.sizes or {}
+    for name in sizes:
+        if name not in known:
+            has = ", ".join(f"{own}={size}" for own, size in known.items())
+            none = 'none; name them, as Workload(batch=lambda device, B: ..., sizes={"B": 8})'
+            raise UserError(f"the Workload has no size {name!r}; its sizes are {has or none}")
+    return replace(workload, sizes={**known, **sizes})
