@@ -70,3 +70,58 @@ def test_a_model_that_raises_ends_with_three_and_its_own_line():
     assert done.returncode == 3
     assert done.stdout == ""
     assert "oomph: the program failed at train.py:21: RuntimeError: " in done.stderr.splitlines()[-1]
+
+
+WITHOUT_A_STEP = """
+import torch
+
+def model():
+    return torch.nn.Linear(64, 64).cuda()
+
+def setup():
+    built = model()
+    return built, lambda: built(torch.ones(2, 64, device="cuda")).sum().backward()
+
+def training():
+    built = model()
+    optimizer = torch.optim.AdamW(built.parameters())
+    while True:
+        built(torch.ones(2, 64, device="cuda")).sum().backward()
+        optimizer.step()
+
+def leaking():
+    built, kept = model(), []
+    def step():
+        kept.append(torch.ones(1024, 1024, device="cuda"))
+        built(torch.ones(2, 64, device="cuda")).sum().backward()
+    return step
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "returned"),
+    [("model", "a model (Linear)"), ("setup", "a tuple of a model (Linear) and a function")],
+)
+def test_a_function_that_returns_no_step_is_a_mistake_and_no_verdict(program, name, returned):
+    program(WITHOUT_A_STEP)
+    done = _oomph("predict", f"train.py:{name}", "--gpu", "24GiB")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.strip().splitlines()
+    assert f"{name}() returned {returned}" in line
+
+
+def test_a_loop_without_end_gets_its_verdict_and_a_note(program):
+    program(WITHOUT_A_STEP)
+    done = _oomph("predict", "train.py:training", "--gpu", "24GiB")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("fits: ")
+    assert "traced the first 3 optimizer steps of training()" in done.stdout
+
+
+def test_a_leak_is_in_the_verdict_and_the_exit_status_stays(program):
+    program(WITHOUT_A_STEP)
+    done = _oomph("predict", "train.py:leaking", "--gpu", "24GiB")
+    assert done.returncode == 0, done.stderr
+    verdict = done.stdout.splitlines()[0]
+    assert verdict.startswith("fits for now: ")
+    assert "grows by 4.0 MiB with every step, out of memory after about" in verdict

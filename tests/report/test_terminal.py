@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from sample_prediction import GiB, MiB, allocation, prediction
+from sample_prediction import CONTEXT, GiB, MiB, allocation, prediction
 
-from oomph.records import Alive, Note, Site
+from oomph.records import Alive, Note, Peak, Site, StepPeak
 from oomph.report.terminal import PLAIN_WIDTH, report_console, report_text
 
 
@@ -151,3 +152,29 @@ def test_an_empty_prediction_is_still_a_report():
 def test_a_share_below_one_percent_is_not_called_zero():
     at_peak = (Alive(100 * GiB, allocation(0)), Alive(MiB, allocation(1, stage="workspace")))
     assert "<1 %" in _plain(prediction(at_peak=at_peak))
+
+
+def _grown(*ends: int, **changes):
+    steps = tuple(StepPeak(number, 2 * GiB, 2 * GiB, end) for number, end in enumerate(ends, start=1))
+    peak = Peak(2 * GiB, 2 * GiB, 2 * GiB + CONTEXT, step=3, stage="backward")
+    return prediction(fits=True, refused=None, peak=peak, steps=steps, **changes)
+
+
+def test_memory_that_grows_with_every_step_is_told_in_the_verdict_with_how_long_it_lasts():
+    first = _plain(_grown(GiB, GiB + 144 * MiB, GiB + 288 * MiB)).splitlines()[0]
+    assert first.startswith("fits for now: needs 2.50 GiB of the RTX 3090's 23.6 GiB; 21.1 GiB to spare")
+    assert first.endswith("; grows by 144 MiB with every step, out of memory after about 152")
+    coloured = _on_terminal(_grown(GiB, GiB + 144 * MiB, GiB + 288 * MiB))
+    assert coloured.startswith("\x1b[1;33mfits for now\x1b[0m")
+
+
+def test_growth_without_a_limit_is_told_without_an_end():
+    given = _grown(GiB, GiB + MiB, GiB + 2 * MiB)
+    first = _plain(replace(given, gpu=None, capacity=None, limit=None, fits=None)).splitlines()[0]
+    assert first.startswith("needs 2.50 GiB")
+    assert first.endswith("; grows by 1.0 MiB with every step")
+
+
+@pytest.mark.parametrize("ends", [(GiB, GiB, GiB), (GiB, 2 * GiB, 2 * GiB), (GiB, 2 * GiB), ()])
+def test_memory_that_does_not_grow_for_good_leaves_the_verdict_alone(ends):
+    assert _plain(_grown(*ends)).startswith("fits: ")

@@ -30,9 +30,8 @@ def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
         kind = type(found).__name__
         given = f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
         raise UserError(
-            f"target {name!r} returned {given}; fixes and sizes need a Workload, or a function that returns one; "
-            "in a loop of your own, "
-            'oomph.fixes.apply_to_model("recompute", model)'
+            f"target {name!r} returned {given}; fixes and sizes need a Workload, or a function that returns "
+            'one; in a loop of your own, oomph.fixes.apply_to_model("recompute", model)'
         )
     return found
 

@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph.errors import UserError
+from oomph.prediction import own_loop, returned
 from oomph.prediction.allocator_settings import allocator_settings
 from oomph.prediction.trace.pretend_cuda import DEVICE
 from oomph.prediction.trace.tracer import Tracer
@@ -68,13 +69,14 @@ def build_model(workload: Workload, tracer: Tracer) -> torch.nn.Module:
 def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress) -> None:
     """Called once; if it returns a callable, that is the step and is called three times."""
     progress("running the program", None)
+    name = returned.name_of(function)
     tracer.work.begin(counting=True)  # if it is no preparation of steps, the call itself is the step
-    with tracer.doing("forward"):
-        result = function()
+    result = own_loop.call(function, tracer)
     tracer.work.counting = False
     if isinstance(result, Workload):
         run_workload(result, tracer, progress)
-    elif callable(result) and not isinstance(result, (torch.nn.Module, torch.Tensor)):
+    elif returned.is_step(result):
+        returned.check_step(result, name)
         tracer.treat_so_far_as_setup()
 
         def step(number: int) -> None:
@@ -83,8 +85,16 @@ def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress
                 result()
 
         _repeat(step, tracer)
+    else:
+        if not any(event.label in ("backward", "optimizer") for event in tracer.ledger.events):
+            returned.check_result(result, name)
+        own_loop.conclude(tracer, name)
     if not tracer.ledger.drafts:
-        raise UserError("the program put nothing on the GPU; build its model and data on device 'cuda'")
+        told = result is None or returned.is_step(result)
+        what = "" if told else f" and returned {returned.described(result)}"
+        raise UserError(
+            f"the program put nothing on the GPU{what}; build its model and data on device 'cuda'"
+        )
 
 
 def _done(step: int, part: float) -> float:

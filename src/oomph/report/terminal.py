@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import IO
 
 from rich.console import Console, RenderableType
@@ -21,7 +22,7 @@ from oomph.report.grouping import Group, group_alike
 from oomph.report.paths import place
 from oomph.report.timeline import timeline_lines
 from oomph.report.verdict import Verdict, verdict
-from oomph.units import format_bytes
+from oomph.units import MiB, format_bytes
 
 PLAIN_WIDTH = 100
 _WIDEST = 120  # a full-screen terminal would tear the columns apart
@@ -65,7 +66,7 @@ def report_text(prediction: Prediction, console: Console) -> str:
 def _render(prediction: Prediction, console: Console) -> None:
     glyphs = UNICODE if console.is_terminal and console.encoding.lower().startswith("utf") else ASCII
     width = console.width - _INDENT
-    _print_verdict(verdict(prediction), console)
+    _print_verdict(verdict(prediction), _growth(prediction), console)
     _print_figures(prediction, console)
     if prediction.at_peak:
         _section(console, "By stage, at the peak", [_stages(prediction, width, glyphs)])
@@ -86,12 +87,27 @@ def _section(console: Console, title: str, body: Sequence[RenderableType]) -> No
         console.print(Padding(part, (0, 0, 0, _INDENT)))
 
 
-def _print_verdict(line: Verdict, console: Console) -> None:
+def _print_verdict(line: Verdict, growth: str, console: Console) -> None:
     # One line however narrow the console: it is what people copy and scripts look for.
-    text = Text.assemble((line.outcome, _OUTCOME_STYLE.get(line.outcome, "bold yellow")), line.rest)
+    outcome = "fits for now" if growth and line.outcome == "fits" else line.outcome
+    text = Text.assemble((outcome, _OUTCOME_STYLE.get(outcome, "bold yellow")), line.rest)
+    if growth:
+        text.append(f"; {growth}", "bold yellow")
     console.print(text, soft_wrap=True)
     if line.refusal:
         console.print(Text(line.refusal), soft_wrap=True)
+
+
+def _growth(prediction: Prediction) -> str:
+    """`grows by 144 MiB with every step, out of memory after about 150`; empty where it does not grow."""
+    grown = [later.end - earlier.end for earlier, later in pairwise(prediction.steps)][-2:]
+    if prediction.fits is False or len(grown) < 2 or min(grown) < MiB:
+        return ""
+    text = f"grows by {format_bytes(grown[-1])} with every step"
+    if prediction.limit is None or prediction.limit < prediction.peak.reserved:
+        return text
+    more = (prediction.limit - prediction.peak.reserved) // grown[-1]
+    return f"{text}, out of memory after about {len(prediction.steps) + more:,}"
 
 
 def _print_figures(prediction: Prediction, console: Console) -> None:

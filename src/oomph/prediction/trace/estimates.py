@@ -28,7 +28,7 @@ def scalar(tracer: Tracer, tensor: torch.Tensor) -> bool | int | float:
         tracer.ledger.note("a condition on values of the GPU is taken as false", site)
         return False
     if tensor.dtype.is_floating_point:
-        tracer.ledger.note("numbers read from the GPU (a loss to print, a norm) are taken as 1.0")
+        tracer.ledger.note_first("numbers read from the GPU (a loss to print, a norm) are taken as 1.0", site)
         return 1.0
     tracer.ledger.note("a whole number read from the GPU is taken as 1", site)
     return 1

@@ -72,6 +72,11 @@ class Ledger:
     def note(self, text: str, site: Site | None = None) -> None:
         self.notes[Note(text, site)] = None
 
+    def note_first(self, text: str, site: Site | None) -> None:
+        """With the first line that gives cause for it; the others would only repeat it."""
+        if not any(note.text == text for note in self.notes):
+            self.note(text, site)
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is on the pretend GPU."""
         return tensor.untyped_storage()._cdata in self._storages

@@ -12,7 +12,7 @@ from oomph.gpus import GPU
 from oomph.prediction.cuda import recurrent
 from oomph.prediction.cuda.autocast import cuda_autocast
 from oomph.prediction.cuda.composites import cuda_composites
-from oomph.prediction.trace import estimates, hooks, pretend_cuda, program_view
+from oomph.prediction.trace import estimates, hooks, pretend_cuda, program_view, streams
 from oomph.prediction.trace.dispatch import DispatchMode
 from oomph.prediction.trace.module_moves import move_modules_in_place
 from oomph.prediction.trace.oplog import OpLog
@@ -32,6 +32,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         # It logs the inner workings of every shape error; the error itself is enough.
         patches.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
         pretend_cuda.pretend(patches, gpu, tracer.ledger)
+        streams.now.on_other = tracer.note_stream
         stack.enter_context(torch.inference_mode(False))  # the caller's own modes are not the program's
         stack.enter_context(torch.enable_grad())
         placement, dispatch = PlacementMode(tracer), DispatchMode(tracer)

@@ -58,6 +58,19 @@ def find_site(boundary: Boundary, depth: int = 1) -> tuple[Site | None, bool]:
     return None, False
 
 
+def in_own_code(depth: int = 1) -> bool:
+    """Whether the call comes from an op or a fix of oomph's, past what only carries it through."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OWN_OPS):
+            return True
+        if not is_internal(file):
+            return False
+        frame = frame.f_back
+    return False
+
+
 def in_loss_function(boundary: Boundary, depth: int = 1) -> bool:
     """Whether a function that calls itself a loss is running, inside the innermost module if there is one."""
     frame: FrameType | None = sys._getframe(depth)

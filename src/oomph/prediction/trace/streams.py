@@ -117,14 +117,18 @@ class Streams:
         self.default.stream_id = 0
         self.current: Any = self.default
         self.listener: Listener | None = None
+        self.on_other: Callable[[], None] | None = None  # told when a stream other than the default is taken
 
     def tell(self, what: str, stream: int = 0, event: int = 0) -> None:
         if self.listener is not None:
             self.listener(what, stream, event)
 
     def set_current(self, stream: Any) -> None:
-        if stream is not None:
-            self.current = stream
+        if stream is None:
+            return
+        if self.on_other is not None and stream.stream_id not in (0, self.current.stream_id):
+            self.on_other()
+        self.current = stream
 
 
 now = Streams()  # of the trace that runs; a trace puts its own here, and this one back

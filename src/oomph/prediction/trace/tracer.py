@@ -15,7 +15,8 @@ from oomph.gpus import GPU
 from oomph.prediction.trace.ledger import Describe, Draft, Ledger
 from oomph.prediction.trace.module_stack import ModuleStack
 from oomph.prediction.trace.oplog import OpLog
-from oomph.prediction.trace.sites import Boundary, find_site, in_loss_function
+from oomph.prediction.trace.optimizer_steps import OptimizerSteps
+from oomph.prediction.trace.sites import Boundary, find_site, in_loss_function, in_own_code
 from oomph.prediction.trace.values import Values
 from oomph.prediction.trace.work import WorkMeter
 from oomph.records import Kind, Site, Stage
@@ -37,6 +38,9 @@ class Tracer:
         self.ledger = Ledger()
         self.values = Values()
         self.work = WorkMeter(gpu)
+        self.optimizer_steps = OptimizerSteps()
+        # Of a function that trains by itself: for every step, the index of the first event after it.
+        self.own_steps: tuple[int, ...] = ()
         self.boundary = Boundary()
         self.modules = ModuleStack(self.ledger.mark)
         self.phase: Phase = "setup"
@@ -108,6 +112,15 @@ class Tracer:
     def in_autograd_thread(self) -> bool:
         """On CUDA, the backward pass and what it recomputes run in a thread of their own."""
         return self.phase == "backward"
+
+    def note_stream(self) -> None:
+        """The program takes a stream of its own. What our own ops and fixes do with theirs is modelled."""
+        if not in_own_code(2):
+            self.ledger.note_first(
+                "memory is counted as if all streams were one; the real allocator keeps a pool for each, so "
+                "that the peak may be higher",
+                find_site(self.boundary, 2)[0],
+            )
 
     # -- who made it ----------------------------------------------------------------------------------
 
