@@ -233,6 +233,8 @@ class Proposal:
     peak: Peak | None = None  # predicted, with the fix
     saving: int | None = None  # bytes that the allocator reserves less, at the peak
     slowdown: float | None = None  # a step's time with the fix over that without, by a roofline
+    fits: bool | None = None  # with the fix, on the prediction's card; None: no card, or not predicted
+    condition: str = ""  # what must be so for an exact fix to be exact, where nobody can know; "" for nothing
 
     @property
     def use(self) -> FixUse:

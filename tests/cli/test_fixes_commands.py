@@ -77,6 +77,28 @@ def test_what_applies_is_listed_with_saving_and_cost(program, capsys):
     assert best["saving"] == found["peak"]["reserved"] - best["peak"]["reserved"] > 0
     assert best["slowdown"] > 1
     assert best["where"] == [f"blocks.{index}" for index in range(4)]
+    assert (found["fits"], best["fits"], best["condition"]) == (True, True, "")
+
+
+def test_which_fix_makes_it_fit(program, capsys):
+    only = ["--only", "recompute", "--only", "set_to_none", "--only", "micro_batches"]
+    assert run(["fixes", f"{program}:work", *only, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {each["fits"] for each in (found, *found["fixes"])} == {None}
+    needs = {each["peak"]["device"] for each in found["fixes"]}
+    assert max(needs) - min(needs) > 2**20
+    size = f"{(max(needs) + min(needs)) // 2**21}MiB"  # between the best and the worst
+    assert run(["fixes", f"{program}:work", *only, "--gpu", size, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is False
+    assert {each["fits"] for each in found["fixes"]} == {True, False}
+    assert run(["fixes", f"{program}:work", *only, "--gpu", size]) == 0
+    shown = capsys.readouterr().out
+    assert run(["predict", f"{program}:work", "--gpu", size]) == 1
+    headline = capsys.readouterr().out.splitlines()[0]
+    assert " ".join(shown.split()).startswith(headline.replace("does", "Does"))
+    fitting = sum(each["fits"] for each in found["fixes"])
+    assert f"{fitting} of {len(found['fixes'])} rows make it fit." in shown
 
 
 def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path, capsys):
@@ -115,7 +137,14 @@ def test_verify_says_that_it_holds(program, capsys):
             "--allow 'speed' is not a kind of fix; valid: exact, precision",
         ),
         (["fixes", "{}:work", "--only", "recompte"], "there is no fix 'recompte'; did you mean 'recompute'?"),
-        (["fixes", "{}:step"], "returned function; fixes need a Workload, or a function that returns one"),
+        (["fixes", "{}:absent", "--only", "recompte"], "there is no fix 'recompte'"),
+        (
+            ["fixes", "{}:work", "--only", "gradient_checkpointing"],
+            "there is no fix 'gradient_checkpointing'; here that is 'recompute'",
+        ),
+        (["verify", "{}:absent", "liger"], "there is no fix 'liger'; here that is 'fused_loss'"),
+        (["predict", "{}:work", "--fix", "FSDP"], "there is no fix 'FSDP'; here that is 'shard'"),
+        (["fixes", "{}:step"], "need a Workload, or a function that returns one"),
         (["verify", "{}:work"], "verify needs a fix"),
         (["verify", "{}:work", "recompute", "--sizes", "B"], "--sizes 'B' is not valid; give NAME=NUMBER"),
         (["verify", "{}:work", "recompute:keep"], "'keep' is not option=value"),

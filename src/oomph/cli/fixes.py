@@ -39,11 +39,13 @@ def run_fixes(options: FixesOptions) -> int:
             raise UserError("--only tries fixes on a target: oomph fixes TARGET --only FIX")
         return _list_all(options)
     check_target(options.target, options.overrides)
+    _check_names(options.only)
     prediction, proposals = _propose(options, options.target, kinds)
     if options.json:
         write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
     else:
-        write_stdout(proposals_text(prediction, proposals, kinds, report_console()))
+        target = " ".join((options.target, *options.overrides))
+        write_stdout(proposals_text(prediction, proposals, kinds, report_console(), target))
     return 0
 
 
@@ -54,6 +56,15 @@ def _kinds(allow: str) -> tuple[FixKind, ...]:
         if word not in FIX_KINDS:
             raise UserError(f"--allow {word!r} is not a kind of fix; valid: {', '.join(FIX_KINDS)}")
     return tuple(kind for kind in FIX_KINDS if kind == "exact" or kind in words)
+
+
+def _check_names(only: tuple[str, ...]) -> None:
+    """Before the program is loaded, which may take longer than anyone waits for a typing mistake."""
+    if only:
+        from oomph.fixes import find
+
+        for name in only:
+            find(name)
 
 
 def _list_all(options: FixesOptions) -> int:
@@ -76,11 +87,9 @@ def _propose(
         progress_display(Console(stderr=True)) as report,
         open_target(name, options.overrides) as target,
     ):
-        from oomph.fixes import find, propose
+        from oomph.fixes import propose
         from oomph.prediction import predict
 
-        for only in options.only:
-            find(only)
         workload = workload_of(target, name)
         prediction = predict(workload, gpu=options.gpu, progress=report)
         return prediction, propose(prediction, workload, kinds=kinds, only=options.only, progress=report)

@@ -65,6 +65,10 @@ def _check(options: PredictOptions) -> None:
         units.parse_bytes(options.max)
     if options.snapshot is not None:
         _check_snapshot(options.snapshot)
+    if options.fixes:
+        from oomph.fixes.words import parse_fixes
+
+        parse_fixes(options.fixes)
 
 
 def _check_snapshot(file: str) -> None:

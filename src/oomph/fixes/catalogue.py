@@ -8,6 +8,7 @@ from importlib import import_module
 
 from oomph.errors import UserError
 from oomph.fixes.fix import Fix
+from oomph.fixes.other_names import hint_for
 from oomph.records import FixUse
 
 # Module of oomph.fixes -> its class. Shapes and dtypes change first; then what modules compute; then what is
@@ -58,10 +59,16 @@ def _by_name() -> dict[str, tuple[int, Fix]]:
 
 def find(name: str) -> Fix:
     if name not in _by_name():
-        close = difflib.get_close_matches(name, _by_name(), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"the fixes are {', '.join(_by_name())}"
-        raise UserError(f"there is no fix {name!r}; {hint}")
+        raise UserError(f"there is no fix {name!r}; {_hint(name)}")
     return _by_name()[name][1]
+
+
+def _hint(name: str) -> str:
+    elsewhere = hint_for(name)
+    if elsewhere is not None:
+        return elsewhere
+    close = difflib.get_close_matches(name, _by_name(), n=1)
+    return f"did you mean {close[0]!r}?" if close else f"the fixes are {', '.join(_by_name())}"
 
 
 def rank(name: str) -> int:

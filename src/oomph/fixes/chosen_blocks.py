@@ -10,6 +10,8 @@ from torch import nn
 from oomph.errors import UserError
 from oomph.fixes.anatomy import module_at, name_of
 
+_SHOWN = 3
+_MOST_OF_A_MODEL = 0.7
 _FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's, timm's
 
 
@@ -29,6 +31,31 @@ def blocks_at(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.
             )
         found[name_of(model, module)] = module
     return found
+
+
+def no_blocks_found(model: nn.Module, fix: str) -> UserError:
+    """What to say where a model has no list of blocks: modules of its own that could be named instead."""
+    sizes = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    }
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+    with_parts = [name for name in largest if next(model.get_submodule(name).children(), None) is not None]
+    # One that holds nearly everything would be computed again while all of it is there.
+    named = [name for name in with_parts if sizes[name] <= _MOST_OF_A_MODEL * whole] or with_parts
+    shown = (named or largest)[:_SHOWN]
+    said = f"fix {fix!r}: no list of blocks found"
+    if not shown:
+        return UserError(f"{said}, and no module in the model has parameters")
+    listed = ", ".join(shown)
+    if named:
+        return UserError(f"{said}; name modules, such as blocks={shown[0]} (the largest are {listed})")
+    return UserError(
+        f"{said}: the model's own forward does the work, and no module in it has parts (the largest are "
+        f"{listed}); make the blocks modules of their own"
+    )
 
 
 def _spelt_out(model: nn.Module, names: Sequence[str], fix: str) -> list[str]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -34,6 +35,7 @@ _EXPANDING = ("expand", "repeat", "broadcast_to")
 class ComputedOnce(Fix):
     name = "computed_once"
     kind = "exact"
+    time_in = "batches"
     changes = "What is the same for every row of the batch is computed for one row and used by all."
 
     def places(self, patient: Patient) -> Iterable[Place]:
@@ -86,7 +88,9 @@ def _once(forward: Callable[..., Any], *args: Any, state: State, quiet: QuietCal
     except GiveUp:
         state.off = True
         return forward(*args, **kwargs)
-    if any(map(rows_alike, tree_leaves(result))):
+    with torch._C.DisableTorchFunctionSubclass():  # logits that are not there yet would be computed to answer
+        some_alike = any(map(rows_alike, tree_leaves(result)))
+    if some_alike:
         # Whoever gets the result may write into it.
         return tree_map(lambda leaf: leaf.contiguous() if rows_alike(leaf) else leaf, result)
     if not mode.changed_something:

@@ -16,6 +16,7 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
+from oomph.fixes.short_steps import Part
 from oomph.prediction import built
 from oomph.records import FixKind, Prediction, Proposal
 from oomph.workload import Workload
@@ -41,6 +42,7 @@ class Place:
     where: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
+    condition: str = ""  # of the proposal
 
 
 class Fix:
@@ -52,6 +54,9 @@ class Fix:
     only_in_workloads: ClassVar[bool] = (
         False  # the model is only looked at; by itself it would change nothing
     )
+
+    # Of a step, what takes another time with it. "both": also where not every batch of a step is the same.
+    time_in: ClassVar[Part] = "both"
 
     def places(self, patient: Patient) -> Iterable[Place]:
         """Where it applies, each with options that make sense there. Nothing where it does not."""
@@ -78,7 +83,15 @@ class Fix:
     def found(self, patient: Patient) -> list[Proposal]:
         """Its proposals without their prices."""
         return [
-            Proposal(self.name, self.kind, self.changes, place.where, dict(place.options), place.note)
+            Proposal(
+                self.name,
+                self.kind,
+                self.changes,
+                place.where,
+                dict(place.options),
+                place.note,
+                condition=place.condition,
+            )
             for place in self.places(patient)
         ]
 

@@ -24,6 +24,11 @@ _KEYS = ("labels", "targets", "target", "label")
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "DoubleHeadsModel")
 _ASSUMES = "holds for a loss that is the mean over labels that count, or over rows where there are no labels"
 _SHIFTED = "each row's first label is taken not to count, as in Hugging Face's own loss"
+# Of rows that do not count alike, whatever the labels are.
+_WEIGHING = (
+    "mask loss_mask label_mask labels_mask target_mask targets_mask weight weights loss_weight loss_weights "
+    "sample_weight sample_weights len lens length lengths seq_lens seq_lengths"
+).split()
 _UNSEEN = "a sum, or a loss that compares rows of the batch with each other (contrastive), would change"
 
 
@@ -31,6 +36,7 @@ class MicroBatching(Fix):
     name = "micro_batches"
     only_in_workloads = True
     kind = "exact"
+    time_in = "batches"
     changes = "The batch goes through the model in parts, whose gradients add up to those of the whole."
 
     def places(self, patient: Patient) -> Iterable[Place]:
@@ -43,10 +49,11 @@ class MicroBatching(Fix):
             return
         shifted = shifts_labels(patient.model)
         note = "; ".join([_ASSUMES, *([_SHIFTED] if shifted else []), _UNSEEN, *_remarks(patient.model)])
+        condition = _condition(batch)
         parts = 2
         while parts <= rows:
             if rows % parts == 0:
-                yield Place(("batch",), {"parts": parts, "shifted": shifted}, note)
+                yield Place(("batch",), {"parts": parts, "shifted": shifted}, note, condition)
             parts *= 2
 
     def change_workload(
@@ -131,6 +138,31 @@ def _labels(part: Any, batch: Any, shifted: bool) -> list[tuple[torch.Tensor, to
             if _name(path) == key:
                 return [pair]
     return list(found.values())
+
+
+def _condition(batch: Any) -> str:
+    """What the loss must be like where the batch does not tell what its parts count; "" where it does."""
+    if isinstance(batch, Mapping) and batch.get("num_items_in_batch") is not None:
+        return ""
+    rows = rows_of(batch)
+    tensors = [
+        (_name(path), leaf)
+        for path, leaf in tree_flatten_with_path(batch)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
+    ]
+    names = [name for name, _ in tensors]
+    weighing = next((name for name in names if isinstance(name, str) and name.lower() in _WEIGHING), None)
+    if weighing is not None:
+        return f"all rows count the same in the loss, whatever {weighing!r} of the batch says"
+    if len(tensors) == 1 or any(name in _KEYS for name in names):
+        return ""
+    # Real numbers, then whole ones: an input and its labels.
+    if len(tensors) == 2 and tensors[0][1].is_floating_point() and _may_be_labels(tensors[1][1], rows):
+        return ""
+    return (
+        "all rows count the same in the loss, but for labels of -100: no tensor of the batch is named labels "
+        "or targets"
+    )
 
 
 def _may_be_labels(leaf: Any, rows: int) -> bool:

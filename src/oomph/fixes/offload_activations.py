@@ -11,7 +11,7 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes import anatomy
-from oomph.fixes.chosen_blocks import blocks_at, recomputes_itself, refuse_own_checkpointing
+from oomph.fixes.chosen_blocks import blocks_at, no_blocks_found, recomputes_itself, refuse_own_checkpointing
 from oomph.fixes.configs import switch_off_cache
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.host_copies import HostCopies
@@ -22,6 +22,7 @@ from oomph.units import MiB, parse_bytes
 class OffloadActivations(Fix):
     name = "offload_activations"
     kind = "exact"
+    time_in = "batches"
     changes = "What blocks keep for backward waits in pinned host memory and is copied back in time."
 
     def places(self, patient: Patient) -> Iterable[Place]:
@@ -53,9 +54,7 @@ class OffloadActivations(Fix):
         repeated = [name for group in anatomy.blocks(model) for name, _ in group]
         names = repeated if blocks is None else anatomy.names_option(self.name, "blocks", blocks)
         if not names:
-            raise UserError(
-                "fix 'offload_activations': no list of blocks found; name modules, such as blocks=layers.*"
-            )
+            raise no_blocks_found(model, self.name)
         wanted = blocks_at(model, names, self.name)
         named = wanted | blocks_at(model, repeated, self.name)
         # In the model's order. The repeated blocks that are not wanted tell how far the computation is.

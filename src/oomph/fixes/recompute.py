@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from oomph.errors import UserError
 from oomph.fixes.anatomy import blocks, names_option
-from oomph.fixes.chosen_blocks import blocks_at, recomputes_itself, refuse_own_checkpointing
+from oomph.fixes.chosen_blocks import blocks_at, no_blocks_found, recomputes_itself, refuse_own_checkpointing
 from oomph.fixes.configs import switch_off_cache
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
@@ -36,6 +36,7 @@ _PRODUCTS = {
 class Recompute(Fix):
     name = "recompute"
     kind = "exact"
+    time_in = "batches"
     changes = "Blocks keep only their inputs for backward and run forward a second time there."
 
     def places(self, patient: Patient) -> Iterable[Place]:
@@ -64,7 +65,7 @@ class Recompute(Fix):
         refuse_own_checkpointing(model, self.name)
         names = _all_blocks(model) if blocks is None else names_option(self.name, "blocks", blocks)
         if not names:
-            raise UserError("fix 'recompute': no list of blocks found; name modules, such as blocks=layers.*")
+            raise no_blocks_found(model, self.name)
         around = partial(_recomputed, keep=keep)
         for name, module in blocks_at(model, names, self.name).items():
             journal.wrap_forward(module, around, name, "recomputed in backward")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from oomph.errors import UserError
+from oomph.fixes.catalogue import find
 from oomph.records import FixUse
 
 VALID = "give name, name:option=value,option=value, or a .json file with rows of `oomph fixes --json`"
@@ -19,6 +20,7 @@ def parse_fixes(words: Sequence[str]) -> list[FixUse]:
 
 def _parse(word: str) -> FixUse:
     name, _, rest = word.partition(":")
+    find(name.strip())  # a wrong name is told before a program is loaded
     options: dict[str, Any] = {}
     for pair in _split(rest):
         key, equals, value = pair.partition("=")

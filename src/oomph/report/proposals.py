@@ -11,17 +11,23 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oomph.records import FixKind, Prediction, Proposal
+from oomph.records import FixKind, Peak, Prediction, Proposal
+from oomph.report.verdict import verdict
 from oomph.units import format_bytes
 
 _LONGEST_LIST = 30
+_MARK = "(?)"  # beside a fix that holds on a condition
+_FITS = {True: "yes", False: "no", None: "?"}
 
 
 def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> dict[str, Any]:
+    """Peaks are the allocator's, and with the CUDA context the device's; `fits` is null without a GPU."""
     return {
         "schema": 1,
         "gpu": prediction.gpu,
-        "peak": {"allocated": prediction.peak.allocated, "reserved": prediction.peak.reserved},
+        "limit": prediction.limit,
+        "fits": prediction.fits,
+        "peak": _peak_to_json(prediction.peak),
         "fixes": [
             {
                 "fix": one.fix,
@@ -31,9 +37,9 @@ def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> 
                 "where": list(one.where),
                 "saving": one.saving,
                 "slowdown": one.slowdown,
-                "peak": None
-                if one.peak is None
-                else {"allocated": one.peak.allocated, "reserved": one.peak.reserved},
+                "peak": None if one.peak is None else _peak_to_json(one.peak),
+                "fits": one.fits,
+                "condition": one.condition,
                 "note": one.note,
             }
             for one in proposals
@@ -41,16 +47,36 @@ def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> 
     }
 
 
+def _peak_to_json(peak: Peak) -> dict[str, int]:
+    return {"allocated": peak.allocated, "reserved": peak.reserved, "device": peak.device}
+
+
 def proposals_text(
-    prediction: Prediction, proposals: Sequence[Proposal], kinds: Iterable[FixKind], console: Console
+    prediction: Prediction,
+    proposals: Sequence[Proposal],
+    kinds: Iterable[FixKind],
+    console: Console,
+    target: str = "TARGET",
 ) -> str:
+    """Opens with the headline of `oomph predict`; what it and the table say is needed has the CUDA context
+    in. `target`: as it was typed, for commands to type next."""
     with console.capture() as capture:
-        head = f"Peak {format_bytes(prediction.peak.reserved)} on {prediction.gpu_title}. "
+        line = verdict(prediction).line
+        context = format_bytes(prediction.peak.device - prediction.peak.reserved)
+        console.print(
+            Text(f"{line[0].upper()}{line[1:]}. The CUDA context's {context} are in these figures.")
+        )
         if not proposals:
-            console.print(f"{head}No fix of the kinds {', '.join(kinds)} lowers it.")
+            console.print(f"No fix of the kinds {', '.join(kinds)} lowers it.")
         else:
-            console.print(f"{head}Each fix by itself, predicted:")
-            console.print(Padding(_table(proposals), (1, 0, 1, 2)))
+            console.print("Each fix by itself, predicted:")
+            console.print(Padding(_table(prediction, proposals), (1, 0, 1, 2)))
+            for text, command in (
+                *_how_many_fit(prediction, proposals, target),
+                *_conditions(proposals, target),
+            ):
+                console.print(Padding(Text(text), (0, 0, 0, 2)))
+                console.print(f"    {command}\n", soft_wrap=True)  # whole, to be copied
             for kind, sentences in _sentences(proposals).items():
                 console.print(Text(f"  {kind}", style="bold"))
                 for name, sentence in sentences.items():
@@ -78,20 +104,52 @@ def catalogue_text(rows: Sequence[tuple[str, str, str]], console: Console) -> st
     return _trimmed(capture.get())
 
 
-def _table(proposals: Sequence[Proposal]) -> Table:
+def _table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
+    """A column tells which fix makes it fit, where it does not fit by itself."""
+    to_fit = prediction.fits is False
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for title, justify in (("fix", "left"), ("saves", "right"), ("peak", "right"), ("time", "right")):
+    for title, justify in (("fix", "left"), ("saves", "right"), ("needs", "right")):
         table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    if to_fit:
+        table.add_column("fits", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
     table.add_column("where")
     for one in proposals:
+        mark = f" {_MARK}" if one.condition else ""
         table.add_row(
-            _with_options(one.fix, one.options),
+            _with_options(one.fix, one.options) + mark,
             "?" if one.saving is None else format_bytes(one.saving),
-            "?" if one.peak is None else format_bytes(one.peak.reserved),
+            "?" if one.peak is None else format_bytes(one.peak.device),
+            *([Text(_FITS[one.fits], style="bold green" if one.fits else "")] if to_fit else []),
             "?" if one.slowdown is None else f"x{one.slowdown:.2f}",
             _where(one),
         )
     return table
+
+
+_Advice = tuple[str, str]  # a sentence, and the command that it ends in
+
+
+def _how_many_fit(prediction: Prediction, proposals: Sequence[Proposal], target: str) -> list[_Advice]:
+    if prediction.fits is not False:
+        return []
+    fitting = sum(one.fits is True for one in proposals)
+    said = f"{fitting} of {len(proposals)} rows make it fit." if fitting else "No row makes it fit by itself."
+    several = f"oomph predict {target} --gpu {prediction.gpu} --fix A --fix B"
+    return [(f"{said} To try several together:", several)]
+
+
+def _conditions(proposals: Sequence[Proposal], target: str) -> list[_Advice]:
+    """For each fix that holds on a condition."""
+    # By the one that saves least: two parts can be had of a small batch, too.
+    least = {(one.fix, one.condition): one for one in proposals if one.condition}
+    return [
+        (
+            f"{_MARK} the same only if {one.condition}. To check, on a small form of it:",
+            f"oomph verify {target} {_with_options(one.fix, one.options)}",
+        )
+        for one in least.values()
+    ]
 
 
 def _with_options(name: str, options: Mapping[str, Any]) -> str:
@@ -109,14 +167,15 @@ def _plain(value: Any) -> str:
 
 def _where(one: Proposal) -> str:
     if len(one.where) <= 2:
-        return ", ".join(one.where)
+        return ", ".join(name or "the whole model" for name in one.where)
     return f"{one.where[0]} .. {one.where[-1]} ({len(one.where)})"
 
 
 def _sentences(proposals: Sequence[Proposal]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for one in proposals:
-        found.setdefault(one.kind, {})[one.fix] = one.changes
+        heading = f"{one.kind}, on a condition {_MARK}" if one.condition else one.kind
+        found.setdefault(heading, {})[one.fix] = one.changes
     return found
 
 

@@ -117,16 +117,18 @@ class FusingMode(CallsMode):
         """Is it what a fused call gave, or a view of that?"""
         if not self._results or not isinstance(tensor, Tensor):
             return False
-        base = tensor._base
-        for reference in self._results:
-            result = reference()
-            if result is None:
-                continue
-            if tensor is result or base is result:
-                return True
-            root = result._base
-            if root is not None and (tensor is root or base is root):
-                return True
+        # As torch sees it from outside: logits that are not there yet would be computed to answer.
+        with torch._C.DisableTorchFunctionSubclass():
+            base = tensor._base
+            for reference in self._results:
+                result = reference()
+                if result is None:
+                    continue
+                if tensor is result or base is result:
+                    return True
+                root = result._base
+                if root is not None and (tensor is root or base is root):
+                    return True
         return False
 
     def returned(self, tensor: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""Fixes around a whole model leave the others their savings, not only their numbers."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small import seeded
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.records import FixUse
+
+VOCABULARY, WIDTH = 8192, 16
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class OneForward(nn.Module):
+    """All but the MLPs is written out in the root's own forward; the head is tied to the embedding."""
+
+    def __init__(self, gives: str) -> None:
+        super().__init__()
+        self.gives = gives
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        self.queries, self.project = nn.Parameter(torch.randn(64, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
+        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlps = nn.ModuleList(MLP() for _ in range(3))
+
+    def forward(self, tokens, targets):
+        rows, length = tokens.shape
+        x = self.embed(tokens) + self.project(self.queries[:length].expand(rows, -1, -1))
+        later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
+        scores = (x @ x.transpose(1, 2) / WIDTH**0.5).masked_fill(later, float("-inf"))
+        x = x + scores.softmax(-1) @ x
+        delta = self.left(x)[..., None] * self.right(x)[..., None, :]
+        x = x + 0.1 * torch.einsum("btoi,bti->bto", self.weight + delta, x)
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        logits = self.head(x)
+        if self.gives == "loss":
+            return {"logits": logits, "loss": F.cross_entropy(logits.view(-1, VOCABULARY), targets.view(-1))}
+        return (logits, x) if self.gives == "tuple" else logits
+
+
+def loss(model, batch):
+    found = model(batch["tokens"], batch["targets"])
+    if isinstance(found, dict):
+        return found["loss"]
+    logits = found[0] if isinstance(found, tuple) else found
+    nll = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["targets"][:, 1:].flatten(), reduction="none")
+    return nll.mean()
+
+
+def batch(device, rows, length):
+    tokens = torch.randint(0, VOCABULARY, (rows, length), device=device)
+    return {"tokens": tokens, "targets": tokens}
+
+
+def workload(gives):
+    return oomph.Workload(
+        partial(seeded, partial(OneForward, gives)), batch, loss, sizes={"rows": 32, "length": 64}
+    )
+
+
+AROUND = {
+    "fused_attention": FixUse("fused_attention", {"modules": [""]}),
+    "computed_once": FixUse("computed_once"),
+    "modulated_linear": FixUse("modulated_linear", {"modules": [""]}),
+    "recompute": FixUse("recompute", {"blocks": [""]}),
+    "offload_activations": FixUse("offload_activations", {"blocks": ["", "mlps.0"]}),
+    "tiled_mlp": FixUse("tiled_mlp"),
+    "autocast": FixUse("autocast"),
+}
+
+
+def logits_made(uses, work):
+    """By which operators, in a prediction."""
+    found = oomph.predict(oomph.apply(uses, work))
+    rows, length = work.sizes["rows"], work.sizes["length"]
+    most = (rows - 1) * length * VOCABULARY * 2  # about all of them, in bfloat16
+    return {
+        made.op
+        for made in found.allocations
+        if made.shape[-1:] == (VOCABULARY,)
+        and made.bytes > most
+        and made.op in ("aten.mm", "aten._log_softmax")
+    }
+
+
+@pytest.mark.parametrize("gives", ["logits", "tuple", "loss"])
+@pytest.mark.parametrize("other", AROUND)
+def test_logits_stay_away_though_another_fix_is_around_the_whole_model(other, gives):
+    work = workload(gives)
+    assert logits_made([AROUND[other]], work)
+    assert not logits_made([AROUND[other], "fused_loss"], work)
+
+
+@pytest.mark.parametrize("other", ["fused_attention", "computed_once"])
+def test_both_savings_are_had_and_the_numbers_hold(other):
+    work = workload("logits")
+
+    def saved(*uses):
+        return plain - oomph.predict(oomph.apply(uses, work)).peak.allocated
+
+    plain = oomph.predict(work).peak.allocated
+    alone, both = saved("fused_loss"), saved("fused_loss", AROUND[other])
+    assert alone > plain / 4
+    assert both >= alone
+    found = fixes.verify([AROUND[other], "fused_loss"], work, sizes={"rows": 2, "length": 8})
+    assert found.holds, found.differences[:5]

@@ -1,0 +1,84 @@
+"""The table of fixes: which make it fit, which hold on a condition, and what the figures are."""
+
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+from sample_prediction import CONTEXT, GiB, prediction
+
+from oomph.records import Peak, Proposal
+from oomph.report.proposals import proposals_text, proposals_to_json
+
+
+def offer(fix: str, reserved: int | None, **fields: Any) -> Proposal:
+    peak = None if reserved is None else Peak(reserved, reserved, reserved + CONTEXT)
+    saving = None if reserved is None else 31 * GiB - reserved
+    return Proposal(fix, "exact", f"What {fix} does.", ("blocks",), {}, peak=peak, saving=saving, **fields)
+
+
+OFFERS = (
+    offer("small", 20 * GiB, fits=True),
+    offer("large", 30 * GiB, fits=False),
+    offer("unknown", None),
+    replace(offer("parts", 10 * GiB, fits=True, condition="rows count alike"), options={"parts": 4}),
+    replace(offer("parts", 22 * GiB, fits=True, condition="rows count alike"), options={"parts": 2}),
+)
+
+
+def text(found, offers=OFFERS, target="train.py:w"):
+    console = Console(width=100, highlight=False, markup=False, emoji=False, color_system=None)
+    return proposals_text(found, offers, ("exact",), console, target)
+
+
+def row(shown, name):
+    (line,) = (line for line in shown.splitlines() if line.startswith(f"  {name} ") and "GiB" in line)
+    return line.split()
+
+
+def test_it_opens_with_the_headline_of_predict_and_says_what_is_in_its_figures():
+    shown = text(prediction())
+    headline = " ".join(shown.split("Each fix")[0].split())
+    assert headline.startswith("Does not fit: needs 31.5 GiB of the RTX 3090's 23.6 GiB; peak in backward")
+    assert headline.endswith("The CUDA context's 512 MiB are in these figures.")
+    assert row(shown, "small")[:5] == ["small", "11.0", "GiB", "20.5", "GiB"]
+
+
+def test_where_it_does_not_fit_each_row_tells_whether_it_would():
+    shown = text(prediction())
+    assert row(shown, "small")[5] == "yes"
+    assert row(shown, "large")[5] == "no"
+    assert "3 of 5 rows make it fit." in shown
+    assert "oomph predict train.py:w --gpu rtx3090 --fix A --fix B" in shown
+    assert "No row makes it fit by itself." in text(prediction(), OFFERS[1:3])
+
+
+def test_where_it_fits_or_no_card_is_named_there_is_nothing_to_mark():
+    for found in (prediction(fits=True), prediction(fits=None, limit=None, capacity=None, gpu=None)):
+        shown = text(found)
+        assert "make it fit" not in shown
+        assert "yes" not in shown
+
+
+def test_what_holds_on_a_condition_is_marked_with_the_command_that_checks_it():
+    shown = text(prediction())
+    assert "parts:parts=2 (?)" in shown
+    flowing = " ".join(shown.split())
+    assert "(?) the same only if rows count alike. To check, on a small form of it:" in flowing
+    assert "oomph verify train.py:w parts:parts=2" in flowing
+    assert flowing.index("exact small:") < flowing.index("exact, on a condition (?) parts:")
+    assert "(?)" not in text(prediction(), OFFERS[:3])
+
+
+def test_the_root_has_a_name_for_people():
+    assert "the whole model" in text(prediction(), [replace(OFFERS[0], where=("",))])
+
+
+def test_programs_are_told_the_same():
+    found = proposals_to_json(prediction(), OFFERS)
+    assert found["fits"] is False
+    assert found["limit"] == prediction().limit
+    assert found["peak"]["device"] == found["peak"]["reserved"] + CONTEXT
+    assert [each["fits"] for each in found["fixes"]] == [True, False, None, True, True]
+    assert [each["condition"] for each in found["fixes"]] == ["", "", "", *["rows count alike"] * 2]
+    assert found["fixes"][0]["peak"]["device"] == 20 * GiB + CONTEXT
+    assert found["fixes"][2]["peak"] is None
