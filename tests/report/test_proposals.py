@@ -52,6 +52,10 @@ def test_where_it_does_not_fit_each_row_tells_whether_it_would():
     assert "No row makes it fit by itself." in text(prediction(), OFFERS[1:3])
 
 
+def test_a_row_that_fits_by_returning_cached_memory_just_fits():
+    assert row(text(prediction(), (offer("tight", 24 * GiB, fits=True),)), "tight")[5] == "just"
+
+
 def test_where_it_fits_or_no_card_is_named_there_is_nothing_to_mark():
     for found in (prediction(fits=True), prediction(fits=None, limit=None, capacity=None, gpu=None)):
         shown = text(found)

@@ -120,11 +120,18 @@ def _table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
             _with_options(one.fix, one.options) + mark,
             "?" if one.saving is None else format_bytes(one.saving),
             "?" if one.peak is None else format_bytes(one.peak.device),
-            *([Text(_FITS[one.fits], style="bold green" if one.fits else "")] if to_fit else []),
+            *([Text(_fits(one, prediction), style="bold green" if one.fits else "")] if to_fit else []),
             "?" if one.slowdown is None else f"x{one.slowdown:.2f}",
             _where(one),
         )
     return table
+
+
+def _fits(one: Proposal, prediction: Prediction) -> str:
+    """`just`: what is cached has to be given back for it, as the headline of a prediction with it says."""
+    if one.fits and one.peak is not None and one.peak.reserved > (prediction.limit or one.peak.reserved):
+        return "just"
+    return _FITS[one.fits]
 
 
 _Advice = tuple[str, str]  # a sentence, and the command that it ends in
