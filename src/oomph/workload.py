@@ -129,8 +129,9 @@ class Workload:
             )
         for name in ("model", "batch", "loss"):
             if not callable(getattr(self, name)):
+                kind = type(getattr(self, name)).__name__  # itself, a batch would be all its numbers
                 raise UserError(
-                    f"Workload {name}={getattr(self, name)!r} is not callable; give a function, e.g. {name}="
+                    f"Workload {name} is of type {kind}, not a function; give one, e.g. {name}="
                     + {"model": "lambda: MyModel()", "batch": "lambda device: {...}"}.get(
                         name, "lambda model, batch: ..."
                     )

@@ -174,7 +174,7 @@ def test_an_exit_during_the_import_is_the_programs_own(program):
 
 def test_a_workload_that_refuses_its_arguments_says_where_it_is_made(program):
     program("\nfrom oomph.workload import Workload\nw = Workload(model=3, batch=lambda device: {})\n")
-    assert _refusal("train.py:w").startswith("train.py:3: Workload model=3 is not callable;")
+    assert _refusal("train.py:w").startswith("train.py:3: Workload model is of type int, not a function;")
 
 
 def test_a_file_that_chooses_its_device_when_imported_chooses_the_gpu(tmp_path: Path) -> None:
