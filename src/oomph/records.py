@@ -160,6 +160,14 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class Growth:
+    """What every step leaves behind, and the line that made most of it."""
+
+    bytes: int
+    site: Site | None
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The memory of a training step over time, and every tensor alive at its peak."""
 
@@ -179,6 +187,7 @@ class Prediction:
     seconds: float = 0.0  # that the prediction took
     step_seconds: float | None = None  # of the last step on that GPU, by a roofline; None: rates unknown
     work: Work = Work()
+    growth: Growth | None = None  # None: later steps leave no more behind than those before
 
     def by_stage(self) -> list[tuple[Stage, int]]:
         """Bytes at the peak per stage, in the order of STAGES."""

@@ -82,13 +82,6 @@ def setup():
     built = model()
     return built, lambda: built(torch.ones(2, 64, device="cuda")).sum().backward()
 
-def training():
-    built = model()
-    optimizer = torch.optim.AdamW(built.parameters())
-    while True:
-        built(torch.ones(2, 64, device="cuda")).sum().backward()
-        optimizer.step()
-
 def leaking():
     built, kept = model(), []
     def step():
@@ -108,14 +101,6 @@ def test_a_function_that_returns_no_step_is_a_mistake_and_no_verdict(program, na
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.strip().splitlines()
     assert f"{name}() returned {returned}" in line
-
-
-def test_a_loop_without_end_gets_its_verdict_and_a_note(program):
-    program(WITHOUT_A_STEP)
-    done = _oomph("predict", "train.py:training", "--gpu", "24GiB")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("fits: ")
-    assert "traced the first 3 optimizer steps of training()" in done.stdout
 
 
 def test_a_leak_is_in_the_verdict_and_the_exit_status_stays(program):

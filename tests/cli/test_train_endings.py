@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,10 @@ def test_a_terminal_that_is_closed_ends_it_like_any_other_signal(config: Path) -
     process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True)
     os.close(its)
     metrics = Path("runs/small/metrics.jsonl")
+    until = time.monotonic() + 120
     while not (metrics.exists() and len(read_metrics(metrics)) > 3):
         assert process.poll() is None
+        assert time.monotonic() < until
         os.read(ours, 65536)  # a terminal that nobody reads would block it
     os.close(ours)  # what is written from now on fails
     process.send_signal(signal.SIGHUP)

@@ -19,8 +19,9 @@ def is_config(target: str) -> bool:
 def check_overrides(target: str, overrides: Sequence[str]) -> None:
     """What can be told before a config, and torch with it, is loaded."""
     if overrides and not is_config(target):
-        if overrides[0].startswith("-"):
-            raise UserError(f"No such option: {overrides[0]}; see `oomph --help` and the command's own")
+        for word in overrides:
+            if word.startswith("-"):
+                raise UserError(f"No such option: {word}; see `oomph --help` and the command's own")
         sizes_from_words(overrides, target)
     if is_config(target):
         from oomph.training.config.overrides import overrides_from_words, parse_override

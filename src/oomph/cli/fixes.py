@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -44,7 +45,7 @@ def run_fixes(options: FixesOptions) -> int:
     if options.json:
         write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
     else:
-        target = " ".join((options.target, *options.overrides))
+        target = shlex.join((options.target, *options.overrides))
         write_stdout(proposals_text(prediction, proposals, kinds, report_console(), target))
     return 0
 

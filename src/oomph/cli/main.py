@@ -220,7 +220,7 @@ def run(arguments: Sequence[str]) -> int:
         # The problems of a config are a line each; all other messages are one line.
         problems = getattr(error, "problems", ())
         message = str(error) if len(problems) > 1 else _one_line(str(error))
-        _complain(message + (_meant_option(arguments) if problems else ""))
+        _complain(message + _meant_option(arguments, problems))
         return error.exit_status
     except Exception:
         traceback.print_exc()
@@ -238,13 +238,16 @@ def _one_line(message: str) -> str:
     return " ".join(message.split()).rstrip(".")
 
 
-def _meant_option(arguments: Sequence[str]) -> str:
+def _meant_option(arguments: Sequence[str], problems: Sequence[str]) -> str:
     """--resum is taken for a key of the config: that an option was meant is said besides."""
+    unknown = [problem.split()[0] for problem in problems if " is not a key; " in problem]
+    if not unknown:
+        return ""
     command = typer.main.get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
     options = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
     for word in arguments[1:]:
         name = word.partition("=")[0]
-        if name.startswith("--") and name not in options:
+        if name.startswith("--") and name[2:].replace("-", "_") in unknown:
             close = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
             if close:
                 return f" (of the options, {close[0]} is nearest to {name})"

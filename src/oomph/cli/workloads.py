@@ -27,11 +27,11 @@ def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
         message = f"target {name!r} ends the process when it is called (SystemExit: {error.code})"
         raise ProgramError(message) from error
     if not isinstance(found, Workload):
-        kind = type(found).__name__
-        given = f"{'an' if kind[0] in 'AEIOUaeiou' else 'a'} {kind}"
+        from oomph.prediction.returned import described
+
         raise UserError(
-            f"target {name!r} returned {given}; fixes and sizes need a Workload, or a function that returns "
-            'one; in a loop of your own, oomph.fixes.apply_to_model("recompute", model)'
+            f"target {name!r} returned {described(found)}; fixes and sizes need a Workload, or a function "
+            'that returns one; in a loop of your own, oomph.fixes.apply_to_model("recompute", model)'
         )
     return found
 

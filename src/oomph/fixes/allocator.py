@@ -19,7 +19,6 @@ _SPLITS_TRIED = (32, 64, 128, 256, 512, 1024)
 class Allocator(Fix):
     name = "allocator"
     kind = "exact"
-    time_in = "optimizer"
     changes = "The caching allocator reserves memory in another way, which leaves fewer unused holes."
 
     def places(self, patient: Patient) -> Iterable[Place]:

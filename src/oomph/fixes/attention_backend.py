@@ -24,7 +24,6 @@ _OTHER_DROPOUT = ("resid", "hidden", "output", "proj", "path", "activation", "em
 class AttentionBackend(Fix):
     name = "attention_backend"
     kind = "exact"
-    time_in = "batches"
     changes = "Hugging Face attention runs in a fused kernel, which never stores the matrix of its weights."
 
     def places(self, patient: Patient) -> Iterable[Place]:

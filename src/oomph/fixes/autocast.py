@@ -17,7 +17,6 @@ from oomph.workload import Workload
 class Autocast(Fix):
     name = "autocast"
     kind = "precision"
-    time_in = "batches"
     changes = (
         "Matrix products and convolutions take and give bfloat16, with 8 bits of precision instead of 24; "
         "parameters, gradients, sums, norms and losses stay float32."

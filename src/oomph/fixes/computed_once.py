@@ -35,7 +35,6 @@ _EXPANDING = ("expand", "repeat", "broadcast_to")
 class ComputedOnce(Fix):
     name = "computed_once"
     kind = "exact"
-    time_in = "batches"
     changes = "What is the same for every row of the batch is computed for one row and used by all."
 
     def places(self, patient: Patient) -> Iterable[Place]:

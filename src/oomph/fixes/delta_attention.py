@@ -22,7 +22,6 @@ _SMALL_CHUNK = 512  # tokens: below it the states between the parts take what th
 class DeltaAttention(Fix):
     name = "delta_attention"
     kind = "exact"
-    time_in = "batches"
     changes = "Delta attention works on chunks of tokens and keeps no state per token for backward."
 
     def places(self, patient: Patient) -> Iterable[Place]:

@@ -16,7 +16,6 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.short_steps import Part
 from oomph.prediction import built
 from oomph.records import FixKind, Prediction, Proposal
 from oomph.workload import Workload
@@ -54,9 +53,6 @@ class Fix:
     only_in_workloads: ClassVar[bool] = (
         False  # the model is only looked at; by itself it would change nothing
     )
-
-    # Of a step, what takes another time with it. "both": also where not every batch of a step is the same.
-    time_in: ClassVar[Part] = "both"
 
     def places(self, patient: Patient) -> Iterable[Place]:
         """Where it applies, each with options that make sense there. Nothing where it does not."""

@@ -21,7 +21,6 @@ from oomph.workload import Workload
 class FusedAttention(Fix):
     name = "fused_attention"
     kind = "exact"
-    time_in = "batches"
     changes = "Attention written out as products and a softmax runs fused, without the matrix of its weights."
 
     def places(self, patient: Patient) -> Iterable[Place]:

@@ -26,7 +26,6 @@ _LOG_SOFTMAX = "aten._log_softmax"
 class FusedLoss(Fix):
     name = "fused_loss"
     kind = "exact"
-    time_in = "batches"
     changes = "The loss is computed from the head's input in blocks; the logits exist only if they are read."
 
     def places(self, patient: Patient) -> Iterable[Place]:

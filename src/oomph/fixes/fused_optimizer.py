@@ -26,7 +26,6 @@ _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adag
 class FusedOptimizer(Fix):
     name = "fused_optimizer"
     kind = "exact"
-    time_in = "optimizer"
     changes = "The optimizer's step is one kernel over many parameters at once, which needs no temporaries."
     excludes: ClassVar = {"no_foreach": "a fused step needs no temporaries already"}
 

@@ -36,7 +36,6 @@ class MicroBatching(Fix):
     name = "micro_batches"
     only_in_workloads = True
     kind = "exact"
-    time_in = "batches"
     changes = "The batch goes through the model in parts, whose gradients add up to those of the whole."
 
     def places(self, patient: Patient) -> Iterable[Place]:

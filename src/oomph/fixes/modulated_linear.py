@@ -22,7 +22,6 @@ _PRODUCT = re.compile(r"einsum|unsqueeze|None\]|bmm|matmul|outer|@ ")
 class ModulatedLinear(Fix):
     name = "modulated_linear"
     kind = "exact"
-    time_in = "batches"
     changes = "Weights that differ per token by a low-rank delta are applied without making the deltas."
 
     def places(self, patient: Patient) -> Iterable[Place]:

@@ -17,7 +17,6 @@ from oomph.workload import Workload
 class NoForeach(Fix):
     name = "no_foreach"
     kind = "exact"
-    time_in = "optimizer"
     changes = (
         "The optimizer goes parameter by parameter, so that its temporaries are one parameter's; slower."
     )

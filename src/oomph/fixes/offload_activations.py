@@ -22,7 +22,6 @@ from oomph.units import MiB, parse_bytes
 class OffloadActivations(Fix):
     name = "offload_activations"
     kind = "exact"
-    time_in = "batches"
     changes = "What blocks keep for backward waits in pinned host memory and is copied back in time."
 
     def places(self, patient: Patient) -> Iterable[Place]:

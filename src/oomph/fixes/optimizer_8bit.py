@@ -22,7 +22,6 @@ from oomph.workload import Workload
 class Optimizer8Bit(Fix):
     name = "optimizer_8bit"
     kind = "precision"
-    time_in = "optimizer"
     changes = "Adam's two averages are kept in 8 bits, in blocks of 256 with a scale; updates stay float32."
     excludes: ClassVar = {
         "fused_optimizer": "the 8-bit step is one kernel a parameter already",

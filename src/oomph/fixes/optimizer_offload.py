@@ -21,7 +21,6 @@ from oomph.workload import Workload
 class OptimizerOffload(Fix):
     name = "optimizer_offload"
     kind = "exact"
-    time_in = "optimizer"
     changes = (
         "The optimizer's state stays in host memory: gradients go there, and updated parameters come back."
     )

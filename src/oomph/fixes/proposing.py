@@ -9,7 +9,7 @@ from oomph.errors import OomphError
 from oomph.fixes.applying import apply
 from oomph.fixes.catalogue import all_fixes, find, why_not_both
 from oomph.fixes.fix import Patient
-from oomph.fixes.short_steps import ShortStep, short_step
+from oomph.fixes.short_steps import can_be_told, told
 from oomph.prediction.predict import predict
 from oomph.records import FIX_KINDS, FixKind, Prediction, Proposal
 from oomph.workload import Workload
@@ -25,7 +25,7 @@ def propose(
     only: Collection[str] = (),
     progress: Progress | None = None,
 ) -> list[Proposal]:
-    """Every fix that lowers the predicted peak, the largest saving first; last, what holds on a condition.
+    """Every fix that lowers the predicted peak, the largest saving first.
 
     `prediction` is the Workload's own. `only` names fixes; by default all of `kinds` are tried. Each is
     predicted once, with the fix in.
@@ -38,35 +38,33 @@ def propose(
         for proposal in fix.found(patient)
         if not any(why_not_both(proposal.use, use) for use in workload.fixes)
     ]
-    short = short_step(workload, prediction) if any(map(_can_be_short, found)) else None
+    short = can_be_told(workload, prediction)
     proposals = []
     for number, proposal in enumerate(found):
         if progress is not None:
             progress(f"predicting with {proposal.fix}", number / len(found))
-        proposals.append(priced(proposal, patient, short if _can_be_short(proposal) else None))
+        proposals.append(priced(proposal, patient, short))
     useful = [proposal for proposal in proposals if proposal.saving is None or proposal.saving > 0]
-    return sorted(useful, key=lambda proposal: (bool(proposal.condition), -(proposal.saving or 0)))
+    return sorted(useful, key=lambda proposal: -(proposal.saving or 0))
 
 
-def _can_be_short(proposal: Proposal) -> bool:
-    return find(proposal.fix).time_in != "both"
-
-
-def priced(proposal: Proposal, patient: Patient, short: ShortStep | None = None) -> Proposal:
+def priced(proposal: Proposal, patient: Patient, short: bool = False) -> Proposal:
     """The proposal with its peak, saving and slowdown, from a prediction with the fix in.
 
-    `short`: a step of fewer batches, which is predicted in place of the Workload's own.
+    `short`: from steps of fewer batches than the Workload accumulates.
     """
     before = patient.prediction
     try:
-        after = predict(apply(proposal, short.workload if short else patient.workload), gpu=before.gpu)
+        fixed = apply(proposal, patient.workload)
+        if short:
+            after = told(fixed, before.gpu, before.limit)
+        else:
+            after = predict(fixed, gpu=before.gpu, max=before.limit)
     except OomphError as error:
         note = f"{proposal.note}; not predicted: {error}" if proposal.note else f"not predicted: {error}"
         return replace(proposal, note=note)
-    slowdown, seconds = None, after.step_seconds
-    if short is not None and seconds:
-        seconds = short.whole_seconds(seconds, find(proposal.fix).time_in)
-    if before.step_seconds and seconds:
-        slowdown = seconds / before.step_seconds
+    slowdown = None
+    if before.step_seconds and after.step_seconds:
+        slowdown = after.step_seconds / before.step_seconds
     saving = before.peak.reserved - after.peak.reserved
     return replace(proposal, peak=after.peak, saving=saving, slowdown=slowdown, fits=after.fits)

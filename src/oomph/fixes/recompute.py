@@ -36,7 +36,6 @@ _PRODUCTS = {
 class Recompute(Fix):
     name = "recompute"
     kind = "exact"
-    time_in = "batches"
     changes = "Blocks keep only their inputs for backward and run forward a second time there."
 
     def places(self, patient: Patient) -> Iterable[Place]:

@@ -48,7 +48,6 @@ class _Owner(NamedTuple):
 class SharedBuffers(Fix):
     name = "shared_buffers"
     kind = "exact"
-    time_in = "batches"
     changes = "Buffers with the same values in several layers (masks, RoPE tables) become one tensor."
 
     def places(self, patient: Patient) -> Iterable[Place]:

@@ -40,7 +40,6 @@ _SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 class SharedRope(Fix):
     name = "shared_rope"
     kind = "exact"
-    time_in = "batches"
     changes = "Rotary cosines and sines are computed by the first layer and used by all."
 
     def places(self, patient: Patient) -> Iterable[Place]:

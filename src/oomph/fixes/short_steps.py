@@ -1,50 +1,32 @@
-"""Steps of many accumulated batches, told from steps of two.
+"""Steps of many accumulated batches, told from steps of two and of three.
 
-From the second batch on a step allocates nothing new, so that two have the peak of all; what a step takes
-grows by the same with each batch. A fix that changes the batches' time alone, or the optimizer's alone, is
-priced from two.
+From the second batch on a step allocates nothing new, so that two have the peak of all; and from there on
+every batch takes as long as the one before it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from oomph.prediction.predict import predict
 from oomph.records import Prediction
 from oomph.workload import Workload
 
-Part = Literal["batches", "optimizer", "both"]  # of a step: what takes another time with a fix
-_BATCHES = 2
+_FEW = 5  # two and three: no more work than that
 
 
-@dataclass(frozen=True)
-class ShortStep:
-    """A Workload with fewer batches a step, its prediction, and that of the whole one."""
-
-    workload: Workload
-    prediction: Prediction
-    whole: Prediction
-    batches: int  # of the whole
-
-    def whole_seconds(self, after: float, part: Part) -> float | None:
-        """What the whole step takes with a fix with which the short one takes `after`."""
-        before, whole = self.prediction.step_seconds, self.whole.step_seconds
-        if not before or not whole:
-            return None
-        left_out = self.batches - _BATCHES
-        batch = (whole - before) / left_out
-        if part == "batches":
-            batch = (after - (before - _BATCHES * batch)) / _BATCHES
-        return after + left_out * batch
+def can_be_told(workload: Workload, whole: Prediction) -> bool:
+    """Whether there is work to be saved, and two batches have the Workload's own peak."""
+    if workload.accumulate <= _FEW:
+        return False
+    peak = predict(replace(workload, accumulate=2), gpu=whole.gpu).peak
+    return (peak.allocated, peak.reserved) == (whole.peak.allocated, whole.peak.reserved)
 
 
-def short_step(workload: Workload, whole: Prediction) -> ShortStep | None:
-    """None where there is nothing to leave out, or where that would give another peak."""
-    if workload.accumulate <= _BATCHES:
-        return None
-    short = replace(workload, accumulate=_BATCHES)
-    prediction = predict(short, gpu=whole.gpu)
-    if (prediction.peak.allocated, prediction.peak.reserved) != (whole.peak.allocated, whole.peak.reserved):
-        return None
-    return ShortStep(short, prediction, whole, workload.accumulate)
+def told(workload: Workload, gpu: str | None, limit: int | None) -> Prediction:
+    """The Workload's prediction, with the peak of two batches and the time of all of them."""
+    two, three = (predict(replace(workload, accumulate=n), gpu=gpu, max=limit) for n in (2, 3))
+    if two.step_seconds is None or three.step_seconds is None:
+        return two
+    each = three.step_seconds - two.step_seconds
+    return replace(two, step_seconds=two.step_seconds + (workload.accumulate - 2) * each)

@@ -23,7 +23,6 @@ _USUAL = (
 class ShorterSequence(Fix):
     name = "shorter_sequence"
     kind = "training"
-    time_in = "batches"
     changes = "Sequences are cut: the model sees fewer tokens a step, and no dependence longer than they are."
 
     def places(self, patient: Patient) -> Iterable[Place]:

@@ -20,7 +20,6 @@ _USUAL = ("b", "bs", "batch", "batch_size", "rows", "n", "examples", "samples", 
 class SmallerBatch(Fix):
     name = "smaller_batch"
     kind = "training"
-    time_in = "batches"
     changes = "The batch has fewer rows: gradients are noisier, and the learning rate may have to follow."
 
     def places(self, patient: Patient) -> Iterable[Place]:

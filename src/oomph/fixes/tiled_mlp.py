@@ -21,7 +21,6 @@ from oomph.units import counted
 class TiledMLP(Fix):
     name = "tiled_mlp"
     kind = "exact"
-    time_in = "batches"
     changes = "MLPs run a few thousand tokens at a time, in forward and again in backward."
 
     def places(self, patient: Patient) -> Iterable[Place]:

@@ -15,9 +15,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from oomph import gpus
 from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
-from oomph.prediction import own_loop, program
+from oomph.prediction import program
 from oomph.prediction.allocator_settings import allocator_settings
-from oomph.prediction.remarks import remarks
+from oomph.prediction.remarks import growth_of, remarks
 from oomph.prediction.replay import Replay, replay
 from oomph.prediction.roofline import step_work
 from oomph.prediction.trace.dispatch import WrongDevice
@@ -25,7 +25,7 @@ from oomph.prediction.trace.oplog import OpLog
 from oomph.prediction.trace.session import tracing
 from oomph.prediction.trace.sites import is_internal
 from oomph.prediction.trace.tracer import Tracer
-from oomph.records import Allocation, Event, Note, Peak, Prediction
+from oomph.records import Allocation, Note, Peak, Prediction
 from oomph.units import parse_bytes
 from oomph.workload import Workload
 
@@ -45,8 +45,7 @@ def predict(
     """The memory of a training step on `gpu`, without one.
 
     `target` is a Workload, or a function of no arguments, which is called once; if it returns a Workload,
-    that is predicted; if it returns a callable, that is the step and is called three times; if it trains in
-    a loop of its own, the first three steps of its optimizer are predicted.
+    that is predicted; if it returns a callable, that is the step and is called three times.
     `gpu` is a name of the catalogue or a size ("24GiB"); `max` limits the allocator further.
     `progress` is told what is going on: a text, and a fraction where one is known.
     """
@@ -57,9 +56,10 @@ def predict(
     ledger = tracer.ledger
     allocations = tuple(draft.finish() for draft in ledger.drafts)
     settings = allocator_settings(tracer.allocator)
-    free_run = own_loop.divided(replay(ledger.events, allocations, settings=settings), tracer.own_steps)
+    free_run = replay(ledger.events, allocations, settings=settings)
     refused = _refused(free_run, tracer, allocations, limit)
     step_seconds, work = step_work(tracer.work.kernels, card)
+    growth = growth_of(free_run, ledger.events, allocations)
     return Prediction(
         gpu=card.name if gpu is not None else None,
         gpu_title=card.title,
@@ -76,17 +76,13 @@ def predict(
         notes=(
             *_fixes_in(target),
             *ledger.notes,
-            *remarks(card, gpu is not None, free_run, _until_last_step(tracer), allocations),
+            *remarks(card, gpu is not None, growth, allocations),
         ),
         seconds=time.perf_counter() - began,
         step_seconds=step_seconds,
         work=work,
+        growth=growth,
     )
-
-
-def _until_last_step(tracer: Tracer) -> list[Event]:
-    """Without the end of a function with a loop of its own, at which all that it kept is gone."""
-    return tracer.ledger.events[: tracer.own_steps[-1]] if tracer.own_steps else tracer.ledger.events
 
 
 def _fixes_in(target: Workload | Callable[[], Any]) -> tuple[Note, ...]:
@@ -121,7 +117,7 @@ def built(workload: Workload) -> torch.nn.Module:
 
 def called(function: Callable[[], Any]) -> Any:
     """What the user's function returns, with a pretend GPU there if it asks for one."""
-    return _traced(lambda tracer: own_loop.call(function, tracer), _card(None))
+    return _traced(lambda tracer: function(), _card(None))
 
 
 def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> T:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph.errors import UserError
-from oomph.prediction import own_loop, returned
+from oomph.prediction import returned
 from oomph.prediction.allocator_settings import allocator_settings
 from oomph.prediction.trace.pretend_cuda import DEVICE
 from oomph.prediction.trace.tracer import Tracer
@@ -70,9 +71,11 @@ def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress
     """Called once; if it returns a callable, that is the step and is called three times."""
     progress("running the program", None)
     name = returned.name_of(function)
+    tracer.on_optimizer_step = partial(_tell_of_own_loop, tracer, progress)
     tracer.work.begin(counting=True)  # if it is no preparation of steps, the call itself is the step
-    result = own_loop.call(function, tracer)
-    tracer.work.counting = False
+    with tracer.doing("forward"):
+        result = function()
+    tracer.work.counting, tracer.on_optimizer_step = False, None
     if isinstance(result, Workload):
         run_workload(result, tracer, progress)
     elif returned.is_step(result):
@@ -86,14 +89,36 @@ def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress
 
         _repeat(step, tracer)
     else:
-        if not any(event.label in ("backward", "optimizer") for event in tracer.ledger.events):
-            returned.check_result(result, name)
-        own_loop.conclude(tracer, name)
+        _judge_own_training(result, name, tracer)
     if not tracer.ledger.drafts:
         told = result is None or returned.is_step(result)
         what = "" if told else f" and returned {returned.described(result)}"
         raise UserError(
             f"the program put nothing on the GPU{what}; build its model and data on device 'cuda'"
+        )
+
+
+def _tell_of_own_loop(tracer: Tracer, progress: Progress) -> None:
+    """All its steps are traced, since later ones may differ; whoever waits is told of the short way."""
+    if tracer.optimizer_steps > 3:
+        told = f"running the program, optimizer step {tracer.optimizer_steps}"
+        progress(f"{told}; a function that returns its step is traced for three", None)
+
+
+def _judge_own_training(result: Any, name: str, tracer: Tracer) -> None:
+    """The function was all there is: was it a training step?"""
+    trained = any(event.label == "backward" for event in tracer.ledger.events)
+    if not trained and not tracer.optimizer_steps:
+        returned.check_result(result, name)
+    if not trained:
+        tracer.ledger.note(
+            f"{name} ran no backward pass: this is the memory of what it did, not of a training step; "
+            "for that, return the step"
+        )
+    elif tracer.optimizer_steps == 1:
+        tracer.ledger.note(
+            f"only one optimizer step of {name} was traced: the optimizer's state, made in it, may raise the "
+            "peak of the second; a function that returns its step is traced for three"
         )
 
 

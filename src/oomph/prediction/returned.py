@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import numbers
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from oomph.errors import UserError
 from oomph.workload import Workload
 
+_DEEPEST = 4  # collections in collections; some hold themselves
 VALID = (
     "return a function of no arguments that does one training step, or a Workload; "
     "or do the training inside and return nothing"
@@ -53,7 +55,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return "the function" if name == "<lambda>" else f"{name}()"
 
 
-def described(value: Any) -> str:
+def described(value: Any, depth: int = 0) -> str:
     """`a model (GPT2)`, `a tuple of a model (GPT2) and a function (step)`"""
     if value is None:
         return "None"
@@ -70,9 +72,11 @@ def described(value: Any) -> str:
     if isinstance(value, str):
         return "a string"
     if inspect.isroutine(value):
-        return f"a function ({value.__name__})"
-    if type(value) in (tuple, list, dict):
-        parts = [described(part) for part in (value.values() if isinstance(value, dict) else value)]
+        return "a function" if value.__name__ == "<lambda>" else f"a function ({value.__name__})"
+    if type(value) in (tuple, list, dict) and depth < _DEEPEST:
+        parts = [
+            described(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)
+        ]
         return f"a {type(value).__name__}{_listed(parts)}"
     name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
@@ -87,18 +91,20 @@ def _listed(parts: list[str], most: int = 4) -> str:
 
 
 def _is_outcome(result: Any) -> bool:
-    """Nothing, numbers, tensors, and collections in which nothing is left that could still be trained."""
-    if result is None or isinstance(result, numbers.Number) or hasattr(type(result), "__array__"):
+    """Nothing, numbers, words, tensors, and collections with nothing in them that could still be trained."""
+    if isinstance(result, numbers.Number | str | bytes | PurePath | None) or hasattr(
+        type(result), "__array__"
+    ):
         return True
     parts = _parts(result)
     return parts is not None and not any(map(_to_be_trained, parts))
 
 
-def _to_be_trained(value: Any) -> bool:
+def _to_be_trained(value: Any, depth: int = 0) -> bool:
     if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, Workload)):
         return True
-    parts = _parts(value)
-    return is_step(value) if parts is None else any(map(_to_be_trained, parts))
+    parts = _parts(value) if depth < _DEEPEST else None
+    return is_step(value) if parts is None else any(_to_be_trained(part, depth + 1) for part in parts)
 
 
 def _parts(value: Any) -> Iterator[Any] | None:

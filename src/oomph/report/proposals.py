@@ -76,7 +76,7 @@ def proposals_text(
                 *_conditions(proposals, target),
             ):
                 console.print(Padding(Text(text), (0, 0, 0, 2)))
-                console.print(f"    {command}\n", soft_wrap=True)  # whole, to be copied
+                console.print(Text(f"    {command}\n"), soft_wrap=True)  # whole, to be copied
             for kind, sentences in _sentences(proposals).items():
                 console.print(Text(f"  {kind}", style="bold"))
                 for name, sentence in sentences.items():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import IO
 
 from rich.console import Console, RenderableType
@@ -22,7 +21,7 @@ from oomph.report.grouping import Group, group_alike
 from oomph.report.paths import place
 from oomph.report.timeline import timeline_lines
 from oomph.report.verdict import Verdict, verdict
-from oomph.units import MiB, format_bytes
+from oomph.units import format_bytes
 
 PLAIN_WIDTH = 100
 _WIDEST = 120  # a full-screen terminal would tear the columns apart
@@ -100,13 +99,13 @@ def _print_verdict(line: Verdict, growth: str, console: Console) -> None:
 
 def _growth(prediction: Prediction) -> str:
     """`grows by 144 MiB with every step, out of memory after about 150`; empty where it does not grow."""
-    grown = [later.end - earlier.end for earlier, later in pairwise(prediction.steps)][-2:]
-    if prediction.fits is False or len(grown) < 2 or min(grown) < MiB:
+    growth = prediction.growth
+    if growth is None or prediction.fits is False:
         return ""
-    text = f"grows by {format_bytes(grown[-1])} with every step"
+    text = f"grows by {format_bytes(growth.bytes)} with every step"
     if prediction.limit is None or prediction.limit < prediction.peak.reserved:
         return text
-    more = (prediction.limit - prediction.peak.reserved) // grown[-1]
+    more = (prediction.limit - prediction.peak.reserved) // growth.bytes
     return f"{text}, out of memory after about {len(prediction.steps) + more:,}"
 
 

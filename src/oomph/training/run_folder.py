@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from oomph.training.config import TrainConfig
 
 CONFIG, LOCK, METRICS, CHECKPOINTS = "config.yaml", "lock", "metrics.jsonl", "checkpoints"
-_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 # What may be given anew when a run goes on: where it ends (which a schedule follows) and what it tells.
 _FREE = {
     ("output", "dir"),
@@ -31,10 +32,8 @@ def folder_of(config: TrainConfig) -> Path:
 
 
 def is_run(folder: Path) -> bool:
-    """A config.yaml alone may be anybody's."""
-    return (folder / CONFIG).exists() and any(
-        (folder / name).exists() for name in (LOCK, METRICS, CHECKPOINTS)
-    )
+    """A config.yaml may be anybody's, and so may a folder of checkpoints."""
+    return (folder / CONFIG).exists() and any((folder / name).is_file() for name in (LOCK, METRICS))
 
 
 def check_folder(config: TrainConfig, folder: Path, resume: bool) -> None:
@@ -60,13 +59,13 @@ def _check_is_the_same(config: TrainConfig, folder: Path, resume: bool) -> None:
 
 
 def _check_is_free(folder: Path, resume: bool) -> None:
-    if (folder / CHECKPOINTS).exists():
-        raise UserError(
-            f"{folder} holds checkpoints, and no {CONFIG} that says of what; give another output.dir"
-        )
     if (folder / CONFIG).exists():
         raise UserError(
             f"{folder / CONFIG} is not of a run, and a run would write its own there; give another output.dir"
+        )
+    if (folder / CHECKPOINTS).exists():
+        raise UserError(
+            f"{folder} holds checkpoints, and no {CONFIG} that says of what; give another output.dir"
         )
     if resume:
         raise UserError(f"{folder} holds no run to resume; leave --resume out, or give output.dir")
@@ -114,9 +113,9 @@ def one_line_of_the_disk(folder: Path) -> Iterator[None]:
     except OSError as problem:
         if problem.errno not in _DISK:
             raise
-        raise UserError(
-            f"cannot write in {folder}: {problem.strerror}; make room there, or give another output.dir"
-        ) from problem
+        place = problem.filename or folder
+        advice = "; make room there, or give another output.dir" if problem.errno in _FULL else ""
+        raise UserError(f"the run in {folder} ended: {problem.strerror} ({place}){advice}") from problem
 
 
 def read_config(folder: Path, name: str) -> TrainConfig:

@@ -84,6 +84,15 @@ def test_a_foreign_config_in_the_folder_is_named(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "config.yaml").read_text() == "architectures: [GPT2]\n"
 
 
+def test_a_config_beside_somebodys_checkpoints_is_not_a_runs_own(tmp_path: Path) -> None:
+    trained(tmp_path / "run", ["training.steps=1"])
+    mine = tmp_path / "project" / "config.yaml"
+    (mine.parent / "checkpoints").mkdir(parents=True)
+    mine.write_text((tmp_path / "run" / "config.yaml").read_text())
+    assert load(mine).output.dir == str(tmp_path / "run")
+    assert load(tmp_path / "run" / "config.yaml").name == "run"
+
+
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     trained(tmp_path / "run", ["training.steps=1"])
     trained(tmp_path / "other", ["training.steps=1", "model.hidden_size=32"])
@@ -251,7 +260,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(
 
     monkeypatch.setattr(Path, "write_text", full)
     words = ["data.tokenizer=words", "data.vocab_size=100", "model.vocab_size=100"]
-    refused("cannot write in .*run: No space left on device; make room", tmp_path / "run", words)
+    refused("the run in .*run ended: No space left on device .*; make room", tmp_path / "run", words)
 
 
 HOLDER = """

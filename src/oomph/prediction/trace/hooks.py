@@ -56,11 +56,8 @@ def follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tra
     # torch takes the foreach path on CUDA for plain tensors only; ours stand for such.
     patches.set(optim, "_foreach_supported_types", [*optim._foreach_supported_types, FakeTensor])
     running: list[contextlib.AbstractContextManager[None]] = []
-    steps = tracer.optimizer_steps
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if threading.get_ident() == tracer.thread:  # training in another thread is not the program's
-            steps.begin(optimizer, len(tracer.ledger.events))
         _use_twins(patches, tracer, optimizer)
         running.append(tracer.doing("optimizer"))
         running[-1].__enter__()
@@ -68,23 +65,15 @@ def follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tra
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         running.pop().__exit__(None, None, None)
         _mark_state(tracer, optimizer)
-        if threading.get_ident() == tracer.thread:
-            steps.end(optimizer, len(tracer.ledger.events), len(tracer.work.kernels))
+        tracer.optimizer_steps += 1
+        if tracer.on_optimizer_step is not None:
+            tracer.on_optimizer_step()
 
     for handle in (
         optim.register_optimizer_step_pre_hook(before),
         optim.register_optimizer_step_post_hook(after),
     ):
         stack.callback(handle.remove)
-    make = torch.optim.Optimizer.__init__
-
-    @functools.wraps(make)
-    def init(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        if threading.get_ident() == tracer.thread:
-            steps.made(self)
-
-    patches.set(torch.optim.Optimizer, "__init__", init)
 
 
 def _use_twins(patches: Patches, tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,6 @@ from oomph.gpus import GPU
 from oomph.prediction.trace.ledger import Describe, Draft, Ledger
 from oomph.prediction.trace.module_stack import ModuleStack
 from oomph.prediction.trace.oplog import OpLog
-from oomph.prediction.trace.optimizer_steps import OptimizerSteps
 from oomph.prediction.trace.sites import Boundary, find_site, in_loss_function, in_own_code
 from oomph.prediction.trace.values import Values
 from oomph.prediction.trace.work import WorkMeter
@@ -38,9 +37,8 @@ class Tracer:
         self.ledger = Ledger()
         self.values = Values()
         self.work = WorkMeter(gpu)
-        self.optimizer_steps = OptimizerSteps()
-        # Of a function that trains by itself: for every step, the index of the first event after it.
-        self.own_steps: tuple[int, ...] = ()
+        self.optimizer_steps = 0  # so far, of all optimizers
+        self.on_optimizer_step: Callable[[], None] | None = None
         self.boundary = Boundary()
         self.modules = ModuleStack(self.ledger.mark)
         self.phase: Phase = "setup"

@@ -118,9 +118,9 @@ class Batches(Generic[Dataset]):
         return self
 
     def __next__(self) -> Batch:
-        if self._iterator is None:
-            self._open()
         try:
+            if self._iterator is None:
+                self._open()
             batch = next(self._iterator)
         except RuntimeError as error:
             if not str(error).startswith(("DataLoader worker", "Pin memory thread")):
@@ -174,16 +174,21 @@ class Batches(Generic[Dataset]):
     def _started(self) -> Iterator[Any]:
         """Without torch's watch over its workers, which raises in whatever the main thread is doing when one
         ends. Asking for a batch finds it out as well, and is where there is a step to go back to."""
-        if threading.current_thread() is not threading.main_thread():
+        handling = torch.utils.data._utils.signal_handling
+        watch = handling._set_SIGCHLD_handler
+        handling._set_SIGCHLD_handler = _nothing
+        try:
             return iter(self._loader)
-        before = signal.getsignal(signal.SIGCHLD)
-        started = iter(self._loader)
-        signal.signal(signal.SIGCHLD, before)
-        return started
+        finally:
+            handling._set_SIGCHLD_handler = watch
 
     def close(self) -> None:
         """Ends the worker. The next batch would start at the state loaded last."""
         self._iterator = self._loader = None
+
+
+def _nothing() -> None:
+    pass
 
 
 def _found(state: Any) -> dict[str, Any]:
