@@ -165,9 +165,10 @@ def alive(process: int) -> bool:
         return False
 
 
-def test_a_worker_that_is_killed_is_one_line_where_a_batch_is_asked_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [64, 4096])  # of the longer ones a pipe takes no whole batch
+def test_a_worker_that_is_killed_is_one_line_where_a_batch_is_asked_for(tmp_path: Path, length: int) -> None:
     corpus = numbered_lines(tmp_path / "lines.txt", 5000)
-    data = opened(corpus, tmp_path, workers=1, schedule=Schedule((Stage(64, 2),)))
+    data = opened(corpus, tmp_path, workers=1, schedule=Schedule((Stage(length, 4),)))
     next(data.train)
     (worker,) = active_children()
     os.kill(worker.pid, signal.SIGKILL)

@@ -125,6 +125,8 @@ class Batches(Generic[Dataset]):
         except RuntimeError as error:
             if not str(error).startswith(("DataLoader worker", "Pin memory thread")):
                 raise
+            if self._iterator is not None:
+                self._iterator._shutdown = True  # a thread that waits for the rest of a batch never ends
             raise UserError(
                 f"the process that reads the data ended ({str(error).splitlines()[0].rstrip('.')}); go on "
                 "with --resume, and data.workers=0 if the host has too little memory for it"
@@ -178,9 +180,14 @@ class Batches(Generic[Dataset]):
         watch = handling._set_SIGCHLD_handler
         handling._set_SIGCHLD_handler = _nothing
         try:
-            return iter(self._loader)
+            started: Any = iter(self._loader)
         finally:
             handling._set_SIGCHLD_handler = watch
+        if self._workers and not self._loader.pin_memory:
+            # Only the worker writes there. While our own end is open, the rest of a batch that it was killed
+            # over would be waited for without end.
+            started._worker_result_queue._writer.close()
+        return started  # type: ignore[no-any-return]
 
     def close(self) -> None:
         """Ends the worker. The next batch would start at the state loaded last."""
