@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from sample_prediction import CONTEXT, LOSS, GiB, MiB, allocation, prediction
 
-from oomph.records import Peak
+from oomph.records import Growth, Peak
 from oomph.report.verdict import tell_apart, verdict
 
 
@@ -101,3 +103,11 @@ def test_a_peak_before_the_first_step_says_so():
 def test_a_peak_of_unknown_stage_names_the_step_alone():
     unknown = prediction(peak=_peak(30 * GiB, stage=None, site=None), fits=None)
     assert verdict(unknown).line == "needs 30.5 GiB; peak in step 2"
+
+
+def test_what_grows_with_every_step_is_part_of_the_line():
+    held = replace(_on_a_card(24 * GiB, 10 * GiB, True), growth=Growth(100 * MiB, None))
+    assert verdict(held).line.startswith("fits for now: needs 10.5 GiB of")
+    assert verdict(held).line.endswith("; grows by 100 MiB with every step, out of memory after about 141")
+    refused = replace(_on_a_card(24 * GiB, 30 * GiB, False), growth=Growth(100 * MiB, None))
+    assert verdict(refused).line == verdict(replace(refused, growth=None)).line

@@ -80,10 +80,13 @@ def run_train(options: TrainOptions) -> int:
 def _again(options: TrainOptions) -> str:
     """The command that goes on where the run stopped."""
     words = ["oomph", "train", options.config, *options.words, "--resume"]
-    for name in ("fixes", "export"):
-        if (file := getattr(options, name)) is not None:
-            words += [f"--{name}", file]
-    return shlex.join([*words, "--force"] if options.force else words)
+    if options.fixes is not None:
+        words += ["--fixes", options.fixes]
+    if options.export is not None:
+        words += ["--export", options.export]
+    if options.force:
+        words.append("--force")
+    return shlex.join(words)
 
 
 def _recorded(file: str | None) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -87,9 +86,7 @@ def _once(forward: Callable[..., Any], *args: Any, state: State, quiet: QuietCal
     except GiveUp:
         state.off = True
         return forward(*args, **kwargs)
-    with torch._C.DisableTorchFunctionSubclass():  # logits that are not there yet would be computed to answer
-        some_alike = any(map(rows_alike, tree_leaves(result)))
-    if some_alike:
+    if any(map(rows_alike, tree_leaves(result))):
         # Whoever gets the result may write into it.
         return tree_map(lambda leaf: leaf.contiguous() if rows_alike(leaf) else leaf, result)
     if not mode.changed_something:

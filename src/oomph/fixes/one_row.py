@@ -117,13 +117,15 @@ class OneRow(TorchFunctionMode):
 
 def rows_alike(value: Any) -> bool:
     """One row stands for the whole batch."""
-    if not isinstance(value, Tensor) or 0 not in value.stride():  # nearly all are done with this
+    if not isinstance(value, Tensor):
         return False
-    return value.shape[0] > 1 and value.stride(0) == 0
+    # Not by way of modes, nor of logits that are not there yet and would be computed to answer.
+    with torch._C.DisableTorchFunction():
+        return 0 in value.stride() and value.shape[0] > 1 and value.stride(0) == 0
 
 
 def _some_alike(args: Any, kwargs: Any) -> bool:
-    with torch._C.DisableTorchFunction():  # other modes need not be asked for a stride
+    with torch._C.DisableTorchFunction():  # once for all of them
         for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, Tensor):
                 if rows_alike(value):

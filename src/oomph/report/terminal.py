@@ -65,7 +65,7 @@ def report_text(prediction: Prediction, console: Console) -> str:
 def _render(prediction: Prediction, console: Console) -> None:
     glyphs = UNICODE if console.is_terminal and console.encoding.lower().startswith("utf") else ASCII
     width = console.width - _INDENT
-    _print_verdict(verdict(prediction), _growth(prediction), console)
+    _print_verdict(verdict(prediction), console)
     _print_figures(prediction, console)
     if prediction.at_peak:
         _section(console, "By stage, at the peak", [_stages(prediction, width, glyphs)])
@@ -86,27 +86,13 @@ def _section(console: Console, title: str, body: Sequence[RenderableType]) -> No
         console.print(Padding(part, (0, 0, 0, _INDENT)))
 
 
-def _print_verdict(line: Verdict, growth: str, console: Console) -> None:
+def _print_verdict(line: Verdict, console: Console) -> None:
     # One line however narrow the console: it is what people copy and scripts look for.
-    outcome = "fits for now" if growth and line.outcome == "fits" else line.outcome
-    text = Text.assemble((outcome, _OUTCOME_STYLE.get(outcome, "bold yellow")), line.rest)
-    if growth:
-        text.append(f"; {growth}", "bold yellow")
+    style = _OUTCOME_STYLE.get(line.outcome, "bold yellow")
+    text = Text.assemble((line.outcome, style), line.rest, (line.growth, "bold yellow"))
     console.print(text, soft_wrap=True)
     if line.refusal:
         console.print(Text(line.refusal), soft_wrap=True)
-
-
-def _growth(prediction: Prediction) -> str:
-    """`grows by 144 MiB with every step, out of memory after about 150`; empty where it does not grow."""
-    growth = prediction.growth
-    if growth is None or prediction.fits is False:
-        return ""
-    text = f"grows by {format_bytes(growth.bytes)} with every step"
-    if prediction.limit is None or prediction.limit < prediction.peak.reserved:
-        return text
-    more = (prediction.limit - prediction.peak.reserved) // growth.bytes
-    return f"{text}, out of memory after about {len(prediction.steps) + more:,}"
 
 
 def _print_figures(prediction: Prediction, console: Console) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from oomph.errors import UserError
-from oomph.records import Peak, Prediction, Stage
+from oomph.records import Growth, Peak, Prediction, Stage
 from oomph.report.paths import place
 from oomph.units import format_bytes, parse_bytes
 
-Outcome = Literal["fits", "fits, but only by returning cached memory", "does not fit", "needs"]
+Outcome = Literal[
+    "fits", "fits for now", "fits, but only by returning cached memory", "does not fit", "needs"
+]
 
 # What the program was doing at the peak, as it reads after "peak in".
 _DOING: dict[Stage, str] = {
@@ -27,19 +29,29 @@ _DOING: dict[Stage, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`outcome` is worth colouring, `rest` completes the line; `refusal` is a second line or empty."""
+    """`outcome` and `growth` are worth colouring, with `rest` between them they are the line; `refusal` is a
+    second line. All but the first may be empty."""
 
     outcome: Outcome
     rest: str
     refusal: str = ""
+    growth: str = ""
 
     @property
     def line(self) -> str:
-        return f"{self.outcome}{self.rest}"
+        return f"{self.outcome}{self.rest}{self.growth}"
 
 
 def verdict(prediction: Prediction) -> Verdict:
     """What is needed against its bound: the card's memory, or what `--max` lets the allocator have."""
+    found = _of_these_steps(prediction)
+    if prediction.growth is None or prediction.fits is False:
+        return found
+    outcome: Outcome = "fits for now" if found.outcome == "fits" else found.outcome
+    return replace(found, outcome=outcome, growth=_growth(prediction, prediction.growth))
+
+
+def _of_these_steps(prediction: Prediction) -> Verdict:
     peak = _where(prediction.peak)
     if prediction.fits is None:
         return Verdict("needs", f" {format_bytes(prediction.peak.device)}{peak}")
@@ -64,6 +76,15 @@ def _fits(needed: int, bound: int, bound_name: str, peak: str) -> Verdict:
         return Verdict("fits, but only by returning cached memory", rest)
     spare = f"; {format_bytes(bound - needed)} to spare"
     return Verdict("fits", f": needs {need_text} of {bound_name.format(bound_text)}{spare}{peak}")
+
+
+def _growth(prediction: Prediction, growth: Growth) -> str:
+    """`; grows by 144 MiB with every step, out of memory after about 150`"""
+    text = f"; grows by {format_bytes(growth.bytes)} with every step"
+    if prediction.limit is None or prediction.limit < prediction.peak.reserved:
+        return text
+    more = (prediction.limit - prediction.peak.reserved) // growth.bytes
+    return f"{text}, out of memory after about {len(prediction.steps) + more:,}"
 
 
 def tell_apart(one: int, other: int) -> tuple[str, str]:
