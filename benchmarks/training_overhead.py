@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +21,8 @@ from oomph.training.loop.trainer import Trainer
 from oomph.training.run import device_of
 from oomph.training.workloads import workload
 
-STEPS, ROUNDS = 10, 6
+# Short blocks, many of them: how fast a host starts kernels changes by several percent within seconds.
+STEPS, ROUNDS = 4, 15
 _CHANGES = (
     "training.save=false",
     "training.eval_every=null",
@@ -28,11 +31,10 @@ _CHANGES = (
 )
 
 
-def measured(config_file: Path) -> dict[str, float]:
+def measured(config_file: Path, changes: Sequence[str]) -> dict[str, float]:
     """Milliseconds a step: medians over blocks."""
-    extra = ("data.seq_len=256", "data.batch_size=16") if config_file.stem == "hn_xs" else ()
     with tempfile.TemporaryDirectory() as folder:
-        config = load(config_file, [*_CHANGES, *extra, f"output.dir={folder}/run"])
+        config = load(config_file, [*_CHANGES, *changes, f"output.dir={folder}/run"])
         device = device_of(config)
         with learnt_tokenizer(config, Path(folder) / "run"):
             data = open_data(config, Path(folder) / "run", workers=1)
@@ -62,10 +64,9 @@ def measured(config_file: Path) -> dict[str, float]:
         steps = {"bare": bare, "fed": fed, "loop": looped}
         times: dict[str, list[float]] = {name: [] for name in steps}
         launched: list[float] = []  # until the host is done: a GPU that is then still busy is the slower one
+        order = random.Random(0)  # batches that the worker made meanwhile are those of whoever comes next
         for number in range(ROUNDS + 1):  # the first round compiles kernels
-            # In another order each time: batches that the worker made meanwhile are the next one's.
-            names = [*list(steps)[number % 3 :], *list(steps)[: number % 3]]
-            for name in names:
+            for name in order.sample(list(steps), len(steps)):
                 torch.cuda.synchronize()
                 began = time.perf_counter()
                 for _ in range(STEPS):

@@ -24,7 +24,10 @@ _ALWAYS = ("training.save=false", "training.eval_every=null", "training.log_ever
 # One shape, so that a run's tokens per second are of that shape.
 _FIRST_STAGE = ("data.curriculum=null", "data.seq_len=256", "data.batch_size=16", "training.accumulate=2")
 # Longest first: they run side by side.
-_GINR = ("training.steps=400", "training.log_every=10", "training.eval_batches=8", "fixes=[fused_optimizer]")
+_GINR = (
+    *("training.steps=400", "training.log_every=10", "training.eval_batches=8"),
+    *("training.cuda_graph=false", "fixes=[fused_optimizer]"),
+)
 # A few percent in so few steps, less than one batch differs from another: the same ones before and after.
 _NPT = ("training.accumulate=4", "training.eval_batches=20", "training.eval_at_start=true")
 
@@ -85,3 +88,13 @@ _RUNS = (
     ),
 )
 RUNS = {run.name: run for run in _RUNS}
+
+_NOT_RECORDED = ("training.cuda_graph=false",)
+_OVERHEADS = (
+    Run("hn_xs", "hn_xs", ("data.seq_len=256", "data.batch_size=16")),
+    Run("pythia_70m_published", "pythia_70m_published"),
+    Run("pythia_70m_published, not recorded", "pythia_70m_published", _NOT_RECORDED),
+    Run("ginr", "ginr"),
+    Run("ginr, not recorded", "ginr", _NOT_RECORDED),
+)
+OVERHEADS = {run.name: run for run in _OVERHEADS}  # what the loop itself costs, in steps of two batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +20,10 @@ PASSES_PREDICTED = 2  # from the second pass on a step allocates nothing new, an
 
 def predicted_workload(config: TrainConfig) -> Workload:
     """The step that a prediction traces."""
-    return workload(config, most_passes=PASSES_PREDICTED)
+    step = workload(config, most_passes=PASSES_PREDICTED)
+    if config.training.cuda_graph and step.optimizer is not None:
+        step = replace(step, optimizer=KeepsGradients(step.optimizer))
+    return step
 
 
 def workload(config: TrainConfig, *, stage: Stage | None = None, most_passes: int | None = None) -> Workload:
@@ -96,6 +100,18 @@ class AdamW:
             weight_decay=o.weight_decay,
             fused=fused or None,
         )
+
+
+@dataclass(frozen=True)
+class KeepsGradients:
+    """An optimizer that leaves gradients as zeros where they are: recorded passes add to them there."""
+
+    make: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+
+    def __call__(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
+        optimizer = self.make(params)
+        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)  # type: ignore[method-assign]
+        return optimizer
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ def test_a_broken_file_met_in_a_worker_is_one_line(tmp_path: Path) -> None:
     run.train.close()
 
 
-KILLED = """
+ENDING = """
 import os, signal, sys
 from multiprocessing import active_children
 from pathlib import Path
@@ -139,15 +139,20 @@ data = open_data(
 )
 next(data.train)  # 256 KiB a batch: more than a pipe takes while nobody reads
 print(active_children()[0].pid, flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[3] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_worker_ends_with_the_run_that_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["killed", "without closing its data"])
+def test_a_worker_ends_with_the_program_and_the_program_does_not_wait_for_it(
+    tmp_path: Path, how: str
+) -> None:
     corpus = numbered_lines(tmp_path / "lines.txt", 5000)
-    command = [sys.executable, "-c", KILLED, str(corpus), str(tmp_path)]
+    command = [sys.executable, "-c", ENDING, str(corpus), str(tmp_path), how]
     with (tmp_path / "worker").open("w") as told:  # of a pipe, a worker that lives on would keep an end
-        subprocess.run(command, stdout=told, check=False)
+        ended = subprocess.run(command, stdout=told, check=False, timeout=120)
+    assert ended.returncode == (-signal.SIGKILL if how == "killed" else 0)
     worker = int((tmp_path / "worker").read_text())
     until = time.monotonic() + 60
     while time.monotonic() < until and alive(worker):

@@ -241,9 +241,9 @@ def test_tensorboard_has_every_step_once_where_a_run_began_again_from_nothing(tm
 
 def test_readings_come_in_order_with_the_norm_only_where_there_is_one() -> None:
     readings = Readings()
-    yes, no = torch.tensor(True), torch.tensor(False)
-    readings.put(1, torch.tensor(1.0), None, yes, ["a"])
-    readings.put(2, torch.tensor(math.nan), torch.tensor(3.0), no, ["b"])
+    none, doubt = torch.tensor(0.0), torch.tensor(math.nan)
+    readings.put(1, torch.tensor(1.0), None, none, ["a"])
+    readings.put(2, torch.tensor(math.nan), torch.tensor(3.0), doubt, ["b"])
     first, second = readings.take()
     assert (first.step, first.loss, first.norm, first.sound) == (1, 1.0, None, True)
     assert (second.step, second.norm, second.sound, second.batches) == (2, 3.0, False, ["b"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from oomph.training.loop.memory import memory_now
 from oomph.training.loop.passes import Passes, RecordedPasses
 from oomph.training.loop.precision import Precision
 
@@ -77,6 +78,31 @@ def test_replayed_passes_give_the_gradients_of_passes_as_they_are(as_tensor: boo
 
     for found, right in zip(run(RecordedPasses(plain)), run(plain), strict=True):
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_memory_of_replays_counts_as_that_of_passes_as_they_are() -> None:
+    device = torch.device("cuda")
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8))).cuda()
+    plain = Passes(model, lambda model, batch: model(batch["x"]).square().mean(), _plain("cuda"))
+    batch = {"x": torch.randn(1 << 17, 512, device="cuda")}
+    for _ in range(2):
+        plain(batch, 1.0)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    plain(batch, 1.0)
+    right = torch.cuda.max_memory_allocated() - before
+    recorded = RecordedPasses(plain)
+    recorded(batch, 1.0)
+    torch.cuda.reset_peak_memory_stats()
+    recorded(batch, 1.0)
+    assert torch.cuda.max_memory_allocated() - before < 0.5 * right  # the allocator sees no replay
+    found = memory_now(device, recorded.held)
+    assert found is not None
+    # The copy that a replay reads; and matrix products hold 33 MiB for each thread on the recording's stream.
+    more = batch["x"].nbytes + 2 * 33 * 2**20
+    assert found.peak - before == pytest.approx(right + more, abs=0.05 * right)
 
 
 @pytest.mark.gpu

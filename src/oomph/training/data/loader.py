@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -113,6 +114,7 @@ class Batches(Generic[Dataset]):
         self._identity = dict(identity)
         self._loader: Any = None
         self._iterator: Any = None
+        atexit.register(_close, weakref.ref(self))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -192,6 +194,12 @@ class Batches(Generic[Dataset]):
     def close(self) -> None:
         """Ends the worker. The next batch would start at the state loaded last."""
         self._iterator = self._loader = None
+
+
+def _close(batches: weakref.ref[Batches[Any]]) -> None:
+    """A program that ends would wait for a worker that nobody told to: it does not mind signals."""
+    if (left := batches()) is not None:
+        left.close()
 
 
 def _nothing() -> None:

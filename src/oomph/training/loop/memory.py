@@ -19,10 +19,12 @@ class MemoryNow:
     peak: int
 
 
-def memory_now(device: torch.device) -> MemoryNow | None:
+def memory_now(device: torch.device, recorded: int = 0) -> MemoryNow | None:
+    """`recorded`: bytes that replays of recorded passes need, which the allocator does not count."""
     if device.type != "cuda":
         return None
-    return MemoryNow(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    allocated = torch.cuda.memory_allocated(device) + recorded
+    return MemoryNow(allocated, max(torch.cuda.max_memory_allocated(device), allocated))
 
 
 def alive(

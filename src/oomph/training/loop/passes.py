@@ -47,6 +47,9 @@ class RecordedPasses:
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
         self._pool: Any = None
+        # One for warming up and recording: on each stream the matrix products hold memory of their own.
+        self._stream: torch.cuda.Stream | None = None
+        self.held = 0  # bytes that a replay needs of it at most, which the allocator does not count
         self._recorded: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Tensor]] = {}
 
     def __call__(self, batch: Any, factor: float | Tensor) -> Tensor:
@@ -66,22 +69,27 @@ class RecordedPasses:
         trained = [each for each in self.passes.model.parameters() if each.requires_grad]
         before = [None if each.grad is None else each.grad.clone() for each in trained]
         state = rng_state()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+        if self._stream is None:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 self.passes(*inputs, cached=False)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._stream)
         for each, old in zip(trained, before, strict=True):
             # A parameter without a share in the loss has no gradient, recorded or not.
             if each.grad is not None:
                 each.grad.zero_() if old is None else each.grad.copy_(old)
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
         # The thread that pins batches goes on meanwhile: what it asks of the driver is not part of the pass.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        recording = torch.cuda.graph(
+            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+        )
+        with recording:
             loss = self.passes(*inputs, cached=False)
+        self.held = max(self.held, torch.cuda.max_memory_allocated() - allocated)
         set_rng_state(state)  # as if the first replay were the first pass
         return graph, inputs, loss
 

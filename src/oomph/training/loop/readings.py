@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -25,14 +24,14 @@ class Reading:
 
 
 class Readings:
-    """Numbers on their way to the host: three a step, copied behind the step's own work."""
+    """Numbers on their way to the host: two or three a step, copied behind the step's own work."""
 
     def __init__(self) -> None:
         self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None, Any]] = deque()
 
-    def put(self, step: int, loss: Tensor, norm: Tensor | None, sound: Tensor, batches: Any) -> None:
-        nothing = torch.full((), math.nan, device=loss.device)
-        parts = [loss, nothing if norm is None else norm, sound]
+    def put(self, step: int, loss: Tensor, norm: Tensor | None, doubt: Tensor, batches: Any) -> None:
+        """doubt: 0 where the step was made, nan where it was not."""
+        parts = [loss, doubt] if norm is None else [loss, doubt, norm]
         numbers = torch.stack([part.detach().to(torch.float32).reshape(()) for part in parts])
         event = None
         if numbers.is_cuda:
@@ -52,8 +51,6 @@ class Readings:
                     break
                 event.synchronize()
             self._waiting.popleft()
-            loss, norm, sound = numbers.tolist()
-            found.append(
-                Reading(step, loss, None if math.isnan(norm) and sound else norm, bool(sound), batches)
-            )
+            loss, doubt, *norm = numbers.tolist()
+            found.append(Reading(step, loss, norm[0] if norm else None, doubt == 0, batches))
         return found

@@ -188,7 +188,7 @@ class Trainer:
                 raise
             raise self._out_of_memory(error, before) from error
         self.step += 1
-        self.readings.put(self.step, loss, update.norm, update.sound, batches)
+        self.readings.put(self.step, loss, update.norm, update.doubt, batches)
         return True
 
     def _batches(self, before: Before) -> list[Any]:
@@ -235,7 +235,8 @@ class Trainer:
         self.listener.stepped(report)
 
     def _report(self, reading: Reading) -> StepReport:
-        memory = memory_now(self.device)
+        recorded = self.pass_.held if isinstance(self.pass_, RecordedPasses) else 0
+        memory = memory_now(self.device, recorded)
         return StepReport(
             step=reading.step,
             loss=reading.loss,
