@@ -51,7 +51,7 @@ class Row:
     matching: float | None = None
     predicted_mib: float | None = None
     error_percent: float | None = None
-    recorded: bool | None = None  # its passes were: a prediction knows nothing of that
+    recorded: bool | None = None  # whether its passes were
     matching_at_start: float | None = None  # on the same batches, before the first step
     reserved_mib: float | None = None  # by the whole process, what building the model needs too
     mfu: float | None = None  # as the progress bar tells it

@@ -45,6 +45,14 @@ def test_predict_takes_a_config_and_overrides(fake_predict, capsys):
     assert options["gpu"] == "rtx3090"
 
 
+def test_a_configs_own_limit_is_that_of_its_prediction(fake_predict, capsys):
+    for more, limit in (([], "3GiB"), (["--max", "2GiB"], "2GiB")):
+        fake_predict.calls.clear()
+        run(["predict", TINY, "training.memory_limit=3GiB", *more])
+        ((_, options),) = fake_predict.calls
+        assert options["max"] == limit
+
+
 def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
     assert run(["predict", TINY, "--seq_len", "32", "--batch-size=3", "--gpu", "rtx3090", "--shuffle"]) == 0
     ((target, options),) = fake_predict.calls

@@ -112,6 +112,11 @@ def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path
     (tmp_path / "fixes.json").write_text(some)
     assert whole < peak("--fix", str(tmp_path / "fixes.json")) < plain
     assert peak("--fix", 'recompute:blocks=["blocks.0"]') == peak("--fix", str(tmp_path / "fixes.json"))
+    (tmp_path / "words.json").write_text('["recompute"]')
+    assert peak("--fix", str(tmp_path / "words.json")) == whole
+    (tmp_path / "other.json").write_text("[1]")
+    assert run(["predict", f"{program}:work", "--fix", str(tmp_path / "other.json")]) == 2
+    assert "holds no list of fixes" in capsys.readouterr().err
 
 
 def test_an_empty_file_of_fixes_is_a_mistake(program, tmp_path, capsys):

@@ -33,6 +33,23 @@ def test_what_does_not_fit_is_refused_with_what_would(
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize("enough", ["nothing", "recompute"])
+def test_recorded_passes_are_given_up_first_and_then_with_fixes(
+    config: Path, pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str], enough: str
+) -> None:
+    def during(target: Any) -> None:
+        recorded = getattr(target.optimizer, "gradients_must_stay", False)
+        has = enough == "nothing" or any(use.fix == enough for use in target.fixes)
+        fake_predict.result = make_prediction(not recorded and has)
+
+    fake_predict.during = during
+    assert run(["train", "small.yaml", "training.memory_limit=1GiB", "training.cuda_graph=true"]) == 1
+    err = " ".join(capsys.readouterr().err.split())
+    before = "What fits: " if enough == "nothing" else "recompute]' "
+    assert f"{before}training.cuda_graph=false (" in err
+    assert ("fixes=[" in err) == (enough != "nothing")
+
+
 def test_smaller_batches_are_tried_when_fixes_are_not_enough(
     config: Path, given: list[Any], pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

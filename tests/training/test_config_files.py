@@ -10,9 +10,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oomph
-from oomph.training.config import load
+from oomph import fixes
+from oomph.training.config import ConfigError, load
 from oomph.training.config.systems import SYSTEMS
-from oomph.training.workloads import ModelFactory, workload
+from oomph.training.workloads import ModelFactory, predicted_workload, workload
 from oomph.workload import Workload
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -86,6 +87,22 @@ def test_the_curriculum_of_hn_xs_is_the_reports():
     assert config.training.cuda_graph
     assert workload(config).sizes == {"B": 5, "T": 1024}
     assert workload(config, stage=config.stages[0]).sizes == {"B": 16, "T": 256}
+
+
+def test_recorded_passes_are_predicted_with_gradients_that_stay():
+    plain, recorded = (loaded("pythia_tiny", f"training.cuda_graph={on}") for on in ("false", "true"))
+    model = workload(plain).make_model(lambda made: made)
+    gradients = sum(each.nbytes for each in model.parameters())
+    ends = [oomph.predict(predicted_workload(each)).steps[-1].end for each in (plain, recorded)]
+    assert ends[1] - ends[0] == pytest.approx(gradients, rel=0.05)
+
+
+def test_gradients_that_recorded_passes_need_are_not_freed_by_a_fix():
+    config = loaded("pythia_tiny", "training.cuda_graph=true")
+    step = predicted_workload(config)
+    assert fixes.propose(oomph.predict(step), step, only=("set_to_none",)) == []
+    with pytest.raises(ConfigError, match="a pass with the fix 'set_to_none' cannot be recorded"):
+        loaded("pythia_tiny", "training.cuda_graph=true", "fixes=[set_to_none]")
 
 
 def test_a_step_has_what_the_config_says():

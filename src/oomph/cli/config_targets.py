@@ -37,3 +37,12 @@ def open_config(target: str, overrides: Sequence[str]) -> Workload:
     from oomph.training.workloads import predicted_workload
 
     return predicted_workload(load(target, overrides_from_words(overrides)))
+
+
+def config_limit(target: str, overrides: Sequence[str]) -> str | None:
+    """A config's own training.memory_limit; a program has none."""
+    if not is_config(target):
+        return None
+    from oomph.training.config import load, overrides_from_words
+
+    return load(target, overrides_from_words(overrides)).training.memory_limit

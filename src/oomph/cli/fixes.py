@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from oomph import gpus
+from oomph.cli.config_targets import config_limit
 from oomph.cli.progress import progress_display
 from oomph.cli.streams import stdout_to_stderr, write_stdout
 from oomph.cli.targets import check_target, open_target
@@ -92,5 +93,6 @@ def _propose(
         from oomph.prediction import predict
 
         workload = workload_of(target, name)
-        prediction = predict(workload, gpu=options.gpu, progress=report)
+        limit = config_limit(name, options.overrides)
+        prediction = predict(workload, gpu=options.gpu, max=limit, progress=report)
         return prediction, propose(prediction, workload, kinds=kinds, only=options.only, progress=report)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from oomph import gpus, units
-from oomph.cli.config_targets import is_config
+from oomph.cli.config_targets import config_limit, is_config
 from oomph.cli.progress import progress_display
 from oomph.cli.streams import stdout_to_stderr, write_stdout
 from oomph.cli.targets import check_target, open_target
@@ -94,7 +94,8 @@ def _trace(options: PredictOptions) -> Prediction:
                 from oomph.fixes.words import parse_fixes
 
                 target = apply(parse_fixes(options.fixes), workload_of(target, options.target))
-            return predict(target, gpu=options.gpu, max=options.max, progress=report)
+            limit = options.max or config_limit(options.target, options.overrides)
+            return predict(target, gpu=options.gpu, max=limit, progress=report)
         except SystemExit as error:
             # Passed on, the program's own status would read as our verdict.
             message = f"it ends the process while it is traced (SystemExit: {error.code})"

@@ -60,7 +60,10 @@ def _what_fits(config: TrainConfig, device: torch.device, report: Report) -> tup
     tried, also = list(config.fixes), ""
     if config.training.cuda_graph:  # what recomputes or offloads cannot be recorded
         config = replace(config, training=config.training.model_copy(update={"cuda_graph": False}))
-        also = " training.cuda_graph=false"
+        also = "training.cuda_graph=false"
+        prediction = _predicted(config, device, report, "trying passes that are not recorded")
+        if prediction is not None and prediction.fits:
+            return also, prediction
     for name in _EXACT:
         if any(use.fix == name for use in tried):
             continue
@@ -69,9 +72,9 @@ def _what_fits(config: TrainConfig, device: torch.device, report: Report) -> tup
         if prediction is None:
             tried.pop()
         elif prediction.fits:
-            return _override(tried) + also, prediction
+            return f"{_override(tried)} {also}".strip(), prediction
     smaller = _smaller_batch(replace(config, fixes=tuple(tried)), device, report)
-    return None if smaller is None else (smaller[0] + also, smaller[1])
+    return None if smaller is None else (f"{smaller[0]} {also}".strip(), smaller[1])
 
 
 def _smaller_batch(

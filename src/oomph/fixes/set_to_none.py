@@ -20,7 +20,10 @@ class SetToNone(Fix):
     changes = "optimizer.zero_grad() frees the gradients instead of filling them with zeros."
 
     def places(self, patient: Patient) -> Iterable[Place]:
-        if patient.workload.optimizer is not None and _gradients_left(patient.prediction):
+        optimizer = patient.workload.optimizer
+        if optimizer is None or getattr(optimizer, "gradients_must_stay", False):
+            return
+        if _gradients_left(patient.prediction):
             yield Place(
                 ("optimizer",), {}, "a parameter without gradient in a step is then not updated in it"
             )

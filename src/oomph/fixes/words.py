@@ -48,6 +48,10 @@ def _value(text: str) -> Any:
         return text  # a word
 
 
+def _is_a_fix(row: Any) -> bool:
+    return isinstance(row, str) or (isinstance(row, dict) and "fix" in row)
+
+
 def _from_file(file: str) -> list[FixUse]:
     try:
         found = json.loads(Path(file).read_text())
@@ -58,8 +62,11 @@ def _from_file(file: str) -> list[FixUse]:
     rows = found.get("fixes") if isinstance(found, dict) else found
     if rows == []:
         raise UserError(f"file {file!r} holds an empty list; give at least one fix")
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and "fix" in row for row in rows):
+    if not isinstance(rows, list) or not all(map(_is_a_fix, rows)):
         raise UserError(
-            f'file {file!r} holds no list of fixes; it should be [{{"fix": ..., "options": ...}}]'
+            f'file {file!r} holds no list of fixes; it should be [{{"fix": ..., "options": ...}}] or words'
         )
-    return [FixUse(row["fix"], dict(row.get("options") or {})) for row in rows]
+    return [
+        _parse(row) if isinstance(row, str) else FixUse(row["fix"], dict(row.get("options") or {}))
+        for row in rows
+    ]

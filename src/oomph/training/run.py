@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,13 +68,8 @@ def _train(
         set_allocator(work.allocator)
     data = open_data(config, folder, workers=int(device.type == "cuda"))
     listener.said(data.describe())
-    if device.type == "cpu" and config.training.autocast is not None:
-        listener.said(f"training.autocast={config.training.autocast}: many CPUs only imitate it, far slower")
-    if config.training.steps is None and config.training.schedule != "constant":
-        listener.said(
-            f"training.schedule={config.training.schedule}: with epochs the last step is not known, so the "
-            "learning rate stays where the warm-up ends; give training.steps for a schedule"
-        )
+    for remark in _remarks(config, device):
+        listener.said(remark)
     try:
         trainer = Trainer(config, work, data, folder, device, listener)
         step = trainer.resume() if resume else None
@@ -95,6 +91,26 @@ def _train(
         export(trainer.model.state_dict(), export_to, {"config": config.name, "step": str(outcome.step)})
         listener.said(f"weights are in {export_to}")
     return outcome
+
+
+def _remarks(config: TrainConfig, device: torch.device) -> Iterator[str]:
+    """What is valid, and perhaps not what was meant."""
+    training = config.training
+    if device.type == "cpu":
+        for name in ("autocast", "dtype"):
+            given = getattr(training, name)
+            if given not in (None, "float32", "float64"):
+                yield f"training.{name}={given}: many CPUs only imitate it, far slower"
+    if training.steps is None and training.schedule != "constant":
+        yield (
+            f"training.schedule={training.schedule}: with epochs the last step is not known, so the "
+            "learning rate stays where the warm-up ends; give training.steps for a schedule"
+        )
+    if training.steps is not None and training.warmup > training.steps:
+        yield (
+            f"training.warmup={training.warmup} is more than training.steps={training.steps}: the learning "
+            "rate never reaches the full one"
+        )
 
 
 def _check_steps_left(config: TrainConfig, folder: Path, step: int, listener: Listener) -> None:

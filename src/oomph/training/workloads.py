@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,7 @@ class KeepsGradients:
     """An optimizer that leaves gradients as zeros where they are: recorded passes add to them there."""
 
     make: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
+    gradients_must_stay: ClassVar[bool] = True  # so the fix that frees them is not proposed
 
     def __call__(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
         optimizer = self.make(params)

@@ -330,8 +330,19 @@ def test_a_batch_of_one_token_does_not_spoil_an_evaluation() -> None:
 
 def test_a_precision_that_is_slow_on_a_cpu_is_said(tmp_path: Path) -> None:
     notes = Notes()
-    trained(tmp_path / "run", ["training.steps=1", "training.autocast=bfloat16"], listener=notes)
-    assert any("many CPUs only imitate it" in message for message in notes.messages)
+    for name in ("autocast", "dtype"):
+        trained(tmp_path / name, ["training.steps=1", f"training.{name}=bfloat16"], listener=notes)
+        assert f"training.{name}=bfloat16: many CPUs only imitate it, far slower" in notes.messages
     notes = Notes()
     trained(tmp_path / "other", ["training.steps=1"], listener=notes)
     assert not any("imitate" in message for message in notes.messages)
+
+
+def test_a_rise_that_is_longer_than_the_run_is_said(tmp_path: Path) -> None:
+    notes = Notes()
+    trained(tmp_path / "run", ["training.steps=2", "training.warmup=3"], listener=notes)
+    told = "training.warmup=3 is more than training.steps=2: the learning rate never reaches the full one"
+    assert told in notes.messages
+    notes = Notes()
+    trained(tmp_path / "other", ["training.steps=2", "training.warmup=2"], listener=notes)
+    assert not any("warmup" in message for message in notes.messages)

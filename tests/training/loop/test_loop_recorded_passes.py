@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_runs import trained
 from torch import Tensor, nn
 
 from oomph.training.loop.memory import memory_now
 from oomph.training.loop.passes import Passes, RecordedPasses
 from oomph.training.loop.precision import Precision
+from oomph.training.loop.trainer import Trainer
 
 on_a_gpu = [
     pytest.mark.gpu,
@@ -59,6 +62,54 @@ def test_other_shapes_and_other_numbers_are_recorded_anew(recordings: list[Any])
     assert len(recordings) == 4
 
 
+def test_what_was_forgotten_is_recorded_anew(recordings: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: given_back.append("waited"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append("emptied"))
+    passes = RecordedPasses(Passes(nn.Identity(), lambda model, batch: batch["x"], _plain("cpu")))
+    passes.forget()
+    assert given_back == []  # there was nothing
+    for _ in range(2):
+        assert float(passes({"x": torch.ones(3)}, 1.0)) == 3
+    passes.replay_bytes = 1024
+    passes.forget()
+    assert given_back == ["waited", "emptied"]
+    assert passes.replay_bytes == 0
+    assert float(passes({"x": torch.ones(3)}, 1.0)) == 3
+    assert len(recordings) == 2
+
+
+def test_gradients_that_were_freed_are_not_missed_in_silence(recordings: list[Any]) -> None:
+    model = nn.Linear(3, 1)
+    for each in model.parameters():
+        each.grad = torch.zeros_like(each)
+    passes = RecordedPasses(Passes(model, lambda model, batch: batch["x"], _plain("cpu")))
+    passes({"x": torch.ones(3)}, 1.0)
+    model.zero_grad(set_to_none=False)
+    passes({"x": torch.ones(3)}, 1.0)
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(RuntimeError, match="were freed: zero them in place"):
+        passes({"x": torch.ones(3)}, 1.0)
+
+
+def test_recordings_are_forgotten_for_another_stage_and_for_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A curriculum of two, two and then more steps; an evaluation after the fifth."""
+    forgot: list[int] = []
+    seen: list[Trainer] = []
+    begin = Trainer.begin
+
+    def watched(trainer: Trainer) -> None:
+        seen.append(trainer)
+        begin(trainer)
+
+    monkeypatch.setattr(Trainer, "begin", watched)
+    monkeypatch.setattr(Passes, "forget", lambda self: forgot.append(seen[0].step))
+    trained(tmp_path / "run", ["training.eval_every=5", "training.steps=6"], "hatchling")
+    assert forgot == [0, 2, 4, 5, 6]
+
+
 @pytest.mark.parametrize("as_tensor", [pytest.param(each, marks=on_a_gpu) for each in (False, True)])
 def test_replayed_passes_give_the_gradients_of_passes_as_they_are(as_tensor: bool) -> None:
     torch.manual_seed(0)
@@ -98,7 +149,7 @@ def test_the_memory_of_replays_counts_as_that_of_passes_as_they_are() -> None:
     torch.cuda.reset_peak_memory_stats()
     recorded(batch, 1.0)
     assert torch.cuda.max_memory_allocated() - before < 0.5 * right  # the allocator sees no replay
-    found = memory_now(device, recorded.held)
+    found = memory_now(device, recorded.replay_bytes, recorded.peak_before)
     assert found is not None
     # The copy that a replay reads; and matrix products hold 33 MiB for each thread on the recording's stream.
     more = batch["x"].nbytes + 2 * 33 * 2**20

@@ -44,8 +44,15 @@ def _check_gradients_are_not_needed(training: TrainingConfig, problems: Problems
         problems.refuse("training.accumulate", training.accumulate, f"{why}; give 1")
 
 
-# What a pass does besides starting kernels: reading the generator's state, copying to the host, stepping.
-_NOT_RECORDED = ("recompute", "offload_activations", "optimizer_in_backward", "optimizer_offload")
+# What a pass does besides starting kernels: reading the generator's state, copying to the host, stepping; and
+# freeing the gradients that a replay adds to.
+_NOT_RECORDED = (
+    "recompute",
+    "offload_activations",
+    "optimizer_in_backward",
+    "optimizer_offload",
+    "set_to_none",
+)
 
 
 def _check_can_be_recorded(uses: list[FixUse], training: TrainingConfig, problems: Problems) -> None:

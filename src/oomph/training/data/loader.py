@@ -114,7 +114,7 @@ class Batches(Generic[Dataset]):
         self._identity = dict(identity)
         self._loader: Any = None
         self._iterator: Any = None
-        atexit.register(_close, weakref.ref(self))
+        _OPENED.add(self)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -193,13 +193,20 @@ class Batches(Generic[Dataset]):
 
     def close(self) -> None:
         """Ends the worker. The next batch would start at the state loaded last."""
+        workers = getattr(self._iterator, "_workers", ())
         self._iterator = self._loader = None
+        for worker in workers:
+            worker.kill()  # one that is busy with a batch was asked in vain
 
 
-def _close(batches: weakref.ref[Batches[Any]]) -> None:
-    """A program that ends would wait for a worker that nobody told to: it does not mind signals."""
-    if (left := batches()) is not None:
-        left.close()
+_OPENED: weakref.WeakSet[Batches[Any]] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A program that ends waits for its processes, and a worker leaves signals to the run."""
+    for batches in list(_OPENED):
+        batches.close()
 
 
 def _nothing() -> None:

@@ -8,7 +8,8 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class StepReport:
-    """Bytes are the allocator's, on a GPU; norm is that of all gradients, before clipping."""
+    """Bytes, on a GPU, are the allocator's and those of recorded passes; norm is that of all gradients,
+    before clipping."""
 
     step: int
     loss: float

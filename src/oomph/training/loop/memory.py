@@ -19,16 +19,17 @@ class MemoryNow:
     peak: int
 
 
-def memory_now(device: torch.device, recorded: int = 0) -> MemoryNow | None:
-    """`recorded`: bytes that replays of recorded passes need, which the allocator does not count."""
+def memory_now(device: torch.device, replay_bytes: int = 0, peak_before: int = 0) -> MemoryNow | None:
+    """replay_bytes: of recorded passes, which the allocator does not count. peak_before: of what it has
+    forgotten since."""
     if device.type != "cuda":
         return None
-    allocated = torch.cuda.memory_allocated(device) + recorded
-    return MemoryNow(allocated, max(torch.cuda.max_memory_allocated(device), allocated))
+    allocated = torch.cuda.memory_allocated(device) + replay_bytes
+    return MemoryNow(allocated, max(torch.cuda.max_memory_allocated(device), peak_before, allocated))
 
 
 def alive(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device, replay_bytes: int = 0
 ) -> list[tuple[str, int]]:
     """Who holds how many bytes of the device, the rest being what a step had made so far."""
     parameters = list(model.parameters())
@@ -42,8 +43,13 @@ def alive(
         return held
     allocated = torch.cuda.memory_allocated(device)
     rest = allocated - sum(size for _, size in held)
-    unused = torch.cuda.memory_reserved(device) - allocated
-    return [*held, ("activations and temporaries", rest), ("reserved by the allocator, not in use", unused)]
+    unused = torch.cuda.memory_reserved(device) - allocated - replay_bytes
+    return [
+        *held,
+        ("activations and temporaries", rest),
+        ("recorded passes", replay_bytes),
+        ("reserved by the allocator, not in use", unused),
+    ]
 
 
 def alive_text(held: Iterable[tuple[str, int]]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,12 @@ class Passes:
     model: nn.Module
     loss: Callable[[Any, Any], Tensor]
     precision: Precision
+    keeps_gradients: ClassVar[bool] = False
+    replay_bytes: ClassVar[int] = 0
+    peak_before: ClassVar[int] = 0
+
+    def forget(self) -> None:
+        """Nothing is held between two passes."""
 
     def __call__(self, batch: Any, factor: float | Tensor, *, cached: bool = True) -> Tensor:
         from oomph.workload import Workload
@@ -42,21 +48,41 @@ class RecordedPasses:
     """The same, replayed. One recording for each shape of batch and factor.
 
     A factor that is a tensor is another one at every pass: it is copied in, as the batch is. All recordings
-    share their memory: they run one after the other, and a loss is copied out before the next."""
+    share their memory: they run one after the other, and a loss is copied out before the next.
+
+    replay_bytes: what a replay uses at most of the recordings' memory, which the allocator does not count.
+    peak_before: its peak before the last recording, which is measured from zero.
+    """
+
+    keeps_gradients = True
 
     def __init__(self, passes: Passes) -> None:
         self.passes = passes
+        self.replay_bytes = self.peak_before = 0
+        self._trained = [each for each in passes.model.parameters() if each.requires_grad]
+        self._added_to: list[Tensor] = []  # those that have a gradient
         self._pool: Any = None
         # One for warming up and recording: on each stream the matrix products hold memory of their own.
         self._stream: torch.cuda.Stream | None = None
-        self.held = 0  # bytes that a replay needs of it at most, which the allocator does not count
         self._recorded: dict[Any, tuple[torch.cuda.CUDAGraph, Any, Tensor]] = {}
+
+    def forget(self) -> None:
+        """Give back what the recordings hold, before something that needs room beside them or in their place.
+        The next pass of each shape is recorded anew."""
+        if self._recorded:
+            torch.cuda.synchronize()  # a replay may be under way
+            self._recorded.clear()
+            self._pool, self.replay_bytes = None, 0
+            torch.cuda.empty_cache()
 
     def __call__(self, batch: Any, factor: float | Tensor) -> Tensor:
         given = (batch, factor)
         key = _shape(given)
         if key not in self._recorded:
             self._recorded[key] = self._record(given)
+            self._added_to = [each for each in self._trained if each.grad is not None]
+        if any(each.grad is None for each in self._added_to):
+            raise RuntimeError("gradients that recorded passes add to were freed: zero them in place")
         graph, inputs, loss = self._recorded[key]
         for place, leaf in zip(tree_leaves(inputs), tree_leaves(given), strict=True):
             if isinstance(place, Tensor):
@@ -66,21 +92,23 @@ class RecordedPasses:
 
     def _record(self, given: tuple[Any, float | Tensor]) -> tuple[torch.cuda.CUDAGraph, Any, Tensor]:
         inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, given)
-        trained = [each for each in self.passes.model.parameters() if each.requires_grad]
-        before = [None if each.grad is None else each.grad.clone() for each in trained]
+        before = [_kept(each.grad) for each in self._trained]
         state = rng_state()
         if self._stream is None:
-            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 self.passes(*inputs, cached=False)
         torch.cuda.current_stream().wait_stream(self._stream)
-        for each, old in zip(trained, before, strict=True):
+        for each, old in zip(self._trained, before, strict=True):
             # A parameter without a share in the loss has no gradient, recorded or not.
             if each.grad is not None:
                 each.grad.zero_() if old is None else each.grad.copy_(old)
         graph = torch.cuda.CUDAGraph()
+        self.peak_before = max(self.peak_before, torch.cuda.max_memory_allocated())
         torch.cuda.reset_peak_memory_stats()
         allocated = torch.cuda.memory_allocated()
         # The thread that pins batches goes on meanwhile: what it asks of the driver is not part of the pass.
@@ -89,9 +117,14 @@ class RecordedPasses:
         )
         with recording:
             loss = self.passes(*inputs, cached=False)
-        self.held = max(self.held, torch.cuda.max_memory_allocated() - allocated)
+        self.replay_bytes = max(self.replay_bytes, torch.cuda.max_memory_allocated() - allocated)
         set_rng_state(state)  # as if the first replay were the first pass
         return graph, inputs, loss
+
+
+def _kept(gradient: Tensor | None) -> Tensor | None:
+    """What warming up would add to. Of zeros, as between two steps, nothing need be kept."""
+    return gradient.clone() if gradient is not None and bool(gradient.any()) else None
 
 
 def _shape(given: Any) -> tuple[Any, ...]:

@@ -30,7 +30,7 @@ class Readings:
         self._waiting: deque[tuple[int, Tensor, torch.cuda.Event | None, Any]] = deque()
 
     def put(self, step: int, loss: Tensor, norm: Tensor | None, doubt: Tensor, batches: Any) -> None:
-        """doubt: 0 where the step was made, nan where it was not."""
+        """doubt: 0, or nan where the step was not made."""
         parts = [loss, doubt] if norm is None else [loss, doubt, norm]
         numbers = torch.stack([part.detach().to(torch.float32).reshape(()) for part in parts])
         event = None

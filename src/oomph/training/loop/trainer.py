@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.training.checkpoints import Checkpoints, rng_state, set_rng_state
-from oomph.training.config import TrainConfig
+from oomph.training.config import Stage, TrainConfig
 from oomph.training.data import Data
 from oomph.training.loop.batches import at_most, counted_tokens, moved, stage_at
 from oomph.training.loop.before import Before
@@ -76,7 +75,7 @@ class Trainer:
         trained = [each for each in self.model.parameters() if each.requires_grad]
         self.updates = Updates(self.optimizer, trained, options.clip, self.precision)
         passes = Passes(self.model, workload.loss, self.precision)
-        self.pass_: Callable[[Any, float | Tensor], Tensor] = passes
+        self.pass_: Passes | RecordedPasses = passes
         if options.cuda_graph and device.type == "cuda":
             self.pass_ = RecordedPasses(passes)
         self.schedule = Schedule.of(options, options.steps)
@@ -88,6 +87,7 @@ class Trainer:
         self._resumed = False
         self._saved_at: int | None = None
         self._skipped = 0  # steps in a row
+        self._stage: Stage | None = None  # of the last step
         self._not_logged: Reading | None = None
         self._pace = Pace()
         if self.updates.in_backward and any(stage.accumulate > 1 for stage in config.stages):
@@ -116,7 +116,7 @@ class Trainer:
     def run(self) -> Outcome:
         try:
             self.metrics = Metrics(self.folder, self.step if self._resumed else None)
-            with Stopping() as stopping:
+            with Stopping(self.listener.said) as stopping:
                 return self._steps(stopping)
         except torch.OutOfMemoryError as error:  # in evaluation: between two steps
             raise self._out_of_memory(error, None) from error
@@ -174,15 +174,19 @@ class Trainer:
 
     def _one_step(self) -> bool:
         before = Before.of(self.data.train, self.device)
-        batches = self._batches(before)
+        stage = stage_at(self.config.stages, self.step)
+        batches = self._batches(before, stage)
         if not batches:
             return False
+        if stage != self._stage:
+            self.pass_.forget()  # the shapes of a stage that is over
+            self._stage = stage
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * self.schedule.share(self.step)
         try:
             loss = self._passes(batches)
             update = self.updates.step(loss)
-            self.optimizer.zero_grad(set_to_none=not isinstance(self.pass_, RecordedPasses))
+            self.optimizer.zero_grad(set_to_none=not self.pass_.keeps_gradients)
         except RuntimeError as error:
             if not ran_out_of_memory(error):
                 raise
@@ -191,10 +195,10 @@ class Trainer:
         self.readings.put(self.step, loss, update.norm, update.doubt, batches)
         return True
 
-    def _batches(self, before: Before) -> list[Any]:
+    def _batches(self, before: Before, stage: Stage) -> list[Any]:
         """Those of a step; none at the end of the data. What was trained so far outlives data that fail."""
         try:
-            return list(at_most(self.data.train, stage_at(self.config.stages, self.step).accumulate))
+            return list(at_most(self.data.train, stage.accumulate))
         except Exception:
             self._save(before)
             self.checkpoints.wait()
@@ -235,8 +239,7 @@ class Trainer:
         self.listener.stepped(report)
 
     def _report(self, reading: Reading) -> StepReport:
-        recorded = self.pass_.held if isinstance(self.pass_, RecordedPasses) else 0
-        memory = memory_now(self.device, recorded)
+        memory = memory_now(self.device, self.pass_.replay_bytes, self.pass_.peak_before)
         return StepReport(
             step=reading.step,
             loss=reading.loss,
@@ -303,6 +306,7 @@ class Trainer:
                 self.listener.evaluated(self.step, {})
             return {}
         held_out = (batch for batches_ in ((first,), batches) for batch in batches_)
+        self.pass_.forget()  # an evaluation is not recorded, and would need its memory beside theirs
         found = evaluate(self.model, held_out, options.eval_batches, self.device, self.precision)
         assert self.metrics is not None
         self.metrics.write("evaluation", self.step, found)
@@ -356,7 +360,7 @@ class Trainer:
 
     def _out_of_memory(self, error: BaseException, before: Before | None) -> OutOfMemory:
         """The state as it was before the step, saved, and what was alive when it failed."""
-        held = alive(self.model, self.optimizer, self.device)
+        held = alive(self.model, self.optimizer, self.device, self.pass_.replay_bytes)
         again = "resume from the newest checkpoint"
         why_not = ""
         if before is not None and self.updates.in_backward:

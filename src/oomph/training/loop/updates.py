@@ -16,8 +16,8 @@ from oomph.training.loop.precision import Precision
 
 @dataclass(frozen=True)
 class Update:
-    """norm: of all gradients, before clipping; None where it was not asked for. doubt: on the device, 0 where
-    the step was made and nan where it was not."""
+    """norm: of all gradients, before clipping; None where it was not asked for. doubt: on the device, nan
+    where the loss, or the norm that was looked at, is not finite, so that the step was not made; else 0."""
 
     norm: Tensor | None
     doubt: Tensor
