@@ -46,7 +46,8 @@ def test_predict_takes_a_config_and_overrides(fake_predict, capsys):
 
 
 def test_a_configs_own_limit_is_that_of_its_prediction(fake_predict, capsys):
-    for more, limit in (([], "3GiB"), (["--max", "2GiB"], "2GiB")):
+    """The smaller of the two, as the run would have it."""
+    for more, limit in (([], "3GiB"), (["--max", "2GiB"], "2GiB"), (["--max", "4GiB"], "3GiB")):
         fake_predict.calls.clear()
         run(["predict", TINY, "training.memory_limit=3GiB", *more])
         ((_, options),) = fake_predict.calls

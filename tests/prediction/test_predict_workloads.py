@@ -18,6 +18,8 @@ def test_accumulation_keeps_the_activations_of_one_part_only():
     once = oomph.predict(stack_workload(optimizer=None))
     four = oomph.predict(stack_workload(optimizer=None, accumulate=4))
     assert four.peak.allocated == pytest.approx(once.peak.allocated, rel=0.05)
+    forwards = [event for event in four.events if event.label == "forward"]
+    assert len(forwards) == 3 * 4
 
 
 def test_without_an_optimizer_there_is_no_state_and_gradients_stay():

@@ -94,7 +94,8 @@ def _trace(options: PredictOptions) -> Prediction:
                 from oomph.fixes.words import parse_fixes
 
                 target = apply(parse_fixes(options.fixes), workload_of(target, options.target))
-            limit = options.max or config_limit(options.target, options.overrides)
+            limits = (options.max, config_limit(options.target, options.overrides))
+            limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
             return predict(target, gpu=options.gpu, max=limit, progress=report)
         except SystemExit as error:
             # Passed on, the program's own status would read as our verdict.

@@ -9,6 +9,7 @@ from oomph.errors import OomphError
 from oomph.fixes.applying import apply
 from oomph.fixes.catalogue import all_fixes, find, why_not_both
 from oomph.fixes.fix import Patient
+from oomph.fixes.short_steps import can_be_told, told
 from oomph.prediction.predict import predict
 from oomph.records import FIX_KINDS, FixKind, Prediction, Proposal
 from oomph.workload import Workload
@@ -37,21 +38,28 @@ def propose(
         for proposal in fix.found(patient)
         if not any(why_not_both(proposal.use, use) for use in workload.fixes)
     ]
+    short = can_be_told(workload, prediction)
     proposals = []
     for number, proposal in enumerate(found):
         if progress is not None:
             progress(f"predicting with {proposal.fix}", number / len(found))
-        proposals.append(priced(proposal, patient))
+        proposals.append(priced(proposal, patient, short))
     useful = [proposal for proposal in proposals if proposal.saving is None or proposal.saving > 0]
     return sorted(useful, key=lambda proposal: -(proposal.saving or 0))
 
 
-def priced(proposal: Proposal, patient: Patient) -> Proposal:
-    """The proposal with its peak, saving and slowdown, from a prediction with the fix in."""
+def priced(proposal: Proposal, patient: Patient, short: bool = False) -> Proposal:
+    """The proposal with its peak, saving and slowdown, from a prediction with the fix in.
+
+    `short`: from steps of fewer batches than the Workload accumulates.
+    """
     before = patient.prediction
     try:
         fixed = apply(proposal, patient.workload)
-        after = predict(fixed, gpu=before.gpu, max=before.limit)
+        if short:
+            after = told(fixed, before.gpu, before.limit)
+        else:
+            after = predict(fixed, gpu=before.gpu, max=before.limit)
     except OomphError as error:
         note = f"{proposal.note}; not predicted: {error}" if proposal.note else f"not predicted: {error}"
         return replace(proposal, note=note)

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from oomph.errors import UserError
 from oomph.prediction import returned
 from oomph.prediction.allocator_settings import allocator_settings
-from oomph.prediction.rounds import Rounds
 from oomph.prediction.trace.pretend_cuda import DEVICE
 from oomph.prediction.trace.tracer import Tracer
 from oomph.workload import Workload
@@ -44,8 +43,6 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
     def step(number: int) -> None:
         nonlocal loss
         passes = workload.passes(batch)
-        a_round = len(passes) // workload.accumulate
-        rounds = Rounds(tracer)
         for index, (part, factor) in enumerate(passes):
             of = f" (part {index + 1} of {len(passes)})" if len(passes) > 1 else ""
             progress(f"step {number} of {STEPS}: forward{of}", _done(number, index / len(passes)))
@@ -57,11 +54,6 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
             progress(f"step {number} of {STEPS}: backward{of}", _done(number, (index + 0.3) / len(passes)))
             scaled.backward()
             del scaled
-            made, unfinished = divmod(index + 1, a_round)
-            # A log is compared with that of a real run, op by op.
-            if not unfinished and tracer.log is None and rounds.repeats():
-                rounds.count_again(workload.accumulate - made)
-                break
         if optimizer is not None:
             progress(f"step {number} of {STEPS}: optimizer", _done(number, 0.95))
             optimizer.step()

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -126,43 +122,3 @@ def test_half_trained_weights_are_not_exported(tmp_path: Path) -> None:
     assert any("no weights are written" in message for message in notes.messages)
     trained(tmp_path / "run", resume=True, export_to=str(file))
     assert file.exists()
-
-
-LONG = """
-import hashlib, sys
-from oomph.training.loop.stopping import Stopping
-
-with Stopping(lambda told: print(told, flush=True)):
-    print("begun", flush=True)
-    for _ in range(30):
-        hashlib.pbkdf2_hmac("sha256", b"a", b"b", int(sys.argv[1]))  # Python is not come back to in it
-"""
-
-
-def test_a_signal_in_a_long_computation_is_answered_and_a_second_one_ends_it() -> None:
-    began = time.perf_counter()
-    hashlib.pbkdf2_hmac("sha256", b"a", b"b", 200_000)
-    minute = int(200_000 * 60 / (time.perf_counter() - began))
-    command = [sys.executable, "-c", LONG, str(minute)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        assert program.stderr is not None
-        assert program.stdout.readline() == "begun\n"
-        program.send_signal(signal.SIGINT)
-        told = program.stdout.readline()
-        assert told == "SIGINT: the step under way is finished and saved; once more ends at once\n"
-        program.send_signal(signal.SIGINT)
-        began = time.perf_counter()
-        assert program.wait(50) == 130
-        assert time.perf_counter() - began < 30
-        assert "ended in the middle of a step; what was saved before is as it was" in program.stderr.read()
-
-
-def test_a_step_that_ends_soon_is_not_spoken_of() -> None:
-    told: list[str] = []
-    with Stopping(told.append) as stopping:
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert stopping.asked == "SIGTERM"
-    time.sleep(1)
-    assert told == []
-    assert signal.set_wakeup_fd(-1) == -1

@@ -114,6 +114,7 @@ class Batches(Generic[Dataset]):
         self._identity = dict(identity)
         self._loader: Any = None
         self._iterator: Any = None
+        self.opened_by = os.getpid()
         _OPENED.add(self)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -206,7 +207,8 @@ _OPENED: weakref.WeakSet[Batches[Any]] = weakref.WeakSet()
 def _close_all() -> None:
     """A program that ends waits for its processes, and a worker leaves signals to the run."""
     for batches in list(_OPENED):
-        batches.close()
+        if batches.opened_by == os.getpid():  # not in a child that was forked, whose worker it is not
+            batches.close()
 
 
 def _nothing() -> None:

@@ -116,7 +116,7 @@ class Trainer:
     def run(self) -> Outcome:
         try:
             self.metrics = Metrics(self.folder, self.step if self._resumed else None)
-            with Stopping(self.listener.said) as stopping:
+            with Stopping() as stopping:
                 return self._steps(stopping)
         except torch.OutOfMemoryError as error:  # in evaluation: between two steps
             raise self._out_of_memory(error, None) from error
