@@ -158,6 +158,29 @@ def test_the_memory_of_replays_counts_as_that_of_passes_as_they_are() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_is_forgotten_is_free_and_recorded_anew_gives_the_same() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 2048), nn.Dropout(0.5), nn.Linear(2048, 1)).cuda()
+    plain = Passes(model, lambda model, batch: model(batch["x"]).square().mean(), _plain("cuda"))
+    batches = [{"x": torch.randn(1 << 16, 512, device="cuda")} for _ in range(4)]
+
+    def gradients(passes: Any, forgets: bool) -> list[Tensor]:
+        torch.manual_seed(1)
+        model.zero_grad(set_to_none=True)
+        for batch in batches:
+            passes(batch, 0.5)
+            if forgets:  # in the middle of a step: what was added so far stays
+                held = torch.cuda.memory_reserved()
+                passes.forget()
+                assert torch.cuda.memory_reserved() < held - (256 << 20)
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    right = gradients(plain, forgets=False)
+    torch.testing.assert_close(gradients(RecordedPasses(plain), forgets=True), right)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_thread_may_pin_batches_while_a_pass_is_recorded() -> None:
     """As the one does that takes them from a data worker; all are kept, so that none is used again."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(200))).cuda()
