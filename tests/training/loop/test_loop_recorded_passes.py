@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +97,9 @@ def test_gradients_that_were_freed_are_not_missed_in_silence(recordings: list[An
 def test_recordings_are_forgotten_for_another_stage_and_for_an_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A curriculum of two, two and then more steps; an evaluation after the fifth."""
+    """A curriculum of two, two and then more steps; an evaluation after the fifth, and at the end."""
     forgot: list[int] = []
+    in_their_place: list[int] = []
     seen: list[Trainer] = []
     begin = Trainer.begin
 
@@ -105,9 +108,16 @@ def test_recordings_are_forgotten_for_another_stage_and_for_an_evaluation(
         begin(trainer)
 
     monkeypatch.setattr(Trainer, "begin", watched)
+    @contextmanager
+    def evaluating(self: Passes) -> Iterator[None]:
+        in_their_place.append(seen[0].step)
+        yield
+
     monkeypatch.setattr(Passes, "forget", lambda self: forgot.append(seen[0].step))
+    monkeypatch.setattr(Passes, "in_their_place", evaluating)
     trained(tmp_path / "run", ["training.eval_every=5", "training.steps=6"], "hatchling")
-    assert forgot == [0, 2, 4, 5, 6]
+    assert forgot == [0, 2, 4]
+    assert in_their_place == [5, 6]
 
 
 @pytest.mark.parametrize("as_tensor", [pytest.param(each, marks=on_a_gpu) for each in (False, True)])
@@ -177,6 +187,27 @@ def test_what_is_forgotten_is_free_and_recorded_anew_gives_the_same() -> None:
 
     right = gradients(plain, forgets=False)
     torch.testing.assert_close(gradients(RecordedPasses(plain), forgets=True), right)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_work_in_the_place_of_recordings_holds_no_memory_after_it() -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+    model = nn.Linear(512, 512).cuda()
+    passes = RecordedPasses(Passes(model, lambda model, batch: model(batch["x"]).mean(), _plain("cuda")))
+    batch = {"x": torch.randn(1 << 16, 512, device="cuda")}
+    right = passes(batch, 1.0)
+    passes.forget()
+    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    with passes.in_their_place(), torch.no_grad():
+        found = model(batch["x"]).mean()
+        assert torch.cuda.memory_reserved() < reserved + 2 * batch["x"].nbytes
+        torch.testing.assert_close(found, right)
+        del found
+    assert torch.cuda.memory_allocated() == allocated
+    with torch.no_grad():
+        model(batch["x"])
+    assert torch.cuda.memory_allocated() > allocated + (8 << 20)  # what another stream costs
 
 
 @pytest.mark.gpu

@@ -306,12 +306,12 @@ class Trainer:
                 self.listener.evaluated(self.step, {})
             return {}
         held_out = (batch for batches_ in ((first,), batches) for batch in batches_)
-        self.pass_.forget()  # an evaluation is not recorded, and would need its memory beside theirs
-        found = evaluate(self.model, held_out, options.eval_batches, self.device, self.precision)
-        assert self.metrics is not None
-        self.metrics.write("evaluation", self.step, found)
-        self.listener.evaluated(self.step, found)
-        self._sample(first)
+        with self.pass_.in_their_place():
+            found = evaluate(self.model, held_out, options.eval_batches, self.device, self.precision)
+            assert self.metrics is not None
+            self.metrics.write("evaluation", self.step, found)
+            self.listener.evaluated(self.step, found)
+            self._sample(first)
         self._pace.leave_out(time.perf_counter() - began)
         return found
 
