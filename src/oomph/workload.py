@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,8 @@ _FLOAT_DTYPES = {
     "float": torch.float32,
     "double": torch.float64,
 }
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def default_loss(model: Any, batch: Any) -> torch.Tensor:
@@ -107,6 +111,7 @@ class Workload:
     `model` and `batch` are functions, so that nothing of their size need exist to describe them.
     `optimizer=None` stands for forward and backward only. `sizes` names the numbers that oomph may
     vary; they are passed to `batch` by keyword. `allocator` is what PYTORCH_CUDA_ALLOC_CONF is set to.
+    `deterministic` asks for kernels that give the same bits at every run, some of which need more memory.
     `fixes` tells what `oomph.apply` has put in.
     """
 
@@ -120,6 +125,7 @@ class Workload:
     sizes: Mapping[str, int] | None = None
     micro_batches: MicroBatches | None = None
     allocator: str | None = None
+    deterministic: bool = False
     fixes: tuple[FixUse, ...] = ()
 
     def __post_init__(self) -> None:
@@ -218,3 +224,30 @@ def set_allocator(settings: str) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"torch refuses allocator={settings!r}: {reason}") from error
+
+
+@contextmanager
+def deterministic_algorithms(wanted: bool = True) -> Iterator[None]:
+    """Torch's deterministic kernels, as a Workload's `deterministic` says; before the first matrix product.
+
+    An op that has none raises, and names itself."""
+    if not wanted:
+        yield
+        return
+    enabled, warn_only = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    new_memory: Any = torch.utils.deterministic
+    filling = new_memory.fill_uninitialized_memory
+    workspace = os.environ.get(_WORKSPACE)
+    os.environ.setdefault(_WORKSPACE, ":4096:8")  # torch insists: with another, cuBLAS is not deterministic
+    torch.use_deterministic_algorithms(True)
+    new_memory.fill_uninitialized_memory = False  # every result would be written twice
+    try:
+        yield
+    finally:
+        new_memory.fill_uninitialized_memory = filling
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        if workspace is None:
+            del os.environ[_WORKSPACE]

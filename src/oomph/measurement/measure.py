@@ -18,7 +18,7 @@ from oomph.errors import UserError
 from oomph.measurement.allocator import allocator_set_to
 from oomph.records import Measurement, Peak, StepPeak
 from oomph.units import counted
-from oomph.workload import Workload
+from oomph.workload import Workload, deterministic_algorithms
 
 Target = Workload | Callable[[], Any]
 Moment = Literal["setup", "begin", "forward", "backward", "optimizer", "end"]
@@ -166,6 +166,11 @@ def run_steps(target: Target, device: torch.device, steps: int, on_moment: Liste
 
 
 def _run_workload(workload: Workload, device: torch.device, steps: int, on_moment: Listener) -> None:
+    with deterministic_algorithms(workload.deterministic):
+        _build_and_step(workload, device, steps, on_moment)
+
+
+def _build_and_step(workload: Workload, device: torch.device, steps: int, on_moment: Listener) -> None:
     assert workload.dtype is None or isinstance(workload.dtype, torch.dtype)
     assert workload.autocast is None or isinstance(workload.autocast, torch.dtype)
     model = workload.model()

@@ -16,7 +16,7 @@ from oomph.prediction import returned
 from oomph.prediction.allocator_settings import allocator_settings
 from oomph.prediction.trace.pretend_cuda import DEVICE
 from oomph.prediction.trace.tracer import Tracer
-from oomph.workload import Workload
+from oomph.workload import Workload, deterministic_algorithms
 
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
 Progress = Callable[[str, float | None], None]
@@ -24,6 +24,11 @@ Progress = Callable[[str, float | None], None]
 
 def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None:
     """Build on the host, move to the GPU, then three times forward, backward, update."""
+    with deterministic_algorithms(workload.deterministic):
+        _build_and_step(workload, tracer, progress)
+
+
+def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> None:
     allocator_settings(workload.allocator)  # a mistake there is told before the work, not after
     tracer.allocator = workload.allocator
     progress("building the model", None)

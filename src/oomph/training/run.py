@@ -13,7 +13,7 @@ from oomph.errors import UserError
 from oomph.training.checkpoints import export
 from oomph.training.config import TrainConfig
 from oomph.training.data import open_data
-from oomph.training.loop.failures import OutOfMemory
+from oomph.training.loop.failures import OutOfMemory, without_deterministic_kernel
 from oomph.training.loop.listener import Listener, Silent
 from oomph.training.loop.memory import limit_memory
 from oomph.training.loop.trainer import Outcome, Trainer
@@ -27,7 +27,7 @@ from oomph.training.run_folder import (
 )
 from oomph.training.workloads import workload
 from oomph.units import parse_bytes
-from oomph.workload import set_allocator
+from oomph.workload import deterministic_algorithms, set_allocator
 
 
 def train(
@@ -46,7 +46,7 @@ def train(
     _check_model(config)
     with alone_in(folder):
         check_folder(config, folder, resume)  # another run may have begun and ended since
-        with one_line_of_the_disk(folder):
+        with one_line_of_the_disk(folder), deterministic_algorithms(config.training.deterministic):
             return _train(config, folder, resume, listener, export_to)
 
 
@@ -83,6 +83,11 @@ def _train(
     write_config(config, folder)
     try:
         outcome = trainer.run()
+    except RuntimeError as error:
+        op = without_deterministic_kernel(error)
+        if op is None:
+            raise
+        raise UserError(f"training.deterministic=True cannot be; torch has no deterministic {op}") from error
     finally:
         data.train.close()
     if export_to is not None and outcome.stopped is not None:

@@ -43,6 +43,7 @@ def workload(config: TrainConfig, *, stage: Stage | None = None, most_passes: in
         autocast=config.training.autocast,
         accumulate=passes,
         sizes=sizes,
+        deterministic=config.training.deterministic,
     )
     return apply(config.fixes, plain)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -44,7 +46,11 @@ class _Tracer(Protocol):
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
-    """The default of CUBLAS_WORKSPACE_CONFIG: 32 MiB on Hopper and later, about 8 MiB before."""
+    """What CUBLAS_WORKSPACE_CONFIG asks for, sizes in KiB times numbers of them, or else torch's default:
+    32 MiB on Hopper and later, about 8 MiB before (ATen/cuda/CublasHandlePool.cpp)."""
+    asked = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if asked:
+        return 1024 * sum(int(size) * int(number) for size, number in asked)
     return 32 << 20 if capability[0] >= 9 else (4096 * 2 + 16 * 8) * 1024
 
 

@@ -40,6 +40,7 @@ class TrainingConfig(Section):
     device: null is a GPU where there is one, else the CPU. gradient_checkpointing: the fix "recompute".
     on_nan: what a loss that is not finite does. save: false writes no checkpoints at all.
     cuda_graph: record a pass once and replay it; for models so small that starting kernels is most of a step.
+    deterministic: the same bits at every run; on a GPU attention's backward does not give them by itself.
     memory_limit: "23GiB"; the GPU may hold more, but this process does not use it.
     """
 
@@ -64,6 +65,7 @@ class TrainingConfig(Section):
     gradient_checkpointing: bool = False
     save: bool = True
     cuda_graph: bool = False
+    deterministic: bool = False
     memory_limit: Annotated[str | None, SizeWord, Size] = None
 
 
