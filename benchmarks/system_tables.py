@@ -156,8 +156,7 @@ def training(results: Path = RESULTS) -> str:
         f"Measured on one {rows[0]['gpu']} (`benchmarks/training.py`). The loss is the mean over a tenth "
         "of the steps at either end; speed is in tokens, for ginr in images, in brackets where runs shared "
         "the GPU. The allocator does not count what replays of recorded passes (`training.cuda_graph`) use: "
-        "theirs is what is allocated beside them and what a pass took while it was recorded. An evaluation "
-        "holds 33 MiB more there, for matrix products on a stream of its own; npt_small begins with one.",
+        "theirs is what is allocated beside them and what a pass took while it was recorded.",
         "",
         "| run | steps | per step | per second | peak | predicted | loss | held out |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",

@@ -27,6 +27,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 14, 34, 26  # its margins
 HEAD = 62
 _SMOOTHED = 25  # a mean is taken over a part of the curve to either side; short ones are drawn as they are
 _ORDERS = 20  # highest over lowest loss from which on the axis is logarithmic
+_LONG_NAME = 30  # letters
 MORE_STYLE = """
   .line { stroke-width: 1.8; fill: none } .raw { fill: #8c959f; opacity: .55 }
   .panel { font-size: 12px } .frame { stroke: #d8dee4; fill: none }
@@ -74,7 +75,8 @@ def smoothed(curve: Curve) -> Curve:
 
 def _panel(row: Mapping[str, Any], curve: Curve) -> Iterator[str]:
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
-    yield f'<text class="panel" x="{LEFT}" y="{TOP - 20}">{escape(row["name"])}</text>'
+    narrow = ' style="font-size: 11px"' if len(row["name"]) > _LONG_NAME else ""
+    yield f'<text class="panel" x="{LEFT}" y="{TOP - 20}"{narrow}>{escape(row["name"])}</text>'
     if not curve:
         yield f'<text class="tick" x="{LEFT}" y="{TOP + 14}">no finite losses</text>'
         return
@@ -94,7 +96,7 @@ def _panel(row: Mapping[str, Any], curve: Curve) -> Iterator[str]:
     digits = next((n for n in (2, 3, 4) if f"{least:.{n}g}" != f"{most:.{n}g}"), 5)
     for value in (most, least):
         y = place(1, value)[1]
-        label = f"{value:.{digits}g}"
+        label = figure(value, digits)
         yield f'<text class="tick" x="{LEFT - 5}" y="{y + 4:.1f}" text-anchor="end">{label}</text>'
     for step, anchor in ((1, "start"), (last, "end")):
         x = place(step, least)[0]
@@ -103,6 +105,13 @@ def _panel(row: Mapping[str, Any], curve: Curve) -> Iterator[str]:
         yield f'<circle class="raw" cx="{x:.1f}" cy="{y:.1f}" r="1.3"/>'
     line = "L".join(f"{x:.1f} {y:.1f}" for x, y in (place(*point) for point in smoothed(curve)))
     yield f'<path class="line front" style="opacity: 1" d="M{line}"/>'
+
+
+def figure(value: float, digits: int) -> str:
+    """5.9e-4 rather than 0.00059, which has no room beside the axis."""
+    if 0 < abs(value) < 1e-3:
+        return f"{value:.{digits - 1}e}".replace("e-0", "e-")
+    return f"{value:.{digits}g}"
 
 
 def about(row: Mapping[str, Any]) -> str:

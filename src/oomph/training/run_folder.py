@@ -22,7 +22,7 @@ _FREE = {
     ("output", "dir"),
     *(("training", key) for key in ("steps", "epochs", "eval_every", "eval_at_start", "eval_batches")),
     *(("training", key) for key in ("save_every", "save", "keep", "log_every", "device", "on_nan")),
-    ("training", "memory_limit"),
+    *(("training", key) for key in ("memory_limit", "deterministic")),
     ("data", "workers"),
 }
 

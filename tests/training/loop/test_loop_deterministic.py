@@ -59,7 +59,7 @@ def test_an_op_without_a_deterministic_kernel_is_named_in_one_line(
         raise RuntimeError(told)
 
     monkeypatch.setattr(Trainer, "_passes", fails)
-    with pytest.raises(UserError, match="torch has no deterministic median CUDA with indices output$"):
+    with pytest.raises(UserError, match=r"torch has no deterministic median CUDA with indices output$"):
         trained(tmp_path / "run", [DETERMINISTIC])
 
 

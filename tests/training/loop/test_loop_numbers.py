@@ -250,6 +250,19 @@ def test_readings_come_in_order_with_the_norm_only_where_there_is_one() -> None:
     assert readings.take() == []
 
 
+def test_the_steps_before_an_evaluation_are_told_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where losses come from the device a step later."""
+    take = Readings.take
+    monkeypatch.setattr(Readings, "take", lambda self, all_of_them=False: take(self) if all_of_them else [])
+    trained(tmp_path / "run", ["training.eval_every=4"])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    told = [(row["kind"], row["step"]) for row in rows if row["kind"] != "sample"]
+    steps = [("train", step) for step in range(1, 7)]
+    assert told == [*steps[:4], ("evaluation", 4), *steps[4:], ("evaluation", 6)]
+
+
 def test_an_evaluation_counts_the_tokens_that_are_predicted_not_the_padding() -> None:
     class Known(nn.Module):
         def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:

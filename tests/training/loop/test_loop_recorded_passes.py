@@ -108,6 +108,7 @@ def test_recordings_are_forgotten_for_another_stage_and_for_an_evaluation(
         begin(trainer)
 
     monkeypatch.setattr(Trainer, "begin", watched)
+
     @contextmanager
     def evaluating(self: Passes) -> Iterator[None]:
         in_their_place.append(seen[0].step)

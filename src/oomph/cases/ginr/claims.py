@@ -42,8 +42,8 @@ def kept_by_solution_1() -> int:
     return 2 * attentions(CONFIG.num_layers) * feed_forward_kept()
 
 
-# PSNR in dB of held-out crops after 400 steps of batch 64, all else equal (benchmarks/results/training.csv).
-MEASURED_DB = {"self": 24.49, "cross": 25.91, "feedforward": 27.12, "residual": 25.42}
+# PSNR in dB of held-out crops after 1,000 steps of batch 64, all else equal (benchmarks/results/training.csv).
+MEASURED_DB = {"self": 27.89, "cross": 31.28, "feedforward": 33.35, "residual": 28.32}
 
 
 def apart(mixing: str, other: str) -> float:
@@ -107,7 +107,8 @@ CLAIMS = (
         "quality of solution 1",
         "-1 to -2 dB, +3 to +5 dB over residual blocks",
         lambda: f"{apart('feedforward', 'self'):+.1f} dB, {apart('feedforward', 'residual'):+.1f} dB",
-        "wrong",
-        "no run is reported; measured after 400 equal steps, where feed-forwards are ahead of self-attention",
+        "in part",
+        "no run is reported; after 1,000 equal steps feed-forwards are ahead of self-attention, and as far "
+        "ahead of residual blocks as claimed",
     ),
 )

@@ -297,6 +297,7 @@ class Trainer:
             raise
 
     def _evaluated(self) -> dict[str, float]:
+        self._read(all_of_them=True)  # told in their order
         options = self.config.training
         began = time.perf_counter()
         batches = iter(self.data.validation())
