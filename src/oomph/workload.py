@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +26,6 @@ _FLOAT_DTYPES = {
     "float": torch.float32,
     "double": torch.float64,
 }
-
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def default_loss(model: Any, batch: Any) -> torch.Tensor:
@@ -147,6 +143,8 @@ class Workload:
                 f"Workload optimizer={self.optimizer!r} is not callable; give a function of the parameters, "
                 "e.g. optimizer=lambda params: torch.optim.AdamW(params), or None"
             )
+        if not isinstance(self.deterministic, bool):
+            raise UserError(f"Workload deterministic={self.deterministic!r} is not valid; give True or False")
         if isinstance(self.accumulate, bool) or not isinstance(self.accumulate, int) or self.accumulate < 1:
             raise UserError(f"Workload accumulate={self.accumulate!r} is not valid; give a whole number >= 1")
         if self.micro_batches is not None and not isinstance(self.micro_batches, MicroBatches):
@@ -224,30 +222,3 @@ def set_allocator(settings: str) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"torch refuses allocator={settings!r}: {reason}") from error
-
-
-@contextmanager
-def deterministic_algorithms(wanted: bool = True) -> Iterator[None]:
-    """Torch's deterministic kernels, as a Workload's `deterministic` says; before the first matrix product.
-
-    An op that has none raises, and names itself."""
-    if not wanted:
-        yield
-        return
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    new_memory: Any = torch.utils.deterministic
-    filling = new_memory.fill_uninitialized_memory
-    workspace = os.environ.get(_WORKSPACE)
-    os.environ.setdefault(_WORKSPACE, ":4096:8")  # torch insists: with another, cuBLAS is not deterministic
-    torch.use_deterministic_algorithms(True)
-    new_memory.fill_uninitialized_memory = False  # every result would be written twice
-    try:
-        yield
-    finally:
-        new_memory.fill_uninitialized_memory = filling
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-        if workspace is None:
-            del os.environ[_WORKSPACE]

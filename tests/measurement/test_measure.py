@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,6 +139,24 @@ def test_autocast_covers_the_loss_and_not_the_backward() -> None:
     workload = Workload(lambda: torch.nn.Linear(2, 2), lambda device: torch.ones(1, 2), loss, autocast="bf16")
     run_steps(workload, CPU, 1, lambda step, moment: None)
     assert seen == [True, False]
+
+
+def test_a_deterministic_step_is_measured_as_one() -> None:
+    asked: list[bool] = []
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        asked.append(torch.are_deterministic_algorithms_enabled())
+        return model(x).sum()
+
+    work = Workload(
+        model=lambda: torch.nn.Linear(2, 2),
+        batch=lambda device: torch.ones(1, 2),
+        loss=loss,
+        deterministic=True,
+    )
+    run_steps(work, CPU, 1, lambda step, moment: None)
+    run_steps(replace(work, deterministic=False), CPU, 1, lambda step, moment: None)
+    assert asked == [True, False]
 
 
 def test_without_an_optimizer_the_gradients_stay() -> None:

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import oomph
+from oomph.deterministic import deterministic_algorithms
+from oomph.errors import UserError
 from oomph.prediction.cuda.workspaces import cublas_workspace_bytes
-from oomph.workload import Workload, deterministic_algorithms
+from oomph.workload import Workload
 
 MiB = 2**20
 B, H, T, D = 1, 8, 4096, 64
@@ -46,6 +48,66 @@ def test_flash_keeps_a_sum_for_every_part_of_the_keys() -> None:
     assert exact - plain == pytest.approx(more_sums + workspaces, abs=MiB)
 
 
+def test_a_program_that_asks_does_not_change_the_next_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+
+    def program() -> None:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True)
+        torch.empty(1, device="cuda")
+
+    before = oomph.predict(attention(False), gpu="a100-80gb").peak.allocated
+    oomph.predict(program)
+    assert oomph.predict(attention(False), gpu="a100-80gb").peak.allocated == before
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
+ROWS, WIDTH = 1 << 16, 256
+
+
+def moved(how: str, deterministic: bool) -> oomph.Prediction:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        rows = model(x)
+        into = torch.zeros_like(rows)
+        index = torch.zeros(ROWS, dtype=torch.int64, device=rows.device)
+        if how == "index_add":
+            return into.index_add(0, index, rows).sum()
+        if how == "scatter_add":
+            whole = torch.zeros(ROWS, WIDTH, dtype=torch.int64, device=rows.device)
+            return into.scatter_add(0, whole, rows).sum()
+        if how == "scatter_add of rows":
+            return into.scatter_add(0, index[:, None].expand(ROWS, WIDTH), rows).sum()
+        return rows.cumsum(0).sum()
+
+    work = Workload(
+        model=lambda: nn.Linear(WIDTH, WIDTH),
+        batch=lambda device: torch.randn(ROWS, WIDTH, device=device),
+        loss=loss,
+        deterministic=deterministic,
+    )
+    return oomph.predict(work, gpu="h200")
+
+
+@pytest.mark.parametrize(
+    ("how", "more"),
+    [
+        ("index_add", ROWS * WIDTH * 4),  # the product with alpha; sorting so few indices is little beside it
+        ("scatter_add", 3 * ROWS * WIDTH * 8),  # an index for every number, sorted with where each came from
+        ("scatter_add of rows", 0),
+    ],
+)
+def test_scatters_sort_their_indices(how: str, more: int) -> None:
+    plain, exact = (moved(how, each).peak.allocated for each in (False, True))
+    assert more <= exact - plain <= 2 * more + 8 * MiB
+
+
+def test_an_op_that_torch_would_refuse_is_told() -> None:
+    told = [note.text for note in moved("cumsum", True).notes]
+    assert told == ["torch has no deterministic cumsum: a run would end with an error"]
+    assert not moved("cumsum", False).notes
+
+
 def test_asking_ends_with_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     oomph.predict(attention(True), gpu="h200")
@@ -59,6 +121,12 @@ def test_what_was_asked_before_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch
     try:
         with deterministic_algorithms():
             assert not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        with pytest.raises(ZeroDivisionError), deterministic_algorithms():
+            print(1 / 0)
+        with deterministic_algorithms():
+            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        oomph.predict(attention(False), gpu="h200")
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     finally:
@@ -76,3 +144,16 @@ def test_the_workspace_of_matrix_products_is_what_the_environment_asks_for(
     if given is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
     assert cublas_workspace_bytes((8, 0)) == right
+
+
+def test_another_workspace_gives_way_for_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch refuses matrix products with it."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    with deterministic_algorithms():
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:2:16:8"
+
+
+def test_a_word_is_neither_true_nor_false() -> None:
+    with pytest.raises(UserError, match="deterministic='no' is not valid; give True or False"):
+        Workload(model=Attention, batch=lambda device: None, deterministic="no")  # type: ignore[arg-type]

@@ -14,11 +14,12 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
 from oomph.measurement.allocator import allocator_set_to
 from oomph.records import Measurement, Peak, StepPeak
 from oomph.units import counted
-from oomph.workload import Workload, deterministic_algorithms
+from oomph.workload import Workload
 
 Target = Workload | Callable[[], Any]
 Moment = Literal["setup", "begin", "forward", "backward", "optimizer", "end"]

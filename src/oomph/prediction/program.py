@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
 from oomph.prediction import returned
 from oomph.prediction.allocator_settings import allocator_settings
 from oomph.prediction.trace.pretend_cuda import DEVICE
 from oomph.prediction.trace.tracer import Tracer
-from oomph.workload import Workload, deterministic_algorithms
+from oomph.workload import Workload
 
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
 Progress = Callable[[str, float | None], None]

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
+from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
 from oomph.training.checkpoints import export
 from oomph.training.config import TrainConfig
 from oomph.training.data import open_data
-from oomph.training.loop.failures import OutOfMemory, without_deterministic_kernel
+from oomph.training.loop.failures import OutOfMemory
 from oomph.training.loop.listener import Listener, Silent
 from oomph.training.loop.memory import limit_memory
 from oomph.training.loop.trainer import Outcome, Trainer
@@ -27,7 +28,7 @@ from oomph.training.run_folder import (
 )
 from oomph.training.workloads import workload
 from oomph.units import parse_bytes
-from oomph.workload import deterministic_algorithms, set_allocator
+from oomph.workload import set_allocator
 
 
 def train(
@@ -83,11 +84,6 @@ def _train(
     write_config(config, folder)
     try:
         outcome = trainer.run()
-    except RuntimeError as error:
-        op = without_deterministic_kernel(error)
-        if op is None:
-            raise
-        raise UserError(f"training.deterministic=True cannot be; torch has no deterministic {op}") from error
     finally:
         data.train.close()
     if export_to is not None and outcome.stopped is not None:

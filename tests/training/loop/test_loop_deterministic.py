@@ -14,6 +14,7 @@ import torch
 from small_runs import assert_equal_runs, config_of, text, trained
 
 from oomph.errors import UserError
+from oomph.training.checkpoints import find
 from oomph.training.loop.trainer import Trainer
 from oomph.training.workloads import workload
 
@@ -50,17 +51,38 @@ def test_the_step_that_is_predicted_is_deterministic_too(tmp_path: Path) -> None
     assert workload(config_of(tmp_path / "run", [DETERMINISTIC, "fixes=[optimizer_8bit]"])).deterministic
 
 
-def test_an_op_without_a_deterministic_kernel_is_named_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = "median CUDA with indices output does not have a deterministic implementation, but you set"
+REFUSED = "median CUDA with indices output does not have a deterministic implementation, but you set"
+TOO_LATE = "... this operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2. ..."
 
+
+@pytest.mark.parametrize(
+    ("of_torch", "told"),
+    [
+        (REFUSED, r"torch has none for median CUDA with indices output$"),
+        (TOO_LATE, r"start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8$"),
+    ],
+)
+def test_what_torch_refuses_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_torch: str, told: str
+) -> None:
     def fails(trainer: Trainer, batches: Any) -> Any:
-        raise RuntimeError(told)
+        raise RuntimeError(of_torch)
 
     monkeypatch.setattr(Trainer, "_passes", fails)
-    with pytest.raises(UserError, match=r"torch has no deterministic median CUDA with indices output$"):
+    with pytest.raises(UserError, match=told):
         trained(tmp_path / "run", [DETERMINISTIC])
+    with pytest.raises(RuntimeError, match="determinis"):  # nobody asked: it is torch's own
+        trained(tmp_path / "plain")
+
+
+def test_what_an_evaluation_refuses_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> Any:
+        raise RuntimeError(REFUSED)
+
+    monkeypatch.setattr("oomph.training.loop.trainer.evaluate", fails)
+    with pytest.raises(UserError, match="torch has none for median"):
+        trained(tmp_path / "run", [DETERMINISTIC, "training.eval_every=4"])
+    assert find(tmp_path / "run" / "checkpoints").step == 4
 
 
 @pytest.mark.gpu

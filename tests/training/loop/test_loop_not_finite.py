@@ -13,6 +13,7 @@ from small_runs import Notes, differences, rows_of, state_of, trained
 from oomph.errors import UserError
 from oomph.training.checkpoints import Checkpoints
 from oomph.training.loop.failures import NotFinite
+from oomph.training.loop.readings import Readings
 
 FUSED = ("fixes=[fused_optimizer]",)
 
@@ -155,6 +156,19 @@ def test_weights_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pyte
     told = "weights of step 4 are not finite, and are not saved; none were saved before; training.clip=1.0"
     with pytest.raises(NotFinite, match=told):
         trained(tmp_path / "run", ["training.clip=null", "training.on_nan=skip"])
+
+
+def test_a_step_whose_updates_are_in_the_weights_is_not_saved_before_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its loss comes from the device only when it is asked for."""
+    take = Readings.take
+    monkeypatch.setattr(Readings, "take", lambda self, all_of_them=False: take(self) if all_of_them else [])
+    with_fault(monkeypatch, nan_loss, 4)
+    overrides = ["fixes=[optimizer_in_backward]", "training.clip=null", "training.eval_every=4"]
+    with pytest.raises(NotFinite, match="resume from the checkpoint before it"):
+        trained(tmp_path / "run", overrides)
+    assert not Checkpoints(tmp_path / "run" / "checkpoints").all()
 
 
 @pytest.mark.parametrize("option", ["training.autocast=float16", "training.clip=1.0"])

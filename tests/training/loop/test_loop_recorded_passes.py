@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,20 @@ def test_what_was_forgotten_is_recorded_anew(recordings: list[Any], monkeypatch:
     passes.forget()
     assert given_back == ["waited", "emptied"]
     assert passes.replay_bytes == 0
+    assert float(passes({"x": torch.ones(3)}, 1.0)) == 3
+    assert len(recordings) == 2
+
+
+def test_work_in_the_place_of_recordings_begins_without_them(
+    recordings: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(RecordedPasses, "_on_one_stream", lambda self: nullcontext())
+    passes = RecordedPasses(Passes(nn.Identity(), lambda model, batch: batch["x"], _plain("cpu")))
+    passes({"x": torch.ones(3)}, 1.0)
+    with passes.in_their_place():
+        assert not passes._recorded
     assert float(passes({"x": torch.ones(3)}, 1.0)) == 3
     assert len(recordings) == 2
 

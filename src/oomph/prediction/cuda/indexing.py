@@ -189,22 +189,59 @@ def _scan(call: Bound, gpu: GPU) -> list[int]:
     aten._unsafe_index_put.default,
 )
 def _index_put(call: Bound, gpu: GPU) -> list[int]:
-    """Accumulating sorts the flattened indices, so that equal ones meet."""
     if not (call["accumulate"] or torch.are_deterministic_algorithms_enabled()):
         return []
-    target, values = call["self"], call["values"]
     given = [index for index in call["indices"] if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in given) or not given:
         return []  # a mask: how many it selects is not known here
     n = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
     indexed = [dim for dim, index in enumerate(call["indices"]) if index is not None]
+    return _sorted_put(call["self"], call["values"], n, indexed)
+
+
+@temporaries(
+    aten.index_add.default, aten.index_add_.default, aten.index_copy.default, aten.index_copy_.default
+)
+def _index_add(call: Bound, gpu: GPU) -> list[int]:
+    """Deterministic, it is an index_put of what is added, which is first multiplied (Indexing.cu,
+    TensorAdvancedIndexing.cpp; read there, not measured). So it is in backward of index_select."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return []
+    target, source = call["self"], call["source"]
+    product = [_nbytes(source)] if "alpha" in call else []
+    dim = call["dim"] % max(target.dim(), 1)
+    return [*product, *_sorted_put(target, source, call["index"].numel(), [dim])]
+
+
+@temporaries(
+    aten.scatter.src,
+    aten.scatter_.src,
+    aten.scatter_add.default,
+    aten.scatter_add_.default,
+    aten.scatter_reduce.two,
+    aten.scatter_reduce_.two,
+)
+def _scatter(call: Bound, gpu: GPU) -> list[int]:
+    """Deterministic, it is an index_put with an index for each dimension, all but one of them views of a few
+    numbers (TensorAdvancedIndexing.cpp; read there, not measured). So it is in backward of gather."""
+    if not torch.are_deterministic_algorithms_enabled() or call.get("reduce", "sum") not in ("sum", "mean"):
+        return []
+    target, index = call["self"], call["index"]
+    dim = call["dim"] % max(target.dim(), 1)
+    if all(step == 0 for other, step in enumerate(index.stride()) if other != dim):
+        return _sorted_put(target, call["src"], index.size(dim) if index.dim() else 1, [dim])
+    return _sorted_put(target, call["src"], index.numel(), list(range(target.dim())))
+
+
+def _sorted_put(target: Tensor, values: Tensor, n: int, indexed: list[int]) -> list[int]:
+    """`n` flattened indices of the dimensions `indexed` are sorted, so that equal ones meet."""
     apart = indexed != list(range(indexed[0], indexed[-1] + 1))
     kept = [size for dim, size in enumerate(target.shape) if dim not in indexed]
     written = n * math.prod(kept)
     slices = math.prod(target.shape[indexed[-1] + 1 :]) if not apart else math.prod(kept)
     span = n * _INDEX
     events = [_copy_unless_contiguous(target), span, span, -span]
-    if len(given) > 1:
+    if len(indexed) > 1:
         events += [span, span, -span, -span]
     if values.numel() < written or not values.is_contiguous():
         events.append(written * values.element_size())

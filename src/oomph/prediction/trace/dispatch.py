@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oomph.errors import UserError
 from oomph.prediction.cuda import kernels, workspaces
 from oomph.prediction.cuda.dtypes import check_dtypes
+from oomph.prediction.cuda.refused import is_refused
 from oomph.prediction.cuda.temporaries import HOST_OUTPUTS, temporaries_of
 from oomph.prediction.trace import estimates
 from oomph.prediction.trace.arguments import tensors_in
@@ -183,6 +184,9 @@ class DispatchMode(TorchDispatchMode):
                 self.tracer.book(tensor, name)
         self.workspaces.after(func, args)
         self._book_temporaries(name, temporaries_of(func, args, kwargs, self.tracer.gpu))
+        if is_refused(func, args, kwargs):
+            told = f"torch has no deterministic {func.overloadpacket.__name__}: a run would end with an error"
+            self.tracer.ledger.note_first(told, self.tracer.who()[0])
 
     def _book_temporaries(self, name: str, sizes: list[int]) -> None:
         held = []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from oomph import deterministic
 from oomph.prediction.trace.patching import Patches
 from oomph.prediction.trace.placement import PlacementMode, device_of
 from oomph.prediction.trace.sites import find_site
@@ -42,7 +43,7 @@ def keep_defaults(patches: Patches) -> None:
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (deterministic.settings, deterministic.set_settings),
         (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
         (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
         (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),

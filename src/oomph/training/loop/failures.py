@@ -32,12 +32,6 @@ def ran_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-def without_deterministic_kernel(error: RuntimeError) -> str | None:
-    """The op that torch refuses to run where only deterministic ones are wanted; None: another error."""
-    op, found, _ = str(error).partition(" does not have a deterministic implementation")
-    return op if found else None
-
-
 def save_batches(folder: Path, reading: Reading) -> Path:
     """The batches of a step that failed, for a look at them: safetensors, one entry per tensor."""
     from oomph.training.data.needs import need

@@ -83,7 +83,7 @@ class RecordedPasses:
     def in_their_place(self) -> Iterator[None]:
         """Other work of the model, an evaluation, in the memory of the passes and not beside it.
 
-        On the stream where they are warmed up and recorded: matrix products hold 33 MiB on each stream that
+        On the stream where they are warmed up and recorded: matrix products hold memory on each stream that
         they have been on, and what was freed on one is not used again on another."""
         self.forget()
         with self._on_one_stream():

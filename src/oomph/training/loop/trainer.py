@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from oomph.deterministic import refusals_told
 from oomph.errors import UserError
 from oomph.training.checkpoints import Checkpoints, rng_state, set_rng_state
 from oomph.training.config import Stage, TrainConfig
@@ -289,15 +290,16 @@ class Trainer:
         raise NotFinite(told)
 
     def _evaluate(self) -> dict[str, float]:
+        self._read(all_of_them=True)  # told before it; and one that must not be saved ends the run here
         try:
-            return self._evaluated()
-        except UserError:  # held-out data that cannot be read: what was trained so far outlives them
+            with refusals_told():
+                return self._evaluated()
+        except UserError:  # such as held-out data that cannot be read: what was trained so far outlives them
             self._save()
             self.checkpoints.wait()
             raise
 
     def _evaluated(self) -> dict[str, float]:
-        self._read(all_of_them=True)  # told in their order
         options = self.config.training
         began = time.perf_counter()
         batches = iter(self.data.validation())
