@@ -44,7 +44,9 @@ def settings() -> Settings:
 
 def set_settings(wanted: Settings) -> None:
     mode, _new_memory.fill_uninitialized_memory, workspace = wanted
-    torch.set_deterministic_debug_mode(mode)
+    if mode != torch.get_deterministic_debug_mode():
+        # Not by its debug mode: this sets Inductor's too (and imports it, so only where something changes).
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
     if workspace is None:
         os.environ.pop(_WORKSPACE, None)
     else:
