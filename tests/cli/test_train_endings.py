@@ -161,6 +161,40 @@ def test_a_terminal_that_is_closed_ends_it_like_any_other_signal(config: Path) -
     assert find("runs/small/checkpoints").step >= 3
 
 
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_what_was_left_to_write_to_a_closed_terminal_does_not_change_the_status(stream: str) -> None:
+    program = f"""
+import contextlib, sys
+import oomph.cli.main as cli
+
+def run(words):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    with contextlib.suppress(OSError):
+        sys.{stream}.write("half a line")
+    return 130
+
+cli.run = run
+cli.main()
+"""
+    ours, its = os.openpty()
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=its,
+        stderr=its,
+        env=buffered,
+        start_new_session=True,
+    )
+    os.close(its)
+    while b"\n" not in os.read(ours, 100):
+        pass
+    os.close(ours)
+    process.communicate(b"go on\n", timeout=60)
+    assert process.returncode == 130
+
+
 def test_a_name_with_braces_does_not_spoil_the_bar(config: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from oomph.cli.streams import let_go_of_streams
 from oomph.errors import OomphError, ProgramError
 
 # typer carries its own copy of click in some versions and uses the installed one in others;
@@ -198,7 +199,9 @@ def diverge(
 
 def main() -> None:
     """The console script, and `python -m oomph`."""
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    let_go_of_streams()
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TextIO
 
 
 def write_stdout(text: str) -> None:
@@ -18,10 +19,25 @@ def write_stdout(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is still buffered would fail again when Python closes stdout at exit.
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        _point_nowhere(sys.stdout)
+
+
+def let_go_of_streams() -> None:
+    """At the end of the process: a reader or a terminal that has gone away does not change how it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:  # closed before the process began
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            _point_nowhere(stream)
+
+
+def _point_nowhere(stream: TextIO) -> None:
+    """What is still buffered would fail again when Python closes the stream at exit, with status 120."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 @contextmanager
