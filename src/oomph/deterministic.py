@@ -13,7 +13,7 @@ from oomph.errors import UserError
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _ACCEPTED = (":4096:8", ":16:8")  # with another, torch refuses matrix products: cuBLAS is not deterministic
-_NO_KERNEL = " does not have a deterministic implementation"
+NO_KERNEL = " does not have a deterministic implementation"  # torch's words
 _TOO_LATE = "not deterministic because it uses CuBLAS"
 _new_memory: Any = torch.utils.deterministic
 Settings = tuple[int, bool, str | None]
@@ -59,7 +59,7 @@ def refusals_told() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        op, refused, _ = str(error).partition(_NO_KERNEL)
+        op, refused, _ = str(error).partition(NO_KERNEL)
         if refused:
             told = f"only deterministic kernels are wanted, and torch has none for {op}"
         elif _TOO_LATE in str(error):

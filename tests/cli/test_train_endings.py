@@ -195,6 +195,17 @@ cli.main()
     assert process.returncode == 130
 
 
+def test_a_long_sample_takes_two_lines_of_the_terminal(config: Path) -> None:
+    screen = io.StringIO()
+    with TrainDisplay(Console(file=screen, width=40), load("small.yaml"), None, None) as display:
+        display.sampled(3, "short")
+        display.sampled(3, "word " * 100)
+    short, long = screen.getvalue().splitlines()
+    assert short == "sample at step 3: short"
+    assert len(long) == 80
+    assert long.endswith("...")
+
+
 def test_a_name_with_braces_does_not_spoil_the_bar(config: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)

@@ -87,7 +87,10 @@ class TrainDisplay:
         )
 
     def sampled(self, step: int, sample: str) -> None:
-        self.said(f"sample at step {step}: {' '.join(sample.split())}")
+        """As much as two lines hold: all of it is in the metrics."""
+        told = f"sample at step {step}: {' '.join(sample.split())}"
+        most = 2 * self.console.width
+        self.said(told if len(told) <= most else f"{told[: most - 3]}...")
 
     def said(self, message: str) -> None:
         # A terminal that is gone must not end the training: what lasts is in the folder.

@@ -51,7 +51,9 @@ def test_a_full_disk_is_known_before_anything_is_copied(
     message = str(caught.value)
     assert "no room on disk for the checkpoint of step 2: it needs 1.0 MiB (10565" in message
     assert "3.0 KiB (3072 bytes) free" in message
-    assert "earlier checkpoints are as they were; make room or keep fewer" in message
+    assert (
+        "checkpoints before it are as they were; make room or keep fewer, and go on with --resume" in message
+    )
     assert "\n" not in message
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 

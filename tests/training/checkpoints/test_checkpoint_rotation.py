@@ -70,9 +70,7 @@ def test_a_corrupt_newest_is_passed_over_with_a_warning(tmp_path: Path) -> None:
     assert latest is not None
     assert latest.step == 1
     assert len(latest.warnings) == 2
-    assert latest.warnings[0].startswith(
-        f"{file} is corrupt: its contents do not match their checksum; delete"
-    )
+    assert latest.warnings[0] == f"{file} is corrupt: its contents do not match their checksum"
     assert "manifest.json is corrupt" in latest.warnings[1]
 
 
@@ -81,7 +79,9 @@ def test_only_corrupt_ones_are_an_error_and_not_a_fresh_start(tmp_path: Path) ->
     save(checkpoints, 1, 2)
     spoil(tmp_path, 1)
     spoil(tmp_path, 2)
-    with pytest.raises(Unsound, match=r"no checkpoint in .* can be used: .*step-00000002.*\(and 1 older\)"):
+    with pytest.raises(
+        Unsound, match=r"no checkpoint in .* can be used: .*step-00000002.*\(and 1 older\); to start"
+    ):
         checkpoints.latest()
 
 

@@ -35,7 +35,7 @@ def test_stop_saves_a_sound_state_and_the_batch_and_names_both(
     file = tmp_path / "run" / "batch_of_step_00000003.safetensors"
     message = str(caught.value)
     assert message.startswith(f"the loss of step 3 was nan; its update was not made, its batch is in {file}")
-    assert "the state is saved at step 3; give training.on_nan=skip" in message
+    assert "the state is saved at step 3; lower the learning rate" in message
     assert "\n" not in message
     batch = load_file(file)
     assert batch["0.input_ids"].shape == (2, 16)
@@ -69,11 +69,14 @@ def test_a_run_stopped_by_nan_goes_on_with_the_next_batch(
 def test_skip_goes_on_and_leaves_the_weights_of_that_step_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixes: tuple[str, ...], fault
 ) -> None:
-    with_fault(monkeypatch, fault, 3)
+    with_fault(monkeypatch, fault, 3, 6 + 3)
     notes = Notes()
     every = [*fixes, "training.save_every=1", "training.keep=9", "training.on_nan=skip"]
+    every.append("training.schedule=constant")
     assert trained(tmp_path / "run", every, listener=notes).step == 6
-    second, third, fourth = (weights_after(tmp_path / "run", step) for step in (2, 3, 4))
+    trained(tmp_path / "ends there", [*every, "training.steps=3"])
+    second, fourth = (weights_after(tmp_path / "run", step) for step in (2, 4))
+    third = weights_after(tmp_path / "ends there", 3)
     assert differences(second["model"], third["model"]) == []
     assert differences(second["optimizer"]["state"], third["optimizer"]["state"]) == []
     assert differences(third["model"], fourth["model"])
@@ -81,6 +84,23 @@ def test_skip_goes_on_and_leaves_the_weights_of_that_step_alone(
     assert "step 3" in told
     assert (tmp_path / "run" / "batch_of_step_00000003.safetensors").exists()
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    assert notes.messages[-1] == "1 step left out, as training.on_nan=skip says"
+
+
+def test_steps_that_are_left_out_push_no_good_checkpoint_out_and_do_not_fill_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oomph.training.loop.failures._MOST_BATCHES", 2)
+    with_fault(monkeypatch, nan_loss, 3, 4, 5, 6)
+    notes = Notes()
+    overrides = ["training.save_every=1", "training.keep=3", "training.on_nan=skip"]
+    trained(tmp_path / "run", overrides, listener=notes)
+    assert [saved.step for saved in Checkpoints(tmp_path / "run" / "checkpoints").all()] == [1, 2, 6]
+    assert len(list((tmp_path / "run").glob("batch_of_step_*"))) == 2
+    assert (
+        "the loss of step 6 was nan; skipped, its batch is not saved, those of 2 others are" in notes.messages
+    )
+    assert notes.messages[-1] == "4 steps left out, as training.on_nan=skip says"
 
 
 def test_gradients_that_are_not_finite_are_told_from_a_loss_that_is_not(

@@ -1,6 +1,6 @@
 """CUDA ops that torch refuses where only deterministic kernels are wanted.
 
-Those that torch's documentation of `use_deterministic_algorithms` lists. A prediction goes on, and says so.
+Those that torch's documentation of `use_deterministic_algorithms` lists. The step ends there, as a run would.
 """
 
 from __future__ import annotations

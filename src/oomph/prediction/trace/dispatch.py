@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oomph.deterministic import NO_KERNEL
 from oomph.errors import UserError
 from oomph.prediction.cuda import kernels, workspaces
 from oomph.prediction.cuda.dtypes import check_dtypes
@@ -185,8 +186,9 @@ class DispatchMode(TorchDispatchMode):
         self.workspaces.after(func, args)
         self._book_temporaries(name, temporaries_of(func, args, kwargs, self.tracer.gpu))
         if is_refused(func, args, kwargs):
-            told = f"torch has no deterministic {func.overloadpacket.__name__}: a run would end with an error"
-            self.tracer.ledger.note_first(told, self.tracer.who()[0])
+            site = self.tracer.who()[0]
+            where = "" if site is None else f" of {site.file}:{site.line}"
+            raise RuntimeError(f"{func.overloadpacket.__name__}{where}{NO_KERNEL}")
 
     def _book_temporaries(self, name: str, sizes: list[int]) -> None:
         held = []

@@ -186,6 +186,6 @@ class Checkpoints:
     def _full(self, step: int, needed: int, free: int) -> UserError:
         return UserError(
             f"no room on disk for the checkpoint of step {step}: it needs {format_bytes(needed)} "
-            f"({needed} bytes) and {self.folder} has {format_bytes(free)} ({free} bytes) free; earlier "
-            "checkpoints are as they were; make room or keep fewer"
+            f"({needed} bytes) and {self.folder} has {format_bytes(free)} ({free} bytes) free; "
+            "checkpoints before it are as they were; make room or keep fewer, and go on with --resume"
         )

@@ -67,11 +67,12 @@ def newest(folder: Path) -> Saved | None:
             found = look_at(path, contents=True)
             return replace(found, warnings=tuple(passed_over.values()), passed_over=tuple(passed_over))
         except Unsound as problem:
-            passed_over[path] = str(problem)
+            passed_over[path] = str(problem).removesuffix(f"; {INSTEAD}")  # which is being done
     warnings = list(passed_over.values())
     if warnings:
         more = f" (and {len(warnings) - 1} older)" if len(warnings) > 1 else ""
-        raise Unsound(f"no checkpoint in {folder} can be used: {warnings[0]}{more}")
+        anew = "to start anew, give another output.dir"
+        raise Unsound(f"no checkpoint in {folder} can be used: {warnings[0]}{more}; {anew}")
     return None
 
 

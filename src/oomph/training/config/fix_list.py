@@ -27,7 +27,8 @@ def read_fixes(given: Any, training: TrainingConfig, problems: Problems) -> tupl
         uses.append(FixUse("recompute"))
     for one, other in combinations(uses, 2):
         if not catalogue.are_the_same(one, other) and (why := catalogue.why_not_both(one, other)):
-            problems.add(f"fixes.{one.fix}.{other.fix}", f"cannot be combined; {why}")
+            both = one.fix if one.fix == other.fix else f"{one.fix}.{other.fix}"
+            problems.add(f"fixes.{both}", f"cannot be combined; {why}")
     if any(use.fix == "optimizer_in_backward" for use in uses):
         _check_gradients_are_not_needed(training, problems)
     if training.cuda_graph:

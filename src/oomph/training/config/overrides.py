@@ -63,7 +63,8 @@ def overrides_from_words(words: Iterable[str]) -> tuple[str, ...]:
             found.append(f"{waiting}={word}")
             waiting = None
         else:
-            raise UserError(f"{word!r} is not an override; give key=value, --key value, or --flag")
+            also = "; configs are taken one at a time" if word.endswith((".yaml", ".yml")) else ""
+            raise UserError(f"{word!r} is not an override; give key=value, --key value, or --flag{also}")
     if waiting is not None:
         found.append(f"{waiting}=true")
     return tuple(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from oomph.errors import UserError
 from oomph.training.loop.memory import alive_text
 from oomph.training.loop.readings import Reading
+
+_MOST_BATCHES = 20
 
 
 class NotFinite(UserError):
@@ -32,10 +35,19 @@ def ran_out_of_memory(error: RuntimeError) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
 
 
-def save_batches(folder: Path, reading: Reading) -> Path:
-    """The batches of a step that failed, for a look at them: safetensors, one entry per tensor."""
+def not_finite_text(reading: Reading) -> str:
+    if reading.norm is not None and math.isfinite(reading.loss):
+        return f"the gradients of step {reading.step} were not finite (norm {reading.norm})"
+    return f"the loss of step {reading.step} was {reading.loss}"
+
+
+def save_batches(folder: Path, reading: Reading) -> str:
+    """The batches of a step that failed, for a look at them: safetensors, one entry per tensor. Returns where
+    they are; a run that leaves many steps out does not fill the disk with them."""
     from oomph.training.data.needs import need
 
+    if sum(1 for _ in folder.glob("batch_of_step_*")) >= _MOST_BATCHES:
+        return f"its batch is not saved, those of {_MOST_BATCHES} others are"
     file = folder / f"batch_of_step_{reading.step:08}.safetensors"
     tensors = {
         f"{number}.{name}": tensor.contiguous()
@@ -44,7 +56,7 @@ def save_batches(folder: Path, reading: Reading) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     need("safetensors.torch", "saving a batch").save_file(_apart(tensors), file)
-    return file
+    return f"its batch is in {file}"
 
 
 def _apart(tensors: dict[str, object]) -> dict[str, object]:

@@ -21,7 +21,13 @@ from oomph.training.loop.batches import at_most, counted_tokens, moved, stage_at
 from oomph.training.loop.before import Before
 from oomph.training.loop.building import built
 from oomph.training.loop.evaluation import evaluate
-from oomph.training.loop.failures import NotFinite, OutOfMemory, ran_out_of_memory, save_batches
+from oomph.training.loop.failures import (
+    NotFinite,
+    OutOfMemory,
+    not_finite_text,
+    ran_out_of_memory,
+    save_batches,
+)
 from oomph.training.loop.listener import Listener, StepReport
 from oomph.training.loop.memory import alive, memory_now
 from oomph.training.loop.metrics import Metrics
@@ -34,6 +40,7 @@ from oomph.training.loop.schedule import Schedule
 from oomph.training.loop.stopping import Stopping
 from oomph.training.loop.updates import Updates, with_own_kernels
 from oomph.training.run_folder import CHECKPOINTS
+from oomph.units import counted
 from oomph.workload import Workload
 
 _MOST_SKIPPED = 20  # in a row: by then it is not the data
@@ -87,7 +94,7 @@ class Trainer:
         self.step = 0
         self._resumed = False
         self._saved_at: int | None = None
-        self._skipped = 0  # steps in a row
+        self._skipped = self._left_out = 0  # steps in a row, and in all
         self._stage: Stage | None = None  # of the last step
         self._not_logged: Reading | None = None
         self._pace = Pace()
@@ -151,7 +158,7 @@ class Trainer:
             if _is_time(self.step, options.eval_every) and not at_end:
                 self._evaluate()
             if _is_time(self.step, options.save_every) and not at_end:
-                self._save()
+                self._save(on_time=True)
             if stopping.asked:
                 break
         stopped = stopping.asked  # a signal from here on has nothing left to stop
@@ -165,6 +172,8 @@ class Trainer:
             self._save()
             self.checkpoints.wait()
             self.listener.said(f"step {self.step} is saved in {self.checkpoints.folder}")
+        if self._left_out:
+            self.listener.said(f"{counted(self._left_out, 'step')} left out, as training.on_nan=skip says")
         return Outcome(self.step, stopped, found)
 
     def _finished(self) -> bool:
@@ -252,30 +261,29 @@ class Trainer:
         )
 
     def _not_finite(self, reading: Reading) -> None:
-        file = save_batches(self.folder, reading)
-        told = f"the loss of step {reading.step} was {reading.loss}"
-        if reading.norm is not None and torch.isfinite(torch.tensor(reading.loss)):
-            told = f"the gradients of step {reading.step} were not finite (norm {reading.norm})"
+        batch = save_batches(self.folder, reading)
+        told = not_finite_text(reading)
         if self.updates.in_backward:
             # Its updates are in the weights already: what is saved before it is what is left.
             raise NotFinite(
-                f"{told}, and its updates were made in backward; its batch is in {file}; "
+                f"{told}, and its updates were made in backward; {batch}; "
                 "resume from the checkpoint before it"
             )
         self._check_weights()
         self._skipped += 1
+        self._left_out += 1
         if self.config.training.on_nan == "skip" and self._skipped < _MOST_SKIPPED:
-            self.listener.said(f"{told}; skipped, its batch is in {file}")
+            self.listener.said(f"{told}; skipped, {batch}")
             return
         for later in self.readings.take(all_of_them=True):
             self._log(later)
         self._write()
         self.checkpoints.wait()
         kept = f"the state is saved at step {self.step}" if self.config.training.save else "nothing is saved"
-        advice = "give training.on_nan=skip to leave such steps out"
+        advice = "lower the learning rate, give training.clip, or leave such steps out: training.on_nan=skip"
         if self.config.training.on_nan == "skip":
             advice = f"{_MOST_SKIPPED} in a row: lower the learning rate, or give training.clip"
-        raise NotFinite(f"{told}; its update was not made, its batch is in {file}, {kept}; {advice}")
+        raise NotFinite(f"{told}; its update was not made, {batch}, {kept}; {advice}")
 
     def _check_weights(self) -> None:
         """Gradients that were not finite, and not looked at, are in the weights after their step."""
@@ -341,13 +349,14 @@ class Trainer:
             "rng": rng_state(),
         }
 
-    def _save(self, before: Before | None = None) -> None:
-        """The state now, or as it was before the step that could not be made.
+    def _save(self, before: Before | None = None, on_time: bool = False) -> None:
+        """The state now, or as it was before the step that could not be made. Not `on_time` after a step that
+        was left out: were all of them from here on, such checkpoints would push out the good ones.
 
         What is known of the steps so far is written and judged first: a checkpoint has sound weights, and the
         metrics up to it are complete."""
         self._read(all_of_them=True)
-        if self._saved_at != self.step:
+        if self._saved_at != self.step and not (on_time and self._skipped):
             self._check_weights()
             self._write(before)
 
