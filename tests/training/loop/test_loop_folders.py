@@ -139,7 +139,7 @@ def test_a_full_disk_stops_the_run_and_leaves_what_was_saved(
     with monkeypatch.context() as patches:
         patches.setattr(saving.os, "statvfs", filling)
         refused(
-            r"no room on disk for the checkpoint of step 4: it needs .* free; earlier checkpoints are",
+            r"no room on disk for the checkpoint of step 4: it needs .* free; checkpoints before it are",
             tmp_path / "run",
             ["training.save_every=2"],
         )
