@@ -198,12 +198,16 @@ cli.main()
 def test_a_long_sample_takes_two_lines_of_the_terminal(config: Path) -> None:
     screen = io.StringIO()
     with TrainDisplay(Console(file=screen, width=40), load("small.yaml"), None, None) as display:
-        display.sampled(3, "short")
-        display.sampled(3, "word " * 100)
-    short, long = screen.getvalue().splitlines()
-    assert short == "sample at step 3: short"
+        display.sampled(3, "to be | or not")
+        display.sampled(3, "given " * 40 + "end | made " + "up " * 100)
+        display.sampled(3, "long/" * 40)
+    short, long, file = screen.getvalue().splitlines()
+    assert short == "sample at step 3: to be | or not"
     assert len(long) == 80
+    assert long.startswith("sample at step 3: ...")
+    assert "given end | made up up" in long
     assert long.endswith("...")
+    assert file.endswith("long/" * 40)
 
 
 def test_a_name_with_braces_does_not_spoil_the_bar(config: Path) -> None:

@@ -87,15 +87,25 @@ class TrainDisplay:
         )
 
     def sampled(self, step: int, sample: str) -> None:
-        """As much as two lines hold: all of it is in the metrics."""
-        told = f"sample at step {step}: {' '.join(sample.split())}"
-        most = 2 * self.console.width
-        self.said(told if len(told) <= most else f"{told[: most - 3]}...")
+        told = f"sample at step {step}: "
+        self.said(told + in_brief(" ".join(sample.split()), 2 * self.console.width - len(told)))
 
     def said(self, message: str) -> None:
         # A terminal that is gone must not end the training: what lasts is in the folder.
         with suppress(OSError):
             self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def in_brief(sample: str, room: int) -> str:
+    """The end of the prompt and the beginning of what the model made of it; all of both is in the metrics. A
+    sample without a bar between them is a file's name, and stays whole."""
+    prompt, bar, made = sample.partition(" | ")
+    if not bar or len(sample) <= room:
+        return sample
+    if len(prompt) > room // 3:
+        prompt = "..." + prompt[3 - room // 3 :]
+    told = prompt + bar + made
+    return told if len(told) <= room else f"{told[: room - 3]}..."
 
 
 def share_of_peak(
