@@ -161,6 +161,15 @@ def test_a_terminal_that_is_closed_ends_it_like_any_other_signal(config: Path) -
     assert find("runs/small/checkpoints").step >= 3
 
 
+def test_a_program_that_closes_its_output_does_not_change_the_status(tmp_path: Path) -> None:
+    program = tmp_path / "closes.py"
+    program.write_text(
+        "import sys\nimport torch\n\ndef main():\n    torch.ones(8, device='cuda')\n    sys.stdout.close()\n"
+    )
+    command = [sys.executable, "-m", "oomph", "predict", f"{program}:main"]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_what_was_left_to_write_to_a_closed_terminal_does_not_change_the_status(stream: str) -> None:
     program = f"""

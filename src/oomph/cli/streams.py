@@ -25,7 +25,7 @@ def write_stdout(text: str) -> None:
 def let_go_of_streams() -> None:
     """At the end of the process: a reader or a terminal that has gone away does not change how it ends."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is None:  # closed before the process began
+        if stream is None or stream.closed:  # before the process began, or by the program
             continue
         try:
             stream.flush()

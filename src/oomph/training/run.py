@@ -107,13 +107,11 @@ def _remarks(config: TrainConfig, device: torch.device) -> Iterator[str]:
             f"training.schedule={training.schedule}: with epochs the last step is not known, so the "
             "learning rate stays where the warm-up ends; give training.steps for a schedule"
         )
-    planned = [stage.steps or 0 for stage in config.stages]
-    if training.steps is not None and training.steps < sum(planned):
-        reached = sum(1 for number in range(len(planned)) if sum(planned[:number]) < training.steps)
-        yield (
-            f"training.steps={training.steps} ends in stage {reached} of {len(planned)}: the curriculum has "
-            f"{sum(planned)} steps"
-        )
+    if training.steps is not None:
+        begins = [sum(stage.steps or 0 for stage in config.stages[:at]) for at in range(len(config.stages))]
+        reached = sum(begin < training.steps for begin in begins)
+        if reached < len(begins):
+            yield f"training.steps={training.steps} ends in stage {reached} of the curriculum's {len(begins)}"
     if training.steps is not None and training.warmup > training.steps:
         yield (
             f"training.warmup={training.warmup} is more than training.steps={training.steps}: the learning "

@@ -363,8 +363,8 @@ def test_a_rise_that_is_longer_than_the_run_is_said(tmp_path: Path) -> None:
 
 def test_a_curriculum_that_is_not_reached_to_its_end_is_told(tmp_path: Path) -> None:
     notes = Notes()
-    trained(tmp_path / "run", ["training.steps=3"], "hatchling", listener=notes)
-    assert "training.steps=3 ends in stage 2 of 3: the curriculum has 4 steps" in notes.messages
+    trained(tmp_path / "run", ["training.steps=4"], "hatchling", listener=notes)
+    assert "training.steps=4 ends in stage 2 of the curriculum's 3" in notes.messages
     notes = Notes()
     trained(tmp_path / "whole", ["training.steps=5"], "hatchling", listener=notes)
     assert not any("ends in stage" in message for message in notes.messages)

@@ -46,9 +46,9 @@ def save_batches(folder: Path, reading: Reading) -> str:
     they are; a run that leaves many steps out does not fill the disk with them."""
     from oomph.training.data.needs import need
 
-    if sum(1 for _ in folder.glob("batch_of_step_*")) >= _MOST_BATCHES:
-        return f"its batch is not saved, those of {_MOST_BATCHES} others are"
     file = folder / f"batch_of_step_{reading.step:08}.safetensors"
+    if not file.exists() and sum(1 for _ in folder.glob("batch_of_step_*")) >= _MOST_BATCHES:
+        return f"its batch is not saved, those of {_MOST_BATCHES} others are"
     tensors = {
         f"{number}.{name}": tensor.contiguous()
         for number, batch in enumerate(reading.batches)
