@@ -1,7 +1,7 @@
 """CUDA ops that torch refuses where only deterministic kernels are wanted.
 
-Those that call `alertNotDeterministic` in ATen's native/cuda. (The list in torch's documentation is longer: it
-has ops that are deterministic by now, such as cumsum.) The step ends there, as a run would.
+Those that call `alertNotDeterministic` in ATen's native/cuda. (The list in torch's documentation is longer:
+it has ops that are deterministic by now, such as cumsum.) The step ends there, as a run would.
 """
 
 from __future__ import annotations
