@@ -53,6 +53,13 @@ def set_settings(wanted: Settings) -> None:
         os.environ[_WORKSPACE] = workspace
 
 
+def alone_wanted() -> bool:
+    """Whether other kernels are an error, not only a warning."""
+    return torch.are_deterministic_algorithms_enabled() and (
+        not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
 @contextmanager
 def refusals_told() -> Iterator[None]:
     """What torch refuses to compute where only deterministic kernels are wanted, in one line."""

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from oomph.deterministic import alone_wanted
+
 aten = torch.ops.aten
 Capability = tuple[int, int]
 
@@ -102,8 +104,7 @@ class SdpaSettings:
             order=user_order,
             cudnn_version=(torch.backends.cudnn.version() if torch.version.cuda else None) or _SHIPPED_CUDNN,
             prefer_cudnn=os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1",
-            deterministic=torch.are_deterministic_algorithms_enabled()
-            and not torch.is_deterministic_algorithms_warn_only_enabled(),
+            deterministic=alone_wanted(),
         )
 
 

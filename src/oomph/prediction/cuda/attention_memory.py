@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph import deterministic
 from oomph.gpus import GPU
 from oomph.prediction.cuda.temporaries import HOST_OUTPUTS, Bound, bind, temporaries
 
@@ -46,11 +47,6 @@ def _copy_unless_rows_first(tensor: Tensor) -> int:
             return _nbytes(tensor)
         expected *= tensor.size(dim)
     return 0
-
-
-def _deterministic() -> bool:
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled() and not warn_only
 
 
 # Flash
@@ -100,7 +96,7 @@ def _flash_backward(call: Bound, gpu: GPU) -> list[int]:
     query, key = call["query"], call["key"]
     batch, heads, length, head = query.shape
     rows = batch * heads * _round_up(length, 128)
-    parts = math.ceil(gpu.multiprocessors / (batch * heads)) if _deterministic() else 1
+    parts = math.ceil(gpu.multiprocessors / (batch * heads)) if deterministic.alone_wanted() else 1
     grouped = 0 if key.size(1) == heads else batch * heads * key.size(2) * head * key.element_size()
     return [
         _copy_unless_rows_first(call["grad_out"]),
@@ -190,7 +186,7 @@ def _efficient_backward(call: Bound, gpu: GPU) -> list[int]:
 
 
 def _key_splits(batch_heads: int, key_length: int, tile: _Tile) -> int:
-    if _deterministic() or (batch_heads >= 256 and key_length <= 2 * tile.keys):
+    if deterministic.alone_wanted() or (batch_heads >= 256 and key_length <= 2 * tile.keys):
         return 1
     return max(1, min(math.ceil(key_length / tile.keys), 200 // batch_heads))
 

@@ -6,17 +6,18 @@ it has ops that are deterministic by now, such as cumsum.) The step ends there, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from oomph.prediction.cuda.temporaries import bind
+from oomph.deterministic import alone_wanted
+from oomph.prediction.cuda.temporaries import Bound, bind
 
 aten = torch.ops.aten
 _BAG_OF_MAXIMA, _NOT_REDUCED = 2, 0
-_NAMES = """
+_ALWAYS = """
     median.dim nanmedian.dim put.default put_.default
     avg_pool3d_backward.default _adaptive_avg_pool2d_backward.default _adaptive_avg_pool3d_backward.default
     adaptive_max_pool2d_backward.default
@@ -36,25 +37,21 @@ def _op(name: str) -> OpOverload:
     return found
 
 
-_ALWAYS = {_op(name) for name in _NAMES.split()}
-_FLOATS_ONLY = {aten.histc.default}
-_REDUCED_ONLY = {aten.nll_loss2d_forward.default}
-_WITH_WEIGHTS = {aten.bincount.default}
-_MAXIMA_ONLY = {aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default}
+def _maxima(call: Bound) -> bool:
+    return bool(call["mode"] == _BAG_OF_MAXIMA)
+
+
+_REFUSED: dict[OpOverload, Callable[[Bound], bool]] = {
+    **dict.fromkeys(map(_op, _ALWAYS.split()), lambda call: True),
+    aten.histc.default: lambda call: call["self"].dtype.is_floating_point,
+    aten.bincount.default: lambda call: call["weights"] is not None,
+    aten.nll_loss2d_forward.default: lambda call: call["reduction"] != _NOT_REDUCED,
+    aten._embedding_bag_backward.default: _maxima,
+    aten._embedding_bag_dense_backward.default: _maxima,
+}
 
 
 def is_refused(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a run would raise at this call."""
-    if not torch.are_deterministic_algorithms_enabled():
-        return False
-    if torch.is_deterministic_algorithms_warn_only_enabled():
-        return False
-    if func in _FLOATS_ONLY:
-        return bool(args[0].dtype.is_floating_point)
-    if func in _WITH_WEIGHTS:
-        return bind(func, args, kwargs)["weights"] is not None
-    if func in _REDUCED_ONLY:
-        return bool(bind(func, args, kwargs)["reduction"] != _NOT_REDUCED)
-    if func in _MAXIMA_ONLY:
-        return bool(bind(func, args, kwargs)["mode"] == _BAG_OF_MAXIMA)
-    return func in _ALWAYS
+    rule = _REFUSED.get(func)
+    return rule is not None and alone_wanted() and rule(bind(func, args, kwargs))
