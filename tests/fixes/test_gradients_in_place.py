@@ -31,13 +31,13 @@ def summed(model, loss, batch):
 @pytest.fixture
 def added(monkeypatch):
     """The shapes of the gradients that were added in place."""
-    shapes, real = [], gradients_in_place.product_into
+    shapes, real = [], gradients_in_place.matmul_into
 
-    def product_into(out, *args, **options):
+    def matmul_into(out, *args, **options):
         shapes.append(tuple(out.shape))
         real(out, *args, **options)
 
-    monkeypatch.setattr(gradients_in_place, "product_into", product_into)
+    monkeypatch.setattr(gradients_in_place, "matmul_into", matmul_into)
     return shapes
 
 

@@ -70,7 +70,7 @@ def test_a_fix_that_leaves_hooked_parameters_alone_is_seen_at_work(monkeypatch):
     """verify must not switch off what it verifies: gradients_in_place stops at hooks."""
     from oomph.fixes import gradients_in_place
 
-    monkeypatch.setattr(gradients_in_place, "product_into", lambda grad, *_, **__: grad.add_(1))
+    monkeypatch.setattr(gradients_in_place, "matmul_into", lambda grad, *_, **__: grad.add_(1))
     together = [{"fix": "gradients_in_place", "options": {"modules": ["head"]}}, "micro_batches"]
     assert not fixes.verify(together, workload()).holds
 

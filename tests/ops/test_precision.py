@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oomph.ops.precision import no_autocast, product_dtype
+from oomph.ops.common import matmul_dtype, no_autocast
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -13,14 +13,14 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_without_autocast_products_run_in_the_tensors_own_dtype(dtype: torch.dtype, device: str) -> None:
-    assert product_dtype(torch.ones(2, dtype=dtype, device=device)) == dtype
+    assert matmul_dtype(torch.ones(2, dtype=dtype, device=device)) == dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_autocast_decides_for_all_but_float64(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = torch.float64 if dtype == torch.float64 else torch.bfloat16
-        assert product_dtype(torch.ones(2, dtype=dtype)) == expected
+        assert matmul_dtype(torch.ones(2, dtype=dtype)) == expected
 
 
 def test_inside_no_autocast_a_product_keeps_its_dtype() -> None:

@@ -7,16 +7,16 @@ import traceback
 import pytest
 import torch
 
-from oomph.ops.uncompiled import uncompiled
+from oomph.ops.common import no_compile
 
 
-@uncompiled
+@no_compile
 def never_traced(x: torch.Tensor) -> torch.Tensor:
     assert not torch.compiler.is_compiling()
     return x + 1
 
 
-@uncompiled
+@no_compile
 def also_never_traced(x: torch.Tensor) -> torch.Tensor:
     assert not torch.compiler.is_compiling()
     return inside(x)
@@ -41,7 +41,7 @@ def test_it_is_left_alone_where_the_compiler_gave_up_on_its_caller():
         traced.extend(node for node in graph.graph.nodes if node.op.startswith("call"))
         return graph.forward
 
-    @uncompiled
+    @no_compile
     def rows(x):
         return x * 3 + 1
 
@@ -62,4 +62,4 @@ def test_without_a_compiler_it_is_the_function_itself():
         assert not any("eval_frame" in frame.filename for frame in traceback.extract_stack())
         return x
 
-    uncompiled(called_from)(torch.ones(1))
+    no_compile(called_from)(torch.ones(1))

@@ -15,10 +15,10 @@ from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Around, Journal
 from oomph.fixes.logits.record import Later, Meaning, Source
 from oomph.fixes.logits.tensor import logits_of
-from oomph.ops import checks
+from oomph.ops import common
+from oomph.ops.common import autocast_enabled
 from oomph.ops.cross_entropy.choose import PLAIN_LOGITS
 from oomph.ops.launch import is_fake
-from oomph.ops.precision import autocast_is_on
 
 _LOG_SOFTMAX = "aten._log_softmax"
 
@@ -55,7 +55,7 @@ class FusedLoss(Fix):
         """`heads`: names of nn.Linear modules; by default the language model's. `memory_budget`: what a block
         of logits and the like may take ("256MiB"), by default 512 MiB."""
         try:
-            checks.budget(memory_budget)
+            common.parse_memory_budget(memory_budget)
         except ArgumentError as error:
             raise UserError(f"fix 'fused_loss': {error}") from None
         for name in _default_heads(model) if heads is None else names_option(self.name, "heads", heads):
@@ -95,7 +95,7 @@ def _can_defer(head: nn.Linear, hidden: Any) -> bool:
     dtypes = {hidden.dtype, head.weight.dtype, *(() if head.bias is None else (head.bias.dtype,))}
     return (
         hidden.is_floating_point()
-        and (len(dtypes) == 1 or (autocast_is_on(hidden) and torch.float64 not in dtypes))
+        and (len(dtypes) == 1 or (autocast_enabled(hidden) and torch.float64 not in dtypes))
         and hidden.device == head.weight.device
         and is_plain_parameter(head.weight)
         and not torch.compiler.is_compiling()

@@ -13,11 +13,16 @@ from oomph.fixes.anatomy import is_plain_linear, is_plain_parameter, module_at, 
 from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.fused_loss import adding_to_grad, defers
 from oomph.fixes.journal import Journal
-from oomph.ops.into_grad import adds_to_grad, has_hooks
+from oomph.ops.common import (
+    accumulates_into_grad,
+    autocast_enabled,
+    has_hooks,
+    matmul_dtype,
+    matmul_into,
+    no_autocast,
+    refuse_second_derivatives,
+)
 from oomph.ops.launch import is_fake
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.precision import autocast_is_on, no_autocast, product_dtype
-from oomph.ops.products import product_into
 from oomph.workload import Workload
 
 _LARGE = 1 / 8  # of the largest weight: smaller temporaries never make the peak
@@ -96,7 +101,7 @@ def _in_place(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     x: Any = args[0] if args else kwargs.get("input")
     if len(args) + len(kwargs) != 1 or not _applies(linear, x):
         return forward(*args, **kwargs)
-    return _Linear.apply(x, linear.weight, linear.bias, product_dtype(x))
+    return _Linear.apply(x, linear.weight, linear.bias, matmul_dtype(x))
 
 
 def _applies(linear: nn.Linear, x: Any) -> bool:
@@ -109,7 +114,7 @@ def _applies(linear: nn.Linear, x: Any) -> bool:
         and is_plain_parameter(linear.weight)
         and x.is_floating_point()
         and x.shape[-1] == linear.in_features
-        and (len(dtypes) == 1 or (autocast_is_on(x) and torch.float64 not in dtypes))
+        and (len(dtypes) == 1 or (autocast_enabled(x) and torch.float64 not in dtypes))
         and x.device == linear.weight.device
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
@@ -153,7 +158,7 @@ class _Linear(torch.autograd.Function):
 def _weight_gradient(grad_NV: Tensor, x_ND: Tensor, weight_VD: Tensor) -> Tensor | None:
     """Added to .grad (then None) where that is the same as handing it to autograd, which would add it."""
     there = weight_VD.grad
-    if there is None or not adds_to_grad(weight_VD):
+    if there is None or not accumulates_into_grad(weight_VD):
         return (grad_NV.t() @ x_ND).to(weight_VD.dtype)
-    product_into(there, grad_NV.t(), x_ND, add=True)
+    matmul_into(there, grad_NV.t(), x_ND, add=True)
     return None

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from oomph.errors import UserError
 from oomph.fixes.anatomy import is_plain_linear
 from oomph.nn.mlp import GatedMLP, TiledMLP
+from oomph.ops.common import no_compile
 from oomph.ops.mlp import MLPWeights, tiled_mlp
 from oomph.ops.mlp.recognise import NotRecognised, recognise
 from oomph.ops.mlp.tiles import has_batch_norm
-from oomph.ops.uncompiled import uncompiled
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TOKENS = 5  # on which a module is tried, in tiles of two
@@ -85,7 +85,7 @@ def why_not(found: Found) -> str | None:
     return None
 
 
-@uncompiled
+@no_compile
 def run(
     method: Callable[..., Any],
     module: nn.Module,

@@ -17,10 +17,10 @@ from oomph.nn.arguments import positive, positive_if_given
 from oomph.nn.short_convolution import Packing, ShortConvolution
 from oomph.nn.step_sizes import reset_step_bias
 from oomph.nn.token_functions import gated_head_norm, wide
-from oomph.ops import checks
+from oomph.ops import common
 from oomph.ops.delta_attention import kda
 from oomph.ops.delta_attention.problem import IMPLS, MODES
-from oomph.ops.recomputed import recomputed
+from oomph.ops.tokenwise import tokenwise_checkpoint
 
 # A new layer forgets at rates whose time constants are spread over this range of step sizes.
 _STEP_RANGE = (0.001, 0.1)
@@ -87,9 +87,9 @@ class KimiDeltaAttention(nn.Module):
             conv_size=conv_size,
         )
         positive_if_given(memory_chunk_size=memory_chunk_size)
-        checks.budget(memory_budget)
-        checks.one_of("mode", mode, MODES)
-        checks.one_of("impl", impl, IMPLS)
+        common.parse_memory_budget(memory_budget)
+        common.check_one_of("mode", mode, MODES)
+        common.check_one_of("impl", impl, IMPLS)
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.head_dim, self.value_head_dim = head_dim, values
         self.conv_size, self.norm_eps = conv_size, norm_eps
@@ -159,12 +159,12 @@ class KimiDeltaAttention(nn.Module):
             impl=self.impl,
         )
         gate_BTHV = self._heads(self.g_proj(x))
-        o_BTHV = recomputed(self._gated_norm, (o_BTHV, gate_BTHV), (self.o_norm.weight,))
+        o_BTHV = tokenwise_checkpoint(self._gated_norm, (o_BTHV, gate_BTHV), (self.o_norm.weight,))
         return self.o_proj(o_BTHV.flatten(-2)), KimiDeltaState(conv_q, conv_k, conv_v, memory)
 
     def _log_decay(self, x: Tensor) -> Tensor:
         f_BTHD = self._heads(self.f_proj(x))
-        return recomputed(official_log_decay, (f_BTHD,), (self.A_log, self.dt_bias))
+        return tokenwise_checkpoint(official_log_decay, (f_BTHD,), (self.A_log, self.dt_bias))
 
     def _gated_norm(self, o_BTHV: Tensor, gate_BTHV: Tensor, weight: Tensor) -> Tensor:
         return gated_head_norm(o_BTHV, gate_BTHV, weight, self.norm_eps)

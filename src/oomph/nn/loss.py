@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
+from oomph.ops import common
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.cross_entropy.arguments import Arguments, check_arguments
 
@@ -121,4 +121,4 @@ def _check_options(in_features: int, num_classes: int, options: dict[str, Any]) 
             nothing.expand(1, in_features)[:0], nothing.expand(num_classes, in_features), target, **given
         )
     )
-    checks.budget(given.get("memory_budget"))
+    common.parse_memory_budget(given.get("memory_budget"))

@@ -8,7 +8,7 @@ from oomph.errors import ArgumentError
 from oomph.nn.arguments import positive, positive_if_given
 from oomph.nn.step_sizes import reset_step_bias
 from oomph.nn.token_functions import wide
-from oomph.ops import checks
+from oomph.ops import common
 from oomph.ops.state_space import selective_scan
 from oomph.ops.state_space.arguments import IMPLS
 
@@ -51,7 +51,7 @@ class BidirectionalMamba(nn.Module):
         positive_if_given(dt_rank=dt_rank, chunk_size=chunk_size)
         if not 0 < dt_min <= dt_max:
             raise ArgumentError(f"dt_min={dt_min!r}, dt_max={dt_max!r}: give 0 < dt_min <= dt_max")
-        checks.one_of("impl", impl, IMPLS)
+        common.check_one_of("impl", impl, IMPLS)
         dt_rank = -(-d_model // 16) if dt_rank is None else dt_rank
         self.d_model, self.d_state, self.d_conv, self.dt_rank = d_model, d_state, d_conv, dt_rank
         self.inner = inner = expand * d_model

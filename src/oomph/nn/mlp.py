@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
+from oomph.ops import common
 from oomph.ops.mlp import MLPWeights, tiled_mlp
 from oomph.ops.mlp.tiled import check_options
 from oomph.ops.mlp.weights import ACTIVATIONS
@@ -54,7 +54,7 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        checks.one_of("activation", activation, ACTIVATIONS)
+        common.check_one_of("activation", activation, ACTIVATIONS)
         check_options(tile, memory_budget, impl)
         self.gate_proj = nn.Linear(d, f, bias=bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(d, f, bias=bias, device=device, dtype=dtype)

@@ -11,7 +11,7 @@ from oomph.nn.arguments import positive
 from oomph.nn.block_compression import BlockCompression
 from oomph.nn.rotary import RotaryEmbedding
 from oomph.nn.token_functions import head_norm
-from oomph.ops import checks
+from oomph.ops import common
 from oomph.ops.rotary_embedding import RotaryTable
 from oomph.ops.sparse_attention import nsa
 from oomph.ops.sparse_attention.problem import IMPLS, make_sizes
@@ -61,8 +61,8 @@ class NativeSparseAttention(nn.Module):
         )
         # For the errors that wrong sizes raise, now and not at the first token.
         make_sizes(head_dim, block_size, compress_block, compress_stride, top_n, window, scale=None)
-        checks.one_of("impl", impl, IMPLS)
-        checks.one_of("compression", compression, ("mlp", "mean"))
+        common.check_one_of("impl", impl, IMPLS)
+        common.check_one_of("compression", compression, ("mlp", "mean"))
         if num_heads % num_kv_heads:
             raise ArgumentError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
         _check_rotary(rotary, head_dim)

@@ -15,13 +15,13 @@ from oomph.nn.arguments import positive, positive_if_given
 from oomph.nn.forward_fill import forward_fill
 from oomph.nn.short_convolution import ShortConvolution
 from oomph.nn.token_functions import head_norm, wide
-from oomph.ops import checks
-from oomph.ops.choice import explain
+from oomph.ops import common
+from oomph.ops.common import explain
 from oomph.ops.delta_attention import kda
 from oomph.ops.delta_attention.problem import IMPLS, MODES
-from oomph.ops.recomputed import recomputed
 from oomph.ops.short_convolution.reference import unit_vectors
 from oomph.ops.spiking import lif_gate
+from oomph.ops.tokenwise import tokenwise_checkpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,8 +95,8 @@ class SpikingKDABlock(nn.Module):
             conv_size=conv_size,
         )
         positive_if_given(memory_chunk_size=memory_chunk_size)
-        checks.one_of("mode", mode, MODES)
-        checks.one_of("impl", impl, IMPLS)
+        common.check_one_of("mode", mode, MODES)
+        common.check_one_of("impl", impl, IMPLS)
         # For the errors that wrong constants raise, now and not at the first token; nothing is computed.
         explain(lif_gate, torch.empty(1, 0), decay=decay, threshold=threshold, surrogate_beta=surrogate_beta)
         if isinstance(token_drop, bool) or not isinstance(token_drop, int | float) or not 0 <= token_drop < 1:
@@ -145,7 +145,9 @@ class SpikingKDABlock(nn.Module):
         if dropped_BT is not None:
             awake_BTH = awake_BTH & ~dropped_BT.unsqueeze(-1)
         # Queries and keys at once: they are made alike, and a small model waits for the host.
-        qk_BTND = recomputed(unit_vectors, (self.qk_proj(h).unflatten(-1, (2 * self.num_heads, -1)),))
+        qk_BTND = tokenwise_checkpoint(
+            unit_vectors, (self.qk_proj(h).unflatten(-1, (2 * self.num_heads, -1)),)
+        )
         q_BTHD, k_BTHD = qk_BTND.chunk(2, 2)
         o_BTHV, memory = kda(
             q_BTHD,
@@ -188,7 +190,7 @@ class SpikingKDABlock(nn.Module):
 
     def _log_decay(self, h: Tensor, spikes: Tensor, awake_BTH: Tensor) -> Tensor:
         f_BTHD = self._heads(self.decay_down(F.silu(self.decay_up(h))))
-        return recomputed(spiking_log_decay, (f_BTHD, spikes, awake_BTH), (self.spike_decay,))
+        return tokenwise_checkpoint(spiking_log_decay, (f_BTHD, spikes, awake_BTH), (self.spike_decay,))
 
     def _write_strength(self, h: Tensor, spikes: Tensor, awake_BTH: Tensor) -> Tensor:
         weighted_BTH = torch.einsum("bthd,hd->bth", spikes, self.spike_write)

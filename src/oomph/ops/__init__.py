@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from oomph.lazy import attach
 
 if TYPE_CHECKING:
-    from oomph.ops.choice import Choice, explain
+    from oomph.ops.common import Choice, explain
     from oomph.ops.cross_entropy import compute_loss_chunked, linear_cross_entropy
     from oomph.ops.delta_attention import kda, precompute_updates
     from oomph.ops.matmul import tiled_matmul
@@ -56,7 +56,7 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
-        "choice": ("Choice", "explain"),
+        "common": ("Choice", "explain"),
         "cross_entropy": ("compute_loss_chunked", "linear_cross_entropy"),
         "delta_attention": ("kda", "precompute_updates"),
         "matmul": ("tiled_matmul",),

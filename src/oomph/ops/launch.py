@@ -47,7 +47,7 @@ class Kernels:
         if isinstance(tensor, FakeTensor):
             tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
             figures = float(flops), float(passes), float(efficiency)
-            _tell_trace()(tensors, f"{self._module}.{name}", *figures)
+            _kernel_marker()(tensors, f"{self._module}.{name}", *figures)
             return
         kernel = self._found.get(name)
         if kernel is None:
@@ -61,7 +61,7 @@ class Kernels:
 
 
 @functools.cache
-def _tell_trace() -> Callable[..., None]:
+def _kernel_marker() -> Callable[..., None]:
     """An op without effect or result. A trace sees it, as it sees every op, and counts the kernel."""
     library = torch.library.Library("oomph", "FRAGMENT")
     library.define("kernel(Tensor[] tensors, str name, float flops, float passes, float efficiency) -> ()")

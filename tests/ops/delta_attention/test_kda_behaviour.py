@@ -9,7 +9,7 @@ from kda_inputs import NAMES, assert_close, ends, inputs, outcome, relative_erro
 
 import oomph
 from oomph.errors import ArgumentError
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.delta_attention import kda
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oomph
 from oomph.errors import ArgumentError
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.launch import interpreted
 from oomph.ops.matmul import Tile, chunked, tiled_matmul
 from oomph.units import MiB

@@ -9,7 +9,7 @@ import torch
 from mlp_samples import assert_same, results, tokens, weights
 from torch.utils.checkpoint import checkpoint
 
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.mlp import MLPWeights, products, tiled_mlp, tiles
 from oomph.ops.mlp.weights import ACTIVATIONS
 

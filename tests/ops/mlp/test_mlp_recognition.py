@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.nn.mlp import GatedMLP, TiledMLP
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.mlp import tiled_mlp
 
 

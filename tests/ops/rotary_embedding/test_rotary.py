@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import oomph
 from oomph.errors import ArgumentError
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.launch import interpreted
 from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_table
 from oomph.units import MiB

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.nn.short_convolution import ShortConvolution
-from oomph.ops import recomputed as module
-from oomph.ops.recomputed import recomputed
+from oomph.ops import tokenwise as module
+from oomph.ops.tokenwise import tokenwise_checkpoint
 
 
 def gated(x: Tensor, mask: Tensor, y: Tensor, weight: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def test_slices_change_neither_results_nor_gradients(
 ) -> None:
     monkeypatch.setattr(module, "_SLICE_BYTES", rows * 2 * 3 * 4)
     x, mask, y, weight = inputs(length)
-    found, right = recomputed(gated, (x, mask, y), (weight,)), gated(x, mask, y, weight)
+    found, right = tokenwise_checkpoint(gated, (x, mask, y), (weight,)), gated(x, mask, y, weight)
     assert torch.equal(found, right)
     pull = torch.randn_like(right)
     for one, two in zip(
@@ -45,7 +45,7 @@ def test_only_the_inputs_are_kept() -> None:
     x, mask, y, weight = inputs(50)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
-        recomputed(gated, (x, mask, y), (weight,))
+        tokenwise_checkpoint(gated, (x, mask, y), (weight,))
     addresses = {each.data_ptr() for each in kept}
     assert addresses == {each.data_ptr() for each in (x, mask, y, weight)}
 
@@ -53,7 +53,7 @@ def test_only_the_inputs_are_kept() -> None:
 def test_second_derivatives_are_refused() -> None:
     x, mask, y, weight = inputs(3)
     with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
-        torch.autograd.grad(recomputed(gated, (x, mask, y), (weight,)).sum(), x, create_graph=True)
+        torch.autograd.grad(tokenwise_checkpoint(gated, (x, mask, y), (weight,)).sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 100])

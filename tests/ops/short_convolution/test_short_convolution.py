@@ -13,7 +13,7 @@ from torch import Tensor
 
 import oomph
 from oomph.errors import ArgumentError
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.short_convolution import short_convolution
 
 FAST = ["chunked", "triton"]

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import ArgumentError
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.softmax_attention import BlockPattern, attention, global_, local, locality_bias, mixed
 from oomph.ops.softmax_attention.reference import reference
 

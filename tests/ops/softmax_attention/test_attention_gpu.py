@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.softmax_attention import attention, global_, local, locality_bias, mixed
 from oomph.ops.softmax_attention.reference import reference
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import oomph
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.softmax_attention import attention, local, locality_bias
 from oomph.ops.softmax_attention.flex import _causal_blocks
 from oomph.units import MiB

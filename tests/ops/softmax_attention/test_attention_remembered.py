@@ -7,7 +7,7 @@ import torch
 from torch.backends import cuda
 
 import oomph
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.softmax_attention import attention, fused
 
 

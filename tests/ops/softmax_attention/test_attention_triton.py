@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oomph.errors import ArgumentError
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.softmax_attention import attention, global_, local, locality_bias, mixed
 from oomph.ops.softmax_attention.reference import reference
 from oomph.ops.softmax_attention.triton_attention import tiles

@@ -5,7 +5,7 @@ import torch
 from sparse_cases import SMALL, inputs
 
 from oomph.errors import ArgumentError
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.sparse_attention import nsa
 
 

@@ -5,7 +5,7 @@ import torch
 from sparse_cases import learned
 
 import oomph
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.sparse_attention import nsa
 from oomph.ops.sparse_attention.selection.select import segment_tokens
 from oomph.units import MiB

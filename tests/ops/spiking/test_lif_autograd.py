@@ -14,7 +14,7 @@ from spiking_inputs import NEURON, normal, results
 import oomph
 from oomph.errors import ArgumentError
 from oomph.ops import choice
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.spiking import lif_gate
 
 FAST = ["chunked", "triton"]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import ArgumentError
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.state_space import selective_scan
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import oomph
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.state_space import chunked, selective_scan
 from oomph.units import MiB
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from scan_inputs import inputs, results, worst_error
 
-from oomph.ops.choice import explain
+from oomph.ops.common import explain
 from oomph.ops.state_space import fused, selective_scan
 
 pytestmark = [

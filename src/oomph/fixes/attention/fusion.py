@@ -33,7 +33,7 @@ def fused(state: State, v: Tensor) -> Tensor | None:
         wide = torch.promote_types(torch.promote_types(wide, k.dtype), v.dtype)
         if state.context.autocast is None:
             q, k, v4 = q.to(wide), k.to(wide), v4.to(wide)
-    own = state.context.product_dtype(wide)
+    own = state.context.matmul_dtype(wide)
     bias = _sum(known_terms, [term.factor for term in state.terms], own)
     seen = _Seen(q.shape[2], k.shape[2], state.future is not None, known_masks)
     bias = seen.put_into(bias, own, q.device, show_in_empty_rows=_empty_rows_matter(state))
@@ -42,7 +42,7 @@ def fused(state: State, v: Tensor) -> Tensor | None:
     )
     if _empty_rows_matter(state):
         out = _with_empty_rows(out, v4, state, known_masks)
-    dtype = state.context.product_dtype(v.dtype)
+    dtype = state.context.matmul_dtype(v.dtype)
     if out.dtype != dtype:
         out = out.to(dtype)
     return out if len(state.shape) == 4 else out.reshape(*state.lead, out.shape[2], out.shape[3])

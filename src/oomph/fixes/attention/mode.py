@@ -22,8 +22,8 @@ from oomph.fixes.deferral.deferred import (
     changes_in_place,
 )
 from oomph.fixes.deferral.mode import CallsMode
+from oomph.ops.common import no_compile
 from oomph.ops.launch import is_fake
-from oomph.ops.uncompiled import uncompiled
 
 _PRODUCTS = {"matmul", "bmm", "baddbmm", "einsum"}
 _MAKERS = {
@@ -146,7 +146,7 @@ def _viewed(func: Any, args: Sequence[Any], kwargs: Options) -> Tensor:
         return args[0].reshape(*args[1:], **kwargs)
 
 
-@uncompiled
+@no_compile
 def with_fused_attention(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The module's own forward; what it returns has been computed."""
     with FusingMode() as mode:

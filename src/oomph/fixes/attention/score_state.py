@@ -34,7 +34,7 @@ class Context(NamedTuple):
         on = torch.is_autocast_enabled(device.type)
         return cls(torch.is_grad_enabled(), torch.get_autocast_dtype(device.type) if on else None)
 
-    def product_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
 
 

@@ -175,7 +175,7 @@ def begin(name: str, func: Any, args: Arguments, kwargs: Options) -> State | Non
         q,
         k,
         torch.Size((*lead, shape[-2], keys[-2])),
-        context.product_dtype(q.dtype),
+        context.matmul_dtype(q.dtype),
         context,
         (Call(func, tuple(args), dict(kwargs)),),
         tuple((tensor, version(tensor)) for tensor in (*read, q, k)),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oomph.fixes.logits.record import Meaning
-from oomph.ops.precision import autocast_is_on
+from oomph.ops.common import autocast_enabled
 
 Shape = tuple[int, ...]
 _T = Tensor
@@ -165,7 +165,7 @@ def _log_softmax(
     classes = 1 if meaning.classes_second else n - 1
     if meaning.normalized or type(dim) is not int or not -n <= dim < n or dim % n != classes:
         return None
-    if dtype is None and meaning.dtype.itemsize == 2 and autocast_is_on(meaning.hidden):
+    if dtype is None and meaning.dtype.itemsize == 2 and autocast_enabled(meaning.hidden):
         dtype = torch.float32
     wider = meaning if dtype is None else cast(meaning, shape, dtype)
     return None if wider is None else replace(wider, normalized=True)

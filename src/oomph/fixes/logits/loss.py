@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oomph.fixes.logits.record import Later
+from oomph.ops.common import autocast_enabled, can_accumulate_into_grad
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.cross_entropy.arguments import REDUCTIONS
-from oomph.ops.into_grad import may_add_to_grad
-from oomph.ops.precision import autocast_is_on
 
 _EXACT = 1e-12  # a cap is divided by and multiplied with: 1 / 30 * 30 need not be 1
 
@@ -85,7 +84,7 @@ def _loss(
                 label_smoothing=float(label_smoothing),
                 softcap=cap,
                 class_weight=class_weight,
-                accumulate_into_grad=source.into_grad and may_add_to_grad(source.weight),
+                accumulate_into_grad=source.into_grad and can_accumulate_into_grad(source.weight),
                 memory_budget=source.memory_budget,
             )
         assert isinstance(loss, Tensor)
@@ -115,7 +114,7 @@ def _takes(deferred: Later, target: Any, class_weight: Tensor | None) -> bool:
 def _loss_dtype(deferred: Later) -> torch.dtype:
     """The logits' dtype; under autocast, torch computes losses in fp32."""
     dtype = deferred.meaning.dtype
-    if autocast_is_on(deferred.source.hidden) and dtype != torch.float64:
+    if autocast_enabled(deferred.source.hidden) and dtype != torch.float64:
         return torch.float32
     return dtype
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import UserError
-from oomph.ops.precision import autocast_is_on, product_dtype
+from oomph.ops.common import autocast_enabled, matmul_dtype
 
 
 class Source:
@@ -34,8 +34,8 @@ class Source:
     ) -> None:
         self.forward, self.memory_budget, self.into_grad = forward, memory_budget, into_grad
         self.hidden, self.weight, self.bias = hidden, head.weight, head.bias
-        self.dtype = product_dtype(hidden)
-        self.autocast = self.dtype if autocast_is_on(hidden) else None
+        self.dtype = matmul_dtype(hidden)
+        self.autocast = self.dtype if autocast_enabled(hidden) else None
         self.recording = torch.is_grad_enabled()
         self.computed = False  # the logits are there after all, so nothing is left to save
         self._versions = self._versions_now()
@@ -59,7 +59,7 @@ class Source:
 
     def under_its_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The product runs in the dtype it would have had where the head was called."""
-        now = product_dtype(self.hidden) if autocast_is_on(self.hidden) else None
+        now = matmul_dtype(self.hidden) if autocast_enabled(self.hidden) else None
         if now == self.autocast:
             return contextlib.nullcontext()
         kind = self.hidden.device.type

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_map_only
 from oomph.fixes.logits.functions import FUNCTIONS, cast, only_dtype
 from oomph.fixes.logits.loss import LOSSES
 from oomph.fixes.logits.record import Later
+from oomph.ops.common import no_compile, refuse_second_derivatives
 from oomph.ops.launch import is_fake
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.uncompiled import uncompiled
 
 _T = Tensor
 # Answered from the outside of the tensor, which is right.
@@ -121,7 +120,7 @@ class DeferredLogits(torch.Tensor):
         return _value(self).type(*args, **kwargs)
 
 
-@uncompiled
+@no_compile
 def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`func(*args, **kwargs)`, by the logits or without them."""
     if func in _QUESTIONS:

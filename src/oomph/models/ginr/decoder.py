@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from oomph.models.ginr.blocks import Mixing, MixingBlock, PreNorm
 from oomph.ops import locality_bias
-from oomph.ops.precision import no_autocast
+from oomph.ops.common import no_autocast
 
 
 class FourierFeatures(nn.Module):

@@ -7,20 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from oomph.ops.common import matmul_dtype, no_autocast, no_compile
 from oomph.ops.modulation import Int8Weight, quantize_int8
 from oomph.ops.modulation.weights import add_times_weight, add_times_weight_transposed
-from oomph.ops.precision import no_autocast, product_dtype
-from oomph.ops.uncompiled import uncompiled
 
 
 def frozen_product(h: Tensor, weight_df: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
     """h W + bias: [..., d] -> [..., f]. An 8-bit W is converted in slices, again in backward, never kept."""
     if isinstance(weight_df, Tensor):
         return F.linear(h, weight_df.t(), bias)
-    return _int8_product(h.to(product_dtype(h)), weight_df, bias)
+    return _int8_product(h.to(matmul_dtype(h)), weight_df, bias)
 
 
-@uncompiled
+@no_compile
 def _int8_product(h: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
     return _Int8Product.apply(h, weight.values, weight.scale, bias)  # type: ignore[no-any-return]
 

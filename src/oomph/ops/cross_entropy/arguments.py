@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
+from oomph.ops import common
+from oomph.ops.common import autocast_enabled, matmul_dtype
 from oomph.ops.cross_entropy.sharded import shard_of
-from oomph.ops.precision import autocast_is_on, product_dtype
 
 IMPLS = ("auto", "plain", "chunked", "triton", "reference")
 REDUCTIONS = ("mean", "sum", "none")
@@ -43,23 +43,23 @@ class Arguments:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the matrix products: autocast's where it is on, except for float64, which it leaves alone."""
-        return product_dtype(self.x)
+        return matmul_dtype(self.x)
 
 
 def check_arguments(a: Arguments) -> None:
     x, weight, target, bias = a.x, a.weight, a.target, a.bias
-    checks.one_of("impl", a.impl, IMPLS)
-    checks.one_of("reduction", a.reduction, REDUCTIONS)
+    common.check_one_of("impl", a.impl, IMPLS)
+    common.check_one_of("reduction", a.reduction, REDUCTIONS)
     weights = {"class_weight": a.class_weight, "token_weight": a.token_weight}
-    checks.floating(x=x, weight=weight)
-    checks.floating_if_given(bias=bias, **weights)
+    common.check_floating(x=x, weight=weight)
+    common.check_floating_if_given(bias=bias, **weights)
     if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
         found = target.dtype if isinstance(target, Tensor) else type(target).__name__
         raise ArgumentError(f"target must be a tensor of class numbers (int64 or int32); given: {found}")
     _check_shapes(a)
-    checks.same_device(x=x, weight=weight, target=target, bias=bias, **weights)
-    if not autocast_is_on(x):
-        checks.same_dtype(x=x, weight=weight, bias=bias)
+    common.check_same_device(x=x, weight=weight, target=target, bias=bias, **weights)
+    if not autocast_enabled(x):
+        common.check_same_dtype(x=x, weight=weight, bias=bias)
     for name, tensor in weights.items():
         if tensor is not None and tensor.requires_grad:
             raise ArgumentError(f"{name} requires a gradient, which is not computed; give {name}.detach()")

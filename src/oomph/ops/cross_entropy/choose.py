@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
-from oomph.ops.choice import Choice
+from oomph.ops import common
+from oomph.ops.common import Choice
 from oomph.ops.cross_entropy.arguments import Arguments, check_arguments
 from oomph.ops.cross_entropy.sharded import shard_of
 from oomph.ops.cross_entropy.tiling import DEFAULT_BUDGET, Sizes, Tiling, choose_tiling
@@ -53,7 +53,7 @@ def choose(a: Arguments) -> Choice:
     if not kernels:
         # Plain torch: a widened copy of half-precision logits, one in log-sum-exp, and the slope of the cap.
         per_logit += wide * (1 + (dtype.itemsize < wide) + (a.softcap is not None))
-    budget = checks.budget(a.memory_budget)
+    budget = common.parse_memory_budget(a.memory_budget)
     sizes = Sizes(n_tokens, hidden, n_classes, per_logit, wide, a.x.device.type)
     tiling, blocks = _tiling(sizes, budget or DEFAULT_BUDGET)
     settings = {"rows": tiling.rows, "columns": tiling.columns, "kernels": no_kernels is None}

@@ -3,15 +3,14 @@
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.ops.choice import Choice, announce
+from oomph.ops.common import Choice, log_choice, no_compile
 from oomph.ops.cross_entropy.arguments import Arguments, check_arguments
 from oomph.ops.cross_entropy.choose import choose
 from oomph.ops.cross_entropy.loss import compute
-from oomph.ops.uncompiled import uncompiled
 from oomph.units import counted
 
 
-@uncompiled
+@no_compile
 def compute_loss_chunked(
     hidden_states: Tensor, labels: Tensor, lm_head: nn.Module, chunk_size: int = 4096
 ) -> Tensor:
@@ -34,6 +33,6 @@ def compute_loss_chunked(
     if choice.impl in ("chunked", "triton"):
         settings = {**choice.settings, "rows": chunk_size, "columns": weight.shape[0]}
         choice = Choice(choice.impl, f"blocks of {counted(chunk_size, 'token')}, as asked for", settings)
-    loss = compute(call, announce("compute_loss_chunked", choice))
+    loss = compute(call, log_choice("compute_loss_chunked", choice))
     assert isinstance(loss, Tensor)
     return loss

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import accumulates_into_grad, can_accumulate_into_grad, refuse_second_derivatives
 from oomph.ops.cross_entropy import rows_torch, rows_triton
 from oomph.ops.cross_entropy.problem import LossOptions, Rows, token_losses
 from oomph.ops.cross_entropy.sharded import VocabularyShard
 from oomph.ops.cross_entropy.sweep import Gradients, SoftmaxRows, Sweep
 from oomph.ops.cross_entropy.tiling import Tiling
-from oomph.ops.into_grad import adds_to_grad, may_add_to_grad
-from oomph.ops.once import refuse_second_derivatives
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Plan:
 
     @property
     def gradients_in_forward(self) -> bool:
-        may_add = self.accumulate_into is not None and may_add_to_grad(self.accumulate_into)
+        may_add = self.accumulate_into is not None and can_accumulate_into_grad(self.accumulate_into)
         return any(self.wants) and not self.per_token and self.dtype != torch.float16 and not may_add
 
     @property
@@ -103,7 +102,7 @@ def _late_gradients(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None)
         grad_loss = rows.scale.new_zeros(())
     owner = plan.accumulate_into
     # Asked now: torch.autograd.grad() wants the gradient and not a changed .grad.
-    into = owner.grad if owner is not None and plan.wants[1] and adds_to_grad(owner) else None
+    into = owner.grad if owner is not None and plan.wants[1] and accumulates_into_grad(owner) else None
     gradients = _buffers(x_ND, weight_VD, bias_V, plan.wants, into)
     sweep = _sweep(x_ND, weight_VD, bias_V, rows.times(grad_loss), plan)
     sweep.run(gradients, known_lse=lse_N, grad_lse=grad_lse)

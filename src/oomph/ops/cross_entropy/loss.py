@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops.common import Choice, explained_by, log_choice, no_autocast, no_compile
 from oomph.ops.cross_entropy.arguments import Arguments, check_arguments
 from oomph.ops.cross_entropy.choose import choose, explain_choice
 from oomph.ops.cross_entropy.function import LinearCrossEntropy, Plan
@@ -20,13 +20,11 @@ from oomph.ops.cross_entropy.sharded import (
     shard_of,
 )
 from oomph.ops.cross_entropy.tiling import Tiling
-from oomph.ops.precision import no_autocast
-from oomph.ops.uncompiled import uncompiled
 
 
 # Uncompiled: the compiler would have to look into a loop over buffers that are overwritten.
 @explained_by(explain_choice)
-@uncompiled
+@no_compile
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -102,7 +100,7 @@ def linear_cross_entropy(
         impl=impl,
     )
     check_arguments(call)
-    return compute(call, announce("linear_cross_entropy", choose(call)))
+    return compute(call, log_choice("linear_cross_entropy", choose(call)))
 
 
 def compute(call: Arguments, choice: Choice) -> Tensor | tuple[Tensor, Tensor]:

@@ -13,9 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from oomph.ops.common import matmul_into
 from oomph.ops.cross_entropy.problem import LossOptions, Rows, RowStatistics
 from oomph.ops.cross_entropy.tiling import Tiling, padded
-from oomph.ops.products import product_into
 
 Combine = Callable[[RowStatistics], None]
 
@@ -198,7 +198,7 @@ class _Block:
                 add = gradients.adds_to_weight or self.first > 0
                 dw_CD = _part(gradients.weight_VD, *classes)
                 for some in _aligned_classes(g_RC):
-                    product_into(_part(dw_CD, *some), _columns(g_RC, *some).t(), self.x_RD, add=add)
+                    matmul_into(_part(dw_CD, *some), _columns(g_RC, *some).t(), self.x_RD, add=add)
             self.in_buffer = None
         if gradients.x_ND is not None and accumulator is not None:
             summed_RD = _part(accumulator, 0, n)
@@ -267,5 +267,5 @@ def _aligned_classes(logits_RC: Tensor) -> list[tuple[int, int]]:
 def _sum_of_products(dx_RD: Tensor, g_RC: Tensor, weight_CD: Tensor, *, add: bool) -> None:
     # The few classes first: their share is small, and so is what rounding it between the two costs.
     for some in _aligned_classes(g_RC):
-        product_into(dx_RD, _columns(g_RC, *some), _part(weight_CD, *some), add=add)
+        matmul_into(dx_RD, _columns(g_RC, *some), _part(weight_CD, *some), add=add)
         add = True

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import no_autocast, refuse_second_derivatives
 from oomph.ops.delta_attention.buffers import Buffers
 from oomph.ops.delta_attention.chunks import Chunks, Kept, kept_per_token
 from oomph.ops.delta_attention.layout import Layout
 from oomph.ops.delta_attention.segments import Plan, Segment
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.precision import no_autocast
 
 CHUNK = 32
 BLOCK = 8

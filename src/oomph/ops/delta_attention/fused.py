@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import no_compile, refuse_second_derivatives
 from oomph.ops.delta_attention import triton_launch as kernels
 from oomph.ops.delta_attention.triton_plan import Plan, make_plan
 from oomph.ops.delta_attention.triton_scratch import (
@@ -24,11 +25,9 @@ from oomph.ops.delta_attention.triton_scratch import (
     forward_scratch,
     new_states,
 )
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.uncompiled import uncompiled
 
 
-@uncompiled
+@no_compile
 def fused_kda(
     q: Tensor,
     k: Tensor,

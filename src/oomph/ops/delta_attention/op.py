@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
-from oomph.ops.choice import ASKED_FOR, Choice, announce, explained_by
+from oomph.ops import common
+from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_autocast, no_compile
 from oomph.ops.delta_attention.chunked import CHUNK, Call, chunked
 from oomph.ops.delta_attention.costs import torch_costs, torch_default, triton_costs
 from oomph.ops.delta_attention.problem import IMPLS, MODES, Problem, make_problem
@@ -17,8 +17,6 @@ from oomph.ops.delta_attention.scan import scan
 from oomph.ops.delta_attention.segments import plan_batch, plan_packed, tokens_per_segment
 from oomph.ops.delta_attention.sequential import sequential
 from oomph.ops.launch import why_not_triton
-from oomph.ops.precision import no_autocast
-from oomph.ops.uncompiled import uncompiled
 
 # Up to so many tokens, without gradients, a loop over them is faster than one chunk in plain torch.
 _FEW_TOKENS = 8
@@ -28,8 +26,8 @@ Run = Callable[[tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor]]
 
 
 def _choose(mode: str, impl: str, **given: Any) -> Choice:
-    checks.one_of("mode", mode, MODES)
-    checks.one_of("impl", impl, IMPLS)
+    common.check_one_of("mode", mode, MODES)
+    common.check_one_of("impl", impl, IMPLS)
     return _decide(make_problem(**given), mode, impl)
 
 
@@ -86,13 +84,13 @@ def kda(
     `oomph.ops.explain(kda, ...)` tells what would run and why. First derivatives only, except by
     mode="sequential", mode="scan" and impl="reference".
     """
-    checks.one_of("mode", mode, MODES)
-    checks.one_of("impl", impl, IMPLS)
+    common.check_one_of("mode", mode, MODES)
+    common.check_one_of("impl", impl, IMPLS)
     sizes = (memory_chunk_size, memory_budget, cu_seqlens, check)
     return _run(q, k, v, log_alpha, beta, initial_state, scale, *sizes, mode, impl)
 
 
-@uncompiled  # the loops over chunks would be unrolled
+@no_compile  # the loops over chunks would be unrolled
 def _run(
     q: Tensor,
     k: Tensor,
@@ -110,7 +108,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     sizes = (memory_chunk_size, memory_budget, cu_seqlens, check)
     p = make_problem(q, k, v, log_alpha, beta, initial_state, scale, *sizes)
-    choice = announce("kda", _decide(p, mode, impl))
+    choice = log_choice("kda", _decide(p, mode, impl))
     with no_autocast(p.q):
         if p.v.numel() == 0:
             return p.v.clone(), p.start().clone()

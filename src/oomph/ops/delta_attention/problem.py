@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
+from oomph.ops import common
+from oomph.ops.common import autocast_enabled, matmul_dtype
 from oomph.ops.launch import is_fake
-from oomph.ops.precision import autocast_is_on, product_dtype
 
 MODES = ("auto", "sequential", "scan", "chunked")
 IMPLS = ("auto", "torch", "triton", "reference")
@@ -94,13 +94,13 @@ def make_problem(
     cu_seqlens: Tensor | Sequence[int] | None,
     check: bool | None,
 ) -> Problem:
-    checks.floating(q=q, k=k, v=v, log_alpha=log_alpha, beta=beta)
-    checks.floating_if_given(initial_state=initial_state)
+    common.check_floating(q=q, k=k, v=v, log_alpha=log_alpha, beta=beta)
+    common.check_floating_if_given(initial_state=initial_state)
     _check_shapes(q, k, v, log_alpha, beta)
-    checks.same_device(q=q, k=k, v=v, log_alpha=log_alpha, beta=beta, initial_state=initial_state)
-    if autocast_is_on(q):
-        q, k, v = (x.to(product_dtype(x)) for x in (q, k, v))
-    checks.same_dtype(q=q, k=k, v=v)
+    common.check_same_device(q=q, k=k, v=v, log_alpha=log_alpha, beta=beta, initial_state=initial_state)
+    if autocast_enabled(q):
+        q, k, v = (x.to(matmul_dtype(x)) for x in (q, k, v))
+    common.check_same_dtype(q=q, k=k, v=v)
     if scale is None:
         scale = q.shape[3] ** -0.5
     elif isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
@@ -110,7 +110,7 @@ def make_problem(
         raise ArgumentError(
             f"memory_chunk_size={size!r} is not valid; choose a number of tokens >= 1, or None"
         )
-    budget = checks.budget(memory_budget)
+    budget = common.parse_memory_budget(memory_budget)
     if size is not None and budget is not None:
         raise ArgumentError("memory_chunk_size and memory_budget were both given; choose one of them")
     ends = _as_ends(cu_seqlens, q)

@@ -10,15 +10,23 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops.checks import floating, one_of, same_device, same_dtype
-from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
+from oomph.ops.common import (
+    Choice,
+    choose_triton_or_torch,
+    explained_by,
+    floating,
+    log_choice,
+    no_autocast,
+    no_compile,
+    one_of,
+    refuse_second_derivatives,
+    same_device,
+    same_dtype,
+)
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.matmul.chunked import matmul_in_blocks, statistic_gradients
 from oomph.ops.matmul.reference import matmul_reference
 from oomph.ops.matmul.tile import Tile, resolve
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.precision import no_autocast
-from oomph.ops.uncompiled import uncompiled
 
 IMPLS = ("auto", "reference", "chunked", "triton")
 EPILOGUES = (None, "rowmax", "logsumexp")
@@ -33,7 +41,7 @@ def _choose(a: Tensor, b: Tensor, tile: Tile | int | None, impl: str, **_: Any) 
     if obstacle is None and _computed_in(a, b) == torch.float64:
         obstacle = "the kernel adds in float32, and the inputs are float64"
     size = resolve(tile, _computed_in(a, b), a.shape[-2] if a.dim() > 1 else 0)
-    choice = kernels_or_plain(
+    choice = choose_triton_or_torch(
         impl,
         a,
         obstacle,
@@ -75,11 +83,11 @@ def tiled_matmul(
     return _tiled_matmul(a, b, tile, epilogue, return_product, impl)
 
 
-@uncompiled
+@no_compile
 def _tiled_matmul(
     a: Tensor, b: Tensor, tile: Tile | int | None, epilogue: str | None, return_product: bool, impl: str
 ) -> Any:
-    choice = announce("tiled_matmul", _choose(a, b, tile, impl))
+    choice = log_choice("tiled_matmul", _choose(a, b, tile, impl))
     lead, (rows, inner), columns = a.shape[:-2], a.shape[-2:], b.shape[-1]
     if b.dim() == 2:  # one b for all: the rows of all of a in one product
         a_GMK, b_GKN = a.reshape(1, lead.numel() * rows, inner), b.unsqueeze(0)

@@ -15,13 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import matmul_into, no_autocast, refuse_second_derivatives
 from oomph.ops.mlp import elementwise
 from oomph.ops.mlp.products import accumulate_product, project, rows, wide
 from oomph.ops.mlp.tiles import spans
 from oomph.ops.mlp.weights import MLPWeights
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.precision import no_autocast
-from oomph.ops.products import product_into
 
 
 @dataclass(frozen=True)
@@ -208,7 +206,7 @@ class _Backward:
                 elementwise.activate(plan.activation, gate, up, hidden, plan.use_triton)
                 self._add(self.d_down, dy_TO, hidden, first)
                 continue
-            product_into(d_up, dy_TO, w.down_OF)
+            matmul_into(d_up, dy_TO, w.down_OF)
             elementwise.differentiate(
                 plan.activation, gate, up, d_up, d_gate=d_gate, hidden=hidden, use_triton=plan.use_triton
             )
@@ -225,9 +223,9 @@ class _Backward:
         # Where x is wider than the products (autocast), they are made in their own dtype first.
         same = dx_TD.dtype == d_up.dtype
         product = dx_TD if same else torch.empty_like(dx_TD, dtype=d_up.dtype)
-        product_into(product, d_up, self.w.up_FD)
+        matmul_into(product, d_up, self.w.up_FD)
         if d_gate is not None and self.w.gate_FD is not None:
-            product_into(product, d_gate, self.w.gate_FD, add=True)
+            matmul_into(product, d_gate, self.w.gate_FD, add=True)
         if not same:
             dx_TD.copy_(product)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from oomph.errors import ArgumentError
+from oomph.ops.common import refuse_second_derivatives
 from oomph.ops.mlp.products import wide
 from oomph.ops.mlp.tiles import spans
-from oomph.ops.once import refuse_second_derivatives
 
 
 @dataclass

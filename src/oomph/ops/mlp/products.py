@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from oomph.ops.common import matmul_into
 from oomph.ops.mlp.tiles import spans
-from oomph.ops.products import product_into
 
 # Tokens converted at a time where a half-precision product has to be added up in fp32 by hand.
 _PIECE = 512
@@ -13,7 +13,7 @@ _PIECE = 512
 def project(x_ND: Tensor, weight_FD: Tensor, bias_F: Tensor | None, out_NF: Tensor) -> None:
     """out = x weight^T + bias."""
     if bias_F is None:
-        product_into(out_NF, x_ND, weight_FD.t())
+        matmul_into(out_NF, x_ND, weight_FD.t())
     else:
         torch.addmm(bias_F, x_ND, weight_FD.t(), out=out_NF)
 
@@ -27,7 +27,7 @@ def accumulate_product(total_MN: Tensor, a_MK: Tensor, b_KN: Tensor, *, first: b
     # A conversion of the whole tile would be larger than the tile's own buffers.
     tokens = a_MK.shape[1]
     for start, stop in spans(tokens, _PIECE if by_hand else max(tokens, 1)):
-        product_into(total_MN, a_MK[:, start:stop], b_KN[start:stop], add=not first or start > 0)
+        matmul_into(total_MN, a_MK[:, start:stop], b_KN[start:stop], add=not first or start > 0)
 
 
 def rows(matrix: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:

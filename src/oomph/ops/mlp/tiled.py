@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by
+from oomph.ops import common
+from oomph.ops.common import Choice, explained_by, log_choice, matmul_dtype, no_compile
 from oomph.ops.launch import why_not_triton
 from oomph.ops.mlp import chunked, reference, tiles
 from oomph.ops.mlp.generic import tile_function
 from oomph.ops.mlp.recognise import NotRecognised, recognise, trained_by
 from oomph.ops.mlp.weights import MLPWeights
-from oomph.ops.precision import product_dtype
-from oomph.ops.uncompiled import uncompiled
 from oomph.units import counted
 
 Given = MLPWeights | nn.Module | Callable[[Tensor], Tensor]
@@ -109,7 +107,7 @@ def tiled_mlp(
     return _run(fn_or_module, x, parameters, options)
 
 
-@uncompiled
+@no_compile
 def _run(given: Given, x: Tensor, parameters: Iterable[Tensor] | None, options: dict[str, Any]) -> Tensor:
     if isinstance(given, MLPWeights):
         return _tiled(given, functools.partial(reference.mlp, given), x, parameters, options)
@@ -137,7 +135,7 @@ def _tiled(
     options: dict[str, Any],
 ) -> Tensor:
     parameters = None if parameters is None else list(parameters)
-    choice = announce("tiled_mlp", choose(given, x, parameters=parameters, **options))
+    choice = log_choice("tiled_mlp", choose(given, x, parameters=parameters, **options))
     if choice.impl == "reference":
         return function(x)
     if choice.impl == "generic":
@@ -210,8 +208,8 @@ def _product_dtype(x: Tensor, weights: MLPWeights) -> torch.dtype:
     # Devices without autocast, such as meta, raise an error when asked whether it is enabled.
     converts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     if not converts or x.dtype == torch.float64:
-        checks.same_dtype(x=x, **weights.named())
-    return product_dtype(x)
+        common.check_same_dtype(x=x, **weights.named())
+    return matmul_dtype(x)
 
 
 def _checked(
@@ -223,7 +221,7 @@ def _checked(
         raise ArgumentError(
             f"fn_or_module is a {type(given).__name__}; valid: a module, a function, or MLPWeights"
         )
-    checks.floating(x=x)
+    common.check_floating(x=x)
     if x.dim() < 1:
         raise ArgumentError("x has no dimensions; valid: [..., features]")
     if isinstance(given, MLPWeights):
@@ -235,12 +233,12 @@ def _checked(
 
 def check_options(tile: int | None, memory_budget: str | int | None, impl: str) -> int | None:
     """What can be said before there is an x; returns the budget in bytes."""
-    checks.one_of("impl", impl, IMPLS)
+    common.check_one_of("impl", impl, IMPLS)
     if tile is not None and (isinstance(tile, bool) or not isinstance(tile, int) or tile < 1):
         raise ArgumentError(f"tile={tile!r} is not valid; give a number of tokens, 1 or more")
     if tile is not None and memory_budget is not None:
         raise ArgumentError("tile and memory_budget both say how large a tile is; give one of them")
-    return checks.budget(memory_budget)
+    return common.parse_memory_budget(memory_budget)
 
 
 def _check_fit(x: Tensor, weights: MLPWeights) -> None:
@@ -248,7 +246,7 @@ def _check_fit(x: Tensor, weights: MLPWeights) -> None:
     if x.shape[-1] != up.shape[1]:
         features = counted(x.shape[-1], "feature")
         raise ArgumentError(f"x has {features}; up {tuple(up.shape)} takes {up.shape[1]}")
-    checks.same_device(x=x, up=up)
+    common.check_same_device(x=x, up=up)
 
 
 def _refuse_modules_that_cannot_be_tiled(module: nn.Module) -> None:

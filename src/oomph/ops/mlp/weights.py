@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
+from oomph.ops import common
 
 # What the elementwise kernels know. "gelu" is the exact one (erf), "gelu_tanh" its usual approximation.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -30,9 +30,9 @@ class MLPWeights:
     activation: str = "silu"
 
     def __post_init__(self) -> None:
-        checks.one_of("activation", self.activation, ACTIVATIONS)
+        common.check_one_of("activation", self.activation, ACTIVATIONS)
         named = self.named()
-        checks.floating(**named)
+        common.check_floating(**named)
         if self.gate_bias is not None and self.gate is None:
             raise ArgumentError("gate_bias is given without gate")
         for name in ("up", "down"):
@@ -52,7 +52,7 @@ class MLPWeights:
                 raise ArgumentError(
                     f"{name} has shape {given}; with up {tuple(self.up.shape)} it must be {shape}"
                 )
-        checks.same_device(**named)
+        common.check_same_device(**named)
 
     @property
     def kind(self) -> str:

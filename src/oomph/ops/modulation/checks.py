@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
+from oomph.ops import common
 from oomph.ops.modulation.weights import Int8Weight, is_torchao
 
 
@@ -17,14 +17,14 @@ def check_factors(A: Tensor, B: Tensor, mod: Tensor) -> None:
             f"A {list(A.shape)}, B {list(B.shape)} and mod {list(mod.shape)} do not fit together; "
             "valid: A [d, r], B [r, f], mod [..., r] with r >= 1"
         )
-    checks.same_device(A=A, B=B, mod=mod)
+    common.check_same_device(A=A, B=B, mod=mod)
 
 
 def check_arguments(
     h: Tensor, weight: Tensor | Int8Weight, A: Tensor, B: Tensor, mod: Tensor, bias: Tensor | None
 ) -> None:
-    checks.floating(h=h, A=A, B=B, mod=mod)
-    checks.floating_if_given(bias=bias)
+    common.check_floating(h=h, A=A, B=B, mod=mod)
+    common.check_floating_if_given(bias=bias)
     _check_weight(weight)
     check_factors(A, B, mod)
     d, f = A.shape[0], B.shape[1]
@@ -42,7 +42,7 @@ def check_arguments(
             "dimensions like h's, or 1, or none"
         )
     stored = weight.values if isinstance(weight, Int8Weight) else weight
-    checks.same_device(h=h, weight=stored, A=A, B=B, mod=mod, bias=bias)
+    common.check_same_device(h=h, weight=stored, A=A, B=B, mod=mod, bias=bias)
 
 
 def _check_weight(weight: object) -> None:
@@ -54,7 +54,7 @@ def _check_weight(weight: object) -> None:
     if is_torchao(weight):
         if weight.requires_grad:
             raise ArgumentError("weight is quantised but requires a gradient; valid: a frozen weight")
-    elif weight.dtype not in checks.FLOATS:
+    elif weight.dtype not in common.FLOATS:
         raise ArgumentError(f"weight has dtype {weight.dtype}; valid: {valid}")
 
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
+from oomph.ops import common
+from oomph.ops.common import no_autocast
 from oomph.ops.modulation.checks import check_factors
-from oomph.ops.precision import no_autocast
 from oomph.units import counted
 
 TokenIndex = int | slice | Sequence[int] | Tensor | tuple[int | slice, ...]
@@ -22,7 +22,7 @@ def compute_weight_delta(A: Tensor, B: Tensor, mod: Tensor, token_idx: TokenInde
     mod [..., S, r]. A tuple picks by every leading dimension of mod: (b, s) gives [d, f]. An int picks
     along S alone and gives [..., d, f]; n tokens along S (a list, slice or integer tensor): [..., n, d, f].
     """
-    checks.floating(A=A, B=B, mod=mod)
+    common.check_floating(A=A, B=B, mod=mod)
     check_factors(A, B, mod)
     lead = mod.dim() - 1
     if isinstance(token_idx, tuple):
@@ -50,7 +50,7 @@ def weight_delta_norm(A: Tensor, B: Tensor, mod: Tensor, *, squared: bool = Fals
     ||A diag(m) B||^2 = m^T ((A^T A) * (B B^T)) m, in float32 (float64 where an input is float64). Where the
     norm is zero, as at the start of training with B = 0, its gradient is defined as zero.
     """
-    checks.floating(A=A, B=B, mod=mod)
+    common.check_floating(A=A, B=B, mod=mod)
     check_factors(A, B, mod)
     wide = torch.float64 if torch.float64 in (A.dtype, B.dtype, mod.dtype) else torch.float32
     with no_autocast(mod):

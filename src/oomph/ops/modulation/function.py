@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import no_autocast, refuse_second_derivatives
 from oomph.ops.modulation import weights
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.precision import no_autocast
 
 # g_Nf, p_fr or None, t_Nr or None -> g p (which may be float32) and g^T t.
 PullBack = Callable[[Tensor, Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]

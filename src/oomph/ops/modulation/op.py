@@ -3,15 +3,20 @@
 import torch
 from torch import Tensor
 
-from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
+from oomph.ops import common
+from oomph.ops.common import (
+    Choice,
+    choose_triton_or_torch,
+    explained_by,
+    log_choice,
+    matmul_dtype,
+    no_compile,
+)
 from oomph.ops.launch import why_not_triton
 from oomph.ops.modulation import chunked, fused, reference
 from oomph.ops.modulation.checks import check_arguments
 from oomph.ops.modulation.function import ModulatedLinear, PullBack
 from oomph.ops.modulation.weights import Int8Weight, is_torchao
-from oomph.ops.precision import product_dtype
-from oomph.ops.uncompiled import uncompiled
 from oomph.units import MiB, counted
 
 _PULL_BACK: dict[str, PullBack] = {"chunked": chunked.pull_back, "triton": fused.pull_back}
@@ -33,9 +38,9 @@ def choose(
     impl: str,
 ) -> Choice:
     """What modulated_linear would run with these arguments, and why."""
-    checks.one_of("impl", impl, ("auto", "reference", "chunked", "triton"))
+    common.check_one_of("impl", impl, ("auto", "reference", "chunked", "triton"))
     check_arguments(h, weight, A, B, mod, bias)
-    choice = kernels_or_plain(
+    choice = choose_triton_or_torch(
         impl,
         h,
         why_not_triton(h) or _why_not_these(h, A.shape[1]),
@@ -77,7 +82,7 @@ def modulated_linear(
     return _run(h, weight, A, B, mod, bias, impl)
 
 
-@uncompiled  # a compiler would trace the kernel's launch, and there is nothing left to fuse
+@no_compile  # a compiler would trace the kernel's launch, and there is nothing left to fuse
 def _run(
     h: Tensor,
     weight: Tensor | Int8Weight,
@@ -87,8 +92,8 @@ def _run(
     bias: Tensor | None,
     impl: str,
 ) -> Tensor:
-    choice = announce("modulated_linear", choose(h, weight, A, B, mod, bias, impl))
-    dtype = product_dtype(h)
+    choice = log_choice("modulated_linear", choose(h, weight, A, B, mod, bias, impl))
+    dtype = matmul_dtype(h)
     if choice.impl == "reference":
         whole = weight.dequantize(dtype) if isinstance(weight, Int8Weight) else _whole(weight, dtype)
         others = (None if each is None else each.to(dtype) for each in (A, B, mod, bias))
@@ -103,9 +108,9 @@ def _whole(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _why_not_these(h: Tensor, rank: int) -> str | None:
-    if product_dtype(h) == torch.float64:
+    if matmul_dtype(h) == torch.float64:
         return "the kernel accumulates in float32, which is too little for float64"
-    if h.device.type == "cpu" and product_dtype(h) == torch.bfloat16:
+    if h.device.type == "cpu" and matmul_dtype(h) == torch.bfloat16:
         return "Triton's interpreter multiplies bfloat16 wrongly"
     if rank > fused.LARGEST_RANK:
         return f"the rank {rank} is above {fused.LARGEST_RANK}"
@@ -113,7 +118,7 @@ def _why_not_these(h: Tensor, rank: int) -> str | None:
 
 
 def _why_not_worth_it(h: Tensor, B: Tensor) -> str | None:
-    dtype, d = product_dtype(h), h.shape[-1]
+    dtype, d = matmul_dtype(h), h.shape[-1]
     tokens, (rank, features) = h.numel() // max(1, d), B.shape
     if dtype == torch.float32:
         return "in float32 the library's products are as fast"

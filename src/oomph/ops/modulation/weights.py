@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
+from oomph.ops.common import matmul_into
 from oomph.ops.launch import is_fake
-from oomph.ops.products import product_into
 from oomph.units import MiB
 
 # The largest converted slice: large enough that its products run at full speed, small beside any activation.
@@ -97,20 +97,20 @@ def is_torchao(weight: object) -> bool:
 def add_times_weight(out_Nf: Tensor, h_Nd: Tensor, weight: Tensor, scale: Tensor | None) -> None:
     """out += h W."""
     for start, stop, slice_dw in _slices(weight, scale, 1, h_Nd.dtype):
-        product_into(out_Nf[:, start:stop], h_Nd, slice_dw, add=True)
+        matmul_into(out_Nf[:, start:stop], h_Nd, slice_dw, add=True)
 
 
 def add_times_weight_transposed(out_Nd: Tensor, g_Nf: Tensor, weight: Tensor, scale: Tensor | None) -> None:
     """out += g W^T."""
     for start, stop, slice_wf in _slices(weight, scale, 0, g_Nf.dtype):
-        product_into(out_Nd[:, start:stop], g_Nf, slice_wf.t(), add=True)
+        matmul_into(out_Nd[:, start:stop], g_Nf, slice_wf.t(), add=True)
 
 
 def weight_gradient(h_Nd: Tensor, g_Nf: Tensor, weight: Tensor) -> Tensor:
     """h^T g in the weight's dtype and memory layout."""
     grad = torch.empty_like(weight)
     if weight.dtype == h_Nd.dtype:
-        product_into(grad, h_Nd.t(), g_Nf)
+        matmul_into(grad, h_Nd.t(), g_Nf)
         return grad
     for start, stop in _spans(weight.shape[1], weight.shape[0] * h_Nd.element_size()):
         grad[:, start:stop] = h_Nd.t() @ g_Nf[:, start:stop]

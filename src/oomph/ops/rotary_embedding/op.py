@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops.checks import floating, one_of, same_device, same_dtype
-from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
+from oomph.ops.common import (
+    Choice,
+    choose_triton_or_torch,
+    explained_by,
+    floating,
+    log_choice,
+    no_compile,
+    one_of,
+    same_device,
+    same_dtype,
+)
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.rotary_embedding.chunked import EVERY, rotate_in_slices
 from oomph.ops.rotary_embedding.reference import rotary_reference
 from oomph.ops.rotary_embedding.table import RotaryTable, Scaling, check_positions, rotary_table
-from oomph.ops.uncompiled import uncompiled
 
 IMPLS = ("auto", "reference", "chunked", "triton")
 _KERNELS = Kernels("oomph.ops.rotary_embedding.triton")
@@ -36,7 +44,7 @@ class _How(NamedTuple):
 def _choose(q: Tensor, impl: str, **_: Any) -> Choice:
     one_of("impl", impl, IMPLS)
     floating(q=q)
-    return kernels_or_plain(
+    return choose_triton_or_torch(
         impl,
         q,
         why_not_triton(q),
@@ -91,10 +99,10 @@ def rotary(
     return turn(table, how, q, k)
 
 
-@uncompiled  # when an implementation is named, the compiler is to leave it alone
+@no_compile  # when an implementation is named, the compiler is to leave it alone
 def _turn(table: RotaryTable, how: _How, *tensors: Tensor) -> tuple[Tensor, ...]:
     """One node each: where the gradients of two arrive together, the first is freed before the second."""
-    chosen = announce("rotary", _choose(tensors[0], impl=how.impl)).impl
+    chosen = log_choice("rotary", _choose(tensors[0], impl=how.impl)).impl
     if chosen == "reference":
         return _turn_traced(table, how, *tensors)
     how = how._replace(impl=chosen)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops.checks import one_of
+from oomph.ops.common import one_of
 from oomph.units import MiB
 
 # One slice's float64 angles; their cosine takes the same again, so a table needs 2 x 16 MiB beside itself.

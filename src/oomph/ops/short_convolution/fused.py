@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import refuse_second_derivatives
 from oomph.ops.launch import Kernels
-from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.short_convolution.reference import EPSILON
 
 KERNELS = Kernels("oomph.ops.short_convolution.triton")

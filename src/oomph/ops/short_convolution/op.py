@@ -6,23 +6,21 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
+from oomph.ops import common
+from oomph.ops.common import Choice, choose_triton_or_torch, explained_by, log_choice, no_autocast, no_compile
 from oomph.ops.launch import why_not_triton
-from oomph.ops.precision import no_autocast
-from oomph.ops.recomputed import recomputed
 from oomph.ops.short_convolution.fused import LARGEST_UNIT, FusedConvolution
 from oomph.ops.short_convolution.reference import reference
-from oomph.ops.uncompiled import uncompiled
+from oomph.ops.tokenwise import tokenwise_checkpoint
 
 IMPLS = ("auto", "reference", "chunked", "triton")
 
 
 def choose(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Choice:
     """What short_convolution would run with these arguments, and why."""
-    checks.one_of("impl", impl, IMPLS)
+    common.check_one_of("impl", impl, IMPLS)
     _check(x, weight, unit_size)
-    return kernels_or_plain(
+    return choose_triton_or_torch(
         impl,
         x,
         why_not_triton(x) or _why_not_these(x, unit_size),
@@ -47,21 +45,21 @@ def short_convolution(
     return _run(x, weight, unit_size, impl)
 
 
-@uncompiled
+@no_compile
 def _run(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Tensor:
-    choice = announce("short_convolution", choose(x, weight, unit_size, impl))
+    choice = log_choice("short_convolution", choose(x, weight, unit_size, impl))
     if choice.impl == "reference":
         with no_autocast(x):
             return reference(x, weight, unit_size)
     if choice.impl == "chunked":
         function = functools.partial(reference, unit_size=unit_size)
-        return recomputed(function, (x,), (weight,), halo=weight.shape[2] - 1)
+        return tokenwise_checkpoint(function, (x,), (weight,), halo=weight.shape[2] - 1)
     return FusedConvolution.apply(x, weight, unit_size)  # type: ignore[no-any-return]
 
 
 def _check(x: Tensor, weight: Tensor, unit_size: int | None) -> None:
-    checks.floating(x=x, weight=weight)
-    checks.same_device(x=x, weight=weight)
+    common.check_floating(x=x, weight=weight)
+    common.check_same_device(x=x, weight=weight)
     fits = x.dim() == 3 and weight.dim() == 3 and weight.shape[:2] == (x.shape[2], 1) and weight.shape[2] > 0
     if not fits or x.shape[1] < weight.shape[2] - 1:
         raise ArgumentError(

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.uncompiled import uncompiled
+from oomph.ops.common import no_compile, refuse_second_derivatives
 from oomph.units import MiB
 
 aten = torch.ops.aten
@@ -78,7 +77,7 @@ KERNELS = {
 }
 
 
-@uncompiled
+@no_compile
 def attention_by_heads(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, backend: str, key_heads: int
 ) -> Tensor:

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.once import refuse_second_derivatives
+from oomph.ops.common import no_compile, refuse_second_derivatives
 from oomph.ops.softmax_attention.chunked_cpu import cpu_forward, fits_cpu_kernel
 from oomph.ops.softmax_attention.problem import Problem
 from oomph.ops.softmax_attention.tiles import QueryTile, bias_part, bias_values, query_tiles, tile_sizes
-from oomph.ops.uncompiled import uncompiled
 
 
-@uncompiled
+@no_compile
 def chunked(p: Problem) -> Tensor:
     out: Tensor = _ChunkedAttention.apply(p, p.q, p.k, p.v, p.bias, *p.bias_tensors)  # type: ignore[no-untyped-call]
     return out

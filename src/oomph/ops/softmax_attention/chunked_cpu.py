@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import no_compile, refuse_second_derivatives
 from oomph.ops.launch import is_fake
-from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.softmax_attention.biases import LocalityBias
 from oomph.ops.softmax_attention.problem import Problem
 from oomph.ops.softmax_attention.tiles import (
@@ -26,7 +26,6 @@ from oomph.ops.softmax_attention.tiles import (
     bias_values,
     query_tiles,
 )
-from oomph.ops.uncompiled import uncompiled
 
 aten = torch.ops.aten
 _MASK_BUFFERS = 3  # the mask, and what its evaluation holds
@@ -39,7 +38,7 @@ def fits_cpu_kernel(p: Problem) -> bool:
     return p.q.device.type == "cpu" and same_head and not (empty or is_fake(p.q))
 
 
-@uncompiled
+@no_compile
 def chunked_cpu(p: Problem) -> Tensor:
     out: Tensor = _TiledCpuAttention.apply(p, p.q, p.k, p.v)  # type: ignore[no-untyped-call]
     return out

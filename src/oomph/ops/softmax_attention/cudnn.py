@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.uncompiled import uncompiled
+from oomph.ops.common import no_compile, refuse_second_derivatives
 
 aten = torch.ops.aten
 
 
-@uncompiled
+@no_compile
 def cudnn_with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
     """softmax(q k^T * scale + bias) v. The bias has 4 dimensions, 1 or full, q's dtype and no gradient."""
     out: Tensor = _CudnnAttention.apply(q, k, v, bias, scale)  # type: ignore[no-untyped-call]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from oomph.ops.common import no_compile
 from oomph.ops.launch import is_fake, why_not_triton
 from oomph.ops.softmax_attention.biases import BiasFunction
 from oomph.ops.softmax_attention.flex_stand_in import flex_stand_in
 from oomph.ops.softmax_attention.problem import Problem
-from oomph.ops.uncompiled import uncompiled
 
 _BLOCK = 128  # of the tables that tell which blocks of keys causality leaves
 _KINDS_OF_CALLS = 256  # that may be compiled in one process; torch's own limit is 8
@@ -55,7 +55,7 @@ def _has_compiler() -> bool:
     return any(shutil.which(name) for name in ("cc", "gcc", "clang"))
 
 
-@uncompiled
+@no_compile
 def flex(p: Problem) -> Tensor:
     assert p.bias_function is not None
     if is_fake(p.q):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.once import refuse_second_derivatives
+from oomph.ops.common import refuse_second_derivatives
 
 
 def flex_stand_in(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
-from oomph.ops.choice import ASKED_FOR, Choice, announce, explained_by
+from oomph.ops import common
+from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile
 from oomph.ops.softmax_attention.biases import BiasFunction
 from oomph.ops.softmax_attention.chunked import chunked
 from oomph.ops.softmax_attention.chunked_cpu import chunked_cpu, fits_cpu_kernel, queries_per_tile
@@ -17,13 +17,12 @@ from oomph.ops.softmax_attention.problem import Problem, make_problem
 from oomph.ops.softmax_attention.reference import reference
 from oomph.ops.softmax_attention.tiles import tile_sizes
 from oomph.ops.softmax_attention.triton_attention import triton_attention, why_not_kernels
-from oomph.ops.uncompiled import uncompiled
 
 IMPLS = ("auto", "sdpa", *BACKENDS, "triton", "flex", "chunked", "reference")
 
 
 def _choose(*arguments: Any, impl: str = "auto", **options: Any) -> Choice:
-    checks.one_of("impl", impl, IMPLS)
+    common.check_one_of("impl", impl, IMPLS)
     return _decide(make_problem(*arguments, **options), impl)
 
 
@@ -66,7 +65,7 @@ def attention(
     A query that may see no key gets zeros, and gives zero gradients. `oomph.ops.explain(attention, ...)`
     tells what would run and why. First derivatives only.
     """
-    checks.one_of("impl", impl, IMPLS)
+    common.check_one_of("impl", impl, IMPLS)
     p = make_problem(
         q,
         k,
@@ -79,7 +78,7 @@ def attention(
         scale=scale,
         memory_budget=memory_budget,
     )
-    choice = announce("attention", _decide(p, impl))
+    choice = log_choice("attention", _decide(p, impl))
     if choice.impl == "reference":
         given = p.bias if p.bias_function is None else p.bias_function
         return reference(
@@ -117,7 +116,7 @@ def _decide(p: Problem, impl: str) -> Choice:
     return _decide_without_fused(p, impl, passed_over)
 
 
-@uncompiled
+@no_compile
 def _decide_without_fused(p: Problem, impl: str, passed_over: str) -> Choice:
     no_kernels, no_flex = why_not_kernels(p), why_not_flex(p)
     if impl in ("triton", "flex"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
+from oomph.ops import common
 from oomph.ops.launch import is_fake
 from oomph.ops.softmax_attention.biases import BiasFunction, declared_tensors, hidden_gradient
 from oomph.ops.softmax_attention.patterns import BlockPattern
@@ -91,16 +91,16 @@ def make_problem(
     scale: float | None = None,
     memory_budget: str | int | None = None,
 ) -> Problem:
-    checks.floating(q=q, k=k, v=v)
+    common.check_floating(q=q, k=k, v=v)
     q, k, v = _under_autocast(q, k, v)
-    checks.same_dtype(q=q, k=k, v=v)
+    common.check_same_dtype(q=q, k=k, v=v)
     tensor_bias = bias if isinstance(bias, Tensor) else None
     if tensor_bias is not None:
-        checks.floating(bias=tensor_bias)
+        common.check_floating(bias=tensor_bias)
     for name, given in (("key_lengths", key_lengths), ("key_mask", key_mask)):
         if given is not None and not isinstance(given, Tensor):
             raise ArgumentError(f"{name} is a {type(given).__name__}, not a tensor")
-    checks.same_device(q=q, k=k, v=v, bias=tensor_bias, key_lengths=key_lengths, key_mask=key_mask)
+    common.check_same_device(q=q, k=k, v=v, bias=tensor_bias, key_lengths=key_lengths, key_mask=key_mask)
     _check_shapes(q, k, v)
     if pattern is not None and not isinstance(pattern, BlockPattern):
         raise ArgumentError(
@@ -116,7 +116,7 @@ def make_problem(
         pattern,
         *_checked_padding(key_lengths, key_mask, k),
         _scale(scale, q),
-        checks.budget(memory_budget),
+        common.parse_memory_budget(memory_budget),
     )
 
 
@@ -170,7 +170,7 @@ def _checked_function(bias: object, q: Tensor, k: Tensor) -> BiasFunction:
     if check is not None:
         check(q.shape[0], q.shape[2], k.shape[2])
     tensors = declared_tensors(function)
-    checks.same_device(q=q, **{f"bias.tensors[{i}]": tensor for i, tensor in enumerate(tensors)})
+    common.check_same_device(q=q, **{f"bias.tensors[{i}]": tensor for i, tensor in enumerate(tensors)})
     if 0 not in (q.numel(), k.numel()) and hidden_gradient(function, q.device):
         raise ArgumentError(
             "the bias function reads a tensor that requires a gradient and does not list it; "

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import no_compile, refuse_second_derivatives
 from oomph.ops.launch import Kernels, why_not_triton
-from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.softmax_attention.biases import BiasFunction, LocalityBias
 from oomph.ops.softmax_attention.problem import Problem
-from oomph.ops.uncompiled import uncompiled
 
 _KERNELS = Kernels("oomph.ops.softmax_attention.triton")
 _LOG2_E = math.log2(math.e)
@@ -117,7 +116,7 @@ def _bias_objection(bias: BiasFunction, needs_grad: bool) -> str | None:
     return None
 
 
-@uncompiled
+@no_compile
 def triton_attention(p: Problem) -> Tensor:
     out: Tensor = _TritonAttention.apply(p, p.q, p.k, p.v)  # type: ignore[no-untyped-call]
     return out

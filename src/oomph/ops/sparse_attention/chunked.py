@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.once import refuse_second_derivatives
+from oomph.ops.common import refuse_second_derivatives
 from oomph.ops.sparse_attention.problem import Sizes
 from oomph.units import MiB
 

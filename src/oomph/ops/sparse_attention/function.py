@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import refuse_second_derivatives
 from oomph.ops.launch import why_not_triton
-from oomph.ops.once import refuse_second_derivatives
 from oomph.ops.sparse_attention.banded import attend as banded
 from oomph.ops.sparse_attention.gathered import attend as gathered
 from oomph.ops.sparse_attention.problem import Sizes

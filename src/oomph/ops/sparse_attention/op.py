@@ -4,9 +4,16 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
-from oomph.ops.choice import ASKED_FOR, Choice, announce, explained_by
-from oomph.ops.precision import no_autocast, product_dtype
+from oomph.ops import common
+from oomph.ops.common import (
+    ASKED_FOR,
+    Choice,
+    explained_by,
+    log_choice,
+    matmul_dtype,
+    no_autocast,
+    no_compile,
+)
 from oomph.ops.sparse_attention.chunked import ChunkedSparseAttention, tokens_per_chunk
 from oomph.ops.sparse_attention.compression import compressed_pair, maps_of
 from oomph.ops.sparse_attention.function import SparseAttention, why_not_kernels
@@ -19,7 +26,6 @@ from oomph.ops.sparse_attention.problem import (
     make_sizes,
 )
 from oomph.ops.sparse_attention.reference import reference
-from oomph.ops.uncompiled import uncompiled
 
 
 def _choose(
@@ -38,7 +44,7 @@ def _choose(
     scale: float | None,
     impl: str,
 ) -> Choice:
-    checks.one_of("impl", impl, IMPLS)
+    common.check_one_of("impl", impl, IMPLS)
     check_tensors(q, k, v, gate_cmp, gate_slc, gate_win)
     maps_of(compress)
     sizes = make_sizes(q.shape[3], block_size, compress_block, compress_stride, top_n, window, scale)
@@ -83,11 +89,11 @@ def nsa(
     Gradients for all tensors and for what `compress` reads. Memory is linear in T; see function.py for what
     is saved. First derivatives only. `oomph.ops.explain(nsa, ...)` tells what would run and why.
     """
-    checks.one_of("impl", impl, IMPLS)
+    common.check_one_of("impl", impl, IMPLS)
     check_tensors(q, k, v, gate_cmp, gate_slc, gate_win)
     maps_of(compress)
     sizes = make_sizes(q.shape[3], block_size, compress_block, compress_stride, top_n, window, scale)
-    choice = announce("nsa", _decide(q, k, sizes, impl))
+    choice = log_choice("nsa", _decide(q, k, sizes, impl))
     q, k, v = in_one_dtype(q, k, v)
     ck, cv = compressed_pair(k, v, compress, sizes)
     gates = (gate_cmp, gate_slc, gate_win)
@@ -99,7 +105,7 @@ def nsa(
         return _run(choice.impl, q, k, v, ck, cv, gates, sizes)
 
 
-@uncompiled
+@no_compile
 def _run(
     impl: str,
     q: Tensor,
@@ -120,9 +126,9 @@ def _run(
     return out
 
 
-@uncompiled
+@no_compile
 def _decide(q: Tensor, k: Tensor, sizes: Sizes, impl: str) -> Choice:
-    objection = why_not_kernels(q, k, product_dtype(q), sizes)
+    objection = why_not_kernels(q, k, matmul_dtype(q), sizes)
     if impl == "triton":
         if objection is not None:
             raise ArgumentError(

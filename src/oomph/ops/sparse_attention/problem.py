@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
-from oomph.ops.precision import product_dtype
+from oomph.ops import common
+from oomph.ops.common import matmul_dtype
 
 Map = Callable[[Tensor], Tensor]  # blocks [B, N, L, H, D] -> [B, N, H, D]
 Compress = str | Map | tuple[Map, Map]
@@ -82,8 +82,8 @@ def _whole(name: str, given: object, least: int, why: str = "") -> None:
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> None:
     named = dict(zip(("gate_cmp", "gate_slc", "gate_win"), gates, strict=True))
-    checks.floating(q=q, k=k, v=v, **named)
-    checks.same_device(q=q, k=k, v=v, **named)
+    common.check_floating(q=q, k=k, v=v, **named)
+    common.check_same_device(q=q, k=k, v=v, **named)
     given = f"given q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     valid = "valid: q [B, T, HQ, D], k and v [B, T, H, D] with HQ a multiple of H"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -99,13 +99,13 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> None:
     for name, gate in named.items():
         if gate.shape != q.shape[:3]:
             raise ArgumentError(f"{name} has shape {list(gate.shape)}; valid: {list(q.shape[:3])}")
-    if len({product_dtype(x) for x in (q, k, v)}) > 1:
-        checks.same_dtype(q=q, k=k, v=v)
+    if len({matmul_dtype(x) for x in (q, k, v)}) > 1:
+        common.check_same_dtype(q=q, k=k, v=v)
 
 
 def in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the dtype of their products: their own, or autocast's."""
-    dtype = product_dtype(q)
+    dtype = matmul_dtype(q)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 

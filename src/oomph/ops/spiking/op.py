@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
-from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
+from oomph.ops import common
+from oomph.ops.common import Choice, choose_triton_or_torch, explained_by, log_choice, no_compile
 from oomph.ops.launch import is_fake, why_not_triton
 from oomph.ops.spiking import chunked, fused
 from oomph.ops.spiking.function import LIFGate
 from oomph.ops.spiking.problem import Engine, Neuron, wide_dtype
 from oomph.ops.spiking.reference import lif_gate_reference
-from oomph.ops.uncompiled import uncompiled
 
 IMPLS = ("auto", "reference", "chunked", "triton")
 _ENGINES: dict[str, Engine] = {"chunked": chunked, "triton": fused}
@@ -28,9 +27,9 @@ def choose(
     impl: str,
 ) -> Choice:
     """What lif_gate would run with these arguments, and why."""
-    checks.one_of("impl", impl, IMPLS)
+    common.check_one_of("impl", impl, IMPLS)
     _check(drive, decay, threshold, surrogate_beta, initial)
-    return kernels_or_plain(
+    return choose_triton_or_torch(
         impl,
         drive,
         why_not_triton(drive),
@@ -71,7 +70,7 @@ def lif_gate(
     return _run(drive, decay, threshold, surrogate_beta, initial, impl)
 
 
-@uncompiled  # a compiler would unroll time
+@no_compile  # a compiler would unroll time
 def _run(
     drive: Tensor,
     decay: float | Tensor,
@@ -80,7 +79,7 @@ def _run(
     initial: Tensor | None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    choice = announce("lif_gate", choose(drive, decay, threshold, surrogate_beta, initial, impl))
+    choice = log_choice("lif_gate", choose(drive, decay, threshold, surrogate_beta, initial, impl))
     if choice.impl == "reference":
         return lif_gate_reference(drive, decay, threshold, surrogate_beta, initial)
     batch, trailing = drive.shape[0], drive.shape[2:]
@@ -109,8 +108,8 @@ def _check(
     surrogate_beta: float,
     initial: Tensor | None,
 ) -> None:
-    checks.floating(drive=drive)
-    checks.floating_if_given(initial=initial)
+    common.check_floating(drive=drive)
+    common.check_floating_if_given(initial=initial)
     if drive.dim() < 2:
         raise ArgumentError(f"drive has shape {list(drive.shape)}; valid: [B, T, ...]")
     for name, value in (("threshold", threshold), ("surrogate_beta", surrogate_beta)):
@@ -118,7 +117,7 @@ def _check(
             raise ArgumentError(f"{name}={value!r} is not valid; give a number > 0")
     trailing = drive.shape[2:]
     if isinstance(decay, Tensor):
-        checks.floating(decay=decay)
+        common.check_floating(decay=decay)
         if not _broadcasts(decay.shape, trailing):
             raise ArgumentError(
                 f"decay has shape {list(decay.shape)}; valid for drive {list(drive.shape)}: a number, or a "
@@ -131,7 +130,7 @@ def _check(
     expected = (drive.shape[0], *trailing)
     if initial is not None and tuple(initial.shape) != expected:
         raise ArgumentError(f"initial has shape {list(initial.shape)}; valid: [B, ...] = {list(expected)}")
-    checks.same_device(drive=drive, initial=initial, decay=decay if isinstance(decay, Tensor) else None)
+    common.check_same_device(drive=drive, initial=initial, decay=decay if isinstance(decay, Tensor) else None)
 
 
 def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops import checks
+from oomph.ops import common
 
 DIRECTIONS = ("forward", "backward", "both")
 IMPLS = ("auto", "reference", "chunked", "triton")
@@ -24,15 +24,15 @@ def check_arguments(
     impl: str,
 ) -> None:
     """Values are not looked at: that would wait for the device. A > 0 is computed as it is written."""
-    checks.one_of("impl", impl, IMPLS)
-    checks.one_of("direction", direction, DIRECTIONS)
+    common.check_one_of("impl", impl, IMPLS)
+    common.check_one_of("direction", direction, DIRECTIONS)
     whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
     if chunk_size is not None and (not whole or chunk_size < 1):
         raise ArgumentError(f"chunk_size={chunk_size!r} is not valid; give a whole number >= 1, or None")
-    checks.floating(x=x, delta=delta, A=A, B=B, C=C)
+    common.check_floating(x=x, delta=delta, A=A, B=B, C=C)
     optional = {"D": D, "z": z, "delta_bias": delta_bias, "initial_state": initial_state}
-    checks.floating_if_given(**optional)
-    checks.same_device(x=x, delta=delta, A=A, B=B, C=C, **optional)
+    common.check_floating_if_given(**optional)
+    common.check_same_device(x=x, delta=delta, A=A, B=B, C=C, **optional)
 
     pair = [2] if direction == "both" else []
     if x.dim() != 3 and not (pair and x.dim() == 4 and x.shape[0] == 2):

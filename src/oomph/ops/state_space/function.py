@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.precision import no_autocast
+from oomph.ops.common import no_autocast, refuse_second_derivatives
 from oomph.ops.state_space.problem import Gradients, Inputs, Options, Wanted
 
 

@@ -6,14 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.choice import Choice, announce, explained_by, kernels_or_plain
+from oomph.ops.common import Choice, choose_triton_or_torch, explained_by, log_choice, no_autocast, no_compile
 from oomph.ops.launch import why_not_triton
-from oomph.ops.precision import no_autocast
 from oomph.ops.state_space import chunked, fused, reference
 from oomph.ops.state_space.arguments import check_arguments
 from oomph.ops.state_space.function import Passes, SelectiveScan
 from oomph.ops.state_space.problem import Inputs, Options, cast, state_dtype
-from oomph.ops.uncompiled import uncompiled
 
 _PASSES = {
     "chunked": Passes(chunked.forward, chunked.backward),
@@ -39,7 +37,7 @@ def choose(
     """What selective_scan would run with these arguments, and why."""
     check_arguments(x, delta, A, B, C, D, z, delta_bias, direction, initial_state, chunk_size, impl)
     wide = state_dtype(x, delta, A, B, C, D, z, delta_bias, initial_state)
-    choice = kernels_or_plain(
+    choice = choose_triton_or_torch(
         impl,
         x,
         why_not_triton(x) or fused.why_not_these(A.shape[-1], wide),
@@ -103,7 +101,7 @@ def selective_scan(
     )  # fmt: skip
 
 
-@uncompiled  # a compiler would unroll the loops over tokens
+@no_compile  # a compiler would unroll the loops over tokens
 def _run(
     x: Tensor,
     delta: Tensor,
@@ -121,7 +119,7 @@ def _run(
     impl: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     choice = choose(x, delta, A, B, C, D, z, delta_bias, direction, initial_state, chunk_size, impl)
-    announce("selective_scan", choice)
+    log_choice("selective_scan", choice)
     if choice.impl == "reference":
         y, final = _reference(x, delta, A, B, C, D, z, delta_bias, softplus, direction, initial_state)
     else:

@@ -11,17 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.once import refuse_second_derivatives
-from oomph.ops.precision import no_autocast
-from oomph.ops.uncompiled import uncompiled
+from oomph.ops.common import no_autocast, no_compile, refuse_second_derivatives
 from oomph.units import MiB
 
 # Of one float32 intermediate; a function has a handful of them.
 _SLICE_BYTES = 32 * MiB
 
 
-@uncompiled
-def recomputed(
+@no_compile
+def tokenwise_checkpoint(
     function: Callable[..., Tensor],
     tokens: Sequence[Tensor],
     shared: Sequence[Tensor] = (),

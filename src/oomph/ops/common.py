@@ -1,0 +1,262 @@
+"""What all ops share: argument checks, the choice of an implementation, dtypes under
+autocast, matrix products into existing memory, and the accumulation of gradients into `.grad`.
+oomph.ops.explain(oomph.ops.attention, q, k, v, causal=True)
+# Choice(impl='cudnn', reason='...', settings={})
+"""
+
+import contextlib
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from oomph import torch_internals
+from oomph.errors import ArgumentError
+from oomph.ops.launch import is_fake
+from oomph.units import parse_bytes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Argument checks -------------------------------------------------------------------------------------
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_one_of(name: str, given: object, valid: Sequence[object]) -> None:
+    if given not in valid:
+        raise ArgumentError(f"{name}={given!r} is not valid; choose from {', '.join(map(repr, valid))}")
+
+
+def check_floating_if_given(**tensors: Tensor | None) -> None:
+    check_floating(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def check_floating(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            given = "None" if tensor is None else f"a {type(tensor).__name__}"
+            raise ArgumentError(f"{name} is {given}, not a tensor; valid: a tensor of floats")
+        if tensor.dtype not in FLOATS:
+            raise ArgumentError(
+                f"{name} has dtype {tensor.dtype}; valid: float16, bfloat16, float32, float64"
+            )
+
+
+def check_same_device(**tensors: Tensor | None) -> None:
+    if len({tensor.device for tensor in tensors.values() if tensor is not None}) > 1:
+        places = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+        given = ", ".join(f"{name} on {device}" for name, device in places.items())
+        raise ArgumentError(f"all tensors must be on one device; given: {given}")
+
+
+def check_same_dtype(**tensors: Tensor | None) -> None:
+    if len({tensor.dtype for tensor in tensors.values() if tensor is not None}) > 1:
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
+        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise ArgumentError(f"all tensors must have one dtype (or run under autocast); given: {given}")
+
+
+def parse_memory_budget(memory_budget: str | int | None) -> int | None:
+    """The bytes of a `memory_budget`: None, a number of bytes, or a size such as "256MiB"."""
+    if memory_budget is None:
+        return None
+    try:
+        return parse_bytes(memory_budget)
+    except ArgumentError as error:
+        raise ArgumentError(f"memory_budget={memory_budget!r}: {error}; or a number of bytes") from None
+
+
+# Choice of an implementation -------------------------------------------------------------------------
+
+_LOG = logging.getLogger("oomph.ops")
+_announced: set[tuple[str, str, str]] = set()
+ASKED_FOR = "asked for"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What will run (`impl`), the reason in one sentence, and the sizes that were picked with it."""
+
+    impl: str
+    reason: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+def explained_by(choose: Callable[..., Choice]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Mark an op with the function that decides for it.
+
+    `choose` gets all of the op's arguments by name, defaults filled in, so that these stand in the op alone.
+    """
+
+    def mark(op: Callable[P, R]) -> Callable[P, R]:
+        op.choose = choose  # type: ignore[attr-defined]
+        return op
+
+    return mark
+
+
+def explain(op: Callable[..., Any], *arguments: Any, **options: Any) -> Choice:
+    """What `op(*arguments, **options)` would run, and why. Nothing is computed."""
+    choose = getattr(op, "choose", None)
+    if choose is None:
+        raise ArgumentError(
+            f"{getattr(op, '__name__', op)!r} makes no choice to explain; give an op of oomph.ops"
+        )
+    call = inspect.signature(op).bind(
+        *arguments, **options
+    )  # a TypeError where the op itself would raise one
+    call.apply_defaults()
+    choice = choose(**call.arguments)
+    assert isinstance(choice, Choice)
+    return choice
+
+
+def choose_triton_or_torch(
+    impl: str, tensor: Tensor, obstacle: str | None, *, kernels: str, plain: str = ""
+) -> Choice:
+    """The usual choice: what was asked for; else kernels on CUDA unless something is in the way; else torch.
+
+    kernels, plain: why they are chosen.
+    """
+    if impl == "triton" and obstacle:
+        raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'chunked'")
+    if impl != "auto":
+        return Choice(impl, ASKED_FOR)
+    if tensor.device.type != "cuda":
+        where = f"the tensors are on {tensor.device.type}"
+        return Choice("chunked", f"{where}: {plain}" if plain else where)
+    if obstacle:
+        return Choice("chunked", obstacle)
+    return Choice("triton", kernels)
+
+
+def log_choice(op: str, choice: Choice) -> Choice:
+    """Log a choice (logger "oomph.ops", level INFO) the first time it is made for that reason."""
+    key = (op, choice.impl, choice.reason)
+    if _LOG.isEnabledFor(logging.INFO) and key not in _announced:
+        _announced.add(key)
+        _LOG.info("%s: %s (%s)", op, choice.impl, choice.reason)
+    return choice
+
+
+# Autocast and dtypes ---------------------------------------------------------------------------------
+
+
+def matmul_dtype(x: Tensor) -> torch.dtype:
+    """x's dtype, or under autocast the one it asks for."""
+    # Autocast leaves float64 alone, and so does this.
+    if autocast_enabled(x) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Autocast off for x's device; nothing at all where it is off already."""
+    if not autocast_enabled(x):
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def autocast_enabled(x: Tensor) -> bool:
+    kind = x.device.type
+    # Devices without autocast, such as meta, raise an error when asked whether it is enabled.
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+# Matrix products into existing memory ----------------------------------------------------------------
+
+
+def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
+    """out = a @ b, or out += a @ b. `out` may be wider than a and b: then it is summed in its own dtype."""
+    if out.dtype == a.dtype:
+        if add:
+            torch.addmm(out, a, b, out=out)
+        else:
+            torch.mm(a, b, out=out)
+    elif out.device.type == "cuda" and out.dtype == torch.float32:
+        # cuBLAS multiplies half-precision numbers and adds them up in fp32 without a copy of either.
+        if add:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+    elif add:
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+    else:
+        torch.mm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+
+# Backward passes -------------------------------------------------------------------------------------
+
+
+def has_hooks(weight: Tensor) -> bool:
+    """Does somebody wait for its next gradient to arrive?"""
+    return bool(weight._backward_hooks) or bool(getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def can_accumulate_into_grad(weight: Tensor) -> bool:
+    """Is there a plain gradient already, and no hook? Whether autograd would add, backward alone can tell."""
+    there = weight.grad
+    return (
+        there is not None
+        and (type(there) is Tensor or is_fake(there))
+        and there.layout == torch.strided
+        and there.dtype == weight.dtype
+        and there.shape == weight.shape
+        and not there.requires_grad
+        and not has_hooks(weight)
+    )
+
+
+def accumulates_into_grad(weight: Tensor) -> bool:
+    """In a backward pass: is adding to `.grad` the same as handing the gradient to autograd?"""
+    return can_accumulate_into_grad(weight) and weight.requires_grad and _autograd_would_add(weight)
+
+
+def _autograd_would_add(weight: Tensor) -> bool:
+    """In loss.backward() it would; torch.autograd.grad() hands the gradient out and leaves .grad alone."""
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+    except RuntimeError:  # what it answers inside torch.autograd.grad
+        return False
+
+
+def refuse_second_derivatives(op: str, others: str = "impl='reference' can") -> None:
+    """Called by a backward, which runs with gradients enabled for create_graph=True only.
+
+    torch's once_differentiable is not enough: where the gradient that arrives has no graph, as from a sum, it
+    returns gradients without one, and a penalty on them is a constant in silence.
+    """
+    if torch.is_grad_enabled():
+        raise ArgumentError(f"{op} cannot be differentiated twice (create_graph=True); {others}")
+
+
+# torch.compile ---------------------------------------------------------------------------------------
+
+
+def no_compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Run `function` as it is where a program is compiled: a graph break, and the same results.
+
+    As torch.compiler.disable, which is applied only where something is being compiled: it loads the compiler,
+    which takes seconds, and costs more at every call than the checks of most ops.
+    """
+    disabled: Callable[P, R] | None = None
+
+    @functools.wraps(function)
+    def run(*arguments: P.args, **options: P.kwargs) -> R:
+        nonlocal disabled
+        # The first is True, a constant, in what the compiler traces. The second is set where it watches a
+        # program without tracing this very call: it would begin to trace inside of `function`.
+        if not torch.compiler.is_dynamo_compiling() and torch_internals.get_eval_frame_callback() is None:
+            return function(*arguments, **options)
+        if disabled is None:
+            disabled = torch.compiler.disable(function)
+        return disabled(*arguments, **options)
+
+    return run
