@@ -12,16 +12,16 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops.common import (
     Choice,
+    check_floating,
+    check_one_of,
+    check_same_device,
+    check_same_dtype,
     choose_triton_or_torch,
     explained_by,
-    floating,
     log_choice,
     no_autocast,
     no_compile,
-    one_of,
     refuse_second_derivatives,
-    same_device,
-    same_dtype,
 )
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.matmul.chunked import matmul_in_blocks, statistic_gradients
@@ -35,8 +35,8 @@ _ROWS_PER_COMBINING_PROGRAM = 128
 
 
 def _choose(a: Tensor, b: Tensor, tile: Tile | int | None, impl: str, **_: Any) -> Choice:
-    one_of("impl", impl, IMPLS)
-    floating(a=a, b=b)
+    check_one_of("impl", impl, IMPLS)
+    check_floating(a=a, b=b)
     obstacle = why_not_triton(a)
     if obstacle is None and _computed_in(a, b) == torch.float64:
         obstacle = "the kernel adds in float32, and the inputs are float64"
@@ -78,8 +78,8 @@ def tiled_matmul(
     """
     _check(a, b, epilogue, return_product)
     a, b = _as_autocast_wants(a, b)
-    same_dtype(a=a, b=b)
-    one_of("impl", impl, IMPLS)
+    check_same_dtype(a=a, b=b)
+    check_one_of("impl", impl, IMPLS)
     return _tiled_matmul(a, b, tile, epilogue, return_product, impl)
 
 
@@ -198,9 +198,9 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 
 
 def _check(a: Tensor, b: Tensor, epilogue: str | None, return_product: bool) -> None:
-    floating(a=a, b=b)
-    same_device(a=a, b=b)
-    one_of("epilogue", epilogue, EPILOGUES)
+    check_floating(a=a, b=b)
+    check_same_device(a=a, b=b)
+    check_one_of("epilogue", epilogue, EPILOGUES)
     if a.dim() < 2 or b.dim() < 2:
         raise ArgumentError(
             f"a has shape {list(a.shape)} and b {list(b.shape)}; valid: [..., M, K] and [K, N] or [..., K, N]"

@@ -11,14 +11,14 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops.common import (
     Choice,
+    check_floating,
+    check_one_of,
+    check_same_device,
+    check_same_dtype,
     choose_triton_or_torch,
     explained_by,
-    floating,
     log_choice,
     no_compile,
-    one_of,
-    same_device,
-    same_dtype,
 )
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.rotary_embedding.chunked import EVERY, rotate_in_slices
@@ -42,8 +42,8 @@ class _How(NamedTuple):
 
 
 def _choose(q: Tensor, impl: str, **_: Any) -> Choice:
-    one_of("impl", impl, IMPLS)
-    floating(q=q)
+    check_one_of("impl", impl, IMPLS)
+    check_floating(q=q)
     return choose_triton_or_torch(
         impl,
         q,
@@ -84,7 +84,7 @@ def rotary(
     the kernel, temporaries of a few MiB. Autocast changes nothing here. Under torch.compile the plain
     formula is traced, which the compiler fuses and whose autograd also keeps cos and sin only.
     """
-    one_of("impl", impl, IMPLS)
+    check_one_of("impl", impl, IMPLS)
     _check_dims("q", q, heads_first)
     if k is not None:
         _check_dims("k", k, heads_first)
@@ -210,7 +210,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _check_dims(name: str, x: Tensor, heads_first: bool) -> None:
-    floating(**{name: x})
+    check_floating(**{name: x})
     if x.dim() not in (3, 4):
         layout = "[B, H, T, D] or [H, T, D]" if heads_first else "[B, T, H, D] or [T, H, D]"
         raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: {layout}")
@@ -223,8 +223,8 @@ def _sizes(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
 
 
 def _check_pair(q: Tensor, k: Tensor, heads_first: bool) -> None:
-    same_device(q=q, k=k)
-    same_dtype(q=q, k=k)
+    check_same_device(q=q, k=k)
+    check_same_dtype(q=q, k=k)
     sizes_of_q, sizes_of_k = _sizes(q, heads_first), _sizes(k, heads_first)
     if sizes_of_q != sizes_of_k:
         raise ArgumentError(
@@ -281,7 +281,7 @@ def _table(
             f"positions has shape {list(positions.shape)}; valid for B={batch}, T={tokens}: "
             f"[{tokens}] or [{batch}, {tokens}] (check heads_first)"
         )
-    same_device(q=q, positions=positions)
+    check_same_device(q=q, positions=positions)
     return rotary_table(positions, dim, theta=theta, scaling=scaling, dtype=dtype)
 
 
@@ -310,4 +310,4 @@ def _check_table(
             )
     if table.cos.shape != table.sin.shape:
         raise ArgumentError(f"table.cos has shape {list(table.cos.shape)} and sin {list(table.sin.shape)}")
-    same_device(q=q, table=table.cos, sin=table.sin)
+    check_same_device(q=q, table=table.cos, sin=table.sin)

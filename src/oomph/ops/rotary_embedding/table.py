@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops.common import one_of
+from oomph.ops.common import check_one_of
 from oomph.units import MiB
 
 # One slice's float64 angles; their cosine takes the same again, so a table needs 2 x 16 MiB beside itself.
@@ -101,7 +101,7 @@ def rotary_table(
     """
     check_frequencies(dim, theta, scaling)
     check_positions(positions)
-    one_of("dtype", dtype, (torch.float32, torch.float64))
+    check_one_of("dtype", dtype, (torch.float32, torch.float64))
     if positions.device.type in _WITHOUT_FLOAT64:
         host = rotary_table(positions.cpu(), dim, theta=theta, scaling=scaling, dtype=dtype)
         return RotaryTable(host.cos.to(positions.device), host.sin.to(positions.device))
