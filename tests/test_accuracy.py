@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import csv
 import statistics
-import sys
 import warnings
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,26 +13,24 @@ import torch
 
 import oomph
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the models' own libraries
-    from rows import measured_files, read_measured
-    from workloads import ALL
+    from benchmarks import RESULTS
+    from benchmarks.accuracy.rows import measured_files, read_measured
+    from benchmarks.accuracy.workloads import ALL
 
 MEASURED: dict[str, Any] = {
-    row["name"]: row for path in measured_files(BENCHMARKS / "results") for row in read_measured(path)
+    row["name"]: row for path in measured_files(RESULTS) for row in read_measured(path)
 }
 
-# The slowest, and two of three others, are left to `benchmarks/accuracy.py predict`, which takes all.
+# The slowest, and two of three others, are left to `python -m benchmarks.accuracy predict`, which takes all.
 SLOW = (
     *("held-master-weights", "qwen3-0.6b-ckpt", "gpt2-clip-accumulate"),
     *("llama1b-bf16-ckpt", "mixtral-eager-experts"),
 )
 CHOSEN = [name for name in MEASURED if name not in SLOW][::3]
 
-with (BENCHMARKS / "results" / "accuracy.csv").open() as file:
+with (RESULTS / "accuracy.csv").open() as file:
     COMMITTED = {row["workload"]: row for row in csv.DictReader(file)}
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
-import json
 import re
 import subprocess
 import sys
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import tables
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -60,48 +59,15 @@ def test_every_figure_of_the_speed_table_is_a_committed_row() -> None:
         assert f"| {float(row['seconds']):.1f} s | {row['host_gib']} GiB |" in README, row["case"]
 
 
-def test_the_tables_of_the_ops_are_those_of_the_committed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("readme_tables")
+def test_the_tables_of_the_ops_are_those_of_the_committed_rows() -> None:
     assert tables.losses() in README
     assert tables.other_ops() in README
 
 
-def test_every_generated_table_is_that_of_the_committed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("readme_tables")
+def test_every_generated_table_is_that_of_the_committed_rows() -> None:
     for name, of_file in tables.FILES.items():
         text = (ROOT / name).read_text()
-        assert tables.replaced(text, of_file) == text, f"run benchmarks/readme_tables.py: {name}"
-
-
-def test_tables_of_training_are_left_out_while_there_are_no_runs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    tables = importlib.import_module("system_tables")
-    assert tables.training(tmp_path) == tables.training_in_short(tmp_path) == tables.overhead(tmp_path) == ""
-    header = (
-        "name,changes,gpu,torch,steps,tokens_per_step,tokens_per_second,measured_mib,first_loss,last_loss,"
-        "perplexity,psnr,matching,predicted_mib,error_percent"
-    )
-    row = "tiny,training.steps=5,a GPU,2.11,5,4096,1234.5,3000.0,9.0,3.0,,25.25,,3003.0,0.1"
-    (tmp_path / "training.csv").write_text(f"{header}\n{row}\n")
-    assert "| tiny | 5 | 4,096 | 1,234 | 3,000 MiB | +0.10 % | 9 -> 3 | 25.25 dB |" in tables.training(
-        tmp_path
-    )
-    assert "predicted within 0.1 %" in tables.training_in_short(tmp_path)
-
-
-def test_a_picture_of_curves_is_drawn_from_runs_and_left_out_without(tmp_path: Path) -> None:
-    source, out = tmp_path / "runs.json", tmp_path / "training.svg"
-    command = [sys.executable, str(ROOT / "docs/draw_training.py"), str(source), str(out)]
-    subprocess.run(command, check=True, capture_output=True)
-    assert not out.exists()
-    row = {"name": "tiny", "gpu": "a GPU", "torch": "2.11", "measured_mib": 3000.0, "tokens_per_second": 12.5}
-    source.write_text(json.dumps([{"row": row, "curve": [[1, 9.0], [2, "nan"], [3, 4.5]]}]))
-    subprocess.run(command, check=True, capture_output=True)
-    assert ">tiny<" in out.read_text()
+        assert tables.replaced(text, of_file) == text, f"run python -m benchmarks.tables: {name}"
 
 
 def test_every_key_of_a_config_and_every_fix_is_documented() -> None:

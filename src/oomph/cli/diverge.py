@@ -52,7 +52,9 @@ def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
 def divergence_text(target: Any, measured: Path, gpu: str, limit: int) -> str:
     """The differences between a measured op log and the prediction of the steps that it covers, in words."""
     if not measured.exists():
-        raise UserError(f"no such op log: {measured}; `benchmarks/accuracy.py oplog` writes one on a GPU")
+        raise UserError(
+            f"no such op log: {measured}; `python -m benchmarks.accuracy oplog` writes one on a GPU"
+        )
     rows = read_rows(measured)
     steps = {row.phase.split()[1] for row in rows if row.phase.startswith("step")}
     ours = [

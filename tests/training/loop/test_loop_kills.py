@@ -7,13 +7,23 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "kills.py"
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_four_kills_at_random_moments_change_nothing_of_a_run(tmp_path: Path) -> None:
     out = tmp_path / "kills.csv"
-    command = [sys.executable, str(SCRIPT), "--kills", "4", "--per-run", "4", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.training.kills",
+        "--kills",
+        "4",
+        "--per-run",
+        "4",
+        "--out",
+        str(out),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     with out.open() as file:
         rows = list(csv.DictReader(file))

@@ -48,7 +48,7 @@ def resolve(tile: "Tile | int | None", dtype: torch.dtype, rows: int) -> Tile:
 
 
 def _default(dtype: torch.dtype, rows: int) -> Tile:
-    """The largest whose sums fit the registers; benchmarks/matmul.py measures its neighbours."""
+    """The largest whose sums fit the registers; benchmarks/ops/matmul.py measures its neighbours."""
     if dtype == torch.float32:  # without tensor cores: registers, not bandwidth, are what runs out
         return Tile(64, 64, 16, warps=4, stages=3) if rows > 32 else Tile(16, 64, 32, warps=4, stages=3)
     if rows <= 64:  # a taller tile would be mostly edge

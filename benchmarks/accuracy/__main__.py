@@ -1,0 +1,141 @@
+"""Predicted against measured memory, workload by workload.
+
+python -m benchmarks.accuracy measure [names...]   # on a GPU; one fresh process per workload
+python -m benchmarks.accuracy predict [names...]   # anywhere
+python -m benchmarks.accuracy table                # Markdown, for the README
+python -m benchmarks.accuracy oplog NAME --out F   # on a GPU; for the divergence finder
+python -m benchmarks.accuracy diverge NAME F       # anywhere: where the prediction parts from that log
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from benchmarks import RESULTS
+from benchmarks.accuracy.gpu_runs import measure_all, measure_here, oplog_here
+from benchmarks.accuracy.rows import (
+    Comparison,
+    compare_rows,
+    measured_files,
+    read_comparisons,
+    read_measured,
+    table,
+    write_comparisons,
+)
+
+ACCURACY = RESULTS / "accuracy.csv"
+
+
+def predict(names: list[str], gpu: str, out: Path) -> int:
+    """Predict every measured workload and write the comparison; a failure is printed and skipped."""
+    import torch
+
+    import oomph
+    from benchmarks.accuracy.workloads import ALL
+
+    measured = {row["name"]: row for path in measured_files(RESULTS) for row in read_measured(path)}
+    wanted = _known(names or [name for name in ALL if name in measured], ALL)
+    done = {row.workload: row for row in read_comparisons(out)}
+    failed = 0
+    for name in wanted:
+        if name not in measured:
+            print(f"{name}: not measured yet", file=sys.stderr)
+            continue
+        try:
+            prediction = oomph.predict(ALL[name].target, gpu=gpu)
+        except Exception as error:  # one workload must not stop the others
+            failed += 1
+            print(f"{name}: FAILED {type(error).__name__}: {error}", file=sys.stderr)
+            continue
+        row = compare_rows(measured[name], prediction, torch.__version__, ALL[name].convolutions)
+        done[name] = row
+        write_comparisons(out, [done[name] for name in ALL if name in done])
+        print(_line(row), flush=True)
+    return 1 if failed else 0
+
+
+def _line(row: Comparison) -> str:
+    return (
+        f"{row.workload:28s} allocated {row.allocated_error_percent:+7.3f} %   "
+        f"reserved {row.reserved_error_percent:+7.3f} %   {row.seconds:5.1f} s"
+    )
+
+
+def _known(names: list[str], known: Collection[str]) -> list[str]:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise SystemExit(f"unknown workload {', '.join(unknown)}; valid: {', '.join(known)}")
+    return names
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    measure = commands.add_parser("measure", help="measure on this machine's GPU")
+    measure.add_argument("names", nargs="*", help="workloads (default: all)")
+    measure.add_argument("--out", type=Path, help="JSON file to write (default: results/measured_...)")
+    measure.add_argument("--jobs", type=int, default=6, help="processes that prepare models at a time")
+    measure.add_argument("--limit", type=int, default=120, help="seconds each may hold the GPU")
+    measure.add_argument("--missing", action="store_true", help="only those without a stored row")
+
+    one = commands.add_parser("measure-here", help="measure one workload in this process")
+    one.add_argument("name")
+    one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--lock", type=Path, help="file to lock while the GPU is in use")
+    one.add_argument("--limit", type=int, default=120)
+
+    oplog = commands.add_parser("oplog", help="log the ops of the first two steps on the GPU")
+    oplog.add_argument("name")
+    oplog.add_argument("--out", type=Path, required=True)
+    oplog.add_argument("--steps", type=int, default=2)
+
+    predicted = commands.add_parser("predict", help="predict what was measured, and compare")
+    predicted.add_argument("names", nargs="*", help="workloads (default: all that were measured)")
+    predicted.add_argument("--gpu", default="h200")
+    predicted.add_argument("--out", type=Path, default=ACCURACY)
+
+    shown = commands.add_parser("table", help="print the comparison as Markdown")
+    shown.add_argument("--from", dest="source", type=Path, default=ACCURACY)
+
+    parted = commands.add_parser("diverge", help="where a prediction parts from an op log")
+    parted.add_argument("name")
+    parted.add_argument("log", type=Path)
+    parted.add_argument("--gpu", default="h200")
+    parted.add_argument("--limit", type=int, default=20)
+
+    commands.add_parser("list", help="print the names of the workloads")
+
+    given = parser.parse_args()
+    if given.command == "predict":
+        return predict(given.names, given.gpu, given.out)
+    if given.command == "table":
+        print(table(read_comparisons(given.source)))
+        return 0
+
+    from benchmarks.accuracy.workloads import ALL
+
+    if given.command == "list":
+        for name, entry in ALL.items():
+            print(f"{name:28s} {entry.about}")
+        return 0
+    if given.command == "measure":
+        names = _known(given.names or list(ALL), ALL)
+        return measure_all(names, given.out, RESULTS, given.jobs, given.limit, given.missing)
+    _known([given.name], ALL)
+    entry = ALL[given.name]
+    if given.command == "diverge":
+        from oomph.cli.diverge import divergence_text
+
+        print(divergence_text(entry.target, given.log, given.gpu, given.limit))
+        return 0
+    if given.command == "measure-here":
+        return measure_here(given.name, entry, given.out, given.lock, given.limit)
+    return oplog_here(entry, given.out, given.steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""The half of the accuracy benchmark that needs a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from benchmarks.accuracy.rows import measured_files, read_measured, short_name, write_measured
+
+if TYPE_CHECKING:
+    from benchmarks.accuracy.workloads import Entry
+
+_PREPARATION_S = 300  # to import and to build a model on the host
+_CONTEXT_AT_MOST = 2 * 2**30  # more than any CUDA context takes before the first kernel
+
+
+def measure_all(
+    names: list[str], out: Path | None, results: Path, jobs: int, limit: int, missing: bool
+) -> int:
+    """One fresh process per workload. They build their models side by side and use the GPU in turn.
+
+    Rows are written as they come, so that an interrupted run keeps what it has.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        print("error: measuring needs a CUDA GPU and torch sees none", file=sys.stderr)
+        return 2
+    stored = [*measured_files(results), *([out] if out is not None else [])]
+    known = {row["name"] for path in stored if path.exists() for row in read_measured(path)}
+    wanted = [name for name in names if not (missing and name in known)]
+    failed: list[str] = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
+        waiting = {pool.submit(_in_fresh_process, name, Path(folder), limit): name for name in wanted}
+        for future in as_completed(waiting):
+            name = waiting[future]
+            try:
+                row = future.result()
+            except Exception as error:  # one workload must not stop the others
+                failed.append(name)
+                print(f"{name}: FAILED {error}", flush=True)
+                continue
+            out = out or results / file_name(row)
+            _store(out, row)
+            print(
+                f"{name}: allocated {row['peak']['allocated'] / 2**30:.3f} GiB, reserved "
+                f"{row['peak']['reserved'] / 2**30:.3f} GiB, {row['seconds_per_step']:.3f} s a step",
+                flush=True,
+            )
+    print(f"{len(wanted) - len(failed)} measured, {len(failed)} failed {' '.join(failed)}; {out}")
+    return 1 if failed else 0
+
+
+def file_name(row: dict[str, Any]) -> str:
+    """`measured_h200_torch2.11.json`: the GPU's short name and torch's version."""
+    major, minor = row["torch"].split(".")[:2]
+    return f"measured_{short_name(row['gpu'])}_torch{major}.{minor}.json"
+
+
+def _store(path: Path, row: dict[str, Any]) -> None:
+    """Put the row into the file, in place of an older one of its name."""
+    rows = {old["name"]: old for old in read_measured(path)} if path.exists() else {}
+    rows[row["name"]] = row
+    write_measured(path, list(rows.values()))
+
+
+def _in_fresh_process(name: str, folder: Path, limit: int) -> dict[str, Any]:
+    out = folder / f"{name}.json"
+    command = [sys.executable, "-m", "benchmarks.accuracy", "measure-here", name, "--out", str(out)]
+    command += ["--lock", str(folder / "gpu.lock"), "--limit", str(limit)]
+    # The process limits its own time on the GPU; this bound covers all the waiting before it.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+    if not out.exists():
+        last = [line for line in done.stderr.strip().splitlines() if line.strip()][-3:]
+        reason = f"took more than {limit} s" if done.returncode == -signal.SIGALRM else " | ".join(last)
+        raise RuntimeError(f"exit status {done.returncode}: {reason}")
+    return json.loads(out.read_text())
+
+
+def measure_here(name: str, entry: Entry, out: Path, lock: Path | None, limit: int) -> int:
+    """Measure one workload in this process and write its row to `out`."""
+    import torch
+
+    from oomph.measurement.measure import CudaMeter, cuda_device, empty_caches, observe, summarise
+
+    signal.alarm(_PREPARATION_S)
+    target = _prepared(entry.target)
+    signal.alarm(0)
+    if lock is not None:
+        _take_turn(lock)
+    signal.alarm(limit)  # ends the process, and with it its hold on the GPU
+    device = cuda_device("cuda")
+    empty_caches()
+    meter = CudaMeter(device)
+    at_start = _settled(meter)
+    readings = observe(target, device, 3, meter)
+    stats = torch.cuda.memory_stats(device)
+    measured = summarise(readings, meter.device_used(), torch.cuda.get_device_name(device))
+    row = {
+        "name": name,
+        "gpu": measured.gpu_title,
+        "torch": measured.torch,
+        "transformers": _transformers_version(),
+        "peak": {
+            "allocated": measured.peak.allocated,
+            "reserved": measured.peak.reserved,
+            "device": measured.peak.device,
+            "step": measured.peak.step,
+        },
+        "before": measured.before,
+        "seconds_per_step": measured.seconds_per_step,
+        "segments": stats.get("segment.all.peak", 0),
+        "allocation_retries": stats.get("num_alloc_retries", 0),
+        "device_used_at_start": at_start,
+        "steps": [dataclasses.asdict(step) for step in measured.steps],
+        "readings": [reading._asdict() for reading in readings],
+    }
+    out.write_text(json.dumps(row))
+    return 0
+
+
+def oplog_here(entry: Entry, out: Path, steps: int) -> int:
+    """Write the op log of the workload's first steps on the GPU."""
+    from oomph.measurement.measure import CudaMeter, Moment, cuda_device, empty_caches, observe
+    from oomph.measurement.oplog import record_ops, write_rows
+
+    target = _prepared(entry.target)
+    device = cuda_device("cuda")
+    empty_caches()
+    started = time.perf_counter()
+    with record_ops() as log:
+
+        def listen(step: int, moment: Moment) -> None:
+            log.phase = "setup" if step == 0 else f"step {step} {moment}".removesuffix(" begin")
+
+        observe(target, device, steps, CudaMeter(device), listen)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_rows(out, log.rows)
+    print(f"{len(log.rows)} ops in {time.perf_counter() - started:.1f} s: {out}")
+    return 0
+
+
+def _prepared(target: Any) -> Any:
+    """The target with its model built already, on the host: that part needs no turn on the GPU."""
+    import torch
+
+    from oomph.workload import Workload
+
+    torch.manual_seed(0)
+    if not isinstance(target, Workload):
+        return target
+    model = target.model()
+    return dataclasses.replace(target, model=lambda: model)
+
+
+_held: list[IO[str]] = []
+
+
+def _take_turn(lock: Path) -> None:
+    """Wait until no other process measures: the device's used memory is everybody's.
+
+    The lock is kept until the process ends, since its memory on the GPU goes only then.
+    """
+    file = lock.open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    _held.append(file)
+
+
+def _settled(meter: Any, patience_s: float = 5.0) -> int:
+    """The device's used memory, once what the process before us held is gone."""
+    until = time.monotonic() + patience_s
+    while (used := meter.device_used()) > _CONTEXT_AT_MOST and time.monotonic() < until:
+        time.sleep(0.1)
+    return used
+
+
+def _transformers_version() -> str:
+    import transformers
+
+    return transformers.__version__

@@ -1,0 +1,360 @@
+"""One op at a time, forward and backward: what its CUDA kernels allocate beyond their results.
+
+    python -m benchmarks.accuracy.kernels measure --out FILE    # on a GPU, all in one process, some seconds
+    python -m benchmarks.accuracy.kernels compare FILE          # anywhere: measured and predicted
+
+Whole models hide a kernel's temporaries behind larger tensors; here each is alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+Step = Callable[[], Any]
+f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
+
+
+def rand(*shape: int, dtype: torch.dtype = f32, grad: bool = True) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype).requires_grad_(grad)
+
+
+def ids(high: int, *shape: int) -> torch.Tensor:
+    return torch.randint(0, high, shape, device="cuda")
+
+
+def of(forward: Callable[..., Any], *inputs: Callable[[], Any]) -> Callable[[], Step]:
+    """A target: makes the inputs, returns a step that runs `forward` on them and goes back."""
+
+    def target() -> Step:
+        made = [make() for make in inputs]
+
+        def step() -> None:
+            out = forward(*made)
+            out = out[0] if isinstance(out, tuple) else out
+            if out.requires_grad:
+                out.backward(torch.ones_like(out))
+            for tensor in made:
+                if isinstance(tensor, torch.Tensor):
+                    tensor.grad = None
+                elif isinstance(tensor, nn.Module):
+                    tensor.zero_grad()
+
+        return step
+
+    return target
+
+
+def module(build: Callable[[], nn.Module], *inputs: Callable[[], Any]) -> Callable[[], Step]:
+    return of(lambda m, *x: m(*x), lambda: build().to("cuda"), *inputs)
+
+
+def x(*shape: int, dtype: torch.dtype = f32, grad: bool = True) -> Callable[[], torch.Tensor]:
+    return lambda: rand(*shape, dtype=dtype, grad=grad)
+
+
+def i(high: int, *shape: int) -> Callable[[], torch.Tensor]:
+    return lambda: ids(high, *shape)
+
+
+def clip(norm: float, foreach: bool | None) -> Callable[[], Step]:
+    def target() -> Step:
+        params = [rand(n, 1024) for n in (1, 7, 512, 4096, 9000)]
+        for p in params:
+            p.grad = torch.randn_like(p)
+        return lambda: nn.utils.clip_grad_norm_(params, norm, foreach=foreach)
+
+    return target
+
+
+def optimizer(build: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = f32) -> Callable[[], Step]:
+    def target() -> Step:
+        params = [rand(*s, dtype=dtype) for s in ((3,), (1024,), (512, 1024), (4096, 1024), (9000, 1000))]
+        made = build(params)
+
+        def step() -> None:
+            for p in params:
+                p.grad = torch.randn_like(p)
+            made.step()
+
+        return step
+
+    return target
+
+
+optim = torch.optim
+KERNELS: dict[str, Callable[[], Step]] = {
+    "linear": of(F.linear, x(8192, 1024), x(4096, 1024), x(4096)),
+    "linear bf16 3d": of(
+        F.linear, x(8, 1024, 1024, dtype=bf16), x(4096, 1024, dtype=bf16), x(4096, dtype=bf16)
+    ),
+    "linear odd": of(F.linear, x(8191, 1023), x(4095, 1023), x(4095)),
+    "linear fp16 odd": of(F.linear, x(8191, 1023, dtype=f16), x(4095, 1023, dtype=f16), x(4095, dtype=f16)),
+    "matmul 4d": of(torch.matmul, x(8, 8, 1024, 64), x(8, 8, 64, 1024)),
+    "matmul broadcast": of(torch.matmul, x(64, 1024, 512), x(512, 512)),
+    "einsum": of(lambda a, b: torch.einsum("bthd,bshd->bhts", a, b), x(8, 1024, 8, 64), x(8, 1024, 8, 64)),
+    "bmm transposed": of(lambda a, b: a.transpose(1, 2) @ b, x(64, 512, 512), x(64, 512, 512)),
+    "embedding": of(F.embedding, i(50000, 16, 1024), x(50000, 768)),
+    "embedding bf16": of(F.embedding, i(128000, 2, 2048), x(128000, 1024, dtype=bf16)),
+    "embedding few": of(F.embedding, i(1000, 2, 512), x(1000, 768)),
+    "embedding padded": of(lambda n, w: F.embedding(n, w, padding_idx=0), i(50000, 16, 1024), x(50000, 768)),
+    "embedding bag": module(lambda: nn.EmbeddingBag(50000, 512), i(50000, 1024, 32)),
+    "layer_norm": module(lambda: nn.LayerNorm(1024), x(16384, 1024)),
+    "layer_norm bf16": of(
+        lambda a, w, b: F.layer_norm(a, (1024,), w, b),
+        x(16384, 1024, dtype=bf16),
+        x(1024, dtype=bf16),
+        x(1024, dtype=bf16),
+    ),
+    "layer_norm long": module(lambda: nn.LayerNorm(256), x(262144, 256)),
+    "layer_norm wide": module(lambda: nn.LayerNorm(8192), x(2048, 8192)),
+    "layer_norm few": module(lambda: nn.LayerNorm(768), x(64, 768)),
+    "layer_norm no affine": of(lambda a: F.layer_norm(a, (1024,)), x(16384, 1024)),
+    "rms_norm": of(lambda a, w: F.rms_norm(a, (1024,), w), x(16384, 1024), x(1024)),
+    "rms_norm bf16": of(
+        lambda a, w: F.rms_norm(a, (1024,), w), x(16384, 1024, dtype=bf16), x(1024, dtype=bf16)
+    ),
+    "rms_norm no weight": of(lambda a: F.rms_norm(a, (1024,)), x(16384, 1024)),
+    "group_norm": module(lambda: nn.GroupNorm(32, 256), x(16, 256, 64, 64)),
+    "batch_norm 2d": module(lambda: nn.BatchNorm2d(256), x(32, 256, 64, 64)),
+    "batch_norm 2d channels_last": module(
+        lambda: nn.BatchNorm2d(256),
+        lambda: (
+            torch.randn(32, 256, 64, 64, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+        ),
+    ),
+    "batch_norm 1d": module(lambda: nn.BatchNorm1d(4096), x(8192, 4096)),
+    "instance_norm": module(lambda: nn.InstanceNorm2d(256, affine=True), x(16, 256, 64, 64)),
+    "softmax": of(lambda a: a.softmax(-1), x(64, 512, 512)),
+    "softmax bf16 to f32": of(lambda a: F.softmax(a, -1, dtype=f32), x(64, 512, 512, dtype=bf16)),
+    "softmax fp16 to f32": of(lambda a: F.softmax(a, -1, dtype=f32), x(64, 512, 512, dtype=f16)),
+    "log_softmax": of(lambda a: a.log_softmax(-1), x(4096, 8192)),
+    "cross_entropy": of(F.cross_entropy, x(8192, 32000), i(32000, 8192)),
+    "cross_entropy bf16": of(F.cross_entropy, x(8192, 32000, dtype=bf16), i(32000, 8192)),
+    "cross_entropy smoothing": of(
+        lambda a, t: F.cross_entropy(a, t, label_smoothing=0.1), x(4096, 32000), i(32000, 4096)
+    ),
+    "cross_entropy none": of(
+        lambda a, t: F.cross_entropy(a, t, reduction="none"), x(4096, 32000), i(32000, 4096)
+    ),
+    "cross_entropy 2d": of(F.cross_entropy, x(8, 64, 256, 256), i(64, 8, 256, 256)),
+    "cross_entropy weight": of(
+        lambda a, t, w: F.cross_entropy(a, t, w), x(4096, 32000), i(32000, 4096), x(32000, grad=False)
+    ),
+    "bce logits": of(F.binary_cross_entropy_with_logits, x(4096, 8192), x(4096, 8192, grad=False)),
+    "mse": of(F.mse_loss, x(4096, 8192), x(4096, 8192, grad=False)),
+    "smooth_l1": of(F.smooth_l1_loss, x(4096, 8192), x(4096, 8192, grad=False)),
+    "kl_div": of(
+        lambda a, b: F.kl_div(a, b, reduction="batchmean"),
+        x(4096, 8192),
+        lambda: torch.rand(4096, 8192, device="cuda"),
+    ),
+    "cosine": of(F.cosine_similarity, x(8192, 1024), x(8192, 1024)),
+    "gelu": of(F.gelu, x(4096, 8192)),
+    "gelu tanh": of(lambda a: F.gelu(a, approximate="tanh"), x(4096, 8192)),
+    "silu": of(F.silu, x(4096, 8192)),
+    "relu inplace": of(lambda a: F.relu(a * 1, inplace=True), x(4096, 8192)),
+    "leaky_relu": of(F.leaky_relu, x(4096, 8192)),
+    "elu": of(F.elu, x(4096, 8192)),
+    "mish": of(F.mish, x(4096, 8192)),
+    "hardswish": of(F.hardswish, x(4096, 8192)),
+    "softplus": of(F.softplus, x(4096, 8192)),
+    "glu": of(F.glu, x(4096, 8192)),
+    "prelu": module(lambda: nn.PReLU(256), x(16, 256, 64, 64)),
+    "dropout": of(lambda a: F.dropout(a, 0.1), x(4096, 8192)),
+    "dropout bf16": of(lambda a: F.dropout(a, 0.1), x(4096, 8192, dtype=bf16)),
+    "dropout2d": of(lambda a: F.dropout2d(a, 0.1), x(16, 256, 64, 64)),
+    "sum": of(lambda a: a.sum(), x(8192, 8192)),
+    "sum dim 0": of(lambda a: a.sum(0), x(65536, 1024)),
+    "sum dim 0 bf16": of(lambda a: a.sum(0), x(65536, 1024, dtype=bf16)),
+    "mean": of(lambda a: a.mean(-1), x(8192, 8192)),
+    "var": of(lambda a: a.var(-1), x(8192, 8192)),
+    "std": of(lambda a: a.std(), x(8192, 8192)),
+    "norm": of(lambda a: a.norm(), x(8192, 8192)),
+    "norm dim": of(lambda a: a.norm(dim=-1), x(8192, 8192)),
+    "normalize": of(lambda a: F.normalize(a, dim=-1), x(8192, 1024)),
+    "max": of(lambda a: a.max(-1)[0], x(8192, 8192)),
+    "amax": of(lambda a: a.amax(-1), x(8192, 8192)),
+    "logsumexp": of(lambda a: a.logsumexp(-1), x(8192, 8192)),
+    "cumsum": of(lambda a: a.cumsum(-1), x(4096, 8192)),
+    "cumsum first": of(lambda a: a.cumsum(0), x(4096, 8192)),
+    "cumprod": of(lambda a: a.cumprod(-1), x(1024, 4096)),
+    "sort": of(lambda a: a.sort(-1)[0], x(4096, 8192)),
+    "sort long": of(lambda a: a.sort()[0], x(8388608)),
+    "topk": of(lambda a: a.topk(8, -1)[0], x(8192, 8192)),
+    "topk few": of(lambda a: a.topk(2, -1)[0], x(16384, 64)),
+    "argmax": of(lambda a: a.argmax(-1).float(), x(8192, 8192, grad=False)),
+    "gather": of(lambda a, n: a.gather(1, n), x(8192, 4096), i(4096, 8192, 512)),
+    "scatter_add": of(
+        lambda a, n, b: a.scatter_add(0, n, b), x(4096, 1024), i(4096, 8192, 1024), x(8192, 1024)
+    ),
+    "index_select": of(lambda a, n: a.index_select(0, n), x(50000, 512), i(50000, 16384)),
+    "index": of(lambda a, n: a[n], x(50000, 512), i(50000, 16384)),
+    "index two": of(lambda a, n, m: a[n, m], x(512, 512, 128), i(512, 8192), i(512, 8192)),
+    "index_add": of(lambda a, n, b: a.index_add(0, n, b), x(50000, 512), i(50000, 16384), x(16384, 512)),
+    "index_put": of(
+        lambda a, n, b: (a * 1).index_put((n,), b), x(50000, 512), i(50000, 16384), x(16384, 512)
+    ),
+    "masked_fill": of(
+        lambda a, m: a.masked_fill(m, 0.0),
+        x(64, 512, 512),
+        lambda: torch.rand(64, 512, 512, device="cuda") > 0.5,
+    ),
+    "where": of(
+        lambda a, b, m: torch.where(m, a, b),
+        x(64, 512, 512),
+        x(64, 512, 512),
+        lambda: torch.rand(64, 512, 512, device="cuda") > 0.5,
+    ),
+    "cat": of(lambda a, b: torch.cat([a, b], -1), x(4096, 4096), x(4096, 4096)),
+    "stack": of(lambda a, b: torch.stack([a, b]), x(4096, 4096), x(4096, 4096)),
+    "pad": of(lambda a: F.pad(a, (1, 1, 1, 1)), x(16, 64, 128, 128)),
+    "pad reflect": of(lambda a: F.pad(a, (1, 1, 1, 1), mode="reflect"), x(16, 64, 128, 128)),
+    "roll": of(lambda a: a.roll(3, 1), x(4096, 8192)),
+    "flip": of(lambda a: a.flip(1), x(4096, 8192)),
+    "repeat": of(lambda a: a.repeat(1, 4), x(4096, 2048)),
+    "repeat_interleave": of(lambda a: a.repeat_interleave(4, 1), x(64, 8, 128, 256)),
+    "expand add": of(lambda a, b: a + b, x(64, 512, 512), x(512)),
+    "add bf16 f32": of(lambda a, b: a + b, x(4096, 4096, dtype=bf16), x(4096, 4096)),
+    "pow": of(lambda a: a.pow(3), x(4096, 8192)),
+    "exp sqrt": of(lambda a: a.exp().sqrt(), x(4096, 8192)),
+    "clamp": of(lambda a: a.clamp(-1, 1), x(4096, 8192)),
+    "tril": of(lambda a: a.tril(), x(64, 512, 512)),
+    "outer": of(torch.outer, x(8192), x(8192)),
+    "cdist": of(torch.cdist, x(2048, 64), x(2048, 64)),
+    "fft": of(lambda a: torch.fft.rfft(a).abs(), x(1024, 8192)),
+    "complex": of(lambda a: torch.view_as_real(torch.view_as_complex(a) * 1j), x(1024, 2048, 2)),
+    "conv2d": module(lambda: nn.Conv2d(128, 128, 3, padding=1), x(32, 128, 64, 64)),
+    "conv2d 1x1": module(lambda: nn.Conv2d(256, 512, 1, bias=False), x(32, 256, 32, 32)),
+    "conv2d stride 2": module(lambda: nn.Conv2d(3, 64, 7, 2, 3, bias=False), x(64, 3, 224, 224)),
+    "conv2d patch": module(lambda: nn.Conv2d(3, 768, 16, 16), x(64, 3, 224, 224)),
+    "conv2d depthwise": module(lambda: nn.Conv2d(256, 256, 7, padding=3, groups=256), x(32, 256, 56, 56)),
+    "conv2d bf16": module(lambda: nn.Conv2d(128, 128, 3, padding=1).to(bf16), x(32, 128, 64, 64, dtype=bf16)),
+    "conv2d bf16 channels_last": module(
+        lambda: nn.Conv2d(128, 128, 3, padding=1).to(bf16, memory_format=torch.channels_last),
+        lambda: (
+            torch.randn(32, 128, 64, 64, device="cuda", dtype=bf16)
+            .to(memory_format=torch.channels_last)
+            .requires_grad_()
+        ),
+    ),
+    "conv1d": module(lambda: nn.Conv1d(256, 256, 3, padding=1), x(32, 256, 2048)),
+    "conv1d causal depthwise": module(
+        lambda: nn.Conv1d(1024, 1024, 4, padding=3, groups=1024), x(8, 1024, 2048)
+    ),
+    "conv3d": module(lambda: nn.Conv3d(32, 32, 3, padding=1), x(4, 32, 32, 64, 64)),
+    "conv_transpose2d": module(lambda: nn.ConvTranspose2d(128, 64, 2, 2), x(16, 128, 64, 64)),
+    "max_pool2d": of(lambda a: F.max_pool2d(a, 2), x(32, 128, 64, 64)),
+    "avg_pool2d": of(lambda a: F.avg_pool2d(a, 2), x(32, 128, 64, 64)),
+    "adaptive_avg_pool2d": of(lambda a: F.adaptive_avg_pool2d(a, 1), x(32, 512, 64, 64)),
+    "interpolate nearest": of(lambda a: F.interpolate(a, scale_factor=2), x(16, 64, 64, 64)),
+    "interpolate bilinear": of(
+        lambda a: F.interpolate(a, scale_factor=2, mode="bilinear"), x(16, 64, 64, 64)
+    ),
+    "grid_sample": of(
+        lambda a, g: F.grid_sample(a, g, align_corners=False), x(16, 64, 64, 64), x(16, 64, 64, 2)
+    ),
+    "unfold": of(lambda a: F.unfold(a, 3), x(8, 64, 64, 64)),
+    "pixel_shuffle": of(lambda a: F.pixel_shuffle(a, 2), x(16, 256, 64, 64)),
+    "lstm": module(lambda: nn.LSTM(512, 512, 2, batch_first=True), x(32, 256, 512)),
+    "gru": module(lambda: nn.GRU(512, 512, batch_first=True), x(32, 256, 512)),
+    "mha": of(
+        lambda m, a: m(a, a, a, need_weights=False)[0],
+        lambda: nn.MultiheadAttention(512, 8, batch_first=True).to("cuda"),
+        x(16, 512, 512),
+    ),
+    "mha weights": of(
+        lambda m, a: m(a, a, a)[0],
+        lambda: nn.MultiheadAttention(512, 8, batch_first=True).to("cuda"),
+        x(16, 512, 512),
+    ),
+    "one_hot": of(lambda n: F.one_hot(n, 4096).float(), i(4096, 8192)),
+    "clip_grad_norm": clip(1.0, None),
+    "clip_grad_norm loop": clip(1.0, False),
+    "clip_grad_norm inf": clip(1.0, None),
+    "sgd": optimizer(lambda p: optim.SGD(p, 0.1)),
+    "sgd momentum": optimizer(lambda p: optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1)),
+    "sgd nesterov": optimizer(lambda p: optim.SGD(p, 0.1, momentum=0.9, nesterov=True)),
+    "adam": optimizer(lambda p: optim.Adam(p, 0.1)),
+    "adam bf16": optimizer(lambda p: optim.Adam(p, 0.1), bf16),
+    "adam loop": optimizer(lambda p: optim.Adam(p, 0.1, foreach=False)),
+    "adam amsgrad": optimizer(lambda p: optim.Adam(p, 0.1, amsgrad=True, weight_decay=0.1)),
+    "adamw": optimizer(lambda p: optim.AdamW(p, 0.1)),
+    "adamw capturable": optimizer(lambda p: optim.AdamW(p, 0.1, capturable=True)),
+    "adamw fused": optimizer(lambda p: optim.AdamW(p, 0.1, fused=True)),
+    "nadam": optimizer(lambda p: optim.NAdam(p, 0.1)),
+    "radam": optimizer(lambda p: optim.RAdam(p, 0.1)),
+    "adamax": optimizer(lambda p: optim.Adamax(p, 0.1)),
+    "adagrad": optimizer(lambda p: optim.Adagrad(p, 0.1)),
+    "adadelta": optimizer(lambda p: optim.Adadelta(p, 0.1)),
+    "rmsprop": optimizer(lambda p: optim.RMSprop(p, 0.1, momentum=0.9, centered=True)),
+    "rmsprop plain": optimizer(lambda p: optim.RMSprop(p, 0.1)),
+    "rprop": optimizer(lambda p: optim.Rprop(p, 0.1)),
+    "asgd": optimizer(lambda p: optim.ASGD(p, 0.1)),
+    "adafactor": optimizer(lambda p: optim.Adafactor(p, 0.1)),
+    "adafactor loop": optimizer(lambda p: optim.Adafactor(p, 0.1, foreach=False)),
+}
+
+
+def measure(out: Path) -> None:
+    import oomph
+
+    rows = json.loads(out.read_text()) if out.exists() else {}
+    for name, target in KERNELS.items():
+        try:
+            found = oomph.measure(target)
+            rows[name] = {"before": found.before, "steps": [[s.allocated, s.end] for s in found.steps]}
+        except Exception as error:  # one op must not stop the others
+            rows[name] = {"error": str(error)[:200]}
+            print(name, "FAILED", error, flush=True)
+    out.write_text(json.dumps(rows, indent=1))
+
+
+def compare(measured: Path, names: list[str]) -> None:
+    import oomph
+
+    rows = json.loads(measured.read_text())
+    found = []
+    for name, target in KERNELS.items():
+        row = rows.get(name)
+        if row is None or "error" in row or (names and name not in names):
+            continue
+        try:
+            prediction = oomph.predict(target, gpu="h200")
+        except Exception as error:
+            print(f"{name:28s} FAILED {error}")
+            continue
+        real, ours = row["steps"][-1][0], prediction.steps[-1].allocated
+        found.append(
+            (100 * (ours / real - 1), name, real, ours, row["steps"][-1][1], prediction.steps[-1].end)
+        )
+    for error, name, real, ours, end, our_end in sorted(found, key=lambda row: -abs(row[0])):
+        print(
+            f"{name:28s} {error:+8.3f} %  measured {real / 2**20:9.2f}  predicted {ours / 2**20:9.2f}"
+            f"  after the step {end / 2**20:8.2f} {our_end / 2**20:8.2f} MiB"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("measure").add_argument("--out", type=Path, required=True)
+    compared = commands.add_parser("compare")
+    compared.add_argument("measured", type=Path)
+    compared.add_argument("names", nargs="*")
+    given = parser.parse_args()
+    if given.command == "measure":
+        measure(given.out)
+    else:
+        compare(given.measured, given.names)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""Predicted against measured seconds: of whole training steps, and of single ops forward and backward.
+
+python -m benchmarks.accuracy.step_time [names...]    # predicts, prints rows, updates results/step_time.csv
+python -m benchmarks.accuracy.step_time --table       # the stored rows in Markdown, with their medians
+
+Measured rows are those of the accuracy benchmark (measured_*.json) and of the op benchmark (ops_h200.csv),
+on one H200. A step's time is the faster of the second and third step of a fresh process: rough, and with a
+host that is still warming up. The constants of src/oomph/prediction/roofline.py were fitted to every other
+row (marked "fit"); the rest (marked "test") judges them. Ops are timed with the host's part hidden, so that
+only the GPU's seconds are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from benchmarks import RESULTS
+from benchmarks.accuracy.rows import measured_files, read_measured
+
+OUT = RESULTS / "step_time.csv"
+GPU = "h200"
+# Not fitted to, whatever their turn: an optimizer of many scalar ops, each of them Python of its own.
+LEFT_OUT = {"llama-adafactor"}
+# From one row each a constant was set by hand: depthwise convolutions, copies from memory that is not pinned.
+BY_HAND = {"convnext-tiny", "save-on-cpu"}
+# Ops with constants of their own, set from these very rows; and ops whose kernels are taken for plain passes
+# over memory, which were fitted to nothing. Every other row of the rest was used, as with the steps.
+OWN_CONSTANTS = ("kda", "selective_scan", "locality")
+PLAIN_PASSES = ("nsa", "lif_gate", "chunked")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One row. `bound` says what takes the predicted time: the GPU or the host that starts its kernels."""
+
+    name: str
+    used_for: str  # "fit" or "test"
+    measured_ms: float
+    predicted_ms: float
+    error_percent: float
+    bound: str
+    gpu_ms: float
+    host_ms: float
+    tflop: float
+    gigabytes: float
+    launches: int
+
+
+def measured_steps() -> list[tuple[str, float]]:
+    """(workload, seconds of the faster of the steps after the first), in the order of the file."""
+    found = []
+    for path in measured_files(RESULTS):
+        for row in read_measured(path):
+            ends = [one["seconds"] for one in row["readings"] if one["moment"] == "end" and one["step"] > 1]
+            found.append((row["name"], min(ends) if ends else row["seconds_per_step"]))
+    return found
+
+
+def measured_ops() -> dict[tuple[str, str, str], float]:
+    with (RESULTS / "ops_h200.csv").open(newline="", encoding="utf-8") as file:
+        return {
+            (row["op"], row["shape"], row["contender"]): float(row["median_ms"]) / 1e3
+            for row in csv.DictReader(file)
+            if row["median_ms"]
+        }
+
+
+def step_rows(names: Sequence[str]) -> Iterator[StepTime]:
+    import oomph
+    from benchmarks.accuracy.workloads import ALL
+
+    for index, (name, seconds) in enumerate(measured_steps()):
+        if name in ALL and _wanted(name, names):
+            try:
+                prediction = oomph.predict(ALL[name].target, gpu=GPU)
+            except Exception as error:  # one workload must not stop the others
+                print(f"{name}: FAILED {type(error).__name__}: {error}", file=sys.stderr)
+                continue
+            assert prediction.step_seconds is not None
+            fitted = name in BY_HAND or (index % 2 == 0 and name not in LEFT_OUT)
+            yield row_of(name, fitted, seconds, prediction.step_seconds, prediction.work)
+
+
+def op_rows(names: Sequence[str]) -> Iterator[StepTime]:
+    """Ours, and what plain torch does; other libraries' kernels cannot be traced."""
+    import torch
+
+    import oomph
+    from benchmarks.ops.__main__ import CASES
+    from benchmarks.ops.runs import leaves, step_of
+
+    measured = measured_ops()
+    wanted = [
+        (case, contender)
+        for make in CASES.values()
+        for case in make([], False)
+        for contender in case.contenders
+        if not contender.peer and "flex" not in contender.name and "loop" not in contender.name
+    ]
+    turn = 0
+    for case, contender in wanted:
+        key = (case.op, case.shape, contender.name)
+        name = " / ".join(key)
+        if key not in measured:
+            continue
+        fitted, turn = _op_is_fitted(name, contender.name, turn)
+        if not _wanted(name, names):
+            continue
+
+        def target(case: Any = case, contender: Any = contender) -> Any:
+            inputs = case.make(torch.device("cuda"))
+            step = step_of(contender, inputs)
+
+            def cleared() -> None:
+                step()
+                for leaf in leaves(inputs):
+                    leaf.grad = None
+
+            return cleared
+
+        work = oomph.predict(target, gpu=GPU).work
+        yield row_of(name, fitted, measured[key], work.gpu_seconds, work)
+
+
+def _wanted(name: str, names: Sequence[str]) -> bool:
+    return not names or name in names or name.partition(" / ")[0] in names
+
+
+def _op_is_fitted(name: str, contender: str, turn: int) -> tuple[bool, int]:
+    if "dense" not in contender:
+        if any(word in name for word in PLAIN_PASSES):
+            return False, turn
+        if any(word in name for word in OWN_CONSTANTS):
+            return True, turn
+    return turn % 2 == 0, turn + 1
+
+
+def row_of(name: str, fitted: bool, measured: float, predicted: float, work: Any) -> StepTime:
+    return StepTime(
+        name=name,
+        used_for="fit" if fitted else "test",
+        measured_ms=round(measured * 1e3, 3),
+        predicted_ms=round(predicted * 1e3, 3),
+        error_percent=round(100 * (predicted / measured - 1), 1),
+        bound="gpu" if work.gpu_seconds >= 0.9 * predicted else "host",
+        gpu_ms=round(work.gpu_seconds * 1e3, 3),
+        host_ms=round(work.host_seconds * 1e3, 3),
+        tflop=round(work.flops / 1e12, 3),
+        gigabytes=round(work.bytes / 1e9, 3),
+        launches=work.launches,
+    )
+
+
+def write(rows: Sequence[StepTime]) -> None:
+    with OUT.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(StepTime)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def read() -> list[StepTime]:
+    make = {"str": str, "float": float, "int": int}
+    with OUT.open(newline="", encoding="utf-8") as file:
+        return [
+            StepTime(**{field.name: make[str(field.type)](row[field.name]) for field in fields(StepTime)})
+            for row in csv.DictReader(file)
+        ]
+
+
+def is_op(row: StepTime) -> bool:
+    return " / " in row.name
+
+
+def summary(rows: Sequence[StepTime]) -> str:
+    """Medians of the errors' sizes, and how many rows are within a quarter."""
+    lines = []
+    for title, group in (
+        ("steps, not fitted", [r for r in rows if r.used_for == "test" and not is_op(r)]),
+        (
+            "  of these the GPU's",
+            [r for r in rows if r.used_for == "test" and not is_op(r) and r.bound == "gpu"],
+        ),
+        (
+            "  and the host's",
+            [r for r in rows if r.used_for == "test" and not is_op(r) and r.bound == "host"],
+        ),
+        ("steps, fitted", [r for r in rows if r.used_for == "fit" and not is_op(r)]),
+        ("ops, not fitted", [r for r in rows if r.used_for == "test" and is_op(r)]),
+        ("ops, fitted", [r for r in rows if r.used_for == "fit" and is_op(r)]),
+    ):
+        if group:
+            sizes = [abs(row.error_percent) for row in group]
+            near = sum(size <= 25 for size in sizes)
+            worst = max(group, key=lambda row: abs(math.log1p(row.error_percent / 100)))
+            lines.append(
+                f"{title:22s} {len(group):3d} rows: median {statistics.median(sizes):4.1f} %, "
+                f"{near} within 25 %, worst {worst.error_percent:+.0f} % ({worst.name})"
+            )
+    return "\n".join(lines)
+
+
+# The same step with one thing changed, at one batch: before and after.
+PAIRS = (
+    ("transformer-encoder", "transformer-encoder-autocast"),
+    ("custom-function", "custom-function-autocast"),
+    ("bias-attention-fp32", "bias-attention-bf16"),
+    ("checkpoint-reentrant", "checkpoint-selective"),
+)
+OP_PAIRS = (
+    ("eager", "oomph"),
+    ("oomph", "oomph 64MiB"),
+    ("eager fp32", "SDPA efficient fp32"),
+    ("oomph", "oomph tight"),
+)
+
+
+def ratios(rows: Sequence[StepTime]) -> str:
+    """How much slower or faster a change makes a step, predicted and measured: what predictions are for."""
+    by_name = {row.name: row for row in rows}
+    pairs = list(PAIRS)
+    for name in by_name:
+        op, _, contender = name.rpartition(" / ")
+        pairs += [(name, f"{op} / {after}") for before, after in OP_PAIRS if op and contender == before]
+    lines, errors = [], []
+    for before, after in pairs:
+        if before in by_name and after in by_name:
+            a, b = by_name[before], by_name[after]
+            measured, predicted = b.measured_ms / a.measured_ms, b.predicted_ms / a.predicted_ms
+            errors.append(100 * (predicted / measured - 1))
+            lines.append(
+                f"{before} -> {after.rpartition(' / ')[2]}: measured {measured:.2f}, "
+                f"predicted {predicted:.2f} ({errors[-1]:+.0f} %)"
+            )
+    if errors:
+        sizes = [abs(error) for error in errors]
+        near = sum(size <= 25 for size in sizes)
+        lines.append(
+            f"ratios: median error {statistics.median(sizes):.1f} %, {near} of {len(sizes)} within 25 %"
+        )
+    return "\n".join(lines)
+
+
+def table(rows: Sequence[StepTime]) -> str:
+    lines = ["| step | measured | predicted | error | bound by |", "|---|---:|---:|---:|---|"]
+    for row in rows:
+        lines.append(
+            f"| {row.name} | {row.measured_ms:.1f} ms | {row.predicted_ms:.1f} ms | "
+            f"{row.error_percent:+.0f} % | {row.bound} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="workloads, or ops (default: all)")
+    parser.add_argument("--table", action="store_true", help="print the stored rows")
+    given = parser.parse_args()
+    if given.table:
+        rows = read()
+        print(f"{table(rows)}\n\n{ratios(rows)}\n\n{summary(rows)}")
+        return 0
+    rows = []
+    for make in (step_rows, op_rows):
+        for row in make(given.names):
+            rows.append(row)
+            print(
+                f"{row.name:60s} {row.measured_ms:9.2f} ms  predicted {row.predicted_ms:9.2f} ms "
+                f"{row.error_percent:+6.0f} %  {row.bound}",
+                flush=True,
+            )
+    if given.names and OUT.exists():
+        fresh = {row.name: row for row in rows}
+        rows = [fresh.pop(row.name, row) for row in read()] + list(fresh.values())
+    write(rows)
+    print(ratios(rows))
+    print(summary(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Training on a real GPU: throughput, peak against prediction, loss curves; and what the loop itself costs.
+
+python -m benchmarks.training run [NAME ...]          # on a GPU, each in a process of its own
+python -m benchmarks.training overhead [NAME ...]     # on a GPU: the loop against the bare step, in turns
+python -m benchmarks.training judge                   # anywhere: predicts peaks, writes results/training.csv
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks import CONFIGS, RESULTS
+from benchmarks.accuracy.rows import short_name
+from benchmarks.training.runs import OVERHEADS, RUNS, Run, trained_tokenizer
+
+PEAK_BAR = 2.0  # percent
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    changes: str
+    gpu: str
+    torch: str
+    alone: bool  # whether it had the GPU for itself; if not, its speed is not its own
+    steps: int
+    tokens_per_step: int
+    tokens_per_second: float  # the median of the reports after the first few
+    measured_mib: float
+    first_loss: float  # means of a tenth of the steps, at either end
+    last_loss: float
+    perplexity: float | None = None
+    psnr: float | None = None
+    matching: float | None = None
+    predicted_mib: float | None = None
+    error_percent: float | None = None
+    recorded: bool | None = None  # whether its passes were
+    matching_at_start: float | None = None  # on the same batches, before the first step
+    reserved_mib: float | None = None  # by the whole process, what building the model needs too
+    mfu: float | None = None  # as the progress bar tells it
+
+
+def here(name: str, out: Path, alone: bool) -> int:
+    """One run in this process."""
+    import torch
+
+    from oomph.training.config import load
+    from oomph.training.loop.metrics import read_metrics
+    from oomph.training.run import train
+
+    run = RUNS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        config = load(CONFIGS / f"{run.config}.yaml", [*run.overrides, f"output.dir={folder}/run"])
+        with trained_tokenizer(config, Path(folder) / "run"):
+            outcome = train(config)
+        rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+        evaluations = read_metrics(Path(folder) / "run" / "metrics.jsonl", "evaluation")
+    losses = [row["loss"] for row in rows]
+    # Kernels are compiled in the first steps.
+    speeds = [row["tokens_per_second"] for row in rows[min(5, len(rows) // 3) :]]
+    tenth = max(1, len(losses) // 10)
+    stage = config.largest_stage
+    memory = max(row["memory_peak"] for row in rows)
+    row = Row(
+        name,
+        " ".join(run.changes),
+        torch.cuda.get_device_name(),
+        torch.__version__,
+        alone,
+        outcome.step,
+        stage.tokens * stage.accumulate,
+        statistics.median(speeds),
+        memory / 2**20,
+        statistics.mean(losses[:tenth]),
+        statistics.mean(losses[-tenth:]),
+        **{key: outcome.evaluation.get(key) for key in ("perplexity", "psnr", "matching")},
+        matching_at_start=next((each.get("matching") for each in evaluations if each["step"] == 0), None),
+        reserved_mib=torch.cuda.max_memory_reserved() / 2**20,
+    )
+    curve = [(each["step"], each["loss"]) for each in rows]
+    out.write_text(json.dumps({"row": asdict(row), "curve": curve}))
+    return 0
+
+
+def run(names: Sequence[str], out: Path | None, jobs: int) -> int:
+    failed = []
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(max(1, jobs)) as pool:
+        waiting = [(name, pool.submit(_in_process, RUNS[name], Path(folder), jobs)) for name in names]
+        for name, future in waiting:
+            try:
+                found, took = future.result()
+            except Exception as error:  # one run must not stop the others
+                failed.append(name)
+                print(f"{name}: FAILED {error}", flush=True)
+                continue
+            row = Row(**found["row"])
+            out = out or RESULTS / f"training_{short_name(row.gpu)}.json"
+            _store(out, found)
+            figures = {"perplexity": row.perplexity, "psnr": row.psnr, "matching": row.matching}
+            told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if value is not None)
+            print(
+                f"{name}: {row.steps} steps, {row.tokens_per_second:.0f} tokens/s, "
+                f"{row.measured_mib:.0f} MiB, loss {row.first_loss:.4g} -> {row.last_loss:.4g}, "
+                f"{told} ({took:.0f} s)",
+                flush=True,
+            )
+    return 1 if failed else 0
+
+
+def _in_process(run: Run, folder: Path, jobs: int) -> tuple[dict[str, Any], float]:
+    began = time.perf_counter()
+    out = folder / f"{run.name.replace(' ', '_')}.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.training",
+        "here",
+        run.name,
+        "--out",
+        str(out),
+        "--jobs",
+        str(jobs),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=run.limit_s, check=False)
+    if not out.exists():
+        last = [line for line in (done.stderr + done.stdout).strip().splitlines() if line.strip()][-4:]
+        raise RuntimeError(f"exit status {done.returncode}: {' | '.join(last)}"[:900])
+    return json.loads(out.read_text()), time.perf_counter() - began
+
+
+def overhead(names: Sequence[str], out: Path | None) -> int:
+    """Blocks of steps by the loop and by hand, in turns, from the same model and batches."""
+    import torch
+
+    from benchmarks.training.overhead import measured
+
+    rows = []
+    for name in names:
+        given = OVERHEADS[name]
+        costs = measured(CONFIGS / f"{given.config}.yaml", given.changes)
+        row = {"config": name, "gpu": torch.cuda.get_device_name(), **costs}
+        rows.append(row)
+        print(
+            f"{name}: bare {row['bare_ms']:.2f} ms, loop {row['loop_ms']:.2f} ms, {row['percent']:+.2f} %",
+            flush=True,
+        )
+    out = out or RESULTS / f"training_overhead_{short_name(rows[0]['gpu'])}.csv"
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return 0
+
+
+def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
+    import oomph
+    from oomph import gpus
+    from oomph.cli.train_display import share_of_peak
+    from oomph.training.config import load
+    from oomph.training.workloads import predicted_workload
+
+    rows = []
+    for file in files:
+        for found in json.loads(file.read_text()):
+            row = found["row"]
+            given = RUNS[row["name"]]
+            config = load(CONFIGS / f"{given.config}.yaml", given.overrides)
+            prediction = oomph.predict(predicted_workload(config), gpu=gpu, max=config.training.memory_limit)
+            predicted = prediction.peak.allocated / 2**20
+            row["predicted_mib"] = round(predicted, 1)
+            row["recorded"] = config.training.cuda_graph
+            row["mfu"] = share_of_peak(config, prediction, gpus.find(gpu), row["tokens_per_second"])
+            row["error_percent"] = round(100 * (predicted / row["measured_mib"] - 1), 2)
+            rows.append({key: _rounded(value) for key, value in row.items()})
+            print(
+                f"{row['name']:32} {row['measured_mib']:10.0f} MiB, predicted {row['error_percent']:+.2f} %",
+                flush=True,
+            )
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    near = sum(abs(row["error_percent"]) <= PEAK_BAR for row in rows)
+    print(f"{near} of {len(rows)} peaks within {PEAK_BAR:g} %; {out}")
+    return 0
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    return round(value, 1) if abs(value) >= 100 else float(f"{value:.5g}")
+
+
+def _store(path: Path, found: dict[str, Any]) -> None:
+    """In place of an older run of its name."""
+    old = json.loads(path.read_text()) if path.exists() else []
+    runs = {each["row"]["name"]: each for each in old}
+    runs[found["row"]["name"]] = found
+    path.write_text(json.dumps(list(runs.values())) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("command", choices=("run", "here", "overhead", "judge"))
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time; throughput is then not theirs")
+    parser.add_argument("--gpu", default="h200", help="the GPU that the stored rows were measured on")
+    given = parser.parse_args()
+    if given.command == "judge":
+        files = sorted(file for file in RESULTS.glob("training_*.json"))
+        return judge(files, given.gpu, given.out or RESULTS / "training.csv")
+    known = OVERHEADS if given.command == "overhead" else RUNS
+    unknown = [name for name in given.names if name not in known]
+    if unknown:
+        print(f"error: there is no run {unknown[0]!r}; valid: {'; '.join(known)}", file=sys.stderr)
+        return 2
+    if given.command == "overhead":
+        return overhead(given.names or list(OVERHEADS), given.out)
+    if given.command == "here":
+        return here(given.names[0], given.out, given.jobs == 1)
+    return run(given.names or list(RUNS), given.out, given.jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
