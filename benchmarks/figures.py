@@ -181,8 +181,7 @@ def training() -> None:
 def _loss_curve(axes: Axes, row: Mapping[str, Any], curve: Sequence[tuple[int, float]]) -> None:
     points = [(step, loss) for step, loss in curve if math.isfinite(loss)]
     steps, losses = zip(*points, strict=True)
-    every = max(1, len(losses) // 200)
-    axes.plot(steps, losses, ".", color="#b8c0c8", markersize=2, markevery=every)
+    axes.plot(steps, losses, color="#b8c0c8", linewidth=0.6)
     width = max(1, len(losses) // 20)
     means = [sum(losses[max(0, i - width) : i + 1]) / (i + 1 - max(0, i - width)) for i in range(len(losses))]
     axes.plot(steps, means, color=OURS, linewidth=1.2)
