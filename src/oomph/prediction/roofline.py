@@ -39,8 +39,8 @@ class Efficiency:
 
 
 # Fitted to half of the rows of benchmarks/accuracy/step_time.py (training steps and single ops on an H200
-# with torch 2.11) and to the cuBLAS products of benchmarks/results/matmul.csv. The other half of the rows says how
-# good they are. What no row shows is marked. The host's seconds are that machine's, in the first steps; a fit
+# with torch 2.11) and to the cuBLAS products of benchmarks/results/matmul.csv. The other half validates
+# the fit. What no row shows is marked. The host's seconds are that machine's, in the first steps; a fit
 # to later steps besides (benchmarks/results/fixes.csv) was no better on rows it had not seen.
 CALIBRATED = Efficiency(
     compute={

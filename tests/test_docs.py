@@ -1,0 +1,77 @@
+"""The commands of the README run, links resolve, and tables equal the committed rows."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks import tables
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = list(dict.fromkeys(re.findall(r"^\$ (oomph .*?)(?:\s+#.*)?$", README, flags=re.MULTILINE)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page: Path) -> None:
+    for file in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / file).exists(), file
+
+
+def test_the_readme_has_at_most_150_lines() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_readme_command_runs(command: str, tmp_path: Path) -> None:
+    words = command.split()
+    trains = words[1] == "train"
+    if trains:
+        words += [f"output.dir={tmp_path / 'run'}", "training.steps=3", "training.device=cpu"]
+    if words[1:2] == ["fixes"] and len(words) > 2:  # one prediction instead of twenty
+        words += ["--only", "fused_linear_cross_entropy"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    assert (done.stderr if trains else done.stdout).strip()
+
+
+def test_generated_tables_equal_the_committed_rows() -> None:
+    for name, of_file in tables.FILES.items():
+        text = (ROOT / name).read_text()
+        assert tables.replaced(text, of_file) == text, f"run python -m benchmarks.tables: {name}"
+
+
+def test_every_config_key_and_fix_is_documented() -> None:
+    from oomph.fixes.catalogue import all_fixes
+    from oomph.training.config.schema import ALIASES, Schema
+    from oomph.training.config.systems import SYSTEMS
+
+    configs = (ROOT / "docs/configs.md").read_text()
+    for system in SYSTEMS.values():
+        for key in Schema(system).keys:
+            assert f"`{key.removeprefix('model.')}`" in configs, key
+        for preset in system.presets:
+            assert f"`{preset}`" in configs, preset
+    for alias in ALIASES:
+        assert alias.removeprefix("optimization") in configs, alias
+    for file in (ROOT / "configs").glob("*.yaml"):
+        assert file.name in configs or re.fullmatch(r"ginr_solution_[2-5]\.yaml", file.name), file.name
+    fixes = (ROOT / "docs/fixes.md").read_text()
+    for fix in all_fixes():
+        assert f"| `{fix.name}` | {fix.kind} | {fix.changes} |" in fixes, fix.name
+
+
+def test_the_stage_table_equals_the_stored_command() -> None:
+    with (ROOT / "benchmarks/results/predicted_commands.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["figure"] != "needs"]
+    assert len(rows) == 8
+    text = (ROOT / "docs/predict.md").read_text()
+    for row in rows:
+        assert re.search(rf"^  {re.escape(row['figure'])} +{re.escape(row['value'])} ", text, re.M), row
