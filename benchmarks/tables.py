@@ -123,11 +123,11 @@ def peaks(system: str) -> str:
 
 
 def claims(system: str) -> str:
-    """The report's claims as `oomph cases` works them out."""
-    from oomph.cases.catalogue import CASES
+    """The report's claims as `oomph systems` works them out."""
+    from oomph.systems import SYSTEMS as REGISTRY
 
     lines = ["| claim | claimed | derived | verdict | why |", "|---|---|---|---|---|"]
-    for claim in CASES[system].claims:
+    for claim in REGISTRY[system].claims:
         cells = (claim.text, claim.claimed, claim.derive(), claim.verdict, claim.why)
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
     return "\n".join(lines)

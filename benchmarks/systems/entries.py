@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import oomph
-from oomph.cases.ginr import sick as sick_ginr
-from oomph.cases.hatchling.sick import SickHatchling
-from oomph.cases.longctx.sick import SickLongContext
-from oomph.cases.npt import sick as sick_npt
-from oomph.cases.pythia.sick import SickPythia
-from oomph.models import ginr, hatchling, longctx, npt, pythia
+from oomph.systems import ginr, hatchling, longctx, npt, pythia
+from oomph.systems.ginr import naive as naive_ginr
+from oomph.systems.hatchling.naive import NaiveHatchling
+from oomph.systems.longctx.naive import NaiveLongContext
+from oomph.systems.npt import naive as naive_npt
+from oomph.systems.pythia.naive import NaivePythia
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _hatchling() -> list[Entry]:
     config = hatchling.PRESETS["hn_xs"]
     options: dict[str, Any] = {"autocast": "bfloat16"}
     model = language(config.build, config.vocab_size, 16, 256, **options)
-    naive = language(lambda: SickHatchling(config), config.vocab_size, 16, 256, **options)
+    naive = language(lambda: NaiveHatchling(config), config.vocab_size, 16, 256, **options)
     small = hatchling.PRESETS["hn_s"]
     return [
         Entry("hatchling hn_xs", "model", "16 x 256", model),
@@ -109,12 +109,12 @@ def _pythia() -> list[Entry]:
             "4 x 2048",
             language(published.build, 50_304, 4, 2048, dtype="bfloat16"),
         ),
-        Entry("pythia report", "naive", "8 x 512", language(lambda: SickPythia(long), 50_304, 8, 512)),
+        Entry("pythia report", "naive", "8 x 512", language(lambda: NaivePythia(long), 50_304, 8, 512)),
         Entry(
             "pythia report",
             "naive",
             "32 x 128, V 10,000",
-            language(lambda: SickPythia(report), 10_000, 32, 128),
+            language(lambda: NaivePythia(report), 10_000, 32, 128),
         ),
     ]
 
@@ -133,7 +133,7 @@ def _longctx() -> list[Entry]:
             "longctx 4B dense",
             "naive",
             "1 x 32768",
-            at(32_768, lambda: SickLongContext(dense, 32_768)),
+            at(32_768, lambda: NaiveLongContext(dense, 32_768)),
             ("recompute",),
         ),
     ]
@@ -151,12 +151,12 @@ def _npt() -> list[Entry]:
         Entry("npt Llama-3.1-8B", "model", "4 x 512", at(config.build, 128_256, 4, 512), (), 17.5),
         Entry("npt Llama-3.1-8B 8-bit", "model", "4 x 512", at(eight.build, 128_256, 4, 512), (), 10.0),
         Entry("npt GPT-2", "model", "4 x 512", at(small.build, 50_257, 4, 512)),
-        Entry("npt GPT-2 whole", "naive", "1 x 64", at(lambda: sick_npt.build(small), 50_257, 1, 64)),
+        Entry("npt GPT-2 whole", "naive", "1 x 64", at(lambda: naive_npt.build(small), 50_257, 1, 64)),
         Entry(
             "npt GPT-2 per token",
             "naive",
             "1 x 64",
-            at(lambda: sick_npt.build(small, "per_token"), 50_257, 1, 64),
+            at(lambda: naive_npt.build(small, "per_token"), 50_257, 1, 64),
         ),
     ]
 
@@ -169,7 +169,7 @@ def _ginr() -> list[Entry]:
         Entry("ginr self", "model", "64, autocast", image(config.build, 64, **bf16)),
         Entry("ginr self", "model", "64, autocast", image(config.build, 64, **bf16), ("recompute",), 6.0),
         Entry("ginr self", "model", "64, fp32", image(config.build, 64), ("recompute",), 6.0),
-        Entry("ginr self", "naive", "64, fp32", image(lambda: sick_ginr.build(config), 64)),
+        Entry("ginr self", "naive", "64, fp32", image(lambda: naive_ginr.build(config), 64)),
     ]
 
 

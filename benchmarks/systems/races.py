@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks.systems.entries import text_batch
-from oomph.models import hatchling, longctx, pythia
+from oomph.systems import hatchling, longctx, pythia
 
 
 @dataclass(frozen=True)

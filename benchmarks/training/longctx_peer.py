@@ -24,7 +24,7 @@ from benchmarks import RESULTS
 from benchmarks.accuracy.rows import short_name
 from benchmarks.systems.entries import language
 from benchmarks.systems.races import checkpointed, qwen3
-from oomph.models import longctx
+from oomph.systems import longctx
 
 SIZE = longctx.PRESETS["qwen3-4B"]
 THEIRS, OURS = "Qwen3-4B of Hugging Face", "longctx qwen3-4B"

@@ -1,4 +1,6 @@
-"""What can go wrong, as a user sees it. Each error knows the exit status the command line ends with."""
+"""The errors and warnings that users see. Each error carries the exit status of the command line."""
+
+import warnings
 
 
 class OomphError(Exception):
@@ -26,3 +28,12 @@ class ProgramError(OomphError):
         super().__init__(message)
         self.file = file
         self.line = line
+
+
+class DeprecatedName(FutureWarning):
+    """An old name was used that is still accepted. The command line prints the message as one line."""
+
+
+def warn_deprecated(old: str, new: str) -> None:
+    """`old` is still accepted; `new` replaces it. Both as the user writes them, e.g. "form: sick"."""
+    warnings.warn(f"{old} is deprecated; use {new}", DeprecatedName, stacklevel=3)

@@ -8,9 +8,9 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.fixes.fix import Patient
-from oomph.models.ginr import PRESETS as GINR
-from oomph.models.npt import PRESETS as NPT
 from oomph.records import FixUse
+from oomph.systems.ginr import PRESETS as GINR
+from oomph.systems.npt import PRESETS as NPT
 from oomph.training.config import OptimizerConfig
 from oomph.training.workloads import AdamW, ModelFactory, RandomImages, RandomText
 
@@ -18,7 +18,7 @@ from oomph.training.workloads import AdamW, ModelFactory, RandomImages, RandomTe
 def npt(**changes):
     config = replace(NPT["tiny"], **changes)
     return oomph.Workload(
-        ModelFactory("npt", "healthy", config),
+        ModelFactory("npt", "model", config),
         RandomText(256),
         optimizer=AdamW(OptimizerConfig()),
         sizes={"B": 2, "T": 16},
@@ -28,7 +28,7 @@ def npt(**changes):
 def ginr(**changes):
     config = replace(GINR["tiny"], **changes)
     return oomph.Workload(
-        ModelFactory("ginr", "healthy", config), RandomImages(3, config.image_size), sizes={"B": 2}
+        ModelFactory("ginr", "model", config), RandomImages(3, config.image_size), sizes={"B": 2}
     )
 
 

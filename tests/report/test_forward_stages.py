@@ -12,11 +12,11 @@ from sample_prediction import GiB, MiB, allocation, prediction
 from torch import nn
 
 import oomph
-from oomph.cases.longctx.sick import SickLongContext
-from oomph.models.longctx import LongContextConfig
 from oomph.records import Event, Moment
 from oomph.report.forward_stages import stage_table, stage_table_text, stage_table_to_json, what_was_added
 from oomph.report.terminal import PLAIN_WIDTH, report_console
+from oomph.systems.longctx import LongContextConfig
+from oomph.systems.longctx.naive import NaiveLongContext
 
 # Each word is an event: +id, -id, or a mark.
 SCRIPT = (
@@ -147,15 +147,15 @@ def longctx_4b(kind, layers=2, tokens=131_072):
         ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
         return {"input_ids": ids, "labels": ids}
 
-    build = config.build if kind == "healthy" else lambda: SickLongContext(config, tokens)
+    build = config.build if kind == "model" else lambda: NaiveLongContext(config, tokens)
     workload = oomph.Workload(build, batch, dtype="bfloat16", optimizer=None)
-    if kind == "healthy":
+    if kind == "model":
         workload = oomph.apply("recompute", workload)
     return config, {row.stage: row for row in stage_table(oomph.predict(workload))}
 
 
-def test_the_sick_long_context_model_grows_as_arithmetic_says():
-    config, rows = longctx_4b("sick")
+def test_the_naive_long_context_model_grows_as_arithmetic_says():
+    config, rows = longctx_4b("naive")
     logits = 131_072 * config.vocab_size * 2
     caches = config.num_layers * 2 * 131_072 * config.head_dim * 2
     held = {one.what: one for one in rows["parameters"].added}
@@ -169,9 +169,9 @@ def test_the_sick_long_context_model_grows_as_arithmetic_says():
     assert rows["backward, at its highest"].change == pytest.approx(4 * logits, rel=1e-4)
 
 
-def test_the_healthy_one_adds_one_hidden_state_per_recomputed_layer_and_no_logits():
+def test_the_model_adds_one_hidden_state_per_recomputed_layer_and_no_logits():
     tokens = 16_384
-    config, rows = longctx_4b("healthy", tokens=tokens)
+    config, rows = longctx_4b("model", tokens=tokens)
     states = tokens * config.hidden_size * 2
     workspace = 32 * MiB  # cuBLAS's, from its first product on
     assert {one.what for one in rows["parameters"].added} == {"parameters", "batch"}

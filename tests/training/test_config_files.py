@@ -11,8 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import oomph
 from oomph import fixes
+from oomph.systems import SYSTEMS
 from oomph.training.config import ConfigError, load
-from oomph.training.config.systems import SYSTEMS
 from oomph.training.workloads import ModelFactory, predicted_workload, workload
 from oomph.workload import Workload
 
@@ -54,13 +54,13 @@ def test_a_tiny_config_is_predicted(system):
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_the_sick_form_is_built_of_the_same_parameters(system):
+def test_the_naive_form_is_built_of_the_same_parameters(system):
     made = {}
-    for form in ("healthy", "sick"):
+    for form in ("model", "naive"):
         with torch.device("meta"):
             model = workload(loaded(f"{system}_tiny", f"form={form}")).model()
         made[form] = {name: param.shape for name, param in model.named_parameters()}
-    assert made["sick"] == made["healthy"]
+    assert made["naive"] == made["model"]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -122,7 +122,7 @@ def test_a_factory_shows_its_config_and_gives_another():
     assert isinstance(factory, ModelFactory)
     other = factory.with_options(query_mixing="cross")
     assert (factory.config.query_mixing, other.config.query_mixing) == ("self", "cross")
-    assert other.form == factory.form == "healthy"
+    assert other.form == factory.form == "model"
 
 
 def test_the_optimizer_of_npt_holds_what_is_trained():

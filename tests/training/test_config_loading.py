@@ -23,7 +23,7 @@ def test_a_system_is_enough(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("system: pythia\n")
     made = load(file)
-    assert (made.name, made.system, made.form, made.preset) == ("mine", "pythia", "healthy", "report")
+    assert (made.name, made.system, made.form, made.preset) == ("mine", "pythia", "model", "report")
     assert made.output.dir == "runs/mine"
     assert (made.data.source, made.data.tokenizer, made.data.vocab_size) == ("stdlib", "words", 10_000)
     assert (made.data.seq_len, made.data.batch_size, made.training.steps) == (128, 1, 1000)
@@ -114,9 +114,9 @@ def test_an_override_of_one_way_to_say_it_replaces_the_files_other():
 def test_fixes_of_the_file_are_for_its_own_form():
     mapping = {"fixes": ["fused_loss"], "training": {"gradient_checkpointing": True}}
     assert [use.fix for use in config(**mapping).fixes] == ["fused_loss", "recompute"]
-    assert [use.fix for use in config(["form=sick"], **mapping).fixes] == ["recompute"]
-    assert [use.fix for use in config(form="sick", **mapping).fixes] == ["fused_loss", "recompute"]
-    assert config(["form=sick", "fixes=no_foreach"], **mapping).fixes[0].fix == "no_foreach"
+    assert [use.fix for use in config(["form=naive"], **mapping).fixes] == ["recompute"]
+    assert [use.fix for use in config(form="naive", **mapping).fixes] == ["fused_loss", "recompute"]
+    assert config(["form=naive", "fixes=no_foreach"], **mapping).fixes[0].fix == "no_foreach"
 
 
 def test_the_model_is_made_for_the_length_of_the_data_unless_it_says_otherwise():

@@ -97,7 +97,7 @@ def test_all_problems_are_told_at_once():
     text = "\n".join(found)
     for said in (
         "lr (which is optimizer.learning_rate) = 'fast' is not valid; give a number",
-        "form = 'ill' is not valid; choose from 'healthy', 'sick'",
+        "form = 'ill' is not valid; choose from 'model', 'naive'",
         "model.preset = '70m' is not valid; pythia has report, pythia",
         "model.hidden_size = 512 is not valid; give a multiple of num_heads=7",
         "model.hiden_size is not a key; did you mean 'model.hidden_size'?",

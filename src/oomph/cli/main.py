@@ -5,15 +5,16 @@ from __future__ import annotations
 import difflib
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from oomph.cli.streams import let_go_of_streams
-from oomph.errors import OomphError, ProgramError
+from oomph.errors import DeprecatedName, OomphError, ProgramError, warn_deprecated
 
 # typer carries its own copy of click in some versions and uses the installed one in others;
 # its public BadParameter leads to the right base class in both.
@@ -161,17 +162,30 @@ def train(
     return run_train(TrainOptions(config, tuple(context.args), resume, force, fixes, export))
 
 
+_SYSTEM = typer.Argument(metavar="[NAME]", help="A system, or the number of its report; default: list all.")
+
+
 @app.command()
-def cases(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="One of them; without one, all are listed.")
-    ] = None,
+def systems(
+    name: Annotated[str | None, _SYSTEM] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """List the five reference systems, or work out the claims of one's report."""
-    from oomph.cli.cases import run_cases
+    """List the five reference systems, or check the claims of one system's report."""
+    from oomph.cli.systems import run_systems
 
-    return run_cases(name, json)
+    return run_systems(name, json)
+
+
+@app.command(hidden=True)
+def cases(
+    name: Annotated[str | None, _SYSTEM] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Deprecated: `oomph systems`."""
+    from oomph.cli.systems import run_systems
+
+    warn_deprecated("oomph cases", "oomph systems")
+    return run_systems(name, json, old_keys=True)
 
 
 @app.command()
@@ -207,8 +221,9 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """One command; returns the exit status, errors having been printed to stderr."""
     try:
-        status = app(list(arguments) or ["--help"], prog_name="oomph", standalone_mode=False)
-        return int(status or 0)
+        with _deprecations_on_stderr():
+            status = app(list(arguments) or ["--help"], prog_name="oomph", standalone_mode=False)
+            return int(status or 0)
     except (typer.Abort, KeyboardInterrupt):
         print("oomph: interrupted", file=sys.stderr)
         return INTERRUPTED
@@ -229,6 +244,23 @@ def run(arguments: Sequence[str]) -> int:
         traceback.print_exc()
         print("oomph: this is a bug in oomph, not in your program", file=sys.stderr)
         return OUR_BUG
+
+
+@contextmanager
+def _deprecations_on_stderr() -> Iterator[None]:
+    """Print a DeprecatedName warning as one line, without the place in our code that raised it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", DeprecatedName)
+        shown = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
+            if issubclass(category, DeprecatedName):
+                print(f"oomph: {message}", file=sys.stderr)
+            else:
+                shown(message, category, *where)
+
+        warnings.showwarning = show  # restored by catch_warnings
+        yield
 
 
 def _complain(message: str) -> int:

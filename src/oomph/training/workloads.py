@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from oomph.fixes import apply
+from oomph.systems import SYSTEMS
 from oomph.training.config import OptimizerConfig, Stage, TrainConfig
 from oomph.workload import Workload
 
@@ -50,7 +50,7 @@ def workload(config: TrainConfig, *, stage: Stage | None = None, most_passes: in
 
 @dataclass(frozen=True)
 class ModelFactory:
-    """Builds a system's model. seq_len: of the caches that a sick form makes in advance."""
+    """Builds a system's model. seq_len: of the caches that a naive form allocates in advance."""
 
     system: str
     form: str
@@ -58,25 +58,11 @@ class ModelFactory:
     seq_len: int | None = None
 
     def __call__(self) -> nn.Module:
-        model: nn.Module = self.config.build() if self.form == "healthy" else _SICK[self.system](self)
-        return model
+        return SYSTEMS[self.system].build(self.config, self.form, self.seq_len)
 
     def with_options(self, **fields: Any) -> ModelFactory:
         """The same with other fields of the system's config."""
         return replace(self, config=replace(self.config, **fields))
-
-
-def _sick_module(system: str) -> Any:
-    return import_module(f"oomph.cases.{system}.sick")
-
-
-_SICK: Mapping[str, Callable[[ModelFactory], nn.Module]] = {
-    "hatchling": lambda made: _sick_module("hatchling").SickHatchling(made.config),
-    "pythia": lambda made: _sick_module("pythia").SickPythia(made.config),
-    "longctx": lambda made: _sick_module("longctx").SickLongContext(made.config, made.seq_len),
-    "npt": lambda made: _sick_module("npt").build(made.config),
-    "ginr": lambda made: _sick_module("ginr").build(made.config),
-}
 
 
 @dataclass(frozen=True)

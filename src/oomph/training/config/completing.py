@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from oomph.errors import UserError
+from oomph.systems import System
 from oomph.training.config.data import CurriculumStage, DataConfig
 from oomph.training.config.problems import Problems
 from oomph.training.config.schema import Schema
-from oomph.training.config.systems import System
 from oomph.training.config.training import TrainingConfig
 
 _STEPS = 1000

@@ -64,6 +64,6 @@ def merged(file: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
         if any(overrides.get(key) is not None for key in group):
             for key in group:
                 left.pop(key, None)
-    if "form" in overrides and overrides["form"] != file.get("form", "healthy"):
+    if "form" in overrides and overrides["form"] != file.get("form", "model"):
         left.pop("fixes", None)  # they are remedies for the file's own form
     return {**left, **overrides}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oomph.errors import UserError
+from oomph.systems import FORMS, SYSTEMS, System
 from oomph.training.config.completing import completed_data, completed_training, lengths_given
 from oomph.training.config.data import DataConfig
 from oomph.training.config.fix_list import read_fixes
@@ -17,12 +18,9 @@ from oomph.training.config.problems import ConfigError, Problems, nearest
 from oomph.training.config.reading import read_mapping
 from oomph.training.config.schema import Schema
 from oomph.training.config.section import AnySection, read_section
-from oomph.training.config.systems import SYSTEMS, System
 from oomph.training.config.train_config import TrainConfig
 from oomph.training.config.training import OptimizerConfig, OutputConfig, TrainingConfig
 from oomph.training.run_folder import CONFIG, is_run
-
-FORMS = ("healthy", "sick")
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
@@ -82,7 +80,7 @@ def _config(name: str, schema: Schema, values: Mapping[str, Any], problems: Prob
     def section(kind: type[AnySection], place: str) -> AnySection:
         return read_section(kind, _below(values, place), place, problems)
 
-    form = values.get("form", "healthy")
+    form = values.get("form", "model")
     if form not in FORMS:
         problems.refuse("form", form, f"choose from {', '.join(map(repr, FORMS))}")
     data, training = section(DataConfig, "data"), section(TrainingConfig, "training")

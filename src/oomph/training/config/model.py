@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from typing import Any
 
-from oomph.models.checks import InvalidConfig
+from oomph.systems.config_checks import InvalidConfig
 from oomph.training.config.problems import Problems, nearest
 from oomph.training.config.schema import Schema
 from oomph.training.config.section import read_value

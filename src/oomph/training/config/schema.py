@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from typing import Any, get_type_hints
 
+from oomph.errors import warn_deprecated
+from oomph.systems import System
 from oomph.training.config.data import DataConfig
 from oomph.training.config.problems import nearest
 from oomph.training.config.section import Section
-from oomph.training.config.systems import System
 from oomph.training.config.training import OptimizerConfig, OutputConfig, TrainingConfig
 
 SECTIONS: Mapping[str, type[Section]] = {
@@ -20,6 +21,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "output": OutputConfig,
 }
 TOP = ("system", "form", "fixes")
+_OLD_FORMS = {"sick": "naive", "healthy": "model"}
 
 # The reports' names -> ours. The first target that the system has is meant.
 ALIASES: Mapping[str, tuple[str, ...]] = {
@@ -104,7 +106,10 @@ def _last(key: str) -> str:
 
 
 def converted(target: str, value: Any) -> Any:
-    """The value for the target, where the report's had another meaning: its sparse attention is on or off."""
+    """The value for the target, where an older word is still accepted."""
+    if target == "form" and isinstance(value, str) and value in _OLD_FORMS:
+        warn_deprecated(f"form: {value}", f"form: {_OLD_FORMS[value]}")
+        return _OLD_FORMS[value]
     if target == "model.sparse" and isinstance(value, bool):
         return "local" if value else None
     return value

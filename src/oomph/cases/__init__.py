@@ -1,1 +1,0 @@
-"""The five systems as their reports describe them: sick forms, with the interface of the healthy ones."""

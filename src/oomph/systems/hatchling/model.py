@@ -1,0 +1,133 @@
+"""Report 000's model: Kimi delta attention with a spiking gate, every 4th layer attention without positions.
+
+Legend: B batch, T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oomph.nn import GatedMLP, KimiDeltaAttention, SpikingKDABlock
+from oomph.systems.blocks import (
+    MLP,
+    Block,
+    CausalAttention,
+    CausalDecoder,
+    LanguageModelOutput,
+    Residual,
+)
+
+if TYPE_CHECKING:
+    from oomph.systems.hatchling.config import HatchlingConfig
+
+
+class KDABlock(nn.Module):
+    """x + delta attention(x), with the report's spiking gate or the published one.
+
+    memory_chunk_size is the report's argument: kept for backward are the inputs and one state per so many
+    tokens. (The report cut `transitions` into chunks of this size, and joined them again.)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        *,
+        gate: str = "spiking",
+        gate_rank: int = 256,
+        lam: float = 0.92,
+        theta: float = 0.35,
+        surrogate: float = 9.0,
+        token_drop: float = 0.0,
+        norm_eps: float = 1e-6,
+        mode: str = "auto",
+        memory_chunk_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        # A loop over tokens has no chunks; a configuration may change the mode and leave the size.
+        size = None if mode == "sequential" else memory_chunk_size
+        self.norm: nn.Module | None = None
+        if gate == "spiking":
+            self.inner: nn.Module = SpikingKDABlock(
+                hidden_size,
+                num_heads,
+                head_dim,
+                gate_rank=gate_rank,
+                decay=lam,
+                threshold=theta,
+                surrogate_beta=surrogate,
+                token_drop=token_drop,
+                norm_eps=norm_eps,
+                mode=mode,
+                memory_chunk_size=size,
+            )
+        else:
+            self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
+            self.inner = KimiDeltaAttention(
+                hidden_size,
+                num_heads,
+                head_dim,
+                gate_rank=gate_rank,
+                norm_eps=norm_eps,
+                mode=mode,
+                memory_chunk_size=size,
+            )
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        if self.norm is None:  # it normalises and adds by itself
+            return self.inner(x_BTD)[0]  # type: ignore[no-any-return]
+        return x_BTD + self.inner(self.norm(x_BTD))[0]  # type: ignore[no-any-return]
+
+
+class Hatchling(CausalDecoder):
+    """`.loss` is cross-entropy, in training plus predictive_weight times `.auxiliary_loss`."""
+
+    def __init__(self, config: HatchlingConfig) -> None:
+        super().__init__(
+            config.vocab_size,
+            config.d_model,
+            [_layer(config, number) for number in range(config.n_layers)],
+            nn.RMSNorm(config.d_model, eps=config.norm_eps),
+            tied=True,
+        )
+        self.config = config
+        # Not there where its loss does not count: its parameters would never get a gradient.
+        learns_ahead = config.predictive_weight > 0
+        self.predictor = MLP(config.d_model, config.d_model, "gelu") if learns_ahead else None
+
+    def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
+        out = super().output(hidden_BTD, labels)
+        learns = self.training and self.predictor is not None and hidden_BTD.shape[1] > 1
+        if out.loss is None or self.predictor is None or not learns:
+            return out
+        ahead = F.mse_loss(self.predictor(hidden_BTD[:, :-1]), hidden_BTD[:, 1:].detach())
+        return LanguageModelOutput(
+            loss=out.loss + self.config.predictive_weight * ahead, auxiliary_loss=ahead
+        )
+
+
+def _layer(c: HatchlingConfig, number: int) -> Block:
+    attention: nn.Module
+    if c.is_attention(number):
+        inner = CausalAttention(c.d_model, c.n_heads, c.n_kv_heads, c.head_dim)
+        attention = Residual(nn.RMSNorm(c.d_model, eps=c.norm_eps), inner)
+    else:
+        attention = KDABlock(
+            c.d_model,
+            c.n_heads,
+            c.head_dim,
+            gate=c.gate,
+            gate_rank=c.gate_rank,
+            lam=c.lam,
+            theta=c.theta,
+            surrogate=c.surrogate,
+            token_drop=c.token_drop if c.drops_tokens(number) else 0.0,
+            norm_eps=c.norm_eps,
+            mode=c.kda_mode,
+            memory_chunk_size=c.kda_memory_chunk_size,
+        )
+    return Block(attention, Residual(nn.RMSNorm(c.d_model, eps=c.norm_eps), GatedMLP(c.d_model, c.d_ff)))

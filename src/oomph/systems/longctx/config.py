@@ -1,0 +1,121 @@
+"""The configuration of the long-context decoder, and its sizes by name.
+
+`4B` is the report's own shape; `0.6B`, `qwen3-4B` and `8B` are those of Qwen3; `tiny` is for tests.
+"""
+
+from dataclasses import dataclass, replace
+
+from oomph.systems.blocks import total_params
+from oomph.systems.config_checks import checking, preset
+from oomph.systems.longctx.model import LongContext
+
+ATTENTIONS = ("dense", "nsa")
+
+
+@dataclass(frozen=True)
+class LongContextConfig:
+    """attention: "dense" or "nsa"; the nsa_ fields are those of oomph.nn.NativeSparseAttention."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int = 151_936
+    tie_word_embeddings: bool = False
+    qk_norm: bool = False
+    norm_eps: float = 1e-6
+    rope_theta: float = 1e4
+    attention: str = "dense"
+    nsa_block_size: int = 64
+    nsa_compress_block: int = 32
+    nsa_compress_stride: int = 16
+    nsa_top_n: int = 16
+    nsa_window: int = 512
+
+    def __post_init__(self) -> None:
+        with checking(self) as check:
+            check.whole_numbers(
+                *("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
+                *("vocab_size", "nsa_block_size", "nsa_compress_block", "nsa_compress_stride", "nsa_top_n"),
+                "nsa_window",
+            )
+            check.multiple("num_heads", "num_kv_heads")
+            if check.fine("head_dim") and self.head_dim % 2:
+                check.refuse("head_dim", "rotary turns pairs: give an even number")
+            check.booleans("tie_word_embeddings", "qk_norm")
+            check.number_from("norm_eps", 0)
+            check.number_from("rope_theta", 0)
+            if check.fine("rope_theta") and self.rope_theta <= 1:
+                check.refuse("rope_theta", "give a number > 1, e.g. 10000")
+            check.one_of("attention", ATTENTIONS)
+
+    @classmethod
+    def of(cls, model_size: str, attention: str = "dense") -> "LongContextConfig":
+        """By the report's names: `of("4B", "nsa")`."""
+        return replace(preset(PRESETS, model_size, "longctx"), attention=attention)
+
+    def build(self) -> "LongContext":
+        return LongContext(self)
+
+    def get_total_params(self) -> int:
+        return total_params(self.build)
+
+
+PRESETS: dict[str, LongContextConfig] = {
+    "tiny": LongContextConfig(
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        intermediate_size=128,
+        vocab_size=256,
+        nsa_block_size=16,
+        nsa_compress_block=8,
+        nsa_compress_stride=4,
+        nsa_top_n=4,
+        nsa_window=16,
+    ),
+    "0.6B": LongContextConfig(
+        hidden_size=1024,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=3072,
+        tie_word_embeddings=True,
+        qk_norm=True,
+        rope_theta=1e6,
+    ),
+    "4B": LongContextConfig(
+        hidden_size=2560,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=80,
+        intermediate_size=9216,
+    ),
+    "qwen3-4B": LongContextConfig(
+        hidden_size=2560,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=9728,
+        tie_word_embeddings=True,
+        qk_norm=True,
+        rope_theta=1e6,
+    ),
+    "8B": LongContextConfig(
+        hidden_size=4096,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        intermediate_size=12288,
+        qk_norm=True,
+        rope_theta=1e6,
+    ),
+}

@@ -1,0 +1,108 @@
+"""Report 002's failures: full logits copied and cast before the loss, and a rotary cache in every layer.
+
+Legend: B batch, T tokens, H heads, E head size, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oomph.errors import UserError
+from oomph.systems.blocks import LanguageModelOutput
+from oomph.systems.longctx.config import LongContextConfig
+from oomph.systems.longctx.model import LongContext
+
+# The report's card has 94.97 GiB.
+REPORT = {"gpu": "h20", "model_size": "4B", "batch": 1, "tokens": 131_072}
+ROPE_BUGS = (None, "wrong_device", "rounded_positions")
+
+
+class RopeCache(nn.Module):
+    """Cosines and sines [tokens, E] of every position, one copy per layer, in whatever dtype the model has.
+
+    bug: how a cache that has become too short is made again. None: as it was made at first.
+    "wrong_device": positions are counted on the CPU, which fails when the model is elsewhere.
+    "rounded_positions": the report's repair. They are counted in inv_freq's dtype: in bfloat16, 131,072
+    positions are 1,409 different ones, wrong from 257 on.
+    """
+
+    inv_freq: Tensor
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, dim: int, theta: float, tokens: int, bug: str | None = None) -> None:
+        super().__init__()
+        self.dim, self.theta, self.bug = dim, theta, bug
+        self.register_buffer("inv_freq", self._frequencies(), persistent=False)
+        self._fill(torch.arange(tokens, dtype=torch.float32), self.inv_freq)
+
+    def forward(self, tokens: int) -> tuple[Tensor, Tensor]:
+        if tokens > self.cos.shape[0]:
+            self._rebuild(tokens)
+        return self.cos[:tokens], self.sin[:tokens]
+
+    def rotate(self, q_BTHE: Tensor, k_BTGE: Tensor, table: Any = None) -> tuple[Tensor, Tensor]:
+        """In the place of the model's own rotary, whose table is not looked at."""
+        cos_TE, sin_TE = self(q_BTHE.shape[1])
+        return _turned(q_BTHE, cos_TE, sin_TE), _turned(k_BTGE, cos_TE, sin_TE)
+
+    def _rebuild(self, tokens: int) -> None:
+        device, dtype = self.inv_freq.device, self.inv_freq.dtype
+        if self.bug == "wrong_device":
+            self._fill(torch.arange(tokens, dtype=dtype, device="cpu"), self.inv_freq)
+        elif self.bug == "rounded_positions":
+            self._fill(torch.arange(tokens, device=device).to(dtype), self.inv_freq)
+        else:
+            positions = torch.arange(tokens, dtype=torch.float32, device=device)
+            self._fill(positions, self._frequencies().to(device))
+
+    def _frequencies(self) -> Tensor:
+        return self.theta ** (-torch.arange(0, self.dim, 2, dtype=torch.float32) / self.dim)
+
+    def _fill(self, positions_T: Tensor, frequencies: Tensor) -> None:
+        half = positions_T[:, None] * frequencies
+        angles_TE = torch.cat((half, half), -1)
+        dtype = self.inv_freq.dtype
+        self.register_buffer("cos", angles_TE.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles_TE.sin().to(dtype), persistent=False)
+
+
+def _turned(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    first, second = x_BTHE.chunk(2, -1)
+    return x_BTHE * cos_TE[:, None] + torch.cat((-second, first), -1) * sin_TE[:, None]
+
+
+class NaiveLongContext(LongContext):
+    """The model's parameters and (but for a rope_bug) outputs, by the report's old code."""
+
+    def __init__(self, config: LongContextConfig, context_length: int, rope_bug: str | None = None) -> None:
+        """context_length: of the caches. A longer sequence has them made again."""
+        if rope_bug not in ROPE_BUGS:
+            raise UserError(f"rope_bug={rope_bug!r} is not valid; choose from {ROPE_BUGS}")
+        super().__init__(config)
+        if config.attention == "dense":  # the sparse layer asks for the table that its rotary would need
+            self.rotary = None
+        for layer in self.layers:
+            attention: Any = layer.attention
+            cache = RopeCache(config.head_dim, config.rope_theta, context_length, rope_bug)
+            attention.inner.rotary_cache = cache
+            attention.inner._rotate = cache.rotate
+
+    def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
+        logits = F.linear(hidden_BTD, self.head_weight)
+        if labels is None:
+            return LanguageModelOutput(logits=logits)
+        shift_logits = logits[..., :-1, :].contiguous()
+        shift_labels = labels[..., 1:].contiguous()
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        loss = F.cross_entropy(
+            shift_logits.view(-1, shift_logits.size(-1)).to(wide), shift_labels.view(-1), ignore_index=-100
+        )
+        return LanguageModelOutput(loss=loss)
+
+
+def build(config: LongContextConfig, *, seq_len: int | None = None) -> NaiveLongContext:
+    """seq_len: the length of the rotary caches; 0 builds them in the first forward."""
+    return NaiveLongContext(config, seq_len or 0)

@@ -1,0 +1,105 @@
+"""The configuration of Pythia-70M and its presets: `report` (report 001's model) and `pythia` (published)."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from oomph.ops.softmax_attention import BlockPattern
+from oomph.systems.blocks import ACTIVATIONS, total_params
+from oomph.systems.config_checks import checking
+from oomph.systems.pythia.model import Pythia
+
+# The report's patterns: blocks to either side, and every how many-th block of the keys.
+PATTERNS = {
+    "local": {"window": 1},
+    "global": {"stride": 2},
+    "mixed": {"window": 1, "stride": 4},
+}
+
+
+@dataclass(frozen=True)
+class PythiaConfig:
+    """positions: "learned" (seq_len of them) or "rotary" (of `rotary_fraction` of each head; any length).
+
+    sparse: a pattern of blocks ("local", "global", "mixed"), or None. Where two blocks hold the sequence,
+    "local" is dense attention: at block_size 64 it begins to leave blocks out at 129 tokens.
+    dropout is that of the embeddings and of what attention and MLP add, not of attention's weights.
+    """
+
+    vocab_size: int = 10_000
+    seq_len: int = 128
+    hidden_size: int = 512
+    num_layers: int = 6
+    num_heads: int = 8
+    intermediate_size: int = 2048
+    positions: str = "learned"
+    rotary_fraction: float = 0.25
+    parallel_residual: bool = False
+    activation: str = "relu"
+    attention_bias: bool = False
+    dropout: float = 0.1
+    norm_eps: float = 1e-5
+    sparse: str | None = None
+    block_size: int = 64
+
+    def __post_init__(self) -> None:
+        with checking(self) as check:
+            check.whole_numbers(
+                *("vocab_size", "seq_len", "hidden_size", "num_layers", "num_heads", "intermediate_size"),
+                "block_size",
+            )
+            check.multiple("hidden_size", "num_heads")
+            check.booleans("parallel_residual", "attention_bias")
+            check.one_of("positions", ("learned", "rotary"))
+            check.one_of("activation", tuple(ACTIVATIONS))
+            check.one_of("sparse", (None, *PATTERNS))
+            check.number_from("dropout", 0, below=1)
+            check.number_from("norm_eps", 0)
+            check.number_from("rotary_fraction", 0)
+            if self.positions == "rotary" and check.fine("hidden_size", "num_heads", "rotary_fraction"):
+                turned = int(self.hidden_size // self.num_heads * self.rotary_fraction + 1e-6)
+                if not 0 < self.rotary_fraction <= 1 or turned < 2 or turned % 2:
+                    check.refuse("rotary_fraction", "give a fraction of the head that is an even number >= 2")
+
+    @property
+    def pattern(self) -> BlockPattern | None:
+        if self.sparse is None:
+            return None
+        return BlockPattern(self.sparse, self.block_size, **PATTERNS[self.sparse])
+
+    def build(self) -> "Pythia":
+        return Pythia(self)
+
+    def get_total_params(self) -> int:
+        """The parameters of the built model, counted."""
+        return total_params(self.build)
+
+
+PRESETS: dict[str, PythiaConfig] = {
+    "report": PythiaConfig(),
+    "pythia": PythiaConfig(
+        vocab_size=50_304,
+        seq_len=2048,
+        positions="rotary",
+        parallel_residual=True,
+        activation="gelu",
+        attention_bias=True,
+        dropout=0.0,
+    ),
+}
+
+
+def create_pythia_70m(
+    vocab_size: int = 10_000,
+    use_sparse_attention: bool = False,
+    device: torch.device | str | None = None,
+) -> tuple[Pythia, PythiaConfig]:
+    """Report 001's function: the `report` preset, its sparse attention being the `local` pattern.
+
+    With 10,000 words it has 29.2 million parameters; 70 million are those of 50,304 words.
+    """
+    config = replace(
+        PRESETS["report"], vocab_size=vocab_size, sparse="local" if use_sparse_attention else None
+    )
+    with torch.device("cpu" if device is None else device):
+        return config.build(), config

@@ -1,0 +1,110 @@
+"""Report 001's failure: one-hot vectors cut from an identity of V x V, and matrix products by broadcasting.
+
+Legend: B batch, H heads, T and S tokens, E head size, V vocabulary.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oomph.ops.softmax_attention import BlockPattern
+from oomph.systems.blocks import CausalAttention, LanguageModelOutput, Residual
+from oomph.systems.pythia.config import PythiaConfig
+from oomph.systems.pythia.model import Pythia
+
+# The report's batch of 8 on its 80 GB card, with every word of the data in the vocabulary.
+REPORT = {"gpu": "a100-80gb", "batch": 8, "tokens": 512, "vocab_size": 50_304}
+
+
+def one_hot(ids: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    """[..., size], by way of size x size numbers: 10 GB for 50,304 words in fp32."""
+    return torch.eye(size, dtype=dtype, device=ids.device)[ids]
+
+
+class OneHotEmbedding(nn.Embedding):
+    """An embedding by a product with one-hot vectors, which autograd keeps."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return one_hot(input_ids, self.num_embeddings, self.weight.dtype) @ self.weight
+
+
+def broadcast_matmul(left_BHTX: Tensor, right_BHXS: Tensor) -> Tensor:
+    """left @ right [B, H, T, S], as products of all pairs [B, H, T, S, X] that are then summed.
+
+    Both operands are repeated to that shape first, because the report's elementwise kernels take whole arrays
+    only; autograd keeps the two.
+    """
+    rows, columns = left_BHTX.unsqueeze(-2), right_BHXS.transpose(-2, -1).unsqueeze(-3)
+    shape = (*left_BHTX.shape[:-1], right_BHXS.shape[-1], left_BHTX.shape[-1])
+    return (rows.expand(shape).contiguous() * columns.expand(shape).contiguous()).sum(-1)
+
+
+def broadcast_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, pattern: BlockPattern | None
+) -> Tensor:
+    """Eager attention with both products by broadcasting: two products [B, H, T, T, E] per layer.
+
+    A pattern only masks: the report's sparse attention computed what it then left out.
+    """
+    tokens, keys = q.shape[-2], k.shape[-2]
+    seen_TS = torch.ones(tokens, keys, dtype=torch.bool, device=q.device)
+    if causal:
+        seen_TS = seen_TS.tril(keys - tokens)
+    if pattern is not None:
+        seen_TS = seen_TS & _blocks_seen(pattern, keys, q.device)
+    scores = broadcast_matmul(q, k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~seen_TS, float("-inf")).softmax(-1)
+    return broadcast_matmul(weights, v)
+
+
+def _blocks_seen(pattern: BlockPattern, tokens: int, device: torch.device) -> Tensor:
+    total = -(-tokens // pattern.block)
+    kept = [[key in pattern.key_blocks(query, total) for key in range(total)] for query in range(total)]
+    blocks = torch.tensor(kept, device=device)
+    number = torch.arange(tokens, device=device) // pattern.block
+    return blocks[number[:, None], number]
+
+
+class NaivePythia(Pythia):
+    """The model's parameters and outputs, by the report's operations."""
+
+    def __init__(self, config: PythiaConfig) -> None:
+        super().__init__(config)
+        self.embedding = OneHotEmbedding(config.vocab_size, config.hidden_size)
+        self.reset_parameters()
+        for layer in self.layers:
+            attention = layer.attention
+            assert isinstance(attention, Residual)
+            assert isinstance(attention.inner, CausalAttention)
+            attention.inner.kernel = broadcast_attention
+
+    def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
+        logits = F.linear(hidden_BTD, self.head_weight)
+        if labels is None:
+            return LanguageModelOutput(logits=logits)
+        logits_BTV, next_BT = logits[:, :-1], labels[:, 1:]
+        counted_BT = next_BT != -100
+        wanted = one_hot(next_BT.clamp(min=0), self.config.vocab_size, logits.dtype)
+        losses_BT = logits_BTV.logsumexp(-1) - (logits_BTV * wanted).sum(-1)
+        return LanguageModelOutput(loss=(losses_BT * counted_BT).sum() / counted_BT.sum())
+
+
+def build(config: PythiaConfig, *, seq_len: int | None = None) -> NaivePythia:
+    return NaivePythia(config)
+
+
+def every_word(texts: Iterable[str]) -> dict[str, int]:
+    """The report's vocabulary: one entry for each word of the data, however rare."""
+    words = dict.fromkeys(word for text in texts for word in text.split())
+    return {word: number for number, word in enumerate(words)}
+
+
+def all_batches(ids: Tensor, batch_size: int, seq_len: int) -> list[Tensor]:
+    """The report's batches: the whole data set, cut and copied before the first step."""
+    size = batch_size * seq_len
+    return [
+        ids[start : start + size].view(batch_size, seq_len).clone()
+        for start in range(0, ids.numel() - size + 1, size)
+    ]

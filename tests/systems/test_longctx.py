@@ -1,0 +1,161 @@
+"""The long-context decoder: the model, and the naive form of report 002."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from language_models import (
+    assert_causal,
+    assert_loss_is_that_of_the_logits,
+    assert_same_function,
+    overfit,
+    tokens,
+)
+
+import oomph
+from oomph.errors import UserError
+from oomph.nn import RotaryEmbedding
+from oomph.systems.longctx import PRESETS, LongContextConfig
+from oomph.systems.longctx.naive import REPORT, NaiveLongContext, RopeCache
+
+TINY = PRESETS["tiny"]
+FORMS = [TINY, replace(TINY, attention="nsa"), replace(TINY, qk_norm=True, tie_word_embeddings=True)]
+IDS = ["dense", "nsa", "qwen"]
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        ("4B", 3_915_962_880),
+        ("0.6B", 596_049_920),
+        ("qwen3-4B", 4_022_468_096),
+        ("8B", 8_190_735_360),
+    ],
+)
+def test_the_sizes_have_their_parameters(size, count):
+    assert LongContextConfig.of(size).get_total_params() == count
+
+
+def test_sparse_attention_adds_gates_and_compression():
+    dense, sparse = (LongContextConfig.of("4B", kind).get_total_params() for kind in ("dense", "nsa"))
+    gates = 2560 * 3 * 32 + 3 * 32
+    compression = 32 * 80 + (32 * 80 * 80 + 80) + (80 * 80 + 80)
+    assert sparse - dense == 36 * (gates + 2 * compression)
+
+
+def test_there_is_one_rotary_embedding_and_no_table_in_any_layer():
+    model = LongContextConfig.of("tiny").build()
+    assert sum(isinstance(module, RotaryEmbedding) for module in model.modules()) == 1
+    assert list(model.buffers()) == []
+
+
+@pytest.mark.parametrize("config", FORMS, ids=IDS)
+def test_no_token_sees_a_later_one(config):
+    torch.manual_seed(0)
+    assert_causal(config.build(), config.vocab_size, 70)
+
+
+@pytest.mark.parametrize("config", FORMS, ids=IDS)
+def test_the_loss_is_that_of_the_logits(config):
+    assert_loss_is_that_of_the_logits(config.build(), config.vocab_size, 40)
+
+
+@pytest.mark.parametrize("config", FORMS, ids=IDS)
+def test_a_batch_can_be_learnt_by_heart(config):
+    torch.manual_seed(0)
+    first, last = overfit(config.build(), config.vocab_size, 48, 50)
+    assert first > 4.5
+    assert last < 0.3
+
+
+@pytest.mark.parametrize("config", FORMS, ids=IDS)
+def test_the_naive_form_computes_the_same(config):
+    torch.manual_seed(0)
+    # Its cache was rounded to fp32 when it was made.
+    assert_same_function(NaiveLongContext(config, 64), config.build(), tokens(256, 1, 60), atol=1e-5)
+
+
+def test_a_cache_that_is_too_short_is_made_again():
+    torch.manual_seed(0)
+    assert_same_function(NaiveLongContext(TINY, 8), TINY.build(), tokens(256, 1, 60), atol=1e-5)
+
+
+def test_positions_in_bf16_collapse():
+    cache = RopeCache(16, 1e4, 8, bug="rounded_positions").bfloat16()
+    cos, _ = cache(131_072)
+    assert torch.equal(cos[256], cos[257])  # the first that is wrong
+    assert torch.arange(131_072).bfloat16().unique().numel() == 1409
+    right, _ = RopeCache(16, 1e4, 8).bfloat16()(131_072)
+    assert not torch.equal(right[256], right[257])  # right until it is rounded
+
+
+def test_positions_counted_on_the_wrong_device_fail_in_a_prediction():
+    def forward():
+        with torch.device("cuda"):
+            model = NaiveLongContext(TINY, 8, rope_bug="wrong_device")
+        model(torch.zeros(1, 16, dtype=torch.long, device="cuda"))
+
+    with pytest.raises(oomph.OomphError, match="cpu"):
+        oomph.predict(forward)
+
+
+def _loss_of_the_head(config, kind):
+    """The loss alone, from hidden states on: nothing before it depends on the form of the head."""
+
+    def forward():
+        with torch.device("cuda"):
+            model = kind(replace(config, num_layers=1)).bfloat16()
+            shape = (REPORT["batch"], REPORT["tokens"])
+            hidden = torch.randn(*shape, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+            labels = torch.zeros(shape, dtype=torch.long)
+        model.output(hidden, labels).loss.backward()
+
+    return forward
+
+
+def test_the_loss_takes_222_gib_in_the_naive_form():
+    config = LongContextConfig.of(REPORT["model_size"])
+    naive = oomph.predict(_loss_of_the_head(config, lambda c: NaiveLongContext(c, 16)), gpu=REPORT["gpu"])
+    model = oomph.predict(_loss_of_the_head(config, LongContextConfig.build), gpu=REPORT["gpu"])
+    logits = REPORT["tokens"] * config.vocab_size * 2
+    assert round(logits / 2**30, 2) == 37.09
+    assert naive.fits is False
+    assert naive.peak.allocated >= 6 * logits * (1 - 1e-5)  # logits, their copy, twice the copy in fp32
+    assert model.fits is True
+    assert model.peak.allocated < 8 * 2**30
+
+
+def test_the_model_fits_the_reports_card_with_recomputation():
+    """Two of the 36 layers are predicted. Each other holds weights, gradients and its input; all is bf16."""
+    config = LongContextConfig.of(REPORT["model_size"])
+    two_layers = replace(config, num_layers=2)
+
+    def step():
+        model = two_layers.build().bfloat16().cuda()
+        oomph.fixes.apply_to_model("recompute", model)
+        ids = torch.zeros(REPORT["batch"], REPORT["tokens"], dtype=torch.long, device="cuda")
+        model(ids, labels=ids).loss.backward()
+
+    others = config.get_total_params() - two_layers.get_total_params()
+    inputs = (config.num_layers - 2) * REPORT["tokens"] * config.hidden_size
+    optimizer = 2 * config.get_total_params()
+    peak = oomph.predict(step, gpu=REPORT["gpu"]).peak.allocated
+    whole = peak + 2 * (2 * others + inputs + optimizer)
+    assert whole < 60 * 2**30  # of 95
+
+
+def test_unknown_sizes_and_attentions_are_told_in_one_line():
+    with pytest.raises(
+        UserError, match=r"longctx has no size '7B'; choose from tiny, 0\.6B, 4B, qwen3-4B, 8B"
+    ):
+        LongContextConfig.of("7B")
+    with pytest.raises(UserError, match="attention='sparse' is not valid; choose from 'dense', 'nsa'"):
+        LongContextConfig.of("4B", "sparse")
+    with pytest.raises(UserError, match="num_heads=4 is not valid; give a multiple of num_kv_heads=3"):
+        replace(TINY, num_kv_heads=3)
+    with pytest.raises(UserError, match="head_dim=15 is not valid"):
+        replace(TINY, head_dim=15)
+    with pytest.raises(UserError, match="rope_bug='none' is not valid"):
+        NaiveLongContext(TINY, 8, rope_bug="none")
