@@ -17,7 +17,7 @@ from oomph.fixes.logits.record import Later, Meaning, Source
 from oomph.fixes.logits.tensor import logits_of
 from oomph.ops import common
 from oomph.ops.common import autocast_enabled
-from oomph.ops.cross_entropy.choose import PLAIN_LOGITS
+from oomph.ops.cross_entropy.api import PLAIN_LOGITS_BYTES
 from oomph.ops.launch import is_fake
 
 _LOG_SOFTMAX = "aten._log_softmax"
@@ -32,7 +32,7 @@ class FusedLoss(Fix):
         softmaxes = {
             made.shape[-1]: made
             for made in patient.prediction.allocations
-            if made.op == _LOG_SOFTMAX and made.bytes > PLAIN_LOGITS
+            if made.op == _LOG_SOFTMAX and made.bytes > PLAIN_LOGITS_BYTES
         }
         heads = [name for name in _linears(patient.model) if _classes(patient.model, name) in softmaxes]
         if not heads:

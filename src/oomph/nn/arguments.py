@@ -1,13 +1,16 @@
-"""Checks that several layers make of their sizes."""
+"""Checks of sizes that several modules share."""
 
 from oomph.errors import ArgumentError
 
 
-def positive(**numbers: object) -> None:
-    for name, given in numbers.items():
+def check_positive(**sizes: object) -> None:
+    for name, given in sizes.items():
         if isinstance(given, bool) or not isinstance(given, int) or given < 1:
             raise ArgumentError(f"{name}={given!r} is not valid; give a whole number >= 1")
 
 
-def positive_if_given(**numbers: object) -> None:
-    positive(**{name: given for name, given in numbers.items() if given is not None})
+def check_positive_if_given(**sizes: object) -> None:
+    check_positive(**{name: given for name, given in sizes.items() if given is not None})
+
+
+positive, positive_if_given = check_positive, check_positive_if_given

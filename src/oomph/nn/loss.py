@@ -1,32 +1,32 @@
-"""The last linear layer of a model and its cross-entropy in one module, which never holds the logits."""
+"""The last linear layer of a model and its cross-entropy in one module, without the logits."""
 
+import dataclasses
 import difflib
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
+from oomph.nn.arguments import check_positive
 from oomph.ops import common
 from oomph.ops.cross_entropy import linear_cross_entropy
-from oomph.ops.cross_entropy.arguments import Arguments, check_arguments
+from oomph.ops.cross_entropy.api import check_arguments
+from oomph.ops.cross_entropy.reference import CrossEntropyOptions
 
-# These differ from call to call: forward takes them.
+# forward takes these: they differ from call to call.
 _PER_CALL = ("bias", "token_weight", "num_valid")
 _OPTIONS = tuple(
-    name
-    for name, parameter in inspect.signature(linear_cross_entropy).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY and name not in _PER_CALL
+    field.name for field in dataclasses.fields(CrossEntropyOptions) if field.name not in _PER_CALL
 )
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """`linear_cross_entropy` with its weight [num_classes, in_features] and its options kept in a module.
+    """`linear_cross_entropy` as a module that holds the weight [num_classes, in_features] and the options.
 
-    Parameters, their names and their first values are those of nn.Linear(in_features, num_classes), so either
-    loads the other's state. `options` are those of linear_cross_entropy; a `class_weight` moves with the
-    module but is no part of its state.
+    Parameters, their names and their initialization are those of nn.Linear(in_features, num_classes), so
+    either loads the other's state_dict. `options` are those of linear_cross_entropy; a `class_weight` moves
+    with the module but is not in its state_dict.
     """
 
     weight: nn.Parameter
@@ -44,9 +44,7 @@ class LinearCrossEntropyLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        for name, value in (("in_features", in_features), ("num_classes", num_classes)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ArgumentError(f"{name}={value!r} is not valid; give a whole number >= 1")
+        check_positive(in_features=in_features, num_classes=num_classes)
         self.in_features, self.num_classes = in_features, num_classes
         _check_options(in_features, num_classes, options)
         self.register_buffer("class_weight", options.pop("class_weight", None), persistent=False)
@@ -100,7 +98,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
 
 def _check_options(in_features: int, num_classes: int, options: dict[str, Any]) -> None:
-    """When the module is made, not when it is first used; on tensors of the right shapes without memory."""
+    """When the module is made, not at its first call; on tensors of the right shapes without memory."""
     for name in options:
         if name in _PER_CALL:
             raise ArgumentError(f"{name} is given per call: loss(x, target, {name}=...)")
@@ -108,17 +106,12 @@ def _check_options(in_features: int, num_classes: int, options: dict[str, Any]) 
             near = difflib.get_close_matches(name, _OPTIONS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(_OPTIONS)}"
             raise ArgumentError(f"option {name!r} is not known; {hint}")
-    given = dict(options)
-    class_weight = given.get("class_weight")
+    class_weight = options.get("class_weight")
     if isinstance(class_weight, Tensor):
-        given["class_weight"] = torch.empty(1, dtype=class_weight.dtype, device="cpu").expand(
-            class_weight.shape
-        )
-    nothing = torch.empty(1, 1, dtype=torch.float32, device="cpu")
+        one = torch.empty(1, dtype=class_weight.dtype, device="cpu")
+        options = {**options, "class_weight": one.expand(class_weight.shape)}
+    one = torch.empty(1, 1, dtype=torch.float32, device="cpu")
+    x, weight = one.expand(1, in_features)[:0], one.expand(num_classes, in_features)
     target = torch.empty(0, dtype=torch.int64, device="cpu")
-    check_arguments(
-        Arguments(
-            nothing.expand(1, in_features)[:0], nothing.expand(num_classes, in_features), target, **given
-        )
-    )
-    common.parse_memory_budget(given.get("memory_budget"))
+    check_arguments(x, weight, target, None, CrossEntropyOptions(**options))
+    common.parse_memory_budget(options.get("memory_budget"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oomph.ops import linear_cross_entropy
-from oomph.ops.cross_entropy.reference import linear_cross_entropy_reference
+from oomph.ops.cross_entropy.reference import CrossEntropyOptions, linear_cross_entropy_reference
 
 # Of the largest number: half precision rounds the logits, their gradient and the sums of it.
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -104,7 +104,7 @@ def expected(i: Inputs, *, through_lse: bool = False, **options: Any) -> Outcome
     i = leaves(
         Inputs(i.x.double(), i.weight.double(), i.target.long(), None if i.bias is None else i.bias.double())
     )
-    result = linear_cross_entropy_reference(i.x, i.weight, i.target, bias=i.bias, **options)
+    result = linear_cross_entropy_reference(i.x, i.weight, i.target, i.bias, CrossEntropyOptions(**options))
     return _differentiate(i, *result, through_lse)
 
 

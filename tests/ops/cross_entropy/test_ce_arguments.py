@@ -153,7 +153,7 @@ def test_softcap(value: Any) -> None:
 def test_num_valid(value: Any) -> None:
     refused(
         f"num_valid={value!r} is not valid",
-        "give the number of kept targets as an int, or None",
+        "give the number of valid targets as an int, or None",
         num_valid=value,
     )
 

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomph.errors import ArgumentError
-from oomph.ops import Choice, choice, explain, linear_cross_entropy
+from oomph.ops import Choice, common, explain, linear_cross_entropy
 
 PLAIN_LIMIT = 16 << 20
 
@@ -93,7 +93,7 @@ def test_blocks_shrink_with_the_budget() -> None:
 def test_the_choice_is_logged_once_per_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choice, "_announced", set())
+    monkeypatch.setattr(common, "_announced", set())
     x, weight, target = torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64)
     run: Callable[[], Any] = lambda: linear_cross_entropy(x, weight, target)  # noqa: E731
     with caplog.at_level(logging.INFO, logger="oomph.ops"):

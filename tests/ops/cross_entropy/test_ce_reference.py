@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from ce_cases import Inputs, assert_close, expected, inputs, leaves, numbers
 from torch import Tensor
 
-from oomph.ops.cross_entropy.reference import linear_cross_entropy_reference
+from oomph.ops.cross_entropy.reference import CrossEntropyOptions, linear_cross_entropy_reference
 
 
 def logits_of(i: Inputs) -> Tensor:
@@ -23,7 +23,7 @@ def by_hand(i: Inputs, losses: Tensor) -> list[Tensor]:
 
 
 def by_reference(i: Inputs, **options: Any) -> list[Tensor]:
-    loss, _ = linear_cross_entropy_reference(i.x, i.weight, i.target, bias=i.bias, **options)
+    loss, _ = linear_cross_entropy_reference(i.x, i.weight, i.target, i.bias, CrossEntropyOptions(**options))
     return by_hand(i, loss)
 
 
@@ -38,9 +38,8 @@ def test_the_reference_is_torchs_cross_entropy(
     class_weight = numbers(13) if weighted else None
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     theirs = F.cross_entropy(logits_of(i), i.target, class_weight, reduction=reduction, **options)
-    ours, _ = linear_cross_entropy_reference(
-        i.x, i.weight, i.target, bias=i.bias, class_weight=class_weight, reduction=reduction, **options
-    )
+    given = CrossEntropyOptions(class_weight=class_weight, reduction=reduction, **options)
+    ours, _ = linear_cross_entropy_reference(i.x, i.weight, i.target, i.bias, given)
     assert_close([ours], [theirs], 1e-13)
     factor = numbers(*theirs.shape)
     assert_close(by_hand(i, (ours * factor).sum()), by_hand(i, (theirs * factor).sum()), 1e-13)

@@ -76,9 +76,7 @@ def test_check_lets_right_targets_pass_and_looks_at_no_target_that_shift_drops()
 
 
 def test_check_compares_num_valid_with_the_targets() -> None:
-    with pytest.raises(
-        ArgumentError, match="num_valid=12, but 13 targets are kept; give at least that number"
-    ):
+    with pytest.raises(ArgumentError, match="num_valid=12, but 13 targets are valid; give 13 or more"):
         run(inputs(20), check=True, num_valid=12)
     run(inputs(20), check=True, num_valid=13)
 

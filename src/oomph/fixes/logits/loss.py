@@ -13,7 +13,7 @@ from torch import Tensor
 from oomph.fixes.logits.record import Later
 from oomph.ops.common import autocast_enabled, can_accumulate_into_grad
 from oomph.ops.cross_entropy import linear_cross_entropy
-from oomph.ops.cross_entropy.arguments import REDUCTIONS
+from oomph.ops.cross_entropy.api import REDUCTIONS
 
 _EXACT = 1e-12  # a cap is divided by and multiplied with: 1 / 30 * 30 need not be 1
 

@@ -10,7 +10,7 @@ LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _capped(x, cap):
+def _softcapped(x, cap):
     """cap * tanh(x / cap), with exp of negative numbers only, so that nothing overflows."""
     e = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E / cap))
     bounded = cap * (1.0 - e) / (1.0 + e)
@@ -21,25 +21,25 @@ def _capped(x, cap):
 def _logits(z, softcap, HAS_SOFTCAP: tl.constexpr):
     z = z.to(tl.float32)
     if HAS_SOFTCAP:
-        z = _capped(z, softcap)
+        z = _softcapped(z, softcap)
     return z
 
 
 @triton.jit
-def _exp_below(z, top2):
+def _exp_minus(z, top2):
     """exp(z - top), with the top in units of log 2: one multiply-add and one exp2."""
     return tl.exp2(tl.fma(z, LOG2_E, -top2))
 
 
 @triton.jit
-def _cap_slope(z, softcap):
+def _softcap_slope(z, softcap):
     """d capped / d logit, from the capped logit."""
     ratio = z / softcap
     return 1.0 - ratio * ratio
 
 
 @triton.jit
-def _loaded(row, at, n_classes, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def _load_logits(row, at, n_classes, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     if MASKED:
         inside = at < n_classes
         z = tl.load(row + at, mask=inside, other=0.0, eviction_policy="evict_last")
@@ -58,7 +58,7 @@ def _smooth_term(at, z, n_classes, class_weight, HAS_CLASS_WEIGHT: tl.constexpr)
 
 
 @triton.jit
-def _four_blocks(
+def _add_four_blocks(
     row,
     at,  # [BLOCK] classes of the first of the four
     n_classes,
@@ -74,14 +74,14 @@ def _four_blocks(
     HAS_SOFTCAP: tl.constexpr,
 ):
     """Four loads in flight at a time, which share the rescaling of the running sum."""
-    z0 = _loaded(row, at, n_classes, softcap, MASKED, HAS_SOFTCAP)
-    z1 = _loaded(row, at + BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
-    z2 = _loaded(row, at + 2 * BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
-    z3 = _loaded(row, at + 3 * BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
+    z0 = _load_logits(row, at, n_classes, softcap, MASKED, HAS_SOFTCAP)
+    z1 = _load_logits(row, at + BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
+    z2 = _load_logits(row, at + 2 * BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
+    z3 = _load_logits(row, at + 3 * BLOCK, n_classes, softcap, MASKED, HAS_SOFTCAP)
     new_top = tl.maximum(tl.maximum(top, tl.maximum(z0, z1)), tl.maximum(z2, z3))
     top2 = new_top * LOG2_E
-    total = total * _exp_below(top, top2) + _exp_below(z0, top2) + _exp_below(z1, top2)
-    total += _exp_below(z2, top2) + _exp_below(z3, top2)
+    total = total * _exp_minus(top, top2) + _exp_minus(z0, top2) + _exp_minus(z1, top2)
+    total += _exp_minus(z2, top2) + _exp_minus(z3, top2)
     if SMOOTH:
         smooth += _smooth_term(at, z0, n_classes, class_weight, HAS_CLASS_WEIGHT)
         smooth += _smooth_term(at + BLOCK, z1, n_classes, class_weight, HAS_CLASS_WEIGHT)
@@ -96,14 +96,14 @@ def _gradient(
     SMOOTH: tl.constexpr, HAS_CLASS_WEIGHT: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Of the loss, with respect to logits of classes that are not the target."""
-    g = on_softmax * _exp_below(z, lse2)
+    g = on_softmax * _exp_minus(z, lse2)
     if SMOOTH:
         if HAS_CLASS_WEIGHT:
             g -= evenly * tl.load(class_weight + at, mask=inside, other=0.0)
         else:
             g -= evenly
     if HAS_SOFTCAP:
-        g *= _cap_slope(z, softcap)
+        g *= _softcap_slope(z, softcap)
     return g
 
 
@@ -113,7 +113,7 @@ def softmax_rows(
     row_stride,
     target,  # [rows] int64; outside [column, column + V): it is in another part of the vocabulary
     column,
-    kept,  # [rows] bool; False: the row is ignored
+    valid,  # [rows] bool; False: the row is ignored
     scale,  # [rows] fp32: what this row's loss is multiplied with
     target_weight,  # [rows] fp32: class weight of the target, read where HAS_CLASS_WEIGHT
     class_weight,  # [V] fp32, read where HAS_CLASS_WEIGHT
@@ -138,9 +138,9 @@ def softmax_rows(
     HAS_GRAD_LSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program per row: the log-sum-exp in one sweep, the gradient in place in a second.
+    """One program per row: the log-sum-exp in one pass, the gradient in place in a second.
 
-    A row of 150,000 bf16 logits is 300 KB, too long for registers, so it is read twice. The second sweep
+    A row of 150,000 bf16 logits is 300 KB, too long for registers, so it is read twice. The second pass
     goes backwards and the hints keep what was read in the L2 cache: half of it is then not read from memory.
     """
     n = tl.program_id(0).to(tl.int64)
@@ -149,7 +149,7 @@ def softmax_rows(
     element: tl.constexpr = logits.dtype.element_ty
     t = (tl.load(target + n) - column).to(tl.int32)
 
-    if tl.load(kept + n).to(tl.int32) == 0:
+    if tl.load(valid + n).to(tl.int32) == 0:
         if FIND_LSE and not MERGE:
             tl.store(lse + n, 0.0)
             tl.store(target_logit + n, 0.0)
@@ -170,18 +170,18 @@ def softmax_rows(
         total = tl.zeros([BLOCK], tl.float32)
         smooth = tl.zeros([BLOCK], tl.float32)
         for first in range(0, whole_steps, STEP):
-            top, total, smooth = _four_blocks(
+            top, total, smooth = _add_four_blocks(
                 row, first + lanes, n_classes, class_weight, softcap, top, total, smooth,
                 BLOCK, False, SMOOTH, HAS_CLASS_WEIGHT, HAS_SOFTCAP,
             )  # fmt: skip
         if whole_steps < n_classes:
-            top, total, smooth = _four_blocks(
+            top, total, smooth = _add_four_blocks(
                 row, whole_steps + lanes, n_classes, class_weight, softcap, top, total, smooth,
                 BLOCK, True, SMOOTH, HAS_CLASS_WEIGHT, HAS_SOFTCAP,
             )  # fmt: skip
         row_top = tl.max(top, 0)
         # A NaN logit is lost in the maximum, but not in its lane's sum.
-        row_lse = row_top + tl.log2(tl.sum(total * _exp_below(top, row_top * LOG2_E), 0)) * LN_2
+        row_lse = row_top + tl.log2(tl.sum(total * _exp_minus(top, row_top * LOG2_E), 0)) * LN_2
         z_sum = tl.sum(smooth, 0)
         z_found = z_t
         if MERGE:
@@ -216,7 +216,7 @@ def softmax_rows(
         )
         g_t -= s * on_target
         if HAS_SOFTCAP:
-            g_t *= _cap_slope(z_t, softcap)
+            g_t *= _softcap_slope(z_t, softcap)
         if KEEP_TARGET:
             tl.store(target_gradient + n, g_t, mask=owned)
         tl.debug_barrier()  # no thread writes to the row before every thread has read its target
@@ -248,22 +248,22 @@ def prepare_rows(
     target,  # [N] int32 or int64, as given
     token_weight,  # [N], read where HAS_TOKEN_WEIGHT
     class_weight,  # [whole vocabulary] fp32, read where HAS_CLASS_WEIGHT
-    out_target,  # [N] int64, counted from `offset`
-    kept,  # [N] bool
+    out_target,  # [N] int64, relative to first_class
+    valid,  # [N] bool
     scale,  # [N] fp32
     target_weight,  # [N] fp32, written where HAS_CLASS_WEIGHT
     size,  # N
     length,  # of a sequence, for SHIFT
     ignore_index,
     n_classes,
-    offset,
+    first_class,
     SHIFT: tl.constexpr,
     HAS_TOKEN_WEIGHT: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """prepare.make_rows in one launch. One program: N is small beside N x V, and the mean needs all of it."""
+    """rows.make_token_rows in one launch. One program: N is small beside N x V, and the mean needs all."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, size, BLOCK):
@@ -287,8 +287,8 @@ def prepare_rows(
             weight = s * w
         if MEAN:
             total += tl.where(wrong, 0.0, weight)
-        tl.store(out_target + n, t - offset, mask=inside)
-        tl.store(kept + n, keep, mask=inside)
+        tl.store(out_target + n, t - first_class, mask=inside)
+        tl.store(valid + n, keep, mask=inside)
         tl.store(scale + n, tl.where(wrong, float("nan"), s), mask=inside)
     if MEAN:
         whole = tl.sum(total, 0)
@@ -303,7 +303,7 @@ def prepare_rows(
 
 @triton.jit
 def clear_targets(gradient, row_stride, target, column, rows, n_classes, BLOCK: tl.constexpr):
-    """gradient[n, target[n]] = 0: what belongs there is added by add_target_rows."""
+    """gradient[n, target[n]] = 0: add_target_rows adds that part."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     t = tl.load(target + n, mask=n < rows, other=0) - column
     owned = (n < rows) & (t >= 0) & (t < n_classes)
@@ -324,7 +324,7 @@ def add_target_rows(
     order,  # [N]: the row each of these targets belongs to
     end,  # [N]: where the run of equal targets ends
     index,  # [N]: row of x of each row, read where HAS_INDEX
-    kept,
+    valid,
     n_classes,
     hidden,
     HAS_INDEX: tl.constexpr,
@@ -346,7 +346,7 @@ def add_target_rows(
         total = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         for k in range(i, tl.load(end + i).to(tl.int32)):
             n = tl.load(order + k)
-            g = tl.where(tl.load(kept + n).to(tl.int32) != 0, tl.load(target_gradient + n), 0.0)
+            g = tl.where(tl.load(valid + n).to(tl.int32) != 0, tl.load(target_gradient + n), 0.0)
             if HAS_INDEX:
                 n = tl.load(index + n)
             total += g * tl.load(x + n * x_row + d * x_column, mask=inside, other=0.0).to(tl.float32)
