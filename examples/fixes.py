@@ -1,8 +1,8 @@
 """A language model as one writes it after a tutorial, too large for its card; and a small one for `verify`.
 
 oomph fixes examples/fixes.py:workload --gpu rtx4090
-oomph predict examples/fixes.py:workload --gpu rtx4090 --fix fused_attention --fix fused_loss
-oomph verify examples/fixes.py:small fused_attention fused_loss
+oomph predict examples/fixes.py:workload --gpu rtx4090 --fix fused_attention --fix fused_linear_cross_entropy
+oomph verify examples/fixes.py:small fused_attention fused_linear_cross_entropy
 """
 
 import torch

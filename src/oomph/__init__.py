@@ -10,17 +10,31 @@ if TYPE_CHECKING:
     from oomph.fixes import apply
     from oomph.measurement import measure
     from oomph.prediction.predict import predict
-    from oomph.records import Measurement, Prediction
-    from oomph.workload import Workload
+    from oomph.records import (
+        Change,
+        Difference,
+        FixUse,
+        Measurement,
+        Prediction,
+        Proposal,
+        Verification,
+    )
+    from oomph.workload import MicroBatches, Workload
 
 __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
+    "Change",
+    "Difference",
+    "FixUse",
     "Measurement",
+    "MicroBatches",
     "OomphError",
     "Prediction",
     "ProgramError",
+    "Proposal",
     "UserError",
+    "Verification",
     "Workload",
     "apply",
     "fixes",
@@ -38,8 +52,16 @@ __getattr__, __dir__ = attach(
         "fixes": ("apply",),
         "measurement": ("measure",),
         "prediction": ("predict",),
-        "records": ("Measurement", "Prediction"),
-        "workload": ("Workload",),
+        "records": (
+            "Change",
+            "Difference",
+            "FixUse",
+            "Measurement",
+            "Prediction",
+            "Proposal",
+            "Verification",
+        ),
+        "workload": ("MicroBatches", "Workload"),
     },
     submodules=("fixes", "nn", "ops"),
 )

@@ -38,10 +38,10 @@ def test_no_more_batches_of_a_step_are_traced_than_its_memory_needs():
 
 
 def test_predict_takes_a_config_and_overrides(fake_predict, capsys):
-    assert run(["predict", TINY, "seq_len=32", "--gpu", "rtx3090", "fixes=recompute"]) == 0
+    assert run(["predict", TINY, "seq_len=32", "--gpu", "rtx3090", "fixes=activation_checkpointing"]) == 0
     ((target, options),) = fake_predict.calls
     assert target.sizes["T"] == 32
-    assert [use.fix for use in target.fixes] == ["recompute"]
+    assert [use.fix for use in target.fixes] == ["activation_checkpointing"]
     assert options["gpu"] == "rtx3090"
 
 
@@ -67,17 +67,38 @@ def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
 
 
 def test_fixes_on_the_command_line_come_on_top(fake_predict, capsys):
-    assert run(["predict", TINY, "--fix", "fused_loss", "fixes=recompute", "--json"]) == 2
-    assert "has to be applied before 'recompute', which is in already" in capsys.readouterr().err
-    assert run(["predict", TINY, "--fix", "recompute", "fixes=fused_loss"]) == 0
-    assert [use.fix for use in fake_predict.calls[-1][0].fixes] == ["fused_loss", "recompute"]
+    assert (
+        run(
+            [
+                "predict",
+                TINY,
+                "--fix",
+                "fused_linear_cross_entropy",
+                "fixes=activation_checkpointing",
+                "--json",
+            ]
+        )
+        == 2
+    )
+    assert (
+        "has to be applied before 'activation_checkpointing', which is in already" in capsys.readouterr().err
+    )
+    assert (
+        run(["predict", TINY, "--fix", "activation_checkpointing", "fixes=fused_linear_cross_entropy"]) == 0
+    )
+    assert [use.fix for use in fake_predict.calls[-1][0].fixes] == [
+        "fused_linear_cross_entropy",
+        "activation_checkpointing",
+    ]
 
 
 def test_fixes_and_verify_take_a_config_and_overrides(capsys):
     small = ["seq_len=16", "batch_size=2"]
-    assert run(["fixes", TINY, *small, "--only", "recompute", "--gpu", "rtx3090", "--json"]) == 0
+    assert (
+        run(["fixes", TINY, *small, "--only", "activation_checkpointing", "--gpu", "rtx3090", "--json"]) == 0
+    )
     assert json.loads(capsys.readouterr().out)["schema"] == 1
-    assert run(["verify", TINY, "recompute:keep=products", *small, "--json"]) == 0
+    assert run(["verify", TINY, "activation_checkpointing:keep=products", *small, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["holds"] is True
     assert _error(capsys, "verify", TINY, *small) == [
         "oomph: verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them"
@@ -122,7 +143,7 @@ def test_a_word_that_is_no_override_is_one_line(capsys):
 @pytest.mark.parametrize("command", ["predict", "fixes", "verify"])
 def test_a_program_takes_no_overrides(program, capsys, command):
     program("def step(): ...\n")
-    words = ["recompute"] if command == "verify" else []
+    words = ["activation_checkpointing"] if command == "verify" else []
     (line,) = _error(capsys, command, "train.py:step", *words, "a.b=1")
     assert line == (
         "oomph: target 'train.py:step' is a program, and 'a.b=1' is no size of its Workload, such as B=4: "

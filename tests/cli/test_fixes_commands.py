@@ -56,7 +56,7 @@ def program(tmp_path):
 def test_without_a_target_all_fixes_are_listed(capsys):
     assert run(["fixes"]) == 0
     out = capsys.readouterr().out
-    assert "recompute" in out
+    assert "activation_checkpointing" in out
     assert "optimizer_8bit" in out
     assert run(["fixes", "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["fixes"]
@@ -64,16 +64,19 @@ def test_without_a_target_all_fixes_are_listed(capsys):
 
 
 def test_what_applies_is_listed_with_saving_and_cost(program, capsys):
-    assert run(["fixes", f"{program}:make", "--gpu", "h200", "--only", "recompute"]) == 0
+    assert run(["fixes", f"{program}:make", "--gpu", "h200", "--only", "activation_checkpointing"]) == 0
     captured = capsys.readouterr()
     assert "making" not in captured.out
     assert "Each fix by itself, predicted:" in captured.out
-    assert "recompute:keep=nothing" in captured.out
+    assert "activation_checkpointing:keep=nothing" in captured.out
     assert "Not shown: fixes that change the numbers (--allow precision,training)." in captured.out
-    assert run(["fixes", f"{program}:work", "--gpu", "h200", "--only", "recompute", "--json"]) == 0
+    assert (
+        run(["fixes", f"{program}:work", "--gpu", "h200", "--only", "activation_checkpointing", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     best = found["fixes"][0]
-    assert (best["fix"], best["kind"]) == ("recompute", "exact")
+    assert (best["fix"], best["kind"]) == ("activation_checkpointing", "exact")
     assert best["saving"] == found["peak"]["reserved"] - best["peak"]["reserved"] > 0
     assert best["slowdown"] > 1
     assert best["where"] == [f"blocks.{index}" for index in range(4)]
@@ -81,7 +84,7 @@ def test_what_applies_is_listed_with_saving_and_cost(program, capsys):
 
 
 def test_which_fix_makes_it_fit(program, capsys):
-    only = ["--only", "recompute", "--only", "set_to_none", "--only", "micro_batches"]
+    only = ["--only", "activation_checkpointing", "--only", "set_to_none", "--only", "micro_batches"]
     assert run(["fixes", f"{program}:work", *only, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {each["fits"] for each in (found, *found["fixes"])} == {None}
@@ -106,13 +109,15 @@ def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path
         assert run(["predict", f"{program}:work", "--json", *more]) == 0
         return json.loads(capsys.readouterr().out)["peak"]["allocated"]
 
-    plain, whole = peak(), peak("--fix", "recompute")
+    plain, whole = peak(), peak("--fix", "activation_checkpointing")
     assert whole < plain
-    some = '[{"fix": "recompute", "options": {"blocks": ["blocks.0"]}}]'
+    some = '[{"fix": "activation_checkpointing", "options": {"blocks": ["blocks.0"]}}]'
     (tmp_path / "fixes.json").write_text(some)
     assert whole < peak("--fix", str(tmp_path / "fixes.json")) < plain
-    assert peak("--fix", 'recompute:blocks=["blocks.0"]') == peak("--fix", str(tmp_path / "fixes.json"))
-    (tmp_path / "words.json").write_text('["recompute"]')
+    assert peak("--fix", 'activation_checkpointing:blocks=["blocks.0"]') == peak(
+        "--fix", str(tmp_path / "fixes.json")
+    )
+    (tmp_path / "words.json").write_text('["activation_checkpointing"]')
     assert peak("--fix", str(tmp_path / "words.json")) == whole
     (tmp_path / "other.json").write_text("[1]")
     assert run(["predict", f"{program}:work", "--fix", str(tmp_path / "other.json")]) == 2
@@ -127,10 +132,22 @@ def test_an_empty_file_of_fixes_is_a_mistake(program, tmp_path, capsys):
 
 
 def test_verify_says_that_it_holds(program, capsys):
-    assert run(["verify", f"{program}:work", "recompute", "--sizes", "B=3"]) == 0
+    assert run(["verify", f"{program}:work", "activation_checkpointing", "--sizes", "B=3"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("recompute: the same loss, gradients and parameters, within 0.0001")
-    assert run(["verify", f"{program}:work", "recompute:keep=products", "--sizes", "B=3", "--json"]) == 0
+    assert out.startswith("activation_checkpointing: the same loss, gradients and parameters, within 0.0001")
+    assert (
+        run(
+            [
+                "verify",
+                f"{program}:work",
+                "activation_checkpointing:keep=products",
+                "--sizes",
+                "B=3",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["holds"] is True
 
 
@@ -141,18 +158,27 @@ def test_verify_says_that_it_holds(program, capsys):
             ["fixes", "{}:work", "--allow", "speed"],
             "--allow 'speed' is not a kind of fix; valid: exact, precision",
         ),
-        (["fixes", "{}:work", "--only", "recompte"], "there is no fix 'recompte'; did you mean 'recompute'?"),
+        (
+            ["fixes", "{}:work", "--only", "recompte"],
+            "there is no fix 'recompte'; did you mean 'activation_checkpointing'?",
+        ),
         (["fixes", "{}:absent", "--only", "recompte"], "there is no fix 'recompte'"),
         (
             ["fixes", "{}:work", "--only", "gradient_checkpointing"],
-            "there is no fix 'gradient_checkpointing'; here that is 'recompute'",
+            "there is no fix 'gradient_checkpointing'; here that is 'activation_checkpointing'",
         ),
-        (["verify", "{}:absent", "liger"], "there is no fix 'liger'; here that is 'fused_loss'"),
-        (["predict", "{}:work", "--fix", "FSDP"], "there is no fix 'FSDP'; here that is 'shard'"),
+        (
+            ["verify", "{}:absent", "liger"],
+            "there is no fix 'liger'; here that is 'fused_linear_cross_entropy'",
+        ),
+        (["predict", "{}:work", "--fix", "FSDP"], "there is no fix 'FSDP'; here that is 'fsdp2'"),
         (["fixes", "{}:step"], "need a Workload, or a function that returns one"),
         (["verify", "{}:work"], "verify needs a fix"),
-        (["verify", "{}:work", "recompute", "--sizes", "B"], "--sizes 'B' is not valid; give NAME=NUMBER"),
-        (["verify", "{}:work", "recompute:keep"], "'keep' is not option=value"),
+        (
+            ["verify", "{}:work", "activation_checkpointing", "--sizes", "B"],
+            "--sizes 'B' is not valid; give NAME=NUMBER",
+        ),
+        (["verify", "{}:work", "activation_checkpointing:keep"], "'keep' is not option=value"),
         (["predict", "{}:work", "--fix", "no.json"], "file 'no.json' cannot be read: No such file"),
     ],
 )

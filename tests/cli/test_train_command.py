@@ -110,11 +110,14 @@ def test_a_config_that_is_not_there_is_one_line(config: Path, capsys: pytest.Cap
 
 
 def test_recorded_fixes_take_the_place_of_the_configs(config: Path, given: list[Any], tmp_path: Path) -> None:
-    recorded = [{"fix": "recompute", "options": {}}, {"fix": "micro_batches", "options": {"parts": 2}}]
+    recorded = [
+        {"fix": "activation_checkpointing", "options": {}},
+        {"fix": "micro_batches", "options": {"parts": 2}},
+    ]
     (tmp_path / "fixes.json").write_text(json.dumps(recorded))
     assert run(["train", "small.yaml", "fixes=[fused_optimizer]", "--fixes", "fixes.json"]) == 0
     assert [(use.fix, dict(use.options)) for use in given[0].fixes] == [
-        ("recompute", {}),
+        ("activation_checkpointing", {}),
         ("micro_batches", {"parts": 2}),
     ]
 
@@ -154,7 +157,7 @@ def test_recorded_fixes_are_checked_like_those_of_a_config(
 def test_a_fix_that_is_no_file_is_told_where_it_belongs(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["train", "small.yaml", "--fixes", "recompute"]) == 2
+    assert run(["train", "small.yaml", "--fixes", "activation_checkpointing"]) == 2
     assert "single fixes are given as fixes=[name, ...]" in capsys.readouterr().err
 
 

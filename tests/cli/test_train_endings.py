@@ -124,7 +124,7 @@ def test_a_signal_to_the_whole_group_reaches_the_worker_too_and_the_run_can_be_r
 def test_the_command_to_go_on_with_has_all_that_was_given(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("mine.json").write_text('[{"fix": "recompute"}]')
+    Path("mine.json").write_text('[{"fix": "activation_checkpointing"}]')
     interrupting(monkeypatch, 3, 1)
     words = ["small.yaml", "output.dir=runs/my run", "--fixes", "mine.json", "--export", "w.safetensors"]
     assert run(["train", *words, "--force"]) == 130

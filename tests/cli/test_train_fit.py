@@ -19,7 +19,7 @@ def test_what_does_not_fit_is_refused_with_what_would(
     config: Path, given: list[Any], pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def during(target: Any) -> None:
-        fits = any(use.fix == "recompute" for use in target.fixes)
+        fits = any(use.fix == "activation_checkpointing" for use in target.fixes)
         fake_predict.result = make_prediction(fits)
 
     fake_predict.during = during
@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_refused_with_what_would(
     assert not Path("runs").exists()
 
 
-@pytest.mark.parametrize("enough", ["nothing", "recompute"])
+@pytest.mark.parametrize("enough", ["nothing", "activation_checkpointing"])
 def test_recorded_passes_are_given_up_first_and_then_with_fixes(
     config: Path, pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str], enough: str
 ) -> None:
@@ -81,8 +81,14 @@ def test_force_goes_on_and_shows_what_was_predicted(
 @pytest.mark.parametrize(
     "uses",
     [
-        (FixUse("fused_loss"), FixUse("recompute", {"keep": "products", "blocks": ["layers.*.mlp"]})),
-        (FixUse("offload_activations", {"ahead": False}), FixUse("allocator", {"expandable_segments": True})),
+        (
+            FixUse("fused_linear_cross_entropy"),
+            FixUse("activation_checkpointing", {"keep": "products", "blocks": ["layers.*.mlp"]}),
+        ),
+        (
+            FixUse("activation_offloading", {"ahead": False}),
+            FixUse("allocator", {"expandable_segments": True}),
+        ),
     ],
 )
 def test_fixes_that_are_proposed_can_be_copied_to_a_shell(uses: tuple[FixUse, ...]) -> None:

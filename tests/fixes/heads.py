@@ -12,7 +12,7 @@ from oomph import fixes
 from oomph.records import FixUse
 
 # A budget that no logits fit into, so that the tiny ones of these tests are taken for large.
-FIX = FixUse("fused_loss", {"memory_budget": "1KiB"})
+FIX = FixUse("fused_linear_cross_entropy", {"memory_budget": "1KiB"})
 
 
 ROWS, LENGTH, WIDTH, CLASSES = 3, 7, 8, 33
@@ -63,7 +63,7 @@ def compare(loss, dtype=torch.float64, tolerance=1e-9, bias=True):
     """The pass with and without the fix; True if linear_cross_entropy saw it through."""
     model, (x, y) = seeded(lambda: Model(bias, dtype)), batch_of(dtype)
     before = gradients(model, lambda model, _: loss(model(x), y), None)
-    fixes.apply_to_model(FixUse("fused_loss", {**FIX.options, "heads": ["head"]}), model)
+    fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {**FIX.options, "heads": ["head"]}), model)
     calls = []
     model.head.forward.inner = _Counting(model.head.forward.inner, calls)
     same_pass(before, gradients(model, lambda model, _: loss(model(x), y), None), tolerance)
@@ -72,7 +72,7 @@ def compare(loss, dtype=torch.float64, tolerance=1e-9, bias=True):
 
 def fixed(dtype=torch.float32):
     model = seeded(lambda: Model(dtype=dtype))
-    fixes.apply_to_model(FixUse("fused_loss", {**FIX.options, "heads": ["head"]}), model)
+    fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {**FIX.options, "heads": ["head"]}), model)
     return model
 
 

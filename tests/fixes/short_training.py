@@ -4,7 +4,7 @@ import torch
 
 import oomph
 from oomph import fixes
-from oomph.fixes.fix import Patient
+from oomph.fixes.registry import FixContext
 
 
 def trained(workload: oomph.Workload, steps=3, each=lambda optimizer: None):
@@ -34,10 +34,10 @@ def same_parameters(before, after, tolerance):
 
 def proposed(name: str, workload: oomph.Workload):
     """A fix's proposals, priced."""
-    return fixes.find(name).propose(oomph.predict(workload, gpu="h200"), workload)
+    return fixes.propose(oomph.predict(workload, gpu="h200"), workload, only=(name,))
 
 
 def not_found(name: str, workload: oomph.Workload):
     """Does the fix say that it does not apply? What it looks at needs no large model."""
-    patient = Patient(oomph.predict(workload, gpu="h200"), workload)
-    return fixes.find(name).found(patient) == []
+    context = FixContext(oomph.predict(workload, gpu="h200"), workload)
+    return fixes.find(name).proposals(context) == []

@@ -8,7 +8,7 @@ from torch import nn
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.fix import Patient
+from oomph.fixes.registry import FixContext
 from oomph.measurement.allocator import allocator_set_to
 from oomph.records import FixUse
 
@@ -35,7 +35,7 @@ def growing() -> oomph.Workload:
 def test_expandable_segments_are_proposed_where_they_save_and_priced_as_the_replay_says():
     work = growing()
     prediction = oomph.predict(work, gpu="h200")
-    proposals = fixes.find("allocator").propose(prediction, work)
+    proposals = fixes.propose(prediction, work, only=("allocator",))
     first = proposals[0]
     assert first.options == {"expandable_segments": True}
     assert first.saving > 100 * MIB
@@ -48,9 +48,9 @@ def test_expandable_segments_are_proposed_where_they_save_and_priced_as_the_repl
 def test_nothing_is_proposed_where_nothing_is_saved_or_the_settings_are_given():
     work = workload()
     prediction = oomph.predict(work, gpu="h200")
-    assert fixes.find("allocator").found(Patient(prediction, work)) == []
+    assert fixes.find("allocator").proposals(FixContext(prediction, work)) == []
     given = oomph.apply("allocator", growing())
-    assert fixes.find("allocator").propose(oomph.predict(given, gpu="h200"), given) == []
+    assert fixes.propose(oomph.predict(given, gpu="h200"), given, only=("allocator",)) == []
 
 
 def test_the_workload_says_what_the_variable_must_be():

@@ -13,8 +13,8 @@ from torch import nn
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes import applying, catalogue
-from oomph.fixes.fix import Fix
+from oomph.fixes import application, registry
+from oomph.fixes.registry import Fix
 from oomph.records import FixUse, Proposal
 
 
@@ -59,11 +59,11 @@ def _plus_one(forward, *args):
 
 
 @pytest.fixture(autouse=True)
-def _own_catalogue(monkeypatch):
+def _own_registry(monkeypatch):
     """In this order, whatever order they are given in."""
     mine = (Doubling(), Adding(), Accumulating())
-    monkeypatch.setattr(catalogue, "_by_name", lambda: {fix.name: (i, fix) for i, fix in enumerate(mine)})
-    monkeypatch.setattr(catalogue, "all_fixes", lambda: mine)
+    monkeypatch.setattr(registry, "_by_name", lambda: {fix.name: (i, fix) for i, fix in enumerate(mine)})
+    monkeypatch.setattr(application, "all_fixes", lambda: mine)
 
 
 def _model():
@@ -72,7 +72,7 @@ def _model():
     return model
 
 
-def test_fixes_are_applied_in_the_order_of_the_catalogue():
+def test_fixes_are_applied_in_the_order_of_the_registry():
     for given in (["doubling", "adding"], ["adding", "doubling"]):
         model = _model()
         fixes.apply_to_model(given, model)
@@ -86,7 +86,7 @@ def test_what_is_there_already_is_not_applied_again():
     assert [(change.fix, change.where, change.what) for change in first] == [("doubling", "head", "times 2")]
     assert fixes.apply_to_model(["doubling", "doubling"], model) == ()
     assert state_of(model) == state
-    with pytest.raises(UserError, match=r"'doubling' is there with the options \{\}"):
+    with pytest.raises(UserError, match=r"'doubling' is already applied with the options \{\}"):
         fixes.apply_to_model(FixUse("doubling", {"times": 3}), model)
 
 
@@ -104,7 +104,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was():
 def test_a_fix_that_comes_too_late_is_refused():
     model = _model()
     fixes.apply_to_model("adding", model)
-    message = "'doubling' has to be applied before 'adding', which is in already; apply them in one call"
+    message = "'doubling' has to be applied before 'adding', which is already applied; apply them in one call"
     with pytest.raises(UserError, match=message):
         fixes.apply_to_model("doubling", model)
     with pytest.raises(UserError, match=message):
@@ -132,7 +132,7 @@ def test_undo_after_a_move_brings_the_old_tensors_along():
     model.add_module("head", nn.Linear(2, 2))
     weight, numbers = model.head.weight, model.head.weight.detach().clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalogue, "_by_name", lambda: {"doubling": (0, Replacing())})
+        patch.setattr(registry, "_by_name", lambda: {"doubling": (0, Replacing())})
         fixes.apply_to_model("doubling", model)
     model.to(torch.bfloat16)
     fixes.undo(model)
@@ -199,10 +199,10 @@ def test_a_copy_or_a_part_of_a_fixed_model_is_not_fixed_again():
     fixes.apply_to_model("doubling", model)
     outer = nn.Sequential(model)
     for other, message in (
-        (copy.deepcopy(model), "the model is a copy of a fixed one"),
-        (pickle.loads(pickle.dumps(model)), "the model is a copy of a fixed one"),
-        (model.head, "fixes are in 'the model' that were applied to another model"),
-        (outer, "fixes are in '0' that were applied to another model"),
+        (copy.deepcopy(model), "the model is a copy of a model with fixes"),
+        (pickle.loads(pickle.dumps(model)), "the model is a copy of a model with fixes"),
+        (model.head, "'the model' has fixes that were applied to another model"),
+        (outer, "'0' has fixes that were applied to another model"),
     ):
         for change in (fixes.undo, lambda other: fixes.apply_to_model("doubling", other)):
             with pytest.raises(UserError, match=message):
@@ -265,8 +265,18 @@ def test_mistakes_are_one_clear_line(given, message):
 def test_a_model_takes_no_fix_of_the_step():
     with pytest.raises(UserError, match="'accumulating' changes the step, not the model"):
         fixes.apply_to_model("accumulating", _model())
-    with pytest.raises(UserError, match="apply takes fixes and a Workload; TinyLM was given"):
-        oomph.apply("doubling", seeded(TinyLM))
+    with pytest.raises(UserError, match="apply takes fixes and a Workload or a model; int was given"):
+        oomph.apply("doubling", 3)
+
+
+def test_apply_takes_a_live_model_and_a_fix_written_as_on_the_command_line():
+    model = _model()
+    changed = oomph.apply("doubling:times=4", model)
+    assert [type(change) for change in changed] == [oomph.Change]
+    assert model(torch.tensor(3.0)) == 12
+    fixes.undo(model)
+    assert model(torch.tensor(3.0)) == 3
+    assert oomph.apply(["accumulating:passes=4"], workload()).accumulate == 4
 
 
 def _compiled():
@@ -290,7 +300,7 @@ def test_models_that_are_not_in_charge_of_themselves_are_refused(build, message)
     model = build()
     with pytest.raises(UserError, match=message):
         fixes.apply_to_model("doubling", model)
-    assert applying._JOURNAL not in vars(model)
+    assert application._JOURNAL not in vars(model)
 
 
 def test_passes_of_micro_batches_have_the_gradients_of_the_whole():

@@ -6,14 +6,14 @@ from architectures import ARCHITECTURES
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.fix import Patient
+from oomph.fixes.registry import FixContext
 from oomph.records import FixUse
 
 # Attention has its own tests over these, from eager attention on.
 USES = {
-    "recompute": {},
-    "offload_activations": {"smallest": 1},
-    "fused_loss": {},
+    "activation_checkpointing": {},
+    "activation_offloading": {"smallest": 1},
+    "fused_linear_cross_entropy": {},
     "tiled_mlp": {"tile": 7},
     "micro_batches": {},
     "fused_optimizer": {},
@@ -21,8 +21,8 @@ USES = {
 }
 # What there is nothing to do about, or nothing that would be exact; it says so.
 REFUSED = {
-    ("fused_loss", "ViT"): "no linear head as wide as its vocabulary",
-    ("fused_loss", "Classifier"): "no linear head as wide as its vocabulary",
+    ("fused_linear_cross_entropy", "ViT"): "no linear head as wide as its vocabulary",
+    ("fused_linear_cross_entropy", "Classifier"): "no linear head as wide as its vocabulary",
     ("tiled_mlp", "RotaryLM"): "no MLPs that are found",
     ("tiled_mlp", "Classifier"): "no MLPs that are found",
     ("micro_batches", "Classifier"): "normalises by the statistics of the batch",
@@ -44,9 +44,9 @@ def test_an_exact_fix_is_exact(name, fix):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_what_is_proposed_for_it_is_exact(name):
     work = ARCHITECTURES[name]()
-    patient = Patient(oomph.predict(work, gpu="h200"), work)
+    context = FixContext(oomph.predict(work, gpu="h200"), work)
     for fix in fixes.all_fixes():
-        if fix.kind == "exact" and fix.name not in {*USES, "shard", "allocator"}:
-            for proposal in fix.found(patient):
+        if fix.kind == "exact" and fix.name not in {*USES, "fsdp2", "allocator"}:
+            for proposal in fix.proposals(context):
                 found = fixes.verify(proposal, work)
                 assert found.holds, (proposal.fix, proposal.options, found.differences[:5])

@@ -12,7 +12,7 @@ from torch import nn
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.fix import Patient
+from oomph.fixes.registry import FixContext
 from oomph.records import FixUse
 
 pytest.importorskip("transformers")
@@ -54,7 +54,7 @@ def test_gradients_are_the_same_and_undo_restores_the_model(name, softmaxes):
     configs = {id(module.config): copy.deepcopy(vars(module.config)) for module in _with_config(model)}
     assert softmaxes
     softmaxes.clear()
-    changed = fixes.apply_to_model("attention_backend", model)
+    changed = fixes.apply_to_model("attn_implementation", model)
     assert any("eager -> sdpa" in change.what for change in changed)
     assert all(module.config._attn_implementation == "sdpa" for module in _with_config(model))
     same_gradients(_seen(before), _seen(gradients(model, work.loss, batch)), 2e-5)
@@ -86,19 +86,19 @@ def test_a_config_that_others_use_is_left_alone():
         attn_implementation="eager",
     )
     model, other = LlamaForCausalLM(shared), LlamaForCausalLM(shared)
-    fixes.apply_to_model("attention_backend", model)
+    fixes.apply_to_model("attn_implementation", model)
     assert model.config._attn_implementation == "sdpa"
     assert shared._attn_implementation == other.config._attn_implementation == "eager"
 
 
 def test_a_model_around_a_hugging_face_model():
-    class Around(nn.Module):
+    class WrappedForward(nn.Module):
         def __init__(self):
             super().__init__()
             self.inner = eager("Llama").model()
 
-    model = Around()
-    changed = fixes.apply_to_model("attention_backend", model)
+    model = WrappedForward()
+    changed = fixes.apply_to_model("attn_implementation", model)
     assert model.inner.model.layers[0].self_attn.config._attn_implementation == "sdpa"
     assert changed[-1].where.startswith("inner")
 
@@ -121,28 +121,28 @@ def test_it_is_proposed_for_eager_attention_and_saves_memory():
 
     work = oomph.Workload(lambda: LlamaForCausalLM(config), batch, dtype="bfloat16")
     prediction = oomph.predict(work, gpu="h200")
-    (proposal,) = fixes.find("attention_backend").propose(prediction, work)
+    (proposal,) = fixes.propose(prediction, work, only=("attn_implementation",))
     assert proposal.where == ("model.layers.0.self_attn", "model.layers.1.self_attn")
     assert proposal.saving > 2 * 4 * 4 * 1024 * 1024 * 2
     assert proposal.slowdown < 1
     fixed = oomph.apply(proposal, work)
     after = oomph.predict(fixed, gpu="h200")
-    assert list(fixes.find("attention_backend").places(Patient(after, fixed))) == []
-    assert list(fixes.find("fused_attention").places(Patient(prediction, work))) == []
+    assert list(fixes.find("attn_implementation").targets(FixContext(after, fixed))) == []
+    assert list(fixes.find("fused_attention").targets(FixContext(prediction, work))) == []
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma-2", "TinyLM"])
 def test_it_is_not_proposed_where_it_does_not_apply(name):
     work = ARCHITECTURES[name]()  # fused already; caps its scores; not a Hugging Face model
-    patient = Patient(oomph.predict(work, gpu="h200"), work)
-    assert list(fixes.find("attention_backend").places(patient)) == []
+    context = FixContext(oomph.predict(work, gpu="h200"), work)
+    assert list(fixes.find("attn_implementation").targets(context)) == []
 
 
 def test_mistakes_are_told_and_change_nothing():
     def refused(model, words, **options):
         state = state_of(model)
         with pytest.raises(UserError, match=words):
-            fixes.apply_to_model(FixUse("attention_backend", options), model)
+            fixes.apply_to_model(FixUse("attn_implementation", options), model)
         assert state_of(model) == state
 
     llama = eager("Llama").model()
@@ -159,7 +159,7 @@ def test_mistakes_are_told_and_change_nothing():
     dropping = eager("GPT-2").model()
     dropping.transformer.h[1].attn.attn_dropout.p = 0.1
     refused(dropping, "attention dropout of 0.1, for which a fused kernel draws other random numbers")
-    fixes.apply_to_model(FixUse("attention_backend", {"other_random_numbers": True}), dropping)
+    fixes.apply_to_model(FixUse("attn_implementation", {"other_random_numbers": True}), dropping)
     unable = eager("Llama").model()
     unable._supports_sdpa = False
     refused(unable, "LlamaForCausalLM does not support implementation='sdpa'")

@@ -181,10 +181,9 @@ def test_parts_are_proposed_as_they_divide_the_rows():
     work = workload(layers=1, width=128, longest=256)
     work = replace(work, batch=lambda device: tiny_batch(device, 12, 256))
     proposals = proposed("micro_batches", work)
-    assert [proposal.options["parts"] for proposal in proposals] == [2, 4]  # 8 does not divide 12
+    assert [proposal.options["parts"] for proposal in proposals] == [4, 2]  # 8 does not divide 12
     savings = [proposal.saving for proposal in proposals]
-    assert savings[0] > 0
-    assert savings == sorted(savings)
+    assert savings[0] > savings[1] > 0
     assert all(proposal.slowdown > 1 for proposal in proposals)
     for proposal in proposals:
         assert "mean over labels that count" in proposal.note
@@ -287,12 +286,12 @@ def test_what_cannot_be_cut_is_told():
 def test_the_vocabulary_is_cut_in_model_and_batch_and_undone():
     model = seeded(TinyLM)
     state, weight = state_of(model), model.head.weight
-    fixes.apply_to_model(FixUse("vocabulary_cap", {"size": 50}), model)
+    fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 50}), model)
     assert model.embed.weight.shape == model.head.weight.shape == (50, 32)
     assert torch.equal(model.head.weight, weight[:50])
     assert (model.embed.num_embeddings, model.head.out_features) == (50, 50)
     work = fixes.apply(
-        FixUse("vocabulary_cap", {"size": 50, "unknown": 7}), replace(workload(), batch=uneven)
+        FixUse("smaller_vocabulary", {"size": 50, "unknown": 7}), replace(workload(), batch=uneven)
     )
     batch, before = work.make_batch(torch.device("cpu")), uneven("cpu")
     assert torch.equal(batch["tokens"], torch.where(before["tokens"] >= 50, 7, before["tokens"]))
@@ -309,7 +308,7 @@ def test_hugging_face_models_lose_words_and_stay_tied(kind):
     state = state_of(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding.weight is head.weight
-    fixes.apply_to_model(FixUse("vocabulary_cap", {"size": 40}), model)
+    fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 40}), model)
     assert model.config.vocab_size == 40
     assert embedding.weight.shape[0] == head.weight.shape[0] == 40
     assert (embedding.weight is head.weight) == tied
@@ -341,7 +340,7 @@ def test_a_config_that_other_models_are_built_from_is_left_as_it_is(kind):
         build = pytest.importorskip("transformers").LlamaForCausalLM
     model = build(config)
     state = state_of(model)
-    fixes.apply_to_model(FixUse("vocabulary_cap", {"size": 40}), model)
+    fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 40}), model)
     assert (model.config.vocab_size, config.vocab_size) == (40, 97)
     assert vocabulary_of(build(config)) == 97
     fixes.undo(model)
@@ -353,7 +352,7 @@ def test_a_config_that_other_models_are_built_from_is_left_as_it_is(kind):
 def test_configs_that_are_no_objects_are_left_alone(config):
     model = seeded(TinyLM)
     model.config = config
-    fixes.apply_to_model(FixUse("vocabulary_cap", {"size": 40}), model)
+    fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 40}), model)
     assert model.config is config
     assert vocabulary_of(model) == 40
 
@@ -361,11 +360,11 @@ def test_configs_that_are_no_objects_are_left_alone(config):
 def test_the_cap_is_proposed_for_large_vocabularies():
     work = workload(layers=1, vocabulary=32000, width=64)
     work = replace(work, batch=lambda device: tiny_batch(device, 4, 64, vocabulary=32000))
-    (proposal,) = proposed("vocabulary_cap", work)
+    (proposal,) = proposed("smaller_vocabulary", work)
     assert proposal.options == {"size": 16000}
     assert proposal.saving > 0
     assert proposal.where == ("embed", "head")
-    assert not_found("vocabulary_cap", workload(layers=1))
+    assert not_found("smaller_vocabulary", workload(layers=1))
 
 
 def test_vocabulary_mistakes_are_told_and_change_nothing():
@@ -378,7 +377,7 @@ def test_vocabulary_mistakes_are_told_and_change_nothing():
         ({}, "needs the option 'size'"),
     ):
         with pytest.raises(UserError, match=message):
-            fixes.apply_to_model(FixUse("vocabulary_cap", options), model)
+            fixes.apply_to_model(FixUse("smaller_vocabulary", options), model)
     with pytest.raises(UserError, match="no embedding with a head"):
-        fixes.apply_to_model(FixUse("vocabulary_cap", {"size": 5}), nn.Linear(3, 4))
+        fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 5}), nn.Linear(3, 4))
     assert state_of(model) == state

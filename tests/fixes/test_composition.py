@@ -12,21 +12,21 @@ from small import seeded, state_of
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.catalogue import why_not_both
+from oomph.fixes.registry import conflict
 from oomph.fixes.verification import EXACT, differences, run, widened
 from oomph.records import FixUse
 
 # Shard needs a process group, the others a model that is made from a config; they have tests of their own.
-ELSEWHERE = {"shard", "fewer_converted_layers", "cheaper_mixing"}
+ELSEWHERE = {"fsdp2", "fewer_converted_layers", "cheaper_mixing"}
 # For the tiny model: what has no default, or one that a tiny model falls short of.
 OPTIONS = {
-    "vocabulary_cap": {"size": 40},
-    "offload_activations": {"smallest": 1},
+    "smaller_vocabulary": {"size": 40},
+    "activation_offloading": {"smallest": 1},
     "tiled_mlp": {"tile": 5},
-    "delta_attention": {"memory_chunk_size": 8},
-    "gradients_in_place": {"modules": ["blocks.0.mlp.fc", "head"]},
+    "chunkwise_kda": {"memory_chunk_size": 8},
+    "gradient_accumulation_fusion": {"modules": ["blocks.0.mlp.fc", "head"]},
 }
-HUGGING_FACE = {"attention_backend"}
+HUGGING_FACE = {"attn_implementation"}
 NAMES = [fix.name for fix in fixes.all_fixes() if fix.name not in ELSEWHERE]
 OWN = [name for name in NAMES if name not in HUGGING_FACE]
 
@@ -36,7 +36,7 @@ def use(name):
 
 
 def combinable(names):
-    return not any(why_not_both(use(a), use(b)) for a, b in itertools.combinations(names, 2))
+    return not any(conflict(use(a), use(b)) for a, b in itertools.combinations(names, 2))
 
 
 @cache
@@ -106,7 +106,15 @@ def test_a_hugging_face_model_takes_its_fixes_with_the_backend_of_attention():
         return model
 
     work = replace(work, model=eager)
-    for other in ("fused_loss", "recompute", "tiled_mlp", "offload_activations", "micro_batches"):
-        found = fixes.verify(["attention_backend", other], work)
+    for other in (
+        "fused_linear_cross_entropy",
+        "activation_checkpointing",
+        "tiled_mlp",
+        "activation_offloading",
+        "micro_batches",
+    ):
+        found = fixes.verify(["attn_implementation", other], work)
         assert found.holds, found.differences[:5]
-    check_undo(["attention_backend", "fused_loss", "recompute"], prepared(work)[0])
+    check_undo(
+        ["attn_implementation", "fused_linear_cross_entropy", "activation_checkpointing"], prepared(work)[0]
+    )

@@ -75,10 +75,10 @@ def workload(gives):
 
 AROUND = {
     "fused_attention": FixUse("fused_attention", {"modules": [""]}),
-    "computed_once": FixUse("computed_once"),
+    "hoist_batch_invariant": FixUse("hoist_batch_invariant"),
     "modulated_linear": FixUse("modulated_linear", {"modules": [""]}),
-    "recompute": FixUse("recompute", {"blocks": [""]}),
-    "offload_activations": FixUse("offload_activations", {"blocks": ["", "mlps.0"]}),
+    "activation_checkpointing": FixUse("activation_checkpointing", {"blocks": [""]}),
+    "activation_offloading": FixUse("activation_offloading", {"blocks": ["", "mlps.0"]}),
     "tiled_mlp": FixUse("tiled_mlp"),
     "autocast": FixUse("autocast"),
 }
@@ -103,10 +103,10 @@ def logits_made(uses, work):
 def test_logits_stay_away_though_another_fix_is_around_the_whole_model(other, gives):
     work = workload(gives)
     assert logits_made([AROUND[other]], work)
-    assert not logits_made([AROUND[other], "fused_loss"], work)
+    assert not logits_made([AROUND[other], "fused_linear_cross_entropy"], work)
 
 
-@pytest.mark.parametrize("other", ["fused_attention", "computed_once"])
+@pytest.mark.parametrize("other", ["fused_attention", "hoist_batch_invariant"])
 def test_both_savings_are_had_and_the_numbers_hold(other):
     work = workload("logits")
 
@@ -114,8 +114,8 @@ def test_both_savings_are_had_and_the_numbers_hold(other):
         return plain - oomph.predict(oomph.apply(uses, work)).peak.allocated
 
     plain = oomph.predict(work).peak.allocated
-    alone, both = saved("fused_loss"), saved("fused_loss", AROUND[other])
+    alone, both = saved("fused_linear_cross_entropy"), saved("fused_linear_cross_entropy", AROUND[other])
     assert alone > plain / 4
     assert both >= alone
-    found = fixes.verify([AROUND[other], "fused_loss"], work, sizes={"rows": 2, "length": 8})
+    found = fixes.verify([AROUND[other], "fused_linear_cross_entropy"], work, sizes={"rows": 2, "length": 8})
     assert found.holds, found.differences[:5]

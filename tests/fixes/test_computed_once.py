@@ -89,7 +89,7 @@ def loss(model, given):
 def test_gradients_are_the_same_and_undo_restores_the_model():
     model, given = seeded(Decoder).double(), batch(dtype=torch.float64)
     before, state = gradients(model, loss, given), state_of(model)
-    fixes.apply_to_model("computed_once", model)
+    fixes.apply_to_model("hoist_batch_invariant", model)
     same_gradients(before, gradients(model, loss, given), 1e-13)
     same_gradients(before, gradients(copy.deepcopy(model), loss, given), 1e-13)
     fixes.undo(model)
@@ -101,7 +101,7 @@ def test_the_branch_runs_on_one_row_and_the_rest_on_all():
     for name in ("bandwidth_lins.0.0.q", "bandwidth_lins.1.1.down", "modulation.kv", "head"):
         linear = model.get_submodule(name)
         linear.weight.register_hook(lambda grad, name=name: rows.setdefault(name, 0))
-    fixes.apply_to_model("computed_once", model)
+    fixes.apply_to_model("hoist_batch_invariant", model)
     sizes = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -121,7 +121,7 @@ def test_it_may_be_combined_with_checkpoints(reentrant, inside):
     given = tuple(one.requires_grad_() for one in batch(dtype=torch.float64))
     model = seeded(Decoder).double()
     before = gradients(model, loss, given)
-    fixes.apply_to_model("computed_once", model)
+    fixes.apply_to_model("hoist_batch_invariant", model)
     if inside:
         for number, part in enumerate(model.bandwidth_lins):
             model.bandwidth_lins[number] = Checkpointed(part, reentrant)
@@ -155,7 +155,7 @@ class Checkpointed(nn.Module):
 def test_it_may_be_combined_with_our_recomputation(keep):
     given, model = batch(dtype=torch.float64), seeded(Decoder).double()
     before = gradients(model, loss, given)
-    fixes.apply_to_model(["computed_once", FixUse("recompute", {"keep": keep})], model)
+    fixes.apply_to_model(["hoist_batch_invariant", FixUse("activation_checkpointing", {"keep": keep})], model)
     same_gradients(before, gradients(model, loss, given), 1e-12)
 
 
@@ -164,13 +164,13 @@ def test_batch_statistics_and_dropout_see_all_rows():
     given = batch(dtype=torch.float64)
     before = gradients(copy.deepcopy(model), loss, given)
     other = copy.deepcopy(model)
-    fixes.apply_to_model("computed_once", other)
+    fixes.apply_to_model("hoist_batch_invariant", other)
     same_gradients(before, gradients(other, loss, given), 1e-12)
     model(*given)
     torch.testing.assert_close(other.norm.running_var, model.norm.running_var)
 
     dropping = seeded(lambda: Decoder(drop=0.5))
-    fixes.apply_to_model("computed_once", dropping)
+    fixes.apply_to_model("hoist_batch_invariant", dropping)
     made = []
     dropping.drop.register_forward_hook(lambda module, args, out: made.append(out))
     dropping(*batch())
@@ -187,14 +187,14 @@ class Writes(Decoder):
 def test_a_forward_that_writes_into_such_a_result_is_left_as_it_was():
     model, given = seeded(Writes), batch()
     before = gradients(model, loss, given)
-    fixes.apply_to_model("computed_once", model)
+    fixes.apply_to_model("hoist_batch_invariant", model)
     for _ in range(2):
         same_gradients(before, gradients(model, loss, given), 0)
 
 
 def test_the_model_returns_what_may_be_written():
     model = nn.Sequential(nn.Linear(3, 3))
-    fixes.apply_to_model("computed_once", model)
+    fixes.apply_to_model("hoist_batch_invariant", model)
     with torch.no_grad():
         model(torch.ones(1, 3).expand(4, 3)).add_(torch.arange(4.0).unsqueeze(1))
 
@@ -257,7 +257,7 @@ def big(device):
 def test_the_saving_is_proposed_where_the_branch_is():
     work = oomph.Workload(Holder, big, loss)
     prediction = oomph.predict(work, gpu="h200")
-    (proposal,) = fixes.find("computed_once").propose(prediction, work)
+    (proposal,) = fixes.propose(prediction, work, only=("hoist_batch_invariant",))
     assert proposal.options == {"modules": ["decoder"]}
     assert {"decoder.features", "decoder.bandwidth_lins.0.0"} <= set(proposal.where)
     assert proposal.saving > prediction.peak.reserved * 0.4
@@ -275,15 +275,15 @@ class Holder(nn.Module):
 
 def test_it_is_not_proposed_where_rows_differ_from_the_start():
     work = workload()
-    assert fixes.find("computed_once").propose(oomph.predict(work, gpu="h200"), work) == []
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("hoist_batch_invariant",)) == []
     one = oomph.Workload(lambda: Decoder(64), lambda device: batch(device, 1, 64, 512), loss)
-    assert fixes.find("computed_once").propose(oomph.predict(one, gpu="h200"), one) == []
+    assert fixes.propose(oomph.predict(one, gpu="h200"), one, only=("hoist_batch_invariant",)) == []
 
 
 def test_a_language_model_is_left_as_it_is():
     model, given = seeded(TinyLM), tiny_batch("cpu")
     before = gradients(model, plain_loss, given)
-    fixes.apply_to_model("computed_once", model)
+    fixes.apply_to_model("hoist_batch_invariant", model)
     same_gradients(before, gradients(model, plain_loss, given), 0)
 
 
@@ -291,7 +291,7 @@ def test_mistakes_are_told_and_change_nothing():
     model = seeded(Decoder)
     state = state_of(model)
     with pytest.raises(UserError, match="the model has no module 'decoder'"):
-        fixes.apply_to_model(FixUse("computed_once", {"modules": ["head", "decoder"]}), model)
+        fixes.apply_to_model(FixUse("hoist_batch_invariant", {"modules": ["head", "decoder"]}), model)
     with pytest.raises(UserError, match="no modules were named; leave modules out for all"):
-        fixes.apply_to_model(FixUse("computed_once", {"modules": []}), model)
+        fixes.apply_to_model(FixUse("hoist_batch_invariant", {"modules": []}), model)
     assert state_of(model) == state

@@ -55,7 +55,7 @@ def test_reading_gives_what_the_head_would_have_given(use, grad):
     model, (x, _) = seeded(lambda: Model(dtype=torch.float32)), batch_of(torch.float32)
     with torch.set_grad_enabled(grad):
         expected = USES[use](model(x))
-        fixes.apply_to_model(FixUse("fused_loss", {"heads": ["head"]}), model)
+        fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {"heads": ["head"]}), model)
         found = USES[use](model(x))
     assert type(found) is torch.Tensor
     assert found.requires_grad == expected.requires_grad
@@ -88,7 +88,7 @@ def test_hooks_and_retained_gradients_of_logits():
 
     model = seeded(Model)
     expected = gradient_of_logits(model, "hook")
-    fixes.apply_to_model(FixUse("fused_loss", {"heads": ["head"]}), model)
+    fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {"heads": ["head"]}), model)
     for how in ("hook", "retain"):
         torch.testing.assert_close(gradient_of_logits(model, how), expected)
 
@@ -122,7 +122,7 @@ def test_autocast_gives_the_head_its_dtype(inside, wide):
         return F.cross_entropy((logits.float() if wide else logits).mT, y)
 
     before = gradients(model, loss, None)
-    fixes.apply_to_model(FixUse("fused_loss", {**FIX.options, "heads": ["head"]}), model)
+    fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {**FIX.options, "heads": ["head"]}), model)
     after = gradients(model, loss, None)
     assert after[0].dtype == before[0].dtype
     same_pass(before, after, 2e-2)
@@ -132,7 +132,7 @@ def test_autocast_of_logits_that_are_read_after_the_region():
     model, (x, _) = seeded(lambda: Model(dtype=torch.float32)), batch_of(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         expected = model(x)
-    fixes.apply_to_model(FixUse("fused_loss", {"heads": ["head"]}), model)
+    fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {"heads": ["head"]}), model)
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(x)
     assert torch.equal(logits + 0, expected)
@@ -152,7 +152,7 @@ def test_the_head_at_the_end_of_a_checkpoint(reentrant, way):
         return WAYS[way](checkpoint(model, x, use_reentrant=reentrant), y)
 
     before = gradients(model, loss, None)
-    fixes.apply_to_model(FixUse("fused_loss", {**FIX.options, "heads": ["head"]}), model)
+    fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {**FIX.options, "heads": ["head"]}), model)
     same_pass(before, gradients(model, loss, None), 1e-9)
 
 
@@ -183,7 +183,7 @@ def test_full_backward_hooks_of_the_model_see_their_gradients():
         return F.cross_entropy(model(x).mT, y)
 
     before = gradients(model, loss, None)
-    fixes.apply_to_model(FixUse("fused_loss", {"heads": ["head"]}), model)
+    fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {"heads": ["head"]}), model)
     same_pass(before, gradients(model, loss, None), 1e-9)
     torch.testing.assert_close(seen[1], seen[0])
 

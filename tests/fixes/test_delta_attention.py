@@ -38,7 +38,7 @@ def x():
 def test_gradients_are_the_same_and_undo_restores_the_model(kind, mode, options, x):
     model = seeded(lambda: Layers(kind, mode=mode)).double()
     before, state = gradients(model, loss, x), state_of(model)
-    changed = fixes.apply_to_model(FixUse("delta_attention", options), model)
+    changed = fixes.apply_to_model(FixUse("chunkwise_kda", options), model)
     assert changed[0].what == f"mode={options.get('mode', 'auto')!r} instead of {mode!r}"
     same_gradients(before, gradients(model, loss, x), 1e-9)
     fixes.undo(model)
@@ -57,25 +57,25 @@ def work(kind, tokens=256, **options):
 def test_a_scan_is_proposed_to_become_chunks(kind):
     sick = work(kind, mode="scan")
     prediction = oomph.predict(sick, gpu="h200")
-    (proposal,) = fixes.find("delta_attention").propose(prediction, sick)
+    (proposal,) = fixes.propose(prediction, sick, only=("chunkwise_kda",))
     assert proposal.where == ("layers.0", "layers.1")
     assert proposal.saving > prediction.peak.reserved * 0.7
 
 
 def test_smaller_chunks_are_priced_and_a_model_without_such_layers_gets_no_proposal():
     healthy = work(KimiDeltaAttention, tokens=4096)
-    (proposal,) = fixes.find("delta_attention").propose(oomph.predict(healthy, gpu="h200"), healthy)
+    (proposal,) = fixes.propose(oomph.predict(healthy, gpu="h200"), healthy, only=("chunkwise_kda",))
     assert proposal.options["memory_chunk_size"] == 512
     assert proposal.saving > 0
     chunked = oomph.apply(proposal, healthy)
-    assert fixes.find("delta_attention").propose(oomph.predict(chunked, gpu="h200"), chunked) == []
+    assert fixes.propose(oomph.predict(chunked, gpu="h200"), chunked, only=("chunkwise_kda",)) == []
     other = oomph.Workload(lambda: nn.Linear(4, 4), lambda device: torch.ones(2, 4, device=device), loss)
-    assert fixes.find("delta_attention").propose(oomph.predict(other, gpu="h200"), other) == []
+    assert fixes.propose(oomph.predict(other, gpu="h200"), other, only=("chunkwise_kda",)) == []
 
 
 def test_a_budget_makes_way_for_a_size(x):
     model = Layers(KimiDeltaAttention, memory_budget="1MiB").double()
-    fixes.apply_to_model(FixUse("delta_attention", {"memory_chunk_size": 16}), model)
+    fixes.apply_to_model(FixUse("chunkwise_kda", {"memory_chunk_size": 16}), model)
     assert model.layers[0].memory_budget is None
     model(x)
     fixes.undo(model)
@@ -96,12 +96,12 @@ def test_mistakes_are_told_and_change_nothing(options, message):
     model = Layers(KimiDeltaAttention)
     state = state_of(model)
     with pytest.raises(UserError, match=message):
-        fixes.apply_to_model(FixUse("delta_attention", options), model)
+        fixes.apply_to_model(FixUse("chunkwise_kda", options), model)
     assert state_of(model) == state
 
 
 def test_layers_that_it_cannot_help_are_told():
     with pytest.raises(UserError, match="the model has no KimiDeltaAttention or SpikingKDABlock"):
-        fixes.apply_to_model("delta_attention", nn.Linear(2, 2))
+        fixes.apply_to_model("chunkwise_kda", nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"'layers\.0' has impl='reference', which goes token by token"):
-        fixes.apply_to_model("delta_attention", Layers(KimiDeltaAttention, impl="reference"))
+        fixes.apply_to_model("chunkwise_kda", Layers(KimiDeltaAttention, impl="reference"))

@@ -15,6 +15,7 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.fixes.attention import fusion
+from oomph.fixes.registry import FixContext
 from oomph.records import FixUse
 
 
@@ -156,7 +157,7 @@ def test_copies_have_the_fix_and_are_their_own(copied, calls):
 def test_with_recomputation(calls):
     model, given = seeded(TinyLM), tiny_batch("cpu")
     before = gradients(model, plain_loss, given)
-    fixes.apply_to_model(["recompute", "fused_attention"], model)
+    fixes.apply_to_model(["activation_checkpointing", "fused_attention"], model)
     same_gradients(before, gradients(model, plain_loss, given), 1e-5)
     assert len(calls) == 6
 
@@ -343,17 +344,14 @@ def test_it_is_proposed_with_the_modules_and_saves_memory_of_large_masks_too():
     work = workload(layers=3, width=64, heads=4, longest=2048)
     work = oomph.Workload(work.model, lambda device: tiny_batch(device, 4, 512), work.loss, dtype="bfloat16")
     prediction = oomph.predict(work, gpu="h200")
-    (proposal,) = fixes.find("fused_attention").propose(prediction, work)
+    (proposal,) = fixes.propose(prediction, work, only=("fused_attention",))
     assert proposal.where == tuple(f"blocks.{i}.attention" for i in range(3))
     assert proposal.slowdown < 1
     after = oomph.predict(oomph.apply(proposal, work), gpu="h200")
     weights, masks = 3 * 4 * 4 * 512 * 512 * 2, 3 * 2048 * 2048 * 2
     assert prediction.peak.allocated - after.peak.allocated > weights + masks
     assert not [one for one in after.allocations if one.shape[-2:] in ((512, 512), (2048, 2048))]
-    assert (
-        list(fixes.find("fused_attention").places(fixes.fix.Patient(after, oomph.apply(proposal, work))))
-        == []
-    )
+    assert list(fixes.find("fused_attention").targets(FixContext(after, oomph.apply(proposal, work)))) == []
 
 
 @pytest.mark.parametrize(
@@ -368,7 +366,7 @@ def test_it_is_not_proposed_where_it_would_not_help(build):
         return {name: value.to(device) for name, value in batch(torch.float32).items()}
 
     work = oomph.Workload(lambda: seeded(build), on, run)
-    assert fixes.find("fused_attention").propose(oomph.predict(work, gpu="h200"), work) == []
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("fused_attention",)) == []
 
 
 def test_mistakes_are_told_and_change_nothing():

@@ -100,7 +100,7 @@ def test_no_tensor_as_large_as_the_logits_is_made():
     model = seeded(lambda: TinyLM(vocabulary=4001, width=16, layers=1))
     batch = tiny_batch("cpu", 4, 64, 4001)
     sizes = {}
-    for fix in (None, FixUse("fused_loss", {"memory_budget": "64KiB"})):
+    for fix in (None, FixUse("fused_linear_cross_entropy", {"memory_budget": "64KiB"})):
         if fix is not None:
             fixes.apply_to_model(fix, model)
         with Largest() as seen:
@@ -134,18 +134,18 @@ def test_it_is_proposed_where_logits_are_large_and_lowers_the_peak():
             **options,
         )
 
-    fix = fixes.find("fused_loss")
+    fix = fixes.find("fused_linear_cross_entropy")
     for options in ({}, {"autocast": "bfloat16"}):
         work = workload(16000, **options)
-        (proposal,) = fix.propose(oomph.predict(work, gpu="h200"), work)
+        (proposal,) = fixes.propose(oomph.predict(work, gpu="h200"), work, only=(fix.name,))
         assert proposal.where == ("head",)
         assert proposal.saving > 2048 * 16000 * 4
     work = fixes.apply(proposal, work)
     after = oomph.predict(work, gpu="h200")
     assert not any(made.op == "aten._log_softmax" for made in after.allocations)
-    assert not fix.propose(after, work)
+    assert not fixes.propose(after, work, only=(fix.name,))
     small = workload(97)
-    assert not fix.propose(oomph.predict(small, gpu="h200"), small)
+    assert not fixes.propose(oomph.predict(small, gpu="h200"), small, only=(fix.name,))
 
 
 @pytest.mark.parametrize("name", ["Gemma-2", "BERT", "T5", "RotaryLM"])
@@ -176,7 +176,7 @@ def test_mistakes_are_told_and_change_nothing():
 
     def refused(match, **options):
         with pytest.raises(UserError, match=match):
-            fixes.apply_to_model(FixUse("fused_loss", options), model)
+            fixes.apply_to_model(FixUse("fused_linear_cross_entropy", options), model)
         assert state_of(model) == state
 
     refused(r"has no module 'lm_head'", heads=["lm_head"])
@@ -186,11 +186,11 @@ def test_mistakes_are_told_and_change_nothing():
     refused(r"memory_budget='much'", memory_budget="much")
     refused(r"has no option 'head'", head="head")
     with pytest.raises(UserError, match="no linear head as wide as its vocabulary"):
-        fixes.apply_to_model("fused_loss", Model())
+        fixes.apply_to_model("fused_linear_cross_entropy", Model())
     handle = model.head.register_full_backward_hook(lambda *_: None)
     with pytest.raises(UserError, match="'head' has backward hooks"):
-        fixes.apply_to_model("fused_loss", model)
+        fixes.apply_to_model("fused_linear_cross_entropy", model)
     handle.remove()
     model.head.forward = model.head.forward
     with pytest.raises(UserError, match="forward of 'head' is replaced already"):
-        fixes.apply_to_model(FixUse("fused_loss", {"heads": ["head"]}), model)
+        fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {"heads": ["head"]}), model)

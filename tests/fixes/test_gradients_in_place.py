@@ -56,10 +56,10 @@ def test_gradients_are_the_same_and_undo_restores_the_model(name, with_fused_los
     for buffer_name, buffer in model.named_buffers():
         buffer.copy_(statistics[buffer_name])
     changes = fixes.apply_to_model(
-        ["gradients_in_place", *(["fused_loss"] if with_fused_loss else [])], model
+        ["gradient_accumulation_fusion", *(["fused_linear_cross_entropy"] if with_fused_loss else [])], model
     )
     same_pass(before, summed(model, work.loss, batch))
-    in_place = [change for change in changes if change.fix == "gradients_in_place"]
+    in_place = [change for change in changes if change.fix == "gradient_accumulation_fusion"]
     assert len(added) == (len(in_place) - with_fused_loss) * (PASSES - 1)
     fixes.undo(model)
     assert state_of(model) == state
@@ -77,7 +77,7 @@ def square(model, x):
 
 def test_grad_stays_the_same_tensor_and_the_first_pass_is_autograds():
     model, x = linear()
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     square(model, x).backward()
     first = model[0].weight.grad
     place, value = first.data_ptr(), first.clone()
@@ -91,7 +91,7 @@ def test_grad_stays_the_same_tensor_and_the_first_pass_is_autograds():
 def test_other_dtypes(dtype, added):
     model, x = linear(dtype)
     before = summed(model, square, x)
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     same_pass(before, summed(model, square, x), 1e-12 if dtype == torch.float64 else 1e-2)
     assert added
 
@@ -106,7 +106,7 @@ def test_under_autocast_bf16_products_go_into_fp32_gradients(added):
             return out.float().square().mean()
 
     before = summed(model, loss, x)
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     after = summed(model, loss, x)
     assert after[1]["0.weight"].dtype == torch.float32
     same_pass(before, after, 1e-2)
@@ -129,7 +129,7 @@ class Twice(nn.Module):
 def test_a_weight_used_several_times_in_one_pass(added):
     model, tokens = seeded(Twice).double(), torch.arange(12).view(3, 4)
     before = summed(model, square, tokens)
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     same_pass(before, summed(model, square, tokens), 1e-12)
     assert len(added) == 3 * (PASSES - 1)
 
@@ -143,7 +143,7 @@ def test_inside_a_checkpoint(reentrant, added):
         return checkpoint(model, x, use_reentrant=reentrant).square().mean()
 
     before = summed(model, loss, x)
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     same_pass(before, summed(model, loss, x), 1e-12)
     assert len(added) == PASSES - 1
 
@@ -151,7 +151,7 @@ def test_inside_a_checkpoint(reentrant, added):
 def test_the_gradient_of_the_input_and_frozen_inputs():
     model, x = linear(torch.float64)
     expected = torch.autograd.grad(square(model, x.requires_grad_()), x)
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     for _ in range(2):
         x.grad = None
         square(model, x).backward()
@@ -160,7 +160,7 @@ def test_the_gradient_of_the_input_and_frozen_inputs():
 
 def test_gradients_that_are_handed_out_leave_grad_alone():
     model, x = linear(torch.float64)
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     square(model, x).backward()
     weight, bias = model[0].weight, model[0].bias
     there = weight.grad.clone()
@@ -174,7 +174,7 @@ def test_gradients_that_are_handed_out_leave_grad_alone():
 
 def test_hooks_that_come_later_are_called():
     model, x = linear()
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     square(model, x).backward()
     value, seen = model[0].weight.grad.clone(), []
     model[0].weight.register_hook(lambda grad: seen.append("arrived"))
@@ -187,7 +187,7 @@ def test_hooks_that_come_later_are_called():
 def test_a_weight_frozen_later_and_evaluation():
     model, x = linear()
     expected = model(x).detach()
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     with torch.no_grad():
         assert torch.equal(model(x), expected)
     model[0].weight.requires_grad_(False)
@@ -197,7 +197,7 @@ def test_a_weight_frozen_later_and_evaluation():
 
 def test_second_derivatives_are_refused():
     model, x = linear()
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     with pytest.raises(
         UserError, match=r"cannot be differentiated twice \(create_graph=True\); undo the fix"
     ):
@@ -206,7 +206,9 @@ def test_second_derivatives_are_refused():
 
 def test_a_fused_head_adds_to_grad_too():
     model, batch = seeded(TinyLM), tiny_batch("cpu")
-    fixes.apply_to_model(["fused_loss", FixUse("gradients_in_place", {"modules": ["head"]})], model)
+    fixes.apply_to_model(
+        ["fused_linear_cross_entropy", FixUse("gradient_accumulation_fusion", {"modules": ["head"]})], model
+    )
     loss = plain_loss(model, batch)
     loss.backward()
     grad = model.head.weight.grad
@@ -218,7 +220,9 @@ def test_a_fused_head_adds_to_grad_too():
 
 def test_a_fused_head_hands_out_gradients_and_leaves_grad_alone():
     model, batch = seeded(TinyLM), tiny_batch("cpu")
-    fixes.apply_to_model(["fused_loss", FixUse("gradients_in_place", {"modules": "head"})], model)
+    fixes.apply_to_model(
+        ["fused_linear_cross_entropy", FixUse("gradient_accumulation_fusion", {"modules": "head"})], model
+    )
     plain_loss(model, batch).backward()
     weight, other = model.head.weight, model.norm.weight
     there = weight.grad.clone()
@@ -239,15 +243,15 @@ def test_it_is_proposed_for_several_passes_and_saves_a_temporary():
         made = workload(vocabulary=97, width=512, layers=2)
         return oomph.Workload(made.model, lambda device: tiny_batch(device, 4, 16), made.loss, **options)
 
-    fix = fixes.find("gradients_in_place")
+    fix = fixes.find("gradient_accumulation_fusion")
     once = with_(optimizer=None)
-    assert not fix.propose(oomph.predict(once, gpu="h200"), once)
+    assert not fixes.propose(oomph.predict(once, gpu="h200"), once, only=(fix.name,))
     for several in (
         with_(optimizer=None, accumulate=2),
         with_(optimizer=None, micro_batches=MicroBatches(2), autocast="bfloat16"),
     ):
         before = oomph.predict(several, gpu="h200")
-        (proposal,) = fix.propose(before, several)
+        (proposal,) = fixes.propose(before, several, only=(fix.name,))
         assert "blocks.1.mlp.fc" in proposal.where
         assert "head" not in proposal.where  # too small to matter
         # Not the temporary gradient of the largest weights, of 4 MiB.
@@ -262,7 +266,7 @@ def test_mistakes_are_told_and_change_nothing():
 
     def refused(match, *modules):
         with pytest.raises(UserError, match=match):
-            fixes.apply_to_model(FixUse("gradients_in_place", {"modules": list(modules)}), model)
+            fixes.apply_to_model(FixUse("gradient_accumulation_fusion", {"modules": list(modules)}), model)
         assert state_of(model) == state
 
     refused("has no module 'tail'", "head", "tail")
@@ -272,8 +276,8 @@ def test_mistakes_are_told_and_change_nothing():
     refused(r"modules=\[\] is not valid; give a list of names of modules")
     refused(r"modules=\[3\] is not valid; give a list of names of modules", 3)
     with pytest.raises(UserError, match=r"no plain nn\.Linear that is trained"):
-        fixes.apply_to_model("gradients_in_place", nn.LayerNorm(3))
-    names = {change.where for change in fixes.apply_to_model("gradients_in_place", model)}
+        fixes.apply_to_model("gradient_accumulation_fusion", nn.LayerNorm(3))
+    names = {change.where for change in fixes.apply_to_model("gradient_accumulation_fusion", model)}
     assert "blocks.2.mlp.fc" in names
     assert not names & {"blocks.0.mlp.fc", "blocks.1.mlp.fc"}
 
@@ -281,12 +285,12 @@ def test_mistakes_are_told_and_change_nothing():
 def test_it_excludes_updates_inside_backward():
     work = workload()
     with pytest.raises(UserError, match="cannot be combined: it waits for each gradient"):
-        fixes.apply(["gradients_in_place", "optimizer_in_backward"], work)
+        fixes.apply(["gradient_accumulation_fusion", "optimizer_in_backward"], work)
 
 
 def test_a_copy_of_the_model_adds_to_its_own_gradients():
     model, x = linear()
-    fixes.apply_to_model("gradients_in_place", model)
+    fixes.apply_to_model("gradient_accumulation_fusion", model)
     twin = copy.deepcopy(model)
     for _ in range(2):
         square(twin, x).backward()

@@ -9,7 +9,7 @@ from torch import nn
 
 import oomph
 from oomph import fixes
-from oomph.fixes.fix import Patient
+from oomph.fixes.registry import FixContext
 
 
 def by_length(model, batch):
@@ -28,7 +28,7 @@ def with_lengths(device):
 def test_where_the_batch_does_not_tell_what_its_parts_count_the_fix_holds_on_a_condition():
     work = replace(workload(layers=1), batch=with_lengths, loss=by_length)
     assert not fixes.verify("micro_batches", work).holds
-    offers = fixes.find("micro_batches").found(Patient(oomph.predict(work), work))
+    offers = fixes.find("micro_batches").proposals(FixContext(oomph.predict(work), work))
     assert offers
     assert all("all rows count the same in the loss" in offer.condition for offer in offers)
 
@@ -56,7 +56,7 @@ WHOLE = torch.ones(4, 3, dtype=torch.long)
 )
 def test_batches_that_tell_what_their_parts_count_and_others(batch, condition):
     work = oomph.Workload(lambda: nn.Linear(3, 1), lambda device: batch, lambda m, x: m(ROWS).mean())
-    offers = fixes.find("micro_batches").found(Patient(None, work))
+    offers = fixes.find("micro_batches").proposals(FixContext(None, work))
     assert [offer.options["parts"] for offer in offers] == [2, 4]
     for offer in offers:
         assert condition in offer.condition

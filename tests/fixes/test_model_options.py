@@ -7,7 +7,7 @@ import pytest
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.fix import Patient
+from oomph.fixes.registry import FixContext
 from oomph.records import FixUse
 from oomph.systems.ginr import PRESETS as GINR
 from oomph.systems.npt import PRESETS as NPT
@@ -42,12 +42,14 @@ def test_fewer_layers_are_converted_and_other_fixes_stay():
 
 
 def test_half_of_the_layers_are_proposed():
-    (found,) = fixes.find("fewer_converted_layers").found(Patient(None, npt()))  # prices would take seconds
+    (found,) = fixes.find("fewer_converted_layers").proposals(
+        FixContext(None, npt())
+    )  # prices would take seconds
     assert dict(found.use.options) == {"layers": 1}
 
 
 def test_every_cheaper_mixing_is_proposed():
-    found = fixes.find("cheaper_mixing").found(Patient(None, ginr()))  # prices would take seconds
+    found = fixes.find("cheaper_mixing").proposals(FixContext(None, ginr()))  # prices would take seconds
     assert [one.use.options["mixing"] for one in found] == ["cross", "feedforward", "residual"]
     work = fixes.apply([found[-1].use], ginr())
     assert work.model().config.query_mixing == "residual"

@@ -243,16 +243,16 @@ def test_the_saving_is_proposed_where_the_deltas_are():
         Wider, lambda device: torch.ones(2, 64, W * 16, device=device), lambda m, x: m(x).square().mean()
     )
     prediction = oomph.predict(work, gpu="h200")
-    (proposal,) = fixes.find("modulated_linear").propose(prediction, work)
+    (proposal,) = fixes.propose(prediction, work, only=("modulated_linear",))
     assert proposal.where == ("layer",)
     assert proposal.saving > prediction.peak.reserved * 0.5
     fixed = oomph.apply(proposal, work)
-    assert fixes.find("modulated_linear").propose(oomph.predict(fixed, gpu="h200"), fixed) == []
+    assert fixes.propose(oomph.predict(fixed, gpu="h200"), fixed, only=("modulated_linear",)) == []
 
 
 def test_it_is_not_proposed_for_a_language_model_and_leaves_it_as_it_is():
     work = workload()
-    assert fixes.find("modulated_linear").propose(oomph.predict(work, gpu="h200"), work) == []
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("modulated_linear",)) == []
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     before = gradients(model, plain_loss, batch)
     fixes.apply_to_model("modulated_linear", model)

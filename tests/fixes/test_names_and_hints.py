@@ -8,35 +8,46 @@ from torch import nn
 
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.other_names import ELSEWHERE
-from oomph.fixes.words import parse_fixes
+from oomph.fixes.registry import NAMES_ELSEWHERE, OLD_NAMES
 
 
 @pytest.mark.parametrize(
     ("name", "here"),
     [
-        ("gradient_checkpointing", "'recompute'"),
-        ("activation-checkpointing", "'recompute'"),
-        ("Checkpointing", "'recompute'"),
-        ("flash_attention", "'fused_attention' for attention in your own code, or 'attention_backend'"),
+        ("gradient_checkpointing", "'activation_checkpointing'"),
+        ("Checkpointing", "'activation_checkpointing'"),
+        ("flash_attention", "'fused_attention' for attention in your own code, or 'attn_implementation'"),
         ("gradient_accumulation", "'micro_batches'"),
-        ("cpu_offload", "'offload_activations' for activations, or 'optimizer_offload'"),
-        ("fsdp", "'shard'"),
+        ("cpu_offload", "'activation_offloading' for activations, or 'optimizer_cpu_offload'"),
+        ("fsdp", "'fsdp2'"),
         ("8bit_adam", "'optimizer_8bit'"),
-        ("liger", "'fused_loss'"),
+        ("liger", "'fused_linear_cross_entropy'"),
     ],
 )
 def test_what_a_fix_is_called_elsewhere_is_told_in_one_line(name, here):
     with pytest.raises(UserError) as told:
-        parse_fixes([name])
+        fixes.uses_of(name)
     assert str(told.value).startswith(f"there is no fix {name!r}; here that is {here}")
     assert len(str(told.value)) < 160
 
 
 def test_hints_name_fixes_that_exist():
-    named = {name for here in ELSEWHERE for name in re.findall(r"'(\w+_?\w*)'", here)}
-    assert {"recompute", "attention_backend", "optimizer_8bit"} <= named
+    named = {name for here in NAMES_ELSEWHERE for name in re.findall(r"'(\w+_?\w*)'", here)}
+    assert {"activation_checkpointing", "attn_implementation", "optimizer_8bit"} <= named
     assert named <= {fix.name for fix in fixes.all_fixes()}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_an_old_name_works_and_warns(old, new):
+    with pytest.warns(FutureWarning, match=f"fix '{old}' is deprecated; use '{new}'"):
+        found = fixes.find(old)
+    assert found.name == new
+
+
+def test_an_old_name_in_a_record_becomes_the_new_one():
+    with pytest.warns(FutureWarning, match="'recompute' is deprecated"):
+        uses = fixes.uses_of([{"fix": "recompute", "options": {"keep": "products"}}])
+    assert uses == fixes.uses_of("activation_checkpointing:keep=products")
 
 
 class Encoder(nn.Module):
@@ -64,7 +75,7 @@ class Bare(nn.Module):
         self.large, self.small = nn.Linear(64, 64), nn.Linear(8, 8)
 
 
-@pytest.mark.parametrize("fix", ["recompute", "offload_activations"])
+@pytest.mark.parametrize("fix", ["activation_checkpointing", "activation_offloading"])
 def test_where_no_blocks_are_found_modules_of_the_model_are_named(fix):
     with pytest.raises(UserError) as told:
         fixes.apply_to_model(fix, TwoParts())
@@ -72,13 +83,15 @@ def test_where_no_blocks_are_found_modules_of_the_model_are_named(fix):
         f"fix {fix!r}: no list of blocks found; name modules, such as blocks=body.encoder "
         "(the largest are body.encoder, body.decoder)"
     )
-    with pytest.raises(UserError, match=r"no module in it has parts \(the largest are large, small\)"):
+    with pytest.raises(UserError, match=r"no module in it has children \(the largest are large, small\)"):
         fixes.apply_to_model(fix, Bare())
     with pytest.raises(UserError, match="no module in the model has parameters"):
         fixes.apply_to_model(fix, nn.Identity())
 
 
 def test_what_is_named_can_be_given():
-    changed = fixes.apply_to_model({"fix": "recompute", "options": {"blocks": "body.encoder"}}, TwoParts())
+    changed = fixes.apply_to_model(
+        {"fix": "activation_checkpointing", "options": {"blocks": "body.encoder"}}, TwoParts()
+    )
     assert [change.where for change in changed] == ["body.encoder"]
-    assert fixes.apply_to_model("recompute", seeded(TinyLM))
+    assert fixes.apply_to_model("activation_checkpointing", seeded(TinyLM))

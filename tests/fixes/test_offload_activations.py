@@ -18,7 +18,7 @@ from oomph.fixes.host_copies.pinned import PinnedPool, pieces_of
 from oomph.records import FixUse
 from oomph.units import MiB
 
-EVERYTHING = FixUse("offload_activations", {"smallest": 1})
+EVERYTHING = FixUse("activation_offloading", {"smallest": 1})
 
 
 def copies_of(model):
@@ -26,7 +26,9 @@ def copies_of(model):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("others", [[], ["recompute"]], ids=["alone", "recompute"])
+@pytest.mark.parametrize(
+    "others", [[], ["activation_checkpointing"]], ids=["alone", "activation_checkpointing"]
+)
 def test_gradients_are_the_same_bit_by_bit_and_undo_restores_the_model(name, others):
     work = ARCHITECTURES[name]()
     model, _ = prepared(work)
@@ -39,7 +41,7 @@ def test_gradients_are_the_same_bit_by_bit_and_undo_restores_the_model(name, oth
 
 def test_a_star_stands_for_one_part_of_a_name():
     model = seeded(TinyLM)
-    use = FixUse("offload_activations", {"blocks": ["blocks.*.mlp"], "smallest": 1})
+    use = FixUse("activation_offloading", {"blocks": ["blocks.*.mlp"], "smallest": 1})
     going = [change.where for change in fixes.apply_to_model(use, model) if "host" in change.what]
     assert going == ["blocks.0.mlp", "blocks.1.mlp"]  # the last one's are needed at once
 
@@ -48,7 +50,7 @@ def test_a_star_stands_for_one_part_of_a_name():
 def test_chosen_modules_alone_are_offloaded(blocks):
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     before = gradients(model, plain_loss, batch)
-    changed = fixes.apply_to_model(FixUse("offload_activations", {"blocks": blocks, "smallest": 1}), model)
+    changed = fixes.apply_to_model(FixUse("activation_offloading", {"blocks": blocks, "smallest": 1}), model)
     assert {change.where for change in changed if "host" in change.what} == set(blocks)
     same_gradients(before, gradients(model, plain_loss, batch), 0)
 
@@ -59,12 +61,14 @@ class OneBlockForAll(TinyLM):
         self.blocks = torch.nn.ModuleList([self.blocks[0]] * 3)
 
 
-@pytest.mark.parametrize("others", [[], ["recompute"]], ids=["alone", "recompute"])
+@pytest.mark.parametrize(
+    "others", [[], ["activation_checkpointing"]], ids=["alone", "activation_checkpointing"]
+)
 def test_a_block_that_is_listed_several_times_is_offloaded_at_each(others):
     model, batch = seeded(OneBlockForAll), tiny_batch("cpu")
     before, state = gradients(model, plain_loss, batch), state_of(model)
     uses = [FixUse(other, {"blocks": "blocks.1"}) for other in others]
-    uses.append(FixUse("offload_activations", {"blocks": ["blocks.1", "blocks.2"], "smallest": 1}))
+    uses.append(FixUse("activation_offloading", {"blocks": ["blocks.1", "blocks.2"], "smallest": 1}))
     changed = fixes.apply_to_model(uses, model)
     assert {change.where for change in changed} == {"blocks.0"}
     same_gradients(before, gradients(model, plain_loss, batch), 0)
@@ -74,7 +78,7 @@ def test_a_block_that_is_listed_several_times_is_offloaded_at_each(others):
 
 def test_with_recompute_only_the_inputs_of_blocks_go():
     model, batch = seeded(lambda: TinyLM(layers=5)), tiny_batch("cpu")
-    fixes.apply_to_model(["recompute", EVERYTHING], model)
+    fixes.apply_to_model(["activation_checkpointing", EVERYTHING], model)
     gradients(model, plain_loss, batch)
     assert copies_of(model).pool.bytes == 4 * MiB  # four inputs in pieces of the least size; the last stays
 
@@ -108,7 +112,7 @@ def test_memory_is_freed_when_the_next_block_has_ended():
 
     for block in model.blocks:
         block.register_forward_pre_hook(look)
-    fixes.apply_to_model(["recompute", EVERYTHING], model)
+    fixes.apply_to_model(["activation_checkpointing", EVERYTHING], model)
     loss = plain_loss(model, tiny_batch("cpu"))
     assert alive == [[], [True], [False, True], [False, False, True]]
     assert [not seen.expired() for seen in inputs] == [False, False, False, True]  # the last one stays
@@ -119,8 +123,8 @@ def test_memory_is_freed_when_the_next_block_has_ended():
 @pytest.mark.parametrize(("ahead", "waiting"), [(True, [1, 1, 1, 0]), (False, [0, 0, 0, 0])])
 def test_a_block_comes_back_when_the_one_after_it_begins_its_backward_or_when_it_does(ahead, waiting):
     model, events = seeded(lambda: TinyLM(layers=4)), []
-    use = FixUse("offload_activations", {"smallest": 1, "ahead": ahead})
-    fixes.apply_to_model(["recompute", use], model)
+    use = FixUse("activation_offloading", {"smallest": 1, "ahead": ahead})
+    fixes.apply_to_model(["activation_checkpointing", use], model)
     for block in model.blocks:
         inner = block.norm_2.forward  # runs in forward, and again when backward comes to the block
 
@@ -199,7 +203,7 @@ def test_what_is_written_over_while_it_waits_is_told_as_autograd_tells_it(blocks
     def run(after):
         made = [torch.nn.Sequential(WritesOver(after and number == 0)) for number in range(blocks + 1)]
         model = seeded(lambda: torch.nn.Sequential(*made))
-        fixes.apply_to_model(FixUse("offload_activations", {"smallest": smallest}), model)
+        fixes.apply_to_model(FixUse("activation_offloading", {"smallest": smallest}), model)
         model(torch.ones(2, 3, requires_grad=True)).sum().backward()
 
     run(after=False)
@@ -215,16 +219,16 @@ def large_workload():
 def test_the_peak_falls_and_host_memory_is_not_counted():
     work = large_workload()
     prediction = oomph.predict(work, gpu="h200")
-    (proposal,) = fixes.find("offload_activations").propose(prediction, work)
+    (proposal,) = fixes.propose(prediction, work, only=("activation_offloading",))
     # Four of six blocks' activations are away at any time.
     assert proposal.saving > 0.35 * prediction.peak.reserved
     assert proposal.where == tuple(f"blocks.{number}" for number in range(5))
 
 
 def test_recomputed_blocks_leave_their_inputs_to_the_host():
-    recomputed = oomph.apply("recompute", large_workload())
+    recomputed = oomph.apply("activation_checkpointing", large_workload())
     before = oomph.predict(recomputed, gpu="h200").peak.allocated
-    both = oomph.predict(oomph.apply("offload_activations", recomputed), gpu="h200").peak.allocated
+    both = oomph.predict(oomph.apply("activation_offloading", recomputed), gpu="h200").peak.allocated
     x = 64 * 256 * 128 * 4
     # The peak is in the backward of the last block: there are its own input, the one before's, and no other.
     assert before - both == 4 * x
@@ -232,7 +236,7 @@ def test_recomputed_blocks_leave_their_inputs_to_the_host():
 
 def test_a_model_of_two_blocks_has_nothing_to_offload():
     work = workload(layers=2)
-    assert fixes.find("offload_activations").propose(oomph.predict(work, gpu="h200"), work) == []
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("activation_offloading",)) == []
 
 
 def test_pieces_are_powers_of_two_and_waste_less_than_a_mebibyte():
@@ -266,12 +270,14 @@ def test_mistakes_are_told_and_change_nothing(options, message):
     model = seeded(TinyLM)
     state = state_of(model)
     with pytest.raises(UserError, match=message):
-        fixes.apply_to_model(FixUse("offload_activations", options), model)
+        fixes.apply_to_model(FixUse("activation_offloading", options), model)
     assert state_of(model) == state
 
 
 def test_a_model_that_recomputes_by_itself_is_refused():
     model = ARCHITECTURES["Llama"]().model()
     model.gradient_checkpointing_enable()
-    with pytest.raises(UserError, match=r"recomputes by itself .* use the fix 'recompute'"):
-        fixes.apply_to_model("offload_activations", model)
+    with pytest.raises(
+        UserError, match=r"checkpoints activations by itself .* use the fix 'activation_checkpointing'"
+    ):
+        fixes.apply_to_model("activation_offloading", model)

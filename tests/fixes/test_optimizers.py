@@ -22,7 +22,7 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
     "adagrad": partial(torch.optim.Adagrad, lr=1e-2, eps=1e-4),
 }
-EXACT = ["optimizer_in_backward", "fused_optimizer", "no_foreach", "optimizer_offload"]
+EXACT = ["optimizer_in_backward", "fused_optimizer", "no_foreach", "optimizer_cpu_offload"]
 
 
 def grouped(params):
@@ -279,7 +279,7 @@ def test_hooks_before_the_step_are_refused_where_gradients_are_gone_by_then():
 
 def test_offloaded_steps_see_parameters_that_were_written_in_between():
     start, work = torch.ones(2), replace(workload(), optimizer=partial(torch.optim.SGD, lr=1.0))
-    optimizer = fixes.apply("optimizer_offload", work).optimizer([parameter := nn.Parameter(start)])
+    optimizer = fixes.apply("optimizer_cpu_offload", work).optimizer([parameter := nn.Parameter(start)])
     for _ in range(2):
         parameter.grad = torch.ones(2)
         optimizer.step()
@@ -291,7 +291,7 @@ def test_offloaded_steps_see_parameters_that_were_written_in_between():
 
 
 def test_offload_stages_no_more_than_it_is_given():
-    work = fixes.apply(FixUse("optimizer_offload", {"staging": "16KiB"}), workload())
+    work = fixes.apply(FixUse("optimizer_cpu_offload", {"staging": "16KiB"}), workload())
     after, optimizer = trained(work)
     largest = max(parameter.numel() * 4 for parameter in after.values())
     assert [stage.numel() for stage in optimizer._stages] == [max(largest, 16 << 10)] * 2
@@ -302,7 +302,7 @@ def test_offload_stages_no_more_than_it_is_given():
 def test_offload_leaves_no_state_on_the_gpu_and_counts_its_copies():
     work = larger()
     before = oomph.predict(work, gpu="h200")
-    after = oomph.predict(fixes.apply("optimizer_offload", work), gpu="h200")
+    after = oomph.predict(fixes.apply("optimizer_cpu_offload", work), gpu="h200")
     assert "optimizer state" not in dict(after.by_stage())
     parameters = sum(parameter.numel() * 4 for parameter in work.model().parameters())
     assert after.work.optimizer.to_host == after.work.optimizer.to_device == parameters
@@ -312,13 +312,13 @@ def test_offload_leaves_no_state_on_the_gpu_and_counts_its_copies():
 def test_offload_mistakes():
     work = workload()
     with pytest.raises(UserError, match="LBFGS"):
-        trained(fixes.apply("optimizer_offload", replace(work, optimizer=torch.optim.LBFGS)))
+        trained(fixes.apply("optimizer_cpu_offload", replace(work, optimizer=torch.optim.LBFGS)))
     with pytest.raises(UserError, match="cannot be combined: state on the host needs no 8 bits"):
-        fixes.apply(["optimizer_offload", "optimizer_8bit"], work)
+        fixes.apply(["optimizer_cpu_offload", "optimizer_8bit"], work)
     with pytest.raises(UserError, match="backward would wait for the host"):
-        fixes.apply(["optimizer_offload", "optimizer_in_backward"], work)
+        fixes.apply(["optimizer_cpu_offload", "optimizer_in_backward"], work)
     with pytest.raises(UserError):
-        fixes.apply(FixUse("optimizer_offload", {"staging": "much"}), work)
+        fixes.apply(FixUse("optimizer_cpu_offload", {"staging": "much"}), work)
 
 
 # -- flags ------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from small import tiny_batch, workload
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.fix import Patient
+from oomph.fixes.registry import FixContext
 
 
 def larger(**changes):
@@ -52,8 +52,8 @@ def test_nothing_is_proposed_where_it_is_so_already():
         assert not_found("bf16_parameters", work)
         assert not_found("autocast", work)
     assert not_found("autocast", small(autocast="bfloat16"))
-    old = Patient(oomph.predict(small(), gpu="t4"), small())
-    assert fixes.find("autocast").found(old) == fixes.find("bf16_parameters").found(old) == []
+    old = FixContext(oomph.predict(small(), gpu="t4"), small())
+    assert fixes.find("autocast").proposals(old) == fixes.find("bf16_parameters").proposals(old) == []
 
 
 def test_mistakes_are_told():

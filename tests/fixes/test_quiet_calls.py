@@ -50,7 +50,9 @@ class Outer(nn.Module):
         return ((self.weight + x.unsqueeze(-1) * x.unsqueeze(-2)) @ x.unsqueeze(-1)).squeeze(-1)
 
 
-@pytest.mark.parametrize(("fix", "mode"), [("computed_once", OneRow), ("modulated_linear", DeltaMode)])
+@pytest.mark.parametrize(
+    ("fix", "mode"), [("hoist_batch_invariant", OneRow), ("modulated_linear", DeltaMode)]
+)
 def test_calls_with_nothing_to_do_are_soon_not_watched(fix, mode, asked):
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     expected = model(batch["tokens"])
@@ -64,7 +66,9 @@ def test_calls_with_nothing_to_do_are_soon_not_watched(fix, mode, asked):
     assert asked[mode] == 0
 
 
-@pytest.mark.parametrize(("fix", "mode"), [("computed_once", OneRow), ("modulated_linear", DeltaMode)])
+@pytest.mark.parametrize(
+    ("fix", "mode"), [("hoist_batch_invariant", OneRow), ("modulated_linear", DeltaMode)]
+)
 def test_a_call_of_another_kind_is_watched_again(fix, mode, asked):
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     fixes.apply_to_model(fix, model)
@@ -78,7 +82,7 @@ def test_a_call_of_another_kind_is_watched_again(fix, mode, asked):
 
 def test_rows_that_are_the_same_are_found_after_calls_without_any(asked):
     model, x, queries = seeded(Expanding), torch.randn(3, 2, 4), torch.randn(1, 2, 4)
-    fixes.apply_to_model("computed_once", model)
+    fixes.apply_to_model("hoist_batch_invariant", model)
     for _ in range(2):
         model(x)
     for _ in range(3):

@@ -11,7 +11,7 @@ from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_o
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.anatomy import blocks
+from oomph.fixes.modules import blocks
 from oomph.records import FixUse
 
 
@@ -19,7 +19,7 @@ from oomph.records import FixUse
 def test_gradients_are_the_same_and_undo_restores_the_model(options):
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     before, state = gradients(model, plain_loss, batch), state_of(model)
-    changed = fixes.apply_to_model(FixUse("recompute", options), model)
+    changed = fixes.apply_to_model(FixUse("activation_checkpointing", options), model)
     assert [change.where for change in changed] == options.get("blocks", ["blocks.0", "blocks.1", "blocks.2"])
     same_gradients(before, gradients(model, plain_loss, batch), 0)
     fixes.undo(model)
@@ -31,7 +31,7 @@ def test_the_blocks_do_run_twice():
     model.blocks[1].register_forward_hook(lambda *_: calls.append("hook"))  # hooks stay outside
     real = model.blocks[1].attention.forward
     model.blocks[1].attention.forward = lambda x: (calls.append("attention"), real(x))[1]
-    fixes.apply_to_model("recompute", model)
+    fixes.apply_to_model("activation_checkpointing", model)
     gradients(model, plain_loss, tiny_batch("cpu"))
     assert calls == ["attention", "hook", "attention"]
 
@@ -40,8 +40,8 @@ def test_the_peak_falls_and_the_step_gets_slower():
     work = workload(layers=6, width=256, heads=4, longest=512)
     work = oomph.Workload(work.model, lambda device: tiny_batch(device, 16, 256), work.loss)
     prediction = oomph.predict(work, gpu="h200")
-    proposals = fixes.find("recompute").propose(prediction, work)
-    whole, products, half = proposals
+    proposals = fixes.propose(prediction, work, only=("activation_checkpointing",))
+    whole, half, products = proposals  # by saving
     assert whole.saving > products.saving > 0
     assert whole.saving > half.saving > 0
     assert whole.slowdown > half.slowdown > 1
@@ -50,7 +50,7 @@ def test_the_peak_falls_and_the_step_gets_slower():
 @pytest.mark.parametrize("names", ["blocks.1", ["blocks.1", "blocks.1"], ("blocks.1",)])
 def test_a_name_may_stand_alone_and_counts_once(names):
     model = seeded(TinyLM)
-    changed = fixes.apply_to_model(FixUse("recompute", {"blocks": names}), model)
+    changed = fixes.apply_to_model(FixUse("activation_checkpointing", {"blocks": names}), model)
     assert [change.where for change in changed] == ["blocks.1"]
 
 
@@ -63,7 +63,9 @@ class OneBlockForAll(TinyLM):
 def test_a_block_that_is_listed_several_times_is_wrapped_once():
     model, batch, calls = seeded(OneBlockForAll), tiny_batch("cpu"), []
     before = gradients(model, plain_loss, batch)
-    changed = fixes.apply_to_model(FixUse("recompute", {"blocks": ["blocks.0", "blocks.2"]}), model)
+    changed = fixes.apply_to_model(
+        FixUse("activation_checkpointing", {"blocks": ["blocks.0", "blocks.2"]}), model
+    )
     assert [change.where for change in changed] == ["blocks.0"]
     model.blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
     same_gradients(before, gradients(model, plain_loss, batch), 0)
@@ -91,7 +93,7 @@ class Mixed(TinyLM):
 def test_layers_of_several_kinds_that_take_turns_are_all_wrapped():
     model, batch = seeded(Mixed), tiny_batch("cpu")
     before = gradients(model, plain_loss, batch)
-    changed = fixes.apply_to_model("recompute", model)
+    changed = fixes.apply_to_model("activation_checkpointing", model)
     assert [change.where for change in changed] == [f"blocks.{number}" for number in range(4)]
     same_gradients(before, gradients(model, plain_loss, batch), 0)
 
@@ -120,28 +122,31 @@ def test_a_model_that_recomputes_by_itself_is_refused_and_not_proposed():
         return model
 
     with pytest.raises(
-        UserError, match=r"fix 'recompute': .* recomputes by itself \(gradient_checkpointing\)"
+        UserError,
+        match=r"fix 'activation_checkpointing': .* checkpoints activations by itself \(gradient_checkpointing\)",
     ):
-        fixes.apply_to_model("recompute", build())
+        fixes.apply_to_model("activation_checkpointing", build())
     work = replace(ARCHITECTURES["Llama"](), model=build)
-    assert not_found("recompute", work)
-    assert not_found("offload_activations", work)
+    assert not_found("activation_checkpointing", work)
+    assert not_found("activation_offloading", work)
 
 
 def test_mistakes_are_told_and_change_nothing():
     model = seeded(TinyLM)
     state = state_of(model)
     with pytest.raises(UserError, match="keep='all' is not valid; valid: nothing, products"):
-        fixes.apply_to_model(FixUse("recompute", {"keep": "all"}), model)
+        fixes.apply_to_model(FixUse("activation_checkpointing", {"keep": "all"}), model)
     with pytest.raises(UserError, match=r"has no module 'blocks\.7'"):
-        fixes.apply_to_model(FixUse("recompute", {"blocks": ["blocks.0", "blocks.7"]}), model)
+        fixes.apply_to_model(FixUse("activation_checkpointing", {"blocks": ["blocks.0", "blocks.7"]}), model)
     with pytest.raises(UserError, match=r"'blocks' is a ModuleList, .* its members, such as 'blocks\.0'"):
-        fixes.apply_to_model(FixUse("recompute", {"blocks": ["blocks"]}), model)
+        fixes.apply_to_model(FixUse("activation_checkpointing", {"blocks": ["blocks"]}), model)
     for wrong in (3, [3], [], {"blocks.0": 1}):
-        with pytest.raises(UserError, match=r"fix 'recompute': blocks=.* is not valid; give a list"):
-            fixes.apply_to_model(FixUse("recompute", {"blocks": wrong}), model)
+        with pytest.raises(
+            UserError, match=r"fix 'activation_checkpointing': blocks=.* is not valid; give a list"
+        ):
+            fixes.apply_to_model(FixUse("activation_checkpointing", {"blocks": wrong}), model)
     with pytest.raises(UserError, match="no list of blocks"):
-        fixes.apply_to_model("recompute", torch.nn.Linear(2, 2))
+        fixes.apply_to_model("activation_checkpointing", torch.nn.Linear(2, 2))
     assert state_of(model) == state
 
 
@@ -149,7 +154,7 @@ def test_one_block_that_is_called_again_and_again_is_found_and_wrapped_once():
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     model.blocks = torch.nn.ModuleList([model.blocks[0]] * 3)
     before = gradients(model, plain_loss, batch)
-    changed = fixes.apply_to_model("recompute", model)
+    changed = fixes.apply_to_model("activation_checkpointing", model)
     assert [change.where for change in changed] == ["blocks.0"]
     same_gradients(before, gradients(model, plain_loss, batch), 0)
 

@@ -11,7 +11,7 @@ from small import TinyLM, gradients, plain_loss, seeded, state_of, tiny_batch, w
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.anatomy import blocks
+from oomph.fixes.modules import blocks
 from oomph.fixes.shard import _with_own_parameters
 from oomph.records import FixUse
 
@@ -38,7 +38,7 @@ def _compared(rank, options):
     model = seeded(TinyLM)
     state = state_of(model)
     numbers = {name: one.clone() for name, one in model.state_dict().items()}
-    changed = fixes.apply_to_model(FixUse("shard", options), model)
+    changed = fixes.apply_to_model(FixUse("fsdp2", options), model)
     local = sum(one.to_local().numel() for one in model.parameters())
     new_loss = plain_loss(model, batch)
     new_loss.backward()
@@ -81,7 +81,7 @@ def test_two_ranks_compute_what_one_does_and_undo_restores_the_model():
 def test_the_saving_is_computed_and_says_so():
     work = workload(layers=4, width=256, heads=4)
     prediction = oomph.predict(work, gpu="h200")
-    two, eight = fixes.find("shard").propose(prediction, work)
+    eight, two = fixes.propose(prediction, work, only=("fsdp2",))
     assert eight.saving > two.saving > 0
     held = sum(
         size
@@ -98,7 +98,7 @@ def test_a_model_without_blocks_is_not_proposed_to():
     work = oomph.Workload(
         lambda: torch.nn.Linear(8, 8), lambda device: torch.ones(2, 8, device=device), lambda m, x: m(x).sum()
     )
-    assert fixes.find("shard").propose(oomph.predict(work, gpu="h200"), work) == []
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("fsdp2",)) == []
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_mistakes_are_told_and_change_nothing(options, message):
     model = seeded(TinyLM)
     state = state_of(model)
     with pytest.raises(UserError, match=message):
-        fixes.apply_to_model(FixUse("shard", options), model)
+        fixes.apply_to_model(FixUse("fsdp2", options), model)
     assert state_of(model) == state
 
 

@@ -107,7 +107,7 @@ def test_a_write_that_cannot_be_seen_in_the_code_is_an_error_and_not_a_wrong_res
 def test_the_saving_is_proposed_and_is_that_of_the_copies(longest):
     work = workload(layers=6, longest=longest)
     prediction = oomph.predict(work, gpu="h200")
-    (proposal,) = fixes.find("shared_buffers").propose(prediction, work)
+    (proposal,) = fixes.propose(prediction, work, only=("shared_buffers",))
     copies = 5 * longest * longest * 4
     assert abs(prediction.peak.allocated - proposal.peak.allocated - copies) < 4096
     assert proposal.saving > 0
@@ -120,9 +120,9 @@ def test_it_is_not_proposed_where_nothing_is_repeated():
         lambda device: torch.ones(4, 64, device=device),
         lambda model, x: model(x).sum(),
     )
-    assert fixes.find("shared_buffers").propose(oomph.predict(work, gpu="h200"), work) == []
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("shared_buffers",)) == []
     small = workload()
-    assert fixes.find("shared_buffers").propose(oomph.predict(small, gpu="h200"), small) == []
+    assert fixes.propose(oomph.predict(small, gpu="h200"), small, only=("shared_buffers",)) == []
 
 
 def test_state_that_tells_shared_buffers_apart_is_refused_and_other_state_loaded():

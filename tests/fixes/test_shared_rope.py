@@ -81,7 +81,7 @@ def counted(run):
 def test_gradients_are_the_same_one_layer_computes_and_undo_restores_the_model(x):
     model = seeded(Model)
     before, state = gradients(model, loss, x), state_of(model)
-    changed = fixes.apply_to_model("shared_rope", model)
+    changed = fixes.apply_to_model("shared_rotary_embedding", model)
     assert [change.where for change in changed] == ["", *(f"layers.{n}.rotary" for n in range(3))]
     same_gradients(before, gradients(model, loss, x), 0)
     assert counted(lambda: model(x)) == 1
@@ -93,7 +93,7 @@ def test_gradients_are_the_same_one_layer_computes_and_undo_restores_the_model(x
 
 def test_nothing_is_kept_after_a_forward(x):
     model = seeded(Model)
-    fixes.apply_to_model("shared_rope", model)
+    fixes.apply_to_model("shared_rotary_embedding", model)
     seen = []
     model.layers[0].rotary.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out[0])))
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_checkpointed_layers_recompute_their_own(how, x):
     x.requires_grad_()
     model = seeded(Model)
     before = gradients(model, loss, x)
-    fixes.apply_to_model("shared_rope", model)
+    fixes.apply_to_model("shared_rotary_embedding", model)
     model.checkpointed = how
     same_gradients(before, gradients(model, loss, x), 0)
 
@@ -123,7 +123,9 @@ def test_checkpointed_layers_recompute_their_own(how, x):
 def test_it_may_be_combined_with_recomputation_by_op(keep, x):
     model = seeded(Model)
     before, state = gradients(model, loss, x), state_of(model)
-    fixes.apply_to_model(["shared_rope", FixUse("recompute", {"keep": keep})], model)
+    fixes.apply_to_model(
+        ["shared_rotary_embedding", FixUse("activation_checkpointing", {"keep": keep})], model
+    )
     same_gradients(before, gradients(model, loss, x), 0)
     fixes.undo(model)
     assert state_of(model) == state
@@ -132,7 +134,7 @@ def test_it_may_be_combined_with_recomputation_by_op(keep, x):
 def test_other_positions_other_settings_and_other_numbers_are_computed_anew(x):
     model = seeded(lambda: Model(bases=[10000.0, 500.0, 10000.0]))
     before = gradients(model, loss, x)
-    fixes.apply_to_model("shared_rope", model)
+    fixes.apply_to_model("shared_rotary_embedding", model)
     assert counted(lambda: model(x)) == 2
     same_gradients(before, gradients(model, loss, x), 0)
 
@@ -146,7 +148,7 @@ def test_other_positions_other_settings_and_other_numbers_are_computed_anew(x):
 
     model = seeded(Shifting)
     before = gradients(model, loss, x)
-    fixes.apply_to_model("shared_rope", model)
+    fixes.apply_to_model("shared_rotary_embedding", model)
     assert counted(lambda: model(x)) == 3
     same_gradients(before, gradients(model, loss, x), 0)
 
@@ -170,7 +172,7 @@ class CarelessLayer(Layer):
 def test_a_module_that_looks_at_the_numbers_is_not_shared(x):
     model = seeded(lambda: Model(rotary=RotaryThatLooks))
     before = gradients(model, loss, x)
-    fixes.apply_to_model("shared_rope", model)
+    fixes.apply_to_model("shared_rotary_embedding", model)
     same_gradients(before, gradients(model, loss, x), 0)
     RotaryThatLooks.calls = 0
     model(x)
@@ -182,7 +184,7 @@ def test_results_that_were_written_are_not_handed_on(x):
     for layer in model.layers:
         layer.__class__ = CarelessLayer
     before = gradients(model, loss, x)
-    fixes.apply_to_model("shared_rope", model)
+    fixes.apply_to_model("shared_rotary_embedding", model)
     same_gradients(before, gradients(model, loss, x), 0)
 
 
@@ -191,12 +193,12 @@ def test_the_saving_is_that_of_the_other_layers_tables():
         lambda: Model(256, 2, 6), lambda device: torch.ones(8, 512, 256, device=device), loss
     )
     prediction = oomph.predict(work, gpu="h200")
-    (proposal,) = fixes.find("shared_rope").propose(prediction, work)
+    (proposal,) = fixes.propose(prediction, work, only=("shared_rotary_embedding",))
     tables = 2 * 8 * 512 * 128 * 4
     assert prediction.peak.allocated - proposal.peak.allocated == 5 * tables
     assert proposal.saving > 0
     shared = oomph.apply(proposal, work)
-    assert fixes.find("shared_rope").propose(oomph.predict(shared, gpu="h200"), shared) == []
+    assert fixes.propose(oomph.predict(shared, gpu="h200"), shared, only=("shared_rotary_embedding",)) == []
 
 
 def test_one_rotary_module_for_the_model_is_not_proposed():
@@ -207,16 +209,16 @@ def test_one_rotary_module_for_the_model_is_not_proposed():
         return model
 
     work = oomph.Workload(build, lambda device: torch.ones(2, 64, 64, device=device), loss)
-    assert fixes.find("shared_rope").propose(oomph.predict(work, gpu="h200"), work) == []
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("shared_rotary_embedding",)) == []
 
 
 def test_mistakes_are_told_and_change_nothing():
     model = seeded(Model)
     state = state_of(model)
     with pytest.raises(UserError, match="modules=5 is not valid; give a list"):
-        fixes.apply_to_model(FixUse("shared_rope", {"modules": 5}), model)
+        fixes.apply_to_model(FixUse("shared_rotary_embedding", {"modules": 5}), model)
     with pytest.raises(UserError, match="no two rotary modules that are equal"):
-        fixes.apply_to_model("shared_rope", nn.Linear(2, 2))
+        fixes.apply_to_model("shared_rotary_embedding", nn.Linear(2, 2))
     with pytest.raises(UserError, match=r"'layers\.0\.out' has parameters"):
-        fixes.apply_to_model(FixUse("shared_rope", {"modules": ["layers.0.out"]}), model)
+        fixes.apply_to_model(FixUse("shared_rotary_embedding", {"modules": ["layers.0.out"]}), model)
     assert state_of(model) == state

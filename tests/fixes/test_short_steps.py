@@ -7,9 +7,8 @@ from small import TinyLM, plain_loss, seeded, tiny_batch
 
 import oomph
 from oomph import fixes
-from oomph.fixes.fix import Patient
-from oomph.fixes.proposing import priced
-from oomph.fixes.short_steps import can_be_told
+from oomph.fixes.application import _two_batches_have_the_peak, _with_prediction
+from oomph.fixes.registry import FixContext
 
 BATCHES = 8
 
@@ -36,14 +35,20 @@ def workload(loss=plain_loss, accumulate=BATCHES):
 
 @pytest.mark.parametrize(
     "name",
-    ["recompute", "micro_batches", "optimizer_offload", "bf16_parameters", "gradients_in_place"],
+    [
+        "activation_checkpointing",
+        "micro_batches",
+        "optimizer_cpu_offload",
+        "bf16_parameters",
+        "gradient_accumulation_fusion",
+    ],
 )
 def test_few_batches_tell_the_peak_and_the_time_of_all(name):
     work = workload()
-    patient = Patient(oomph.predict(work, gpu="h200"), work)
-    assert can_be_told(work, patient.prediction)
-    for proposal in fixes.find(name).found(patient):
-        whole, told = priced(proposal, patient), priced(proposal, patient, short=True)
+    context = FixContext(oomph.predict(work, gpu="h200"), work)
+    assert _two_batches_have_the_peak(work, context.prediction)
+    for proposal in fixes.find(name).proposals(context):
+        whole, told = (_with_prediction(proposal, context, few) for few in (False, True))
         assert whole.peak is not None
         assert (told.peak, told.fits) == (whole.peak, whole.fits)
         assert told.slowdown == pytest.approx(whole.slowdown, rel=1e-6)
@@ -53,7 +58,7 @@ def test_rows_are_predicted_with_two_and_three_batches():
     loss = Counting()
     work = workload(loss)
     prediction = oomph.predict(work, gpu="h200")
-    rows = len(fixes.find("fused_optimizer").found(Patient(prediction, work)))
+    rows = len(fixes.find("fused_optimizer").proposals(FixContext(prediction, work)))
     loss.calls = 0
     fixes.propose(prediction, work, only=("fused_optimizer",))
     assert loss.calls == (2 + rows * (2 + 3)) * 3  # and once without the fix; three steps each
@@ -61,15 +66,17 @@ def test_rows_are_predicted_with_two_and_three_batches():
 
 def test_what_is_short_already_or_has_another_peak_is_priced_as_it_is():
     few = workload(accumulate=5)
-    assert not can_be_told(few, oomph.predict(few, gpu="h200"))
+    assert not _two_batches_have_the_peak(few, oomph.predict(few, gpu="h200"))
     work = workload()
     other = oomph.predict(work, gpu="h200")
     other = replace(other, peak=replace(other.peak, allocated=other.peak.allocated + 512))
-    assert not can_be_told(work, other)
+    assert not _two_batches_have_the_peak(work, other)
 
 
 def test_a_limit_of_the_prediction_is_that_of_its_proposals():
     work = workload(accumulate=1)
     prediction = oomph.predict(work, gpu="24GiB", max="1MiB")
     assert prediction.fits is False
-    assert {row.fits for row in fixes.propose(prediction, work, only=("recompute",))} <= {False}
+    assert {row.fits for row in fixes.propose(prediction, work, only=("activation_checkpointing",))} <= {
+        False
+    }

@@ -121,7 +121,9 @@ def test_a_name_may_stand_alone_and_counts_once():
 def test_chosen_modules_alone_are_tiled_and_recomputation_encloses_them():
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     before = gradients(model, plain_loss, batch)
-    changed = fixes.apply_to_model(["recompute", tiled(modules=["blocks.1.mlp"], tile=9)], model)
+    changed = fixes.apply_to_model(
+        ["activation_checkpointing", tiled(modules=["blocks.1.mlp"], tile=9)], model
+    )
     assert changed[0].where == "blocks.1.mlp"
     assert changed[0].what == "tiled: 9 tokens"
     same_gradients(before, gradients(model, plain_loss, batch), 1e-5)
@@ -137,7 +139,7 @@ def test_the_peak_falls_where_mlps_are_what_fills_it():
     work = workload(layers=4, width=256, heads=4, longest=128)
     work = oomph.Workload(work.model, lambda device: tiny_batch(device, 128, 128), work.loss)
     prediction = oomph.predict(work, gpu="h200")
-    (proposal,) = fixes.find("tiled_mlp").propose(prediction, work)
+    (proposal,) = fixes.propose(prediction, work, only=("tiled_mlp",))
     wide = 128 * 128 * 4 * 256 * 4
     # Each of four MLPs keeps its hidden features before and after gelu; tiles of the default size are left.
     assert proposal.where == tuple(f"blocks.{number}.mlp" for number in range(4))
@@ -151,7 +153,7 @@ def test_what_cannot_be_tiled_is_left_out_of_the_proposal():
         return model
 
     work = oomph.Workload(build, lambda device: tiny_batch(device, 64, 128), plain_loss)
-    (proposal,) = fixes.find("tiled_mlp").propose(oomph.predict(work, gpu="h200"), work)
+    (proposal,) = fixes.propose(oomph.predict(work, gpu="h200"), work, only=("tiled_mlp",))
     assert proposal.options == {"modules": ["blocks.0.mlp", "blocks.2.mlp"]}
     assert proposal.saving > 0
     assert "not predicted" not in proposal.note
@@ -160,7 +162,7 @@ def test_what_cannot_be_tiled_is_left_out_of_the_proposal():
 @pytest.mark.parametrize("name", WITHOUT_MLPS)
 def test_nothing_is_proposed_for_a_model_without_mlps(name):
     work = ARCHITECTURES[name]()
-    assert fixes.find("tiled_mlp").propose(oomph.predict(work, gpu="h200"), work) == []
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("tiled_mlp",)) == []
     with pytest.raises(UserError, match="no MLPs that are found and not tiled already; name modules"):
         fixes.apply_to_model("tiled_mlp", work.model())
 

@@ -10,8 +10,8 @@ from torch import nn
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes import catalogue
-from oomph.fixes.fix import Fix
+from oomph.fixes import registry
+from oomph.fixes.registry import Fix
 
 
 class Wrong(Fix):
@@ -35,12 +35,12 @@ class _Scaled:
 
 @pytest.fixture
 def _with_wrong(monkeypatch):
-    known = {**catalogue._by_name(), "wrong": (99, Wrong())}
-    monkeypatch.setattr(catalogue, "_by_name", lambda: known)
+    known = {**registry._by_name(), "wrong": (99, Wrong())}
+    monkeypatch.setattr(registry, "_by_name", lambda: known)
 
 
 def test_an_exact_fix_holds():
-    found = fixes.verify("recompute", workload())
+    found = fixes.verify("activation_checkpointing", workload())
     assert found.holds
     assert (found.kind, found.tolerance) == ("exact", 1e-4)
     names = [each.name for each in found.differences]
@@ -71,7 +71,7 @@ def test_a_fix_that_leaves_hooked_parameters_alone_is_seen_at_work(monkeypatch):
     from oomph.fixes import gradients_in_place
 
     monkeypatch.setattr(gradients_in_place, "matmul_into", lambda grad, *_, **__: grad.add_(1))
-    together = [{"fix": "gradients_in_place", "options": {"modules": ["head"]}}, "micro_batches"]
+    together = [{"fix": "gradient_accumulation_fusion", "options": {"modules": ["head"]}}, "micro_batches"]
     assert not fixes.verify(together, workload()).holds
 
 
@@ -83,8 +83,8 @@ def test_sizes_are_replaced_and_large_models_refused():
         return {"tokens": torch.zeros(B, 4, dtype=torch.long), "targets": torch.zeros(B, 4, dtype=torch.long)}
 
     work = replace(workload(), batch=batch, sizes={"B": 64})
-    assert fixes.verify("recompute", work, sizes={"B": 2}).holds
+    assert fixes.verify("activation_checkpointing", work, sizes={"B": 2}).holds
     assert seen == [2, 2]
     large = oomph.Workload(lambda: nn.Linear(2**16, 2**15), lambda device: None)
     with pytest.raises(UserError, match=r"has 8\.0 GiB of parameters; give a target with a small"):
-        fixes.verify("recompute", large)
+        fixes.verify("activation_checkpointing", large)

@@ -331,7 +331,7 @@ def test_arithmetic_on_the_host_counts_in_a_trace():
 def test_an_optimizer_that_runs_on_the_host_takes_its_time_there():
     workload = linear_workload(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3))
     here, away = (
-        oomph.predict(oomph.apply(fixes, workload), gpu="h200") for fixes in ([], ["optimizer_offload"])
+        oomph.predict(oomph.apply(fixes, workload), gpu="h200") for fixes in ([], ["optimizer_cpu_offload"])
     )
     adamw_over_memory = 7 * 4 * MiB / CALIBRATED.host_bandwidth
     assert away.step_seconds > here.step_seconds + adamw_over_memory

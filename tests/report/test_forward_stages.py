@@ -150,7 +150,7 @@ def longctx_4b(kind, layers=2, tokens=131_072):
     build = config.build if kind == "model" else lambda: NaiveLongContext(config, tokens)
     workload = oomph.Workload(build, batch, dtype="bfloat16", optimizer=None)
     if kind == "model":
-        workload = oomph.apply("recompute", workload)
+        workload = oomph.apply("activation_checkpointing", workload)
     return config, {row.stage: row for row in stage_table(oomph.predict(workload))}
 
 

@@ -156,7 +156,7 @@ def test_psnr_is_in_decibels():
 def test_checkpointing_from_outside_gives_the_same_gradients():
     model, plain = TINY.build().double(), TINY.build().double()
     model.load_state_dict(plain.state_dict())
-    fixes.apply_to_model("recompute", model)
+    fixes.apply_to_model("activation_checkpointing", model)
     assert_same(gradients(model, images()), gradients(plain, images()))
 
 
@@ -216,7 +216,7 @@ def test_the_reports_decoder_does_not_fit_into_40_gib():
 
 
 def test_the_model_with_recomputation_trains_in_6_gib():
-    model = oomph.apply(["recompute"], workload(PRESETS["default"].build))
+    model = oomph.apply(["activation_checkpointing"], workload(PRESETS["default"].build))
     prediction = oomph.predict(model, gpu="a100-40gb")
     assert prediction.fits
     assert prediction.peak.device < 6 * GiB

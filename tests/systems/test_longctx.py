@@ -134,7 +134,7 @@ def test_the_model_fits_the_reports_card_with_recomputation():
 
     def step():
         model = two_layers.build().bfloat16().cuda()
-        oomph.fixes.apply_to_model("recompute", model)
+        oomph.fixes.apply_to_model("activation_checkpointing", model)
         ids = torch.zeros(REPORT["batch"], REPORT["tokens"], dtype=torch.long, device="cuda")
         model(ids, labels=ids).loss.backward()
 

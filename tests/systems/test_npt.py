@@ -301,14 +301,14 @@ def test_a_delta_made_on_the_host_keeps_the_gradient_of_both_factors():
 def test_offloaded_activations_keep_the_gradient_of_both_factors():
     options = {"stream": "joint", "gradients": "backward"}
     model = built(convert_layers="all", **options)
-    fixes.apply_to_model("offload_activations", model)
+    fixes.apply_to_model("activation_offloading", model)
     assert_same(gradients(model, tokens()), gradients(built(convert_layers="all", **options), tokens()))
 
 
 def test_recomputed_layers_give_the_same_gradients():
     options = {"stream": "joint", "gradients": "backward"}
     model = built(convert_layers="all", **options)
-    fixes.apply_to_model("recompute", model)
+    fixes.apply_to_model("activation_checkpointing", model)
     assert_same(gradients(model, tokens()), gradients(built(convert_layers="all", **options), tokens()))
     assert model.current.losses == []
 

@@ -50,7 +50,7 @@ def test_the_flags_of_report_002_are_keys():
     words += "--batch_size 1 --gradient_accumulation_steps 4"
     made = load_dict({"system": "longctx"}, "test", overrides_from_words(words.split()))
     assert (made.preset, made.model_config.attention, made.data.seq_len) == ("0.6B", "nsa", 131_072)
-    assert (made.training.accumulate, [use.fix for use in made.fixes]) == (4, ["recompute"])
+    assert (made.training.accumulate, [use.fix for use in made.fixes]) == (4, ["activation_checkpointing"])
 
 
 def test_the_keys_of_report_003_stand_where_it_had_them():
@@ -112,10 +112,16 @@ def test_an_override_of_one_way_to_say_it_replaces_the_files_other():
 
 
 def test_fixes_of_the_file_are_for_its_own_form():
-    mapping = {"fixes": ["fused_loss"], "training": {"gradient_checkpointing": True}}
-    assert [use.fix for use in config(**mapping).fixes] == ["fused_loss", "recompute"]
-    assert [use.fix for use in config(["form=naive"], **mapping).fixes] == ["recompute"]
-    assert [use.fix for use in config(form="naive", **mapping).fixes] == ["fused_loss", "recompute"]
+    mapping = {"fixes": ["fused_linear_cross_entropy"], "training": {"gradient_checkpointing": True}}
+    assert [use.fix for use in config(**mapping).fixes] == [
+        "fused_linear_cross_entropy",
+        "activation_checkpointing",
+    ]
+    assert [use.fix for use in config(["form=naive"], **mapping).fixes] == ["activation_checkpointing"]
+    assert [use.fix for use in config(form="naive", **mapping).fixes] == [
+        "fused_linear_cross_entropy",
+        "activation_checkpointing",
+    ]
     assert config(["form=naive", "fixes=no_foreach"], **mapping).fixes[0].fix == "no_foreach"
 
 
@@ -161,7 +167,9 @@ def test_a_whole_section_may_be_an_override():
 
 @pytest.mark.parametrize("system", ["pythia", "hatchling", "longctx", "ginr"])
 def test_what_a_config_says_of_itself_makes_it_again(system):
-    made = load_dict({"system": system, "fixes": ["recompute:keep=products"]}, "test", ["lr=1e-4"])
+    made = load_dict(
+        {"system": system, "fixes": ["activation_checkpointing:keep=products"]}, "test", ["lr=1e-4"]
+    )
     assert load_dict(json.loads(json.dumps(made.to_dict())), "test") == made
 
 

@@ -85,7 +85,7 @@ def test_all_problems_are_told_at_once():
         model={"preset": "70m", "num_heads": 7, "dropout": "some", "hiden_size": 5},
         data={"shuffle": "yes", "curriculum": [{"seq_len": 8, "batch_token": 4}]},
         training={"schedule": "cosin", "clip": -1},
-        fixes=["recompte", "recompute:keep=all,depth=2"],
+        fixes=["recompte", "activation_checkpointing:keep=all,depth=2"],
     )
     assert sorted(line.split(" ")[0] for line in found) == sorted(
         [
@@ -105,8 +105,8 @@ def test_all_problems_are_told_at_once():
         "data.shuffle = 'yes' is not valid; give true or false",
         "data.curriculum.0.batch_token is not a key; did you mean 'batch_tokens'?",
         "training.schedule = 'cosin' is not valid; choose from 'constant', 'cosine' or 'linear'",
-        "there is no fix 'recompte'; did you mean 'recompute'?",
-        "fix 'recompute' has no option 'depth'",
+        "there is no fix 'recompte'; did you mean 'activation_checkpointing'?",
+        "fix 'activation_checkpointing' has no option 'depth'",
     ):
         assert said in text
 

@@ -66,9 +66,9 @@ def _check(options: PredictOptions) -> None:
     if options.snapshot is not None:
         _check_snapshot(options.snapshot)
     if options.fixes:
-        from oomph.fixes.words import parse_fixes
+        from oomph.fixes import uses_of
 
-        parse_fixes(options.fixes)
+        uses_of(options.fixes)
 
 
 def _check_snapshot(file: str) -> None:
@@ -90,10 +90,9 @@ def _trace(options: PredictOptions) -> Prediction:
 
         try:
             if options.fixes:
-                from oomph.fixes import apply
-                from oomph.fixes.words import parse_fixes
+                from oomph.fixes import apply, uses_of
 
-                target = apply(parse_fixes(options.fixes), workload_of(target, options.target))
+                target = apply(uses_of(options.fixes), workload_of(target, options.target))
             limits = (options.max, config_limit(options.target, options.overrides))
             limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
             return predict(target, gpu=options.gpu, max=limit, progress=report)

@@ -91,13 +91,13 @@ def _again(options: TrainOptions) -> str:
 
 def _recorded(file: str | None) -> tuple[str, ...]:
     """The fixes of a file, which take the place of the config's and are checked with the rest of it."""
-    from oomph.fixes.words import parse_fixes
+    from oomph.fixes import uses_of
 
     if file is None:
         return ()
     if not file.endswith(".json"):
         raise UserError(f"--fixes {file!r} is not a .json file; single fixes are given as fixes=[name, ...]")
-    uses = [{"fix": use.fix, "options": dict(use.options)} for use in parse_fixes([file])]
+    uses = [{"fix": use.fix, "options": dict(use.options)} for use in uses_of([file])]
     return (f"fixes={json.dumps(uses)}",)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Report = Callable[[str, float | None], None]
 
 # Tried one after the other, each with those before it, until the step fits; cheapest first.
-_EXACT = ("fused_loss", "recompute", "tiled_mlp", "offload_activations")
+_EXACT = ("fused_linear_cross_entropy", "activation_checkpointing", "tiled_mlp", "activation_offloading")
 
 
 def fitting(config: TrainConfig, device: torch.device, report: Report) -> Prediction:

@@ -37,9 +37,9 @@ def run_verify(options: VerifyOptions) -> int:
     if not words:
         raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")
     sizes = _sizes(options.sizes)
-    from oomph.fixes.words import parse_fixes
+    from oomph.fixes import uses_of
 
-    uses = parse_fixes(words)
+    uses = uses_of(words)
     with (
         stdout_to_stderr(),
         progress_display(Console(stderr=True)) as report,

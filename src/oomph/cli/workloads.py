@@ -31,7 +31,8 @@ def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
 
         raise UserError(
             f"target {name!r} returned {described(found)}; fixes and sizes need a Workload, or a function "
-            'that returns one; in a loop of your own, oomph.fixes.apply_to_model("recompute", model)'
+            "that returns one; in a loop of your own, "
+            'oomph.apply("activation_checkpointing", model)'
         )
     return found
 

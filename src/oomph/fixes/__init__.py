@@ -1,13 +1,12 @@
-"""Remedies for too large a peak: one file each, applied from outside, undoable, priced.
+"""Fixes: changes that lower the peak memory of a training step, applied from outside and undoable.
 
-`propose` tells which apply and what they save and cost; `apply` puts them into a Workload, `apply_to_model`
-into a model, from which `undo` takes them out again; `verify` checks loss and gradients before and after.
+`propose` lists the fixes that apply to a Workload, with what each saves and costs. `apply` applies fixes to a
+Workload or a model; `undo` takes them out of a model again. `verify` compares loss and gradients before and
+after.
 """
 
-from oomph.fixes.applying import apply, apply_to_model, changes_in, undo, uses_of
-from oomph.fixes.catalogue import all_fixes, find
-from oomph.fixes.fix import Fix
-from oomph.fixes.proposing import propose
+from oomph.fixes.application import apply, apply_to_model, changes_in, propose, undo
+from oomph.fixes.registry import Fix, all_fixes, find, uses_of
 from oomph.fixes.verification import verify
 from oomph.records import Verification
 

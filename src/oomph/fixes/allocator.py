@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.prediction.allocator_settings import AllocatorSettings
 from oomph.prediction.replay import replay
 from oomph.units import MiB
@@ -21,16 +21,16 @@ class Allocator(Fix):
     kind = "exact"
     changes = "The caching allocator reserves memory in another way, which leaves fewer unused holes."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        if patient.workload.allocator:
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if context.workload.allocator:
             return
-        if _reserved(patient, AllocatorSettings(expandable_segments=True)) < patient.prediction.peak.reserved:
+        if _reserved(context, AllocatorSettings(expandable_segments=True)) < context.prediction.peak.reserved:
             note = "needs Linux; memory cannot be shared between processes then"
-            yield Place(("allocator",), {"expandable_segments": True}, note)
-        best = min(_SPLITS_TRIED, key=lambda size: _reserved(patient, AllocatorSettings(False, size * MiB)))
-        if _reserved(patient, AllocatorSettings(False, best * MiB)) < patient.prediction.peak.reserved:
+            yield Target(("allocator",), {"expandable_segments": True}, note)
+        best = min(_SPLITS_TRIED, key=lambda size: _reserved(context, AllocatorSettings(False, size * MiB)))
+        if _reserved(context, AllocatorSettings(False, best * MiB)) < context.prediction.peak.reserved:
             options = {"expandable_segments": False, "max_split_size_mb": best}
-            yield Place(("allocator",), options, "the best of " + ", ".join(map(str, _SPLITS_TRIED)))
+            yield Target(("allocator",), options, "the best of " + ", ".join(map(str, _SPLITS_TRIED)))
 
     def change_workload(  # type: ignore[override]
         self,
@@ -65,7 +65,7 @@ def _is_split_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > _LEAST_SPLIT
 
 
-def _reserved(patient: Patient, settings: AllocatorSettings) -> int:
+def _reserved(context: FixContext, settings: AllocatorSettings) -> int:
     """What the same requests would take: a replay, which costs milliseconds."""
-    prediction = patient.prediction
+    prediction = context.prediction
     return replay(prediction.events, prediction.allocations, settings=settings).peak_reserved

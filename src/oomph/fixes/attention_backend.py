@@ -8,11 +8,10 @@ from typing import Any
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import Named
 from oomph.fixes.attention.anatomy import attention_matrices
-from oomph.fixes.configs import give_own_configs
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
+from oomph.fixes.modules import NamedModule, copy_configs
+from oomph.fixes.registry import Fix, FixContext, Target
 
 _EAGER = ("eager", None)
 # What transformers knows besides, needs packages and kernels that may be missing; it says so itself.
@@ -21,19 +20,19 @@ IMPLEMENTATIONS = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_atten
 _OTHER_DROPOUT = ("resid", "hidden", "output", "proj", "path", "activation", "embd", "layer")
 
 
-class AttentionBackend(Fix):
-    name = "attention_backend"
+class AttnImplementation(Fix):
+    name = "attn_implementation"
     kind = "exact"
     changes = "Hugging Face attention runs in a fused kernel, which never stores the matrix of its weights."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        eager = [model for model in _models(patient.model) if _is_eager(model.module)]
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        eager = [model for model in _models(context.model) if _is_eager(model.module)]
         prefixes = tuple(f"{name}." if name else "" for name, _ in eager)
         if not eager or any(_objection(model.module, "sdpa", False) for model in eager):
             return
-        where = {module for module in attention_matrices(patient.prediction) if module.startswith(prefixes)}
+        where = {module for module in attention_matrices(context.prediction) if module.startswith(prefixes)}
         if where:
-            yield Place(tuple(sorted(where, key=_natural)), {"implementation": "sdpa"})
+            yield Target(tuple(sorted(where, key=_natural)), {"implementation": "sdpa"})
 
     def change_model(
         self,
@@ -67,15 +66,15 @@ class AttentionBackend(Fix):
             objection = _objection(each.module, implementation, other_random_numbers)
             if objection is not None:
                 raise UserError(f"fix {self.name!r}: {objection}")
-        give_own_configs(model, journal)
+        copy_configs(model, journal)
         _set_implementation(model, journal, implementation)
 
 
-def _models(model: nn.Module) -> Iterator[Named]:
+def _models(model: nn.Module) -> Iterator[NamedModule]:
     """The Hugging Face models in it (itself, and those inside): what has a config and knows of backends."""
     for name, module in model.named_modules():
         if hasattr(module, "_supports_sdpa") and hasattr(module, "config"):
-            yield Named(name, module)
+            yield NamedModule(name, module)
 
 
 def _is_eager(model: nn.Module) -> bool:

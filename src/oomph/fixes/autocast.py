@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.precision import has_float32, lacks_bfloat16
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 
@@ -22,9 +22,9 @@ class Autocast(Fix):
         "parameters, gradients, sums, norms and losses stay float32."
     )
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        if patient.workload.autocast is None and has_float32(patient) and not lacks_bfloat16(patient):
-            yield Place(("forward",))
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if context.workload.autocast is None and has_float32(context) and not lacks_bfloat16(context):
+            yield Target(("forward",))
 
     def change_workload(self, workload: Workload, *_: Any) -> Workload:
         if workload.autocast is not None:

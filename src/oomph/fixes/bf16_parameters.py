@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import torch
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.precision import has_float32, lacks_bfloat16
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 
@@ -26,9 +26,9 @@ class BFloat16Parameters(Fix):
         "stochastic_rounding": "that makes the parameters bfloat16 itself",
     }
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        if has_float32(patient) and not lacks_bfloat16(patient):
-            yield Place(("parameters",), {}, "stochastic_rounding keeps small updates, on average")
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if has_float32(context) and not lacks_bfloat16(context):
+            yield Target(("parameters",), {}, "stochastic_rounding keeps small updates, on average")
 
     def change_workload(self, workload: Workload, *_: Any) -> Workload:
         if workload.dtype in (torch.bfloat16, torch.float16):

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.model_options import option, with_option
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 _FIELD = "query_mixing"
@@ -19,10 +19,10 @@ class CheaperMixing(Fix):
     kind = "training"
     changes = "The decoder's queries attend to the latents, or to nothing, instead of each other."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        now = option(patient.workload, _FIELD)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        now = option(context.workload, _FIELD)
         for kind in _cheaper(now):
-            yield Place((_FIELD,), {"mixing": kind}, f"{kind} instead of {now}")
+            yield Target((_FIELD,), {"mixing": kind}, f"{kind} instead of {now}")
 
     def change_workload(self, workload: Workload, *_: Any, mixing: str) -> Workload:
         """`mixing`: "cross", "feedforward" or "residual"."""

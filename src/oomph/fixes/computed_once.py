@@ -17,12 +17,12 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.errors import OomphError, UserError
-from oomph.fixes.anatomy import Named, enclosing, module_at, repeated_inside
 from oomph.fixes.deferral.mode_stack import is_in_force
 from oomph.fixes.deferral.quiet_calls import QuietCalls, kind_of
-from oomph.fixes.fix import Fix, Patient, Place
-from oomph.fixes.journal import Around, Journal
+from oomph.fixes.journal import Journal, WrappedForward
+from oomph.fixes.modules import NamedModule, common_parent, module_at, repeated_submodules
 from oomph.fixes.one_row import GiveUp, OneRow, rows_alike
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.prediction.predict import predict
 from oomph.units import MiB, format_bytes
 from oomph.workload import Workload
@@ -31,20 +31,20 @@ _WORTH_PROPOSING = 1 * MiB
 _EXPANDING = ("expand", "repeat", "broadcast_to")
 
 
-class ComputedOnce(Fix):
-    name = "computed_once"
+class HoistBatchInvariant(Fix):
+    name = "hoist_batch_invariant"
     kind = "exact"
     changes = "What is the same for every row of the batch is computed for one row and used by all."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        if not _may_expand(patient.model):
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if not _may_expand(context.model):
             return
-        spared = _spared(patient.workload)
+        spared = _spared(context.workload)
         if sum(spared.values()) < _WORTH_PROPOSING:
             return
-        around = enclosing(patient.model, [f"{name}.x" if name else "x" for name in spared])
+        around = common_parent(context.model, [f"{name}.x" if name else "x" for name in spared])
         note = f"{format_bytes(sum(spared.values()))} of results are the same row, repeated"
-        yield Place(tuple(sorted(spared)), {"modules": [around.name]}, note)
+        yield Target(tuple(sorted(spared)), {"modules": [around.name]}, note)
 
     def change_model(
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
@@ -54,7 +54,7 @@ class ComputedOnce(Fix):
         wrapped: set[int] = set()
         for name in [""] if modules is None else modules:
             whole = module_at(model, name, self.name)
-            for own, module in [Named("", whole), *repeated_inside(whole)]:
+            for own, module in [NamedModule("", whole), *repeated_submodules(whole)]:
                 path = ".".join(part for part in (name, own) if part)
                 if id(module) not in wrapped and _has_forward(module):
                     wrapped.add(id(module))
@@ -127,7 +127,7 @@ def _watched(build: Callable[[], nn.Module], spared: dict[str, int]) -> nn.Modul
     for name, module in model.named_modules():
         if _has_forward(module):
             watch = partial(_watch, name=name, path=path, spared=spared)
-            vars(module)["forward"] = Around(module.forward, watch)
+            vars(module)["forward"] = WrappedForward(module.forward, watch)
     return model
 
 

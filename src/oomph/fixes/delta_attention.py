@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import module_at
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
+from oomph.fixes.modules import module_at
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.nn import KimiDeltaAttention, SpikingKDABlock
 from oomph.ops.delta_attention.problem import MODES
 
@@ -19,16 +19,16 @@ _WASTEFUL = ("scan", "sequential")  # a matrix per token, or a state per token, 
 _SMALL_CHUNK = 512  # tokens: below it the states between the parts take what the parts save
 
 
-class DeltaAttention(Fix):
-    name = "delta_attention"
+class ChunkwiseKDA(Fix):
+    name = "chunkwise_kda"
     kind = "exact"
     changes = "Delta attention works on chunks of tokens and keeps no state per token for backward."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        layers = [layer for layer in _layers(patient.model) if layer.module.impl != "reference"]
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        layers = [layer for layer in _layers(context.model) if layer.module.impl != "reference"]
         wasteful = tuple(name for name, module in layers if module.mode in _WASTEFUL)
         if wasteful:
-            yield Place(wasteful, {"modules": list(wasteful)})
+            yield Target(wasteful, {"modules": list(wasteful)})
         whole = tuple(
             name
             for name, module in layers
@@ -38,7 +38,7 @@ class DeltaAttention(Fix):
         )
         if whole:
             options = {"modules": list(whole), "memory_chunk_size": _SMALL_CHUNK}
-            yield Place(whole, options, "smaller parts at a time; the states between them are kept")
+            yield Target(whole, options, "smaller parts at a time; the states between them are kept")
 
     def change_model(
         self,
@@ -91,8 +91,8 @@ def _layers(model: nn.Module) -> list[_Layer]:
 
 
 def _layer_at(model: nn.Module, name: str) -> _Layer:
-    module = module_at(model, name, DeltaAttention.name)
+    module = module_at(model, name, ChunkwiseKDA.name)
     if not isinstance(module, _LAYERS):
         kinds = " or ".join(kind.__name__ for kind in _LAYERS)
-        raise UserError(f"fix 'delta_attention': {name!r} is a {type(module).__name__}, not a {kinds}")
+        raise UserError(f"fix 'chunkwise_kda': {name!r} is a {type(module).__name__}, not a {kinds}")
     return _Layer(name, module)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.model_options import option, with_option
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.prediction import built
 from oomph.workload import Workload
 
@@ -19,12 +19,12 @@ class FewerConvertedLayers(Fix):
     kind = "training"
     changes = "Fewer of the frozen model's layers are converted, the last ones: fewer learn."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        if option(patient.workload, _FIELD) is None:
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if option(context.workload, _FIELD) is None:
             return
-        now = _count(patient.model)
+        now = _count(context.model)
         if now >= 2:
-            yield Place((_FIELD,), {"layers": now // 2}, f"the last {now // 2} layers instead of {now}")
+            yield Target((_FIELD,), {"layers": now // 2}, f"the last {now // 2} layers instead of {now}")
 
     def change_workload(self, workload: Workload, *_: Any, layers: int) -> Workload:
         """`layers`: how many are converted, counted from the last."""

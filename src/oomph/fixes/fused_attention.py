@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import module_at
 from oomph.fixes.attention.anatomy import attention_matrices, drops_weights, writes_attention_out
 from oomph.fixes.attention.mode import with_fused_attention
 from oomph.fixes.attention.stored_masks import Watched, drop_stored_masks
-from oomph.fixes.fix import Fix, Patient, Place
-from oomph.fixes.journal import Around, Journal
+from oomph.fixes.journal import Journal, WrappedForward
+from oomph.fixes.modules import module_at
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 
@@ -23,16 +23,16 @@ class FusedAttention(Fix):
     kind = "exact"
     changes = "Attention written out as products and a softmax runs fused, without the matrix of its weights."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
+    def targets(self, context: FixContext) -> Iterable[Target]:
         names: list[str] = []
-        for path in attention_matrices(patient.prediction):
-            name = _own_code(patient.model, path)
-            if name is None or name in names or drops_weights(patient.prediction, path):
+        for path in attention_matrices(context.prediction):
+            name = _own_code(context.model, path)
+            if name is None or name in names or drops_weights(context.prediction, path):
                 continue
-            if not _is_fixed(patient.model.get_submodule(name)):
+            if not _is_fixed(context.model.get_submodule(name)):
                 names.append(name)
         if names:
-            yield Place(tuple(names), {"modules": names})
+            yield Target(tuple(names), {"modules": names})
 
     def change_workload(self, workload: Workload, *_: Any, modules: Sequence[str] | None = None) -> Workload:
         return replace(workload, model=Watched(workload.model))
@@ -68,7 +68,7 @@ def _found(model: nn.Module) -> list[str]:
 
 def _is_fixed(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
-    while isinstance(forward, Around):
+    while isinstance(forward, WrappedForward):
         if forward.around is with_fused_attention:
             return True
         forward = forward.inner

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError, UserError
-from oomph.fixes.anatomy import is_plain_linear, is_plain_parameter, module_at, name_of, names_option
-from oomph.fixes.fix import Fix, Patient, Place
-from oomph.fixes.journal import Around, Journal
+from oomph.fixes.journal import Journal, WrappedForward
 from oomph.fixes.logits.record import Later, Meaning, Source
 from oomph.fixes.logits.tensor import logits_of
+from oomph.fixes.modules import is_plain_linear, is_plain_parameter, module_at, name_of, names_option
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops import common
 from oomph.ops.common import autocast_enabled
 from oomph.ops.cross_entropy.api import PLAIN_LOGITS_BYTES
@@ -23,26 +23,26 @@ from oomph.ops.launch import is_fake
 _LOG_SOFTMAX = "aten._log_softmax"
 
 
-class FusedLoss(Fix):
-    name = "fused_loss"
+class FusedLinearCrossEntropy(Fix):
+    name = "fused_linear_cross_entropy"
     kind = "exact"
     changes = "The loss is computed from the head's input in blocks; the logits exist only if they are read."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
+    def targets(self, context: FixContext) -> Iterable[Target]:
         softmaxes = {
             made.shape[-1]: made
-            for made in patient.prediction.allocations
+            for made in context.prediction.allocations
             if made.op == _LOG_SOFTMAX and made.bytes > PLAIN_LOGITS_BYTES
         }
-        heads = [name for name in _linears(patient.model) if _classes(patient.model, name) in softmaxes]
+        heads = [name for name in _linears(context.model) if _classes(context.model, name) in softmaxes]
         if not heads:
             return
         # Of several layers of that width, those that made logits; and Hugging Face's own where it says so.
-        own = _declared_head(patient.model)
-        ran = {made.module for made in patient.prediction.allocations if made.shape[-1:] and made.step}
+        own = _declared_head(context.model)
+        ran = {made.module for made in context.prediction.allocations if made.shape[-1:] and made.step}
         chosen = [name for name in heads if name == own] or [name for name in heads if name in ran]
         if chosen:
-            yield Place(tuple(chosen), {"heads": chosen})
+            yield Target(tuple(chosen), {"heads": chosen})
 
     def change_model(
         self,
@@ -57,7 +57,7 @@ class FusedLoss(Fix):
         try:
             common.parse_memory_budget(memory_budget)
         except ArgumentError as error:
-            raise UserError(f"fix 'fused_loss': {error}") from None
+            raise UserError(f"fix 'fused_linear_cross_entropy': {error}") from None
         for name in _default_heads(model) if heads is None else names_option(self.name, "heads", heads):
             module = module_at(model, name, self.name)
             _check_head(name, module)
@@ -109,14 +109,14 @@ def _can_defer(head: nn.Linear, hidden: Any) -> bool:
 def defers(module: nn.Module) -> bool:
     """Whether the fix is in this module."""
     forward = vars(module).get("forward")
-    return isinstance(forward, Around) and getattr(forward.around, "func", None) is _deferring
+    return isinstance(forward, WrappedForward) and getattr(forward.around, "func", None) is _deferring
 
 
-def adding_to_grad(module: nn.Module) -> Around:
+def adding_to_grad(module: nn.Module) -> WrappedForward:
     """The forward of a module that has the fix, with the weight's gradient added to `.grad` where it is."""
     forward = vars(module)["forward"]
-    assert isinstance(forward, Around)
-    return Around(forward.inner, partial(forward.around, into_grad=True))
+    assert isinstance(forward, WrappedForward)
+    return WrappedForward(forward.inner, partial(forward.around, into_grad=True))
 
 
 def _default_heads(model: nn.Module) -> list[str]:
@@ -127,7 +127,8 @@ def _default_heads(model: nn.Module) -> list[str]:
     found = [name for name in _linears(model) if _classes(model, name) in vocabularies]
     if not found:
         raise UserError(
-            "fix 'fused_loss': the model has no linear head as wide as its vocabulary; name it in heads=[...]"
+            "fix 'fused_linear_cross_entropy': the model has no linear head as wide as its vocabulary; "
+            "name it in heads=[...]"
         )
     return found
 
@@ -151,14 +152,16 @@ def _classes(model: nn.Module, name: str) -> int:
 
 def _check_head(name: str, module: nn.Module) -> None:
     if "forward" in vars(module):
-        raise UserError(f"fix 'fused_loss': the forward of {name!r} is replaced already; undo that first")
+        raise UserError(
+            f"fix 'fused_linear_cross_entropy': the forward of {name!r} is replaced already; undo that first"
+        )
     if not is_plain_linear(module):
         raise UserError(
-            f"fix 'fused_loss': {name!r} is a {type(module).__name__}, or its weight is computed; "
-            "the head must be a plain nn.Linear"
+            f"fix 'fused_linear_cross_entropy': {name!r} is a {type(module).__name__}, or its weight is "
+            "computed; the head must be a plain nn.Linear"
         )
     if module._backward_hooks or module._backward_pre_hooks:
         raise UserError(
-            f"fix 'fused_loss': {name!r} has backward hooks, which need the gradient of the logits; "
-            "remove them"
+            f"fix 'fused_linear_cross_entropy': {name!r} has backward hooks, which need the gradient of "
+            "the logits; remove them"
         )

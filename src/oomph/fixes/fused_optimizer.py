@@ -10,7 +10,6 @@ import torch
 from torch.optim import Optimizer
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.optimizers.conversion import (
     is_fused,
     kind_of,
@@ -18,6 +17,7 @@ from oomph.fixes.optimizers.conversion import (
     parameters_of,
     with_converted_optimizer,
 )
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 _KINDS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -29,10 +29,10 @@ class FusedOptimizer(Fix):
     changes = "The optimizer's step is one kernel over many parameters at once, which needs no temporaries."
     excludes: ClassVar = {"no_foreach": "a fused step needs no temporaries already"}
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        optimizer = optimizer_of(patient)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        optimizer = optimizer_of(context)
         if optimizer is not None and not is_fused(optimizer) and _why_not(optimizer) is None:
-            yield Place(("optimizer",))
+            yield Target(("optimizer",))
 
     def change_workload(self, workload: Workload, *_: Any) -> Workload:
         return with_converted_optimizer(workload, self.name, partial(_fused, fix=self.name))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import is_plain_linear, is_plain_parameter, module_at, names_option
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.fused_loss import adding_to_grad, defers
 from oomph.fixes.journal import Journal
+from oomph.fixes.modules import is_plain_linear, is_plain_parameter, module_at, names_option
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops.common import (
     accumulates_into_grad,
     autocast_enabled,
@@ -28,21 +28,21 @@ from oomph.workload import Workload
 _LARGE = 1 / 8  # of the largest weight: smaller temporaries never make the peak
 
 
-class GradientsInPlace(Fix):
-    name = "gradients_in_place"
+class GradientAccumulationFusion(Fix):
+    name = "gradient_accumulation_fusion"
     kind = "exact"
     changes = "From a step's second pass on, weight gradients are added to .grad as they are computed."
     excludes: ClassVar = {
         "optimizer_in_backward": "it waits for each gradient to arrive, and here none does",
-        "shard": "sharded parameters must see each gradient arrive",
+        "fsdp2": "sharded parameters must see each gradient arrive",
     }
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        if _passes(patient.workload) < 2:
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if _passes(context.workload) < 2:
             return
-        names = _largest(patient.model)
+        names = _largest(context.model)
         if names:
-            yield Place(tuple(names), {"modules": names})
+            yield Target(tuple(names), {"modules": names})
 
     def change_model(
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
@@ -50,7 +50,9 @@ class GradientsInPlace(Fix):
         """`modules`: names of nn.Linear modules; by default those with the largest weights."""
         names = _largest(model) if modules is None else names_option(self.name, "modules", modules)
         if not names:
-            raise UserError("fix 'gradients_in_place': the model has no plain nn.Linear that is trained")
+            raise UserError(
+                "fix 'gradient_accumulation_fusion': the model has no plain nn.Linear that is trained"
+            )
         for name in names:
             module = module_at(model, name, self.name)
             _check(name, module)
@@ -79,7 +81,7 @@ def _largest(model: nn.Module) -> list[str]:
 def _check(name: str, module: nn.Module) -> None:
     why = _why_not(module)
     if why is not None:
-        raise UserError(f"fix 'gradients_in_place': {name!r} {why}")
+        raise UserError(f"fix 'gradient_accumulation_fusion': {name!r} {why}")
 
 
 def _why_not(module: nn.Module) -> str | None:
@@ -138,7 +140,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        refuse_second_derivatives("a linear layer with fix 'gradients_in_place'", "undo the fix")
+        refuse_second_derivatives("a linear layer with fix 'gradient_accumulation_fusion'", "undo the fix")
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
         x_dtype, bias_dtype = ctx.dtypes

@@ -1,7 +1,7 @@
-"""What fixes changed in one model, kept so that it can be told, and undone exactly.
+"""The journal of the changes that fixes made to one model: lists them, and undoes them exactly.
 
-Fixes change a model through a Journal alone, and only this instance: attributes of its modules, never a class
-or a library. A journal undoes in reverse order, wholly or back to a mark, so that a fix which fails half-way
+Fixes change a model only through a Journal, and only this instance: attributes of its modules, never a class
+or a library. A journal undoes in reverse order, completely or back to a mark, so a fix that fails half-way
 leaves nothing behind.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from oomph.errors import UserError
 from oomph.records import Change, FixUse
 
 _ABSENT = object()
-# Raises where something cannot be undone; told which attributes were asked about before.
+# Raises where a change cannot be undone. Takes the attributes that were already checked.
 Check = Callable[[set[tuple[int, str]]], None]
 
 
@@ -26,105 +26,108 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class Around:
-    """A module's forward inside another function: calls `around(inner, *args, **kwargs)`.
+class WrappedForward:
+    """A module's forward inside another function: calls `wrapper(inner, *args, **kwargs)`.
 
-    An object rather than a closure, so that a copy of the model calls the copy's modules, not the model's.
+    An object and not a closure, so that a deep copy of the model calls the copy's modules.
     """
 
-    def __init__(self, inner: Callable[..., Any], around: Callable[..., Any]) -> None:
-        self.inner, self.around = inner, around
-        self.__signature__ = inspect.signature(inner)  # libraries ask a model which arguments it takes
+    def __init__(self, inner: Callable[..., Any], wrapper: Callable[..., Any]) -> None:
+        self.inner, self.wrapper = inner, wrapper
+        self.__signature__ = inspect.signature(inner)  # libraries inspect which arguments a model takes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.around(self.inner, *args, **kwargs)
+        return self.wrapper(self.inner, *args, **kwargs)
+
+
+class Mark(NamedTuple):
+    """Lengths of a journal's lists at one moment."""
+
+    uses: int
+    changes: int
+    undo_steps: int
 
 
 class Journal:
     def __init__(self) -> None:
         self.uses: list[FixUse] = []
         self.changes: list[Change] = []
-        self._undoing: list[tuple[Callable[[], None], Check | None]] = []
+        self._undo_steps: list[tuple[Callable[[], None], Check | None]] = []
         self._fix = ""
-        self.is_a_copy = False
+        self.is_copy = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of a copied or pickled model: how to undo is known for the original's modules only."""
-        return _copied, (tuple(self.uses), tuple(self.changes))
+        """A copied or pickled model's journal cannot undo: its undo steps hold the original's modules."""
+        return _copied_journal, (tuple(self.uses), tuple(self.changes))
 
-    def begin(self, use: FixUse) -> Mark:
+    def mark(self) -> Mark:
+        return Mark(len(self.uses), len(self.changes), len(self._undo_steps))
+
+    def begin(self, use: FixUse) -> None:
         """All changes from here on belong to `use`."""
-        mark = Mark(len(self.uses), len(self.changes), len(self._undoing))
         self.uses.append(use)
         self._fix = use.fix
-        return mark
 
     def set(self, owner: Any, name: str, value: Any, where: str, what: str) -> None:
-        """Set an attribute: of a module (a parameter, buffer or child keeps its place), or of any object."""
-        slots = _slots(owner, name)
-        before, fix = slots.get(name, _ABSENT), self._fix
-        slots[name] = value
+        """Set an attribute of a module (a parameter, buffer or child keeps its position) or of any object."""
+        attributes = _attributes(owner, name)
+        before, fix = attributes.get(name, _ABSENT), self._fix
+        attributes[name] = value
 
-        def check(last: set[tuple[int, str]]) -> None:
-            key, now = (id(slots), name), slots.get(name, _ABSENT)
-            if key in last:  # a later fix has set it again, and was asked
+        def check(checked: set[tuple[int, str]]) -> None:
+            key, now = (id(attributes), name), attributes.get(name, _ABSENT)
+            if key in checked:  # a later fix has set it again and was checked
                 return
-            last.add(key)
-            if now is not value and not isinstance(now, torch.Tensor):  # a move makes new tensors
+            checked.add(key)
+            if now is not value and not isinstance(now, torch.Tensor):  # moving a model makes new tensors
                 raise UserError(
-                    f"{name!r} of {where or 'the model'!r} was replaced after fix {fix!r} had; "
-                    "take that back first, then undo"
+                    f"{name!r} of {where or 'the model'!r} was replaced after fix {fix!r} had set it; "
+                    "revert that first, then undo"
                 )
 
         def undo() -> None:
             if before is _ABSENT:
-                slots.pop(name, None)
+                attributes.pop(name, None)
             else:
-                slots[name] = _brought_along(before, slots.get(name))
+                attributes[name] = _moved_like(before, attributes.get(name))
 
-        self.did(where, what, undo, check)
+        self.record(where, what, undo, check)
 
-    def wrap_forward(self, module: nn.Module, around: Callable[..., Any], where: str, what: str) -> None:
-        """`module(...)` will be `around(forward, ...)`. Give a function or a partial of one, not a closure
-        over modules: see Around."""
-        self.set(module, "forward", Around(module.forward, around), where, what)
+    def wrap_forward(self, module: nn.Module, wrapper: Callable[..., Any], where: str, what: str) -> None:
+        """`module(...)` becomes `wrapper(forward, ...)`. Give a function or a partial of one, not a closure
+        over modules: see WrappedForward."""
+        self.set(module, "forward", WrappedForward(module.forward, wrapper), where, what)
 
-    def keep(self, handle: Removable, where: str, what: str) -> None:
-        """A hook that was registered."""
-        self.did(where, what, handle.remove)
+    def add_hook(self, handle: Removable, where: str, what: str) -> None:
+        """Record a hook that was registered."""
+        self.record(where, what, handle.remove)
 
-    def did(self, where: str, what: str, undo: Callable[[], None], check: Check | None = None) -> None:
-        """Anything else that was changed, how to undo it, and what raises where that cannot be."""
+    def record(self, where: str, what: str, undo: Callable[[], None], check: Check | None = None) -> None:
+        """Record any other change: how to undo it, and a check that raises where that is impossible."""
         self.changes.append(Change(self._fix, where, what))
-        self._undoing.append((undo, check))
+        self._undo_steps.append((undo, check))
 
     def undo(self, mark: Mark | None = None) -> None:
-        """Everything, or what came after the mark; nothing at all where some of it cannot be."""
-        to = mark or Mark(0, 0, 0)
-        asked: set[tuple[int, str]] = set()
-        for _, check in reversed(self._undoing if mark is None else []):
-            if check is not None:
-                check(asked)
-        while len(self._undoing) > to.undoing:
-            self._undoing.pop()[0]()
-        del self.changes[to.changes :], self.uses[to.uses :]
+        """Undo everything, or what came after the mark. Nothing is undone if some of it cannot be."""
+        if mark is None:
+            mark = Mark(0, 0, 0)
+            checked: set[tuple[int, str]] = set()
+            for _, check in reversed(self._undo_steps):
+                if check is not None:
+                    check(checked)
+        while len(self._undo_steps) > mark.undo_steps:
+            self._undo_steps.pop()[0]()
+        del self.changes[mark.changes :], self.uses[mark.uses :]
 
 
-class Mark:
-    """A moment in a journal."""
-
-    def __init__(self, uses: int, changes: int, undoing: int) -> None:
-        self.uses, self.changes, self.undoing = uses, changes, undoing
-
-
-def _copied(uses: tuple[FixUse, ...], changes: tuple[Change, ...]) -> Journal:
-    made = Journal()
-    made.uses, made.changes, made.is_a_copy = list(uses), list(changes), True
-    return made
+def _copied_journal(uses: tuple[FixUse, ...], changes: tuple[Change, ...]) -> Journal:
+    journal = Journal()
+    journal.uses, journal.changes, journal.is_copy = list(uses), list(changes), True
+    return journal
 
 
-def _brought_along(before: Any, now: Any) -> Any:
-    """A tensor that was put aside, where its stand-in is now: the model may have been moved meanwhile."""
+def _moved_like(before: Any, now: Any) -> Any:
+    """A tensor that a fix replaced, on the device and in the dtype of its replacement."""
     if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
         dtype = now.dtype if before.is_floating_point() and now.is_floating_point() else before.dtype
         if (before.device, before.dtype) != (now.device, dtype):
@@ -132,10 +135,10 @@ def _brought_along(before: Any, now: Any) -> Any:
     return before
 
 
-def _slots(owner: Any, name: str) -> dict[str, Any]:
-    """The dictionary that holds the attribute. Setting it there keeps its place among the others."""
+def _attributes(owner: Any, name: str) -> dict[str, Any]:
+    """The dictionary that holds the attribute. Setting it there keeps its position among the others."""
     if isinstance(owner, nn.Module):
-        for slots in (owner._parameters, owner._buffers, owner._modules):
-            if name in slots:
-                return slots  # type: ignore[return-value]
+        for attributes in (owner._parameters, owner._buffers, owner._modules):
+            if name in attributes:
+                return attributes  # type: ignore[return-value]
     return vars(owner)

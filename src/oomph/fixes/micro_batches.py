@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from oomph.errors import UserError
 from oomph.fixes.batches import batch_of
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.prediction import built
 from oomph.workload import MicroBatches, Workload, rows_of
 
@@ -38,21 +38,21 @@ class MicroBatching(Fix):
     kind = "exact"
     changes = "The batch goes through the model in parts, whose gradients add up to those of the whole."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        workload, batch = patient.workload, batch_of(patient.workload)
-        if workload.micro_batches is not None or _batch_statistics(patient.model) is not None:
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        workload, batch = context.workload, batch_of(context.workload)
+        if workload.micro_batches is not None or _batch_statistics(context.model) is not None:
             return
         try:
             rows = rows_of(batch)
         except UserError:
             return
-        shifted = shifts_labels(patient.model)
-        note = "; ".join([_ASSUMES, *([_SHIFTED] if shifted else []), _UNSEEN, *_remarks(patient.model)])
+        shifted = shifts_labels(context.model)
+        note = "; ".join([_ASSUMES, *([_SHIFTED] if shifted else []), _UNSEEN, *_remarks(context.model)])
         condition = _condition(batch)
         parts = 2
         while parts <= rows:
             if rows % parts == 0:
-                yield Place(("batch",), {"parts": parts, "shifted": shifted}, note, condition)
+                yield Target(("batch",), {"parts": parts, "shifted": shifted}, note, condition)
             parts *= 2
 
     def change_workload(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import is_plain_linear
+from oomph.fixes.modules import is_plain_linear
 from oomph.nn.mlp import GatedMLP, TiledMLP
 from oomph.ops.common import no_compile
 from oomph.ops.mlp import MLPWeights, tiled_mlp

@@ -10,11 +10,11 @@ from functools import partial
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import Named, module_at, repeated_inside
 from oomph.fixes.deferral.quiet_calls import QuietCalls
-from oomph.fixes.fix import Fix, Patient, Place
-from oomph.fixes.journal import Around, Journal
+from oomph.fixes.journal import Journal, WrappedForward
+from oomph.fixes.modules import NamedModule, module_at, repeated_submodules
 from oomph.fixes.outer_products import without_deltas
+from oomph.fixes.registry import Fix, FixContext, Target
 
 _PRODUCT = re.compile(r"einsum|unsqueeze|None\]|bmm|matmul|outer|@ ")
 
@@ -24,13 +24,13 @@ class ModulatedLinear(Fix):
     kind = "exact"
     changes = "Weights that differ per token by a low-rank delta are applied without making the deltas."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
+    def targets(self, context: FixContext) -> Iterable[Target]:
         """Where something at the peak is a weight's matrix, many times."""
-        weights = {tuple(one.shape) for one in patient.model.parameters() if one.dim() == 2}
+        weights = {tuple(one.shape) for one in context.model.parameters() if one.dim() == 2}
         weights |= {shape[::-1] for shape in weights}
         made_in = {
             alive.allocation.module
-            for alive in patient.prediction.at_peak
+            for alive in context.prediction.at_peak
             if len(alive.allocation.shape) > 2
             and alive.allocation.kind in ("activation", "temporary")
             and _rank_two_up(alive.allocation.shape, weights)
@@ -40,8 +40,8 @@ class ModulatedLinear(Fix):
         outermost = [
             name for name in callers if not any(_is_inside(name, other) for other in callers if other != name)
         ]
-        if outermost and not any(_is_fixed(patient.model.get_submodule(name)) for name in outermost):
-            yield Place(tuple(sorted(made_in)), {"modules": outermost})
+        if outermost and not any(_is_fixed(context.model.get_submodule(name)) for name in outermost):
+            yield Target(tuple(sorted(made_in)), {"modules": outermost})
 
     def change_model(
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
@@ -55,8 +55,8 @@ class ModulatedLinear(Fix):
         for name in [""] if modules is None else modules:
             whole = module_at(model, name, self.name)
             # Modules inside as well: a checkpoint calls them again by themselves, and must find the same.
-            products = [Named(*one) for one in whole.named_modules() if _may_make_deltas(one[1])]
-            for own, module in [Named("", whole), *repeated_inside(whole), *products]:
+            products = [NamedModule(*one) for one in whole.named_modules() if _may_make_deltas(one[1])]
+            for own, module in [NamedModule("", whole), *repeated_submodules(whole), *products]:
                 if id(module) in wrapped or not _has_code(module):
                     continue
                 wrapped.add(id(module))
@@ -94,7 +94,7 @@ def _is_inside(name: str, other: str) -> bool:
 
 def _is_fixed(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
-    while isinstance(forward, Around):
+    while isinstance(forward, WrappedForward):
         if getattr(forward.around, "func", None) is without_deltas:
             return True
         forward = forward.inner

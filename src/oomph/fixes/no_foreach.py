@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.optimizers.conversion import is_fused, kind_of, optimizer_of, with_converted_optimizer
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 
@@ -21,10 +21,10 @@ class NoForeach(Fix):
         "The optimizer goes parameter by parameter, so that its temporaries are one parameter's; slower."
     )
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        optimizer = optimizer_of(patient)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        optimizer = optimizer_of(context)
         if optimizer is not None and not is_fused(optimizer) and _why_not(optimizer) is None:
-            yield Place(("optimizer",), {}, "many small kernels: slow where parameters are many and small")
+            yield Target(("optimizer",), {}, "many small kernels: slow where parameters are many and small")
 
     def change_workload(self, workload: Workload, *_: Any) -> Workload:
         return with_converted_optimizer(workload, self.name, partial(_one_by_one, fix=self.name))

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, ClassVar
 
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.optimizers.compact import compact, why_not
 from oomph.fixes.optimizers.conversion import optimizer_of, with_converted_optimizer
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 
@@ -28,10 +28,10 @@ class Optimizer8Bit(Fix):
         "no_foreach": "the 8-bit step goes parameter by parameter already",
     }
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        optimizer = optimizer_of(patient)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        optimizer = optimizer_of(context)
         if optimizer is not None and why_not(optimizer, sgd=False) is None:
-            yield Place(("optimizer",))
+            yield Target(("optimizer",))
 
     def change_workload(self, workload: Workload, *_: Any) -> Workload:
         convert = partial(compact, fix=self.name, kept="8bit", stochastic=False, sgd=False)

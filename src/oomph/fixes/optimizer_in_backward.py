@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any, ClassVar
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.optimizers.conversion import optimizer_of, with_converted_optimizer
 from oomph.fixes.optimizers.in_backward import check_steps_apart, in_backward
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 
@@ -21,8 +21,8 @@ class OptimizerInBackward(Fix):
         "micro_batches": "a gradient is used and freed before the next part would be added to it"
     }
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        workload, optimizer = patient.workload, optimizer_of(patient)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        workload, optimizer = context.workload, optimizer_of(context)
         if optimizer is None or workload.accumulate > 1 or workload.micro_batches is not None:
             return
         try:
@@ -30,7 +30,7 @@ class OptimizerInBackward(Fix):
         except UserError:
             return
         note = "excludes clipping by the global norm and gradient accumulation"
-        yield Place(("optimizer",), {}, note)
+        yield Target(("optimizer",), {}, note)
 
     def change_workload(self, workload: Workload, *_: Any, independent: bool = False) -> Workload:
         """`independent`: the user's word that an optimizer which is not torch's own steps each parameter by

@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 from torch.optim import Optimizer
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.optimizers.compact import Compact
 from oomph.fixes.optimizers.conversion import kind_of, optimizer_of, with_converted_optimizer
 from oomph.fixes.optimizers.in_backward import check_steps_apart
 from oomph.fixes.optimizers.on_host import OnHost
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.units import MiB, parse_bytes
 from oomph.workload import Workload
 
 
-class OptimizerOffload(Fix):
-    name = "optimizer_offload"
+class OptimizerCPUOffload(Fix):
+    name = "optimizer_cpu_offload"
     kind = "exact"
     changes = (
         "The optimizer's state stays in host memory: gradients go there, and updated parameters come back."
@@ -32,10 +32,10 @@ class OptimizerOffload(Fix):
         "no_foreach": "the step runs on the host, parameter by parameter",
     }
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        optimizer = optimizer_of(patient)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        optimizer = optimizer_of(context)
         if optimizer is not None and _why_not(optimizer, self.name, independent=False) is None:
-            yield Place(
+            yield Target(
                 ("optimizer",), {}, "the GPU waits for the step on the host, whose speed is only estimated"
             )
 

@@ -11,11 +11,17 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import blocks, names_option
-from oomph.fixes.chosen_blocks import blocks_at, no_blocks_found, recomputes_itself, refuse_own_checkpointing
-from oomph.fixes.configs import switch_off_cache
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
+from oomph.fixes.modules import (
+    blocks,
+    blocks_at,
+    disable_kv_cache,
+    names_option,
+    no_blocks_error,
+    own_checkpointing,
+    refuse_own_checkpointing,
+)
+from oomph.fixes.registry import Fix, FixContext, Target
 
 aten = torch.ops.aten
 KEEP = ("nothing", "products")
@@ -33,21 +39,21 @@ _PRODUCTS = {
 }
 
 
-class Recompute(Fix):
-    name = "recompute"
+class ActivationCheckpointing(Fix):
+    name = "activation_checkpointing"
     kind = "exact"
     changes = "Blocks keep only their inputs for backward and run forward a second time there."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        groups = blocks(patient.model)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        groups = blocks(context.model)
         names = tuple(name for group in groups for name, _ in group)
-        if not names or recomputes_itself(patient.model) is not None:
+        if not names or own_checkpointing(context.model) is not None:
             return
-        yield Place(names, {"keep": "nothing"})
-        yield Place(names, {"keep": "products"}, "keeps the results of matrix products and attention")
+        yield Target(names, {"keep": "nothing"})
+        yield Target(names, {"keep": "products"}, "keeps the results of matrix products and attention")
         every_second = tuple(name for group in groups for name, _ in group[::2])
         if len(names) > 2:
-            yield Place(every_second, {"blocks": list(every_second)}, "every second block")
+            yield Target(every_second, {"blocks": list(every_second)}, "every second block")
 
     def change_model(
         self,
@@ -60,15 +66,17 @@ class Recompute(Fix):
         """`blocks`: names of modules ("layers.*.mlp" is one in each layer); by default every repeated block.
         `keep`: "nothing", or "products"."""
         if keep not in KEEP:
-            raise UserError(f"fix 'recompute': keep={keep!r} is not valid; valid: {', '.join(KEEP)}")
+            raise UserError(
+                f"fix 'activation_checkpointing': keep={keep!r} is not valid; valid: {', '.join(KEEP)}"
+            )
         refuse_own_checkpointing(model, self.name)
         names = _all_blocks(model) if blocks is None else names_option(self.name, "blocks", blocks)
         if not names:
-            raise no_blocks_found(model, self.name)
+            raise no_blocks_error(model, self.name)
         around = partial(_recomputed, keep=keep)
         for name, module in blocks_at(model, names, self.name).items():
             journal.wrap_forward(module, around, name, "recomputed in backward")
-        switch_off_cache(model, journal, "recomputation would fill it a second time")
+        disable_kv_cache(model, journal, "recomputation would fill it a second time")
 
 
 def _all_blocks(model: nn.Module) -> list[str]:

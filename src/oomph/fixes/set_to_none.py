@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.optimizers.conversion import parameters_of, with_converted_optimizer
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.records import Prediction
 from oomph.workload import Workload
 
@@ -19,12 +19,12 @@ class SetToNone(Fix):
     kind = "exact"
     changes = "optimizer.zero_grad() frees the gradients instead of filling them with zeros."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        optimizer = patient.workload.optimizer
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        optimizer = context.workload.optimizer
         if optimizer is None or getattr(optimizer, "gradients_must_stay", False):
             return
-        if _gradients_left(patient.prediction):
-            yield Place(
+        if _gradients_left(context.prediction):
+            yield Target(
                 ("optimizer",), {}, "a parameter without gradient in a step is then not updated in it"
             )
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import Named, blocks, has_data
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
+from oomph.fixes.modules import NamedModule, blocks, has_data
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.records import Proposal
 from oomph.units import format_bytes
 
@@ -26,30 +26,30 @@ _SHARDED = ("parameters", "gradients", "optimizer state")
 _PROPOSED = (2, 8)
 
 
-class Shard(Fix):
-    name = "shard"
+class FSDP2(Fix):
+    name = "fsdp2"
     kind = "exact"
     changes = "Parameters, gradients and optimizer state are spread over the ranks by FSDP2."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        if _is_sharded(patient.model):
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if _is_sharded(context.model):
             return
-        names = tuple(name for group in blocks(patient.model) for name, _ in group)
+        names = tuple(name for group in blocks(context.model) for name, _ in group)
         if names:
             for ranks in _PROPOSED:
-                yield Place(names, {"ranks": ranks})
+                yield Target(names, {"ranks": ranks})
 
-    def found(self, patient: Patient) -> list[Proposal]:
+    def proposals(self, context: FixContext) -> list[Proposal]:
         """With a saving by arithmetic: there is no other rank here to predict with."""
-        held = sum(size for stage, size in patient.prediction.by_stage() if stage in _SHARDED)
-        gathered = 2 * _largest_block(patient.model)  # the block that runs, and the next one, on its way
-        proposals = []
-        for proposal in super().found(patient):
+        held = sum(size for stage, size in context.prediction.by_stage() if stage in _SHARDED)
+        gathered = 2 * _largest_block(context.model)  # the block that runs, and the next one, on its way
+        found = []
+        for proposal in super().proposals(context):
             ranks = proposal.options["ranks"]
             saving = held - held // ranks - gathered
             note = f"computed: 1/{ranks} of {format_bytes(held)} stays on a rank"
-            proposals.append(replace(proposal, saving=saving, note=note))
-        return proposals
+            found.append(replace(proposal, saving=saving, note=note))
+        return found
 
     def change_model(
         self,
@@ -91,15 +91,15 @@ def _shard(model: nn.Module, journal: Journal, reshard_after_forward: bool) -> N
     from torch.distributed.fsdp import fully_shard
 
     whole = _Whole(model)
-    journal.did("", f"parameters over {dist.get_world_size()} ranks", whole.restore)
+    journal.record("", f"parameters over {dist.get_world_size()} ranks", whole.restore)
     for name, block in _with_own_parameters(blocks(model)):
         fully_shard(block, reshard_after_forward=reshard_after_forward)
-        journal.did(name, "gathers its parameters when it runs", _nothing)
+        journal.record(name, "gathers its parameters when it runs", _nothing)
     fully_shard(model, reshard_after_forward=reshard_after_forward)
     whole.let_go()
 
 
-def _with_own_parameters(groups: list[list[Named]]) -> list[Named]:
+def _with_own_parameters(groups: list[list[NamedModule]]) -> list[NamedModule]:
     """A parameter of two blocks cannot be gathered with either; such blocks are left to the whole model."""
     members = [member for group in groups for member in group]
     owners = Counter(id(each) for member in members for each in member.module.parameters())

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import has_data, names_option
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
+from oomph.fixes.modules import has_data, names_option
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.units import MiB, format_bytes
 
 _SMALLEST = 512  # bytes: what the smallest block takes
@@ -50,8 +50,8 @@ class SharedBuffers(Fix):
     kind = "exact"
     changes = "Buffers with the same values in several layers (masks, RoPE tables) become one tensor."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        groups = _groups(patient.model, None)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        groups = _groups(context.model, None)
         saved = sum(_bytes_of(group[0].tensor) * (len(group) - 1) for group in groups)
         if saved < _WORTH_PROPOSING:
             return
@@ -59,7 +59,7 @@ class SharedBuffers(Fix):
         note = f"{format_bytes(saved)} of buffers are copies"
         if unseen:
             note += f"; {', '.join(sorted(set(unseen)))}: assumed equal here, compared when applied"
-        yield Place(tuple(owner.full_name for group in groups for owner in group), note=note)
+        yield Target(tuple(owner.full_name for group in groups for owner in group), note=note)
 
     def change_model(
         self, model: nn.Module, journal: Journal, *, buffers: Sequence[str] | None = None
@@ -79,7 +79,7 @@ class SharedBuffers(Fix):
             shared.append((first.full_name, first.module, first.buffer))
         names_of = tuple(tuple(owner.full_name for owner in group) for group in groups)
         handle = model.register_load_state_dict_pre_hook(partial(_differ, groups=names_of))
-        journal.keep(handle, "", "sees that loaded state does not tell shared buffers apart")
+        journal.add_hook(handle, "", "sees that loaded state does not tell shared buffers apart")
         # Moving a model makes a new tensor of every buffer; of a shared one it must be one.
         journal.set(model, "_apply", partial(_move_shared_once, model), "", "moves shared buffers once")
         journal.wrap_forward(
@@ -226,7 +226,7 @@ def _share(owner: _Owner, shared: torch.Tensor, journal: Journal, first: str) ->
         else:  # the model was moved since: a tensor of its own, where the model is now
             buffers[name] = own.to(now.device, now.dtype) if has_data(own) else now.clone()
 
-    journal.did(owner.full_name, f"is the same tensor as {first}", undo)
+    journal.record(owner.full_name, f"is the same tensor as {first}", undo)
 
 
 def _move_shared_once(model: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:

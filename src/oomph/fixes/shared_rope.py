@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import Named, enclosing, module_at, names_option
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
+from oomph.fixes.modules import NamedModule, common_parent, module_at, names_option
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.fixes.shared_buffers import same_settings_and_buffers
 
 _ROTARY = re.compile(r"rotary|rope(?![a-z])|rope(emb|cache)", re.IGNORECASE)
@@ -37,21 +37,21 @@ _LIKE_ANOTHER = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"
 _SELECTIVE = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
 
 
-class SharedRope(Fix):
-    name = "shared_rope"
+class SharedRotaryEmbedding(Fix):
+    name = "shared_rotary_embedding"
     kind = "exact"
     changes = "Rotary cosines and sines are computed by the first layer and used by all."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        at_peak = {alive.allocation.module for alive in patient.prediction.at_peak}
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        at_peak = {alive.allocation.module for alive in context.prediction.at_peak}
         names = [
             name
-            for group in _groups(patient.model, _rotary_modules(patient.model))
+            for group in _groups(context.model, _rotary_modules(context.model))
             for name, _ in group
             if any(other in at_peak for other, _ in group[1:])
         ]
         if names:
-            yield Place(tuple(names))
+            yield Target(tuple(names))
 
     def change_model(
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
@@ -62,7 +62,7 @@ class SharedRope(Fix):
         else:
             names = names_option(self.name, "modules", modules)
             named = {module_at(model, name, self.name): name for name in names}  # a shared one once
-            chosen = [Named(name, module) for module, name in named.items()]
+            chosen = [NamedModule(name, module) for module, name in named.items()]
             for name, module in chosen:
                 if next(module.parameters(), None) is not None:
                     raise UserError(f"fix {self.name!r}: {name!r} has parameters, so its results differ")
@@ -70,7 +70,7 @@ class SharedRope(Fix):
         if not groups:
             raise UserError(f"fix {self.name!r}: the model has no two rotary modules that are equal")
         for group in groups:
-            around = enclosing(model, [name for name, _ in group])
+            around = common_parent(model, [name for name, _ in group])
             results = Results()
             journal.wrap_forward(
                 around.module, partial(_opened, results=results), around.name, "shares rotary results"
@@ -80,10 +80,10 @@ class SharedRope(Fix):
                 journal.wrap_forward(module, partial(_shared, results=results), name, what)
 
 
-def _rotary_modules(model: nn.Module) -> list[Named]:
+def _rotary_modules(model: nn.Module) -> list[NamedModule]:
     """Without parameters and parts: nothing but positions can tell their results apart."""
     return [
-        Named(name, module)
+        NamedModule(name, module)
         for name, module in model.named_modules()
         if _ROTARY.search(type(module).__name__)
         and next(module.parameters(), None) is None
@@ -91,8 +91,8 @@ def _rotary_modules(model: nn.Module) -> list[Named]:
     ]
 
 
-def _groups(model: nn.Module, modules: Sequence[Named]) -> list[list[Named]]:
-    groups: list[list[Named]] = []
+def _groups(model: nn.Module, modules: Sequence[NamedModule]) -> list[list[NamedModule]]:
+    groups: list[list[NamedModule]] = []
     for one in modules:
         for group in groups:
             if same_settings_and_buffers(group[0].module, one.module):

@@ -11,7 +11,7 @@ import torch
 
 from oomph.errors import UserError
 from oomph.fixes.batches import Changed, batch_of, check_smaller, size_named, tensors_of
-from oomph.fixes.fix import Fix, Patient, Place
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 _USUAL = (
@@ -25,10 +25,10 @@ class ShorterSequence(Fix):
     kind = "training"
     changes = "Sequences are cut: the model sees fewer tokens a step, and no dependence longer than they are."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        _, now = _length(patient.workload, None)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        _, now = _length(context.workload, None)
         if now is not None and now >= 16:
-            yield Place(("batch",), {"value": now // 2}, f"{now // 2} tokens instead of {now}")
+            yield Target(("batch",), {"value": now // 2}, f"{now // 2} tokens instead of {now}")
 
     def change_workload(
         self, workload: Workload, *_: Any, size: str | None = None, value: int | None = None

@@ -11,7 +11,7 @@ import torch
 
 from oomph.errors import UserError
 from oomph.fixes.batches import Changed, batch_of, check_smaller, size_named
-from oomph.fixes.fix import Fix, Patient, Place
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload, rows_of
 
 _USUAL = ("b", "bs", "batch", "batch_size", "rows", "n", "examples", "samples", "images")
@@ -22,10 +22,10 @@ class SmallerBatch(Fix):
     kind = "training"
     changes = "The batch has fewer rows: gradients are noisier, and the learning rate may have to follow."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        _, now = _rows(patient.workload, None)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        _, now = _rows(context.workload, None)
         if now is not None and now >= 2:
-            yield Place(("batch",), {"value": now // 2}, f"{now // 2} rows instead of {now}")
+            yield Target(("batch",), {"value": now // 2}, f"{now // 2} rows instead of {now}")
 
     def change_workload(
         self, workload: Workload, *_: Any, size: str | None = None, value: int | None = None

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.optimizers.compact import Compact, compact, why_not
 from oomph.fixes.optimizers.conversion import optimizer_of, with_converted_optimizer
 from oomph.fixes.precision import lacks_bfloat16
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 KEPT = ("bfloat16", "float32")
@@ -32,17 +32,17 @@ class StochasticRounding(Fix):
         "autocast": "the parameters are bfloat16, so there is nothing to cast",
     }
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        optimizer = optimizer_of(patient)
-        if lacks_bfloat16(patient) or optimizer is None:
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        optimizer = optimizer_of(context)
+        if lacks_bfloat16(context) or optimizer is None:
             return
         if isinstance(optimizer, Compact) and optimizer.stochastic:
             return
         if isinstance(optimizer, Compact):
-            yield Place(("optimizer",), {}, "the state stays as it is kept now")
+            yield Target(("optimizer",), {}, "the state stays as it is kept now")
         elif why_not(optimizer, sgd=True) is None:
-            yield Place(("optimizer",), {"state": "bfloat16"})
-            yield Place(("optimizer",), {"state": "float32"}, "the optimizer's averages stay float32")
+            yield Target(("optimizer",), {"state": "bfloat16"})
+            yield Target(("optimizer",), {"state": "float32"}, "the optimizer's averages stay float32")
 
     def change_workload(self, workload: Workload, *_: Any, state: str = "bfloat16") -> Workload:
         """`state`: what averages and momentum are kept in; 8-bit ones stay so."""

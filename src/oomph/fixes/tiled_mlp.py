@@ -11,9 +11,9 @@ from torch import nn
 
 from oomph.errors import ArgumentError, UserError
 from oomph.fixes import mlps
-from oomph.fixes.anatomy import module_at, names_option
-from oomph.fixes.fix import Fix, Patient, Place
-from oomph.fixes.journal import Around, Journal
+from oomph.fixes.journal import Journal, WrappedForward
+from oomph.fixes.modules import module_at, names_option
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops.mlp.tiled import check_options
 from oomph.units import counted
 
@@ -23,11 +23,11 @@ class TiledMLP(Fix):
     kind = "exact"
     changes = "MLPs run a few thousand tokens at a time, in forward and again in backward."
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        found = mlps.mlps(patient.model)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        found = mlps.mlps(context.model)
         names = [one.name for one in found if mlps.why_not(one) is None]
         if names:
-            yield Place(tuple(names), {} if len(names) == len(found) else {"modules": names})
+            yield Target(tuple(names), {} if len(names) == len(found) else {"modules": names})
 
     def change_model(
         self,
@@ -66,7 +66,7 @@ class TiledMLP(Fix):
         )
         for mlp in found:
             inner = getattr(mlp.module, mlp.method)
-            journal.set(mlp.module, mlp.method, Around(inner, around), mlp.name, f"tiled: {size}")
+            journal.set(mlp.module, mlp.method, WrappedForward(inner, around), mlp.name, f"tiled: {size}")
 
 
 def _tiled(

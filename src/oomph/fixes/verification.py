@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from oomph.errors import UserError
-from oomph.fixes.applying import Fixes, apply, uses_of
-from oomph.fixes.catalogue import find
+from oomph.fixes.application import Fixes, apply, uses_of
+from oomph.fixes.registry import find
 from oomph.prediction import built
 from oomph.records import Difference, FixKind, Verification
 from oomph.units import GiB

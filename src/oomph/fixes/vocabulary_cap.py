@@ -11,32 +11,31 @@ import torch
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.anatomy import is_plain_linear
 from oomph.fixes.batches import Changed
-from oomph.fixes.configs import give_own_configs
-from oomph.fixes.fix import Fix, Patient, Place
 from oomph.fixes.journal import Journal
+from oomph.fixes.modules import copy_configs, is_plain_linear
+from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.workload import Workload
 
 _LEAST = 4096  # words: smaller vocabularies are not worth a proposal
 _ROUND = 64
 
 
-class VocabularyCap(Fix):
-    name = "vocabulary_cap"
+class SmallerVocabulary(Fix):
+    name = "smaller_vocabulary"
     kind = "training"
     changes = (
         "The vocabulary is cut to its first words: rarer ones are read, and learnt, as one unknown word."
     )
 
-    def places(self, patient: Patient) -> Iterable[Place]:
-        size = vocabulary_of(patient.model)
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        size = vocabulary_of(context.model)
         if size is None or size < _LEAST:
             return
         half = -(-size // 2 // _ROUND) * _ROUND
-        where = tuple(dict.fromkeys(matrix.name for matrix in _matrices(patient.model, size)))
+        where = tuple(dict.fromkeys(matrix.name for matrix in _matrices(context.model, size)))
         note = f"{half} words instead of {size}; the tokenizer must put the frequent ones first"
-        yield Place(where, {"size": half}, note)
+        yield Target(where, {"size": half}, note)
 
     def change_workload(self, workload: Workload, *_: Any, size: int, unknown: int = 0) -> Workload:
         """`size`: how many words are left; `unknown`: the token that stands for the others."""
@@ -51,7 +50,7 @@ class VocabularyCap(Fix):
             raise UserError(f"fix {self.name!r}: the model has no embedding with a head of the same size")
         if size >= now:
             raise UserError(f"fix {self.name!r}: size={size} is not valid; the model knows {now} words")
-        give_own_configs(model, journal)
+        copy_configs(model, journal)
         made: dict[int, nn.Parameter] = {}  # tied weights stay tied
         for name, module, attribute in _matrices(model, now):
             own = getattr(module, attribute)

@@ -16,7 +16,7 @@ from oomph.fixes.attention.lazy_masks import StoredMask
 from oomph.fixes.attention.mode import Known
 from oomph.fixes.attention.score_state import version
 from oomph.fixes.attention.triangles import Triangle, after, found_in
-from oomph.fixes.journal import Around, Journal
+from oomph.fixes.journal import Journal, WrappedForward
 from oomph.ops.launch import is_fake
 
 _KNOWN = "_oomph_triangle"  # of a buffer without data: what it would hold
@@ -33,10 +33,10 @@ def drop_stored_masks(module: nn.Module, name: str, journal: Journal) -> None:
         anchor = buffer.new_empty(0)
         journal.set(module, key, anchor, name, f"stored mask {key} {list(buffer.shape)} dropped")
         mask = vars(module)[key] = StoredMask(triangle, module, key)
-        journal.did(name, f"{key} is known to be a triangle", partial(vars(module).pop, key, None))
+        journal.record(name, f"{key} is known to be a triangle", partial(vars(module).pop, key, None))
         if key not in module._non_persistent_buffers_set:
             for method, around in (("_save_to_state_dict", _save), ("_load_from_state_dict", _load)):
-                inside = Around(getattr(module, method), partial(around, mask=mask))
+                inside = WrappedForward(getattr(module, method), partial(around, mask=mask))
                 journal.set(module, method, inside, name, f"{key} stays in checkpoints")
 
 

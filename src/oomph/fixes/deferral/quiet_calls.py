@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from oomph.fixes.journal import Around
+from oomph.fixes.journal import WrappedForward
 
 _MOST = 1000  # kinds that are remembered; where every call is of another, remembering is of no use
 _CONTAINERS = (list, tuple, dict)
@@ -42,7 +42,7 @@ def kind_of(forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     """What a module's call looks like from outside; None where an argument cannot be told from another."""
     if torch.compiler.is_compiling():  # sizes may be symbols there
         return None
-    while isinstance(forward, Around):
+    while isinstance(forward, WrappedForward):
         forward = forward.inner
     training = getattr(getattr(forward, "__self__", None), "training", None)
     kinds: list[Any] = [training, torch.is_grad_enabled(), *kwargs]

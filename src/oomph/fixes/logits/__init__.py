@@ -1,1 +1,1 @@
-"""Logits that are not computed unless they are read: what fix "fused_loss" lets a head return."""
+"""Logits that are not computed unless they are read: what fused_linear_cross_entropy lets a head return."""

@@ -50,8 +50,9 @@ class Source:
         """Computed later must mean computed from the same numbers."""
         if self._versions != self._versions_now():
             raise UserError(
-                "logits of a head with fix 'fused_loss' are used after its input or weight was changed in "
-                "place (by an optimizer's step?); use them before, or keep logits.clone()"
+                "logits of a head with fix 'fused_linear_cross_entropy' are used after its input or "
+                "weight was changed in place (by an optimizer's step?); use them before, or "
+                "keep logits.clone()"
             )
 
     def _versions_now(self) -> tuple[int, ...]:

@@ -176,7 +176,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        refuse_second_derivatives("a head with fix 'fused_loss'", "undo the fix")
+        refuse_second_derivatives("a head with fix 'fused_linear_cross_entropy'", "undo the fix")
         deferred: Later = ctx.deferred
         deferred.source.check_unchanged()
         needed = ctx.needs_input_grad[1:]

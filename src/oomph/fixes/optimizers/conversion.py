@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from oomph.errors import UserError
-from oomph.fixes.fix import Patient
+from oomph.fixes.registry import FixContext
 from oomph.workload import Workload
 
 _STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -68,18 +68,18 @@ def is_fused(optimizer: Optimizer) -> bool:
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
-def optimizer_of(patient: Patient) -> Optimizer | None:
+def optimizer_of(context: FixContext) -> Optimizer | None:
     """The optimizer that the workload makes, over stand-ins for its parameters; None where there is none."""
-    if patient.workload.optimizer is None:
+    if context.workload.optimizer is None:
         return None
     stand_ins = [
         nn.Parameter(
-            torch.empty(p.shape, dtype=dtype_of(patient.workload, p), device="meta"), p.requires_grad
+            torch.empty(p.shape, dtype=dtype_of(context.workload, p), device="meta"), p.requires_grad
         )
-        for p in patient.model.parameters()
+        for p in context.model.parameters()
     ]
     try:
-        return patient.workload.optimizer(iter(stand_ins))
+        return context.workload.optimizer(iter(stand_ins))
     except Exception:  # a factory that needs data, or that fails: the prediction has told what is wrong
         return None
 

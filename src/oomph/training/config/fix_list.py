@@ -13,20 +13,20 @@ from oomph.training.config.training import TrainingConfig
 
 def read_fixes(given: Any, training: TrainingConfig, problems: Problems) -> tuple[FixUse, ...]:
     # Here, so that a file that does not exist is told without waiting for torch.
-    from oomph.fixes import catalogue, uses_of
-    from oomph.fixes.words import parse_fixes
+    from oomph.fixes import uses_of
+    from oomph.fixes.registry import conflict, same_use
 
     listed = [] if given is None else given if isinstance(given, list) else [given]
     uses: list[FixUse] = []
     for number, one in enumerate(listed):
         try:
-            uses += uses_of(parse_fixes([one]) if isinstance(one, str) else [one])
+            uses += uses_of([one])
         except UserError as error:
             problems.add(f"fixes.{number}", f"= {one!r} is not valid; {error}")
-    if training.gradient_checkpointing and not any(use.fix == "recompute" for use in uses):
-        uses.append(FixUse("recompute"))
+    if training.gradient_checkpointing and not any(use.fix == "activation_checkpointing" for use in uses):
+        uses.append(FixUse("activation_checkpointing"))
     for one, other in combinations(uses, 2):
-        if not catalogue.are_the_same(one, other) and (why := catalogue.why_not_both(one, other)):
+        if not same_use(one, other) and (why := conflict(one, other)):
             both = one.fix if one.fix == other.fix else f"{one.fix}.{other.fix}"
             problems.add(f"fixes.{both}", f"cannot be combined; {why}")
     if any(use.fix == "optimizer_in_backward" for use in uses):
@@ -48,10 +48,10 @@ def _check_gradients_are_not_needed(training: TrainingConfig, problems: Problems
 # What a pass does besides starting kernels: reading the generator's state, copying to the host, stepping; and
 # freeing the gradients that a replay adds to.
 _NOT_RECORDED = (
-    "recompute",
-    "offload_activations",
+    "activation_checkpointing",
+    "activation_offloading",
     "optimizer_in_backward",
-    "optimizer_offload",
+    "optimizer_cpu_offload",
     "set_to_none",
 )
 

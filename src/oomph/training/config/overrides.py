@@ -13,7 +13,7 @@ _KEY_AND_VALUE = re.compile(r"([A-Za-z_][A-Za-z0-9_.-]*)=(.*)", re.DOTALL)
 
 
 def is_override(word: str) -> bool:
-    """Whether it is key=value. A fix's options come after a colon: `recompute:keep=products` is none."""
+    """Whether it is key=value. Not so a fix: `activation_checkpointing:keep=products`."""
     return _KEY_AND_VALUE.fullmatch(word) is not None
 
 

@@ -37,7 +37,8 @@ class TrainingConfig(Section):
     warmup: steps until the learning rate is full. min_learning_rate: where the schedule ends, as a share.
     eval_every, save_every: steps; null is at the end only. eval_at_start: of the untrained model too.
     keep: so many checkpoints.
-    device: null is a GPU where there is one, else the CPU. gradient_checkpointing: the fix "recompute".
+    device: null is a GPU where there is one, else the CPU. gradient_checkpointing: the fix
+    "activation_checkpointing".
     on_nan: what a loss that is not finite does. save: false writes no checkpoints at all.
     cuda_graph: record a pass once and replay it; for models so small that starting kernels is most of a step.
     deterministic: the same bits at every run; on a GPU attention's backward does not give them by itself.

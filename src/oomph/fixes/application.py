@@ -1,0 +1,232 @@
+"""Apply fixes to a Workload or a model, undo them in a model, and propose fixes with predicted savings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+from torch import nn
+
+from oomph.errors import OomphError, UserError
+from oomph.fixes.journal import Journal, WrappedForward
+from oomph.fixes.modules import check_can_be_changed
+from oomph.fixes.registry import (
+    FixContext,
+    Fixes,
+    all_fixes,
+    conflict,
+    find,
+    position,
+    same_use,
+    uses_of,
+)
+from oomph.prediction.predict import predict
+from oomph.records import FIX_KINDS, Change, FixKind, FixUse, Prediction, Proposal
+from oomph.workload import Changed, Workload
+
+# The attribute of a model that holds the journal of its fixes: on the instance, so both are freed together.
+_JOURNAL = "_oomph_fixes"
+# Up to this many accumulated batches a step is predicted whole: predicting two and three costs as much.
+_FEW_BATCHES = 5
+
+Progress = Callable[[str, float | None], None]
+
+
+@overload
+def apply(fixes: Fixes, target: Workload) -> Workload: ...
+@overload
+def apply(fixes: Fixes, target: nn.Module) -> tuple[Change, ...]: ...
+def apply(fixes: Fixes, target: Workload | nn.Module) -> Workload | tuple[Change, ...]:
+    """Apply fixes to a Workload, or to a model in place.
+
+    For a Workload, returns a new Workload; the one given stays as it was. For a model, see `apply_to_model`.
+
+    `fixes`: one or several of `"name"`, `"name:option=value"`, proposals, records, `{"fix": name, "options":
+    {...}}`, or a plan. They are applied in the registry's order, whatever the order given. A fix that is
+    already applied is not applied again.
+    """
+    if isinstance(target, nn.Module):
+        return apply_to_model(fixes, target)
+    if not isinstance(target, Workload):
+        raise UserError(f"apply takes fixes and a Workload or a model; {type(target).__name__} was given")
+    workload = target
+    new = _to_apply(uses_of(fixes), workload.fixes)
+    for use in new:
+        workload = find(use.fix).change_workload(workload, **use.options)
+    of_model = tuple(use for use in new if find(use.fix).changes_model)
+    if of_model:
+        workload = replace(workload, model=Changed(workload.model, _ModelChange(of_model)))
+    return replace(workload, fixes=(*workload.fixes, *new)) if new else workload
+
+
+def apply_to_model(fixes: Fixes, model: nn.Module) -> tuple[Change, ...]:
+    """Apply fixes that change a model to this instance, and return what was changed.
+
+    If one fails, the model is restored.
+    """
+    uses = uses_of(fixes)
+    for use in uses:
+        fix = find(use.fix)
+        if not fix.changes_model or fix.only_in_workloads:
+            raise UserError(f"fix {use.fix!r} changes the step, not the model; apply it to a Workload")
+    return _change_model(uses, model)
+
+
+def undo(model: nn.Module) -> None:
+    """Undo every fix in this model. Does nothing for a model without fixes."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"undo takes a model; {type(model).__name__} was given (keep what you gave to apply)")
+    journal = _journal(model)
+    if journal is None:
+        _check_no_other_journal(model)
+        return
+    journal.undo()
+    vars(model).pop(_JOURNAL, None)
+
+
+def changes_in(model: nn.Module) -> tuple[Change, ...]:
+    """What fixes have changed in this model."""
+    journal = _journal(model)
+    return () if journal is None else tuple(journal.changes)
+
+
+@dataclass(frozen=True)
+class _ModelChange:
+    """The model's part of a Workload's fixes, called with the model after it is built."""
+
+    uses: tuple[FixUse, ...]
+
+    def __call__(self, model: nn.Module) -> None:
+        _change_model(self.uses, model)
+
+
+def _change_model(uses: Sequence[FixUse], model: nn.Module) -> tuple[Change, ...]:
+    check_can_be_changed(model)
+    journal = _journal(model)
+    if journal is None:
+        _check_no_other_journal(model)
+        journal = Journal()
+    start = journal.mark()
+    try:
+        for use in _to_apply(uses, journal.uses):
+            journal.begin(use)
+            find(use.fix).change_model(model, journal, **use.options)
+    except BaseException:
+        journal.undo(start)
+        raise
+    if journal.uses:
+        vars(model)[_JOURNAL] = journal
+    return tuple(journal.changes[start.changes :])
+
+
+def _journal(model: nn.Module) -> Journal | None:
+    journal = vars(model).get(_JOURNAL)
+    if journal is not None and journal.is_copy:
+        raise UserError(
+            "the model is a copy of a model with fixes, which cannot be listed or undone in the copy: "
+            "undo them before copying, or copy the model before applying fixes"
+        )
+    return journal
+
+
+def _check_no_other_journal(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(vars(module).get("forward"), WrappedForward) or _JOURNAL in vars(module):
+            raise UserError(
+                f"{name or 'the model'!r} has fixes that were applied to another model, around or inside it; "
+                "apply and undo them there"
+            )
+
+
+def _to_apply(uses: Sequence[FixUse], present: Sequence[FixUse]) -> list[FixUse]:
+    """The uses that are not present yet, in the order of application. UserError where two conflict."""
+    new: list[FixUse] = []
+    for use in sorted(uses, key=lambda use: position(use.fix)):
+        if any(same_use(use, other) for other in (*present, *new)):
+            continue
+        for other in (*present, *new):
+            why = conflict(use, other)
+            if why is not None:
+                raise UserError(why)
+        for other in present:
+            if position(other.fix) > position(use.fix):
+                raise UserError(
+                    f"fix {use.fix!r} has to be applied before {other.fix!r}, which is already applied; "
+                    "apply them in one call"
+                )
+        new.append(use)
+    return new
+
+
+# -------------------------------------------------------------------------------------------- proposals
+
+
+def propose(
+    prediction: Prediction,
+    workload: Workload,
+    *,
+    kinds: Collection[FixKind] = FIX_KINDS,
+    only: Collection[str] = (),
+    progress: Progress | None = None,
+) -> list[Proposal]:
+    """Every fix that lowers the predicted peak, the largest saving first.
+
+    `prediction` is the Workload's own. `only` names fixes; by default all of `kinds` are tried. Each proposal
+    is predicted with the fix applied.
+    """
+    context = FixContext(prediction, workload)
+    candidates = [find(name) for name in only] or [fix for fix in all_fixes() if fix.kind in kinds]
+    found = [
+        proposal
+        for fix in candidates
+        for proposal in fix.proposals(context)
+        if not any(conflict(proposal.use, use) for use in workload.fixes)
+    ]
+    extrapolate = bool(found) and _two_batches_have_the_peak(workload, prediction)
+    proposals = []
+    for number, proposal in enumerate(found):
+        if progress is not None:
+            progress(f"predicting with {proposal.fix}", number / len(found))
+        proposals.append(_with_prediction(proposal, context, extrapolate))
+    useful = [proposal for proposal in proposals if proposal.saving is None or proposal.saving > 0]
+    return sorted(useful, key=lambda proposal: -(proposal.saving or 0))
+
+
+def _with_prediction(proposal: Proposal, context: FixContext, extrapolate: bool) -> Proposal:
+    """The proposal with its peak, saving and slowdown."""
+    before = context.prediction
+    try:
+        fixed = apply(proposal, context.workload)
+        if extrapolate:
+            after = _predict_from_few_batches(fixed, before.gpu, before.limit)
+        else:
+            after = predict(fixed, gpu=before.gpu, max=before.limit)
+    except OomphError as error:
+        note = f"{proposal.note}; not predicted: {error}" if proposal.note else f"not predicted: {error}"
+        return replace(proposal, note=note)
+    slowdown = None
+    if before.step_seconds and after.step_seconds:
+        slowdown = after.step_seconds / before.step_seconds
+    saving = before.peak.reserved - after.peak.reserved
+    return replace(proposal, peak=after.peak, saving=saving, slowdown=slowdown, fits=after.fits)
+
+
+def _two_batches_have_the_peak(workload: Workload, prediction: Prediction) -> bool:
+    """Whether a step of many accumulated batches can be predicted from steps of two and three.
+
+    From the second batch on, a step allocates nothing new, and each batch takes as long as the one before.
+    """
+    if workload.accumulate <= _FEW_BATCHES:
+        return False
+    peak = predict(replace(workload, accumulate=2), gpu=prediction.gpu).peak
+    return (peak.allocated, peak.reserved) == (prediction.peak.allocated, prediction.peak.reserved)
+
+
+def _predict_from_few_batches(workload: Workload, gpu: str | None, limit: int | None) -> Prediction:
+    """The Workload's prediction, with the peak of two accumulated batches and the time of all of them."""
+    two, three = (predict(replace(workload, accumulate=n), gpu=gpu, max=limit) for n in (2, 3))
+    if two.step_seconds is None or three.step_seconds is None:
+        return two
+    each = three.step_seconds - two.step_seconds
+    return replace(two, step_seconds=two.step_seconds + (workload.accumulate - 2) * each)

@@ -1,0 +1,280 @@
+"""Module discovery: a model's repeated blocks, modules by name, and configs of Hugging Face models."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from oomph.errors import UserError
+from oomph.fixes.journal import Journal
+from oomph.torch_internals import FakeTensor
+
+_SUGGESTIONS = 3
+_MOST_OF_A_MODEL = 0.7
+_CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's, timm's
+
+
+class NamedModule(NamedTuple):
+    name: str
+    module: nn.Module
+
+
+def blocks(model: nn.Module) -> list[list[NamedModule]]:
+    """The outermost lists of two or more similar modules with parameters: a transformer's layers.
+
+    A ModuleList may mix classes, with several of each, as in models that alternate attention and state-space
+    layers; unless its members hold such lists themselves. A block that appears several times is listed once.
+    """
+    found: list[list[NamedModule]] = []
+
+    def search(name: str, module: nn.Module, seen: set[int]) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        # Unlike named_children, with repetitions: one block that is called several times is a list, too.
+        children = [
+            NamedModule(_join(name, own), child)
+            for own, child in module._modules.items()
+            if child is not None
+        ]
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            members = [child for child in children if next(child.module.parameters(), None) is not None]
+            each_once = list({id(child.module): child for child in reversed(members)}.values())[::-1]
+            if _are_blocks(members) and len({type(child.module) for child in members}) == 1:
+                found.append(each_once)
+                return
+            if isinstance(module, nn.ModuleList) and _are_blocks(members):
+                before = len(found)
+                for child in children:
+                    search(child.name, child.module, seen)
+                if len(found) == before:
+                    found.append(each_once)
+                return
+        for child in children:
+            search(child.name, child.module, seen)
+
+    search("", model, set())
+    return found
+
+
+def block_names(model: nn.Module) -> list[str]:
+    return [name for group in blocks(model) for name, _ in group]
+
+
+def _are_blocks(members: Sequence[NamedModule]) -> bool:
+    kinds = Counter(type(member.module) for member in members)
+    return bool(kinds) and min(kinds.values()) > 1 and all(_has_children(member.module) for member in members)
+
+
+def _has_children(module: nn.Module) -> bool:
+    """A list of bare Linear or Conv layers is not a list of blocks."""
+    return next(module.children(), None) is not None
+
+
+def repeated_submodules(module: nn.Module) -> list[NamedModule]:
+    """The members of module lists inside a module that have children of their own."""
+    found: dict[int, NamedModule] = {}
+    for name, owner in module.named_modules():
+        if isinstance(owner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            for own, member in owner.named_children():
+                if not isinstance(member, nn.ModuleList | nn.ModuleDict) and _has_children(member):
+                    found.setdefault(id(member), NamedModule(_join(name, own), member))
+    return list(found.values())
+
+
+def common_parent(model: nn.Module, names: Sequence[str]) -> NamedModule:
+    """The innermost module with a forward that contains all these."""
+    paths = [name.split(".") for name in names]
+    common: list[str] = []
+    for parts in zip(*(path[:-1] for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    while common and isinstance(model.get_submodule(".".join(common)), nn.ModuleList | nn.ModuleDict):
+        common.pop()
+    return NamedModule(".".join(common), model.get_submodule(".".join(common)))
+
+
+# --------------------------------------------------------------------------------- modules that users name
+
+
+def names_option(fix: str, option: str, value: object) -> list[str]:
+    """The module names in an option; a single one may be given without a list."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names) or not names:
+        raise UserError(f"fix {fix!r}: {option}={value!r} is not valid; give a list of names of modules")
+    return list(dict.fromkeys(names))
+
+
+def module_at(model: nn.Module, name: str, fix: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise UserError(f"fix {fix!r}: the model has no module {name!r}") from None
+
+
+def name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def blocks_at(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.Module]:
+    """Modules by name. A module that the model lists several times is returned once, by its first name.
+
+    In a name, `*` matches one part between dots: "layers.*.mlp" is the mlp of every layer.
+    """
+    found: dict[str, nn.Module] = {}
+    for name in _expand_wildcards(model, names, fix):
+        module = module_at(model, name, fix)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            member = next(iter(module._modules), "0")
+            raise UserError(
+                f"fix {fix!r}: {name!r} is a {type(module).__name__}, which has no forward; name its "
+                f"members, such as '{name}.{member}'"
+            )
+        found[name_of(model, module)] = module
+    return found
+
+
+def _expand_wildcards(model: nn.Module, names: Sequence[str], fix: str) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        if "*" not in name:
+            found.append(name)
+            continue
+        parts = [re.escape(part).replace(r"\*", "[^.]*") for part in name.split(".")]
+        pattern = re.compile(r"\.".join(parts))
+        matching = [known for known, _ in model.named_modules() if pattern.fullmatch(known)]
+        if not matching:
+            raise UserError(f"fix {fix!r}: the model has no module like {name!r}")
+        found += matching
+    return found
+
+
+def no_blocks_error(model: nn.Module, fix: str) -> UserError:
+    """The error for a model without a list of blocks; suggests modules that can be named instead."""
+    sizes = {
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
+        if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    }
+    total = sum(parameter.numel() for parameter in model.parameters())
+    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
+    with_children = [name for name in largest if _has_children(model.get_submodule(name))]
+    # A module that holds nearly the whole model saves nothing: its recomputation needs the same peak.
+    named = [name for name in with_children if sizes[name] <= _MOST_OF_A_MODEL * total] or with_children
+    shown = (named or largest)[:_SUGGESTIONS]
+    problem = f"fix {fix!r}: no list of blocks found"
+    if not shown:
+        return UserError(f"{problem}, and no module in the model has parameters")
+    listed = ", ".join(shown)
+    if named:
+        return UserError(f"{problem}; name modules, such as blocks={shown[0]} (the largest are {listed})")
+    return UserError(
+        f"{problem}: the model's own forward does the work, and no module in it has children (the largest "
+        f"are {listed}); make the blocks modules of their own"
+    )
+
+
+# ------------------------------------------------------------------------------------ what a module is
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """An nn.Linear and nothing else: not quantised, not parametrized, no adapter, no other fix."""
+    return (
+        type(module) is nn.Linear
+        and is_plain_parameter(module.weight)
+        and not hasattr(module, "parametrizations")
+        and "forward" not in vars(module)
+    )
+
+
+def is_plain_parameter(tensor: object) -> bool:
+    """Of no tensor subclass, except the fake tensor that represents a plain parameter in a prediction."""
+    return type(tensor) is nn.Parameter or (
+        isinstance(tensor, FakeTensor) and isinstance(tensor, nn.Parameter)
+    )
+
+
+def has_data(tensor: torch.Tensor) -> bool:
+    """False in a prediction and on the meta device."""
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def own_checkpointing(model: nn.Module) -> str | None:
+    """The first module whose own activation checkpointing is on, in words; None where there is none."""
+    for name, module in model.named_modules():
+        for flag in _CHECKPOINTING_FLAGS:
+            if getattr(module, flag, False) is True:
+                return f"{name or 'the model'} checkpoints activations by itself ({flag})"
+    return None
+
+
+def refuse_own_checkpointing(model: nn.Module, fix: str) -> None:
+    where = own_checkpointing(model)
+    if where is not None:
+        raise UserError(f"fix {fix!r}: {where}; turn that off and use the fix 'activation_checkpointing'")
+
+
+def check_can_be_changed(model: nn.Module) -> None:
+    """UserError for scripted, compiled, wrapped or sharded models, whose modules cannot be changed."""
+    kind = type(model).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError("the model is scripted by torch.jit, so it cannot be changed; apply fixes before")
+    if kind == "OptimizedModule" or any(m._compiled_call_impl is not None for m in model.modules()):
+        raise UserError("the model is compiled; apply fixes first, then torch.compile the result")
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    for module in model.modules():
+        if isinstance(module, wrappers):
+            kind = type(module).__name__
+            raise UserError(f"the model is wrapped in {kind}; apply fixes to the model inside, then wrap it")
+    if any(type(m).__name__ in ("FullyShardedDataParallel", "DeepSpeedEngine") for m in model.modules()):
+        raise UserError("the model is sharded already; apply fixes to the model before it is sharded")
+
+
+# ------------------------------------------------------------------------------------------- configs
+
+
+def configs(model: nn.Module) -> list[tuple[str, Any]]:
+    """The distinct `config` objects of its modules, named: an encoder and a decoder may have their own."""
+    found: dict[int, tuple[str, Any]] = {}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            found.setdefault(id(config), (_join(name, "config"), config))
+    return list(found.values())
+
+
+def copy_configs(model: nn.Module, journal: Journal) -> None:
+    """Give the model its own config objects: they are often shared with other models and the factory."""
+    memo: dict[int, Any] = {}
+    for name, module in model.named_modules():
+        for attribute, value in list(vars(module).items()):
+            if _is_config(attribute, value):
+                own = copy.deepcopy(value, memo)
+                journal.set(module, attribute, own, name, f"{attribute} is a copy of its own")
+
+
+def _is_config(attribute: str, value: Any) -> bool:
+    """Hugging Face's under any attribute name; of any other class where the attribute is `config`."""
+    if hasattr(value, "_attn_implementation_internal"):
+        return True
+    return attribute == "config" and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module)
+
+
+def disable_kv_cache(model: nn.Module, journal: Journal, why: str) -> None:
+    """Turn off the key-value cache, which Hugging Face models fill by default in training, too."""
+    if any(getattr(config, "use_cache", False) for _, config in configs(model)):
+        copy_configs(model, journal)
+    for where, config in configs(model):
+        if getattr(config, "use_cache", False):
+            journal.set(config, "use_cache", False, where, f"use_cache off: {why}")
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

@@ -1,0 +1,357 @@
+"""The registry of fixes: what a fix is, the order in which fixes are applied, and how users name them.
+
+A fix changes the Workload (its loss, batch, optimizer, precision) or the model that the Workload builds, or
+both. The model is changed after it is built and before it is moved to the device, through a Journal.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from torch import nn
+
+from oomph.errors import UserError, warn_deprecated
+from oomph.fixes.journal import Journal
+from oomph.prediction import built
+from oomph.records import FixKind, FixUse, Prediction, Proposal
+from oomph.workload import Workload
+
+# Modules of oomph.fixes and their classes, in the order in which fixes are applied. Shapes and dtypes change
+# first; then what modules compute; then what is saved for backward (checkpointing encloses the computation,
+# offloading encloses the checkpoint); then batch and optimizer. The last ones do not change the model.
+APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
+    ("fewer_converted_layers", "FewerConvertedLayers"),
+    ("cheaper_mixing", "CheaperMixing"),
+    ("vocabulary_cap", "SmallerVocabulary"),
+    ("smaller_batch", "SmallerBatch"),
+    ("shorter_sequence", "ShorterSequence"),
+    ("bf16_parameters", "BFloat16Parameters"),
+    ("autocast", "Autocast"),
+    ("shared_buffers", "SharedBuffers"),
+    ("shared_rope", "SharedRotaryEmbedding"),
+    ("attention_backend", "AttnImplementation"),
+    ("fused_attention", "FusedAttention"),
+    ("delta_attention", "ChunkwiseKDA"),
+    ("modulated_linear", "ModulatedLinear"),
+    ("tiled_mlp", "TiledMLP"),
+    ("fused_loss", "FusedLinearCrossEntropy"),
+    ("gradients_in_place", "GradientAccumulationFusion"),
+    ("computed_once", "HoistBatchInvariant"),
+    ("recompute", "ActivationCheckpointing"),
+    ("offload_activations", "ActivationOffloading"),
+    ("micro_batches", "MicroBatching"),
+    ("fused_optimizer", "FusedOptimizer"),
+    ("no_foreach", "NoForeach"),
+    ("optimizer_8bit", "Optimizer8Bit"),
+    ("stochastic_rounding", "StochasticRounding"),
+    ("optimizer_in_backward", "OptimizerInBackward"),
+    ("optimizer_offload", "OptimizerCPUOffload"),
+    ("set_to_none", "SetToNone"),
+    ("allocator", "Allocator"),
+    ("shard", "FSDP2"),
+)
+
+OLD_NAMES = {
+    "attention_backend": "attn_implementation",
+    "computed_once": "hoist_batch_invariant",
+    "delta_attention": "chunkwise_kda",
+    "fused_loss": "fused_linear_cross_entropy",
+    "gradients_in_place": "gradient_accumulation_fusion",
+    "offload_activations": "activation_offloading",
+    "optimizer_offload": "optimizer_cpu_offload",
+    "recompute": "activation_checkpointing",
+    "shard": "fsdp2",
+    "shared_rope": "shared_rotary_embedding",
+    "vocabulary_cap": "smaller_vocabulary",
+}
+
+NAMES_ELSEWHERE = {  # fixes -> what other libraries, papers and flags call them
+    "'activation_checkpointing'": (
+        "gradient_checkpointing grad_checkpointing checkpointing checkpoint activation_recomputation "
+        "recomputation remat"
+    ),
+    "'fused_attention' for attention in your own code, or 'attn_implementation' for Hugging Face's": (
+        "flash_attention flash_attention_2 flash_attention_3 flash_attn flash sdpa xformers "
+        "memory_efficient_attention"
+    ),
+    "'micro_batches'": (
+        "gradient_accumulation grad_accumulation gradient_accumulation_steps accumulation accumulate "
+        "microbatching micro_batching"
+    ),
+    "'activation_offloading' for activations, or 'optimizer_cpu_offload' for the optimizer's state": (
+        "cpu_offload cpu_offloading offload offloading"
+    ),
+    "'activation_offloading'": "activation_offload",
+    "'optimizer_cpu_offload'": "offload_optimizer cpu_adam cpu_adamw zero_offload",
+    "'fsdp2'": "fsdp fully_shard zero zero1 zero2 zero3 deepspeed sharding",
+    "'optimizer_8bit'": "8bit_adam adam_8bit adam8bit 8bit_adamw adamw_8bit adamw8bit 8bit_optimizer bnb",
+    "'fused_linear_cross_entropy'": (
+        "liger liger_kernel cut_cross_entropy fused_cross_entropy linear_cross_entropy chunked_loss "
+        "chunked_cross_entropy"
+    ),
+    "'autocast' with float32 parameters, or 'bf16_parameters' without": (
+        "mixed_precision amp bf16 bfloat16 half"
+    ),
+    "'fused_optimizer'": "fused_adam fused_adamw",
+    "'optimizer_in_backward'": "backward_optimizer lomo",
+    "'allocator'": "expandable_segments cuda_alloc_conf pytorch_cuda_alloc_conf",
+}
+
+VALID_FIX = "give name, name:option=value,option=value, or a .json file with rows of `oomph fixes --json`"
+
+
+@dataclass(frozen=True)
+class FixContext:
+    """What a fix reads before it proposes itself."""
+
+    prediction: Prediction
+    workload: Workload
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The workload's model, without data."""
+        return built(self.workload)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a fix applies, and with which options."""
+
+    where: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    condition: str = ""  # of the proposal
+
+
+class Fix:
+    """Base class of the fixes. A subclass overrides `targets`, and `change_workload` or `change_model`."""
+
+    name: ClassVar[str]
+    kind: ClassVar[FixKind]
+    changes: ClassVar[str]  # one sentence for people
+    # Fixes that cannot be combined with this one, and why. One side of a pair is enough.
+    excludes: ClassVar[Mapping[str, str]] = {}
+    # The model is checked or observed only; applied to a model alone, the fix would change nothing.
+    only_in_workloads: ClassVar[bool] = False
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        """Where the fix applies, each with useful options; empty where it does not apply."""
+        return ()
+
+    def change_workload(self, workload: Workload, *_: Any, **options: Any) -> Workload:
+        """Return the Workload with the fix applied, except for what `change_model` changes."""
+        return workload
+
+    def change_model(self, model: nn.Module, journal: Journal, *_: Any, **options: Any) -> None:
+        """Change this instance, through the journal. Raises UserError where a precondition fails."""
+
+    @property
+    def changes_model(self) -> bool:
+        return type(self).change_model is not Fix.change_model
+
+    def proposals(self, context: FixContext) -> list[Proposal]:
+        """Proposals without predicted peak, saving and slowdown; `oomph.fixes.propose` adds those."""
+        return [
+            Proposal(
+                self.name,
+                self.kind,
+                self.changes,
+                target.where,
+                dict(target.options),
+                target.note,
+                condition=target.condition,
+            )
+            for target in self.targets(context)
+        ]
+
+    def with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options, and the defaults of those that are left out."""
+        defaults = {**_defaults(self.change_workload), **_defaults(self.change_model)}
+        complete = {**defaults, **options}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in complete.items()}
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise UserError for an option that does not exist or is missing."""
+        for change in (self.change_workload, self.change_model):
+            parameters = _required_by_option(change)
+            if parameters is None:
+                continue
+            unknown = [name for name in options if name not in parameters]
+            missing = [name for name, required in parameters.items() if required and name not in options]
+            valid = f"its options are {', '.join(parameters)}" if parameters else "it takes none"
+            if unknown:
+                raise UserError(f"fix {self.name!r} has no option {unknown[0]!r}; {valid}")
+            if missing:
+                raise UserError(f"fix {self.name!r} needs the option {missing[0]!r}; {valid}")
+
+
+def _defaults(change: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(change).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+def _required_by_option(change: Callable[..., Any]) -> dict[str, bool] | None:
+    """Keyword arguments, and whether each is required; None for the base class's, which take any."""
+    parameters = inspect.signature(change).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {one.name: one.default is one.empty for one in parameters if one.kind is one.KEYWORD_ONLY}
+
+
+# ------------------------------------------------------------------------------------------- by name
+
+
+@cache
+def all_fixes() -> tuple[Fix, ...]:
+    """Every fix, in the order of application."""
+    classes = (getattr(import_module(f"oomph.fixes.{module}"), name) for module, name in APPLICATION_ORDER)
+    return tuple(each() for each in classes)
+
+
+@cache
+def _by_name() -> dict[str, tuple[int, Fix]]:
+    return {fix.name: (position, fix) for position, fix in enumerate(all_fixes())}
+
+
+def find(name: str) -> Fix:
+    """The fix of that name. An old name works and warns; another library's name gets a hint."""
+    if name in OLD_NAMES:
+        warn_deprecated(f"fix {name!r}", repr(OLD_NAMES[name]))
+        name = OLD_NAMES[name]
+    if name not in _by_name():
+        raise UserError(f"there is no fix {name!r}; {_hint(name)}")
+    return _by_name()[name][1]
+
+
+def _hint(name: str) -> str:
+    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
+    for here, names in NAMES_ELSEWHERE.items():
+        if plain in names.split():
+            return f"here that is {here}"
+    close = difflib.get_close_matches(plain, [*_by_name(), *OLD_NAMES], n=1)
+    if close:
+        return f"did you mean {OLD_NAMES.get(close[0], close[0])!r}?"
+    return f"the fixes are {', '.join(_by_name())}"
+
+
+def position(name: str) -> int:
+    """The fix's place in the order of application."""
+    return _by_name()[find(name).name][0]
+
+
+def same_use(one: FixUse, other: FixUse) -> bool:
+    """Whether both are the same fix with the same options; an option that is left out is its default."""
+    if one.fix != other.fix:
+        return False
+    fix = find(one.fix)
+    return fix.with_defaults(one.options) == fix.with_defaults(other.options)
+
+
+def conflict(one: FixUse, other: FixUse) -> str | None:
+    """Why two uses cannot be combined, in one line; None where they can."""
+    if one.fix == other.fix:
+        return (
+            f"fix {one.fix!r} is already applied with the options {dict(other.options)}, and was given again "
+            f"with {dict(one.options)}; give it once"
+        )
+    for a, b in ((one, other), (other, one)):
+        why = find(a.fix).excludes.get(b.fix)
+        if why is not None:
+            return f"fixes {a.fix!r} and {b.fix!r} cannot be combined: {why}"
+    return None
+
+
+# --------------------------------------------------------------------------------- as users write them
+
+
+class HasFixes(Protocol):
+    """A plan."""
+
+    @property
+    def fixes(self) -> Sequence[FixUse]: ...
+
+
+FixLike = str | FixUse | Proposal | Mapping[str, Any]
+Fixes = FixLike | Iterable[FixLike] | HasFixes
+
+
+def uses_of(fixes: Fixes) -> list[FixUse]:
+    """Fixes and their options, from every form in which they can be given.
+
+    One fix or several, each as `"name"`, `"name:option=value,option=value"`, the path of a .json file with
+    rows of `oomph fixes --json`, a Proposal, a FixUse, or `{"fix": name, "options": {...}}`; or a plan.
+    """
+    if isinstance(fixes, str | FixUse | Proposal | Mapping):
+        fixes = [fixes]
+    elif hasattr(fixes, "fixes"):
+        fixes = fixes.fixes
+    if not isinstance(fixes, Iterable):
+        raise UserError(f"fixes={fixes!r} is not valid; give names, proposals or a plan")
+    return [use for one in fixes for use in _uses_of_one(one)]
+
+
+def _uses_of_one(one: Any) -> list[FixUse]:
+    if isinstance(one, str) and one.endswith(".json"):
+        return [use for row in _rows_of_file(one) for use in _uses_of_one(row)]
+    if isinstance(one, str):
+        use = _parse(one)
+    elif isinstance(one, Proposal):
+        use = one.use
+    elif isinstance(one, FixUse):
+        use = one
+    elif isinstance(one, Mapping) and isinstance(one.get("fix"), str) and "option" not in one:
+        use = FixUse(one["fix"], dict(one.get("options") or {}))  # a row of `oomph fixes --json` has more
+    else:
+        raise UserError(f"a fix is given as {one!r}; {VALID_FIX}, or {{'fix': name, 'options': {{...}}}}")
+    fix = find(use.fix)
+    fix.check_options(use.options)
+    return [use if use.fix == fix.name else FixUse(fix.name, use.options)]
+
+
+def _parse(text: str) -> FixUse:
+    name, _, rest = text.partition(":")
+    name = find(name.strip()).name
+    options: dict[str, Any] = {}
+    for pair in _split_at_commas(rest):
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip().isidentifier():
+            raise UserError(f"fix {text!r}: {pair!r} is not option=value; {VALID_FIX}")
+        try:
+            options[key.strip()] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key.strip()] = value.strip()  # a word without quotes
+    return FixUse(name, options)
+
+
+def _split_at_commas(text: str) -> list[str]:
+    """Split at commas outside brackets."""
+    parts, depth, start = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append(text[start:index])
+            start = index + 1
+    return [part for part in (*parts, text[start:]) if part.strip()]
+
+
+def _rows_of_file(file: str) -> list[Any]:
+    try:
+        content = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise UserError(f"file {file!r} cannot be read: {error.strerror or error}") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"file {file!r} is not JSON: {error}") from None
+    rows = content.get("fixes") if isinstance(content, dict) else content
+    if rows == []:
+        raise UserError(f"file {file!r} holds an empty list; give at least one fix")
+    if not isinstance(rows, list) or not all(isinstance(row, str | dict) for row in rows):
+        raise UserError(f'file {file!r} holds no list of fixes such as [{{"fix": ..., "options": ...}}]')
+    return rows
