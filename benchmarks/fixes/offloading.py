@@ -1,4 +1,4 @@
-"""How much of the copies of `offload_activations` is hidden behind the computation, at a 4B model's sizes.
+"""How much of the copies of `activation_offloading` is hidden behind the computation, at a 4B model's sizes.
 
     python -m benchmarks.fixes.offloading     # on a GPU; results/offload_<gpu>.csv
 
@@ -26,7 +26,10 @@ from oomph.fixes.host_copies.pinned import PinnedPool
 
 WIDTH, HEADS, HIDDEN = 2560, 20, 9728
 CASES = ((8, 8192, 8), (8, 32768, 4), (4, 131072, 2))  # blocks, tokens, rounds
-WAYS = {"without": ["recompute"], "with": ["recompute", "offload_activations"]}
+WAYS = {
+    "without": ["activation_checkpointing"],
+    "with": ["activation_checkpointing", "activation_offloading"],
+}
 BAR = 85.0  # percent
 
 

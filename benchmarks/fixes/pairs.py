@@ -25,9 +25,9 @@ def fix(name: str, **options: Any) -> FixUse:
     return FixUse(name, options)
 
 
-RECOMPUTE, PRODUCTS = fix("recompute"), fix("recompute", keep="products")
-LOSS, OFFLOAD, MLP = fix("fused_loss"), fix("offload_activations"), fix("tiled_mlp")
-HALVES, BACKEND = fix("micro_batches", parts=2), fix("attention_backend")
+RECOMPUTE, PRODUCTS = fix("activation_checkpointing"), fix("activation_checkpointing", keep="products")
+LOSS, OFFLOAD, MLP = fix("fused_linear_cross_entropy"), fix("activation_offloading"), fix("tiled_mlp")
+HALVES, BACKEND = fix("micro_batches", parts=2), fix("attn_implementation")
 FUSED, ONE_BY_ONE, EIGHT = fix("fused_optimizer"), fix("no_foreach"), fix("optimizer_8bit")
 IN_BACKWARD, ROUNDED = fix("optimizer_in_backward"), fix("stochastic_rounding")
 

@@ -83,9 +83,9 @@ def _hatchling() -> list[Entry]:
     small = hatchling.PRESETS["hn_s"]
     return [
         Entry("hatchling hn_xs", "model", "16 x 256", model),
-        Entry("hatchling hn_xs", "model", "16 x 256", model, ("recompute",)),
+        Entry("hatchling hn_xs", "model", "16 x 256", model, ("activation_checkpointing",)),
         Entry("hatchling hn_xs", "naive", "16 x 256", naive),
-        Entry("hatchling hn_xs", "naive", "16 x 256", naive, ("recompute",)),
+        Entry("hatchling hn_xs", "naive", "16 x 256", naive, ("activation_checkpointing",)),
         Entry(
             "hatchling hn_s",
             "model",
@@ -121,7 +121,7 @@ def _pythia() -> list[Entry]:
 
 def _longctx() -> list[Entry]:
     dense, sparse = longctx.PRESETS["4B"], longctx.LongContextConfig.of("4B", "nsa")
-    fixes = ("recompute",)
+    fixes = ("activation_checkpointing",)
 
     def at(tokens: int, build: Callable[[], nn.Module]) -> oomph.Workload:
         return language(build, dense.vocab_size, 1, tokens, dtype="bfloat16")
@@ -134,7 +134,7 @@ def _longctx() -> list[Entry]:
             "naive",
             "1 x 32768",
             at(32_768, lambda: NaiveLongContext(dense, 32_768)),
-            ("recompute",),
+            ("activation_checkpointing",),
         ),
     ]
 
@@ -167,8 +167,15 @@ def _ginr() -> list[Entry]:
     return [
         Entry("ginr self", "model", "64, fp32", image(config.build, 64)),
         Entry("ginr self", "model", "64, autocast", image(config.build, 64, **bf16)),
-        Entry("ginr self", "model", "64, autocast", image(config.build, 64, **bf16), ("recompute",), 6.0),
-        Entry("ginr self", "model", "64, fp32", image(config.build, 64), ("recompute",), 6.0),
+        Entry(
+            "ginr self",
+            "model",
+            "64, autocast",
+            image(config.build, 64, **bf16),
+            ("activation_checkpointing",),
+            6.0,
+        ),
+        Entry("ginr self", "model", "64, fp32", image(config.build, 64), ("activation_checkpointing",), 6.0),
         Entry("ginr self", "naive", "64, fp32", image(lambda: naive_ginr.build(config), 64)),
     ]
 

@@ -117,7 +117,7 @@ def checkpointed(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         if hasattr(model, "gradient_checkpointing_enable"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
-            fixes.apply_to_model(["recompute"], model)
+            fixes.apply_to_model(["activation_checkpointing"], model)
         return model
 
     return built

@@ -38,7 +38,7 @@ _RUNS = (
     Run(
         "hn_xs, recomputed",
         "hn_xs",
-        (*_FIRST_STAGE, "training.steps=50", "training.cuda_graph=false", "fixes=[recompute]"),
+        (*_FIRST_STAGE, "training.steps=50", "training.cuda_graph=false", "fixes=[activation_checkpointing]"),
     ),
     Run(
         "hn_xs naive",

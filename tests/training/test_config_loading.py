@@ -113,15 +113,10 @@ def test_an_override_of_one_way_to_say_it_replaces_the_files_other():
 
 def test_fixes_of_the_file_are_for_its_own_form():
     mapping = {"fixes": ["fused_linear_cross_entropy"], "training": {"gradient_checkpointing": True}}
-    assert [use.fix for use in config(**mapping).fixes] == [
-        "fused_linear_cross_entropy",
-        "activation_checkpointing",
-    ]
+    both = ["fused_linear_cross_entropy", "activation_checkpointing"]
+    assert [use.fix for use in config(**mapping).fixes] == both
     assert [use.fix for use in config(["form=naive"], **mapping).fixes] == ["activation_checkpointing"]
-    assert [use.fix for use in config(form="naive", **mapping).fixes] == [
-        "fused_linear_cross_entropy",
-        "activation_checkpointing",
-    ]
+    assert [use.fix for use in config(form="naive", **mapping).fixes] == both
     assert config(["form=naive", "fixes=no_foreach"], **mapping).fixes[0].fix == "no_foreach"
 
 
