@@ -169,7 +169,7 @@ def test_an_unknown_key_is_told_its_nearest(system, key, hint):
             "training.clip) = 1.0 is not valid; with the fix 'optimizer",
         ),
         (["fixes=optimizer_in_backward", "accumulation=4"], "= 4 is not valid; with the fix 'optimizer_in"),
-        (["fixes=3"], "fixes.0 = 3 is not valid; a fix is given as 3; valid: a name"),
+        (["fixes=3"], "fixes.0 = 3 is not valid; a fix is given as 3; give name"),
         (["model=3"], "model = 3 is not valid; give a mapping of keys"),
         (["lr=.nan"], "give a finite number"),
         (["lr=[1"], "override 'lr=[1' is not valid YAML"),
