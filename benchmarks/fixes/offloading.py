@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from benchmarks import RESULTS
 from benchmarks.accuracy.rows import short_name
 from oomph import fixes
-from oomph.fixes.host_copies.lanes import Lanes
-from oomph.fixes.host_copies.pinned import PinnedPool
+from oomph.fixes.activation_offloading import CopyStreams, PinnedBufferPool
 
 WIDTH, HEADS, HIDDEN = 2560, 20, 9728
 CASES = ((8, 8192, 8), (8, 32768, 4), (4, 131072, 2))  # blocks, tokens, rounds
@@ -86,12 +85,12 @@ def measured(blocks: int, tokens: int, rounds: int) -> Row:
         model = Model(blocks).to(torch.bfloat16)
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     waits: list[float] = []
-    pool: PinnedPool | None = None
+    pool: PinnedBufferPool | None = None
     for number in range(rounds + 1):  # the first is not timed: it pins memory and loads kernels
         for name, uses in WAYS.items():
             fixes.apply_to_model(uses, model)
             if name == "with":
-                copies = model.blocks[0].forward.around.keywords["copies"]
+                copies = model.blocks[0].forward.wrapper.keywords["offloader"]
                 if pool is not None:
                     copies.pool = pool
                 pool = copies.pool
@@ -122,29 +121,29 @@ def measured(blocks: int, tokens: int, rounds: int) -> Row:
 def _step(model: nn.Module, ids: Tensor) -> tuple[float, float]:
     """Milliseconds of forward and backward, and those in which the compute stream waited for copies."""
     waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    wait = Lanes.wait
+    wait = CopyStreams.wait
 
-    def timed(self: Lanes, done: torch.cuda.Event) -> None:
+    def timed(self: CopyStreams, done: torch.cuda.Event) -> None:
         before, after = _event(), _event()
         before.record()
         wait(self, done)
         after.record()
         waits.append((before, after))
 
-    Lanes.wait = timed
+    CopyStreams.wait = timed
     try:
         began, ended = _event(), _event()
         began.record()
         model(ids).square().mean().backward()
         ended.record()
     finally:
-        Lanes.wait = wait
+        CopyStreams.wait = wait
     model.zero_grad()
     torch.cuda.synchronize()
     return began.elapsed_time(ended), sum(before.elapsed_time(after) for before, after in waits)
 
 
-def _copy_ms(tokens: int, pool: PinnedPool) -> float:
+def _copy_ms(tokens: int, pool: PinnedBufferPool) -> float:
     """A block's input to the host and back, by itself: the best of four."""
     data = torch.empty(tokens * WIDTH * 2, dtype=torch.uint8, device="cuda")
     pieces = pool.take(data.numel(), True)

@@ -6,7 +6,8 @@ release moves something. `self_test` names what is missing in one sentence.
 
 from __future__ import annotations
 
+from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["FakeTensor", "get_eval_frame_callback"]
+__all__ = ["FakeTensor", "current_graph_task_id", "get_eval_frame_callback"]

@@ -3,8 +3,6 @@
 import re
 
 import pytest
-from small import TinyLM, seeded
-from torch import nn
 
 from oomph import fixes
 from oomph.errors import UserError
@@ -48,50 +46,3 @@ def test_an_old_name_in_a_record_becomes_the_new_one():
     with pytest.warns(FutureWarning, match="'recompute' is deprecated"):
         uses = fixes.uses_of([{"fix": "recompute", "options": {"keep": "products"}}])
     assert uses == fixes.uses_of("activation_checkpointing:keep=products")
-
-
-class Encoder(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
-
-    def forward(self, x):
-        return self.down(self.up(x).relu())
-
-
-class TwoParts(nn.Module):
-    """No list of blocks; the body holds nearly all there is."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Module()
-        self.body.encoder, self.body.decoder = Encoder(64), Encoder(32)
-        self.head = nn.Linear(8, 2)
-
-
-class Bare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.large, self.small = nn.Linear(64, 64), nn.Linear(8, 8)
-
-
-@pytest.mark.parametrize("fix", ["activation_checkpointing", "activation_offloading"])
-def test_where_no_blocks_are_found_modules_of_the_model_are_named(fix):
-    with pytest.raises(UserError) as told:
-        fixes.apply_to_model(fix, TwoParts())
-    assert str(told.value) == (
-        f"fix {fix!r}: no list of blocks found; name modules, such as blocks=body.encoder "
-        "(the largest are body.encoder, body.decoder)"
-    )
-    with pytest.raises(UserError, match=r"no module in it has children \(the largest are large, small\)"):
-        fixes.apply_to_model(fix, Bare())
-    with pytest.raises(UserError, match="no module in the model has parameters"):
-        fixes.apply_to_model(fix, nn.Identity())
-
-
-def test_what_is_named_can_be_given():
-    changed = fixes.apply_to_model(
-        {"fix": "activation_checkpointing", "options": {"blocks": "body.encoder"}}, TwoParts()
-    )
-    assert [change.where for change in changed] == ["body.encoder"]
-    assert fixes.apply_to_model("activation_checkpointing", seeded(TinyLM))

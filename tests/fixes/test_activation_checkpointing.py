@@ -1,4 +1,4 @@
-"""Recomputation: the same gradients, less memory, and nothing left after undo."""
+"""activation_checkpointing: the same gradients, less memory, exact undo; which modules count as blocks."""
 
 from dataclasses import replace
 
@@ -54,18 +54,12 @@ def test_a_name_may_stand_alone_and_counts_once(names):
     assert [change.where for change in changed] == ["blocks.1"]
 
 
-class OneBlockForAll(TinyLM):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([self.blocks[0]] * 3)
-
-
-def test_a_block_that_is_listed_several_times_is_wrapped_once():
-    model, batch, calls = seeded(OneBlockForAll), tiny_batch("cpu"), []
+@pytest.mark.parametrize("options", [{}, {"blocks": ["blocks.0", "blocks.2"]}])
+def test_a_block_that_is_listed_several_times_is_wrapped_once(options):
+    model, batch, calls = seeded(TinyLM), tiny_batch("cpu"), []
+    model.blocks = torch.nn.ModuleList([model.blocks[0]] * 3)
     before = gradients(model, plain_loss, batch)
-    changed = fixes.apply_to_model(
-        FixUse("activation_checkpointing", {"blocks": ["blocks.0", "blocks.2"]}), model
-    )
+    changed = fixes.apply_to_model(FixUse("activation_checkpointing", options), model)
     assert [change.where for change in changed] == ["blocks.0"]
     model.blocks[0].attention.register_forward_hook(lambda *_: calls.append(1))
     same_gradients(before, gradients(model, plain_loss, batch), 0)
@@ -115,20 +109,46 @@ def test_a_list_with_a_kind_of_its_own_in_it_is_no_list_of_blocks():
     assert blocks(model) == []
 
 
-def test_a_model_that_recomputes_by_itself_is_refused_and_not_proposed():
+def test_a_model_with_its_own_checkpointing_is_refused_and_not_proposed():
     def build():
         model = ARCHITECTURES["Llama"]().model()
         model.gradient_checkpointing_enable()
         return model
 
-    with pytest.raises(
-        UserError,
-        match=r".* checkpoints activations by itself \(gradient_checkpointing\)",
-    ):
-        fixes.apply_to_model("activation_checkpointing", build())
-    work = replace(ARCHITECTURES["Llama"](), model=build)
-    assert not_found("activation_checkpointing", work)
-    assert not_found("activation_offloading", work)
+    for fix in ("activation_checkpointing", "activation_offloading"):
+        with pytest.raises(UserError, match=r"checkpoints activations by itself \(gradient_checkpointing\)"):
+            fixes.apply_to_model(fix, build())
+        assert not_found(fix, replace(ARCHITECTURES["Llama"](), model=build))
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, width), torch.nn.Linear(width, 8)
+
+
+class TwoParts(torch.nn.Module):
+    """No list of blocks; the body holds nearly all parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Module()
+        self.body.encoder, self.body.decoder = Encoder(64), Encoder(32)
+        self.head = torch.nn.Linear(8, 2)
+
+
+@pytest.mark.parametrize("fix", ["activation_checkpointing", "activation_offloading"])
+def test_without_blocks_the_error_suggests_modules(fix):
+    with pytest.raises(UserError, match=r"blocks=body\.encoder \(the largest are body\.encoder, "):
+        fixes.apply_to_model(fix, TwoParts())
+    bare = torch.nn.Module()
+    bare.large, bare.small = torch.nn.Linear(64, 64), torch.nn.Linear(8, 8)
+    with pytest.raises(UserError, match=r"has children \(the largest are large, small\)"):
+        fixes.apply_to_model(fix, bare)
+    with pytest.raises(UserError, match="no module in the model has parameters"):
+        fixes.apply_to_model(fix, torch.nn.Identity())
+    changed = fixes.apply_to_model("activation_checkpointing:blocks=body.encoder", TwoParts())
+    assert [change.where for change in changed] == ["body.encoder"]
 
 
 def test_mistakes_are_told_and_change_nothing():
@@ -145,22 +165,4 @@ def test_mistakes_are_told_and_change_nothing():
             UserError, match=r"fix 'activation_checkpointing': blocks=.* is not valid; give a list"
         ):
             fixes.apply_to_model(FixUse("activation_checkpointing", {"blocks": wrong}), model)
-    with pytest.raises(UserError, match="no list of blocks"):
-        fixes.apply_to_model("activation_checkpointing", torch.nn.Linear(2, 2))
     assert state_of(model) == state
-
-
-def test_one_block_that_is_called_again_and_again_is_found_and_wrapped_once():
-    model, batch = seeded(TinyLM), tiny_batch("cpu")
-    model.blocks = torch.nn.ModuleList([model.blocks[0]] * 3)
-    before = gradients(model, plain_loss, batch)
-    changed = fixes.apply_to_model("activation_checkpointing", model)
-    assert [change.where for change in changed] == ["blocks.0"]
-    same_gradients(before, gradients(model, plain_loss, batch), 0)
-
-
-def test_what_only_a_workload_can_have_is_not_put_into_a_model():
-    with pytest.raises(
-        UserError, match="'micro_batches' changes the step, not the model; apply it to a Workload"
-    ):
-        fixes.apply_to_model("micro_batches", seeded(TinyLM))

@@ -1,4 +1,4 @@
-"""Activation offload: the same gradients, memory that goes and comes at fixed moments, nothing left."""
+"""activation_offloading: the same gradients; memory is freed and allocated at fixed points; undo is exact."""
 
 import copy
 import gc
@@ -14,15 +14,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.host_copies.pinned import PinnedPool, pieces_of
+from oomph.fixes.activation_offloading import PinnedBufferPool
 from oomph.records import FixUse
 from oomph.units import MiB
 
 EVERYTHING = FixUse("activation_offloading", {"smallest": 1})
 
 
-def copies_of(model):
-    return model.blocks[0].forward.around.keywords["copies"]
+def offloader_of(block):
+    return block.forward.wrapper.keywords["offloader"]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -39,19 +39,18 @@ def test_gradients_are_the_same_bit_by_bit_and_undo_restores_the_model(name, oth
     assert state_of(model) == state
 
 
-def test_a_star_stands_for_one_part_of_a_name():
-    model = seeded(TinyLM)
-    use = FixUse("activation_offloading", {"blocks": ["blocks.*.mlp"], "smallest": 1})
-    going = [change.where for change in fixes.apply_to_model(use, model) if "host" in change.what]
-    assert going == ["blocks.0.mlp", "blocks.1.mlp"]  # the last one's are needed at once
-
-
-@pytest.mark.parametrize("blocks", [["blocks.0"], ["blocks.1", "blocks.0"], ["blocks.0.mlp", "blocks.1.mlp"]])
-def test_chosen_modules_alone_are_offloaded(blocks):
+@pytest.mark.parametrize(
+    ("blocks", "offloaded"),
+    [
+        (["blocks.1", "blocks.0"], {"blocks.0", "blocks.1"}),
+        ("blocks.*.mlp", {"blocks.0.mlp", "blocks.1.mlp"}),  # not the last one's
+    ],
+)
+def test_chosen_modules_alone_are_offloaded(blocks, offloaded):
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     before = gradients(model, plain_loss, batch)
     changed = fixes.apply_to_model(FixUse("activation_offloading", {"blocks": blocks, "smallest": 1}), model)
-    assert {change.where for change in changed if "host" in change.what} == set(blocks)
+    assert {change.where for change in changed if "host" in change.what} == offloaded
     same_gradients(before, gradients(model, plain_loss, batch), 0)
 
 
@@ -61,14 +60,10 @@ class OneBlockForAll(TinyLM):
         self.blocks = torch.nn.ModuleList([self.blocks[0]] * 3)
 
 
-@pytest.mark.parametrize(
-    "others", [[], ["activation_checkpointing"]], ids=["alone", "activation_checkpointing"]
-)
-def test_a_block_that_is_listed_several_times_is_offloaded_at_each(others):
+def test_a_block_that_is_listed_several_times_is_offloaded_at_each():
     model, batch = seeded(OneBlockForAll), tiny_batch("cpu")
     before, state = gradients(model, plain_loss, batch), state_of(model)
-    uses = [FixUse(other, {"blocks": "blocks.1"}) for other in others]
-    uses.append(FixUse("activation_offloading", {"blocks": ["blocks.1", "blocks.2"], "smallest": 1}))
+    uses = ["activation_checkpointing", "activation_offloading:blocks=blocks.2,smallest=1"]
     changed = fixes.apply_to_model(uses, model)
     assert {change.where for change in changed} == {"blocks.0"}
     same_gradients(before, gradients(model, plain_loss, batch), 0)
@@ -76,11 +71,11 @@ def test_a_block_that_is_listed_several_times_is_offloaded_at_each(others):
     assert state_of(model) == state
 
 
-def test_with_recompute_only_the_inputs_of_blocks_go():
+def test_with_checkpointing_only_the_inputs_of_blocks_are_copied():
     model, batch = seeded(lambda: TinyLM(layers=5)), tiny_batch("cpu")
     fixes.apply_to_model(["activation_checkpointing", EVERYTHING], model)
     gradients(model, plain_loss, batch)
-    assert copies_of(model).pool.bytes == 4 * MiB  # four inputs in pieces of the least size; the last stays
+    assert offloader_of(model.blocks[0]).pool.bytes == 4 * MiB  # four inputs of 1 MiB buffers
 
 
 def test_a_storage_is_copied_once_and_parameters_never():
@@ -96,11 +91,11 @@ def test_a_storage_is_copied_once_and_parameters_never():
     model = torch.nn.Sequential(*(torch.nn.Sequential(Sliced()) for _ in range(3)))
     fixes.apply_to_model(EVERYTHING, model)
     loss = model(torch.randn(5, 4, requires_grad=True)).sum()
-    copies = model[0].forward.around.keywords["copies"]
+    storages = offloader_of(model[0]).storages
     # Of each of two blocks: x, the storage of q, k and v, and q * k. Not the weight.
-    assert len(copies._kept) == 2 * 3
+    assert len(storages) == 2 * 3
     loss.backward()
-    assert len(copies._kept) == 0
+    assert len(storages) == 0
 
 
 def test_memory_is_freed_when_the_next_block_has_ended():
@@ -129,7 +124,7 @@ def test_a_block_comes_back_when_the_one_after_it_begins_its_backward_or_when_it
         inner = block.norm_2.forward  # runs in forward, and again when backward comes to the block
 
         def tell(x, inner=inner):
-            events.append([kept._on_device is not None for kept in list(copies_of(model)._kept.values())])
+            events.append([each.on_device for each in list(offloader_of(model.blocks[0]).storages.values())])
             return inner(x)
 
         block.norm_2.forward = tell
@@ -143,13 +138,13 @@ def test_host_memory_is_used_again_and_goes_with_the_model():
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     fixes.apply_to_model(EVERYTHING, model)
     gradients(model, plain_loss, batch)
-    made = copies_of(model).pool.bytes
+    made = offloader_of(model.blocks[0]).pool.bytes
     for _ in range(2):
         gradients(model, plain_loss, batch)
     plain_loss(model, batch)  # a forward without a backward gives back what it took
     gradients(model, plain_loss, batch)
-    assert copies_of(model).pool.bytes == made > 0
-    pool = weakref.ref(copies_of(model).pool)
+    assert offloader_of(model.blocks[0]).pool.bytes == made > 0
+    pool = weakref.ref(offloader_of(model.blocks[0]).pool)
     del model
     gc.collect()
     assert pool() is None
@@ -168,7 +163,7 @@ def test_backward_may_run_twice_and_without_gradients_nothing_is_copied():
     fresh = copy.deepcopy(model)
     with torch.no_grad():
         plain_loss(fresh, batch)
-    assert copies_of(fresh).pool.bytes == 0
+    assert offloader_of(fresh.blocks[0]).pool.bytes == 0
 
 
 @pytest.mark.parametrize("twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -178,8 +173,8 @@ def test_a_copy_of_the_model_has_host_memory_of_its_own(twin_of):
     fixes.apply_to_model(EVERYTHING, model)
     twin = twin_of(model)
     same_gradients(before, gradients(twin, plain_loss, batch), 0)
-    assert copies_of(twin).pool.bytes > 0 == copies_of(model).pool.bytes
-    assert copies_of(twin) is twin.blocks[2].forward.around.keywords["copies"]
+    assert offloader_of(twin.blocks[0]).pool.bytes > 0 == offloader_of(model.blocks[0]).pool.bytes
+    assert offloader_of(twin.blocks[0]) is offloader_of(twin.blocks[2])
 
 
 class WritesOver(torch.nn.Module):
@@ -239,11 +234,11 @@ def test_a_model_of_two_blocks_has_nothing_to_offload():
     assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("activation_offloading",)) == []
 
 
-def test_pieces_are_powers_of_two_and_waste_less_than_a_mebibyte():
-    assert pieces_of(640 * MiB) == [512 * MiB, 128 * MiB]
-    assert pieces_of(1) == [MiB]
-    assert pieces_of(3 * MiB + 1) == [4 * MiB]
-    pool = PinnedPool()
+def test_buffers_are_powers_of_two_and_are_used_again():
+    pool = PinnedBufferPool()
+    for size, buffers in ((640 * MiB, [512, 128]), (1, [1]), (3 * MiB + 1, [4])):
+        assert [buffer.numel() // MiB for buffer in pool.take(size, pinned=False)] == buffers
+    pool = PinnedBufferPool()
     taken = pool.take(3 * MiB, pinned=False)
     pool.give_back(taken, pinned=False)
     (again,) = pool.take(2 * MiB, pinned=False)
@@ -255,7 +250,10 @@ def test_pieces_are_powers_of_two_and_waste_less_than_a_mebibyte():
     ("options", "message"),
     [
         ({"blocks": ["blocks.7"]}, r"has no module 'blocks\.7'"),
-        ({"blocks": ["blocks.2"]}, r"'blocks\.2' is the last block, and backward needs at once"),
+        (
+            {"blocks": ["blocks.2"]},
+            r"'blocks\.2' is the last block",
+        ),
         ({"blocks": []}, r"blocks=\[\] is not valid; give a list"),
         ({"blocks": 3}, "blocks=3 is not valid; give a list"),
         ({"blocks": "blocks"}, "'blocks' is a ModuleList, which has no forward"),
@@ -272,10 +270,3 @@ def test_mistakes_are_told_and_change_nothing(options, message):
     with pytest.raises(UserError, match=message):
         fixes.apply_to_model(FixUse("activation_offloading", options), model)
     assert state_of(model) == state
-
-
-def test_a_model_that_recomputes_by_itself_is_refused():
-    model = ARCHITECTURES["Llama"]().model()
-    model.gradient_checkpointing_enable()
-    with pytest.raises(UserError, match=r"by itself .* use the fix 'activation_checkpointing'"):
-        fixes.apply_to_model("activation_offloading", model)

@@ -1,4 +1,4 @@
-"""Recomputation: blocks keep their inputs for backward, and compute the rest a second time there."""
+"""Activation checkpointing: blocks save only their inputs and run forward a second time in backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import (
-    blocks,
+    block_names,
     blocks_at,
     disable_kv_cache,
     names_option,
@@ -21,11 +21,12 @@ from oomph.fixes.modules import (
     own_checkpointing,
     refuse_own_checkpointing,
 )
+from oomph.fixes.modules import blocks as blocks_of
 from oomph.fixes.registry import Fix, FixContext, Target
 
 aten = torch.ops.aten
 KEEP = ("nothing", "products")
-# Of a block's forward, what takes longest to compute again for its size.
+# The ops of a block's forward that take longest to recompute for the size of their results.
 _PRODUCTS = {
     aten.mm.default,
     aten.addmm.default,
@@ -42,10 +43,10 @@ _PRODUCTS = {
 class ActivationCheckpointing(Fix):
     name = "activation_checkpointing"
     kind = "exact"
-    changes = "Blocks keep only their inputs for backward and run forward a second time there."
+    changes = "Blocks save only their inputs for backward and run forward a second time there."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        groups = blocks(context.model)
+        groups = blocks_of(context.model)
         names = tuple(name for group in groups for name, _ in group)
         if not names or own_checkpointing(context.model) is not None:
             return
@@ -64,33 +65,26 @@ class ActivationCheckpointing(Fix):
         keep: str = "nothing",
     ) -> None:
         """`blocks`: names of modules ("layers.*.mlp" is one in each layer); by default every repeated block.
-        `keep`: "nothing", or "products"."""
+        `keep`: what is saved besides the inputs, "nothing" or "products"."""
         if keep not in KEEP:
-            raise UserError(
-                f"fix 'activation_checkpointing': keep={keep!r} is not valid; valid: {', '.join(KEEP)}"
-            )
+            raise UserError(f"fix {self.name!r}: keep={keep!r} is not valid; valid: {', '.join(KEEP)}")
         refuse_own_checkpointing(model, self.name)
-        names = _all_blocks(model) if blocks is None else names_option(self.name, "blocks", blocks)
+        names = block_names(model) if blocks is None else names_option(self.name, "blocks", blocks)
         if not names:
             raise no_blocks_error(model, self.name)
-        around = partial(_recomputed, keep=keep)
         for name, module in blocks_at(model, names, self.name).items():
-            journal.wrap_forward(module, around, name, "recomputed in backward")
+            journal.wrap_forward(module, partial(_checkpointed, keep=keep), name, "recomputed in backward")
         disable_kv_cache(model, journal, "recomputation would fill it a second time")
 
 
-def _all_blocks(model: nn.Module) -> list[str]:
-    return [name for group in blocks(model) for name, _ in group]
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, keep: str, **kwargs: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], *args: Any, keep: str, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if keep == "nothing":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = partial(create_selective_checkpoint_contexts, _policy)
+    contexts = partial(create_selective_checkpoint_contexts, _save_products)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
