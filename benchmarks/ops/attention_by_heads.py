@@ -15,7 +15,7 @@ import torch
 from benchmarks import RESULTS
 from benchmarks.accuracy.rows import short_name
 from oomph import ops
-from oomph.ops.softmax_attention import by_heads
+from oomph.ops.softmax_attention import sdpa
 
 SHAPES = ((32_768, 32, 8, 80), (32_768, 32, 8, 128), (131_072, 32, 8, 80))  # tokens, heads, key heads, width
 ROUNDS = 3
@@ -44,12 +44,12 @@ def main() -> int:
     gpu = torch.cuda.get_device_name()
     out = RESULTS / f"attention_by_heads_{short_name(gpu)}.csv"
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else out
-    enough = by_heads._ENOUGH
+    group_bytes = sdpa._GROUP_BYTES
     rows = []
     for shape in SHAPES:
         row: dict[str, object] = dict(zip(("tokens", "heads", "key_heads", "width"), shape, strict=True))
-        for name, limit in (("whole", sys.maxsize), ("by_heads", enough)):
-            by_heads._ENOUGH = limit
+        for name, limit in (("whole", sys.maxsize), ("by_heads", group_bytes)):
+            sdpa._GROUP_BYTES = limit
             milliseconds, mib = backward(shape)
             row |= {f"{name}_ms": round(milliseconds, 1), f"{name}_mib": round(mib)}
         rows.append(row | {"gpu": gpu, "torch": torch.__version__})

@@ -6,8 +6,20 @@ release moves something. `self_test` names what is missing in one sentence.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["FakeTensor", "current_graph_task_id", "get_eval_frame_callback"]
+__all__ = ["FakeTensor", "current_graph_task_id", "dynamo_config_patch", "get_eval_frame_callback"]
+
+# ops.softmax_attention.flex
+
+
+def dynamo_config_patch(**options: Any) -> AbstractContextManager[None]:
+    """torch._dynamo.config.patch. Imported when called: loading the compiler takes seconds."""
+    import torch._dynamo.config
+
+    return torch._dynamo.config.patch(**options)

@@ -1,8 +1,15 @@
 """Softmax attention that never holds the score matrix: one function, several exact implementations."""
 
-from oomph.ops.softmax_attention.biases import BiasFunction, LocalityBias, locality_bias
-from oomph.ops.softmax_attention.op import attention
-from oomph.ops.softmax_attention.patterns import BlockPattern, global_, local, mixed
+from oomph.ops.softmax_attention.api import attention
+from oomph.ops.softmax_attention.biases import (
+    BiasFunction,
+    BlockPattern,
+    LocalityBias,
+    global_,
+    local,
+    locality_bias,
+    mixed,
+)
 
 __all__ = [
     "BiasFunction",

@@ -1,4 +1,4 @@
-"""Biases that are computed where they are needed, instead of being held as a matrix."""
+"""Biases computed from indices instead of stored as a matrix, and block-sparse patterns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from oomph.errors import ArgumentError
 
 @runtime_checkable
 class BiasFunction(Protocol):
-    """What is added to the scaled score of query `q_index` and key `k_index` in batch b and head h.
+    """The term added to the scaled score of query `q_index` and key `k_index` in batch b and head h.
 
-    The four are integer tensors that broadcast against each other (scalars inside FlexAttention), and so must
-    the result. Elementwise arithmetic and indexing only; no branches on values.
+    The four arguments are integer tensors that broadcast against each other (scalars inside FlexAttention);
+    the result must broadcast with them. Use elementwise arithmetic and indexing only, no branches on values.
 
-    A function may have an attribute `tensors`: those it reads. Gradients flow to the ones listed there; a
-    function that reads a tensor which requires a gradient and does not list it is refused.
+    List the tensors that the function reads in an attribute `tensors`: gradients flow to those. A function
+    that reads a tensor which requires a gradient and does not list it is refused.
     """
 
     def __call__(self, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor: ...
@@ -28,8 +28,8 @@ class BiasFunction(Protocol):
 class LocalityBias:
     """-strength * |t - s|^2 between the query's point t and the key's point s.
 
-    Points are [d, N], or [B, d, N] where they differ over the batch: one coordinate of neighbouring points
-    lies in neighbouring places, and a kernel reads it at full width.
+    Points are stored as [d, N] or [B, d, N], so that kernels read one coordinate of neighbouring points with
+    coalesced loads.
     """
 
     query_points: Tensor
@@ -42,13 +42,13 @@ class LocalityBias:
 
     @property
     def is_batched(self) -> bool:
-        """Does the bias differ over the batch?"""
+        """Whether the bias differs over the batch."""
         return 3 in (self.query_points.dim(), self.key_points.dim())
 
     def __call__(self, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         t, s = self.query_points, self.key_points
         distance: Tensor | None = None
-        for axis in range(t.shape[-2]):  # one coordinate at a time: no [.., d] axis beside the scores
+        for axis in range(t.shape[-2]):  # one coordinate at a time: no [..., d] temporary
             t_axis = t[b, axis, q_index] if t.dim() == 3 else t[axis][q_index]
             s_axis = s[b, axis, k_index] if s.dim() == 3 else s[axis][k_index]
             difference = t_axis - s_axis
@@ -58,11 +58,11 @@ class LocalityBias:
         return distance * -self.strength
 
     def fill(self, out_BQK: Tensor, difference_BQK: Tensor, t_BdQ: Tensor, s_BdK: Tensor) -> None:
-        """Write the bias between t and s into `out`, with `difference` as the only other memory."""
-        nothing = out_BQK.new_zeros(())
+        """Write the bias between t and s into `out`. `difference` is the only temporary."""
+        zero = out_BQK.new_zeros(())
         for axis in range(t_BdQ.shape[1]):
             torch.sub(t_BdQ[:, axis, :, None], s_BdK[:, axis, None], out=difference_BQK)
-            total = out_BQK if axis else nothing
+            total = out_BQK if axis else zero
             torch.addcmul(total, difference_BQK, difference_BQK, value=-self.strength, out=out_BQK)
 
     def check_shape(self, batch: int, queries: int, keys: int) -> None:
@@ -78,8 +78,8 @@ class LocalityBias:
 def locality_bias(t: Tensor, s: Tensor, strength: float = 10.0) -> LocalityBias:
     """The bias -strength * |t - s|^2 between query points t and key points s, each [N, d] or [B, N, d].
 
-    Computed in fp32 (float64 if the points are), whatever the dtype of the attention: squared distances in
-    bf16 would be off by whole units of score. Differentiable in t and s.
+    Computed in fp32 (float64 if the points are), whatever the dtype of the attention: in bf16 squared
+    distances are off by whole units of score. Differentiable in t and s.
     """
     for name, points in (("t", t), ("s", s)):
         if not isinstance(points, Tensor) or points.dim() not in (2, 3) or not points.is_floating_point():
@@ -89,20 +89,80 @@ def locality_bias(t: Tensor, s: Tensor, strength: float = 10.0) -> LocalityBias:
         raise ArgumentError(
             f"locality_bias needs points of one dimension; given t with {t.shape[-1]}, s with {s.shape[-1]}"
         )
-    wide = torch.float64 if torch.float64 in (t.dtype, s.dtype) else torch.float32
-    t, s = (points.to(wide).transpose(-1, -2).contiguous() for points in (t, s))
+    dtype = torch.float64 if torch.float64 in (t.dtype, s.dtype) else torch.float32
+    t, s = (points.to(dtype).transpose(-1, -2).contiguous() for points in (t, s))
     return LocalityBias(t, s, float(strength))
 
 
 def declared_tensors(bias: BiasFunction) -> Sequence[Tensor]:
-    """The tensors that a bias function says it reads."""
+    """The tensors that a bias function lists as read."""
     return tuple(getattr(bias, "tensors", ()))
 
 
-def hidden_gradient(bias: BiasFunction, device: torch.device) -> bool:
-    """Does an undeclared function depend on a tensor that requires a gradient? Asked at a single index."""
+def has_undeclared_gradient(bias: BiasFunction, device: torch.device) -> bool:
+    """Whether a function without `tensors` depends on a tensor that requires a gradient."""
     if hasattr(bias, "tensors") or not torch.is_grad_enabled():
         return False
     index = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
     value = bias(index, index, index, index)
     return isinstance(value, Tensor) and value.requires_grad
+
+
+PATTERN_KINDS = ("local", "global", "mixed")
+
+
+@dataclass(frozen=True)
+class BlockPattern:
+    """Which blocks of keys a block of queries attends to, before the causal mask.
+
+    local:  the blocks at most `window` blocks away, on either side.
+    global: every `stride`-th block of the keys (0, stride, ...), and the query's own block.
+    mixed:  both.
+
+    Positions are divided into blocks of `block`. Query i has position i + K - Q, so that during generation
+    the newest query is at the newest key.
+    """
+
+    kind: str
+    block: int = 64
+    window: int = 1
+    stride: int = 2
+
+    def __post_init__(self) -> None:
+        if self.kind not in PATTERN_KINDS:
+            valid = ", ".join(map(repr, PATTERN_KINDS))
+            raise ArgumentError(f"BlockPattern kind={self.kind!r} is not valid; choose from {valid}")
+        for name, smallest in (("block", 1), ("window", 0), ("stride", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
+                raise ArgumentError(f"BlockPattern {name}={value!r} is not valid; an int from {smallest} on")
+
+    def key_blocks(self, query_block: int, total: int, causal: bool = False) -> list[int]:
+        """The blocks, out of `total`, that query block `query_block` attends to, in increasing order."""
+        blocks: set[int] = {query_block}
+        if self.kind in ("local", "mixed"):
+            blocks.update(range(query_block - self.window, query_block + self.window + 1))
+        if self.kind in ("global", "mixed"):
+            blocks.update(range(0, total, self.stride))
+        last = min(total - 1, query_block) if causal else total - 1
+        return sorted(block for block in blocks if 0 <= block <= last)
+
+    def count(self, length: int, causal: bool = False) -> tuple[int, int]:
+        """(blocks attended to, blocks in total) for self-attention over `length` positions."""
+        total = -(-length // self.block)
+        return sum(len(self.key_blocks(i, total, causal)) for i in range(total)), total * total
+
+
+def local(window: int = 1, block: int = 64) -> BlockPattern:
+    """Only the blocks at most `window` away."""
+    return BlockPattern("local", block, window=window)
+
+
+def global_(stride: int = 2, block: int = 64) -> BlockPattern:
+    """Every `stride`-th block of the keys, and the query's own."""
+    return BlockPattern("global", block, stride=stride)
+
+
+def mixed(window: int = 1, stride: int = 4, block: int = 64) -> BlockPattern:
+    """The union of `local(window)` and `global_(stride)`."""
+    return BlockPattern("mixed", block, window=window, stride=stride)

@@ -1,12 +1,17 @@
-"""Attention in tiles of the scores, computed again in backward: plain torch, any device, linear memory.
+"""Attention one chunk of queries at a time, recomputed in backward: plain torch, any device, linear memory.
 
-Every tile holds whole rows of the softmax, so nothing has to be merged and nothing but q, k, v (and the bias)
-is saved for backward; on a CPU, where forward runs in the fused kernel, also the log-sum-exp of the rows.
-Scores, weights and all sums are fp32, or float64 for float64 inputs. On a GPU the factors of products stay in
-half precision where the inputs are; elsewhere they are fp32 too.
+A chunk holds whole rows of the softmax, so chunks need no merging. Scores, weights and all sums are fp32, or
+float64 for float64 inputs. On a GPU the factors of products keep half precision; elsewhere they are fp32 too.
 
-B batch, H query heads, G key/value heads, Q and K lengths; a tile has Z = batch x key/value heads matrices of
-R = (query heads per key/value head) x queries rows.
+On a CPU a chunk runs in ATen's flash-attention kernel, with its bias and masks as attn_mask: up to 1.5 times
+as fast as products and a softmax in torch. That kernel returns no gradient of the mask, so the backward of a
+bias that needs a gradient runs in torch.
+
+Saved for backward: q, k, v, the bias; on a CPU also the log-sum-exp of every row and, where backward runs in
+ATen's kernel, the result.
+
+B batch, H query heads, G key/value heads, Q and K lengths. Products are batched over Z = batch x key/value
+heads, with R = (query heads per key/value head) x queries rows.
 """
 
 import math
@@ -18,20 +23,422 @@ import torch
 from torch import Tensor
 
 from oomph.ops.common import no_compile, refuse_second_derivatives
-from oomph.ops.softmax_attention.chunked_cpu import cpu_forward, fits_cpu_kernel
-from oomph.ops.softmax_attention.problem import Problem
-from oomph.ops.softmax_attention.tiles import QueryTile, bias_part, bias_values, query_tiles, tile_sizes
+from oomph.ops.launch import is_fake
+from oomph.ops.softmax_attention.arguments import AttentionArguments
+from oomph.ops.softmax_attention.biases import LocalityBias
+from oomph.units import MiB
+
+aten = torch.ops.aten
+
+_GPU_BUDGET = 256 * MiB  # fewer, larger launches
+_CPU_BUDGET = 32 * MiB  # chunks that stay in the last-level cache are worth more than larger products
+# On a CPU, or causal: tall enough for an efficient product; causal chunks waste half of their height.
+_QUERIES_PER_CHUNK = 256
+_SCORE_BUFFERS = 3  # scores and weights (or weights and their gradient), and the bias
+_FUNCTION_BUFFERS = 3  # temporaries of a bias function
+_MASK_BUFFERS = 3  # attn_mask and the temporaries of its evaluation
 
 
 @no_compile
-def chunked(p: Problem) -> Tensor:
-    out: Tensor = _ChunkedAttention.apply(p, p.q, p.k, p.v, p.bias, *p.bias_tensors)  # type: ignore[no-untyped-call]
+def chunked(a: AttentionArguments) -> Tensor:
+    out: Tensor = _ChunkedAttention.apply(a, a.q, a.k, a.v, a.bias, *a.bias_tensors)  # type: ignore[no-untyped-call]
     return out
 
 
+def chunk_settings(a: AttentionArguments) -> dict[str, int]:
+    """The sizes of a chunk, for `explain`."""
+    if _fits_cpu_kernel(a) and not a.bias_needs_grad:
+        return {"queries": _cpu_kernel_queries(a)}
+    sizes = _chunk_sizes(a)
+    return {"batch": sizes.batch, "key_value_heads": sizes.heads, "queries": sizes.queries}
+
+
+class _ChunkedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: AttentionArguments,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        *bias_tensors: Tensor,
+    ) -> Tensor:
+        lse_BHQ: Tensor | None = None
+        with torch.autocast(q.device.type, enabled=False):
+            if _fits_cpu_kernel(a):
+                out, lse_BHQ = _cpu_kernel_forward(a)
+            else:
+                out = _forward(a)
+        ctx.use_cpu_kernel = lse_BHQ is not None and not any(ctx.needs_input_grad[4:])
+        ctx.arguments = a.without_tensors()
+        # The bias function holds its tensors; saved as well, autograd detects in-place changes to them.
+        saved_out = out if ctx.use_cpu_kernel else None
+        ctx.save_for_backward(q, k, v, saved_out, lse_BHQ, bias, a.key_lengths, a.key_mask, *bias_tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("attention")
+        q, k, v, out, lse_BHQ, bias, key_lengths, key_mask, *_ = ctx.saved_tensors
+        a = replace(ctx.arguments, q=q, k=k, v=v, bias=bias, key_lengths=key_lengths, key_mask=key_mask)
+        wanted = ctx.needs_input_grad[1:]
+        with torch.autocast(q.device.type, enabled=False):
+            if not ctx.use_cpu_kernel:
+                return None, *_Backward(a, grad_out, lse_BHQ, wanted).run()
+            gradients = _cpu_kernel_backward(a, out, lse_BHQ, grad_out)
+        pairs = zip(gradients, wanted[:3], strict=True)
+        return None, *(gradient if want else None for gradient, want in pairs), *(None for _ in wanted[3:])
+
+
+# Chunks ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ChunkSizes:
+    """Batch entries x key/value heads (with all their query heads) x queries."""
+
+    batch: int
+    heads: int
+    queries: int
+
+
 @dataclass(frozen=True, eq=False)
-class _Heads:
-    """A rectangle of batch entries and key/value heads, with the `group` query heads of each."""
+class _QueryChunk:
+    """Queries start:stop and the keys they attend to: first:last, or those of `index` where not contiguous.
+
+    From the key numbered `causal_from` within the chunk on, keys may lie after the chunk's first query; None
+    where the causal mask has no effect.
+    """
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    index: Tensor | None
+    causal_from: int | None
+
+    @property
+    def keys(self) -> int:
+        return self.last - self.first if self.index is None else self.index.shape[0]
+
+    @property
+    def needs_causal_mask(self) -> bool:
+        return self.causal_from is not None and self.causal_from < self.keys
+
+    def take(self, tensor: Tensor, dim: int) -> Tensor:
+        """The chunk's keys out of all keys along `dim`."""
+        if self.index is None:
+            return tensor.narrow(dim, self.first, self.last - self.first)
+        return tensor.index_select(dim, self.index)
+
+    def add(self, total: Tensor, part: Tensor, dim: int) -> None:
+        """total[keys] += part"""
+        if self.index is None:
+            total.narrow(dim, self.first, self.last - self.first).add_(part)
+        else:
+            total.index_add_(dim, self.index, part)
+
+    def key_index(self, device: torch.device) -> Tensor:
+        return torch.arange(self.first, self.last, device=device) if self.index is None else self.index
+
+
+def _chunk_sizes(a: AttentionArguments) -> _ChunkSizes:
+    """Chunks whose temporaries stay within the budget, but never less than one query of one head."""
+    on_cpu = a.q.device.type == "cpu"
+    budget = a.memory_budget or (_CPU_BUDGET if on_cpu else _GPU_BUDGET)
+    buffers = _SCORE_BUFFERS + (_FUNCTION_BUFFERS if a.bias_function is not None else 0)
+    scores = budget // (buffers * _compute_dtype(a).itemsize)
+    per_query = max(1, a.group * a.keys)
+    tallest = _QUERIES_PER_CHUNK if on_cpu or a.masks_future else a.queries
+    queries = max(1, min(a.queries, tallest, scores // per_query))
+    if a.pattern is not None:
+        queries = max(1, min(queries, a.pattern.block))
+        per_query = max(1, a.group * _most_keys(a))
+    heads_and_batch = max(1, scores // (per_query * queries))
+    heads = min(heads_and_batch, a.k.shape[1])
+    batch = max(1, min(heads_and_batch // a.k.shape[1], a.k.shape[0]))
+    return _ChunkSizes(batch, heads, queries)
+
+
+def _most_keys(a: AttentionArguments) -> int:
+    """The most keys that any query of a pattern attends to."""
+    assert a.pattern is not None
+    size, total = a.pattern.block, -(-a.keys // a.pattern.block)
+    first, last = a.offset // size, (a.keys - 1) // size
+    counts = (len(a.pattern.key_blocks(i, total, a.masks_future)) for i in range(first, last + 1))
+    return min(a.keys, max(counts, default=0) * size)
+
+
+def _query_chunks(a: AttentionArguments, queries: int) -> list[_QueryChunk]:
+    if a.pattern is not None:
+        return list(_pattern_chunks(a, queries))
+    chunks = []
+    for start in range(0, a.queries, queries):
+        stop = min(start + queries, a.queries)
+        if a.masks_future:
+            last = max(0, stop + a.offset)  # the last query attends to its own position
+            causal_from = max(0, min(last, start + a.offset + 1))
+            chunks.append(_QueryChunk(start, stop, 0, last, None, causal_from))
+        else:
+            chunks.append(_QueryChunk(start, stop, 0, a.keys, None, None))
+    return chunks
+
+
+def _pattern_chunks(a: AttentionArguments, queries: int) -> Iterator[_QueryChunk]:
+    assert a.pattern is not None
+    size, total = a.pattern.block, -(-a.keys // a.pattern.block)
+    all_keys = torch.arange(a.keys, device=a.q.device)
+    start = 0
+    while start < a.queries:
+        position = start + a.offset
+        query_block = position // size
+        # Within one block of positions, so that all queries of the chunk attend to the same blocks of keys.
+        stop = min(a.queries, start + queries, (query_block + 1) * size - a.offset)
+        blocks = a.pattern.key_blocks(query_block, total, a.masks_future)
+        causal_from = None
+        if a.masks_future:
+            causal_from = sum(min(size, max(0, position + 1 - block * size)) for block in blocks)
+        if not blocks:
+            yield _QueryChunk(start, stop, 0, 0, None, None)
+        elif blocks[-1] - blocks[0] + 1 == len(blocks):
+            first, last = blocks[0] * size, min(a.keys, (blocks[-1] + 1) * size)
+            yield _QueryChunk(start, stop, first, last, None, causal_from)
+        else:
+            index = torch.cat([all_keys[block * size : (block + 1) * size] for block in blocks])
+            yield _QueryChunk(start, stop, 0, 0, index, causal_from)
+        start = stop
+
+
+def _compute_dtype(a: AttentionArguments) -> torch.dtype:
+    return torch.float64 if a.q.dtype == torch.float64 else torch.float32
+
+
+def _factor_dtype(a: AttentionArguments) -> torch.dtype:
+    return a.q.dtype if a.q.device.type == "cuda" else _compute_dtype(a)
+
+
+def _bias_slice(bias_BHQK: Tensor, batch: slice, query_heads: slice, chunk: _QueryChunk) -> Tensor:
+    """The chunk's part of a bias (or of its gradient); dimensions of size 1 stay."""
+    b, h, q, k = (size > 1 for size in bias_BHQK.shape)
+    part = bias_BHQK[
+        batch if b else slice(None),
+        query_heads if h else slice(None),
+        slice(chunk.start, chunk.stop) if q else slice(None),
+    ]
+    return chunk.take(part, 3) if k else part
+
+
+def _bias_values(a: AttentionArguments, batch: slice, query_heads: slice, chunk: _QueryChunk) -> Tensor:
+    """The bias function's values for a chunk."""
+    assert a.bias_function is not None
+    device = a.q.device
+
+    def index(span: slice, *shape: int) -> Tensor:
+        return torch.arange(span.start, span.stop, device=device).view(shape)
+
+    return a.bias_function(
+        index(batch, -1, 1, 1, 1),
+        index(query_heads, 1, -1, 1, 1),
+        index(slice(chunk.start, chunk.stop), 1, 1, -1, 1),
+        chunk.key_index(device).view(1, 1, 1, -1),
+    )
+
+
+def _future(a: AttentionArguments, chunk: _QueryChunk, first: int = 0) -> Tensor:
+    """[Q, K - first], True where a key, from the chunk's key `first` on, lies after the query."""
+    position = torch.arange(chunk.start, chunk.stop, device=a.q.device) + a.offset
+    return chunk.key_index(a.q.device)[first:] > position[:, None]
+
+
+# ATen's CPU kernel -----------------------------------------------------------------------------------
+
+
+def _fits_cpu_kernel(a: AttentionArguments) -> bool:
+    on_cpu = a.q.device.type == "cpu" and not is_fake(a.q)
+    return on_cpu and a.q.shape[3] == a.v.shape[3] and 0 not in (a.q.numel(), a.k.numel())
+
+
+def _cpu_kernel_queries(a: AttentionArguments) -> int:
+    """Queries per call: as many as the budget allows; fewer where causal, to skip more masked keys."""
+    per_query = max(1, _bias_sizes(a)[1] * a.keys) * _compute_dtype(a).itemsize * _MASK_BUFFERS
+    most = max(1, (a.memory_budget or _CPU_BUDGET) // per_query)
+    if a.masks_future:
+        most = min(most, _QUERIES_PER_CHUNK)
+    return min(most, a.queries if a.pattern is None else a.pattern.block)
+
+
+def _bias_sizes(a: AttentionArguments) -> tuple[int, int]:
+    """(batch entries, heads) over which the bias differs. A function is evaluated at one query and key."""
+    if a.bias is not None:
+        return a.bias.shape[0], a.bias.shape[1]
+    if a.bias_function is None:
+        return 1, 1
+    if isinstance(a.bias_function, LocalityBias):
+        return (a.q.shape[0] if a.bias_function.is_batched else 1), 1
+    batch, heads = (torch.arange(size) for size in a.q.shape[:2])
+    one = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+    values = _to_4d(a.bias_function(batch.view(-1, 1, 1, 1), heads.view(1, -1, 1, 1), one, one))
+    return values.shape[0], values.shape[1]
+
+
+def _to_4d(values: Tensor) -> Tensor:
+    return values.reshape((1,) * (4 - values.dim()) + tuple(values.shape)) if values.dim() < 4 else values
+
+
+def _contiguous_rows(tensor: Tensor) -> Tensor:
+    """The kernel ignores the stride within a row."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _to_kernel(tensor: Tensor) -> Tensor:
+    return _contiguous_rows(tensor if tensor.dtype == torch.float64 else tensor.float())
+
+
+@dataclass(frozen=True, eq=False)
+class _KernelCall:
+    """One call of the kernel: some batch entries, all heads, one chunk of queries."""
+
+    a: AttentionArguments
+    batch: slice
+    chunk: _QueryChunk
+    padding_BK: Tensor | None
+    mask_buffers: Tensor | None  # [2, ...]: a locality bias is computed in place
+
+    def queries(self, tensor_BHQx: Tensor) -> Tensor:
+        return tensor_BHQx[self.batch, :, self.chunk.start : self.chunk.stop]
+
+    def keys(self, tensor_BGKx: Tensor) -> Tensor:
+        return self.chunk.take(tensor_BGKx[self.batch], 2)
+
+    def attn_mask(self) -> Tensor | None:
+        """[b, h, Q, K], each 1 or full, added to the scores; valid until the next call."""
+        a, chunk, dtype = self.a, self.chunk, _compute_dtype(self.a)
+        mask: Tensor | None = None
+        heads = slice(0, a.q.shape[1])
+        if a.bias is not None:
+            mask = _contiguous_rows(_bias_slice(a.bias, self.batch, heads, chunk).to(dtype))
+        elif self.mask_buffers is not None:
+            mask = self._locality_mask(self.mask_buffers)
+        elif a.bias_function is not None:
+            mask = _contiguous_rows(_to_4d(_bias_values(a, self.batch, heads, chunk)).to(dtype))
+        masked = _future(a, chunk)[None, None] if chunk.needs_causal_mask else None
+        if self.padding_BK is not None:
+            padding = ~chunk.take(self.padding_BK[self.batch], 1)[:, None, None, :]
+            masked = padding if masked is None else masked | padding
+        if masked is None:
+            return mask
+        if mask is None:
+            return torch.zeros(masked.shape, dtype=dtype).masked_fill_(masked, -math.inf)
+        if self.mask_buffers is None:  # may be a view of the caller's bias
+            return mask.masked_fill(masked, -math.inf)
+        return mask.masked_fill_(masked, -math.inf)
+
+    def _locality_mask(self, buffers: Tensor) -> Tensor:
+        bias, chunk = self.a.bias_function, self.chunk
+        assert isinstance(bias, LocalityBias)
+        shape = (1, chunk.stop - chunk.start, chunk.keys)
+        mask, difference = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+        t, s = (points[None] if points.dim() == 2 else points[self.batch] for points in bias.tensors)
+        bias.fill(mask, difference, t[..., chunk.start : chunk.stop], chunk.take(s, 2))
+        return mask[None]
+
+
+def _kernel_calls(a: AttentionArguments) -> list[_KernelCall]:
+    padding_BK = a.padding_mask()
+    batch = a.q.shape[0]
+    # One batch entry at a time where the mask differs over the batch, so that the mask stays that small.
+    step = 1 if padding_BK is not None or _bias_sizes(a)[0] > 1 else batch
+    chunks = [chunk for chunk in _query_chunks(a, _cpu_kernel_queries(a)) if chunk.keys]
+    buffers, dtype = None, _compute_dtype(a)
+    if isinstance(a.bias_function, LocalityBias) and all(t.dtype == dtype for t in a.bias_tensors):
+        # Reused by every chunk: on a CPU, fresh pages cost as much as the computation.
+        largest = max((chunk.keys * (chunk.stop - chunk.start) for chunk in chunks), default=0)
+        buffers = a.q.new_empty((2, largest), dtype=dtype)
+    return [
+        _KernelCall(a, slice(start, start + step), chunk, padding_BK, buffers)
+        for start in range(0, batch, step)
+        for chunk in chunks
+    ]
+
+
+def _is_whole(a: AttentionArguments, calls: list[_KernelCall]) -> bool:
+    """Whether one call computes everything, so that its result needs no copy."""
+    if len(calls) != 1:
+        return False
+    chunk, batch = calls[0].chunk, calls[0].batch
+    whole = chunk.index is None and (chunk.start, chunk.stop) == (0, a.queries) and chunk.keys == a.keys
+    return whole and batch.stop - batch.start == a.q.shape[0]
+
+
+def _cpu_kernel_forward(a: AttentionArguments) -> tuple[Tensor, Tensor]:
+    """The result and the log-sum-exp of every row, which is 0 for a row without keys."""
+    k, v = _to_kernel(a.k), _to_kernel(a.v)
+
+    def run(call: _KernelCall) -> tuple[Tensor, Tensor]:
+        part, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+            _to_kernel(call.queries(a.q)),
+            call.keys(k),
+            call.keys(v),
+            0.0,
+            False,
+            attn_mask=call.attn_mask(),
+            scale=a.scale,
+        )
+        return part, lse
+
+    calls = _kernel_calls(a)
+    if _is_whole(a, calls):
+        part, lse = run(calls[0])
+        return part.to(a.q.dtype), lse
+    out = a.q.new_zeros(a.q.shape)
+    lse_BHQ = out.new_zeros(a.q.shape[:3], dtype=k.dtype)
+    for call in calls:
+        part, lse = run(call)
+        call.queries(out).copy_(part)
+        call.queries(lse_BHQ).copy_(lse)
+    return out, lse_BHQ
+
+
+def _cpu_kernel_backward(
+    a: AttentionArguments, out: Tensor, lse_BHQ: Tensor, grad_out: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    k, v = _to_kernel(a.k), _to_kernel(a.v)
+
+    def run(call: _KernelCall) -> tuple[Tensor, Tensor, Tensor]:
+        part_q, part_k, part_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            _to_kernel(call.queries(grad_out)),
+            _to_kernel(call.queries(a.q)),
+            call.keys(k),
+            call.keys(v),
+            _to_kernel(call.queries(out)),
+            call.queries(lse_BHQ),
+            0.0,
+            False,
+            attn_mask=call.attn_mask(),
+            scale=a.scale,
+        )
+        return part_q, part_k, part_v
+
+    calls = _kernel_calls(a)
+    if _is_whole(a, calls):
+        grad_q, grad_k, grad_v = run(calls[0])
+        return grad_q.to(a.q.dtype), grad_k.to(a.k.dtype), grad_v.to(a.v.dtype)
+    grad_q, grad_k, grad_v = torch.zeros_like(a.q), torch.zeros_like(k), torch.zeros_like(v)
+    for call in calls:
+        part_q, part_k, part_v = run(call)
+        call.queries(grad_q).copy_(part_q)
+        call.chunk.add(grad_k[call.batch], part_k, 2)
+        call.chunk.add(grad_v[call.batch], part_v, 2)
+    return grad_q, grad_k.to(a.k.dtype), grad_v.to(a.v.dtype)
+
+
+# Products and softmax in torch -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _HeadSlice:
+    """Some batch entries and key/value heads, with the `group` query heads of each."""
 
     batch: slice
     heads: slice
@@ -41,96 +448,31 @@ class _Heads:
     def query_heads(self) -> slice:
         return slice(self.heads.start * self.group, self.heads.stop * self.group)
 
-    def rows(self, tensor_BHQx: Tensor, tile: QueryTile) -> Tensor:
+    def rows(self, tensor_BHQx: Tensor, chunk: _QueryChunk) -> Tensor:
         """[Z, R, x] of a tensor with query heads."""
-        part = tensor_BHQx[self.batch, self.query_heads, tile.start : tile.stop]
+        part = tensor_BHQx[self.batch, self.query_heads, chunk.start : chunk.stop]
         batch = part.shape[0] * (part.shape[1] // self.group)
         return part.reshape(batch, self.group * part.shape[2], part.shape[3])
 
-    def unrows(self, tensor_ZRx: Tensor, tile: QueryTile) -> Tensor:
-        """[batch, query heads, queries, x] of a tile's [Z, R, x]."""
+    def unflatten(self, tensor_ZRx: Tensor, chunk: _QueryChunk) -> Tensor:
+        """[batch, query heads, queries, x] of [Z, R, x]."""
         heads = (self.heads.stop - self.heads.start) * self.group
-        return tensor_ZRx.reshape(-1, heads, tile.stop - tile.start, tensor_ZRx.shape[-1])
+        return tensor_ZRx.reshape(-1, heads, chunk.stop - chunk.start, tensor_ZRx.shape[-1])
 
     def matrices(self, tensor_BGKx: Tensor, dtype: torch.dtype) -> Tensor:
         """[Z, K, x] of a tensor with key/value heads."""
         return tensor_BGKx[self.batch, self.heads].to(dtype).flatten(0, 1)
 
 
-class _Buffers:
-    """Room for two tiles of scores, used by every tile in turn: on a CPU fresh pages cost much time."""
-
-    def __init__(self, p: Problem, tiles: list[QueryTile]) -> None:
-        sizes = tile_sizes(p)
-        rows = sizes.batch * sizes.heads * p.group
-        largest = rows * max((tile.keys * (tile.stop - tile.start) for tile in tiles), default=0)
-        self.dtype = _compute_dtype(p)
-        self._scores, self._weights = (p.q.new_empty(largest, dtype=self.dtype) for _ in range(2))
-        factor = _factor_dtype(p)
-        self._narrow = None if factor == self.dtype else p.q.new_empty(largest, dtype=factor)
-
-    def scores(self, rows: Tensor, columns: Tensor, scale: float = 1.0) -> Tensor:
-        """rows_ZRx @ columns_ZKx^T * scale, in the first buffer."""
-        shape = (rows.shape[0], rows.shape[1], columns.shape[1])
-        place = self._scores[: math.prod(shape)].view(shape)
-        if (
-            rows.dtype == self.dtype and scale != 1.0
-        ):  # the rows are smaller; in half precision they would round
-            rows, scale = rows * scale, 1.0
-        return _product(rows, columns.transpose(1, 2), self.dtype, scale, place)
-
-    def softmax(self, scores_ZRK: Tensor, lse_ZR1: Tensor | None) -> Tensor:
-        """In the second buffer; quicker where the log-sum-exp of the rows is known. May change the scores."""
-        place = self._weights[: scores_ZRK.numel()].view(scores_ZRK.shape)
-        if lse_ZR1 is None:
-            return torch.softmax(scores_ZRK, -1, out=place)
-        return torch.exp(scores_ZRK.sub_(lse_ZR1), out=place)
-
-    def factor(self, tile_ZRK: Tensor) -> Tensor:
-        """A tile in the dtype of the factors of products; in the third buffer where that is another one."""
-        if self._narrow is None:
-            return tile_ZRK
-        return self._narrow[: tile_ZRK.numel()].view(tile_ZRK.shape).copy_(tile_ZRK)
+def _head_slices(a: AttentionArguments) -> Iterator[_HeadSlice]:
+    sizes = _chunk_sizes(a)
+    for b in range(0, a.k.shape[0], sizes.batch):
+        for g in range(0, a.k.shape[1], sizes.heads):
+            batch, heads = min(b + sizes.batch, a.k.shape[0]), min(g + sizes.heads, a.k.shape[1])
+            yield _HeadSlice(slice(b, batch), slice(g, heads), a.group)
 
 
-class _ChunkedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *bias_tensors: Tensor
-    ) -> Tensor:
-        # The tensors are kept by save_for_backward alone, so that a freed graph frees them. Those of a bias
-        # function are its own: it must be called again, and reads no others. They are saved as well, so that
-        # autograd notices where they were changed in the meantime.
-        nothing = q.new_empty(0)
-        ctx.problem = replace(p, q=nothing, k=nothing, v=nothing, bias=None, key_lengths=None, key_mask=None)
-        lse_BHQ: Tensor | None = None
-        with torch.autocast(q.device.type, enabled=False):
-            if fits_cpu_kernel(p):
-                out, lse_BHQ = cpu_forward(p)
-            else:
-                out = q.new_zeros((*q.shape[:3], v.shape[3]))
-                _forward(p, out)
-        ctx.save_for_backward(q, k, v, bias, p.key_lengths, p.key_mask, lse_BHQ, *bias_tensors)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives("attention")
-        q, k, v, bias, key_lengths, key_mask, lse_BHQ, *_ = ctx.saved_tensors
-        p = replace(ctx.problem, q=q, k=k, v=v, bias=bias, key_lengths=key_lengths, key_mask=key_mask)
-        with torch.autocast(q.device.type, enabled=False):
-            return None, *_Backward(p, grad_out, lse_BHQ, ctx.needs_input_grad[1:]).run()
-
-
-def _compute_dtype(p: Problem) -> torch.dtype:
-    return torch.float64 if p.q.dtype == torch.float64 else torch.float32
-
-
-def _factor_dtype(p: Problem) -> torch.dtype:
-    return p.q.dtype if p.q.device.type == "cuda" else _compute_dtype(p)
-
-
-def _product(
+def _bmm(
     a_ZRx: Tensor, b_ZxC: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None
 ) -> Tensor:
     """a @ b * scale in `dtype`, which may be wider than that of the factors."""
@@ -143,200 +485,223 @@ def _product(
     return out if scale == 1.0 else out.mul_(scale)
 
 
-def _head_tiles(p: Problem) -> Iterator[_Heads]:
-    sizes = tile_sizes(p)
-    for b in range(0, p.k.shape[0], sizes.batch):
-        for g in range(0, p.k.shape[1], sizes.heads):
-            batch, heads = min(b + sizes.batch, p.k.shape[0]), min(g + sizes.heads, p.k.shape[1])
-            yield _Heads(slice(b, batch), slice(g, heads), p.group)
+class _ScoreBuffers:
+    """Memory for two chunks of scores, reused by every chunk: on a CPU, fresh pages are slow."""
+
+    def __init__(self, a: AttentionArguments, chunks: list[_QueryChunk]) -> None:
+        sizes = _chunk_sizes(a)
+        rows = sizes.batch * sizes.heads * a.group
+        largest = rows * max((chunk.keys * (chunk.stop - chunk.start) for chunk in chunks), default=0)
+        self.dtype = _compute_dtype(a)
+        self._scores, self._weights = (a.q.new_empty(largest, dtype=self.dtype) for _ in range(2))
+        factor = _factor_dtype(a)
+        self._factor = None if factor == self.dtype else a.q.new_empty(largest, dtype=factor)
+
+    def scores(self, rows_ZRx: Tensor, columns_ZKx: Tensor, scale: float = 1.0) -> Tensor:
+        """rows @ columns^T * scale, in the first buffer."""
+        shape = (rows_ZRx.shape[0], rows_ZRx.shape[1], columns_ZKx.shape[1])
+        out = self._scores[: math.prod(shape)].view(shape)
+        if rows_ZRx.dtype == self.dtype and scale != 1.0:
+            # Scale the smaller operand; in half precision this would round it.
+            rows_ZRx, scale = rows_ZRx * scale, 1.0
+        return _bmm(rows_ZRx, columns_ZKx.transpose(1, 2), self.dtype, scale, out)
+
+    def softmax(self, scores_ZRK: Tensor, lse_ZR1: Tensor | None) -> Tensor:
+        """In the second buffer. With a known log-sum-exp it is faster, and overwrites the scores."""
+        out = self._weights[: scores_ZRK.numel()].view(scores_ZRK.shape)
+        if lse_ZR1 is None:
+            return torch.softmax(scores_ZRK, -1, out=out)
+        return torch.exp(scores_ZRK.sub_(lse_ZR1), out=out)
+
+    def to_factor(self, scores_ZRK: Tensor) -> Tensor:
+        """In the dtype of the factors of products; in the third buffer where that differs."""
+        if self._factor is None:
+            return scores_ZRK
+        return self._factor[: scores_ZRK.numel()].view(scores_ZRK.shape).copy_(scores_ZRK)
 
 
-def _forward(p: Problem, out: Tensor) -> None:
-    if 0 in (out.numel(), p.keys):
-        return
-    dtype = _factor_dtype(p)
-    tiles = query_tiles(p, tile_sizes(p).queries)
-    buffers = _Buffers(p, tiles)
-    seen_BK = p.seen_BK()
-    for heads in _head_tiles(p):
-        k_ZKD, v_ZKE = heads.matrices(p.k, dtype), heads.matrices(p.v, dtype)
-        for tile in tiles:
-            if tile.keys == 0:
-                continue
-            q_ZRD = heads.rows(p.q, tile).to(dtype)
-            weights_ZRK = _weights(p, buffers, heads, tile, q_ZRD, tile.take(k_ZKD, 1), seen_BK)
-            out_ZRE = _product(buffers.factor(weights_ZRK), tile.take(v_ZKE, 1), dtype)
-            out[heads.batch, heads.query_heads, tile.start : tile.stop] = heads.unrows(out_ZRE, tile)
+def _forward(a: AttentionArguments) -> Tensor:
+    out = a.q.new_zeros((*a.q.shape[:3], a.v.shape[3]))
+    if 0 in (out.numel(), a.keys):
+        return out
+    dtype = _factor_dtype(a)
+    chunks = [chunk for chunk in _query_chunks(a, _chunk_sizes(a).queries) if chunk.keys]
+    buffers = _ScoreBuffers(a, chunks)
+    padding_BK = a.padding_mask()
+    for heads in _head_slices(a):
+        k_ZKD, v_ZKE = heads.matrices(a.k, dtype), heads.matrices(a.v, dtype)
+        for chunk in chunks:
+            q_ZRD = heads.rows(a.q, chunk).to(dtype)
+            weights_ZRK = _weights(a, buffers, heads, chunk, q_ZRD, chunk.take(k_ZKD, 1), padding_BK)
+            out_ZRE = _bmm(buffers.to_factor(weights_ZRK), chunk.take(v_ZKE, 1), dtype)
+            out[heads.batch, heads.query_heads, chunk.start : chunk.stop] = heads.unflatten(out_ZRE, chunk)
+    return out
 
 
 def _weights(
-    p: Problem,
-    buffers: _Buffers,
-    heads: _Heads,
-    tile: QueryTile,
+    a: AttentionArguments,
+    buffers: _ScoreBuffers,
+    heads: _HeadSlice,
+    chunk: _QueryChunk,
     q_ZRD: Tensor,
     k_ZKD: Tensor,
-    seen_BK: Tensor | None,
+    padding_BK: Tensor | None,
     lse_ZR1: Tensor | None = None,
 ) -> Tensor:
-    """The softmax of one tile; rows without a key are zeros."""
-    scores_ZRK = buffers.scores(q_ZRD, k_ZKD, p.scale)
-    scores_BHQK = heads.unrows(scores_ZRK, tile)  # a view
-    if p.bias is not None:
-        scores_BHQK.add_(bias_part(p.bias, heads.batch, heads.query_heads, tile))
-    elif p.bias_function is not None:
-        scores_BHQK.add_(bias_values(p, heads.batch, heads.query_heads, tile))
-    if tile.cut is not None and tile.cut < tile.keys:
-        k_index = tile.key_index(p.q.device)[tile.cut :]
-        position = torch.arange(tile.start, tile.stop, device=p.q.device) + p.offset
-        scores_BHQK[..., tile.cut :].masked_fill_(k_index > position[:, None], -math.inf)
-    if seen_BK is not None:
-        seen = tile.take(seen_BK[heads.batch], 1)
-        scores_BHQK.masked_fill_(~seen[:, None, None, :], -math.inf)
+    """The softmax of one chunk; rows without keys are zeros."""
+    scores_ZRK = buffers.scores(q_ZRD, k_ZKD, a.scale)
+    scores_BHQK = heads.unflatten(scores_ZRK, chunk)  # a view
+    if a.bias is not None:
+        scores_BHQK.add_(_bias_slice(a.bias, heads.batch, heads.query_heads, chunk))
+    elif a.bias_function is not None:
+        scores_BHQK.add_(_bias_values(a, heads.batch, heads.query_heads, chunk))
+    if chunk.causal_from is not None and chunk.needs_causal_mask:
+        future = _future(a, chunk, chunk.causal_from)
+        scores_BHQK[..., chunk.causal_from :].masked_fill_(future, -math.inf)
+    if padding_BK is not None:
+        allowed = chunk.take(padding_BK[heads.batch], 1)
+        scores_BHQK.masked_fill_(~allowed[:, None, None, :], -math.inf)
     weights_ZRK = buffers.softmax(scores_ZRK, lse_ZR1)
-    if lse_ZR1 is None and _may_lack_keys(p):
-        without_key_ZR1 = scores_ZRK.amax(-1, keepdim=True) == -math.inf
-        weights_ZRK.masked_fill_(without_key_ZR1, 0.0)
+    biased = a.bias is not None or a.bias_function is not None  # which may be -inf in a whole row
+    if lse_ZR1 is None and (biased or a.has_padding or (a.causal and a.offset < 0)):
+        no_key_ZR1 = scores_ZRK.amax(-1, keepdim=True) == -math.inf
+        weights_ZRK.masked_fill_(no_key_ZR1, 0.0)
     return weights_ZRK
 
 
-def _may_lack_keys(p: Problem) -> bool:
-    biased = p.bias is not None or p.bias_function is not None  # which may be -inf everywhere
-    return biased or p.padded or (p.causal and p.offset < 0)
+class _KeyGradient:
+    """The gradient of k or v for one slice of heads, accumulated in the compute dtype.
 
-
-class _Sums:
-    """The gradient of k or v for a rectangle of heads, added up in the compute dtype.
-
-    In place where that is the gradient's own dtype: another copy would grow with the number of keys.
+    In place where that is the gradient's own dtype: a copy would grow with the number of keys.
     """
 
-    def __init__(self, total_BGKx: Tensor, heads: _Heads, dtype: torch.dtype) -> None:
-        self.place = total_BGKx[heads.batch, heads.heads]
-        batch, head = self.place.stride()[:2]
-        is_flat = self.place.shape[0] == 1 or batch == head * self.place.shape[1]
-        self.in_place = is_flat and self.place.dtype == dtype
+    def __init__(self, grad_BGKx: Tensor, heads: _HeadSlice, dtype: torch.dtype) -> None:
+        self.grad = grad_BGKx[heads.batch, heads.heads]
+        batch, head = self.grad.stride()[:2]
+        is_flat = self.grad.shape[0] == 1 or batch == head * self.grad.shape[1]
+        self.in_place = is_flat and self.grad.dtype == dtype
         if self.in_place:
-            self.sums_ZKx = self.place.flatten(0, 1)  # a view
+            self.sum_ZKx = self.grad.flatten(0, 1)  # a view
         else:
-            shape = (self.place.shape[0] * self.place.shape[1], *self.place.shape[2:])
-            self.sums_ZKx = self.place.new_zeros(shape, dtype=dtype)
+            shape = (self.grad.shape[0] * self.grad.shape[1], *self.grad.shape[2:])
+            self.sum_ZKx = self.grad.new_zeros(shape, dtype=dtype)
 
-    def add(self, tile: QueryTile, a_ZkR: Tensor, b_ZRx: Tensor, scale: float = 1.0) -> None:
-        """sums[keys of the tile] += a @ b * scale"""
-        sums = self.sums_ZKx
-        if tile.index is None and sums.shape[0] == 1 and sums.dtype == a_ZkR.dtype:  # no room for the product
-            tile.take(sums, 1)[0].addmm_(a_ZkR[0], b_ZRx[0], alpha=scale)
+    def add(self, chunk: _QueryChunk, a_ZkR: Tensor, b_ZRx: Tensor, scale: float = 1.0) -> None:
+        """sum[the chunk's keys] += a @ b * scale"""
+        if chunk.index is None and self.sum_ZKx.shape[0] == 1 and self.sum_ZKx.dtype == a_ZkR.dtype:
+            # Without a temporary for the product.
+            chunk.take(self.sum_ZKx, 1)[0].addmm_(a_ZkR[0], b_ZRx[0], alpha=scale)
         else:
-            tile.add(sums, _product(a_ZkR, b_ZRx, sums.dtype, scale), 1)
+            chunk.add(self.sum_ZKx, _bmm(a_ZkR, b_ZRx, self.sum_ZKx.dtype, scale), 1)
 
     def finish(self) -> None:
         if not self.in_place:
-            self.place.copy_(self.sums_ZKx.view(self.place.shape))
+            self.grad.copy_(self.sum_ZKx.view(self.grad.shape))
 
 
 class _Backward:
-    """One backward pass: the gradients that are wanted, filled tile by tile."""
+    """One backward pass: the wanted gradients, filled chunk by chunk."""
 
     def __init__(
-        self, p: Problem, grad_out: Tensor, lse_BHQ: Tensor | None, wanted: tuple[bool, ...]
+        self, a: AttentionArguments, grad_out: Tensor, lse_BHQ: Tensor | None, wanted: tuple[bool, ...]
     ) -> None:
-        self.p, self.grad_out = p, grad_out
+        self.a, self.grad_out = a, grad_out
         self.lse_BHQ1 = None if lse_BHQ is None else lse_BHQ[..., None]
-        self.dtype, self.factor_dtype = _compute_dtype(p), _factor_dtype(p)
-        self.seen_BK = p.seen_BK()
-        self.want_q, self.want_k, self.want_v, self.want_bias = wanted[:4]
-        self.bias_tensors = [t for t, want in zip(p.bias_tensors, wanted[4:], strict=True) if want]
-        self.wanted_tensors = wanted[4:]
-        self.want_scores = self.want_q or self.want_k or self.want_bias or bool(self.bias_tensors)
-        self.grad_q = torch.zeros_like(p.q) if self.want_q else None
-        self.grad_k = torch.zeros_like(p.k) if self.want_k else None
-        self.grad_v = torch.zeros_like(p.v) if self.want_v else None
+        self.dtype, self.factor_dtype = _compute_dtype(a), _factor_dtype(a)
+        self.padding_BK = a.padding_mask()
+        want_q, want_k, want_v, want_bias, *self.want_tensors = wanted
+        self.bias_tensors = [t for t, want in zip(a.bias_tensors, self.want_tensors, strict=True) if want]
+        self.want_scores = want_q or want_k or want_bias or bool(self.bias_tensors)
+        self.grad_q = torch.zeros_like(a.q) if want_q else None
+        self.grad_k = torch.zeros_like(a.k) if want_k else None
+        self.grad_v = torch.zeros_like(a.v) if want_v else None
         self.grad_bias: Tensor | None = None
-        if self.want_bias and p.bias is not None:
-            self.grad_bias = torch.zeros_like(p.bias, dtype=self.dtype)
-        # Sums over many tiles: in half precision they would stop growing.
+        if want_bias and a.bias is not None:
+            self.grad_bias = torch.zeros_like(a.bias, dtype=self.dtype)
+        # Sums over many chunks: in half precision they would stop growing.
         self.grad_tensors = [
             torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in self.bias_tensors
         ]
 
     def run(self) -> list[Tensor | None]:
-        p = self.p
-        if 0 not in (self.grad_out.numel(), p.keys):
-            tiles = query_tiles(p, tile_sizes(p).queries)
-            buffers = _Buffers(p, tiles)
-            for heads in _head_tiles(p):
-                self._heads(buffers, heads, tiles)
-        grad_bias = None if self.grad_bias is None or p.bias is None else self.grad_bias.to(p.bias.dtype)
+        a = self.a
+        if 0 not in (a.q.numel(), a.keys):
+            chunks = [chunk for chunk in _query_chunks(a, _chunk_sizes(a).queries) if chunk.keys]
+            buffers = _ScoreBuffers(a, chunks)
+            for heads in _head_slices(a):
+                self._add_heads(buffers, heads, chunks)
+        grad_bias = None if self.grad_bias is None or a.bias is None else self.grad_bias.to(a.bias.dtype)
         rest = (total.to(t.dtype) for total, t in zip(self.grad_tensors, self.bias_tensors, strict=True))
-        others = [next(rest) if want else None for want in self.wanted_tensors]
-        return [self.grad_q, self.grad_k, self.grad_v, grad_bias, *others]
+        grad_tensors = [next(rest) if want else None for want in self.want_tensors]
+        return [self.grad_q, self.grad_k, self.grad_v, grad_bias, *grad_tensors]
 
-    def _heads(self, buffers: _Buffers, heads: _Heads, tiles: list[QueryTile]) -> None:
-        factor = self.factor_dtype
-        k_ZKD, v_ZKE = heads.matrices(self.p.k, factor), heads.matrices(self.p.v, factor)
-        sums = [
-            None if total is None else _Sums(total, heads, self.dtype) for total in (self.grad_k, self.grad_v)
-        ]
-        for tile in tiles:
-            if tile.keys:
-                self._tile(buffers, heads, tile, k_ZKD, v_ZKE, *sums)
-        for each in sums:
-            if each is not None:
-                each.finish()
+    def _add_heads(self, buffers: _ScoreBuffers, heads: _HeadSlice, chunks: list[_QueryChunk]) -> None:
+        k_ZKD = heads.matrices(self.a.k, self.factor_dtype)
+        v_ZKE = heads.matrices(self.a.v, self.factor_dtype)
+        grad_k, grad_v = (
+            None if grad is None else _KeyGradient(grad, heads, self.dtype)
+            for grad in (self.grad_k, self.grad_v)
+        )
+        for chunk in chunks:
+            self._add_chunk(buffers, heads, chunk, k_ZKD, v_ZKE, grad_k, grad_v)
+        for grad in (grad_k, grad_v):
+            if grad is not None:
+                grad.finish()
 
-    def _tile(
+    def _add_chunk(
         self,
-        buffers: _Buffers,
-        heads: _Heads,
-        tile: QueryTile,
+        buffers: _ScoreBuffers,
+        heads: _HeadSlice,
+        chunk: _QueryChunk,
         k_ZKD: Tensor,
         v_ZKE: Tensor,
-        grad_k: "_Sums | None",
-        grad_v: "_Sums | None",
+        grad_k: _KeyGradient | None,
+        grad_v: _KeyGradient | None,
     ) -> None:
-        p, factor = self.p, self.factor_dtype
-        q_ZRD = heads.rows(p.q, tile).to(factor)
-        k_ZkD = tile.take(k_ZKD, 1)
-        grad_out_ZRE = heads.rows(self.grad_out, tile).to(factor)
-        lse_ZR1 = None if self.lse_BHQ1 is None else heads.rows(self.lse_BHQ1, tile)
-        weights_ZRk = _weights(p, buffers, heads, tile, q_ZRD, k_ZkD, self.seen_BK, lse_ZR1)
+        a, dtype = self.a, self.factor_dtype
+        q_ZRD = heads.rows(a.q, chunk).to(dtype)
+        k_ZkD = chunk.take(k_ZKD, 1)
+        grad_out_ZRE = heads.rows(self.grad_out, chunk).to(dtype)
+        lse_ZR1 = None if self.lse_BHQ1 is None else heads.rows(self.lse_BHQ1, chunk)
+        weights_ZRk = _weights(a, buffers, heads, chunk, q_ZRD, k_ZkD, self.padding_BK, lse_ZR1)
         if grad_v is not None:
-            grad_v.add(tile, buffers.factor(weights_ZRk).transpose(1, 2), grad_out_ZRE)
+            grad_v.add(chunk, buffers.to_factor(weights_ZRk).transpose(1, 2), grad_out_ZRE)
         if not self.want_scores:
             return
-        grad_ZRk = buffers.scores(grad_out_ZRE, tile.take(v_ZKE, 1))  # the scores themselves are done with
-        # Of the softmax: w * (g - sum(w * g)), in place.
+        grad_ZRk = buffers.scores(grad_out_ZRE, chunk.take(v_ZKE, 1))  # overwrites the scores
+        # Of the softmax, in place: w * (g - sum(w * g)).
         grad_ZRk.mul_(weights_ZRk)
         total_ZR1 = grad_ZRk.sum(-1, keepdim=True)
         grad_ZRk.addcmul_(weights_ZRk, total_ZR1, value=-1.0)
-        narrow_ZRk = buffers.factor(grad_ZRk) if self.want_q or self.want_k else grad_ZRk
+        factor_ZRk = (
+            buffers.to_factor(grad_ZRk) if self.grad_q is not None or grad_k is not None else grad_ZRk
+        )
         if self.grad_q is not None:
-            grad_q_ZRD = _product(narrow_ZRk, k_ZkD, factor, p.scale)
-            place = self.grad_q[heads.batch, heads.query_heads, tile.start : tile.stop]
-            place.copy_(heads.unrows(grad_q_ZRD, tile))
+            grad_q_ZRD = _bmm(factor_ZRk, k_ZkD, dtype, a.scale)
+            rows = self.grad_q[heads.batch, heads.query_heads, chunk.start : chunk.stop]
+            rows.copy_(heads.unflatten(grad_q_ZRD, chunk))
         if grad_k is not None:
-            grad_k.add(tile, narrow_ZRk.transpose(1, 2), q_ZRD, p.scale)
+            grad_k.add(chunk, factor_ZRk.transpose(1, 2), q_ZRD, a.scale)
         if self.grad_bias is not None:
-            self._add_to_bias(self.grad_bias, heads, tile, heads.unrows(grad_ZRk, tile))
+            self._add_to_bias(self.grad_bias, heads, chunk, heads.unflatten(grad_ZRk, chunk))
         if self.bias_tensors:
-            self._add_to_bias_tensors(heads, tile, heads.unrows(grad_ZRk, tile))
+            self._add_to_bias_tensors(heads, chunk, heads.unflatten(grad_ZRk, chunk))
 
     @staticmethod
-    def _add_to_bias(total: Tensor, heads: _Heads, tile: QueryTile, grad_BHQK: Tensor) -> None:
+    def _add_to_bias(total: Tensor, heads: _HeadSlice, chunk: _QueryChunk, grad_BHQK: Tensor) -> None:
         broadcast = [dim for dim, size in enumerate(total.shape) if size == 1]
         part = grad_BHQK.sum(broadcast, keepdim=True) if broadcast else grad_BHQK
         batch = heads.batch if total.shape[0] > 1 else slice(None)
         head = heads.query_heads if total.shape[1] > 1 else slice(None)
-        query = slice(tile.start, tile.stop) if total.shape[2] > 1 else slice(None)
+        query = slice(chunk.start, chunk.stop) if total.shape[2] > 1 else slice(None)
         if total.shape[3] > 1:
-            tile.add(total[batch, head, query], part, 3)
+            chunk.add(total[batch, head, query], part, 3)
         else:
             total[batch, head, query].add_(part)
 
-    def _add_to_bias_tensors(self, heads: _Heads, tile: QueryTile, grad_BHQK: Tensor) -> None:
+    def _add_to_bias_tensors(self, heads: _HeadSlice, chunk: _QueryChunk, grad_BHQK: Tensor) -> None:
         with torch.enable_grad():
-            values = bias_values(self.p, heads.batch, heads.query_heads, tile)
+            values = _bias_values(self.a, heads.batch, heads.query_heads, chunk)
         if not values.requires_grad:
             return
         grad = grad_BHQK.sum_to_size(values.shape).to(values.dtype)

@@ -1,4 +1,4 @@
-"""What `attention` computes, written with the whole score matrix: the specification, which tests compare to.
+"""What `attention` computes, written with the whole score matrix: the specification that tests compare to.
 
 B batch, H query heads, G key/value heads, Q and K lengths, D and E head sizes of query/key and of value.
 """
@@ -8,8 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from oomph.ops.softmax_attention.biases import BiasFunction
-from oomph.ops.softmax_attention.patterns import BlockPattern
+from oomph.ops.softmax_attention.biases import BiasFunction, BlockPattern
 
 
 def reference(
@@ -26,38 +25,38 @@ def reference(
     """softmax(q k^T scale + bias) v over the allowed keys; zeros where a query has none. O(Q K) memory."""
     B, H, Q, D = q_BHQD.shape
     K = k_BGKD.shape[2]
-    repeat = H // k_BGKD.shape[1]
-    k_BHKD, v_BHKE = k_BGKD.repeat_interleave(repeat, 1), v_BGKE.repeat_interleave(repeat, 1)
+    group = H // k_BGKD.shape[1]
+    k_BHKD, v_BHKE = k_BGKD.repeat_interleave(group, 1), v_BGKE.repeat_interleave(group, 1)
     scale = 1.0 / math.sqrt(D) if scale is None else scale
     scores_BHQK = torch.einsum("bhqd,bhkd->bhqk", q_BHQD, k_BHKD) * scale
 
-    def indices(size: int, shape: tuple[int, ...]) -> Tensor:
+    def index(size: int, *shape: int) -> Tensor:
         return torch.arange(size, device=q_BHQD.device).view(shape)
 
-    q_index, k_index = indices(Q, (1, 1, Q, 1)), indices(K, (1, 1, 1, K))
+    q_index, k_index = index(Q, 1, 1, Q, 1), index(K, 1, 1, 1, K)
     if isinstance(bias, Tensor):
         scores_BHQK = scores_BHQK + bias
     elif bias is not None:
-        added = bias(indices(B, (B, 1, 1, 1)), indices(H, (1, H, 1, 1)), q_index, k_index)
-        scores_BHQK = scores_BHQK + added.to(scores_BHQK.dtype)
+        values = bias(index(B, B, 1, 1, 1), index(H, 1, H, 1, 1), q_index, k_index)
+        scores_BHQK = scores_BHQK + values.to(scores_BHQK.dtype)
 
-    position = q_index + (K - Q)  # the last query stands at the last key
+    position = q_index + (K - Q)  # the last query is at the last key
     allowed = torch.ones_like(scores_BHQK, dtype=torch.bool)
     if causal:
         allowed = allowed & (k_index <= position)
     if pattern is not None:
         q_block = torch.div(position, pattern.block, rounding_mode="floor")
         k_block = k_index // pattern.block
-        kept = q_block == k_block
+        in_pattern = q_block == k_block
         if pattern.kind in ("local", "mixed"):
-            kept = kept | ((q_block - k_block).abs() <= pattern.window)
+            in_pattern = in_pattern | ((q_block - k_block).abs() <= pattern.window)
         if pattern.kind in ("global", "mixed"):
-            kept = kept | (k_block % pattern.stride == 0)
-        allowed = allowed & kept
+            in_pattern = in_pattern | (k_block % pattern.stride == 0)
+        allowed = allowed & in_pattern
     if key_mask_BK is not None:
         allowed = allowed & key_mask_BK[:, None, None, :]
 
     scores_BHQK = scores_BHQK.masked_fill(~allowed, -math.inf)
-    without_key = (scores_BHQK == -math.inf).all(-1, keepdim=True)
-    weights_BHQK = torch.softmax(scores_BHQK.masked_fill(without_key, 0.0), -1).masked_fill(without_key, 0.0)
+    no_key = (scores_BHQK == -math.inf).all(-1, keepdim=True)
+    weights_BHQK = torch.softmax(scores_BHQK.masked_fill(no_key, 0.0), -1).masked_fill(no_key, 0.0)
     return torch.einsum("bhqk,bhke->bhqe", weights_BHQK, v_BHKE).to(q_BHQD.dtype)

@@ -1,8 +1,8 @@
-"""The arguments of one attention call, checked and brought into one form."""
+"""The arguments of one attention call, checked and normalised."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,13 +10,20 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.launch import is_fake
-from oomph.ops.softmax_attention.biases import BiasFunction, declared_tensors, hidden_gradient
-from oomph.ops.softmax_attention.patterns import BlockPattern
+from oomph.ops.softmax_attention.biases import (
+    BiasFunction,
+    BlockPattern,
+    declared_tensors,
+    has_undeclared_gradient,
+)
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """A checked call. `bias` has 4 dimensions. Never both a bias and a function, both lengths and a mask."""
+class AttentionArguments:
+    """A checked call. At most one of `bias` and `bias_function`, and of `key_lengths` and `key_mask`, is set.
+
+    q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E]; bias has 4 dimensions, each 1 or full.
+    """
 
     q: Tensor
     k: Tensor
@@ -26,7 +33,7 @@ class Problem:
     bias_function: BiasFunction | None
     pattern: BlockPattern | None
     key_lengths: Tensor | None  # [B]
-    key_mask: Tensor | None  # [B, K], True where a key may be seen
+    key_mask: Tensor | None  # [B, K], True where a key may be attended to
     scale: float
     memory_budget: int | None
 
@@ -40,7 +47,7 @@ class Problem:
 
     @property
     def offset(self) -> int:
-        """A query's position among the keys is its index plus this: the last query is at the last key."""
+        """Position minus index of a query: the last query is at the last key."""
         return self.keys - self.queries
 
     @property
@@ -49,23 +56,22 @@ class Problem:
         return self.q.shape[1] // self.k.shape[1]
 
     @property
-    def is_plain(self) -> bool:
-        """Without bias, pattern or padding: its shapes say all about it."""
-        return self.bias is None and self.bias_function is None and self.pattern is None and not self.padded
+    def has_empty(self) -> bool:
+        return 0 in (self.q.numel(), self.k.numel(), self.v.numel())
 
     @property
-    def padded(self) -> bool:
+    def has_padding(self) -> bool:
         return self.key_lengths is not None or self.key_mask is not None
 
-    def seen_BK(self) -> Tensor | None:
-        """The padding as a mask; made anew from lengths."""
-        if self.key_lengths is None:
-            return self.key_mask
-        return torch.arange(self.keys, device=self.k.device) < self.key_lengths[:, None]
+    @property
+    def is_plain(self) -> bool:
+        """Without bias, pattern and padding."""
+        biased = self.bias is not None or self.bias_function is not None
+        return not biased and self.pattern is None and not self.has_padding
 
     @property
-    def cuts_future(self) -> bool:
-        """Does causality forbid any pair? A single query, the last, sees every key."""
+    def masks_future(self) -> bool:
+        """Whether causality masks any pair. A single query, the last, attends to every key."""
         return self.causal and self.queries != 1
 
     @property
@@ -77,8 +83,22 @@ class Problem:
         tensors = [*self.bias_tensors, *([] if self.bias is None else [self.bias])]
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
+    def padding_mask(self) -> Tensor | None:
+        """[B, K], True where a key may be attended to."""
+        if self.key_lengths is None:
+            return self.key_mask
+        return torch.arange(self.keys, device=self.k.device) < self.key_lengths[:, None]
 
-def make_problem(
+    def without_tensors(self) -> "AttentionArguments":
+        """For ctx: tensors are kept by save_for_backward alone, so that a freed graph frees them.
+
+        A bias function keeps its own tensors, because backward calls it again.
+        """
+        empty = self.q.new_empty(0)
+        return replace(self, q=empty, k=empty, v=empty, bias=None, key_lengths=None, key_mask=None)
+
+
+def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -90,9 +110,9 @@ def make_problem(
     key_mask: Tensor | None = None,
     scale: float | None = None,
     memory_budget: str | int | None = None,
-) -> Problem:
+) -> AttentionArguments:
     common.check_floating(q=q, k=k, v=v)
-    q, k, v = _under_autocast(q, k, v)
+    q, k, v = _autocast(q, k, v)
     common.check_same_dtype(q=q, k=k, v=v)
     tensor_bias = bias if isinstance(bias, Tensor) else None
     if tensor_bias is not None:
@@ -106,22 +126,24 @@ def make_problem(
         raise ArgumentError(
             f"pattern is a {type(pattern).__name__}; valid: None, or a BlockPattern such as local(window=1)"
         )
-    return Problem(
+    _check_padding(key_lengths, key_mask, k)
+    return AttentionArguments(
         q,
         k,
         v,
         bool(causal),
-        None if tensor_bias is None else _four_dimensional(tensor_bias, q, k),
-        None if bias is None or isinstance(bias, Tensor) else _checked_function(bias, q, k),
+        None if tensor_bias is None else _broadcast_bias(tensor_bias, q, k),
+        None if bias is None or isinstance(bias, Tensor) else _check_function(bias, q, k),
         pattern,
-        *_checked_padding(key_lengths, key_mask, k),
-        _scale(scale, q),
+        key_lengths,
+        key_mask,
+        _check_scale(scale, q),
         common.parse_memory_budget(memory_budget),
     )
 
 
-def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Autocast's rule for scaled_dot_product_attention: its dtype for all, float64 left alone."""
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Autocast's rule for scaled_dot_product_attention: its dtype for all; float64 is unchanged."""
     kind = q.device.type
     if not torch.is_autocast_enabled(kind) or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return q, k, v
@@ -130,48 +152,45 @@ def _under_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    fault = _fault_of_shapes(tuple(q.shape), tuple(k.shape), tuple(v.shape))
-    if fault is not None:
-        raise ArgumentError(
-            f"{fault}; given q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; "
-            "valid: q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E] with H a multiple of G"
-        )
+    if not q.dim() == k.dim() == v.dim() == 4:
+        problem = "attention takes 4-dimensional tensors"
+    elif not q.shape[0] == k.shape[0] == v.shape[0]:
+        problem = "batch sizes differ"
+    elif k.shape[1:3] != v.shape[1:3]:
+        problem = "k and v differ in heads or length"
+    elif q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        problem = "q and k must have one head size, at least 1"
+    elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        problem = "query heads are not a multiple of key/value heads"
+    else:
+        return
+    raise ArgumentError(
+        f"{problem}; given q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}; "
+        "valid: q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E] with H a multiple of G"
+    )
 
 
-def _fault_of_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> str | None:
-    if not len(q) == len(k) == len(v) == 4:
-        return "attention takes 4-dimensional tensors"
-    if not q[0] == k[0] == v[0]:
-        return "batch sizes differ"
-    if k[1:3] != v[1:3]:
-        return "k and v differ in heads or length"
-    if q[3] != k[3] or q[3] == 0:
-        return "q and k must have one head size, at least 1"
-    if k[1] == 0 or q[1] % k[1]:
-        return "query heads are not a multiple of key/value heads"
-    return None
-
-
-def _four_dimensional(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def _broadcast_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The bias with 4 dimensions."""
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    wide = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias
-    if wide.dim() > 4 or any(b not in (1, f) for b, f in zip(wide.shape, full, strict=True)):
+    bias_4d = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias
+    if bias_4d.dim() > 4 or any(b not in (1, f) for b, f in zip(bias_4d.shape, full, strict=True)):
         raise ArgumentError(f"bias has shape {list(bias.shape)}, which does not broadcast to {list(full)}")
-    return wide
+    return bias_4d
 
 
-def _checked_function(bias: object, q: Tensor, k: Tensor) -> BiasFunction:
+def _check_function(bias: object, q: Tensor, k: Tensor) -> BiasFunction:
     if not callable(bias):
         raise ArgumentError(
             f"bias is a {type(bias).__name__}; valid: None, a tensor, or a function f(b, h, q_index, k_index)"
         )
     function: BiasFunction = bias
-    check = getattr(function, "check_shape", None)
-    if check is not None:
-        check(q.shape[0], q.shape[2], k.shape[2])
+    check_shape = getattr(function, "check_shape", None)
+    if check_shape is not None:
+        check_shape(q.shape[0], q.shape[2], k.shape[2])
     tensors = declared_tensors(function)
     common.check_same_device(q=q, **{f"bias.tensors[{i}]": tensor for i, tensor in enumerate(tensors)})
-    if 0 not in (q.numel(), k.numel()) and hidden_gradient(function, q.device):
+    if 0 not in (q.numel(), k.numel()) and has_undeclared_gradient(function, q.device):
         raise ArgumentError(
             "the bias function reads a tensor that requires a gradient and does not list it; "
             "give it an attribute `tensors`, or detach what it reads"
@@ -179,9 +198,7 @@ def _checked_function(bias: object, q: Tensor, k: Tensor) -> BiasFunction:
     return function
 
 
-def _checked_padding(
-    key_lengths: Tensor | None, key_mask: Tensor | None, k: Tensor
-) -> tuple[Tensor | None, Tensor | None]:
+def _check_padding(key_lengths: Tensor | None, key_mask: Tensor | None, k: Tensor) -> None:
     batch, keys = k.shape[0], k.shape[2]
     if key_lengths is not None and key_mask is not None:
         raise ArgumentError("key_lengths and key_mask were both given; give one")
@@ -189,19 +206,13 @@ def _checked_padding(
         raise ArgumentError(
             f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; valid: torch.bool [{batch}, {keys}]"
         )
-    if key_lengths is not None and (
-        key_lengths.dtype not in (torch.int32, torch.int64) or tuple(key_lengths.shape) != (batch,)
-    ):
+    if key_lengths is None:
+        return
+    if key_lengths.dtype not in (torch.int32, torch.int64) or tuple(key_lengths.shape) != (batch,):
         raise ArgumentError(
             f"key_lengths is {key_lengths.dtype} {list(key_lengths.shape)}; valid: torch.int64 [{batch}]"
         )
-    if key_lengths is not None:
-        _check_lengths(key_lengths, keys)
-    return key_lengths, key_mask
-
-
-def _check_lengths(key_lengths: Tensor, keys: int) -> None:
-    """Where the values can be read at once: not on a GPU, not in a prediction, not in a compiled graph."""
+    # The values are read only where that does not synchronise or break a graph.
     if key_lengths.device.type != "cpu" or is_fake(key_lengths) or torch.compiler.is_compiling():
         return
     wrong = [length for length in key_lengths.tolist() if not 0 <= length <= keys]
@@ -209,7 +220,7 @@ def _check_lengths(key_lengths: Tensor, keys: int) -> None:
         raise ArgumentError(f"key_lengths has {wrong[0]}; valid: 0 to {keys}, the number of keys")
 
 
-def _scale(scale: float | None, q: Tensor) -> float:
+def _check_scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
         return 1.0 / math.sqrt(q.shape[3])
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):

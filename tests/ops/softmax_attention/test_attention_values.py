@@ -1,4 +1,4 @@
-"""attention against the whole-matrix reference in float64: outputs and every gradient."""
+"""Values and gradients of attention against the whole-matrix reference in float64."""
 
 import itertools
 
@@ -12,40 +12,32 @@ B, H, G, D = 2, 4, 2, 16
 PATTERNS = {"none": None, "local": local(1, 8), "global": global_(2, 8), "mixed": mixed(1, 3, 8)}
 
 
-def tensors(queries, keys, dtype=torch.float64, heads=G, value=D, seed=0):
-    make = torch.Generator().manual_seed(seed)
+def tensors(queries, keys, dtype=torch.float64, heads=G, value=D):
+    generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
-        return torch.randn(shape, generator=make, dtype=torch.float64).to(dtype).requires_grad_()
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     return random(B, H, queries, D), random(B, heads, keys, D), random(B, heads, keys, value)
 
 
-def compare(q, k, v, inputs, tolerance=1e-10, key_lengths=None, impl="chunked", budget="64KiB", **options):
+def compare(q, k, v, inputs, key_lengths=None, impl="chunked", budget="64KiB", **options):
     key_mask = None if key_lengths is None else torch.arange(k.shape[2]) < key_lengths[:, None]
     out = attention(q, k, v, key_lengths=key_lengths, impl=impl, memory_budget=budget, **options)
     expected = reference(q, k, v, key_mask_BK=key_mask, **options)
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     got = torch.autograd.grad(out, inputs, weight)
     right = torch.autograd.grad(expected, inputs, weight)
-    torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
-    for a, b in zip(got, right, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
+    for a, b in zip((out, *got), (expected, *right), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(
     ("lengths", "impl"),
-    [
-        ((37, 37), "chunked"),
-        ((13, 37), "chunked"),
-        ((37, 13), "chunked"),
-        ((1, 9), "chunked"),
-        ((33, 33), "auto"),
-        ((17, 13), "auto"),
-        ((3, 1), "auto"),
-    ],
-)
-def test_every_mask_and_bias_agrees_with_the_reference(lengths, impl):
+    [((37, 37), "chunked"), ((13, 37), "chunked"), ((37, 13), "chunked"), ((1, 9), "chunked"),
+     ((33, 33), "auto"), ((17, 13), "auto"), ((3, 1), "auto")],
+)  # fmt: skip
+def test_every_mask_and_bias(lengths, impl):
     queries, keys = lengths
     for causal, pattern, padded in itertools.product((False, True), PATTERNS.values(), (False, True)):
         key_lengths = torch.tensor([0, max(1, keys - 3)]) if padded else None
@@ -64,14 +56,13 @@ def test_every_mask_and_bias_agrees_with_the_reference(lengths, impl):
                 inputs += [t, s]
             if isinstance(bias, torch.Tensor):
                 inputs.append(bias)
-            compare(
-                q, k, v, inputs, key_lengths=key_lengths, impl=impl, causal=causal, pattern=pattern, bias=bias
-            )
+            options = {"causal": causal, "pattern": pattern, "bias": bias, "key_lengths": key_lengths}
+            compare(q, k, v, inputs, impl=impl, **options)
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@pytest.mark.parametrize("budget", ["4KiB", "16MiB"])  # many tiles, and one
-def test_points_without_a_gradient_agree_with_the_reference(batched, budget):
+@pytest.mark.parametrize("budget", ["4KiB", "16MiB"])  # many chunks, and one
+def test_locality_bias_without_gradient(batched, budget):
     q, k, v = tensors(37, 33)
     t, s = (torch.rand(*((B,) if batched else ()), n, 3, dtype=torch.float64) for n in (37, 33))
     bias = locality_bias(t, s)
@@ -82,7 +73,7 @@ def test_points_without_a_gradient_agree_with_the_reference(batched, budget):
 
 
 @pytest.mark.parametrize(("spread", "shift"), [(1.0, 0.0), (1.0, 1000.0), (100.0, 0.0)])
-def test_the_error_of_a_locality_bias_is_that_of_single_precision(spread, shift):
+def test_locality_bias_has_the_error_of_float32(spread, shift):
     q, k, v = (x.detach() for x in tensors(65, 65, torch.float32))
     t, s = (torch.rand(65, 2) * spread + shift for _ in range(2))
     expected = reference(q.double(), k.double(), v.double(), bias=locality_bias(t.double(), s.double()))
@@ -91,20 +82,28 @@ def test_the_error_of_a_locality_bias_is_that_of_single_precision(spread, shift)
     assert error <= 16 * torch.finfo(torch.float32).eps * max(1.0, spread)
 
 
+def test_locality_bias_is_minus_ten_times_the_squared_distance():
+    t, s = torch.rand(5, 2), torch.rand(7, 2)
+    i, j = torch.arange(5)[:, None], torch.arange(7)
+    got = locality_bias(t, s)(torch.tensor(0), torch.tensor(0), i, j)
+    torch.testing.assert_close(got, -10 * torch.cdist(t, s) ** 2, atol=1e-5, rtol=1e-5)
+    assert locality_bias(t.bfloat16(), s).query_points.dtype == torch.float32
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_key_value_heads_are_shared_by_neighbouring_query_heads(heads):
+def test_grouped_heads(heads):
     q, k, v = tensors(21, 21, heads=heads)
     compare(q, k, v, [q, k, v], causal=True)
     compare(q, k, v, [q, k, v], impl="auto")
 
 
-def test_the_value_head_size_may_differ():
+def test_value_head_size_may_differ():
     q, k, v = tensors(21, 30, value=5)
     compare(q, k, v, [q, k, v], impl="auto")
 
 
 @pytest.mark.parametrize("budget", ["1KiB", "8KiB", "100KiB", "64MiB"])
-def test_the_budget_does_not_change_the_result(budget):
+def test_memory_budget_does_not_change_the_result(budget):
     q, k, v = tensors(50, 70)
     expected = reference(q, k, v, causal=True)
     out = attention(q, k, v, causal=True, memory_budget=budget, impl="chunked")
@@ -112,21 +111,36 @@ def test_the_budget_does_not_change_the_result(budget):
 
 
 @pytest.mark.parametrize("shape", [(B, H, 9, 11), (1, 1, 9, 11), (H, 1, 11), (9, 1), (1,), (B, 1, 1, 11)])
-def test_the_gradient_of_a_bias_has_the_shape_of_the_bias(shape):
+def test_bias_gradient_has_the_shape_of_the_bias(shape):
     q, k, v = tensors(9, 11)
     bias = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     compare(q, k, v, [q, k, v, bias], bias=bias, impl="auto")
 
 
-def test_a_function_may_depend_on_batch_and_head():
+def test_bias_function_of_batch_and_head():
     q, k, v = tensors(9, 11)
     slope = torch.randn(B, H, dtype=torch.float64)
     compare(q, k, v, [q, k, v], bias=lambda b, h, i, j: slope[b, h] * (i - j).abs())
 
 
+def test_bias_function_gradient_in_half_precision_is_summed_in_float32():
+    class Slope:
+        def __init__(self, slope):
+            self.slope, self.tensors = slope, (slope,)
+
+        def __call__(self, b, h, q_index, k_index):
+            return self.slope * (k_index % 2)
+
+    q, k, v = torch.zeros(1, 1, 1000, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4)
+    v[:, :, 1] = 1.0  # every query adds 4 * (1/2 * 1/2) = 1 to the slope's gradient
+    slope = torch.zeros((), dtype=torch.bfloat16, requires_grad=True)
+    attention(q, k, v, bias=Slope(slope), impl="chunked", memory_budget=1).sum().backward()
+    assert slope.grad == 1000
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("impl", ["auto", "chunked"])
-def test_the_error_in_low_precision_is_that_of_rounding_the_result(dtype, impl):
+def test_low_precision_error_is_that_of_rounding_the_result(dtype, impl):
     q, k, v = tensors(65, 65, dtype)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
     out = attention(q, k, v, causal=True, impl=impl)
@@ -136,10 +150,10 @@ def test_the_error_in_low_precision_is_that_of_rounding_the_result(dtype, impl):
     got = torch.autograd.grad(out, (q, k, v), weight)
     right = torch.autograd.grad(expected, wide, weight.double())
     for a, b in zip((out, *got), (expected, *right), strict=True):
-        scale = b.abs().max().item()
-        # One rounding of the result by chunks; the fused kernel also rounds weights and partial results.
+        # "chunked" rounds the result once; the fused kernel also rounds weights and partial results.
         factor = 1.0 if impl == "chunked" and dtype != torch.float32 else 8.0
-        assert (a.double() - b).abs().max().item() <= factor * torch.finfo(dtype).eps * scale
+        error = (a.double() - b).abs().max().item()
+        assert error <= factor * torch.finfo(dtype).eps * b.abs().max().item()
 
 
 def test_inputs_need_not_be_contiguous():
@@ -147,12 +161,12 @@ def test_inputs_need_not_be_contiguous():
     for impl in ("auto", "chunked"):
         views = [x.transpose(1, 2) for x in (q, k, v)]
         compare(*views, [q, k, v], impl=impl, causal=True)
-    wide = torch.randn(B, H, 19, 2 * D, dtype=torch.float64)[..., ::2].requires_grad_()
-    compare(wide, wide, wide, [wide], impl="chunked")
+    strided = torch.randn(B, H, 19, 2 * D, dtype=torch.float64)[..., ::2].requires_grad_()
+    compare(strided, strided, strided, [strided], impl="chunked")
 
 
-def test_the_scale_can_be_given():
+@pytest.mark.parametrize("impl", ["auto", "chunked"])
+@pytest.mark.parametrize("scale", [0.3, -1])
+def test_scale(scale, impl):
     q, k, v = tensors(9, 9)
-    for impl in ("auto", "chunked"):
-        compare(q, k, v, [q, k, v], scale=0.3, impl=impl)
-        compare(q, k, v, [q, k, v], scale=-1, impl=impl)
+    compare(q, k, v, [q, k, v], scale=scale, impl=impl)

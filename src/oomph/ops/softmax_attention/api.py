@@ -1,0 +1,123 @@
+"""The public function: checks the arguments, chooses an implementation, runs it."""
+
+from typing import Any
+
+from torch import Tensor
+
+from oomph.errors import ArgumentError
+from oomph.ops import common
+from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile
+from oomph.ops.softmax_attention.arguments import AttentionArguments, check_arguments
+from oomph.ops.softmax_attention.autograd import triton_attention, why_not_kernels
+from oomph.ops.softmax_attention.biases import BiasFunction, BlockPattern
+from oomph.ops.softmax_attention.chunked import chunk_settings, chunked
+from oomph.ops.softmax_attention.flex import flex, why_not_flex
+from oomph.ops.softmax_attention.reference import reference
+from oomph.ops.softmax_attention.sdpa import BACKENDS, sdpa, usable_backends
+
+IMPLS = ("auto", "sdpa", *BACKENDS, "triton", "flex", "chunked", "reference")
+
+
+def _explain(*tensors: Any, impl: str = "auto", **options: Any) -> Choice:
+    common.check_one_of("impl", impl, IMPLS)
+    return _choose(check_arguments(*tensors, **options), impl)
+
+
+@explained_by(_explain)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    bias: Tensor | BiasFunction | None = None,
+    pattern: BlockPattern | None = None,
+    key_lengths: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    scale: float | None = None,
+    memory_budget: str | int | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """softmax(q k^T * scale + bias) v, exactly, with memory linear in the lengths in forward and backward.
+
+    q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E] of one dtype, H a multiple of G (query heads h*H/G and on
+    share key/value head h); the result is [B, H, Q, E]. Scores and sums are fp32 (float64 for float64).
+
+    causal: a query attends to keys up to its own position, which is its index + K - Q: the last query is at
+        the last key, as generation with a cache needs (PyTorch's `is_causal` aligns the first ones instead).
+    bias: added to the scaled scores. A tensor that broadcasts to [B, H, Q, K] (its gradient is formed at its
+        own size), or a function f(b, h, q_index, k_index) of index tensors (see BiasFunction; gradients flow
+        to the tensors it lists in `tensors`). `locality_bias(t, s)` makes one.
+    pattern: which blocks of keys a block of queries attends to: local(), global_(), mixed(). Not causal by
+        itself.
+    key_lengths, key_mask: padding. Keys at or after key_lengths[b] are masked ([B] integers from 0 to K;
+        others are refused on the CPU; on a GPU, where a check would synchronise, they count as 0 or K);
+        or, key_mask [B, K] is True where a key may be attended to.
+    scale: default 1/sqrt(D).
+    memory_budget: for the chunks of impl="chunked", such as "64MiB"; default 256 MiB, on the CPU 32 MiB.
+    impl: "auto", or by name: "sdpa" (the best fused kernel of PyTorch), one of those ("cudnn", "flash",
+        "efficient"), "triton" (our kernels: patterns, padding, locality_bias), "flex" (FlexAttention:
+        other bias functions; a new kind of call compiles for 5 to 10 seconds, silently), "chunked" (plain
+        torch), "reference" (the whole matrix).
+
+    A query without keys gets zeros and gives zero gradients. `oomph.ops.explain(attention, ...)` says what
+    would run and why. First derivatives only.
+    """
+    common.check_one_of("impl", impl, IMPLS)
+    a = check_arguments(
+        q,
+        k,
+        v,
+        causal=causal,
+        bias=bias,
+        pattern=pattern,
+        key_lengths=key_lengths,
+        key_mask=key_mask,
+        scale=scale,
+        memory_budget=memory_budget,
+    )
+    choice = log_choice("attention", _choose(a, impl))
+    if choice.impl == "reference":
+        bias = a.bias if a.bias_function is None else a.bias_function
+        options: dict[str, Any] = {"causal": a.causal, "bias": bias, "pattern": a.pattern, "scale": a.scale}
+        return reference(a.q, a.k, a.v, key_mask_BK=a.padding_mask(), **options)
+    if choice.impl == "chunked":
+        return chunked(a)
+    if choice.impl == "triton":
+        return triton_attention(a)
+    if choice.impl == "flex":
+        return flex(a)
+    return sdpa(a, choice.impl)
+
+
+def _choose(a: AttentionArguments, impl: str) -> Choice:
+    if impl == "reference":
+        return Choice("reference", ASKED_FOR)
+    if impl == "chunked":
+        return Choice("chunked", ASKED_FOR, chunk_settings(a))
+    backends, refused = usable_backends(a)
+    if impl in ("sdpa", *BACKENDS):
+        usable = backends if impl == "sdpa" else [name for name in backends if name == impl]
+        if not usable:
+            raise ArgumentError(f"impl={impl!r} cannot run this call in linear memory ({refused})")
+        return Choice(usable[0], ASKED_FOR)
+    if impl == "auto" and backends:
+        return Choice(backends[0], refused or "first of PyTorch's fused kernels on this GPU")
+    return _choose_without_sdpa(a, impl, refused)
+
+
+@no_compile
+def _choose_without_sdpa(a: AttentionArguments, impl: str, refused: str) -> Choice:
+    no_kernels, no_flex = why_not_kernels(a), why_not_flex(a)
+    if impl in ("triton", "flex"):
+        reason = no_kernels if impl == "triton" else no_flex
+        if reason is not None:
+            raise ArgumentError(f"impl={impl!r} cannot run this call ({reason})")
+        return Choice(impl, ASKED_FOR)
+    if no_kernels is None and a.q.device.type == "cuda":  # on a CPU they only run in Triton's interpreter
+        return Choice("triton", f"no fused kernel ({refused})")
+    if no_flex is None:
+        return Choice("flex", f"no fused kernel ({refused})")
+    no_kernels = no_kernels or "the interpreter is for tests"
+    reason = f"no fused kernel ({refused}), no kernel of ours ({no_kernels}), no FlexAttention ({no_flex})"
+    return Choice("chunked", reason, chunk_settings(a))

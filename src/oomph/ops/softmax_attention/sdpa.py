@@ -1,0 +1,421 @@
+"""PyTorch's fused attention kernels (cuDNN, flash, memory-efficient, CPU flash): which apply, and the calls.
+
+Only calls that need no [Q, K] mask of full size are run here. Two things are added to the kernels of
+scaled_dot_product_attention: exact zeros for queries without keys, and a backward pass by groups of heads.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends import cuda
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from oomph.ops.common import no_compile, refuse_second_derivatives
+from oomph.ops.softmax_attention.arguments import AttentionArguments
+from oomph.units import MiB
+
+aten = torch.ops.aten
+_SDPA_BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+BACKENDS = tuple(_SDPA_BACKENDS)
+_MIN_CUDNN = 91501  # earlier kernels have errors at lengths that are no multiple of 128
+_MAX_CACHED = 256
+_cached_backends: dict[tuple[object, ...], tuple[list[str], str]] = {}
+
+
+# Which backends can run a call -----------------------------------------------------------------------
+
+
+def usable_backends(a: AttentionArguments) -> tuple[list[str], str]:
+    """The backends that can run the call in linear memory, best first, and why the others cannot."""
+    # Small models are host-bound, so answers for calls without masks are cached. Not in a prediction: its
+    # tensors claim a GPU that is not there.
+    if type(a.q) is not Tensor or not a.is_plain or torch.compiler.is_compiling():
+        return _find_backends(a)
+    shapes = a.q.shape, a.k.shape, a.v.shape
+    key = (*shapes, a.causal, a.q.dtype, a.q.device, torch.are_deterministic_algorithms_enabled())
+    found = _cached_backends.get(key)
+    if found is None:
+        if len(_cached_backends) >= _MAX_CACHED:  # lengths that grow by one, as in generation
+            _cached_backends.clear()
+        found = _cached_backends[key] = _find_backends(a)
+    return found
+
+
+def _find_backends(a: AttentionArguments) -> tuple[list[str], str]:
+    kind = a.q.device.type
+    reason = _why_no_backend(a)
+    if reason is None and kind == "cpu":
+        reason = _why_not_cpu(a)
+        return ([], reason) if reason else (["sdpa"], "the fused CPU kernel")
+    if reason is None and kind != "cuda":
+        reason = f"no fused kernel is known on {kind}"
+    if reason is not None:
+        return [], reason
+    capability = _capability(a.q)
+    rules = {"cudnn": _why_not_cudnn, "flash": _why_not_flash, "efficient": _why_not_efficient}
+    reasons = {name: rule(a, capability) for name, rule in rules.items()}
+    usable = [name for name, reason in reasons.items() if reason is None]
+    refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason is not None]
+    return usable, "; ".join(refused)
+
+
+def _why_no_backend(a: AttentionArguments) -> str | None:
+    if a.pattern is not None:
+        return "a block pattern"
+    if a.bias_function is not None:
+        return "a bias function"
+    if a.has_empty:
+        return "an empty tensor"
+    if a.has_padding and (a.masks_future or a.bias is not None):
+        return "padding together with causality or a bias needs a full-size mask"
+    if a.bias is None:
+        return None
+    if a.masks_future:
+        return "a bias together with causality needs a full-size mask"
+    if a.bias.dtype != a.q.dtype:
+        return f"a {_name(a.bias.dtype)} bias would be rounded to {_name(a.q.dtype)}"
+    if a.bias.shape[3] != a.keys or a.bias.stride(3) != 1:
+        return "the bias is not contiguous along the keys"
+    full = (a.q.shape[0], a.q.shape[1], a.queries, a.keys)
+    if a.bias_needs_grad and (a.q.device.type == "cpu" or tuple(a.bias.shape) != full):
+        return "the gradient of a bias that is broadcast would be formed at full size"
+    return None
+
+
+def _why_not_cpu(a: AttentionArguments) -> str | None:
+    if a.q.shape[3] != a.v.shape[3]:
+        return "the CPU kernel needs equal head sizes"
+    if _is_lower_right(a):
+        return "the CPU kernel aligns causality at the first key"
+    return None
+
+
+def _why_not_cudnn(a: AttentionArguments, capability: tuple[int, int]) -> str | None:
+    if capability[0] not in (9, 10):
+        return "not the fastest on this GPU"
+    version = torch.backends.cudnn.version() if torch.version.cuda else None
+    if version is not None and version < _MIN_CUDNN:
+        return f"cuDNN {version} is too old"
+    if torch.are_deterministic_algorithms_enabled():
+        return "not deterministic"
+    if _is_lower_right(a):
+        return "aligns causality at the first key"
+    if a.bias_needs_grad:
+        return "gives no gradient of the bias"
+    head_size = max(a.q.shape[3], a.v.shape[3])
+    if head_size > (256 if capability == (9, 0) else 128):
+        return f"head size {head_size} is too large"
+    if a.keys == 1:
+        return "a single key"
+    return _why_not_half(a, capability)
+
+
+def _why_not_flash(a: AttentionArguments, capability: tuple[int, int]) -> str | None:
+    if a.bias is not None or a.has_padding:
+        return "takes no mask"
+    if a.q.shape[3] != a.v.shape[3] or a.q.shape[3] > 256:
+        return "needs equal head sizes of at most 256"
+    return _why_not_half(a, capability)
+
+
+def _why_not_efficient(a: AttentionArguments, capability: tuple[int, int]) -> str | None:
+    if _is_lower_right(a):
+        return "aligns causality at the first key"
+    if a.q.dtype == torch.float64:
+        return "no float64 kernel"
+    if a.q.dtype == torch.bfloat16 and capability < (8, 0):
+        return "bfloat16 needs compute capability 8.0"
+    return None
+
+
+def _why_not_half(a: AttentionArguments, capability: tuple[int, int]) -> str | None:
+    if capability < (8, 0):
+        return "needs compute capability 8.0"
+    return None if a.q.dtype in (torch.float16, torch.bfloat16) else f"no {_name(a.q.dtype)} kernel"
+
+
+def _is_lower_right(a: AttentionArguments) -> bool:
+    """Causal with fewer queries than keys, aligned at the last key: only flash's own operator has it."""
+    return a.masks_future and a.offset > 0
+
+
+def _capability(tensor: Tensor) -> tuple[int, int]:
+    try:
+        return torch.cuda.get_device_capability(tensor.device)
+    except (RuntimeError, AssertionError):  # a fake tensor where there is no GPU
+        return (9, 0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# Calls -----------------------------------------------------------------------------------------------
+
+
+def sdpa(a: AttentionArguments, backend: str) -> Tensor:
+    """Run one of `usable_backends(a)`."""
+    if a.masks_future and a.offset < 0:
+        # The first queries precede every key: they are cut off, and zeros are put in their place.
+        out = _run(a, a.q[:, :, -a.offset :], backend)
+        return F.pad(out, (0, 0, -a.offset, 0))
+    return _run(a, a.q, backend)
+
+
+def _run(a: AttentionArguments, q: Tensor, backend: str) -> Tensor:
+    k, v = a.k, a.v
+    head_size, grouped = v.shape[3], a.group > 1
+    if backend != "sdpa":
+        q, k, v = (_pad_heads(tensor) for tensor in (q, k, v))
+    if _is_lower_right(a):
+        out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=a.scale)[0]
+        return out[..., :head_size]
+    if backend == "cudnn" and (a.bias is not None or a.has_padding):
+        return _cudnn_with_bias(q, k, v, _additive_mask(a), a.scale)[..., :head_size]
+    if grouped and backend == "efficient":  # it has no grouped heads; the copies are of the size of q
+        k, v, grouped = k.repeat_interleave(a.group, 1), v.repeat_interleave(a.group, 1), False
+    if backend in ("cudnn", "flash") and a.is_plain and torch.is_grad_enabled():
+        heads = key_heads_per_group(q, k)
+        if heads < k.shape[1] and any(x.requires_grad for x in (q, k, v)):
+            call = GroupedBackward(a.masks_future, a.scale, backend, heads)
+            out = attention_with_grouped_backward(q, k, v, call)
+            return out if v.shape[3] == head_size else out[..., :head_size]
+    mask, has_key = _boolean_mask(a)
+    with _allow_only(backend):
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=a.masks_future, scale=a.scale, enable_gqa=grouped
+        )
+    out = out if v.shape[3] == head_size else out[..., :head_size]
+    return out if has_key is None else torch.where(has_key, out, 0.0)
+
+
+def _pad_heads(tensor: Tensor) -> Tensor:
+    """Contiguous heads of a multiple of 8. Zeros add nothing to a product, and are cut off the result."""
+    missing = -tensor.shape[3] % 8
+    if missing:
+        return F.pad(tensor, (0, missing))
+    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
+
+
+def _additive_mask(a: AttentionArguments) -> Tensor:
+    """The bias, or the padding as a bias [B, 1, 1, K]: 0 where a key may be attended to, else -inf."""
+    if a.bias is not None:
+        return a.bias.detach()
+    padding_BK = a.padding_mask()
+    assert padding_BK is not None
+    allowed, masked = (a.q.new_full((), value) for value in (0.0, -math.inf))
+    return torch.where(padding_BK, allowed, masked)[:, None, None, :]
+
+
+def _boolean_mask(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None]:
+    """(attn_mask, [B, 1, 1, 1] whether the batch entry has any key).
+
+    An entry without keys attends to all of them, and its output is replaced by zeros afterwards, so its
+    gradients are exact zeros whatever a kernel computes for a row of -inf.
+    """
+    padding_BK = a.padding_mask()
+    if padding_BK is None:
+        return a.bias, None
+    has_key = padding_BK.any(1, keepdim=True)
+    mask = padding_BK | ~has_key
+    return mask[:, None, None, :], has_key[:, :, None, None]
+
+
+_SWITCHES = {
+    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+}
+
+
+def _allow_only(backend: str) -> contextlib.AbstractContextManager[None]:
+    """As torch's sdpa_kernel, which torch.compile supports but which costs as much as a launch."""
+    if backend == "sdpa":
+        return contextlib.nullcontext()
+    if torch.compiler.is_compiling():
+        return sdpa_kernel([_SDPA_BACKENDS[backend]])
+    return _AllowOnly(backend)
+
+
+class _AllowOnly:
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.restore: list[tuple[Callable[[bool], None], bool]] = []
+
+    def __enter__(self) -> None:
+        for name, (is_enabled, enable) in _SWITCHES.items():
+            was_enabled = is_enabled()
+            if was_enabled != (name == self.backend):
+                self.restore.append((enable, was_enabled))
+                enable(not was_enabled)
+
+    def __exit__(self, *_: object) -> None:
+        for enable, was_enabled in self.restore:
+            enable(was_enabled)
+
+
+# cuDNN with a bias -----------------------------------------------------------------------------------
+
+
+@no_compile
+def _cudnn_with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """softmax(q k^T * scale + bias) v. The bias has 4 dimensions, 1 or full, q's dtype and no gradient."""
+    out: Tensor = _CudnnWithBias.apply(q, k, v, bias, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _CudnnWithBias(torch.autograd.Function):
+    """cuDNN returns an average of all values for a row of -inf. Here such a row becomes zero and its
+    log-sum-exp +inf, so that in backward its weights exp(score - inf), and all its gradients, are 0."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        needs_backward = any(ctx.needs_input_grad)
+        results = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, bias, needs_backward, 0.0, False, False, scale=scale
+        )
+        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = results
+        no_key = bias.amax(-1, keepdim=True) == -math.inf
+        out.masked_fill_(no_key, 0.0)
+        if needs_backward:
+            lse.view(*q.shape[:3], 1).masked_fill_(no_key, math.inf)
+            ctx.save_for_backward(q, k, v, bias, out, lse, cum_q, cum_k, seed, offset)
+            ctx.max_q, ctx.max_k, ctx.scale = max_q, max_k, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("attention")
+        q, k, v, bias, out, lse, cum_q, cum_k, seed, offset = ctx.saved_tensors
+        rest = (lse, seed, offset, bias, cum_q, cum_k, ctx.max_q, ctx.max_k, 0.0, False)
+        gradients = aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, q, k, v, out, *rest, scale=ctx.scale
+        )
+        wanted = [g if want else None for g, want in zip(gradients, ctx.needs_input_grad[:3], strict=True)]
+        return *wanted, None, None
+
+
+# Backward by groups of heads -------------------------------------------------------------------------
+#
+# In backward the fused kernels hold float32 sums of q's size, and the gradients of k and v once per query
+# head: at 131,072 tokens and 32 heads of 80 that is 2.5 GiB, beside gradients of 0.9. Heads are independent,
+# so the same kernels run on one group of key/value heads at a time and hold that for one group. (With
+# deterministic algorithms flash holds a sum per multiprocessor, whatever the group: little is saved then.)
+
+_GROUP_BYTES = 512 * MiB  # smaller groups would launch more kernels and save little
+
+
+class GroupedBackward(NamedTuple):
+    causal: bool
+    scale: float
+    backend: str
+    key_heads: int  # of a group
+
+
+class _ForwardAndBackward(NamedTuple):
+    """forward(q, k, v, call) -> out, lse, and more, of which backward needs the first six."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Any:
+    return aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, call.causal, False, scale=call.scale
+    )
+
+
+def _cudnn_backward(tensors: Any, lse: Tensor, rest: Any, call: GroupedBackward) -> Any:
+    *lengths, seed, offset = rest
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        *tensors, lse, seed, offset, None, *lengths, 0.0, call.causal, scale=call.scale
+    )
+
+
+def _flash_forward(q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Any:
+    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, call.causal, False, scale=call.scale)
+
+
+def _flash_backward(tensors: Any, lse: Tensor, rest: Any, call: GroupedBackward) -> Any:
+    *lengths, seed, offset = rest
+    return aten._scaled_dot_product_flash_attention_backward(
+        *tensors, lse, *lengths, 0.0, call.causal, seed, offset, scale=call.scale
+    )
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.causal, scale=call.scale)
+
+
+def _cpu_backward(tensors: Any, lse: Tensor, rest: Any, call: GroupedBackward) -> Any:
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *tensors, lse, 0.0, call.causal, scale=call.scale
+    )
+
+
+_KERNELS = {
+    "cudnn": _ForwardAndBackward(_cudnn_forward, _cudnn_backward),
+    "flash": _ForwardAndBackward(_flash_forward, _flash_backward),
+    "cpu": _ForwardAndBackward(_cpu_forward, _cpu_backward),  # for tests without a GPU
+}
+
+
+def key_heads_per_group(q: Tensor, k: Tensor) -> int:
+    """The key/value heads of a group: all of them where backward needs little memory anyway."""
+    heads = k.shape[1]
+    per_head = (
+        q.numel() // max(1, heads) * (4 + 2 * q.element_size())
+    )  # the sums for q; k's and v's gradients
+    return max(
+        size
+        for size in range(1, heads + 1)
+        if heads % size == 0 and (size == 1 or size * per_head <= _GROUP_BYTES)
+    )
+
+
+@no_compile
+def attention_with_grouped_backward(q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Tensor:
+    """softmax(q k^T * scale) v, [B, H, T, D]; backward runs `call.key_heads` key/value heads at a time."""
+    out: Tensor = _GroupedBackwardAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _GroupedBackwardAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Tensor:
+        out, lse, *rest = _KERNELS[call.backend].forward(q, k, v, call)
+        rest = rest[:6]  # cum_q, cum_k, max_q, max_k, seed, offset
+        ctx.save_for_backward(q, k, v, out, lse, *(part for part in rest if isinstance(part, Tensor)))
+        ctx.rest = [None if isinstance(part, Tensor) else (part,) for part in rest]
+        ctx.call = call
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives("attention")
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        saved = iter(tensors)
+        rest = tuple(next(saved) if part is None else part[0] for part in ctx.rest)
+        call: GroupedBackward = ctx.call
+        gradients = [torch.empty_like(x) for x in (q, k, v)]
+        group = q.shape[1] // k.shape[1]
+        for start in range(0, k.shape[1], call.key_heads):
+            keys = slice(start, min(start + call.key_heads, k.shape[1]))
+            queries = slice(keys.start * group, keys.stop * group)
+            inputs = (grad[:, queries], q[:, queries], k[:, keys], v[:, keys], out[:, queries])
+            # The kernels assume a contiguous log-sum-exp.
+            parts = _KERNELS[call.backend].backward(inputs, lse[:, queries].contiguous(), rest, call)
+            for gradient, heads, part in zip(gradients, (queries, keys, keys), parts, strict=True):
+                gradient[:, heads].copy_(part)
+        wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
+        return *(gradient if want else None for gradient, want in wanted), None
