@@ -15,9 +15,7 @@ from oomph.errors import UserError
 from oomph.fixes.modules import is_plain_linear
 from oomph.nn.mlp import GatedMLP, TiledMLP
 from oomph.ops.common import no_compile
-from oomph.ops.mlp import MLPWeights, tiled_mlp
-from oomph.ops.mlp.recognise import NotRecognised, recognise
-from oomph.ops.mlp.tiles import has_batch_norm
+from oomph.ops.mlp import MLPWeights, NotRecognised, has_batch_norm, recognise, tiled_mlp
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TOKENS = 5  # on which a module is tried, in tiles of two

@@ -14,7 +14,7 @@ from oomph.fixes import mlps
 from oomph.fixes.journal import Journal, WrappedForward
 from oomph.fixes.modules import module_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
-from oomph.ops.mlp.tiled import check_options
+from oomph.ops.mlp import check_options
 from oomph.units import counted
 
 

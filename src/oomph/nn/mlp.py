@@ -5,8 +5,7 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.mlp import MLPWeights, tiled_mlp
-from oomph.ops.mlp.tiled import check_options
+from oomph.ops.mlp import MLPWeights, check_options, tiled_mlp
 from oomph.ops.mlp.weights import ACTIVATIONS
 
 

@@ -222,7 +222,7 @@ def _autograd_would_add(weight: Tensor) -> bool:
     """In loss.backward() it would; torch.autograd.grad() hands the gradient out and leaves .grad alone."""
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
-        return torch._C._will_engine_execute_node(node)  # type: ignore[arg-type]
+        return torch_internals.will_engine_execute_node(node)  # type: ignore[arg-type]
     except RuntimeError:  # what it answers inside torch.autograd.grad
         return False
 

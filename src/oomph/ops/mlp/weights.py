@@ -1,16 +1,25 @@
-"""An MLP as data: its matrices, its biases and the name of its activation.
+"""An MLP as data: its matrices, its biases, its activation; and which modules are such an MLP.
 
-Shapes: D features in, O features out, F hidden features. Matrices are laid out as in `nn.Linear`: [out, in].
+Shapes: D features in, O features out, F hidden features. Matrices have the layout of `nn.Linear`: [out, in].
 """
 
+import itertools
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from oomph import torch_internals
 from oomph.errors import ArgumentError
 from oomph.ops import common
+from oomph.ops.launch import is_fake
 
-# What the elementwise kernels know. "gelu" is the exact one (erf), "gelu_tanh" its usual approximation.
+# "gelu" is the exact one (erf), "gelu_tanh" its usual approximation.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
@@ -39,14 +48,14 @@ class MLPWeights:
             if named[name].dim() != 2:
                 raise ArgumentError(f"{name} has shape {tuple(named[name].shape)}; valid: a matrix [out, in]")
         hidden, out = self.up.shape[0], self.down.shape[0]
-        wanted = {
+        valid = {
             "gate": tuple(self.up.shape),
             "down": (out, hidden),
             "up_bias": (hidden,),
             "gate_bias": (hidden,),
             "down_bias": (out,),
         }
-        for name, shape in wanted.items():
+        for name, shape in valid.items():
             if name in named and tuple(named[name].shape) != shape:
                 given = tuple(named[name].shape)
                 raise ArgumentError(
@@ -56,13 +65,180 @@ class MLPWeights:
 
     @property
     def kind(self) -> str:
-        """For people: "silu gated (SwiGLU)", "relu"."""
+        """For messages: "silu gated (SwiGLU)", "relu"."""
         if self.gate is None:
             return self.activation
-        known = {"silu": " (SwiGLU)", "gelu": " (GEGLU)", "gelu_tanh": " (GEGLU)", "relu": " (ReGLU)"}
-        return f"{self.activation} gated{known[self.activation]}"
+        names = {"silu": " (SwiGLU)", "gelu": " (GEGLU)", "gelu_tanh": " (GEGLU)", "relu": " (ReGLU)"}
+        return f"{self.activation} gated{names[self.activation]}"
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors there are, by name."""
+        """The tensors that are not None, by name."""
         fields = ("up", "down", "gate", "up_bias", "gate_bias", "down_bias")
         return {name: tensor for name in fields if (tensor := getattr(self, name)) is not None}
+
+
+def mlp_reference(weights: MLPWeights, x: Tensor) -> Tensor:
+    """x [..., D] -> [..., O] in plain differentiable torch; autograd saves every [..., F] tensor."""
+    up = F.linear(x, weights.up, weights.up_bias)
+    if weights.gate is None:
+        hidden = activate(weights.activation, up)
+    else:
+        hidden = activate(weights.activation, F.linear(x, weights.gate, weights.gate_bias)) * up
+    return F.linear(hidden, weights.down, weights.down_bias)
+
+
+def activate(activation: str, z: Tensor) -> Tensor:
+    if activation == "silu":
+        return F.silu(z)
+    if activation == "relu":
+        return F.relu(z)
+    return F.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+# Modules ---------------------------------------------------------------------------------------------
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_PLAIN_VALUES = (bool, int, float, str, FunctionType, BuiltinFunctionType)
+
+
+class NotRecognised(Exception):
+    """Why a module's forward is called instead of being computed from its weights."""
+
+
+def recognise(module: nn.Module) -> MLPWeights:
+    """The weights of a module that computes `down(act(up x))` or `down(act(gate x) * up x)`.
+
+    Raises NotRecognised for all others. A candidate holds two or three linear layers and no other tensors.
+    Attribute names prove nothing, so its class's forward runs once, with small random float64 weights in
+    place of its own: the module is an MLP if the results equal the formula's. The weights returned are the
+    module's at this moment.
+    """
+    matrices = _linear_layers(module)
+    # By the last layer, not by the module: a copy of the module's attributes shares its result.
+    cache = _formulas.setdefault(matrices[-1], {})
+    key = tuple(
+        (type(inner), *(item for item in vars(inner).items() if isinstance(item[1], _PLAIN_VALUES)))
+        for inner in module.modules()
+    )
+    if key not in cache:
+        cache[key] = _find_formula(module, matrices)
+    if cache[key] is None:
+        raise NotRecognised(
+            f"{type(module).__name__} does not compute down(act(up x)) or down(act(gate x) * up x)"
+        )
+    order, activation = cache[key]
+    up, down, *gate = (matrices[index] for index in order)
+    return MLPWeights(
+        up=_weight(up),
+        down=_weight(down),
+        gate=_weight(gate[0]) if gate else None,
+        up_bias=up.bias,
+        gate_bias=gate[0].bias if gate else None,
+        down_bias=down.bias,
+        activation=activation,
+    )
+
+
+# Per last linear layer and state of the module: which layer is up, down (and gate), and the activation.
+_formulas: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _linear_layers(module: nn.Module) -> list[Any]:
+    """The linear layers, if the module may be an MLP at all."""
+    if any(getattr(nn.modules.module, "_global" + hooks, None) for hooks in _HOOKS):
+        raise NotRecognised("there are hooks on all modules")
+    layers = []
+    for name, inner in module.named_modules():
+        if "forward" in vars(inner) or (inner is not module and any(getattr(inner, h) for h in _HOOKS)):
+            raise NotRecognised(f"{name or 'the module'} has hooks or a forward on the instance")
+        tensors = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
+        if not tensors:
+            continue
+        if type(inner) is not nn.Linear and not _is_conv1d(inner):
+            raise NotRecognised(f"{name or 'the module'} is a {type(inner).__name__} with tensors of its own")
+        for tensor in tensors:
+            # A DTensor, a quantized tensor and the like have matrix products of their own.
+            if type(tensor) not in (Tensor, nn.Parameter) and not is_fake(tensor):
+                raise NotRecognised(f"{name} holds a {type(tensor).__name__}")
+        layers.append(inner)
+    if len(layers) not in (2, 3):
+        raise NotRecognised(f"{type(module).__name__} has {len(layers)} linear layers, not 2 or 3")
+    return layers
+
+
+def _find_formula(module: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[int, ...], str] | None:
+    shapes = [tuple(_weight(layer).shape) for layer in layers]
+    for order in itertools.permutations(range(len(layers))):
+        up, down, *gate = (shapes[index] for index in order)
+        if down[1] != up[0] or (gate and gate[0] != up):
+            continue
+        # Without modes that trace, predict or replace operations: the check is no part of the program.
+        no_modes = torch_internals.disable_torch_function(), torch_internals.disable_dispatch_modes()
+        with no_modes[0], no_modes[1], torch.no_grad(), torch.random.fork_rng(devices=()):
+            activation = _matching_activation(module, layers, order)
+        if activation is not None:
+            return order, activation
+    return None
+
+
+class _SmallLinear(nn.Module):
+    """Plain tensors, not parameters: nothing that watches parameters, such as a prediction, sees them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def _matching_activation(module: nn.Module, layers: Sequence[Any], order: tuple[int, ...]) -> str | None:
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    d, f, out = 3, 5, 4
+    replaced: dict[nn.Module, nn.Module] = {}
+    tensors: dict[str, Any] = {}
+    shapes = {"up": (f, d), "down": (out, f), "gate": (f, d)}
+    for name, index in zip(shapes, order, strict=False):
+        tensors[name] = random(*shapes[name])
+        tensors[f"{name}_bias"] = None if layers[index].bias is None else random(shapes[name][0])
+        replaced[layers[index]] = _SmallLinear(tensors[name], tensors[f"{name}_bias"])
+    # Tokens of many magnitudes, so that a clamp shows.
+    x = random(2, 4, d) * torch.tensor([0.1, 1.0, 30.0, 1000.0], dtype=torch.float64, device="cpu")[:, None]
+    try:
+        result = type(module).forward(_copy_with(module, replaced), x)
+    except Exception:
+        return None  # it takes other arguments, or depends on its sizes
+    for activation in ACTIVATIONS:
+        expected = mlp_reference(MLPWeights(**tensors, activation=activation), x)
+        same_form = isinstance(result, Tensor) and (result.shape, result.dtype) == (expected.shape, x.dtype)
+        if same_form and torch.allclose(result, expected, rtol=1e-10, atol=1e-10):
+            return activation
+    return None
+
+
+def _copy_with(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> Any:
+    """A copy of the module without tensors: its linear layers are replaced, and it has no hooks."""
+    if module in replaced:
+        return replaced[module]
+    copied = object.__new__(type(module))  # not copy.copy: FSDP2's classes do not support it
+    copied.__dict__ = dict(vars(module))
+    copied.__dict__["_modules"] = {
+        name: None if inner is None else _copy_with(inner, replaced)
+        for name, inner in module._modules.items()
+    }
+    return copied
+
+
+def _weight(layer: Any) -> Tensor:
+    weight: Tensor = layer.weight
+    return weight.t() if _is_conv1d(layer) else weight
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layer, whose weight is [in, out]. By name: transformers may not be installed."""
+    kind = type(module)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"

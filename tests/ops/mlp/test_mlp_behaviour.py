@@ -1,0 +1,456 @@
+"""Arguments, the choice of implementation and tile, known MLPs, modules, predicted memory, FSDP2."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from mlp_samples import NormalisedGated, PlainGated, assert_same, results, tokens, weights
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.nn.mlp import GatedMLP, TiledMLP
+from oomph.ops.common import explain
+from oomph.ops.mlp import MLPWeights, tiled_mlp
+
+MiB = 1 << 20
+
+
+def sizes(
+    count: int, f: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> Any:
+    """(rows of a tile, rows of which gate and up are saved) of a SwiGLU MLP."""
+    with FakeTensorMode():
+        up, gate, down = (
+            torch.empty(*shape, device=device, dtype=dtype) for shape in ((f, 8), (f, 8), (8, f))
+        )
+        x = torch.empty(count, 8, device=device, dtype=dtype)
+        settings = explain(tiled_mlp, MLPWeights(up, down, gate), x, **options).settings
+    return settings["tile"], settings["kept"]
+
+
+def test_the_default_tile_on_a_gpu_fits_224_mib_in_whole_equal_blocks() -> None:
+    assert sizes(131072, 9216) == (4096, 0)
+    assert sizes(100_000, 9216) == (4224, 0)  # 24 tiles, none of them small
+    assert sizes(777, 9216) == (777, 0)
+    assert sizes(131072, 53248) == (2048, 0)  # the minimum, for a very wide layer
+
+
+def test_a_budget_is_never_exceeded() -> None:
+    row, saved = 3 * 1024 * 4, 2 * 1024 * 4
+    for budget in (20000, MiB, 40 * MiB, 96 * MiB, 1024 * MiB):
+        rows, _ = sizes(1 << 20, 1024, dtype=torch.float32, memory_budget=budget)
+        assert 1 <= rows <= budget // row
+        rows, kept = sizes(1 << 20, 1024, "cpu", torch.float32, memory_budget=budget)
+        assert rows * row + kept * saved <= budget
+        assert (kept > 0) == (budget >= 96 * MiB)
+
+
+def test_on_a_cpu_a_constant_number_of_bytes_is_saved_in_whole_tiles() -> None:
+    for count in (32768, 1 << 20):
+        rows, kept = sizes(count, 1024, "cpu", torch.float32)
+        assert 0 < kept * 2 * 1024 * 4 <= 64 * MiB
+        assert kept % rows == 0
+    assert sizes(8192, 1024, "cpu", torch.float32, tile=1000) == (1000, 8192)
+    assert sizes(50000, 1024, "cpu", torch.float32, tile=20000) == (20000, 0)  # not one whole tile fits
+    with torch.no_grad():
+        assert sizes(8192, 1024, "cpu", torch.float32)[1] == 0
+
+
+def test_explain_names_the_kind_and_the_reason() -> None:
+    choice = explain(tiled_mlp, weights(), tokens(100, 12), tile=32)
+    assert choice.impl == "chunked"
+    assert "the tensors are on cpu" in choice.reason
+    settings = {"kind": "silu gated (SwiGLU)", "tile": 32, "buffers": 32 * 3 * 20 * 8, "kept": 100}
+    assert choice.settings == settings
+
+
+def test_each_mistake_in_the_result_of_a_function_is_named() -> None:
+    x = tokens(6, 12)
+    with pytest.raises(ArgumentError, match="returned a tuple; valid: one tensor"):
+        tiled_mlp(lambda x: (x, x), x)
+    with pytest.raises(ArgumentError, match=r"made \(12,\) of .*valid: one row per token"):
+        tiled_mlp(lambda x: x.sum(0), x, tile=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tile": 0}, "tile=0 is not valid; give a number of tokens, 1 or more"),
+        ({"tile": 2.5}, "tile=2.5 is not valid"),
+        ({"tile": True}, "tile=True is not valid"),
+        ({"memory_budget": -1}, "size '-1' is not valid"),
+        ({"memory_budget": "12"}, "size '12' has no unit"),
+        ({"memory_budget": 100}, "memory_budget=100 B is too small; one token's buffers take 480 B"),
+        ({"tile": 4, "memory_budget": "1MiB"}, "tile and memory_budget"),
+        ({"impl": "fast"}, "impl='fast' is not valid; choose from 'auto', 'reference'"),
+    ],
+)
+def test_each_bad_option_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        tiled_mlp(weights(), tokens(5, 12), **options)
+
+
+def test_each_bad_input_is_named() -> None:
+    w = weights()
+    for x, message in (
+        (torch.ones(3, 12, dtype=torch.long), "x has dtype torch.int64"),
+        ([1.0], "x is a list, not a tensor"),
+        (torch.tensor(1.0), "x has no dimensions"),
+        (tokens(3, 11), r"x has 11 features; up \(20, 12\) takes 12"),
+        (tokens(3, 12).float(), "all tensors must have one dtype"),
+        (tokens(3, 12).to("meta"), "all tensors must be on one device"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            tiled_mlp(w, x)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="fn_or_module is a str"):
+        tiled_mlp("relu", tokens(3, 12))  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match="parameters holds a int"):
+        tiled_mlp(torch.tanh, tokens(3, 12), parameters=[3])  # type: ignore[list-item]
+
+
+def test_tokens_that_do_not_fit_a_known_module_are_named_too() -> None:
+    module = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Linear(20, 6))
+    with pytest.raises(ArgumentError, match=r"x has 5 features; up \(20, 12\) takes 12"):
+        tiled_mlp(module, torch.zeros(3, 5))
+    with pytest.raises(ArgumentError, match="x on meta, up on cpu"):
+        tiled_mlp(module, torch.zeros(3, 12, device="meta"))
+
+
+def test_each_bad_description_is_named() -> None:
+    good = {name: each.detach() for name, each in weights().named().items()}
+    for change, message in (
+        ({"activation": "swish"}, "activation='swish' is not valid; choose from 'silu'"),
+        ({"gate": torch.ones(3, 12).double()}, r"gate has shape \(3, 12\); .*must be \(20, 12\)"),
+        ({"down": torch.ones(9, 21).double()}, r"down has shape \(9, 21\); .*must be \(9, 20\)"),
+        ({"up": torch.ones(20).double()}, r"up has shape \(20,\); valid: a matrix"),
+        ({"up_bias": torch.ones(12).double()}, r"up_bias has shape \(12,\)"),
+        ({"gate": None, "gate_bias": torch.ones(20).double()}, "gate_bias is given without gate"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            MLPWeights(**{**good, **change})
+
+
+def test_implementations_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = tokens(3, 12)
+    with pytest.raises(ArgumentError, match="impl='triton' is for known MLPs: a plain callable"):
+        tiled_mlp(torch.tanh, x, impl="triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ArgumentError, match="impl='triton' cannot run: the tensors are on cpu"):
+        tiled_mlp(PlainGated().double(), x, impl="triton")
+
+
+def test_layers_that_look_at_all_tokens_are_refused() -> None:
+    module = nn.Sequential(nn.Linear(12, 20), nn.BatchNorm1d(20), nn.Linear(20, 6)).double()
+    with pytest.raises(ArgumentError, match="batch norm in training mode"):
+        tiled_mlp(module, tokens(5, 12))
+    module.eval()
+    tiled_mlp(module, tokens(5, 12))
+
+
+def kind(module: nn.Module) -> str:
+    return str(explain(tiled_mlp, module.double(), tokens(5, 12)).settings["kind"])
+
+
+def check(module: nn.Module) -> None:
+    """Values and gradients with tiles are those of the module called as it is."""
+    module.double()
+    x = tokens(3, 7, 12)
+    inputs = [x, *module.parameters()]
+    assert_same(results(lambda: tiled_mlp(module, x, tile=4), inputs), results(lambda: module(x), inputs))
+
+
+def sequential(activation: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 20), activation, nn.Linear(20, 6))
+
+
+def transformers_modules() -> dict[str, tuple[nn.Module, str]]:
+    from transformers.models.bert.modeling_bert import BertConfig, BertIntermediate
+    from transformers.models.clip.modeling_clip import CLIPMLP, CLIPTextConfig
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3TextConfig
+    from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Config
+    from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
+    from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3MLP
+
+    small: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
+    return {
+        "llama": (LlamaMLP(LlamaConfig(**small, mlp_bias=True)), "silu gated (SwiGLU)"),
+        "qwen3": (Qwen3MLP(Qwen3Config(**small)), "silu gated (SwiGLU)"),
+        "gemma3": (Gemma3MLP(Gemma3TextConfig(**small)), "gelu_tanh gated (GEGLU)"),
+        "gpt2": (GPT2MLP(20, GPT2Config(n_embd=12, n_head=2)).eval(), "gelu_tanh"),
+        "clip": (CLIPMLP(CLIPTextConfig(**small, hidden_act="gelu")), "gelu"),
+        "clip, quick gelu": (CLIPMLP(CLIPTextConfig(**small)), "generic"),
+        "phi3, gate and up in one": (Phi3MLP(Phi3Config(**small, pad_token_id=0)), "generic"),
+        "bert, no second matrix": (BertIntermediate(BertConfig(**small)), "generic"),
+    }
+
+
+def test_the_mlps_of_transformers_are_known_where_they_are_plain_and_right_in_any_case() -> None:
+    pytest.importorskip("transformers")
+    for name, (module, expected) in transformers_modules().items():
+        assert (name, kind(module)) == (name, expected)
+        check(module)
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [
+        (nn.SiLU(), "silu"),
+        (nn.GELU(), "gelu"),
+        (nn.GELU("tanh"), "gelu_tanh"),
+        (nn.ReLU(), "relu"),
+        (nn.Tanh(), "generic"),
+    ],
+)
+def test_a_sequential_of_two_linears_is_known_by_its_activation(activation: nn.Module, expected: str) -> None:
+    assert kind(sequential(activation)) == expected
+    check(sequential(activation))
+
+
+def test_a_module_with_two_places_in_a_sequential_is_run_in_both() -> None:
+    activation = nn.ReLU()
+    both = nn.Sequential(nn.Linear(12, 20), activation, nn.Linear(20, 6), activation)
+    assert kind(both) == "generic"
+    check(both)
+
+
+def test_attribute_names_do_not_matter_and_do_not_mislead() -> None:
+    assert kind(PlainGated()) == "silu gated (SwiGLU)"
+    check(PlainGated())
+    assert kind(NormalisedGated()) == "generic"
+    check(NormalisedGated())
+
+
+class WithBranch(PlainGated):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            x = x * 2
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+class Squared(PlainGated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.w1(x) * self.w3(x))
+
+
+class InnerLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def test_whatever_is_not_proved_is_called() -> None:
+    hooked = sequential(nn.ReLU())
+    hooked[0].register_forward_hook(lambda module, inputs, output: output * 3)
+    subclass = nn.Sequential(InnerLinear(12, 20), nn.ReLU(), nn.Linear(20, 6))
+    replaced = sequential(nn.ReLU())
+    replaced.forward = lambda x: x * 2 * replaced[0].weight.sum()  # type: ignore[method-assign]
+    parametrised = sequential(nn.ReLU())
+    nn.utils.parametrizations.weight_norm(parametrised[0])
+    for module in (hooked, subclass, parametrised, WithBranch(), Squared()):
+        assert kind(module) == "generic"
+        check(module)
+    assert kind(replaced) == "generic"
+    out = tiled_mlp(replaced, tokens(4, 12), tile=2, parameters=list(replaced.parameters()))
+    assert_same([out], [replaced(tokens(4, 12))])
+    assert "forward" in vars(replaced)
+
+
+def test_active_dropout_is_called_and_inactive_dropout_is_nothing() -> None:
+    module = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Dropout(0.5), nn.Linear(20, 6))
+    assert kind(module) == "generic"
+    assert kind(module.eval()) == "relu"
+    check(module)
+
+
+def test_the_hooks_of_the_module_run_once_around_all_tiles_and_its_forward_is_put_back() -> None:
+    for module in (PlainGated(), NormalisedGated()):
+        module.double()
+        seen: list[tuple[str, torch.Size]] = []
+        module.register_forward_pre_hook(
+            lambda m, inputs, seen=seen: seen.append(("before", inputs[0].shape))
+        )
+        module.register_forward_hook(lambda m, i, output, seen=seen: seen.append(("after", output.shape)))
+        tiled_mlp(module, tokens(10, 12), tile=3).sum().backward()
+        assert seen == [("before", (10, 12)), ("after", (10, 12))]
+        assert "forward" not in vars(module)
+
+
+def test_a_forward_that_fails_is_put_back_too() -> None:
+    module = NormalisedGated()
+    with pytest.raises(RuntimeError):
+        tiled_mlp(module, torch.randn(4, 5))
+    assert "forward" not in vars(module)
+
+
+def test_hooks_on_all_modules_are_not_passed_over() -> None:
+    def doubled(module: nn.Module, _: Any, out: Tensor) -> Tensor | None:
+        return 2 * out if isinstance(module, nn.Linear) else None
+
+    handle = nn.modules.module.register_module_forward_hook(doubled)
+    try:
+        assert kind(sequential(nn.ReLU())) == "generic"
+        check(sequential(nn.ReLU()))
+    finally:
+        handle.remove()
+
+
+class Clamped(PlainGated):
+    """The same as PlainGated for tokens of usual size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x).clamp(max=50)) * self.w3(x))
+
+
+class Scaled(PlainGated):
+    scale = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x)) * self.scale
+
+
+def test_a_function_that_differs_for_some_inputs_or_after_a_change_is_called() -> None:
+    assert kind(Clamped()) == "generic"
+    module = Scaled()
+    assert kind(module) == "silu gated (SwiGLU)"
+    module.scale = 2.0
+    assert kind(module) == "generic"
+    check(module)
+
+
+def test_recognition_draws_no_random_numbers() -> None:
+    dropout = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Dropout(0.5), nn.Linear(20, 6)).double()
+    before = torch.get_rng_state()
+    explain(tiled_mlp, dropout, tokens(5, 12))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_modules_of_oomph_refuse_bad_options_when_they_are_made() -> None:
+    for make in (
+        lambda **options: TiledMLP(PlainGated(), **options),
+        lambda **options: GatedMLP(4, 8, **options),
+    ):
+        with pytest.raises(ArgumentError, match="impl='cuda' is not valid; choose from 'auto'"):
+            make(impl="cuda")
+        with pytest.raises(ArgumentError, match="tile=0 is not valid"):
+            make(tile=0)
+        with pytest.raises(ArgumentError, match="size '-1' is not valid"):
+            make(memory_budget=-1)
+
+
+def test_the_modules_of_oomph_tile_what_they_hold() -> None:
+    gated = GatedMLP(12, 20, "gelu", bias=True, tile=4, dtype=torch.float64)
+    wrapped = TiledMLP(PlainGated().double(), tile=4)
+    x = tokens(10, 12)
+
+    def by_hand(x: Tensor) -> Tensor:
+        return gated.down_proj(nn.functional.gelu(gated.gate_proj(x)) * gated.up_proj(x))
+
+    inputs = [x, *gated.parameters()]
+    assert_same(results(lambda: gated(x), inputs), results(lambda: by_hand(x), inputs))
+    inputs = [x, *wrapped.parameters()]
+    assert_same(results(lambda: wrapped(x), inputs), results(lambda: wrapped.module(x), inputs))
+    assert "tile=4" in repr(gated)
+    assert "tile=4" in repr(wrapped)
+
+
+D, F = 256, 1024
+
+
+def step_of(module_class: type[nn.Module], tokens: int, impl: str) -> Callable[[], Callable[[], None]]:
+    def prepare() -> Callable[[], None]:
+        module = module_class(D, F).to("cuda", torch.bfloat16)
+        x = torch.randn(tokens, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn(tokens, D, device="cuda", dtype=torch.bfloat16)
+
+        def step() -> None:
+            tiled_mlp(module, x, tile=512, impl=impl).backward(grad)
+            module.zero_grad()
+            x.grad = None
+
+        return step
+
+    return prepare
+
+
+def beyond_tokens(module_class: type[nn.Module], tokens: int, impl: str) -> int:
+    """The predicted peak less x, dY, the result and dX, all of them [tokens, D]."""
+    peak = oomph.predict(step_of(module_class, tokens, impl), gpu="h200").peak.allocated
+    return peak - 4 * tokens * D * 2
+
+
+@pytest.mark.parametrize(
+    ("module_class", "impl"), [(PlainGated, "auto"), (PlainGated, "chunked"), (NormalisedGated, "auto")]
+)
+def test_the_peak_is_flat_in_the_number_of_tokens(module_class: type[nn.Module], impl: str) -> None:
+    once, twice = (beyond_tokens(module_class, tokens, impl) for tokens in (4096, 8192))
+    assert once == twice
+
+
+def test_beyond_its_results_a_known_mlp_takes_three_buffers_and_the_fp32_gradients() -> None:
+    weights, gradients, buffers = 3 * D * F * 2, 3 * D * F * 4, 3 * 512 * F * 2
+    workspaces = 2 * (32 << 20)  # cuBLAS's, of the forward and of the backward thread
+    assert beyond_tokens(PlainGated, 4096, "auto") == weights + gradients + buffers + workspaces
+
+
+RANKS = 2
+
+
+class Block(nn.Module):
+    def __init__(self, mlp: nn.Module, tiled: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.mlp = TiledMLP(mlp, tile=3) if tiled else mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def outcome(module: nn.Module, x: Tensor, tile: int | None = None) -> list[Tensor]:
+    """Loss, gradient of x and gradients of all parameters, whole, after two steps of accumulation."""
+    x = x.detach().requires_grad_()
+    for _ in range(2):
+        out = module(x) if tile is None else tiled_mlp(module, x, tile=tile)
+        out.square().mean().backward()
+    grads = [each.grad for each in module.parameters()]
+    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in grads]
+    return [out.square().mean().detach(), x.grad, *whole]
+
+
+def check_sharded(rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    try:
+        x = torch.randn(10, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+        for make in (PlainGated, NormalisedGated, lambda: GatedMLP(12, 20, tile=3)):
+            for tile, in_block in ((3, False), (None, True)):
+                torch.manual_seed(0)
+                plain = make().double()
+                expected_module = Block(plain, tiled=False).double() if in_block else plain
+                expected = outcome(expected_module, x)
+                torch.manual_seed(0)
+                module = make().double()
+                sharded = fully_shard(Block(module, tiled=True).double() if in_block else module)
+                for one, other in zip(outcome(sharded, x, tile), expected, strict=True):
+                    torch.testing.assert_close(one, other)
+        inner = PlainGated().double()
+        fully_shard(inner.w1)
+        with pytest.raises(ArgumentError, match="w1 inside the module is sharded on its own"):
+            tiled_mlp(inner, x)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_modules_and_blocks_give_the_losses_and_gradients_of_whole_ones() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(check_sharded, args=(port,), nprocs=RANKS)

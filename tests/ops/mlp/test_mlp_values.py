@@ -1,0 +1,412 @@
+"""Values and gradients: known MLPs against the reference in float64, other functions against themselves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from mlp_samples import NormalisedGated, PlainGated, assert_same, results, tokens, weights
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from oomph.errors import ArgumentError
+from oomph.ops.mlp import MLPWeights, tiled_mlp
+from oomph.ops.mlp.autograd import TiledMLPConfig, mlp_in_tiles
+from oomph.ops.mlp.weights import ACTIVATIONS
+
+IMPLS = ("chunked", "triton")
+
+
+EVERY = (*IMPLS, "generic")
+
+
+@pytest.mark.parametrize("impl", EVERY)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_values_and_gradients_are_the_references(activation: str, gated: bool, impl: str) -> None:
+    w, x = weights(activation, gated, bias=True), tokens(3, 19, 12)
+    inputs = [x, *w.named().values()]
+    theirs = results(lambda: tiled_mlp(w, x, impl="reference"), inputs)
+    assert_same(results(lambda: tiled_mlp(w, x, tile=8, impl=impl), inputs), theirs)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("count", [1, 3, 257])
+def test_every_number_of_tokens_and_every_tile_gives_the_same(count: int, impl: str) -> None:
+    w, x = weights(f=33), tokens(count, 12)
+    inputs = [x, *w.named().values()]
+    theirs = results(lambda: tiled_mlp(w, x, impl="reference"), inputs)
+    for tile in (None, 1000, 64):
+        assert_same(results(lambda tile=tile: tiled_mlp(w, x, tile=tile, impl=impl), inputs), theirs)
+
+
+@pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 3, 5, 12), (0, 12), (2, 0, 12)])
+def test_leading_dimensions_are_kept_and_may_be_empty(shape: tuple[int, ...]) -> None:
+    w, x = weights(bias=True), tokens(*shape)
+    inputs = [x, *w.named().values()]
+    ours = results(lambda: tiled_mlp(w, x, tile=2), inputs)
+    assert ours[0].shape == (*shape[:-1], 9)
+    assert_same(ours, results(lambda: tiled_mlp(w, x, impl="reference"), inputs))
+
+
+@pytest.mark.parametrize("impl", ["chunked", "generic"])
+def test_no_features_at_all_give_the_bias(impl: str) -> None:
+    w, x = weights(bias=True, d=0), tokens(5, 0)
+    inputs = [x, *w.named().values()]
+    ours = results(lambda: tiled_mlp(w, x, tile=2, impl=impl), inputs)
+    assert_same(ours, results(lambda: tiled_mlp(w, x, impl="reference"), inputs))
+
+
+def test_inputs_and_gradients_need_not_be_contiguous() -> None:
+    w, x = weights(), tokens(12, 7, 5)
+    inputs = [x, *w.named().values()]
+
+    def run(impl: str) -> torch.Tensor:
+        return tiled_mlp(w, x.permute(2, 1, 0), tile=4, impl=impl).transpose(0, 1)
+
+    assert_same(results(lambda: run("auto"), inputs), results(lambda: run("reference"), inputs))
+    # The gradient of a sum is one number, broadcast.
+    ours = torch.autograd.grad(run("auto").sum(), inputs)
+    assert_same(ours, torch.autograd.grad(run("reference").sum(), inputs))
+
+
+def test_a_transposed_weight_gets_its_gradient_in_its_own_layout() -> None:
+    w, x = weights(), tokens(30, 12)
+    stored = w.up.detach().t().contiguous().requires_grad_()
+    tiled_mlp(MLPWeights(stored.t(), w.down, w.gate), x, tile=8).sum().backward()
+    tiled_mlp(w, x, impl="reference").sum().backward()
+    assert stored.grad is not None
+    assert stored.grad.is_contiguous()
+    assert_same([stored.grad.t()], [w.up.grad])
+
+
+HALF_AND_SINGLE = [
+    ("chunked", torch.bfloat16),
+    ("chunked", torch.float16),
+    ("chunked", torch.float32),
+    # Not in bfloat16: Triton's interpreter cuts it off where a GPU rounds.
+    ("triton", torch.float16),
+    ("triton", torch.float32),
+]
+
+
+@pytest.mark.parametrize(("impl", "dtype"), HALF_AND_SINGLE)
+def test_errors_are_no_larger_than_the_references_in_the_same_dtype(impl: str, dtype: torch.dtype) -> None:
+    # Over several inputs, because a bias has so few elements that the error of a single gradient is chance.
+    count = 4
+    ours, theirs, sizes = (torch.zeros(8, dtype=torch.float64) for _ in range(3))
+    for number in range(count):
+        w, x = weights(bias=True, d=32, f=64, dtype=dtype, seed=number), tokens(300 + number, 32, dtype=dtype)
+        inputs = [x, *w.named().values()]
+        w64 = MLPWeights(
+            **{name: each.detach().double().requires_grad_() for name, each in w.named().items()}
+        )
+        x64 = x.detach().double().requires_grad_()
+        truth = results(lambda w=w64, x=x64: tiled_mlp(w, x, impl="reference"), [x64, *w64.named().values()])
+        plain = results(lambda w=w, x=x: tiled_mlp(w, x, impl="reference"), inputs)
+        tiled = results(lambda w=w, x=x: tiled_mlp(w, x, tile=64, impl=impl), inputs)
+        assert {each.dtype for each in tiled} == {dtype}
+        ours += torch.stack([(one - right).square().sum() for one, right in zip(tiled, truth, strict=True)])
+        theirs += torch.stack([(one - right).square().sum() for one, right in zip(plain, truth, strict=True)])
+        sizes += torch.stack([right.square().sum() for right in truth])
+    assert (ours.sqrt() <= 1.02 * theirs.sqrt() + 1e-6 * sizes.sqrt()).all()
+
+
+def test_nan_spreads_to_its_own_token_and_to_the_weights() -> None:
+    for activation in ACTIVATIONS:
+        for impl in IMPLS:
+            w, x = weights(activation), tokens(10, 12).detach()
+            x[4, 0] = float("nan")
+            x.requires_grad_()
+            value, dx, d_up, *_ = results(
+                lambda w=w, x=x, impl=impl: tiled_mlp(w, x, tile=4, impl=impl), [x, w.up]
+            )
+            assert value[4].isnan().all()
+            assert dx[4].isnan().all()
+            assert d_up.isnan().any()
+            assert not value[[0, 9]].isnan().any()
+
+
+def test_large_inputs_do_not_overflow_in_the_activation() -> None:
+    for activation in ACTIVATIONS:
+        w = weights(activation, gated=False, dtype=torch.float32)
+        x = (200 * tokens(6, 12).detach()).float().requires_grad_()
+        inputs = [x, w.up]
+        theirs = results(lambda w=w, x=x: tiled_mlp(w, x, impl="reference"), inputs)
+        for impl in IMPLS:
+            ours = results(lambda w=w, x=x, impl=impl: tiled_mlp(w, x, impl=impl), inputs)
+            assert_same(ours, theirs, tolerance=1e-3)
+
+
+def test_one_frozen_or_many_frozen_inputs_leave_the_other_gradients_as_they_are() -> None:
+    names = ("x", "up", "down", "gate", "up_bias", "gate_bias", "down_bias")
+    for trained in (*((name,) for name in names), ("x", "down"), ("up", "gate_bias")):
+        w, x = weights(bias=True), tokens(20, 12)
+        every = {"x": x, **w.named()}
+        for name, each in every.items():
+            each.requires_grad_(name in trained)
+        inputs = [every[name] for name in trained]
+        theirs = results(lambda w=w, x=x: tiled_mlp(w, x, impl="reference"), inputs)
+        assert_same(results(lambda w=w, x=x: in_tiles(w, x, saved_rows=8), inputs), theirs)
+
+
+def in_tiles(w: MLPWeights, x: torch.Tensor, saved_rows: int) -> torch.Tensor:
+    """In tiles of 8, with gate and up saved for so many rows: by default they are saved up to 64 MiB."""
+    config = TiledMLPConfig(w.activation, 8, saved_rows, torch.float64, use_triton=False)
+    return mlp_in_tiles(w, x, config)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_results_do_not_depend_on_how_much_is_saved(gated: bool) -> None:
+    w, x = weights("gelu", gated, bias=True), tokens(57, 12)
+    inputs = [x, *w.named().values()]
+    theirs = results(lambda: tiled_mlp(w, x, impl="reference"), inputs)
+    for saved_rows in (57, 16, 0):
+        assert_same(results(lambda rows=saved_rows: in_tiles(w, x, rows), inputs), theirs)
+
+
+@pytest.mark.parametrize("saved_rows", [0, 8, 16])
+@pytest.mark.parametrize(("trained", "expected"), [("all", 11 * 2), ("x", 8 * 2), ("down", 6 * 2)])
+def test_frozen_parts_cost_no_product_and_saved_tiles_two_fewer(
+    trained: str, expected: int, saved_rows: int
+) -> None:
+    w, x = weights(), tokens(16, 12)
+    if trained != "all":
+        for name, each in {"x": x, **w.named()}.items():
+            each.requires_grad_(name == trained)
+    counted = _CountProducts()
+    with counted:
+        in_tiles(w, x, saved_rows).sum().backward()
+    assert counted.products == expected - 2 * saved_rows // 8  # over two tiles
+
+
+def test_without_gradients_nothing_is_saved() -> None:
+    w, x = weights(), tokens(16, 12)
+    with torch.no_grad():
+        out = tiled_mlp(w, x, tile=8)
+    assert out.grad_fn is None
+    assert_same([out], [tiled_mlp(w, x, impl="reference").detach()])
+
+
+def saved_beside_the_inputs(w: MLPWeights, x: torch.Tensor, **options: object) -> list[tuple[int, ...]]:
+    """Shapes of what is saved for backward and was not given."""
+    saved: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = tiled_mlp(w, x, **options)
+    given = {each.data_ptr() for each in (x, *w.named().values())}
+    assert out.data_ptr() not in given
+    return [tuple(each.shape) for each in saved if each.data_ptr() not in given]
+
+
+def test_saved_for_backward_are_the_inputs_and_gate_and_up_as_far_as_there_is_room() -> None:
+    w = weights(bias=True)
+    assert saved_beside_the_inputs(w, tokens(40, 12), tile=8) == [(40, 20)] * 2
+    assert saved_beside_the_inputs(w, tokens(40, 12), memory_budget=8 * 480) == []
+    frozen = MLPWeights(**{name: each.detach() for name, each in w.named().items()})
+    assert saved_beside_the_inputs(frozen, tokens(40, 12).detach()) == []
+
+
+def test_backward_twice_gives_the_same_again() -> None:
+    w, x = weights(), tokens(16, 12)
+    inputs = [x, *w.named().values()]
+    loss = in_tiles(w, x, saved_rows=8).square().sum()
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    assert_same(torch.autograd.grad(loss, inputs), first)
+
+
+def test_checkpointing_and_compiling_around_it_change_nothing() -> None:
+    w, x = weights(), tokens(16, 12)
+    inputs = [x, *w.named().values()]
+    theirs = results(lambda: tiled_mlp(w, x, impl="reference"), inputs)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return tiled_mlp(w, x, tile=8)
+
+    assert_same(results(lambda: checkpoint(run, x, use_reentrant=False), inputs), theirs)
+    compiled: Callable[[torch.Tensor], torch.Tensor] = torch.compile(run, backend="eager")
+    assert_same(results(lambda: compiled(x), inputs), theirs)
+
+
+def test_under_autocast_products_are_in_bfloat16_and_gradients_in_the_dtype_of_what_they_belong_to() -> None:
+    w, x = weights(bias=True, d=32, f=64, dtype=torch.float32), tokens(40, 32, dtype=torch.float32)
+    inputs = [x, *w.named().values()]
+
+    def run(**options: object) -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = tiled_mlp(w, x, **options)
+        return results(lambda: out, inputs)  # backward outside autocast, as is usual
+
+    theirs = run(impl="reference")
+    for tile in (16, 64):
+        assert_same(run(tile=tile), theirs, tolerance=0.05)
+        assert run(tile=tile)[0].dtype == torch.bfloat16
+
+
+def test_everything_that_a_callable_trains_is_found() -> None:
+    module, scale = NormalisedGated().double(), torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
+    hidden = {"weight": torch.randn(12, 4, dtype=torch.float64, requires_grad=True)}
+
+    def function(x: Tensor) -> Tensor:
+        return module(x) * scale @ hidden["weight"]
+
+    x = tokens(2, 5, 12)
+    inputs = [x, scale, hidden["weight"], *module.parameters()]
+    theirs = results(lambda: function(x), inputs)
+    for given in (function, functools.partial(function), lambda x: function(x)):
+        assert_same(results(lambda given=given: tiled_mlp(given, x, tile=3), inputs), theirs)
+    assert_same(results(lambda: tiled_mlp(function, x, tile=3, parameters=inputs[1:]), inputs), theirs)
+    ours = results(lambda: tiled_mlp(function, x.detach(), tile=3), inputs[1:])
+    assert_same(ours, results(lambda: function(x.detach()), inputs[1:]))
+    with torch.no_grad():
+        assert_same([tiled_mlp(function, x, tile=2)], [function(x)])
+
+
+class _CountProducts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.products += func.overloadpacket in (
+            torch.ops.aten.mm,
+            torch.ops.aten.addmm,
+            torch.ops.aten.addmm_,
+        )
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["plain", "checkpoint", "saved elsewhere"])
+def test_a_hook_of_a_parameter_sees_its_whole_gradient_once(how: str) -> None:
+    weight, calls = torch.randn(12, 4, dtype=torch.float64, requires_grad=True), []
+    weight.register_hook(lambda grad: (calls.append(1), 2 * grad)[1])
+    x = tokens(5, 12)
+
+    def run() -> Tensor:
+        return tiled_mlp(lambda x: x @ weight, x, tile=2, parameters=[weight])
+
+    def whole() -> Tensor:
+        if how == "checkpoint":
+            return checkpoint(run, use_reentrant=False)
+        if how == "saved elsewhere":
+            with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+                return run()
+        return run()
+
+    whole().sum().backward()
+    assert calls == [1]
+    assert_same([weight.grad], [2 * x.detach().sum(0)[:, None].expand(12, 4)])
+
+
+def test_a_computed_tensor_passes_its_gradient_on() -> None:
+    weight = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
+    x = tokens(5, 12)
+
+    def run(tiled: bool) -> Tensor:
+        computed = weight.exp()
+        return tiled_mlp(lambda x: x @ computed, x, tile=2) if tiled else x @ computed
+
+    assert_same(results(lambda: run(True), [x, weight]), results(lambda: run(False), [x, weight]))
+
+
+def test_a_parameter_used_twice_gets_one_whole_gradient_and_an_unused_one_none() -> None:
+    module = NormalisedGated().double()
+    module.w3.weight = module.w1.weight
+    module.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    calls: list[Tensor] = []
+    module.w1.weight.register_hook(lambda grad: calls.append(grad))
+    x = tokens(9, 12)
+    tiled_mlp(module, x, tile=2).sum().backward()
+    assert len(calls) == 1
+    assert module.get_parameter("unused").grad is None
+    (expected,) = torch.autograd.grad(module(x).sum(), [module.w1.weight])
+    assert_same([module.w1.weight.grad], [expected])
+
+
+def test_frozen_parameters_and_frozen_tokens_stay_without_gradients() -> None:
+    module = NormalisedGated().double()
+    module.w1.requires_grad_(False)
+    x = tokens(9, 12).detach()
+    inputs = [module.w2.weight, module.w3.weight]
+    assert_same(results(lambda: tiled_mlp(module, x, tile=2), inputs), results(lambda: module(x), inputs))
+    tiled_mlp(module, x, tile=2).sum().backward()
+    assert module.w1.weight.grad is None
+
+
+def test_dropout_drops_the_same_features_when_a_tile_is_computed_again() -> None:
+    dropout = nn.Dropout(0.5)
+    x = tokens(64, 12)
+    out = tiled_mlp(dropout, x, tile=8)
+    before = torch.get_rng_state()
+    (grad,) = torch.autograd.grad(out, [x], torch.ones_like(out))
+    torch.testing.assert_close(grad * x, out)  # 0 where dropped, 2 where kept
+    assert torch.equal(torch.get_rng_state(), before)
+    assert 0 < (grad == 0).sum() < grad.numel()
+
+
+def test_autocast_in_backward_is_as_it_was_in_forward() -> None:
+    module, x = NormalisedGated(), tokens(9, 12, dtype=torch.float32)
+    inputs = [x, *module.parameters()]
+
+    def run(**options: object) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = tiled_mlp(module, x, **options)
+            module(x)  # a later call in the same region still finds weights with a graph
+        return results(lambda: out, inputs)
+
+    ours, theirs = run(tile=4), run(impl="reference")
+    assert ours[0].dtype == theirs[0].dtype == torch.bfloat16
+    assert_same(ours, theirs, tolerance=0.05)
+
+
+def test_parameter_gradients_are_summed_in_fp32_after_one_rounding_per_tile() -> None:
+    torch.manual_seed(0)
+    module = NormalisedGated(32, 64).bfloat16()
+    x = tokens(512, 32, dtype=torch.bfloat16)
+    exact = NormalisedGated(32, 64).double()
+    exact.load_state_dict(module.state_dict())
+    inputs = list(module.parameters())
+    truth = results(lambda: exact(x.double()), list(exact.parameters()))
+    theirs = results(lambda: module(x), inputs)
+    ours = results(lambda: tiled_mlp(module, x, tile=16), inputs)
+    for one, other, right in zip(ours, theirs, truth, strict=True):
+        assert (one - right).norm() <= 1.1 * (other - right).norm()
+
+
+def test_shapes_alone_can_be_asked_for_on_the_meta_device() -> None:
+    module = NormalisedGated().to("meta")
+    assert tiled_mlp(module, torch.empty(2, 5, 12, device="meta")).shape == (2, 5, 12)
+
+
+@pytest.mark.parametrize("impl", ["chunked", "generic"])
+def test_a_gradient_of_gradients_is_refused_and_the_reference_gives_it(impl: str) -> None:
+    module, x = PlainGated().double(), tokens(5, 12)
+    # Of a plain sum too: the gradient that arrives has no graph then, and a penalty would be a constant.
+    for y in (tiled_mlp(module, x, impl=impl, tile=2), tiled_mlp(module, x, impl=impl, tile=2).square()):
+        with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad(tiled_mlp(module, x, impl="reference").sum(), x, create_graph=True)
+    assert grad.requires_grad
+
+
+def test_known_mlps_can_be_called_too_and_no_tokens_are_fine() -> None:
+    module = PlainGated().double()
+    for shape in ((7, 12), (0, 12), (12,)):
+        x = tokens(*shape)
+        inputs = [x, *module.parameters()]
+        ours = results(lambda x=x: tiled_mlp(module, x, tile=2, impl="generic"), inputs)
+        assert_same(ours, results(lambda x=x: module(x), inputs))
+
+
+def test_backward_twice_of_a_generic_function_gives_the_same_again() -> None:
+    module, x = NormalisedGated().double(), tokens(9, 12)
+    loss = tiled_mlp(module, x, tile=4).square().sum()
+    inputs = [x, *module.parameters()]
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    assert_same(torch.autograd.grad(loss, inputs), first)
