@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
     from oomph.fixes import apply
     from oomph.measurement import measure
-    from oomph.prediction.predict import predict
+    from oomph.prediction import predict
     from oomph.records import (
         Change,
         Difference,

@@ -1,36 +1,332 @@
-"""Every private torch API that oomph uses, under a name of its own.
+"""Every private torch API that oomph uses.
 
-No other file of oomph reaches into torch's private names, so this file is all there is to read when a torch
-release moves something. `self_test` names what is missing in one sentence.
+No other file reaches into torch's private names, so this file is all there is to read when a torch release
+moves something. A name that moved is reported in one sentence: by `self_test`, and by every import of the
+name.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import contextlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
-from torch._C import DisableTorchFunction as disable_torch_function
-from torch._C import _current_graph_task_id as current_graph_task_id
-from torch._C import _will_engine_execute_node as will_engine_execute_node
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
+import torch
 
-__all__ = [
-    "FakeTensor",
-    "current_graph_task_id",
-    "disable_dispatch_modes",
-    "disable_torch_function",
-    "dynamo_config_patch",
-    "get_eval_frame_callback",
-    "will_engine_execute_node",
-]
+from oomph.errors import UserError
 
-# ops.softmax_attention.flex
+SUPPORTED = "2.11 to 2.15"
+_moved: list[str] = []
 
 
-def dynamo_config_patch(**options: Any) -> AbstractContextManager[None]:
+class UnsupportedTorch(UserError):
+    """The installed torch lacks a private API that oomph relies on, or the API behaves differently."""
+
+    def __init__(self, name: str) -> None:
+        version = torch.__version__.partition("+")[0]
+        super().__init__(
+            f"torch {version} moved {name}; this oomph supports torch {SUPPORTED}; "
+            "install one of those releases or a newer oomph"
+        )
+
+
+@contextlib.contextmanager
+def _section() -> Iterator[None]:
+    """Names that are found or missed together. The others stay usable."""
+    try:
+        yield
+    except AttributeError as error:
+        _moved.append(f"{getattr(error.obj, '__name__', error.obj)}.{error.name}")
+    except ImportError as error:
+        _moved.append(str(error).partition(" (")[0].removeprefix("cannot import name "))
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise UnsupportedTorch(_moved[0] if _moved else name)
+
+
+# ---------------------------------------------------------------------------------------------- several users
+
+with _section():  # nested batches, and the path of a tensor inside one
+    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+
+with _section():  # sees every aten op below autograd and autocast
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+# ---------------------------------------------------------------------------------------------- ops
+
+with _section():  # whether a backward pass will reach a node
+    will_engine_execute_node: Any = torch._C._will_engine_execute_node
+
+with _section():  # whether Dynamo is tracing the caller
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+
+def dynamo_config_patch(**options: Any) -> contextlib.AbstractContextManager[None]:
     """torch._dynamo.config.patch. Imported when called: loading the compiler takes seconds."""
     import torch._dynamo.config
 
     return torch._dynamo.config.patch(**options)
+
+
+# ---------------------------------------------------------------------------------------------- prediction
+# A pair (owner, name) is an attribute that a trace replaces for its duration.
+
+with _section():  # the type of `torch.ops.aten.mm.default`, the key of every rule
+    from torch._ops import OpOverload
+
+with _section():  # tensors without data
+    from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+
+with _section():  # the memory format that a convolution takes from its input
+    from torch._prims_common import suggest_memory_format
+
+with _section():  # functions whose `device` the default device fills in
+    from torch.utils._device import _device_constructors as device_constructors
+
+with _section():  # real tensors inside a trace
+    from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
+
+with _section():  # what the caller set with torch.set_default_device
+    GLOBAL_DEVICE_CONTEXT: Any = torch._GLOBAL_DEVICE_CONTEXT
+
+with _section():  # code of a trace that must not see its own torch function mode
+    disable_torch_function: Any = torch._C.DisableTorchFunction
+
+with _section():  # a meta kernel called directly, without FakeTensorMode's checks
+    DisableTorchDispatch: Any = torch._C._DisableTorchDispatch
+    PreserveDispatchKeyGuard: Any = torch._C._PreserveDispatchKeyGuard
+    set_meta_in_tls_dispatch_include: Any = torch._C._set_meta_in_tls_dispatch_include
+    make_subclass: Any = torch.Tensor._make_subclass
+
+with _section():  # what `.to` and nn.Module.to make of their arguments
+    parse_to: Any = torch._C._nn._parse_to
+
+with _section():  # which autograd node allocates, and which forward op made the node
+    current_autograd_node: Any = torch._C._current_autograd_node
+    get_sequence_nr: Any = torch._C._autograd._get_sequence_nr
+    current_graph_task_id: Any = torch._C._current_graph_task_id
+
+with _section():  # whether autograd holds the only reference to a gradient
+    storage_use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
+    tensor_use_count: Any = torch.Tensor._use_count
+
+with _section():  # CUDA autocast for tensors that are not really on CUDA
+    AUTOCAST_CUDA: Any = torch._C.DispatchKey.AutocastCUDA
+    DispatchKeySet: Any = torch._C.DispatchKeySet
+    ExcludeDispatchKeyGuard: Any = torch._C._ExcludeDispatchKeyGuard
+    dispatch_call_boxed: Any = torch._C._dispatch_call_boxed
+    dispatch_get_all_op_names: Any = torch._C._dispatch_get_all_op_names
+    dispatch_has_kernel_for_dispatch_key: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+    dispatch_tls_set_dispatch_key_included: Any = torch._C._dispatch_tls_set_dispatch_key_included
+
+with _section():  # the order in which scaled_dot_product_attention tries its backends
+    get_sdp_priority_order: Any = torch._C._get_sdp_priority_order
+
+with _section():  # the base class of torch's losses
+    Loss: Any = torch.nn.modules.loss._Loss
+
+with _section():  # the calls that run autograd's engine
+    ENGINE_RUN_BACKWARD: Any = (
+        (torch.autograd.graph, "_engine_run_backward"),
+        (torch.autograd, "_engine_run_backward"),
+    )
+
+with _section():  # pack and unpack hooks are registered here
+    PUSH_SAVED_TENSORS_HOOKS: Any = (torch._C._autograd, "_push_saved_tensors_default_hooks")
+
+with _section():  # tensor types for which optimizers take the foreach path
+    FOREACH_SUPPORTED_TYPES: Any = (sys.modules["torch.optim.optimizer"], "_foreach_supported_types")
+
+with _section():  # nn.Module.to and its kin
+    MODULE_APPLY: Any = (torch.nn.Module, "_apply")
+
+with _section():  # whether torch's Python functions hand a call to a torch function mode
+    disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
+    HAS_TORCH_FUNCTION: Any = (
+        (torch.nn.functional, "has_torch_function"),
+        (torch.functional, "has_torch_function"),
+        (torch._tensor, "has_torch_function"),
+        (torch.autograd, "has_torch_function"),
+    )
+    HAS_TORCH_FUNCTION_OF_ARGUMENTS: Any = tuple(
+        (module, name)
+        for module in (torch.nn.functional, torch.functional, torch._tensor)
+        for name in ("has_torch_function_unary", "has_torch_function_variadic")
+    )
+
+with _section():  # programs that ask whether they are traced look here
+    EXPORTED_FAKE_TENSOR: Any = (torch._subclasses, "FakeTensor")
+
+with _section():  # torch.cuda without a driver
+    CUDA_LAZY_INIT: Any = (torch.cuda, "_lazy_init")
+    CUDA_RECORD_MEMORY_HISTORY: Any = (torch.cuda.memory, "_record_memory_history")
+
+with _section():  # the device that checkpointing falls back on, remembered for the process
+    from torch.utils.checkpoint import DefaultDeviceType
+
+    CHECKPOINT_DEFAULT_DEVICE: Any = (DefaultDeviceType, "_default_device_type")
+
+
+def compiled_frame_callback() -> tuple[Any, str] | None:
+    """Where Dynamo looks up what to do with a compiled function; None: Dynamo was never loaded."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return None if dynamo is None else (dynamo, "_callback_from_stance")
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """The C++ identity of a storage, which two Python objects of one storage share."""
+    return storage._cdata
+
+
+# ---------------------------------------------------------------------------------------------- measurement
+
+with _section():  # the size of every request to the allocator
+    record_memory_history: Any = torch.cuda.memory._record_memory_history
+    memory_snapshot: Any = torch.cuda.memory._snapshot
+
+with _section():  # the caching allocator's settings, changed in a running process
+    set_allocator_settings: Any = torch._C._accelerator_setAllocatorSettings
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces of cuBLAS, which live in the caching allocator. CPU builds have none."""
+    if torch.version.cuda is not None:
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+# ---------------------------------------------------------------------------------------------- self-test
+
+
+def self_test() -> None:
+    """Raise UnsupportedTorch if a private API is missing or does not behave as a trace assumes."""
+    if _moved:
+        raise UnsupportedTorch(_moved[0])
+    pairs = [
+        *ENGINE_RUN_BACKWARD,
+        PUSH_SAVED_TENSORS_HOOKS,
+        FOREACH_SUPPORTED_TYPES,
+        MODULE_APPLY,
+        *HAS_TORCH_FUNCTION,
+        *HAS_TORCH_FUNCTION_OF_ARGUMENTS,
+        EXPORTED_FAKE_TENSOR,
+        CUDA_LAZY_INIT,
+        CUDA_RECORD_MEMORY_HISTORY,
+        CHECKPOINT_DEFAULT_DEVICE,
+        *filter(None, [compiled_frame_callback()]),
+    ]
+    for owner, name in pairs:
+        check_attribute(owner, name)
+    _check_schemas()
+    _check_fake_tensors()
+    _check_autograd_nodes()
+
+
+def check_attribute(owner: Any, name: str) -> None:
+    """Raise UnsupportedTorch unless `owner` has the attribute: a trace never skips a patch."""
+    if not hasattr(owner, name):
+        raise UnsupportedTorch(f"{getattr(owner, '__name__', type(owner).__name__)}.{name}")
+
+
+def _check_schemas() -> None:
+    op = torch.ops.aten.add_.Tensor
+    for name in ("_schema", "_opname", "_handle", "decompose", "is_view"):
+        check_attribute(op, name)
+    written = op._schema.arguments[0].alias_info
+    if not (op._schema.is_mutable and written is not None and written.is_write):
+        raise UnsupportedTorch("OpOverload._schema")
+
+
+def _check_fake_tensors() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    check_attribute(mode, "in_kernel_invocation")
+    with mode:
+        made = torch.empty(2, 3)
+    if type(made) is not FakeTensor or made.fake_device.type != "cpu":
+        raise UnsupportedTorch("FakeTensorMode")
+    if storage_id(made.untyped_storage()) != storage_id(made.view(6).untyped_storage()):
+        raise UnsupportedTorch("UntypedStorage._cdata")
+
+
+def _check_autograd_nodes() -> None:
+    """An op's node gets the newest sequence number, and the engine says which node runs."""
+    running = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            running.append(current_autograd_node())
+            return func(*args, **(kwargs or {}))
+
+    with torch.inference_mode(False), torch.enable_grad():
+        loss = torch.ones(2, requires_grad=True).exp().sum()
+        newest = get_sequence_nr() - 1
+        node: Any = loss.grad_fn
+        if node._sequence_nr() != newest:
+            raise UnsupportedTorch("torch._C._autograd._get_sequence_nr")
+        with Look():
+            loss.backward()
+    if current_autograd_node() is not None or not any(each is not None for each in running):
+        raise UnsupportedTorch("torch._C._current_autograd_node")
+
+
+__all__ = [
+    "AUTOCAST_CUDA",
+    "CHECKPOINT_DEFAULT_DEVICE",
+    "CUDA_LAZY_INIT",
+    "CUDA_RECORD_MEMORY_HISTORY",
+    "ENGINE_RUN_BACKWARD",
+    "EXPORTED_FAKE_TENSOR",
+    "FOREACH_SUPPORTED_TYPES",
+    "GLOBAL_DEVICE_CONTEXT",
+    "HAS_TORCH_FUNCTION",
+    "HAS_TORCH_FUNCTION_OF_ARGUMENTS",
+    "MODULE_APPLY",
+    "PUSH_SAVED_TENSORS_HOOKS",
+    "DisableTorchDispatch",
+    "DispatchKeySet",
+    "DynamicOutputShapeException",
+    "ExcludeDispatchKeyGuard",
+    "FakeTensor",
+    "FakeTensorMode",
+    "Loss",
+    "OpOverload",
+    "PreserveDispatchKeyGuard",
+    "TorchDispatchMode",
+    "UnsupportedTorch",
+    "check_attribute",
+    "clear_cublas_workspaces",
+    "compiled_frame_callback",
+    "current_autograd_node",
+    "current_graph_task_id",
+    "device_constructors",
+    "disable_dispatch_modes",
+    "disable_torch_function",
+    "disabled_torch_function_impl",
+    "dispatch_call_boxed",
+    "dispatch_get_all_op_names",
+    "dispatch_has_kernel_for_dispatch_key",
+    "dispatch_tls_set_dispatch_key_included",
+    "dynamo_config_patch",
+    "get_eval_frame_callback",
+    "get_sdp_priority_order",
+    "get_sequence_nr",
+    "keystr",
+    "make_subclass",
+    "memory_snapshot",
+    "parse_to",
+    "record_memory_history",
+    "self_test",
+    "set_allocator_settings",
+    "set_meta_in_tls_dispatch_include",
+    "storage_id",
+    "storage_use_count",
+    "suggest_memory_format",
+    "tensor_use_count",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "will_engine_execute_node",
+]

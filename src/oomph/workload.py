@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from oomph.errors import UserError
 from oomph.records import FixUse
+from oomph.torch_internals import set_allocator_settings, tree_leaves, tree_map
 
 _FLOAT_DTYPES = {
     "float32": torch.float32,
@@ -218,7 +218,7 @@ def float_dtype(value: str | torch.dtype | None, argument: str) -> torch.dtype |
 def set_allocator(settings: str) -> None:
     """Torch's caching allocator as a Workload's `allocator` says; before the first tensor is on the GPU."""
     try:
-        torch.cuda.memory._set_allocator_settings(settings)
+        set_allocator_settings(settings)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"torch refuses allocator={settings!r}: {reason}") from error

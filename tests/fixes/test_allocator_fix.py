@@ -9,7 +9,7 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.fixes.registry import FixContext
-from oomph.measurement.allocator import allocator_set_to
+from oomph.measurement.measure import allocator_set_to
 from oomph.records import FixUse
 
 MIB = 1024 * 1024
@@ -107,7 +107,7 @@ class FakeCuda:
         self.said = []
         self.refuses = refuses
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
-        monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", self.set)
+        monkeypatch.setattr("oomph.workload.set_allocator_settings", self.set)
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from oomph.measurement.alignment import Pair, align, short_name
-from oomph.measurement.divergence import compare, main, render
+from oomph.measurement.divergence import AlignedRows, align, compare, main, render, short_name
 from oomph.measurement.oplog import OpRow, write_rows
 
 
@@ -98,13 +97,13 @@ def test_a_difference_in_one_layer_does_not_slip_a_whole_layer() -> None:
     changed = layers.copy()
     changed[75:75] = [("aten.clone.default", 64), ("aten.copy_.default", 128)]
     pairs = align(log(*changed), log(*layers))
-    assert [pair for pair in pairs if None in pair] == [Pair(75, None), Pair(76, None)]
+    assert [pair for pair in pairs if None in pair] == [AlignedRows(75, None), AlignedRows(76, None)]
 
 
 def test_each_phase_is_aligned_on_its_own() -> None:
     forward, backward = log(*LAYER), log(*LAYER, phase="step 1 backward")
     pairs = align([*forward, *backward], [*forward[:1], *backward])
-    assert pairs[-3:] == [Pair(3, 1), Pair(4, 2), Pair(5, 3)]
+    assert pairs[-3:] == [AlignedRows(3, 1), AlignedRows(4, 2), AlignedRows(5, 3)]
 
 
 def test_every_row_appears_once_however_different_the_logs_are() -> None:

@@ -23,8 +23,7 @@ from oomph.prediction.cuda.attention import (
     attention_like_cuda,
     choose_backend,
 )
-from oomph.prediction.cuda.attention_memory import HOST_OUTPUTS
-from oomph.prediction.cuda.temporaries import temporaries_of
+from oomph.prediction.cuda.rules import HOST_OUTPUTS, bind, temporaries_of
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 V100, A100, H200 = (gpus.find(name) for name in ("v100-16gb", "a100-40gb", "h200"))
@@ -49,7 +48,7 @@ class OpLog(TorchDispatchMode):
         name = op._schema.name.removeprefix("aten::")
         self.ops.append(name)
         outputs = result if isinstance(result, tuple | list) else (result,)
-        hosted = HOST_OUTPUTS[op](args, kwargs) if op in HOST_OUTPUTS else frozenset()
+        hosted = HOST_OUTPUTS[op](bind(op, args, kwargs)) if op in HOST_OUTPUTS else frozenset()
         made = [out for i, out in enumerate(outputs) if isinstance(out, Tensor) and i not in hosted]
         self.made[name] = [tuple(out.shape) for out in made]
         for out in made:

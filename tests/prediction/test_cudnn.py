@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.rnn import pad_packed_sequence
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomph import gpus
-from oomph.prediction.cuda import cudnn, recurrent  # noqa: F401  (the first registers its rules)
-from oomph.prediction.cuda.temporaries import temporaries_of
+from oomph.prediction.cuda.composites import cuda_composites
+from oomph.prediction.cuda.cudnn import flatten_parameters
+from oomph.prediction.cuda.rules import RuleContext, RuleGuard, temporaries_of
+from oomph.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_dispatch_modes
 
 aten = torch.ops.aten
 H200 = gpus.find("h200")
@@ -147,20 +147,24 @@ class Bytes(TorchDispatchMode):
         return out
 
 
+def is_fake(tensor: Any) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
 @contextlib.contextmanager
-def on_pretend_gpu() -> Iterator[Bytes]:
+def on_fake_gpu() -> Iterator[Bytes]:
     """Fake tensors count as the GPU's."""
-    library = torch.library.Library("aten", "IMPL")
-    recurrent.register(library, lambda tensor: isinstance(tensor, FakeTensor), H200)
-    try:
-        with FakeTensorMode(), Bytes() as found:
-            yield found
-    finally:
-        library._destroy()
+    context = RuleContext(H200, is_fake, RuleGuard(nothing), nothing, nothing, held=[])
+    with cuda_composites(context), FakeTensorMode(), Bytes() as found:
+        yield found
 
 
 def flattened(module: nn.RNNBase) -> nn.RNNBase:
-    recurrent.flatten_parameters(lambda tensor: isinstance(tensor, FakeTensor))(module)
+    flatten_parameters(is_fake)(module)
     return module
 
 
@@ -179,14 +183,14 @@ def flattened(module: nn.RNNBase) -> nn.RNNBase:
 def test_a_recurrent_network_takes_a_workspace_and_keeps_a_reserve(
     build: Any, workspace: int, reserve: int
 ) -> None:
-    with on_pretend_gpu() as found:
+    with on_fake_gpu() as found:
         module = flattened(build())
         module(torch.empty(128, 32, 512, dtype=next(module.parameters()).dtype))
     assert found.sizes == [pytest.approx(workspace, rel=0.1), reserve]
 
 
 def test_the_backward_pass_takes_the_workspace_twice_and_makes_one_flat_gradient() -> None:
-    with on_pretend_gpu() as found:
+    with on_fake_gpu() as found:
         module = flattened(nn.LSTM(512, 512, 2, batch_first=True))
         module(torch.empty(32, 128, 512))[0].sum().backward()
         gradients = [weight.grad for weight in module.parameters()]
@@ -197,7 +201,7 @@ def test_the_backward_pass_takes_the_workspace_twice_and_makes_one_flat_gradient
 
 
 def test_the_state_of_dropout_is_made_once() -> None:
-    with on_pretend_gpu() as found:
+    with on_fake_gpu() as found:
         module = flattened(nn.LSTM(512, 512, 2, dropout=0.1))
         for _ in range(2):
             module(torch.empty(128, 32, 512))
@@ -206,19 +210,19 @@ def test_the_state_of_dropout_is_made_once() -> None:
 
 
 def test_evaluation_keeps_no_reserve() -> None:
-    with on_pretend_gpu() as found:
+    with on_fake_gpu() as found:
         flattened(nn.GRU(512, 512).eval())(torch.empty(128, 32, 512))
     assert len(found.sizes) == 1
 
 
 def test_flattened_weights_are_views_of_one_buffer() -> None:
-    with on_pretend_gpu():
+    with on_fake_gpu():
         module = flattened(nn.LSTM(64, 64, 2))
         assert len({weight.untyped_storage()._cdata for weight in module.parameters()}) == 1
 
 
 def test_a_packed_sequence_is_padded_again_to_its_lengths() -> None:
-    with on_pretend_gpu():
+    with on_fake_gpu():
         data = torch.empty(7, 8)
         padded, lengths = aten._pad_packed_sequence.default(data, COUNTS, True, 0.0, -1)
     assert padded.shape == (3, 4, 8)
@@ -226,14 +230,10 @@ def test_a_packed_sequence_is_padded_again_to_its_lengths() -> None:
 
 
 def test_real_tensors_go_the_way_they_always_went() -> None:
-    library = torch.library.Library("aten", "IMPL")
-    recurrent.register(library, lambda tensor: False, H200)
-    try:
+    with on_fake_gpu(), disable_dispatch_modes():
         module = nn.LSTM(4, 4)
         output, _ = module(nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)]))
         padded, lengths = pad_packed_sequence(output)
         padded.sum().backward()
-    finally:
-        library._destroy()
     assert lengths.tolist() == [3, 2]
     assert module.weight_ih_l0.grad is not None

@@ -8,9 +8,14 @@ from itertools import pairwise
 import pytest
 
 from oomph.errors import UserError
-from oomph.prediction.allocator import Block, CachingAllocator, OutOfMemory
-from oomph.prediction.allocator_settings import AllocatorSettings, allocator_settings
-from oomph.prediction.expandable import ExpandableAllocator
+from oomph.prediction.allocator import (
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+    allocator_settings,
+)
+from oomph.prediction.expandable_segments import ExpandableAllocator
 
 MIB = 1024 * 1024
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from oomph.prediction.trace.fast_path import FastPath
+from oomph.prediction.tracer.fast_path import FastPath
 
 aten = torch.ops.aten
 Make = Callable[..., torch.Tensor]

@@ -11,7 +11,7 @@ import oomph
 import oomph.prediction.cuda
 from oomph.gpus import find
 from oomph.prediction.cuda.reductions import reduction_buffers
-from oomph.prediction.cuda.temporaries import temporaries_of
+from oomph.prediction.cuda.rules import temporaries_of
 
 aten = torch.ops.aten
 H200 = find("h200")

@@ -14,7 +14,7 @@ from torch import nn
 import oomph
 from oomph import Workload, gpus
 from oomph.prediction.roofline import CALIBRATED, step_work
-from oomph.prediction.trace.work import Kernel
+from oomph.prediction.tracer.work import Kernel
 
 H200 = gpus.find("h200")
 
@@ -95,7 +95,7 @@ def test_more_bandwidth_or_a_higher_rate_never_takes_longer():
     step = [
         kernel(bytes=10**9, launches=1, host_ops=3),
         kernel(kind="product", rate="half", flops=1e12, launches=1, host_ops=1, tiles=64, depth=64),
-        kernel(kind="to host", bytes=10**8, beside=True),
+        kernel(kind="to host", bytes=10**8, non_blocking=True),
     ]
     for better in (
         replace(H200, bandwidth=2 * H200.bandwidth),
@@ -123,7 +123,7 @@ def test_many_small_kernels_take_the_hosts_time_and_few_large_ones_the_gpus():
 def test_the_host_runs_ahead_of_the_gpu_until_it_waits():
     large, host = kernel(bytes=10**10), kernel(host_ops=1000)
     side_by_side = seconds(large, host)
-    one_after_the_other = seconds(large, kernel(kind="wait"), host)
+    one_after_the_other = seconds(large, kernel(kind="synchronize"), host)
     assert one_after_the_other == pytest.approx(seconds(large) + seconds(host))
     assert side_by_side < one_after_the_other
 
@@ -131,7 +131,7 @@ def test_the_host_runs_ahead_of_the_gpu_until_it_waits():
 def test_a_copy_on_another_stream_runs_beside_the_kernels():
     compute = kernel(bytes=10**11)
     copy = kernel(kind="to device", bytes=10**9)
-    beside = copy._replace(beside=True, stream=1)
+    beside = copy._replace(non_blocking=True, stream=1)
     assert seconds(beside) == pytest.approx(10**9 / 55e9)
     assert seconds(beside, compute) == pytest.approx(max(seconds(compute), seconds(beside)))
     assert seconds(copy, compute) == pytest.approx(seconds(compute) + seconds(copy))
@@ -139,14 +139,14 @@ def test_a_copy_on_another_stream_runs_beside_the_kernels():
 
 def test_a_copy_among_the_kernels_of_a_stream_takes_its_turn_and_the_host_goes_on():
     compute, host = kernel(bytes=10**11), kernel(kind="host", bytes=10**9)
-    copy = kernel(kind="to device", bytes=10**9, beside=True)
+    copy = kernel(kind="to device", bytes=10**9, non_blocking=True)
     assert seconds(copy, compute) == pytest.approx(seconds(copy) + seconds(compute))
     assert seconds(compute, copy) == pytest.approx(seconds(copy) + seconds(compute))
     assert seconds(copy, host) == pytest.approx(max(seconds(copy), seconds(host)))
 
 
 def test_copies_of_both_directions_do_not_hinder_each_other():
-    there = kernel(kind="to host", bytes=10**9, beside=True, stream=1)
+    there = kernel(kind="to host", bytes=10**9, non_blocking=True, stream=1)
     back = there._replace(kind="to device", stream=2)
     assert seconds(there, back) == pytest.approx(seconds(there))
     assert seconds(there, there) == pytest.approx(2 * seconds(there))
@@ -154,29 +154,29 @@ def test_copies_of_both_directions_do_not_hinder_each_other():
 
 
 def record(stream: int, event: int) -> Kernel:
-    return kernel(kind="record", stream=stream, event=event)
+    return kernel(kind="record event", stream=stream, event=event)
 
 
 def until(stream: int, event: int) -> Kernel:
-    return kernel(kind="await", stream=stream, event=event)
+    return kernel(kind="wait event", stream=stream, event=event)
 
 
 def test_copies_out_and_back_add_up_where_the_computation_waits_for_both():
     """As activations that wait on the host: out before forward may go on, back before backward may."""
     forward, backward = kernel(bytes=10**9), kernel(bytes=10**9)
-    out = kernel(kind="to host", bytes=10**10, beside=True, stream=1)
-    back = kernel(kind="to device", bytes=10**10, beside=True, stream=2)
+    out = kernel(kind="to host", bytes=10**10, non_blocking=True, stream=1)
+    back = kernel(kind="to device", bytes=10**10, non_blocking=True, stream=2)
     waiting = [forward, record(0, 1), until(1, 1), out, record(1, 2), until(0, 2)]
     waiting += [record(0, 3), until(2, 3), back, record(2, 4), until(0, 4), backward]
     each = [seconds(one) for one in (forward, out, back, backward)]
     assert seconds(*waiting) == pytest.approx(sum(each))
-    apart = [one for one in waiting if one.kind not in ("record", "await")]
+    apart = [one for one in waiting if one.kind not in ("record event", "wait event")]
     assert seconds(*apart) == pytest.approx(max(each))
 
 
 def test_a_copy_shorter_than_the_computation_before_the_wait_costs_nothing():
     compute = kernel(bytes=10**11)
-    copy = kernel(kind="to host", bytes=10**8, beside=True, stream=1)
+    copy = kernel(kind="to host", bytes=10**8, non_blocking=True, stream=1)
     assert seconds(copy, record(1, 1), compute, until(0, 1), compute) == pytest.approx(2 * seconds(compute))
 
 
@@ -185,24 +185,24 @@ def test_a_wait_for_an_idle_stream_or_an_event_never_recorded_costs_nothing():
     plain = seconds(compute, compute)
     assert seconds(compute, record(1, 1), until(0, 1), compute) == plain
     assert seconds(compute, until(0, 7), compute) == plain
-    elsewhere = kernel(kind="to host", bytes=10**9, beside=True, stream=2)
+    elsewhere = kernel(kind="to host", bytes=10**9, non_blocking=True, stream=2)
     assert seconds(elsewhere, record(1, 1), until(0, 1), compute) == seconds(elsewhere) > seconds(compute)
-    assert seconds(compute, kernel(kind="wait", event=7), kernel(host_ops=10)) == seconds(compute)
-    assert seconds(compute, kernel(kind="wait", stream=3), kernel(host_ops=10)) == seconds(compute)
+    assert seconds(compute, kernel(kind="synchronize", event=7), kernel(host_ops=10)) == seconds(compute)
+    assert seconds(compute, kernel(kind="synchronize", stream=3), kernel(host_ops=10)) == seconds(compute)
 
 
 def test_the_host_waits_for_an_event_or_a_stream_or_all():
     host = kernel(kind="host", bytes=10**9)
-    copy = kernel(kind="to host", bytes=10**9, beside=True, stream=1)
+    copy = kernel(kind="to host", bytes=10**9, non_blocking=True, stream=1)
     both = seconds(copy) + seconds(host)
-    assert seconds(copy, record(1, 1), kernel(kind="wait", event=1), host) == pytest.approx(both)
-    assert seconds(copy, kernel(kind="wait", stream=1), host) == pytest.approx(both)
-    assert seconds(copy, kernel(kind="wait for all"), host) == pytest.approx(both)
-    assert seconds(copy, kernel(kind="wait"), host) == pytest.approx(max(seconds(copy), seconds(host)))
+    assert seconds(copy, record(1, 1), kernel(kind="synchronize", event=1), host) == pytest.approx(both)
+    assert seconds(copy, kernel(kind="synchronize", stream=1), host) == pytest.approx(both)
+    assert seconds(copy, kernel(kind="synchronize device"), host) == pytest.approx(both)
+    assert seconds(copy, kernel(kind="synchronize"), host) == pytest.approx(max(seconds(copy), seconds(host)))
 
 
 def test_an_event_recorded_anew_stands_for_what_was_given_last():
-    copy = kernel(kind="to host", bytes=10**9, beside=True, stream=1)
+    copy = kernel(kind="to host", bytes=10**9, non_blocking=True, stream=1)
     compute = kernel(bytes=10**9)
     twice = seconds(copy, record(1, 1), copy, record(1, 1), until(0, 1), compute)
     assert twice == pytest.approx(2 * seconds(copy) + seconds(compute))

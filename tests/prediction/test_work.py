@@ -14,8 +14,8 @@ from torch import nn
 import oomph
 from oomph import Workload, gpus
 from oomph.prediction.roofline import CALIBRATED, step_work
-from oomph.prediction.trace.session import tracing
-from oomph.prediction.trace.work import Kernel, WorkMeter, distinct_bytes
+from oomph.prediction.tracer.session import tracing
+from oomph.prediction.tracer.work import Kernel, WorkMeter, distinct_bytes
 from oomph.records import Work
 from oomph.units import MiB
 
@@ -27,7 +27,7 @@ def kernels_of(program: Callable[[], Any]) -> list[Kernel]:
     with tracing(H200) as tracer:
         run = program()
         tracer.work.begin(counting=True)
-        with tracer.doing("forward"):
+        with tracer.in_phase("forward"):
             run()
         return list(tracer.work.kernels)
 
@@ -222,7 +222,7 @@ def test_copies_between_host_and_gpu_are_counted_each_way():
     kernels = kernels_of(program)
     assert [kernel.kind for kernel in kernels] == ["to host", "to device", "to device", "to device"]
     assert [kernel.bytes for kernel in kernels] == [MiB] * 4
-    assert [kernel.beside for kernel in kernels] == [False, False, True, True]
+    assert [kernel.non_blocking for kernel in kernels] == [False, False, True, True]
 
 
 def test_ops_are_given_to_the_stream_that_is_current():
@@ -264,7 +264,8 @@ def test_waits_between_streams_are_told_in_the_programs_order():
 
     kernels = kernels_of(program)
     assert [kernel.kind for kernel in kernels] == [
-        "record", "await", "to host", "record", "await", "wait", "wait", "wait for all",
+        "record event", "wait event", "to host", "record event", "wait event",
+        "synchronize", "synchronize", "synchronize device",
     ]  # fmt: skip
     made, awaited, copy, copied, back, on_event, on_stream, _ = kernels
     assert (made.stream, back.stream) == (0, 0)
@@ -378,7 +379,7 @@ def test_bytes_of_the_kernels_add_up_in_the_record():
     meter.begin(counting=True)
     x = torch.empty(256)
     meter.kernel([x, x], "forward", passes=2.0)
-    meter.wait("backward")
+    meter.synchronize("backward")
     _, work = step_work(meter.kernels, H200)
     assert (work.forward.bytes, work.forward.launches, work.backward.launches) == (2048, 1, 0)
     assert distinct_bytes([x, x]) == 1024

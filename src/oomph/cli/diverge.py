@@ -11,19 +11,19 @@ from oomph.cli.targets import open_target
 from oomph.errors import UserError
 from oomph.measurement.divergence import compare, render
 from oomph.measurement.oplog import OpRow, describe, read_rows
-from oomph.prediction.predict import trace
+from oomph.prediction.api import trace
 from oomph.prediction.replay import replay
-from oomph.prediction.trace.oplog import OpLog
+from oomph.prediction.tracer.recorder import OpLog
 
 
 def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
     """The op log that `target` would leave on `gpu`, in the measured log's own terms."""
     log = OpLog(describe)
-    ledger = trace(target, gpus.find(gpu), lambda text, fraction: None, log).ledger
-    allocations = [draft.finish() for draft in ledger.drafts]
-    allocated = {moment.event: moment.allocated for moment in replay(ledger.events, allocations).timeline}
+    recorder = trace(target, gpus.find(gpu), lambda text, fraction: None, log).recorder
+    allocations = [pending.finish() for pending in recorder.allocations]
+    allocated = {moment.event: moment.allocated for moment in replay(recorder.events, allocations).timeline}
     after_event, level = [], 0
-    for index in range(len(ledger.events)):
+    for index in range(len(recorder.events)):
         level = allocated.get(index, level)
         after_event.append(level)
     rows = []
@@ -31,7 +31,7 @@ def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
         inside = after_event[first:last]
         before = after_event[first - 1] if first else 0
         sizes = [
-            allocations[event.id].bytes for event in ledger.events[first:last] if event.action == "alloc"
+            allocations[event.id].bytes for event in recorder.events[first:last] if event.action == "alloc"
         ]
         rows.append(
             OpRow(

@@ -27,7 +27,7 @@ def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
         message = f"target {name!r} ends the process when it is called (SystemExit: {error.code})"
         raise ProgramError(message) from error
     if not isinstance(found, Workload):
-        from oomph.prediction.returned import described
+        from oomph.prediction.program import described
 
         raise UserError(
             f"target {name!r} returned {described(found)}; fixes and sizes need a Workload, or a function "

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from oomph.errors import UserError
 from oomph.fixes.registry import Fix, FixContext, Target
-from oomph.prediction.allocator_settings import AllocatorSettings
+from oomph.prediction.allocator import AllocatorSettings
 from oomph.prediction.replay import replay
 from oomph.units import MiB
 from oomph.workload import Workload

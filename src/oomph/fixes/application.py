@@ -21,7 +21,7 @@ from oomph.fixes.registry import (
     same_use,
     uses_of,
 )
-from oomph.prediction.predict import predict
+from oomph.prediction import predict
 from oomph.records import FIX_KINDS, Change, FixKind, FixUse, Prediction, Proposal
 from oomph.workload import Changed, Workload
 

@@ -23,7 +23,7 @@ from oomph.fixes.journal import Journal, WrappedForward
 from oomph.fixes.modules import NamedModule, common_parent, module_at, repeated_submodules
 from oomph.fixes.one_row import GiveUp, OneRow, rows_alike
 from oomph.fixes.registry import Fix, FixContext, Target
-from oomph.prediction.predict import predict
+from oomph.prediction import predict
 from oomph.units import MiB, format_bytes
 from oomph.workload import Workload
 

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
 from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
-from oomph.measurement.allocator import allocator_set_to
 from oomph.records import Measurement, Peak, StepPeak
+from oomph.torch_internals import clear_cublas_workspaces
 from oomph.units import counted
-from oomph.workload import Workload
+from oomph.workload import Workload, set_allocator
 
 Target = Workload | Callable[[], Any]
 Moment = Literal["setup", "begin", "forward", "backward", "optimizer", "end"]
@@ -27,7 +28,7 @@ Listener = Callable[[int, Moment], None]
 
 
 class Meter(Protocol):
-    """What is read off a device. The loop is tested with a meter that only writes down its calls."""
+    """Reads the memory counters of a device."""
 
     def reset_peak(self) -> None: ...
     def allocated(self) -> int: ...
@@ -116,10 +117,9 @@ def cuda_device(device: str | torch.device) -> torch.device:
 
 
 def empty_caches() -> None:
-    """Give back what earlier work in this process left in the allocator."""
+    """Free what earlier work in this process left in the allocator."""
     gc.collect()
-    # Workspaces live in the caching allocator; left over, they would be counted before the first step.
-    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+    clear_cublas_workspaces()  # left over, they would be counted before the first step
     torch.cuda.empty_cache()
 
 
@@ -130,7 +130,7 @@ def observe(
     meter: Meter,
     listener: Listener = lambda step, moment: None,
 ) -> list[Reading]:
-    """Run the target and read the meter after every moment. `listener` hears each moment as it begins."""
+    """Run the target and read the meter after every moment. `listener` is called as each moment begins."""
     if steps < 1:
         raise UserError(f"steps={steps!r} is not valid; give a whole number >= 1")
     readings: list[Reading] = []
@@ -243,3 +243,35 @@ def summarise(
         seconds_per_step=statistics.median(usual),
         extra=extra or {},
     )
+
+
+# ---------------------------------------------------------------------------------------- allocator settings
+
+# As good as torch's own default, which cannot be given: no block is as large as this.
+_NO_MAX_SPLIT = 2**43 - 1  # MiB
+_DEFAULTS = f"expandable_segments:False,max_split_size_mb:{_NO_MAX_SPLIT}"
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
+
+
+@contextlib.contextmanager
+def allocator_set_to(settings: str | None, device: torch.device) -> Iterator[None]:
+    """Change the caching allocator's settings for the duration.
+
+    Memory that is reserved already keeps its segments, so there must be none: a UserError otherwise.
+    """
+    at_start = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), "")
+    if not settings or settings == at_start:
+        yield
+        return
+    if torch.cuda.memory_reserved(device):
+        raise UserError(
+            f"allocator={settings!r} cannot be set any more: this process holds CUDA memory already; "
+            f"start it with {_VARIABLES[1]}={settings}, or measure in a fresh process"
+        )
+    set_allocator(settings)
+    try:
+        yield
+    finally:
+        set_allocator(_DEFAULTS)
+        if at_start:
+            set_allocator(at_start)

@@ -1,6 +1,6 @@
 """The log of ops and allocations of a run: what the divergence finder reads.
 
-A real GPU run and a prediction write the same rows, so that the two can be laid side by side.
+A real GPU run and a prediction write the same rows, so that the two can be compared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from oomph.torch_internals import TorchDispatchMode, memory_snapshot, record_memory_history
 
 _SHOWN_OUTPUTS = 4  # a foreach op returns one tensor per parameter; the first few name it well enough
 _SHORT_DTYPES = {
@@ -99,14 +100,14 @@ class CudaCounters:
         self.device = torch.cuda.current_device() if device is None else device
 
     def start(self) -> None:
-        with contextlib.suppress(Exception):  # private; without it the rows only lack single sizes
-            torch.cuda.memory._record_memory_history("all", context=None, stacks="python")
+        with contextlib.suppress(Exception):  # without it the rows only lack single sizes
+            record_memory_history("all", context=None, stacks="python")
 
     def stop(self) -> list[int]:
         """The sizes of the latest requests, in order, up to now."""
         try:
-            traces = torch.cuda.memory._snapshot()["device_traces"][self.device]
-            torch.cuda.memory._record_memory_history(None)
+            traces = memory_snapshot()["device_traces"][self.device]
+            record_memory_history(None)
         except Exception:
             return []
         return [entry["size"] for entry in traces if entry["action"] == "alloc"]

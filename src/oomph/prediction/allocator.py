@@ -1,17 +1,22 @@
 """PyTorch's CUDA caching allocator, without CUDA: the same blocks for the same requests, to the byte.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.11, for one device and one stream, without
-rounding to powers of two and garbage collection; expandable.py has those of expandable segments. Where
+rounding to powers of two and garbage collection; expandable_segments.py has those of expandable
+segments. Where
 cudaMalloc puts a segment decides between free blocks of equal size; as seen on a GPU, every new segment lies
 below all earlier ones.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from oomph.errors import UserError
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -138,7 +143,7 @@ class CachingAllocator:
 
     `allocated` counts whole blocks, so a request served by a block that was not split counts as all of it;
     `reserved` counts segments. Blocks of `max_split` bytes or more are not split (None: all may be).
-    `on_segment` is told ("segment_alloc" or "segment_free", address, size).
+    `on_segment` receives ("segment_alloc" or "segment_free", address, size).
     """
 
     def __init__(
@@ -298,3 +303,57 @@ def _chain(head: Block) -> list[Block]:
 def view(blocks: list[Block]) -> Segment:
     views = tuple(BlockView(one.address, one.size, one.requested, one.allocated) for one in blocks)
     return Segment(blocks[0].address, sum(one.size for one in views), views)
+
+
+# ---------------------------------------------------------------------------------------------- settings
+
+_LEAST_SPLIT = 20  # MiB: torch refuses a max_split_size_mb that is not above it
+# These decide about the host, about locks, or only when a memory fraction is set.
+_WITHOUT_EFFECT = (
+    "garbage_collection_threshold",
+    "pinned_use_background_threads",
+    "pinned_use_cuda_host_register",
+    "pinned_num_register_threads",
+    "pinned_reserve_segment_size_mb",
+    "release_lock_on_cudamalloc",
+)
+_MODELLED = ("expandable_segments", "max_split_size_mb")
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """The settings of PYTORCH_CUDA_ALLOC_CONF that the simulated allocator models."""
+
+    expandable_segments: bool = False
+    max_split: int | None = None  # bytes: a block of this size or more is never split; None: no such size
+
+    def __str__(self) -> str:
+        """As PYTORCH_CUDA_ALLOC_CONF takes them; empty for the defaults."""
+        parts = ["expandable_segments:True"] if self.expandable_segments else []
+        parts += [f"max_split_size_mb:{self.max_split // MIB}"] if self.max_split is not None else []
+        return ",".join(parts)
+
+
+def allocator_settings(text: str | None) -> AllocatorSettings:
+    """The settings in a string as PYTORCH_CUDA_ALLOC_CONF takes it; None and "" are the defaults."""
+    expandable, max_split = False, None
+    for part in re.split(r",(?![^\[]*\])", text or ""):
+        key, _, value = (word.strip() for word in part.partition(":"))
+        if not key or key in _WITHOUT_EFFECT or (key, value) == ("backend", "native"):
+            continue
+        if key == "expandable_segments":
+            if value not in ("True", "False"):
+                raise _wrong(text, f"expandable_segments is {value!r}; valid: True, False")
+            expandable = value == "True"
+        elif key == "max_split_size_mb":
+            if not value.isdecimal() or int(value) <= _LEAST_SPLIT:
+                valid = f"a whole number above {_LEAST_SPLIT}"
+                raise _wrong(text, f"max_split_size_mb is {value!r}; valid: {valid}")
+            max_split = int(value) * MIB
+        else:
+            raise _wrong(text, f"{key!r} cannot be predicted; valid: {', '.join(_MODELLED)}")
+    return AllocatorSettings(expandable, max_split)
+
+
+def _wrong(text: str | None, why: str) -> UserError:
+    return UserError(f"Workload allocator={text!r}: {why}")

@@ -1,22 +1,25 @@
-"""What is traced: the step of a Workload, or a function of the user's."""
+"""What is traced: the step of a Workload, or a function of the user's and what it returned."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import dataclasses
+import inspect
+import numbers
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
-from oomph.prediction import returned
-from oomph.prediction.allocator_settings import allocator_settings
-from oomph.prediction.trace.pretend_cuda import DEVICE
-from oomph.prediction.trace.tracer import Tracer
+from oomph.prediction.allocator import allocator_settings
+from oomph.prediction.tracer.fake_cuda import DEVICE
+from oomph.prediction.tracer.tracer import Tracer
+from oomph.torch_internals import FakeTensor
 from oomph.workload import Workload
 
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
@@ -30,7 +33,7 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
 
 
 def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> None:
-    allocator_settings(workload.allocator)  # a mistake there is told before the work, not after
+    allocator_settings(workload.allocator)  # a mistake there is reported before the trace, not after
     tracer.allocator = workload.allocator
     progress("building the model", None)
     model = build_model(workload, tracer)
@@ -52,7 +55,7 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> N
         for index, (part, factor) in enumerate(passes):
             of = f" (part {index + 1} of {len(passes)})" if len(passes) > 1 else ""
             progress(f"step {number} of {STEPS}: forward{of}", _done(number, index / len(passes)))
-            with tracer.doing("forward"), tracer.loss_after_model():
+            with tracer.in_phase("forward"), tracer.loss_after_model():
                 with _autocast(workload):
                     loss = workload.loss(model, part)
                 _check_loss(loss)
@@ -76,53 +79,52 @@ def build_model(workload: Workload, tracer: Tracer) -> torch.nn.Module:
 def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress) -> None:
     """Called once; if it returns a callable, that is the step and is called three times."""
     progress("running the program", None)
-    name = returned.name_of(function)
-    tracer.on_optimizer_step = partial(_tell_of_own_loop, tracer, progress)
+    name = name_of(function)
+    tracer.on_optimizer_step = partial(_report_own_loop, tracer, progress)
     tracer.work.begin(counting=True)  # if it is no preparation of steps, the call itself is the step
-    with tracer.doing("forward"):
+    with tracer.in_phase("forward"):
         result = function()
     tracer.work.counting, tracer.on_optimizer_step = False, None
     if isinstance(result, Workload):
         run_workload(result, tracer, progress)
-    elif returned.is_step(result):
-        returned.check_step(result, name)
-        tracer.treat_so_far_as_setup()
+    elif is_step(result):
+        check_step(result, name)
+        tracer.mark_live_as_batch()
 
         def step(number: int) -> None:
             progress(f"step {number} of {STEPS}", _done(number, 0))
-            with tracer.doing("forward"):
+            with tracer.in_phase("forward"):
                 result()
 
         _repeat(step, tracer)
     else:
-        _judge_own_training(result, name, tracer)
-    if not tracer.ledger.drafts:
-        told = result is None or returned.is_step(result)
-        what = "" if told else f" and returned {returned.described(result)}"
+        _check_own_training(result, name, tracer)
+    if not tracer.recorder.allocations:
+        what = "" if result is None or is_step(result) else f" and returned {described(result)}"
         raise UserError(
             f"the program put nothing on the GPU{what}; build its model and data on device 'cuda'"
         )
 
 
-def _tell_of_own_loop(tracer: Tracer, progress: Progress) -> None:
-    """All its steps are traced, since later ones may differ; whoever waits is told of the short way."""
-    if tracer.optimizer_steps > 3:
-        told = f"running the program, optimizer step {tracer.optimizer_steps}"
-        progress(f"{told}; a function that returns its step is traced for three", None)
+def _report_own_loop(tracer: Tracer, progress: Progress) -> None:
+    """All its steps are traced, since later ones may differ; the progress text says what would be faster."""
+    if tracer.optimizer_steps > STEPS:
+        running = f"running the program, optimizer step {tracer.optimizer_steps}"
+        progress(f"{running}; a function that returns its step is traced for three", None)
 
 
-def _judge_own_training(result: Any, name: str, tracer: Tracer) -> None:
+def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:
     """The function was all there is: was it a training step?"""
-    trained = any(event.label == "backward" for event in tracer.ledger.events)
+    trained = any(event.label == "backward" for event in tracer.recorder.events)
     if not trained and not tracer.optimizer_steps:
-        returned.check_result(result, name)
+        check_result(result, name)
     if not trained:
-        tracer.ledger.note(
+        tracer.recorder.note(
             f"{name} ran no backward pass: this is the memory of what it did, not of a training step; "
             "for that, return the step"
         )
     elif tracer.optimizer_steps == 1:
-        tracer.ledger.note(
+        tracer.recorder.note(
             f"only one optimizer step of {name} was traced: the optimizer's state, made in it, may raise the "
             "peak of the second; a function that returns its step is traced for three"
         )
@@ -137,10 +139,10 @@ def _repeat(step: Callable[[int], None], tracer: Tracer) -> None:
     for number in range(1, STEPS + 1):
         tracer.step = number
         tracer.work.begin(counting=number == STEPS)
-        tracer.ledger.mark(f"step {number}")
+        tracer.recorder.mark(f"step {number}")
         step(number)
     tracer.label_parameters()
-    tracer.ledger.close()  # before the program's own objects go: what is left now is left after a step
+    tracer.recorder.close()  # before the program's own objects go: what is left now is left after a step
 
 
 def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:
@@ -170,7 +172,7 @@ def _on_fake_tensors(model: torch.nn.Module, tracer: Tracer) -> torch.nn.Module:
     memo: dict[int, Any] = {}
     for tensor in tensors:
         if _is_real(tensor) and tensor.device.type != "meta":
-            memo[id(tensor)] = tracer.imitate(tensor)
+            memo[id(tensor)] = tracer.fake_copy(tensor)
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -182,3 +184,108 @@ def _on_fake_tensors(model: torch.nn.Module, tracer: Tracer) -> torch.nn.Module:
 
 def _is_real(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
+
+
+# -------------------------------------------------------------------------- what a function returned
+
+_DEEPEST_NESTING = 4  # collections in collections; some hold themselves
+VALID = (
+    "return a function of no arguments that does one training step, or a Workload; "
+    "or do the training inside and return nothing"
+)
+
+
+def is_step(result: Any) -> bool:
+    """Models, tensors and classes can be called, but calling them is no training step."""
+    return callable(result) and not isinstance(result, (torch.nn.Module, torch.Tensor, type))
+
+
+def check_step(step: Callable[[], Any], function: str) -> None:
+    """Refuse a step that needs arguments; Python would only say that one is missing."""
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):  # some built-ins have no signature
+        return
+    given = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind not in given]
+    if needed:
+        raise UserError(
+            f"{function} returned {described(step)}, which needs arguments ({', '.join(needed)}); {VALID}"
+        )
+
+
+def check_result(result: Any, function: str) -> None:
+    """Of a function that trained nothing: what it returned must be the outcome of what it did."""
+    made_by_calling = inspect.isgenerator(result) or inspect.iscoroutine(result)
+    if made_by_calling:
+        result.close()  # it will not be run; left alone it would complain
+    if made_by_calling or not _is_outcome(result):
+        raise UserError(f"{function} returned {described(result)}, and no training step was traced; {VALID}")
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """`setup()`"""
+    name = getattr(function, "__name__", type(function).__name__)
+    return "the function" if name == "<lambda>" else f"{name}()"
+
+
+def described(value: Any, depth: int = 0) -> str:
+    """`a model (GPT2)`, `a tuple of a model (GPT2) and a function (step)`"""
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, torch.nn.Module):
+        return f"a model ({type(value).__name__})"
+    if isinstance(value, torch.optim.Optimizer):
+        return f"an optimizer ({type(value).__name__})"
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    if isinstance(value, Workload):
+        return "a Workload"
+    if isinstance(value, str):
+        return "a string"
+    if inspect.isroutine(value):
+        return "a function" if value.__name__ == "<lambda>" else f"a function ({value.__name__})"
+    if type(value) in (tuple, list, dict) and depth < _DEEPEST_NESTING:
+        parts = [
+            described(part, depth + 1) for part in (value.values() if isinstance(value, dict) else value)
+        ]
+        return f"a {type(value).__name__}{_listed(parts)}"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _listed(parts: list[str], most: int = 4) -> str:
+    if not parts:
+        return ", empty"
+    if len(parts) > most:
+        parts = [*parts[: most - 1], f"{len(parts) - most + 1} more"]
+    return f" of {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
+
+
+def _is_outcome(result: Any) -> bool:
+    """Nothing, numbers, words, tensors, and collections with nothing in them that could still be trained."""
+    if isinstance(result, numbers.Number | str | bytes | PurePath | None) or hasattr(
+        type(result), "__array__"
+    ):
+        return True
+    parts = _parts(result)
+    return parts is not None and not any(map(_to_be_trained, parts))
+
+
+def _to_be_trained(value: Any, depth: int = 0) -> bool:
+    if isinstance(value, (torch.nn.Module, torch.optim.Optimizer, Workload)):
+        return True
+    parts = _parts(value) if depth < _DEEPEST_NESTING else None
+    return is_step(value) if parts is None else any(_to_be_trained(part, depth + 1) for part in parts)
+
+
+def _parts(value: Any) -> Iterator[Any] | None:
+    if isinstance(value, Mapping):
+        return iter(value.values())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return iter(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (getattr(value, field.name, None) for field in dataclasses.fields(value))
+    return None

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from oomph.prediction.allocator import Block, CachingAllocator, OutOfMemory
-from oomph.prediction.allocator_settings import AllocatorSettings
-from oomph.prediction.expandable import ExpandableAllocator
+from oomph.prediction.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemory
+from oomph.prediction.expandable_segments import ExpandableAllocator
 from oomph.records import Alive, Allocation, Event, Moment, StepPeak
 
 _STEP_MARK = re.compile(r"step (\d+)")

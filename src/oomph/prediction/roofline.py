@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from oomph.gpus import GPU
-from oomph.prediction.trace.work import Kernel
+from oomph.prediction.tracer.work import Kernel
 from oomph.records import PhaseWork, Work
 
 
@@ -125,7 +125,7 @@ class _Timer:
         }
         self._bandwidth = gpu.bandwidth or 0
         self._link = gpu.host_link
-        self._old = gpu.capability < (9, 0)
+        self._before_hopper = gpu.capability < (9, 0)
         self._multiprocessors = gpu.multiprocessors
         self._host = 0.0
         self._streams: defaultdict[int, float] = defaultdict(float)  # when each has done what it was given
@@ -146,19 +146,19 @@ class _Timer:
         stream, streams = kernel.stream, self._streams
         if kernel.kind == "host":
             return 0.0
-        if kernel.kind == "record":
+        if kernel.kind == "record event":
             self._events[kernel.event] = streams[stream]
-        elif kernel.kind == "await":
+        elif kernel.kind == "wait event":
             streams[stream] = max(streams[stream], self._events.get(kernel.event, 0.0))
-        elif kernel.kind == "wait":
+        elif kernel.kind == "synchronize":
             until = self._events.get(kernel.event, 0.0) if kernel.event else streams[stream]
             self._host = max(self._host, until)
-        elif kernel.kind == "wait for all":
+        elif kernel.kind == "synchronize device":
             self._host = self.end
         elif kernel.kind in self._copies:
             self._copy(kernel)
         else:
-            busy = self.busy(kernel)
+            busy = self.busy_seconds(kernel)
             streams[stream] = max(streams[stream], self._host) + busy
             self._all_busy += busy
             return busy
@@ -177,23 +177,23 @@ class _Timer:
             seconds += kernel.bytes / e.host_bandwidth
         return seconds
 
-    def busy(self, kernel: Kernel) -> float:
+    def busy_seconds(self, kernel: Kernel) -> float:
         e = self._efficiency
         share = e.bandwidth.get(kernel.kind, e.bandwidth["memory"])
         seconds = kernel.bytes / (self._bandwidth * share)
         if kernel.flops:
-            share = kernel.efficiency or self._share(kernel) * self._suited(kernel)
+            share = kernel.efficiency or self._efficiency_of(kernel) * self._shape_efficiency(kernel)
             seconds = max(seconds, kernel.flops / (self._rates[kernel.rate] * share))
         return seconds + kernel.launches * e.launch
 
-    def _share(self, kernel: Kernel) -> float:
+    def _efficiency_of(self, kernel: Kernel) -> float:
         e = self._efficiency
-        if self._old and kernel.rate == "half" and kernel.kind in e.before_hopper:
+        if self._before_hopper and kernel.rate == "half" and kernel.kind in e.before_hopper:
             return e.before_hopper[kernel.kind]
         rates = e.compute[kernel.kind]
         return rates.get(kernel.rate, min(rates.values()))
 
-    def _suited(self, kernel: Kernel) -> float:
+    def _shape_efficiency(self, kernel: Kernel) -> float:
         """How well the shapes of a product, or the width of attention's heads, suit the GPU."""
         if kernel.kind.endswith("attention"):
             return min(1.0, kernel.depth / _WIDE_HEAD) ** 0.5 if kernel.rate == "half" else 1.0
@@ -206,9 +206,9 @@ class _Timer:
     def _copy(self, kernel: Kernel) -> None:
         """In its stream's turn, and in that of its direction: a GPU copies one thing each way at a time."""
         stream, way = kernel.stream, kernel.kind
-        share = 1.0 if kernel.beside else self._efficiency.pageable[way]
+        share = 1.0 if kernel.non_blocking else self._efficiency.pageable[way]
         began = max(self._host, self._streams[stream], self._copies[way])
         ended = began + kernel.bytes / (self._link * share)
         self._streams[stream] = self._copies[way] = ended
-        if not kernel.beside:
+        if not kernel.non_blocking:
             self._host = ended

@@ -2,20 +2,11 @@
 
 from oomph.prediction.cuda import (
     attention_memory,
-    copies,
+    cublas,
     cudnn,
     indexing,
     normalization,
     reductions,
-    shrunk_results,
 )
 
-__all__ = [
-    "attention_memory",
-    "copies",
-    "cudnn",
-    "indexing",
-    "normalization",
-    "reductions",
-    "shrunk_results",
-]
+__all__ = ["attention_memory", "cublas", "cudnn", "indexing", "normalization", "reductions"]

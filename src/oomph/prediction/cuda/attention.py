@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oomph.deterministic import alone_wanted
+from oomph.deterministic import deterministic_required
+from oomph.prediction.cuda.rules import program_error
+from oomph.torch_internals import get_sdp_priority_order
 
 aten = torch.ops.aten
 Capability = tuple[int, int]
@@ -96,7 +98,7 @@ class SdpaSettings:
             Backend.CUDNN: torch.backends.cuda.cudnn_sdp_enabled(),
         }
         numbers = {backend.value: backend for backend in Backend}
-        order = tuple(numbers[n] for n in torch._C._get_sdp_priority_order() if n in numbers)
+        order = tuple(numbers[n] for n in get_sdp_priority_order() if n in numbers)
         # Either default may be in force, depending on the machine that predicts; neither is the user's wish.
         user_order = None if order in (_GENERIC_ORDER, _CUDNN_FIRST_ORDER) else order
         return SdpaSettings(
@@ -104,7 +106,7 @@ class SdpaSettings:
             order=user_order,
             cudnn_version=(torch.backends.cudnn.version() if torch.version.cuda else None) or _SHIPPED_CUDNN,
             prefer_cudnn=os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1",
-            deterministic=alone_wanted(),
+            deterministic=deterministic_required(),
         )
 
 
@@ -117,7 +119,9 @@ def choose_backend(call: AttentionCall, settings: SdpaSettings | None = None) ->
         if objection is None:
             return backend, "; ".join(passed_over) or "first choice on sm_{}{}".format(*call.capability)
         passed_over.append(f"{backend.name.lower()}: {objection}")
-    raise RuntimeError(f"scaled_dot_product_attention: no backend can run ({'; '.join(passed_over)})")
+    raise program_error(
+        RuntimeError(f"scaled_dot_product_attention: no backend can run ({'; '.join(passed_over)})")
+    )
 
 
 def _default_order(call: AttentionCall, settings: SdpaSettings) -> tuple[Backend, ...]:

@@ -1,6 +1,6 @@
 """Device memory that the attention kernels take and no output shows.
 
-The rules are registered with temporaries.py, which says how to read them.
+The rules list temporaries, as rules.py says how to read them.
 
 Sources, all in ATen: flash_attn/flash_api.cpp, attention.cu, attention_backward.cu, cudnn/MHA.cpp,
 mem_eff_attention/kernel_{forward,backward}.h with kernels/cutlassB.h, attention.cpp (_safe_softmax),
@@ -9,20 +9,16 @@ cuda/SoftMax.cu. cuDNN's workspaces are known to cuDNN alone: its rows are fitte
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from oomph import deterministic
+from oomph.deterministic import deterministic_required
 from oomph.gpus import GPU
-from oomph.prediction.cuda.temporaries import HOST_OUTPUTS, Bound, bind, temporaries
+from oomph.prediction.cuda.rules import HOST_OUTPUTS, BoundArguments, temporaries
 
 aten = torch.ops.aten
-Args = Sequence[Any]
-Kwargs = Mapping[str, Any]
 
 _FLOAT = 4
 
@@ -57,7 +53,7 @@ def _flash_head(head: int) -> int:
 
 
 @temporaries(aten._scaled_dot_product_flash_attention.default)
-def _flash_forward(call: Bound, gpu: GPU) -> list[int]:
+def _flash_forward(call: BoundArguments, gpu: GPU) -> list[int]:
     query, key = call["query"], call["key"]
     batch, heads, length, head = query.shape
     rng_state = 2 * 8
@@ -92,11 +88,11 @@ def _flash_splits(blocks: int, key_length: int, head: int, gpu: GPU) -> int:
 
 
 @temporaries(aten._scaled_dot_product_flash_attention_backward.default)
-def _flash_backward(call: Bound, gpu: GPU) -> list[int]:
+def _flash_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     query, key = call["query"], call["key"]
     batch, heads, length, head = query.shape
     rows = batch * heads * _round_up(length, 128)
-    parts = math.ceil(gpu.multiprocessors / (batch * heads)) if deterministic.alone_wanted() else 1
+    parts = math.ceil(gpu.multiprocessors / (batch * heads)) if deterministic_required() else 1
     grouped = 0 if key.size(1) == heads else batch * heads * key.size(2) * head * key.element_size()
     return [
         _copy_unless_rows_first(call["grad_out"]),
@@ -112,7 +108,7 @@ def _flash_backward(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten._scaled_dot_product_efficient_attention.default)
-def _efficient_forward(call: Bound, gpu: GPU) -> list[int]:
+def _efficient_forward(call: BoundArguments, gpu: GPU) -> list[int]:
     query, value = call["query"], call["value"]
     batch, heads, length, head = query.shape
     in_registers = max(head, value.size(-1)) <= 128
@@ -122,7 +118,7 @@ def _efficient_forward(call: Bound, gpu: GPU) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Tile:
+class _BackwardTile:
     """One compiled backward kernel: its block of queries x keys, and the widest head it takes."""
 
     queries: int
@@ -133,29 +129,29 @@ class _Tile:
 _ANY = 65536
 
 
-def _backward_tile(dtype: torch.dtype, head: int, dropout: bool, gpu: GPU) -> _Tile:
+def _backward_tile(dtype: torch.dtype, head: int, dropout: bool, gpu: GPU) -> _BackwardTile:
     """The first compiled kernel that takes the head and fits the GPU's shared memory."""
     major, minor = gpu.capability
     half = dtype != torch.float32
     # 163 KiB and more on the data-centre chips, 99 KiB on the others from sm_80, at most 96 KiB before. Which
     # tiles fit is inferred from those limits, not from the kernels' exact shared-memory sizes.
     large = major in (9, 10) or (major, minor) == (8, 0)
-    tiles = [_Tile(64, 64, 32), _Tile(64, 64, 64)]
+    tiles = [_BackwardTile(64, 64, 32), _BackwardTile(64, 64, 64)]
     if half and (major, minor) in ((8, 6), (8, 9)) and not dropout:
-        tiles.append(_Tile(128, 64, 96))
+        tiles.append(_BackwardTile(128, 64, 96))
     if half and large:
-        tiles.append(_Tile(128, 128, 128))
+        tiles.append(_BackwardTile(128, 128, 128))
     if (half and (major, minor) in ((7, 0), (7, 2))) or (not half and large):
-        tiles.append(_Tile(128, 64, 128))
-    tiles.append(_Tile(64, 64, 128))
+        tiles.append(_BackwardTile(128, 64, 128))
+    tiles.append(_BackwardTile(64, 64, 128))
     if (half and major >= 8) or large:
-        tiles.append(_Tile(128, 64, _ANY))
-    tiles.append(_Tile(64, 64, _ANY))
+        tiles.append(_BackwardTile(128, 64, _ANY))
+    tiles.append(_BackwardTile(64, 64, _ANY))
     return next(tile for tile in tiles if tile.widest_head >= head)
 
 
 @temporaries(aten._scaled_dot_product_efficient_attention_backward.default)
-def _efficient_backward(call: Bound, gpu: GPU) -> list[int]:
+def _efficient_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     query, key, value = call["query"], call["key"], call["value"]
     batch, heads, length, head = query.shape
     value_head = value.size(-1)
@@ -185,15 +181,15 @@ def _efficient_backward(call: Bound, gpu: GPU) -> list[int]:
     return events
 
 
-def _key_splits(batch_heads: int, key_length: int, tile: _Tile) -> int:
-    if deterministic.alone_wanted() or (batch_heads >= 256 and key_length <= 2 * tile.keys):
+def _key_splits(batch_heads: int, key_length: int, tile: _BackwardTile) -> int:
+    if deterministic_required() or (batch_heads >= 256 and key_length <= 2 * tile.keys):
         return 1
     return max(1, min(math.ceil(key_length / tile.keys), 200 // batch_heads))
 
 
 HOST_OUTPUTS[aten._scaled_dot_product_efficient_attention.default] = (
     # Outside graph capture the random seed and offset are host tensors.
-    lambda args, kwargs: frozenset({2, 3})
+    lambda call: frozenset({2, 3})
 )
 
 
@@ -201,7 +197,7 @@ HOST_OUTPUTS[aten._scaled_dot_product_efficient_attention.default] = (
 
 
 @temporaries(aten._scaled_dot_product_cudnn_attention.default)
-def _cudnn_forward(call: Bound, gpu: GPU) -> list[int]:
+def _cudnn_forward(call: BoundArguments, gpu: GPU) -> list[int]:
     query, value = call["query"], call["value"]
     batch, heads, length, _ = query.shape
     if length > 1:
@@ -215,7 +211,7 @@ def _cudnn_forward(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten._scaled_dot_product_cudnn_attention_backward.default)
-def _cudnn_backward(call: Bound, gpu: GPU) -> list[int]:
+def _cudnn_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     """One workspace. cuDNN's frontend lays out the row sums, dq in float32 and, when heads are grouped, dk
     and dv for every query head."""
     query, key, value, grad_out = call["query"], call["key"], call["value"], call["grad_out"]
@@ -229,9 +225,8 @@ def _cudnn_backward(call: Bound, gpu: GPU) -> list[int]:
     return [copy, sum(_round_up(part, 16) for part in parts) + _CUDNN_HEADER]
 
 
-def _cudnn_host_outputs(args: Args, kwargs: Kwargs) -> frozenset[int]:
+def _cudnn_host_outputs(call: BoundArguments) -> frozenset[int]:
     """Without a backward to come, no log-sum-exp is made."""
-    call = bind(aten._scaled_dot_product_cudnn_attention.default, args, kwargs)
     return frozenset() if call["compute_log_sumexp"] else frozenset({1})
 
 
@@ -242,7 +237,7 @@ HOST_OUTPUTS[aten._scaled_dot_product_cudnn_attention.default] = _cudnn_host_out
 
 
 @temporaries(aten._safe_softmax.default)
-def _safe_softmax(call: Bound, gpu: GPU) -> list[int]:
+def _safe_softmax(call: BoundArguments, gpu: GPU) -> list[int]:
     """Rows that are masked altogether are found (one byte per score) and set to zero."""
     scores = call["self"]
     columns = max(scores.size(call["dim"]), 1) if scores.dim() else 1
@@ -250,7 +245,7 @@ def _safe_softmax(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten._softmax_backward_data.default)
-def _softmax_backward(call: Bound, gpu: GPU) -> list[int]:
+def _softmax_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     """grad_output * output, as large as the scores. log_softmax's backward needs no such product."""
     grad, output = call["grad_output"], call["output"]
     return [output.numel() * torch.promote_types(grad.dtype, output.dtype).itemsize]

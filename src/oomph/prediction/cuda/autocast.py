@@ -26,8 +26,21 @@ from typing import Any
 import torch
 from torch.utils.weak import TensorWeakRef
 
-_KEY = torch._C.DispatchKey.AutocastCUDA
-_KEY_SET = torch._C.DispatchKeySet(_KEY)
+from oomph.prediction.cuda.rules import program_error
+from oomph.torch_internals import (
+    AUTOCAST_CUDA,
+    DispatchKeySet,
+    ExcludeDispatchKeyGuard,
+    OpOverload,
+    current_graph_task_id,
+    disable_torch_function,
+    dispatch_call_boxed,
+    dispatch_get_all_op_names,
+    dispatch_has_kernel_for_dispatch_key,
+    dispatch_tls_set_dispatch_key_included,
+)
+
+_KEY_SET = DispatchKeySet(AUTOCAST_CUDA)
 _KEY_NAME = "AutocastCUDA"
 
 _one_at_a_time = threading.Lock()
@@ -96,8 +109,8 @@ Kernel = Callable[..., Any]
 def autocast_ops() -> frozenset[str]:
     """The ops of our tables that the installed torch casts on CUDA: the lists differ a little by version."""
     listed = LOWER_PRECISION | FLOAT32 | FLOAT32_RESULT | FLOAT32_RESULT_BY_OVERLOAD.keys() | PROMOTE | BANNED
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    known = {name.removeprefix("aten::") for name in torch._C._dispatch_get_all_op_names()}
+    has_kernel = dispatch_has_kernel_for_dispatch_key
+    known = {name.removeprefix("aten::") for name in dispatch_get_all_op_names()}
     return frozenset(op for op in listed & known if has_kernel(f"aten::{op}", _KEY_NAME))
 
 
@@ -125,8 +138,8 @@ def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
         for name, replacement in _torch_functions(casts.kept).items():
             undo.callback(setattr, torch, name, getattr(torch, name))
             setattr(torch, name, replacement)
-        undo.callback(torch._C._dispatch_tls_set_dispatch_key_included, _KEY, False)
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+        undo.callback(dispatch_tls_set_dispatch_key_included, AUTOCAST_CUDA, False)
+        dispatch_tls_set_dispatch_key_included(AUTOCAST_CUDA, True)
         yield
 
 
@@ -183,11 +196,9 @@ class _Casts:
             return self._appending_dtype(overload, _overload(FLOAT32_RESULT_BY_OVERLOAD[op]))
         return self._refusing(overload)
 
-    def _casting(
-        self, overload: torch._ops.OpOverload, target: Callable[[tuple[Any, ...]], torch.dtype]
-    ) -> Kernel:
+    def _casting(self, overload: OpOverload, target: Callable[[tuple[Any, ...]], torch.dtype]) -> Kernel:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
+            with ExcludeDispatchKeyGuard(_KEY_SET):
                 dtype = target(args)
                 # Last argument first. C++ leaves the order to the compiler, and GCC on x86-64, which builds
                 # most CUDA wheels, goes from the right: `linear` casts bias, weight, then input.
@@ -196,11 +207,11 @@ class _Casts:
 
         return kernel
 
-    def _setting_dtype(self, overload: torch._ops.OpOverload) -> Kernel:
+    def _setting_dtype(self, overload: OpOverload) -> Kernel:
         position = [argument.name for argument in overload._schema.arguments].index("dtype")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
+            with ExcludeDispatchKeyGuard(_KEY_SET):
                 given = args[position] if len(args) > position else kwargs.get("dtype")
                 if given is None and self._is_eligible(args[0]):
                     args, kwargs = args[:position], {**kwargs, "dtype": torch.float32}
@@ -208,11 +219,11 @@ class _Casts:
 
         return kernel
 
-    def _appending_dtype(self, overload: torch._ops.OpOverload, with_dtype: torch._ops.OpOverload) -> Kernel:
+    def _appending_dtype(self, overload: OpOverload, with_dtype: OpOverload) -> Kernel:
         defaults = [argument.default_value for argument in overload._schema.arguments]
 
         def kernel(*args: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
+            with ExcludeDispatchKeyGuard(_KEY_SET):
                 if not self._is_eligible(args[0]):
                     return _call(overload, *args)
                 # The dispatcher leaves out trailing defaults, which the other overload does not have.
@@ -220,18 +231,18 @@ class _Casts:
 
         return kernel
 
-    def _refusing(self, overload: torch._ops.OpOverload) -> Kernel:
+    def _refusing(self, overload: OpOverload) -> Kernel:
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_KEY_SET):
-                with torch._C.DisableTorchFunction():
+            with ExcludeDispatchKeyGuard(_KEY_SET):
+                with disable_torch_function():
                     is_on_gpu = any(self.is_on_gpu(tensor) for tensor in _tensors(args))
                 if is_on_gpu:
-                    raise RuntimeError(_BANNED_MESSAGE)
+                    raise program_error(RuntimeError(_BANNED_MESSAGE))
                 return _call(overload, *args, **kwargs)
 
         return kernel
 
-    def _widest_dtype(self, overload: torch._ops.OpOverload) -> Callable[[tuple[Any, ...]], torch.dtype]:
+    def _widest_dtype(self, overload: OpOverload) -> Callable[[tuple[Any, ...]], torch.dtype]:
         # Optional tensors (the bias of `bilinear`) are cast but have no say in the dtype.
         optional = [isinstance(argument.type, torch.OptionalType) for argument in overload._schema.arguments]
 
@@ -242,9 +253,8 @@ class _Casts:
                 if torch.float32 in (found, dtype):
                     found = torch.float32
                 elif dtype != low:
-                    raise RuntimeError(
-                        f"CUDA autocast to {low} cannot promote a {dtype} argument of {overload}"
-                    )
+                    message = f"CUDA autocast to {low} cannot promote a {dtype} argument of {overload}"
+                    raise program_error(RuntimeError(message))
             return found
 
         return widest
@@ -258,7 +268,7 @@ class _Casts:
 
     def _cast(self, arg: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # Reading attributes is visible to a TorchFunctionMode; in C++ it is not.
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             if arg.dtype == dtype or not self._is_eligible(arg):
                 return arg
             is_kept = (
@@ -278,11 +288,11 @@ class _Casts:
         return copy
 
     def _eligible_dtypes(self, tensors: Iterable[torch.Tensor]) -> list[torch.dtype]:
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             return [tensor.dtype for tensor in tensors if self._is_eligible(tensor)]
 
     def _is_eligible(self, arg: torch.Tensor) -> bool:
-        with torch._C.DisableTorchFunction():
+        with disable_torch_function():
             dtype = arg.dtype
             return dtype.is_floating_point and dtype != torch.float64 and self.is_on_gpu(arg)
 
@@ -336,15 +346,15 @@ def _nothing_is_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_graph_task_id() != -1
 
 
-def _overload(op: str) -> torch._ops.OpOverload:
+def _overload(op: str) -> OpOverload:
     name, _, overload = op.partition(".")
-    found: torch._ops.OpOverload = getattr(getattr(torch.ops.aten, name), overload or "default")
+    found: OpOverload = getattr(getattr(torch.ops.aten, name), overload or "default")
     return found
 
 
-def _call(overload: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _call(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Calls the op as C++ would: through the dispatcher, unseen by any TorchFunctionMode."""
-    return torch._C._dispatch_call_boxed(overload._handle, *args, **kwargs)
+    return dispatch_call_boxed(overload._handle, *args, **kwargs)

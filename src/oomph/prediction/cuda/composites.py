@@ -1,135 +1,148 @@
-"""Composite ops that decompose differently on CUDA: dropout, RMSNorm, attention.
+"""Composite ops that decompose differently on CUDA: dropout, RMSNorm, softmax, attention, one_hot.
 
-They dissolve above the dispatch mode, so CUDA's path is taken here, at autograd's own key, for tensors of
-the pretend GPU only; every other tensor goes the way it always went.
+They dissolve above the dispatch mode, so CUDA's path is taken at autograd's own key, for tensors of the fake
+GPU only. All other tensors take torch's own decomposition.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from oomph.gpus import GPU
-from oomph.prediction.cuda import recurrent
 from oomph.prediction.cuda.attention import attention_like_cuda
 from oomph.prediction.cuda.normalization import partial_sums
+from oomph.prediction.cuda.rules import (
+    COMPOSITES,
+    BoundArguments,
+    RuleContext,
+    bind,
+    composite,
+    op_name,
+)
+from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
 
 
 @contextlib.contextmanager
-def cuda_composites(
-    on_gpu: Callable[[Any], bool],
-    gpu: GPU,
-    note_one_hot: Callable[[torch.Tensor, int], None],
-    count_kernel: Callable[..., None] = lambda *tensors, **figures: None,
-) -> Iterator[None]:
-    """Register CUDA's paths for the duration. `count_kernel` is told of kernels that no op stands for."""
+def cuda_composites(context: RuleContext) -> Iterator[None]:
+    """Register CUDA's paths for the duration."""
     library = torch.library.Library("aten", "IMPL")
-
-    def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        # CUDA fuses: a bool mask is kept, not a float one.
-        if on_gpu(input) and train and 0 < p < 1 and input.numel() > 0:
-            return aten.native_dropout.default(input, p, train)[0]
-        if on_gpu(input) and (p == 0 or not train):
-            return input
-        return aten.dropout.default.decompose(input, p, train)
-
-    def rms_norm(
-        input: torch.Tensor,
-        normalized_shape: Sequence[int],
-        weight: torch.Tensor | None = None,
-        eps: float | None = None,
-    ) -> torch.Tensor:
-        same_type = weight is None or weight.dtype == input.dtype
-        if on_gpu(input) and same_type and input.dtype != torch.float64:
-            return _FusedRmsNorm.apply(input, weight, len(normalized_shape), gpu, count_kernel)
-        return aten.rms_norm.default.decompose(input, normalized_shape, weight, eps)
-
-    def attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        given = (query, key, value, attn_mask, dropout_p, is_causal)
-        if on_gpu(query):
-            return attention_like_cuda(*given, scale=scale, enable_gqa=enable_gqa, capability=gpu.capability)
-        whole = aten.scaled_dot_product_attention.default
-        return whole.decompose(*given, scale=scale, enable_gqa=enable_gqa)
-
-    def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if on_gpu(input) and input.dtype == torch.float16 and dtype == torch.float32:
-            return aten._softmax.default(input, dim, True)  # one kernel reads half and writes float
-        return aten.softmax.int.decompose(input, dim, dtype)
-
-    def log_softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        if on_gpu(input) and input.dtype == torch.float16 and dtype == torch.float32:
-            return aten._log_softmax.default(input, dim, True)
-        return aten.log_softmax.int.decompose(input, dim, dtype)
-
-    def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-        if not on_gpu(self) or num_classes <= 0:
-            return aten.one_hot.default.decompose(self, num_classes)
-        out = self.new_zeros((*self.shape, num_classes))
-        out.scatter_(-1, self.unsqueeze(-1), 1)
-        note_one_hot(out, num_classes)
-        return out
-
-    recurrent.register(library, on_gpu, gpu, count_kernel)
-    library.impl("softmax.int", softmax, "AutogradCPU")
-    library.impl("log_softmax.int", log_softmax, "AutogradCPU")
-    library.impl("one_hot", one_hot, "AutogradCPU")
-    library.impl("scaled_dot_product_attention", attention, "AutogradCPU")
-    library.impl("dropout", dropout, "AutogradCPU")
-    library.impl("rms_norm", rms_norm, "AutogradCPU")
+    active = [context]  # torch never drops a Python kernel: emptied, it keeps nothing of the trace
+    for op in COMPOSITES:
+        library.impl(op_name(op).removeprefix("aten."), _kernel(op, active), "AutogradCPU")
     try:
         yield
     finally:
         library._destroy()
+        active.clear()
+
+
+def _kernel(op: OpOverload, active: list[RuleContext]) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        decompose = functools.partial(op.decompose, *args, **kwargs)
+        if not active or not active[0].on_gpu(args[0]):
+            return decompose()
+        rule = functools.partial(COMPOSITES[op], active[0], bind(op, args, kwargs))
+        result = active[0].guard.call("results", op, rule, lambda: NotImplemented)
+        return decompose() if result is NotImplemented else result
+
+    return kernel
+
+
+@composite(aten.dropout.default)
+def _dropout(context: RuleContext, call: BoundArguments) -> Any:
+    """CUDA fuses: a bool mask is kept, not a float one."""
+    input, p, train = call["input"], call["p"], call["train"]
+    if train and 0 < p < 1 and input.numel() > 0:
+        return aten.native_dropout.default(input, p, train)[0]
+    return input if p == 0 or not train else NotImplemented
+
+
+@composite(aten.softmax.int)
+def _softmax(context: RuleContext, call: BoundArguments) -> Any:
+    if call["self"].dtype == torch.float16 and call["dtype"] == torch.float32:
+        return aten._softmax.default(
+            call["self"], call["dim"], True
+        )  # one kernel reads half and writes float
+    return NotImplemented
+
+
+@composite(aten.log_softmax.int)
+def _log_softmax(context: RuleContext, call: BoundArguments) -> Any:
+    if call["self"].dtype == torch.float16 and call["dtype"] == torch.float32:
+        return aten._log_softmax.default(call["self"], call["dim"], True)
+    return NotImplemented
+
+
+@composite(aten.one_hot.default)
+def _one_hot(context: RuleContext, call: BoundArguments) -> Any:
+    ids, classes = call["self"], call["num_classes"]
+    if classes <= 0:
+        return NotImplemented
+    out = ids.new_zeros((*ids.shape, classes))
+    out.scatter_(-1, ids.unsqueeze(-1), 1)
+    context.note_one_hot(out, classes)
+    return out
+
+
+@composite(aten.scaled_dot_product_attention.default)
+def _attention(context: RuleContext, call: BoundArguments) -> Any:
+    return attention_like_cuda(
+        call["query"],
+        call["key"],
+        call["value"],
+        call["attn_mask"],
+        call["dropout_p"],
+        call["is_causal"],
+        scale=call["scale"],
+        enable_gqa=call["enable_gqa"],
+        capability=context.gpu.capability,
+    )
+
+
+@composite(aten.rms_norm.default)
+def _rms_norm(context: RuleContext, call: BoundArguments) -> Any:
+    input, weight = call["input"], call["weight"]
+    if input.dtype == torch.float64 or (weight is not None and weight.dtype != input.dtype):
+        return NotImplemented
+    return _FusedRmsNorm.apply(input, weight, len(call["normalized_shape"]), context)
 
 
 class _FusedRmsNorm(torch.autograd.Function):
     """aten::_fused_rms_norm, which has no fake kernel: the result, and 1/rms in float32 kept for backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: torch.Tensor,
-        weight: torch.Tensor | None,
-        dims: int,
-        gpu: GPU,
-        count_kernel: Callable[..., None],
+    def forward(  # type: ignore[override]
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, dims: int, context: RuleContext
     ) -> torch.Tensor:
-        ctx.count_kernel = count_kernel
-        ctx.gpu, ctx.width = gpu, math.prod(input.shape[input.dim() - dims :])
+        ctx.context = context
+        ctx.width = math.prod(input.shape[input.dim() - dims :])
         rows = input.shape[: input.dim() - dims]
         rstd = input.new_empty((math.prod(rows), 1), dtype=torch.float32)
         ctx.save_for_backward(input, weight, rstd)
         out = torch.empty_like(input, memory_format=torch.contiguous_format)
-        count_kernel(input, weight, out)
+        context.count_kernel(input, weight, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         input, weight, _ = ctx.saved_tensors
+        context: RuleContext = ctx.context
         if weight is None:
-            alone = torch.empty_like(input)
-            ctx.count_kernel(grad, input, alone)
-            return alone, None, None, None, None
+            grad_input = torch.empty_like(input)
+            context.count_kernel(grad, input, grad_input)
+            return grad_input, None, None, None
         grads = torch.empty_like(input), torch.empty_like(weight)
-        ctx.count_kernel(grad, input, grads[0])
-        ctx.count_kernel(grad, input, grads[1])
-        sums = partial_sums(input, ctx.width, [weight], ctx.gpu)
+        context.count_kernel(grad, input, grads[0])
+        context.count_kernel(grad, input, grads[1])
+        rule = functools.partial(partial_sums, input, ctx.width, [weight], context.gpu)
+        sums = context.guard.call("temporaries", "aten.rms_norm", rule, list)
         held = [input.new_empty(size, dtype=torch.uint8) for size in sums if size > 0]
         del held
-        return *grads, None, None, None
+        return *grads, None, None

@@ -1,22 +1,47 @@
-"""Workspaces of cuDNN's convolutions: one allocation per pass, freed when the pass is over.
+"""cuDNN: workspaces of convolutions, and nn.LSTM, nn.GRU and nn.RNN as one op per call.
 
-cuDNN's heuristics choose the algorithm, and without a GPU they cannot be asked: these are estimates that
-follow some 200 convolutions measured on an H200 (torch 2.11, cuDNN 9.19, TF32 on). The tensor-core kernels
-read NHWC with channels in multiples of 16 bytes, so tensors that are not so are copied into the workspace.
+Convolutions take one workspace per pass, freed when the pass is over. cuDNN's heuristics choose the
+algorithm, and without a GPU they cannot be asked: these are estimates that follow some 200 convolutions
+measured on an H200 (torch 2.11, cuDNN 9.19, TF32 on). The tensor-core kernels read NHWC with channels in
+multiples of 16 bytes, so tensors that are not so are copied into the workspace.
+
+The recurrent composites dissolve into cells above the dispatch mode, so CUDA's path is taken at autograd's
+key. A call makes what _cudnn_rnn makes on a GPU (ATen/native/cudnn/RNN.cpp): the results, a workspace while
+it runs and a reserve kept for the backward pass, which in turn makes one flat gradient for all weights.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch import nn
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.temporaries import Bound, temporaries, temporaries_of
+from oomph.prediction.cuda.rules import (
+    HOST_OUTPUTS,
+    BoundArguments,
+    CompositeRule,
+    Fake,
+    RuleContext,
+    bind,
+    composite,
+    cuda_kernel,
+    temporaries,
+    temporaries_of,
+)
+from oomph.torch_internals import OpOverload, disable_dispatch_modes, storage_id, suggest_memory_format
 
 aten = torch.ops.aten
+Tensor = torch.Tensor
+
+# ---------------------------------------------------------------------------------------------- convolutions
+
 Pass = Literal["forward", "data", "weight"]
 
 _TILE = 128  # rows and columns of a result that one multiprocessor computes at a time
@@ -53,14 +78,14 @@ class _Convolution(NamedTuple):
 
 
 @temporaries(aten.convolution.default)
-def _forward(call: Bound, gpu: GPU) -> list[int]:
+def _forward(call: BoundArguments, gpu: GPU) -> list[int]:
     format = memory_format(call["input"], call["weight"])
     found = _describe(call, _output_shape(call), format)
     return [*_copies(format, call["input"], call["weight"]), _workspace(found, "forward", gpu)]
 
 
 @temporaries(aten.convolution_backward.default)
-def _backward(call: Bound, gpu: GPU) -> list[int]:
+def _backward(call: BoundArguments, gpu: GPU) -> list[int]:
     format = memory_format(call["input"], call["weight"])
     gradient = call["grad_output"]
     found = _describe(call, tuple(gradient.shape), format)
@@ -130,7 +155,7 @@ def _partial_sums(found: _Convolution, gpu: GPU) -> int:
     return gpu.multiprocessors * (1 if small else 2) * rows * columns * 4
 
 
-def _describe(call: Bound, output: tuple[int, ...], format: torch.memory_format) -> _Convolution:
+def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memory_format) -> _Convolution:
     input, weight = call["input"], call["weight"]
     batch, channels = input.shape[:2]
     item = input.element_size()
@@ -163,14 +188,12 @@ def _copies(format: torch.memory_format, *tensors: torch.Tensor) -> list[int]:
     return [t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=format)]
 
 
-def _output_shape(call: Bound) -> tuple[int, ...]:
+def _output_shape(call: BoundArguments) -> tuple[int, ...]:
     input, weight = call["input"], call["weight"]
     plane = []
     for axis, size in enumerate(input.shape[2:]):
-        one = len(call["stride"]) == 1
-        step, pad, gap, more = (
-            call[name][0 if one else axis] for name in ("stride", "padding", "dilation", "output_padding")
-        )
+        given = (call[name] for name in ("stride", "padding", "dilation", "output_padding"))
+        step, pad, gap, more = (values[axis] if len(values) > 1 else values[0] for values in given)
         reach = gap * (weight.shape[2 + axis] - 1)
         if call["transposed"]:
             plane.append((size - 1) * step - 2 * pad + reach + more + 1)
@@ -178,3 +201,261 @@ def _output_shape(call: Bound) -> tuple[int, ...]:
             plane.append((size + 2 * pad - reach - 1) // step + 1)
     channels = weight.shape[1] * call["groups"] if call["transposed"] else weight.shape[0]
     return (input.shape[0], channels, *plane)
+
+
+@cuda_kernel(aten.convolution.default, aten.convolution_backward.default)
+def _convolution_results(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """cuDNN's layout. The fake kernel gives that of the backend which the *host* would take, and so follows
+    its processor, its thread count and whether oneDNN is still on: torch turns oneDNN off for the whole
+    process when a half-precision product fails on a processor without such instructions."""
+    call = bind(func, args, kwargs)
+    format = memory_format(call["input"], call["weight"])
+    out = fake(func, args, kwargs)
+    if isinstance(out, torch.Tensor):
+        return in_memory_format(fake, out, format)
+    input, weight, bias = out  # the gradients that were asked for
+    return in_memory_format(fake, input, format), in_memory_format(fake, weight, format), bias
+
+
+def in_memory_format(fake: Fake, out: Any, format: torch.memory_format) -> Any:
+    """The result in that memory format; None, a gradient that nobody asked for, stays None."""
+    if out is None or out.is_contiguous(memory_format=format):
+        return out
+    return fake(aten.empty_like.default, (out,), {"memory_format": format})
+
+
+# -------------------------------------------------------------------------------- recurrent networks
+
+_FLATTENED = (torch.float64, torch.float32, torch.float16)  # what nn.RNNBase keeps in one buffer
+_DROPOUT_STATE = 2048 * 24  # bytes per multiprocessor: a random number generator for each thread
+
+
+@dataclass(frozen=True)
+class _RecurrentCall:
+    cell: str
+    rows: int  # steps x batch; of a packed sequence, the live ones only
+    packed: bool
+    inputs: int
+    hidden: int  # width of the cell
+    result: int  # width of one direction's output: less than `hidden` where an LSTM projects
+    layers: int
+    directions: int
+    dropout: bool
+    train: bool
+    swapped: bool  # the caller's tensors have the batch first
+    weights: int  # elements of all of them
+    item: int  # bytes of an element
+
+    @property
+    def flops(self) -> float:
+        """Of one pass: every weight meets every row."""
+        return 2.0 * self.rows * self.weights
+
+
+def _recurrent(cell: str) -> CompositeRule:
+    def run(context: RuleContext, given: BoundArguments) -> Any:
+        input = given["input"] if "input" in given else given["data"]
+        hidden = list(given["hx"]) if cell == "lstm" else [given["hx"]]
+        if torch.is_autocast_enabled("cuda"):  # always to half, whatever autocast's own type is
+            input, *hidden = (tensor.to(torch.float16) for tensor in (input, *hidden))
+        call = _recurrent_call(cell, given, input, hidden)
+        if call.dropout and not context.held:  # the dropout state, made at the first dropout
+            size = context.gpu.multiprocessors * _DROPOUT_STATE
+            context.held.append(input.detach().new_empty(size, dtype=torch.uint8))
+        cell_state = hidden[1] if cell == "lstm" else None
+        tensors = (input, hidden[0], cell_state, *given["params"])
+        output, hy, cy = _CudnnRnn.apply(call, context, *tensors)
+        return (output, hy, cy) if cell == "lstm" else (output, hy)
+
+    return run
+
+
+for _cell in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+    composite(getattr(aten, _cell).input, getattr(aten, _cell).data)(_recurrent(_cell))
+
+
+def flatten_parameters(on_gpu: Callable[[Any], bool]) -> Callable[[nn.RNNBase], None]:
+    """CUDA's nn.RNNBase.flatten_parameters: every weight becomes a view of one buffer."""
+
+    def flatten(module: nn.RNNBase) -> None:
+        weights: list[Any] = module._flat_weights
+        if len(weights) != len(module._flat_weights_names) or not all(map(on_gpu, weights)):
+            return
+        first = weights[0]
+        if first.dtype not in _FLATTENED or any(weight.dtype != first.dtype for weight in weights):
+            return
+        with torch.no_grad():
+            flat = first.new_zeros(sum(weight.numel() for weight in weights))
+            for weight, part in zip(weights, _views(flat, weights), strict=True):
+                weight.data = part
+
+    return flatten
+
+
+def _recurrent_call(
+    cell: str, given: BoundArguments, input: Tensor, hidden: Sequence[Tensor]
+) -> _RecurrentCall:
+    return _RecurrentCall(
+        cell=cell,
+        rows=input.numel() // max(int(input.shape[-1]), 1),
+        packed="batch_sizes" in given,
+        inputs=int(input.shape[-1]),
+        hidden=int(hidden[-1].shape[2]),
+        result=int(hidden[0].shape[2]),
+        layers=int(given["num_layers"]),
+        directions=2 if given["bidirectional"] else 1,
+        dropout=bool(given["train"]) and given["dropout"] > 0,
+        train=bool(given["train"]),
+        swapped=bool(given.get("batch_first")),
+        weights=sum(weight.numel() for weight in given["params"]),
+        item=input.element_size(),
+    )
+
+
+def _views(flat: Tensor, weights: Sequence[Tensor]) -> Iterator[Tensor]:
+    start = 0
+    for weight in weights:
+        yield flat[start : start + weight.numel()].view(weight.shape)
+        start += weight.numel()
+
+
+def _share_storage(weights: Sequence[Tensor]) -> bool:
+    return len({storage_id(weight.untyped_storage()) for weight in weights}) == 1
+
+
+class _CudnnRnn(torch.autograd.Function):
+    """The allocations of aten::_cudnn_rnn and its backward, in their order."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        call: _RecurrentCall,
+        context: RuleContext,
+        input: Tensor,
+        hx: Tensor,
+        cx: Tensor | None,
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        # Weights that autocast casts, or that are not in one buffer, are copied into one of this call's own.
+        ready = weights[0].dtype == input.dtype and _share_storage(weights)
+        flat = None if ready else input.new_empty(call.weights)
+        x = _steps_first(call, input)
+        output = x.new_empty((*x.shape[:-1], call.directions * call.result))
+        hy = torch.empty_like(hx)
+        cy = torch.empty_like(cx) if cx is not None else None
+        workspace = x.new_empty(workspace_bytes(call), dtype=torch.uint8)
+        reserve = x.new_empty(reserve_bytes(call), dtype=torch.uint8) if call.train else None
+        del workspace, x
+        output = output.transpose(0, 1) if call.swapped else output
+        ctx.call, ctx.context = call, context
+        context.count_kernel(input, output, *weights, flops=call.flops, kind="recurrent")
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input, hx, cx, output, reserve, flat, *weights)
+        return output, hy, cy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
+        def like_inputs() -> Any:
+            saved = ctx.saved_tensors
+            return None, None, *(t if t is None else torch.empty_like(t) for t in (*saved[:3], *saved[6:]))
+
+        rule = functools.partial(_CudnnRnn.gradients, ctx, *grads)
+        return ctx.context.guard.call("gradients", f"aten.{ctx.call.cell}", rule, like_inputs)
+
+    @staticmethod
+    def gradients(ctx: Any, *grads: Tensor | None) -> Any:
+        call: _RecurrentCall = ctx.call
+        input, hx, cx, output, _, _, *weights = ctx.saved_tensors
+        made = [
+            torch.zeros_like(like)
+            for like, grad in zip((hx, cx), grads[1:], strict=True)
+            if like is not None and grad is None
+        ]
+        x = _steps_first(call, input)
+        dy = _steps_first(call, grads[0] if grads[0] is not None else torch.zeros_like(output))
+        dx = torch.empty_like(x)
+        dhx = torch.empty_like(hx)
+        dcx = torch.empty_like(cx) if cx is not None else None
+        workspace = x.new_empty(workspace_bytes(call), dtype=torch.uint8)
+        del workspace, x, dy
+        ctx.context.count_kernel(input, dx, *weights, flops=call.flops, kind="recurrent")
+        dweights: list[Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[5:]):
+            x = _steps_first(call, input)
+            flat = x.new_zeros(call.weights)
+            workspace = x.new_empty(workspace_bytes(call), dtype=torch.uint8)
+            del workspace, x
+            ctx.context.count_kernel(input, output, flat, flops=call.flops, kind="recurrent")
+            # Under autocast the copies' backward makes float32 gradients, one by one.
+            parts = zip(_views(flat, weights), weights, strict=True)
+            dweights = [part.to(weight.dtype) for part, weight in parts]
+        del made
+        return None, None, dx.transpose(0, 1) if call.swapped else dx, dhx, dcx, *dweights
+
+
+def _steps_first(call: _RecurrentCall, tensor: Tensor) -> Tensor:
+    """As cuDNN reads it: steps first and contiguous, a copy if it was not."""
+    return (tensor.transpose(0, 1) if call.swapped else tensor).contiguous()
+
+
+def reserve_bytes(call: _RecurrentCall) -> int:
+    """What the forward pass leaves for the backward pass; to the byte as measured, projections included."""
+    one = call.rows * call.hidden * call.directions
+    layer = one * {"lstm": 5, "gru": 6}.get(call.cell, 1)  # gates and states
+    if call.result < call.hidden:
+        layer += one + one * call.result // call.hidden  # the state before and after the projection
+    between = call.layers - 1  # outputs of the inner layers, and one bit for each that dropout may drop
+    masks = one * call.directions * between // 8 if call.dropout else 0
+    return (layer * call.layers + one * between) * call.item + masks + 256
+
+
+def workspace_bytes(call: _RecurrentCall) -> int:
+    """cuDNN's choice, fitted to what an H200 measured for 45 networks: within 15 % of most of them.
+
+    Copies of the input and the weights, one tensor of states per layer and four more, and a part that grows
+    as the cell gets narrower. Some single-layer networks, most of them in half precision, run a persistent
+    kernel that takes two or three times as much.
+    """
+    state = call.rows * call.hidden * call.directions
+    input = call.rows * call.inputs
+    states = 4 + call.layers + 3 * (call.directions - 1)
+    narrow = min(32, 4096 // call.hidden) << 20
+    if call.packed:  # one network measured: two tensors of states less, and no such part
+        states, narrow = states - 2, 0
+    return (input + call.weights + states * state) * call.item + narrow
+
+
+@cuda_kernel(aten._pack_padded_sequence.default)
+def _pack_padded_sequence(
+    fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The live rows of each step, end to end, and their number, which stays on the host as the lengths do."""
+    given = bind(func, args, kwargs)
+    input, lengths = given["input"], given["lengths"].tolist()
+    batch_sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    shape = [sum(batch_sizes), *input.shape[2:]]
+    data = fake(aten.new_empty.default, (input, shape), {})
+    return data, torch.tensor(batch_sizes)
+
+
+@composite(aten._pad_packed_sequence.default)
+def _pad_packed_sequence(context: RuleContext, given: BoundArguments) -> tuple[Tensor, Tensor]:
+    """A padded tensor filled run by run, and the lengths, on the host."""
+    data, batch_sizes = given["data"], given["batch_sizes"].tolist()
+    rest = data.shape[1:]
+    padded = data.new_full(
+        (max(len(batch_sizes), given["total_length"]), batch_sizes[0], *rest), given["padding_value"]
+    )
+    first_row = first_step = 0
+    for batch, run in itertools.groupby(batch_sizes):
+        steps = len(list(run))
+        rows = data[first_row : first_row + steps * batch].view(steps, batch, *rest)
+        padded[first_step : first_step + steps, :batch] = rows
+        first_row, first_step = first_row + steps * batch, first_step + steps
+    lengths = [sum(size > sample for size in batch_sizes) for sample in range(batch_sizes[0])]
+    with disable_dispatch_modes():  # a real tensor: the program may read it
+        on_host = torch.tensor(lengths)
+    return padded.transpose(0, 1) if given["batch_first"] else padded, on_host
+
+
+HOST_OUTPUTS[aten._pack_padded_sequence.default] = lambda call: frozenset({1})  # the batch sizes

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.temporaries import Bound, temporaries
+from oomph.prediction.cuda.rules import BoundArguments, contiguous_copy_bytes, temporaries
 
 aten = torch.ops.aten
 
@@ -26,10 +26,6 @@ _SCALAR = 8
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _copy_unless_contiguous(tensor: Tensor) -> int:
-    return 0 if tensor.is_contiguous() else _nbytes(tensor)
 
 
 def _freed(events: Sequence[int]) -> list[int]:
@@ -73,18 +69,18 @@ _ROWS_PER_PARTIAL = 10
 
 
 @temporaries(aten.embedding_dense_backward.default)
-def _embedding_backward(call: Bound, gpu: GPU) -> list[int]:
+def _embedding_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     grad, indices = call["grad_output"], call["indices"]
-    copies = [_copy_unless_contiguous(indices), _copy_unless_contiguous(grad)]
+    copies = [contiguous_copy_bytes(indices), contiguous_copy_bytes(grad)]
     if indices.numel() <= _SMALL_LOOKUP and not call["scale_grad_by_freq"]:
         return copies
     return copies + _sorted_lookup(indices, grad, call["num_weights"], call["scale_grad_by_freq"], False, gpu)
 
 
 @temporaries(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
-def _bag_backward(call: Bound, gpu: GPU) -> list[int]:
+def _bag_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     grad, indices, maximum = call["grad"], call["indices"], 2
-    copies = [_copy_unless_contiguous(grad)]
+    copies = [contiguous_copy_bytes(grad)]
     if call["mode"] == maximum or indices.numel() == 0:
         return copies
     return copies + _sorted_lookup(indices, grad, call["num_weights"], call["scale_grad_by_freq"], True, gpu)
@@ -124,7 +120,7 @@ _FEW_SEGMENTS = 128
 
 
 @temporaries(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
-def _sort(call: Bound, gpu: GPU) -> list[int]:
+def _sort(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     if tensor.dim() == 0 or tensor.numel() == 0:
         return []
@@ -151,11 +147,11 @@ _TOPK_SPLIT = ((20, 20000), (40, 10000), (80, 8000), (199, 5000), (799, 3000), (
 
 
 @temporaries(aten.topk.default)
-def _topk(call: Bound, gpu: GPU) -> list[int]:
+def _topk(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     length = tensor.size(call["dim"]) if tensor.dim() else 1
     rows = tensor.numel() // max(length, 1)
-    copy = _copy_unless_contiguous(tensor)
+    copy = contiguous_copy_bytes(tensor)
     if length < next((least for most, least in _TOPK_SPLIT if rows <= most), 400):
         return [copy]
     threads = gpu.multiprocessors * _TOPK_BLOCKS_PER_MULTIPROCESSOR * _TOPK_THREADS
@@ -168,7 +164,7 @@ def _topk(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten.cumsum.default, aten.cumprod.default)
-def _scan(call: Bound, gpu: GPU) -> list[int]:
+def _scan(call: BoundArguments, gpu: GPU) -> list[int]:
     """A cast when the result's type is another; a copy when the input is not contiguous."""
     tensor = call["self"]
     whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
@@ -188,7 +184,7 @@ def _scan(call: Bound, gpu: GPU) -> list[int]:
     aten._index_put_impl_.default,
     aten._unsafe_index_put.default,
 )
-def _index_put(call: Bound, gpu: GPU) -> list[int]:
+def _index_put(call: BoundArguments, gpu: GPU) -> list[int]:
     if not (call["accumulate"] or torch.are_deterministic_algorithms_enabled()):
         return []
     given = [index for index in call["indices"] if index is not None]
@@ -202,7 +198,7 @@ def _index_put(call: Bound, gpu: GPU) -> list[int]:
 @temporaries(
     aten.index_add.default, aten.index_add_.default, aten.index_copy.default, aten.index_copy_.default
 )
-def _index_add(call: Bound, gpu: GPU) -> list[int]:
+def _index_add(call: BoundArguments, gpu: GPU) -> list[int]:
     """Deterministic, it is an index_put of what is added, which is first multiplied (Indexing.cu,
     TensorAdvancedIndexing.cpp; read there, not measured). So it is in backward of index_select."""
     if not torch.are_deterministic_algorithms_enabled():
@@ -221,7 +217,7 @@ def _index_add(call: Bound, gpu: GPU) -> list[int]:
     aten.scatter_reduce.two,
     aten.scatter_reduce_.two,
 )
-def _scatter(call: Bound, gpu: GPU) -> list[int]:
+def _scatter(call: BoundArguments, gpu: GPU) -> list[int]:
     """Deterministic, it is an index_put with an index for each dimension, all but one of them views of a few
     numbers (TensorAdvancedIndexing.cpp; read there, not measured). So it is in backward of gather."""
     if not torch.are_deterministic_algorithms_enabled() or call.get("reduce", "sum") not in ("sum", "mean"):
@@ -240,7 +236,7 @@ def _sorted_put(target: Tensor, values: Tensor, n: int, indexed: list[int]) -> l
     written = n * math.prod(kept)
     slices = math.prod(target.shape[indexed[-1] + 1 :]) if not apart else math.prod(kept)
     span = n * _INDEX
-    events = [_copy_unless_contiguous(target), span, span, -span]
+    events = [contiguous_copy_bytes(target), span, span, -span]
     if len(indexed) > 1:
         events += [span, span, -span, -span]
     if values.numel() < written or not values.is_contiguous():

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.temporaries import Bound, temporaries
+from oomph.prediction.cuda.rules import BoundArguments, temporaries
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def reduction_buffers(
 ) -> list[int]:
     """What reducing `dims` (all when None or empty) of such a tensor allocates besides the result.
 
-    Events as temporaries.py reads them. The defaults are those of a sum: `accumulator` is the size of a
+    Sizes as the table TEMPORARIES has them. The defaults are those of a sum: `accumulator` is the size of a
     partial result in bytes, `input_vector` the elements that a thread loads at once.
     """
     if accumulator is None:
@@ -236,7 +236,7 @@ def _threads_per_multiprocessor(gpu: GPU) -> int:
 # The ops
 
 
-def _dims(call: Bound) -> list[int] | None:
+def _dims(call: BoundArguments) -> list[int] | None:
     dim = call.get("dim")
     return [dim] if isinstance(dim, int) else dim
 
@@ -272,7 +272,7 @@ def _cast(
 
 
 @temporaries(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.nansum.default)
-def _sum(call: Bound, gpu: GPU) -> list[int]:
+def _sum(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     wanted = call["dtype"] or (torch.int64 if whole else tensor.dtype)
@@ -280,7 +280,7 @@ def _sum(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
-def _count(call: Bound, gpu: GPU) -> list[int]:
+def _count(call: BoundArguments, gpu: GPU) -> list[int]:
     """A mask, then its sum as int64."""
     tensor = call["self"]
     strides, cast = _contiguous(tensor, torch.int64)
@@ -288,7 +288,7 @@ def _count(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten.logsumexp.default)
-def _logsumexp(call: Bound, gpu: GPU) -> list[int]:
+def _logsumexp(call: BoundArguments, gpu: GPU) -> list[int]:
     """The maxima, exp(x - maximum) of every element, and its sum."""
     tensor, dims = call["self"], _dims(call)
     reduced = {dim % tensor.dim() for dim in dims} if dims and tensor.dim() else set(range(tensor.dim()))
@@ -300,7 +300,7 @@ def _logsumexp(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten.prod.default, aten.prod.dim_int)
-def _product(call: Bound, gpu: GPU) -> list[int]:
+def _product(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     whole = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     wanted = call["dtype"] or (torch.int64 if whole else tensor.dtype)
@@ -308,7 +308,7 @@ def _product(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten.linalg_vector_norm.default)
-def _norm(call: Bound, gpu: GPU) -> list[int]:
+def _norm(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     return _cast(tensor, call["dtype"] or tensor.dtype, gpu, _dims(call), input_vector=4)
 
@@ -317,7 +317,7 @@ _CHUNK = 65536  # elements that one block of a foreach kernel takes
 
 
 @temporaries(aten._foreach_norm.Scalar)
-def _norms(call: Bound, gpu: GPU) -> list[int]:
+def _norms(call: BoundArguments, gpu: GPU) -> list[int]:
     """A partial result per chunk, as many for each tensor as the largest has."""
     tensors = call["self"]
     chunks = max((math.ceil(tensor.numel() / _CHUNK) for tensor in tensors), default=0)
@@ -325,7 +325,7 @@ def _norms(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.std_mean.correction)
-def _variance(call: Bound, gpu: GPU) -> list[int]:
+def _variance(call: BoundArguments, gpu: GPU) -> list[int]:
     """Welford: mean, sum of squares, and the count twice (as an int and as a float)."""
     tensor = call["self"]
     welford = 32 if tensor.dtype == torch.float64 else 16
@@ -333,20 +333,20 @@ def _variance(call: Bound, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten.max.default, aten.min.default, aten.amax.default, aten.amin.default)
-def _extreme(call: Bound, gpu: GPU) -> list[int]:
+def _extreme(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     return _reduce(tensor, _dims(call), gpu, accumulator=tensor.dtype.itemsize, input_vector=4)
 
 
 @temporaries(aten.any.default, aten.any.dim, aten.any.dims, aten.all.default, aten.all.dim, aten.all.dims)
-def _logic(call: Bound, gpu: GPU) -> list[int]:
+def _logic(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     size = tensor.dtype.itemsize
     return _reduce(tensor, _dims(call), gpu, accumulator=size, input_vector=4, out_dtype=torch.bool)
 
 
 @temporaries(aten.aminmax.default)
-def _extremes(call: Bound, gpu: GPU) -> list[int]:
+def _extremes(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     return _reduce(tensor, _dims(call), gpu, accumulator=2 * tensor.dtype.itemsize, input_vector=4)
 
@@ -355,7 +355,7 @@ _VALUE_AND_INDEX = 16  # padded to the index's alignment, whatever the value's t
 
 
 @temporaries(aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default)
-def _extreme_with_index(call: Bound, gpu: GPU) -> list[int]:
+def _extreme_with_index(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     copy: list[int] = []
     strides, offset = tensor.stride(), _offset(tensor)

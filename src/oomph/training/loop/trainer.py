@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from oomph.deterministic import refusals_told
+from oomph.deterministic import deterministic_errors
 from oomph.errors import UserError
 from oomph.training.checkpoints import Checkpoints, rng_state, set_rng_state
 from oomph.training.config import Stage, TrainConfig
@@ -300,7 +300,7 @@ class Trainer:
     def _evaluate(self) -> dict[str, float]:
         self._read(all_of_them=True)  # told before it; and one that must not be saved ends the run here
         try:
-            with refusals_told():
+            with deterministic_errors():
                 return self._evaluated()
         except UserError:  # such as held-out data that cannot be read: what was trained so far outlives them
             self._save()

@@ -1,35 +1,36 @@
-"""Counts what the ops of a step ask of the GPU and of the host: arithmetic, bytes, launches, copies.
+"""Counts the work of a step's ops on the GPU and on the host: flops, bytes, launches, copies.
 
-Counted is one step only, the last; it is turned into seconds elsewhere (roofline.py).
+Only the last step is counted. roofline.py turns the counts into seconds. A product of an M x K with a K x N
+matrix takes 2 M N K flops; of ops other than products, convolutions and attention only the bytes are counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.flops import Flops, flops_of
-from oomph.prediction.trace import streams
-from oomph.prediction.trace.arguments import tensors_in
+from oomph.prediction.cuda.rules import bind
+from oomph.prediction.tracer.fake_cuda import current_streams
+from oomph.torch_internals import OpOverload
 from oomph.units import MiB
 
 aten = torch.ops.aten
+Tensor = torch.Tensor
 Rate = Literal["half", "tf32", "single", "double"]
 Phase = Literal["forward", "backward", "optimizer"]
 
-KERNEL_MARK = "oomph::kernel"  # what a kernel that does nothing on fake tensors tells a trace instead
+KERNEL_OP = "oomph::kernel"  # called by a Triton kernel's launcher in place of the launch, on fake tensors
 
 
 class Kernel(NamedTuple):
     """One op as the GPU sees it, in program order; or arithmetic on the host, or a wait.
 
-    Waits: "record" notes in an event what its stream has been given so far; "await" lets a stream wait for an
-    event; "wait" lets the host wait, for the event if there is one, else for the stream; "wait for all" lets
-    it wait for every stream.
+    Waits: "record event" records what its stream has been given so far; "wait event" lets a stream wait for
+    an event; "synchronize" lets the host wait, for the event if there is one, else for the stream;
+    "synchronize device" lets it wait for every stream.
     """
 
     phase: Phase
@@ -43,7 +44,7 @@ class Kernel(NamedTuple):
     launches: int
     tiles: int = 0
     depth: int = 0
-    beside: bool = False  # a copy that the host does not wait for
+    non_blocking: bool = False  # a copy that the host does not wait for
     efficiency: float = 0.0  # of its arithmetic, where the kernel's author has measured it
     stream: int = 0
     event: int = 0
@@ -105,7 +106,18 @@ _LIST_TENSORS = 36
 HOST_BYTES = MiB  # from here on, the bytes of an op on the host take longer than the op's own overhead
 
 
-class _Kind(NamedTuple):
+def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """The tensors among an op's arguments, in order; aten nests them at most one list deep."""
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            for item in arg:
+                if isinstance(item, Tensor):
+                    yield item
+
+
+class _OpTraits(NamedTuple):
     """What there is to know of an op whatever its arguments."""
 
     free: bool
@@ -120,7 +132,7 @@ class _Kind(NamedTuple):
 
 
 class WorkMeter:
-    """Told of every op by the dispatch mode while `counting`."""
+    """Counts every op that the dispatch mode reports while `counting`."""
 
     def __init__(self, gpu: GPU) -> None:
         self.counting = False
@@ -129,18 +141,18 @@ class WorkMeter:
         self._host_ops = 0
         self._host_items = 0
         self._phase = "forward"  # of the op before
-        self._streams = streams.now
-        self._kinds: dict[OpOverload, _Kind] = {}
+        self._streams = current_streams()
+        self._traits_of_ops: dict[OpOverload, _OpTraits] = {}
 
     def begin(self, counting: bool) -> None:
-        """A step begins: forget the one before."""
+        """Start a step: drop the counts of the one before."""
         self.counting = counting
         self.kernels.clear()
         self._host_ops = self._host_items = 0
-        self._streams = streams.now  # of the trace, which was not there yet when this was made
-        self._streams.listener = self._wait_between
+        self._streams = current_streams()  # of the trace, which did not exist when the meter was made
+        self._streams.listener = self._count_wait
 
-    def on_host(self, items: int = 0) -> None:
+    def count_host_op(self, items: int = 0) -> None:
         """An op that takes the host's time and none of the GPU's: a view, an op on host tensors."""
         self._host_ops += 1
         self._host_items += items
@@ -155,7 +167,7 @@ class WorkMeter:
         phase: str,
     ) -> None:
         """An op on the GPU, after it ran."""
-        kind = self._kind(func)
+        kind = self._traits(func)
         self._host_ops += 1
         if kind.free:
             return
@@ -168,17 +180,21 @@ class WorkMeter:
             launches = max(-(-len(given) // _LIST_TENSORS), -(-elements // _LIST_ELEMENTS))
         moved = _moved(kind, func, args, given, results)
         counted = flops_of(func, args, kwargs, out)
-        if counted is not None and counted.kind == "unaligned product" and _by_fours((*given, *results)):
+        if (
+            counted is not None
+            and counted.kind == "unaligned product"
+            and _rows_are_4_byte_aligned((*given, *results))
+        ):
             counted = counted._replace(kind="even product")
-        self._add(phase, counted, moved, launches, _way(kind, given, results))
+        self._add(phase, counted, moved, launches, _access_pattern(kind, given, results))
         if kind.waits:
-            self.wait(phase)
+            self.synchronize(phase)
 
     def host_op(
         self, func: OpOverload, args: Sequence[Any], given: Sequence[torch.Tensor], out: Any, phase: str
     ) -> None:
-        """An op on host tensors, after it ran: its overhead is told to `on_host`, here it is the bytes'."""
-        kind = self._kind(func)
+        """An op on host tensors, after it ran: `count_host_op` counts its overhead, this the bytes."""
+        kind = self._traits(func)
         if kind.free or not self.counting:
             return
         moved = _moved(kind, func, args, given, _results(out))
@@ -203,23 +219,27 @@ class WorkMeter:
         else:
             self._append(phase, kind, "single", 0.0, moved, 1)
 
-    def copy(self, tensor: torch.Tensor, to: Literal["host", "device"], phase: str, beside: bool) -> None:
-        """A copy between host and GPU; `beside`: the host goes on while it runs."""
+    def copy(
+        self, tensor: torch.Tensor, to: Literal["host", "device"], phase: str, non_blocking: bool
+    ) -> None:
+        """A copy between host and GPU; `non_blocking`: the host goes on while it runs."""
         self._host_ops += 1
-        self._append(phase, f"to {to}", "single", 0.0, distinct_bytes((tensor,)), 1, beside=beside)
+        self._append(
+            phase, f"to {to}", "single", 0.0, distinct_bytes((tensor,)), 1, non_blocking=non_blocking
+        )
 
-    def wait(self, phase: str) -> None:
+    def synchronize(self, phase: str) -> None:
         """The host waits for what it has given to the current stream."""
-        self._append(phase, "wait", "single", 0.0, 0, 0)
+        self._append(phase, "synchronize", "single", 0.0, 0, 0)
 
-    def _wait_between(self, kind: str, stream: int, event: int) -> None:
+    def _count_wait(self, kind: str, stream: int, event: int) -> None:
         self._append(self._phase, kind, "single", 0.0, 0, 0, stream=stream, event=event)
 
-    def _kind(self, func: OpOverload) -> _Kind:
-        kind = self._kinds.get(func)
-        if kind is None:
-            kind = self._kinds[func] = _kind_of(func)
-        return kind
+    def _traits(self, func: OpOverload) -> _OpTraits:
+        traits = self._traits_of_ops.get(func)
+        if traits is None:
+            traits = self._traits_of_ops[func] = _traits_of(func)
+        return traits
 
     def _add(self, phase: str, counted: Flops | None, moved: int, launches: int, way: str = "memory") -> None:
         if counted is None:
@@ -240,7 +260,7 @@ class WorkMeter:
         launches: int,
         tiles: int = 0,
         depth: int = 0,
-        beside: bool = False,
+        non_blocking: bool = False,
         efficiency: float = 0.0,
         stream: int | None = None,
         event: int = 0,
@@ -265,7 +285,7 @@ class WorkMeter:
                 launches,
                 tiles,
                 depth,
-                beside,
+                non_blocking,
                 efficiency,
                 self._streams.current.stream_id if stream is None else stream,
                 event,
@@ -305,7 +325,7 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _moved(
-    kind: _Kind,
+    kind: _OpTraits,
     func: OpOverload,
     args: Sequence[Any],
     given: Sequence[torch.Tensor],
@@ -319,7 +339,7 @@ def _moved(
     first = args[0] if args and isinstance(args[0], torch.Tensor) else None
     if first is None or (kind.first_is_read and not kind.gathers and not kind.scatters):
         return distinct_bytes(given) * kind.passes + written
-    if func._opname == "nll_loss_backward":  # told the logits only for their shape
+    if func._opname == "nll_loss_backward":  # takes the logits only for their shape
         return written
     others = distinct_bytes(tensor for tensor in given if tensor is not first)
     if kind.gathers:
@@ -331,8 +351,9 @@ def _moved(
     return others + written
 
 
-def _by_fours(halves: Iterable[torch.Tensor]) -> bool:
-    """Whether rows lie a whole number of 4 bytes apart: the least that is fetched beside the arithmetic."""
+def _rows_are_4_byte_aligned(halves: Iterable[torch.Tensor]) -> bool:
+    """Whether rows lie a whole number of 4 bytes apart: the least that is fetched non_blocking the
+    arithmetic."""
     return not any(
         step % 2
         for tensor in halves
@@ -355,7 +376,7 @@ def _written_in_lists(
     return written
 
 
-def _way(kind: _Kind, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> str:
+def _access_pattern(kind: _OpTraits, given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> str:
     """How an op goes over memory: straight, by strides, or wherever an index points to."""
     if kind.scatters:
         return "scatter"
@@ -368,10 +389,10 @@ def _way(kind: _Kind, given: Sequence[torch.Tensor], results: Sequence[torch.Ten
     return "memory"
 
 
-def _kind_of(func: OpOverload) -> _Kind:
+def _traits_of(func: OpOverload) -> _OpTraits:
     name = func._opname
     over_lists = name.startswith(("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_"))
-    return _Kind(
+    return _OpTraits(
         free=name in _FREE or (func.is_view and not func._schema.is_mutable) or func.namespace == "prim",
         first_is_read=name not in _MADE_LIKE,
         gathers=name in _GATHERS,
@@ -382,3 +403,118 @@ def _kind_of(func: OpOverload) -> _Kind:
         waits=name in _WAITS,
         elementwise=torch.Tag.pointwise in func.tags or name in _COPIES,
     )
+
+
+# ---------------------------------------------------------------------------------------------- flops
+
+_TILE = 128  # the side of the tile of a result that one multiprocessor commonly makes
+
+
+class Flops(NamedTuple):
+    """The arithmetic of one op, and how it can be spread over a GPU."""
+
+    flops: float
+    dtype: torch.dtype
+    kind: (
+        str  # "product", "unaligned product", "convolution", "depthwise convolution", "cudnn attention", ...
+    )
+    tiles: int = 0  # of the result, each a multiprocessor's work; 0: enough of them
+    depth: int = 0  # the length of a product's sums, which may be split too; the width of attention's heads
+
+
+FlopsRule = Callable[[OpOverload, Sequence[Any], Mapping[str, Any], Any], Flops]
+
+
+def flops_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops | None:
+    rule = FLOPS.get(func)
+    return rule(func, args, kwargs, out) if rule is not None else None
+
+
+def _multiplied(left: Tensor, right: Tensor, item: int) -> Flops:
+    """Of [..., M, K] with [..., K, N]."""
+    *batch, rows, depth = left.shape
+    columns = right.shape[-1]
+    count = 1
+    for size in batch:
+        count *= size
+    tiles = count * -(-rows // _TILE) * -(-columns // _TILE)
+    aligned = item != 2 or not (columns % 8 or _pitch(left) % 8 or _pitch(right) % 8)
+    kind = "product" if aligned else "unaligned product"
+    return Flops(2.0 * count * rows * columns * depth, left.dtype, kind, tiles, depth)
+
+
+def _pitch(matrix: Tensor) -> int:
+    """How far apart two rows (or columns) lie in memory, in elements; 0 where there is only one."""
+    down, across = matrix.stride()[-2:]
+    rows, columns = matrix.shape[-2:]
+    if across == 1 and columns > 1:
+        return down if rows > 1 else 0
+    return across if columns > 1 else 0
+
+
+def _product(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
+    left, right = args[0], args[1]
+    return _multiplied(left, right, left.element_size())
+
+
+def _product_and_sum(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
+    return _multiplied(args[1], args[2], args[1].element_size())
+
+
+def _grouped(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
+    """Groups of rows, each with its own matrix; or of a long sum, each with its own result."""
+    left, right = args[0], args[1]
+    groups = left.shape[0] if left.dim() == 3 and right.dim() == 2 else 1
+    return Flops(2.0 * left.numel() * right.shape[-1] / groups, left.dtype, "product")
+
+
+def _convolution(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
+    input, weight, transposed = args[0], args[1], args[6]
+    return _convolved(input if transposed else out, weight, 1)
+
+
+def _convolution_backward(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+) -> Flops:
+    gradient, input, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+    return _convolved(input if transposed else gradient, weight, int(wanted[0]) + int(wanted[1]))
+
+
+def _convolved(places: Tensor, weight: Tensor, times: int) -> Flops:
+    """Every weight once at each place of the result (of the input, where the convolution is transposed)."""
+    positions = places.numel() // max(places.shape[1], 1)
+    kind = "depthwise convolution" if weight.shape[1] == 1 else "convolution"
+    return Flops(2.0 * positions * weight.numel() * times, weight.dtype, kind)
+
+
+def _attention(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Flops:
+    """Scores and their product with the values; backward: the scores again, and four gradients."""
+    call = bind(func, args, kwargs)
+    query, key, value = call["query"], call["key"], call["value"]
+    pairs = query.numel() // max(query.shape[-1], 1) * key.shape[-2]
+    if call["is_causal"]:
+        pairs /= 2
+    width, result = query.shape[-1], value.shape[-1]
+    each = 3 * width + 2 * result if "backward" in func._opname else width + result
+    backend = func._opname.removeprefix("_scaled_dot_product_").split("_")[0]
+    return Flops(2.0 * pairs * each, query.dtype, f"{backend} attention", depth=width)
+
+
+_PRODUCTS = (aten.mm, aten.bmm)
+_PRODUCTS_AND_SUMS = (aten.addmm, aten.baddbmm)
+_OVERLOADS = ("default", "dtype", "out", "dtype_out")
+FLOPS: dict[OpOverload, FlopsRule] = {
+    **{getattr(packet, name): _product for packet in _PRODUCTS for name in _OVERLOADS},
+    **{getattr(packet, name): _product_and_sum for packet in _PRODUCTS_AND_SUMS for name in _OVERLOADS},
+    aten.addmm_.default: _product_and_sum,
+    aten.baddbmm_.default: _product_and_sum,
+    aten._addmm_activation.default: _product_and_sum,
+    aten._grouped_mm.default: _grouped,
+    aten.convolution.default: _convolution,
+    aten.convolution_backward.default: _convolution_backward,
+    **{
+        getattr(aten, f"_scaled_dot_product_{backend}_attention{direction}").default: _attention
+        for backend in ("flash", "efficient", "cudnn")
+        for direction in ("", "_backward")
+    },
+}

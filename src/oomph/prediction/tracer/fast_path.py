@@ -11,8 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from oomph.prediction.cuda.rules import program_error
+from oomph.torch_internals import (
+    DisableTorchDispatch,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    PreserveDispatchKeyGuard,
+    make_subclass,
+    set_meta_in_tls_dispatch_include,
+)
 
 aten = torch.ops.aten
 _CPU = torch.device("cpu")
@@ -77,9 +86,7 @@ class FastPath:
 
     def _wrap(self, meta: torch.Tensor) -> FakeTensor:
         """A fake around a meta tensor, without the constructor's checks."""
-        fake = torch.Tensor._make_subclass(
-            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU
-        )
+        fake = make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
         fake.__dict__.update(self._attributes)
         return fake
 
@@ -87,11 +94,13 @@ class FastPath:
         if not _all_fake(args):
             return NotImplemented
         mode = self._mode
-        with torch._C._DisableTorchDispatch(), torch._C._PreserveDispatchKeyGuard():
+        with DisableTorchDispatch(), PreserveDispatchKeyGuard():
             mode.in_kernel_invocation = True
-            torch._C._set_meta_in_tls_dispatch_include(True)
+            set_meta_in_tls_dispatch_include(True)
             try:
                 result = func(*args, **kwargs)
+            except Exception as error:
+                raise program_error(error)  # noqa: B904 (the same exception)
             finally:
                 mode.in_kernel_invocation = False
         if func._schema.is_mutable:
@@ -134,7 +143,8 @@ class FastPath:
             return NotImplemented
         if left.dim() == right.dim() == 2 and left.shape[1] != right.shape[0]:
             sizes = " and ".join("x".join(map(str, matrix.shape)) for matrix in (left, right))
-            raise RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({sizes})")  # in CUDA's words
+            # In CUDA's words.
+            raise program_error(RuntimeError(f"mat1 and mat2 shapes cannot be multiplied ({sizes})"))
         if left.shape[-1] != right.shape[-2]:
             return NotImplemented
         if left.dim() != right.dim() or left.shape[:-2] != right.shape[:-2]:

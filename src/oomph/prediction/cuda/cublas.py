@@ -1,4 +1,4 @@
-"""cuBLAS's persistent workspaces: one per thread that multiplies matrices, held inside the allocator."""
+"""Matrix products on cuBLAS: persistent workspaces, and products in a wider dtype than their factors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch._ops import OpOverload
+
+from oomph.prediction.cuda.rules import Fake, cuda_kernel
+from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
 
@@ -42,7 +44,7 @@ class _Tracer(Protocol):
     gpu: Any
 
     def in_autograd_thread(self) -> bool: ...
-    def book_workspace(self, size: int, op: str) -> Any: ...
+    def record_workspace(self, size: int, op: str) -> Any: ...
 
 
 def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
@@ -54,14 +56,15 @@ def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
     return 32 << 20 if capability[0] >= 9 else (4096 * 2 + 16 * 8) * 1024
 
 
-class Workspaces:
-    """Allocated at a thread's first matrix product and never freed."""
+class CublasWorkspaces:
+    """Allocated at a thread's first matrix product, inside the caching allocator, and never freed."""
 
     def __init__(self, tracer: _Tracer) -> None:
         self._tracer = tracer
         self._held: set[tuple[str, bool]] = set()
 
-    def after(self, func: OpOverload, args: Sequence[Any]) -> None:
+    def allocate(self, func: OpOverload, args: Sequence[Any]) -> None:
+        """The workspaces that the op is the first of its thread to need."""
         if func not in _MATRIX_PRODUCTS:
             return
         self._hold("cublas workspace", cublas_workspace_bytes(self._tracer.gpu.capability))
@@ -72,9 +75,19 @@ class Workspaces:
         thread = self._tracer.in_autograd_thread()
         if (name, thread) not in self._held:
             self._held.add((name, thread))
-            self._tracer.book_workspace(size, name)
+            self._tracer.record_workspace(size, name)
 
 
 def _adds_bias_in_epilogue(bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> bool:
     """A bias vector is added by cublasLt inside the product, not before it."""
     return bias.dim() == 1 and bias.is_contiguous() and min(*left.shape, *right.shape) > 1
+
+
+@cuda_kernel(aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out)
+def _product_in_wider_dtype(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Half-precision matrices with a float32 product: CUDA only, and torch 2.11 cannot fake them."""
+    if "out" in kwargs:
+        return kwargs["out"]
+    left, right = args[-3:-1]  # mm: left, right, dtype; addmm: added, left, right, dtype
+    shape, dtype = [left.shape[0], right.shape[1]], args[-1]
+    return fake(aten.empty.memory_format, (shape,), {"dtype": dtype, "device": torch.device("cpu")})

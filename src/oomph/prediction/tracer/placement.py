@@ -1,4 +1,4 @@
-"""Answers "which device?" for the program: `device=` arguments, `.to`, `.cuda`, `tensor.device`."""
+"""Which device the program sees: `device=` arguments, `.to`, `.cuda`, `tensor.device`, the default device."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 
-from oomph.prediction.trace.pretend_cuda import DEVICE
-from oomph.prediction.trace.tracer import Place, Tracer
+from oomph.prediction.cuda.rules import program_error
+from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
+from oomph.prediction.tracer.tracer import Place, Tracer
+from oomph.torch_internals import (
+    GLOBAL_DEVICE_CONTEXT,
+    FakeTensor,
+    device_constructors,
+    disable_torch_function,
+    parse_to,
+)
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 _HOST = torch.device("cpu")
@@ -37,7 +43,7 @@ class PlacementMode(TorchFunctionMode):
         given = dict(kwargs) if kwargs else {}
         self._handling += 1
         try:
-            if self.default is not None and given.get("device") is None and func in _device_constructors():
+            if self.default is not None and given.get("device") is None and func in device_constructors():
                 given["device"] = self.default
             handler = _HANDLERS.get(func)
             if handler is not None:
@@ -54,9 +60,8 @@ class PlacementMode(TorchFunctionMode):
         if place is not None:
             given["device"] = _HOST
         elif tracer.place is None and self._takes_gpu_tensor(args):
-            place = (
-                "gpu"  # tensors that torch's C++ makes on the way (an arange inside one_hot) are there too
-            )
+            # Tensors that torch's C++ makes on the way (an arange inside one_hot) are there too.
+            place = "gpu"
         if place is None:
             return func(*args, **given)
         with tracer.placing(place):
@@ -90,13 +95,14 @@ def place_of(device: Any) -> Place | None:
     asked = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     kind = asked.type
     if kind == "cuda" and asked.index:
-        raise RuntimeError(f"CUDA error: invalid device ordinal ({asked} was asked for; one GPU is traced)")
+        message = f"CUDA error: invalid device ordinal ({asked} was asked for; one GPU is traced)"
+        raise program_error(RuntimeError(message))
     return {"cuda": "gpu", "cpu": "host"}.get(kind)  # type: ignore[return-value]
 
 
 def device_of(tracer: Tracer, tensor: torch.Tensor) -> torch.device:
     """The device the program believes the tensor to be on."""
-    with torch._C.DisableTorchFunction():
+    with disable_torch_function():
         return DEVICE if tracer.on_gpu(tensor) else _true_device(tensor)
 
 
@@ -104,17 +110,17 @@ def _true_device(tensor: torch.Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
-class _Move(torch.autograd.Function):
-    """A copy to the other side, whose gradient comes back to this one."""
+class _DeviceCopy(torch.autograd.Function):
+    """A copy to another device, whose gradient is copied back."""
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, tracer: Tracer, place: Place, dtype: torch.dtype, beside: bool
+        ctx: Any, tensor: torch.Tensor, tracer: Tracer, place: Place, dtype: torch.dtype, non_blocking: bool
     ) -> torch.Tensor:
         ctx.tracer, ctx.dtype = tracer, tensor.dtype
         ctx.back = "gpu" if tracer.on_gpu(tensor) else "host"
         with tracer.placing(place):
-            return torch.ops.aten._to_copy.default(tensor, dtype=dtype, non_blocking=beside)
+            return torch.ops.aten._to_copy.default(tensor, dtype=dtype, non_blocking=non_blocking)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
@@ -127,14 +133,14 @@ def move(
     tensor: torch.Tensor,
     place: Place,
     dtype: torch.dtype | None = None,
-    beside: bool = False,
+    non_blocking: bool = False,
 ) -> torch.Tensor:
-    """The tensor on the other side, a copy; `beside`: the program does not wait for it."""
+    """A copy of the tensor on the other device; `non_blocking`: the program does not wait for it."""
     dtype = dtype or tensor.dtype
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _Move.apply(tensor, tracer, place, dtype, beside)
+        return _DeviceCopy.apply(tensor, tracer, place, dtype, non_blocking)
     with tracer.placing(place), torch.no_grad():
-        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, non_blocking=beside)
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, non_blocking=non_blocking)
 
 
 def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -146,7 +152,7 @@ def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         other = kwargs.pop("other")
         kwargs |= {"device": device_of(tracer, other), "dtype": other.dtype}
     copy = kwargs.pop("copy", False) or (len(rest) > 3 and rest.pop(3)) or False
-    device, dtype, beside, memory_format = _parse_to(tracer, torch._C._nn._parse_to, rest, kwargs)
+    device, dtype, non_blocking, memory_format = _parse_to(tracer, parse_to, rest, kwargs)
     plain = {"dtype": dtype or tensor.dtype, "copy": copy}
     if memory_format is not None:
         plain["memory_format"] = memory_format
@@ -155,7 +161,7 @@ def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         return func(tensor, device, **plain)
     if place is None or place == ("gpu" if tracer.on_gpu(tensor) else "host"):
         return func(tensor, **plain)
-    moved = move(tracer, tensor, place, dtype, bool(beside))
+    moved = move(tracer, tensor, place, dtype, bool(non_blocking))
     return moved if memory_format is None else moved.contiguous(memory_format=memory_format)
 
 
@@ -169,8 +175,8 @@ def _parse_to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, 
 
 
 def _cuda(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    beside = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-    return args[0] if tracer.on_gpu(args[0]) else move(tracer, args[0], "gpu", beside=beside)
+    non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+    return args[0] if tracer.on_gpu(args[0]) else move(tracer, args[0], "gpu", non_blocking=non_blocking)
 
 
 def _cpu(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -217,12 +223,12 @@ def _numpy(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any
         )
     import numpy
 
-    tracer.ledger.note("values read on the host as a NumPy array are taken as zeros", tracer.who()[0])
+    tracer.note("values read on the host as a NumPy array are taken as zeros")
     kind = "float32" if tensor.dtype == torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
     return numpy.zeros(tuple(tensor.shape), dtype=kind)
 
 
-def _question(on_gpu: Any, otherwise: Callable[[torch.Tensor], Any]) -> Handler:
+def _property(on_gpu: Any, otherwise: Callable[[torch.Tensor], Any]) -> Handler:
     def handle(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return on_gpu if tracer.on_gpu(args[0]) else otherwise(args[0])
 
@@ -241,12 +247,44 @@ _HANDLERS: dict[Any, Handler] = {
     _T.type: _type,
     _T.numpy: _numpy,
     _T.record_stream: _nothing,
-    torch._C._nn._parse_to: _parse_to,
+    parse_to: _parse_to,
     torch.tensor: _from_data,
     torch.as_tensor: _from_data,
     torch.asarray: _from_data,
-    _T.is_cuda.__get__: _question(True, lambda tensor: False),  # type: ignore[attr-defined]
-    _T.is_cpu.__get__: _question(False, lambda tensor: tensor.is_cpu),  # type: ignore[attr-defined]
-    _T.get_device: _question(0, lambda tensor: -1),
-    _T.is_pinned: _question(False, lambda tensor: False),
+    _T.is_cuda.__get__: _property(True, lambda tensor: False),  # type: ignore[attr-defined]
+    _T.is_cpu.__get__: _property(False, lambda tensor: tensor.is_cpu),  # type: ignore[attr-defined]
+    _T.get_device: _property(0, lambda tensor: -1),
+    _T.is_pinned: _property(False, lambda tensor: False),
 }
+
+
+def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
+    """`tensor.device` gives the pretend device to the program, the true one to torch's own fake kernels."""
+
+    def device(tensor: FakeTensor) -> torch.device:
+        if tensor.fake_mode.in_kernel_invocation:
+            return torch.device("meta")
+        if tracer.inside_dispatch:
+            return tensor.fake_device
+        return device_of(tracer, tensor)
+
+    patches.set(FakeTensor, "device", property(device))
+
+
+def install_default_device(patches: Patches, placement: PlacementMode) -> None:
+    """Keep the default device in our mode: torch's mode for it is below ours and would initialize CUDA."""
+    set_default = torch.set_default_device
+    context = getattr(GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    before = context.device if context is not None else None
+
+    def set_default_device(device: Any) -> None:
+        placement.default = None if device is None else torch.device(device)
+
+    def get_default_device() -> torch.device:
+        return torch.empty(0).device  # asked of the mode, so that `with torch.device(...)` counts too
+
+    set_default(None)
+    patches.callback(lambda: set_default(before))
+    set_default_device(before)
+    patches.set(torch, "set_default_device", set_default_device)
+    patches.set(torch, "get_default_device", get_default_device)

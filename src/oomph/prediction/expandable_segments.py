@@ -71,16 +71,16 @@ class _Arena(Pool):
 
     def map(self, gap: Block, size: int) -> Block:
         """The first `size` bytes of a gap become a free block, joined with the free blocks next to it."""
-        self._forget(gap)
+        self._remove_gap(gap)
         block = Block(gap.address, size, self, gap.prev, gap)
         self._link(block)
         gap.address += size
         gap.size -= size
         if gap.size:
-            self._keep(gap)
+            self._add_gap(gap)
         else:
             absorb_next(block)
-        return self._joined(block)
+        return self._add_joined(block)
 
     def unmap(self, block: Block) -> tuple[int, int]:
         """Whole pages of a free block become a gap; returns where, and how many bytes."""
@@ -104,21 +104,21 @@ class _Arena(Pool):
         block.allocated, block.mapped = True, False
         before = block.prev
         if before is not None and not before.mapped:
-            self._forget(before)
+            self._remove_gap(before)
             absorb_next(before)
             block = before
         following = block.next
         if following is not None and not following.mapped:
-            self._forget(following)
+            self._remove_gap(following)
             absorb_next(block)
-        self._keep(block)
+        self._add_gap(block)
         return start, end - start
 
     def _room_from(self, block: Block) -> int:
         following = block.next
         return block.size + (following.size if following is not None and not following.mapped else 0)
 
-    def _joined(self, block: Block) -> Block:
+    def _add_joined(self, block: Block) -> Block:
         before, after = block.prev, block.next
         if before is not None and not before.allocated:
             self.remove(before)
@@ -138,17 +138,17 @@ class _Arena(Pool):
         if block.next is not None:
             block.next.prev = block
 
-    def _forget(self, gap: Block) -> None:
+    def _remove_gap(self, gap: Block) -> None:
         self.gaps.remove(gap)
 
-    def _keep(self, gap: Block) -> None:
+    def _add_gap(self, gap: Block) -> None:
         insort(self.gaps, gap, key=lambda one: one.address)
 
 
 class ExpandableAllocator(CachingAllocator):
     """Serves requests as PyTorch does with expandable segments.
 
-    `on_segment` is told ("segment_map" or "segment_unmap", address, size).
+    `on_segment` receives ("segment_map" or "segment_unmap", address, size).
     """
 
     def __init__(

@@ -1,44 +1,76 @@
-"""What the program sees: a torch on whose GPU it seems to run. Afterwards all of it is as it was."""
+"""One trace: what is in place while a program runs on the fake GPU. Afterwards torch is as it was."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from oomph import deterministic
-from oomph.prediction.trace.patching import Patches
-from oomph.prediction.trace.placement import PlacementMode, device_of
-from oomph.prediction.trace.sites import find_site
-from oomph.prediction.trace.tracer import Tracer
+from oomph.gpus import GPU
+from oomph.prediction.cuda.autocast import cuda_autocast
+from oomph.prediction.cuda.composites import cuda_composites
+from oomph.prediction.cuda.cudnn import flatten_parameters
+from oomph.prediction.tracer.dispatch import DispatchMode
+from oomph.prediction.tracer.fake_cuda import Patches, install_fake_cuda
+from oomph.prediction.tracer.hooks import install_hooks
+from oomph.prediction.tracer.placement import (
+    PlacementMode,
+    install_default_device,
+    install_tensor_device,
+)
+from oomph.prediction.tracer.recorder import OpLog
+from oomph.prediction.tracer.tracer import Tracer
+from oomph.torch_internals import (
+    EXPORTED_FAKE_TENSOR,
+    FakeTensor,
+    compiled_frame_callback,
+    disable_torch_function,
+)
 
 
-def keep_default_device(patches: Patches, placement: PlacementMode) -> None:
-    """torch's own default device stands below our mode and would reach for CUDA."""
-    set_default = torch.set_default_device
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    before = context.device if context is not None else None
+@contextlib.contextmanager
+def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
+    """Run the body on a fake `gpu`. Whatever happens in it, torch is afterwards as it was before."""
+    tracer = Tracer(gpu)
+    tracer.log = log
+    with contextlib.ExitStack() as stack:
+        stack.callback(tracer.recorder.close)
+        patches = stack.enter_context(Patches())
+        # It logs the inner workings of every shape error; the error itself is enough.
+        patches.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
+        install_fake_cuda(patches, gpu, tracer.recorder, tracer.note_side_stream)
+        stack.enter_context(torch.inference_mode(False))  # the caller's own modes are not the program's
+        stack.enter_context(torch.enable_grad())
+        placement, dispatch = PlacementMode(tracer), DispatchMode(tracer)
+        install_hooks(patches, stack, tracer, placement)
+        install_default_device(patches, placement)
+        install_tensor_device(patches, tracer)
+        _deepcopy_without_data(patches)
+        _hide_fake_tensor(patches)
+        _format_scalars(patches)
+        _skip_saving(patches, tracer)
+        _make_generators_on_host(patches)
+        _follow_resized_storages(patches, tracer)
+        _run_compiled_as_eager(patches, tracer)
+        patches.set(torch.nn.RNNBase, "flatten_parameters", flatten_parameters(tracer.on_gpu))
+        _restore_settings(patches)
+        stack.enter_context(torch.random.fork_rng(devices=()))
+        stack.enter_context(cuda_composites(tracer.rule_context))
+        stack.enter_context(cuda_autocast(tracer.on_gpu))
+        stack.enter_context(placement)
+        stack.enter_context(dispatch)
+        yield tracer
 
-    def set_default_device(device: Any) -> None:
-        placement.default = None if device is None else torch.device(device)
 
-    def get_default_device() -> torch.device:
-        return torch.empty(0).device  # asked of the mode, so that `with torch.device(...)` counts too
-
-    set_default(None)
-    patches.callback(lambda: set_default(before))
-    set_default_device(before)
-    patches.set(torch, "set_default_device", set_default_device)
-    patches.set(torch, "get_default_device", get_default_device)
-
-
-def keep_defaults(patches: Patches) -> None:
-    """What the program sets for the whole process, and the random numbers it draws, end with the trace."""
+def _restore_settings(patches: Patches) -> None:
+    """Put back, at the end, what the program sets for the whole process and the random states it advances."""
     settings: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.is_grad_enabled, torch.set_grad_enabled),
@@ -86,20 +118,7 @@ def _leave_autocast(depth: int) -> None:
         torch.clear_autocast_cache()
 
 
-def answer_device(patches: Patches, tracer: Tracer) -> None:
-    """`tensor.device` gives the pretend device to the program, the true one to torch's own fake kernels."""
-
-    def device(tensor: FakeTensor) -> torch.device:
-        if tensor.fake_mode.in_kernel_invocation:
-            return torch.device("meta")
-        if tracer.inside:
-            return tensor.fake_device
-        return device_of(tracer, tensor)
-
-    patches.set(FakeTensor, "device", property(device))
-
-
-def copy_without_data(patches: Patches) -> None:
+def _deepcopy_without_data(patches: Patches) -> None:
     """copy.deepcopy of a tensor copies its storage byte by byte; a fake one has none."""
 
     def deepcopy(tensor: FakeTensor, memo: dict[int, Any]) -> torch.Tensor:
@@ -108,20 +127,20 @@ def copy_without_data(patches: Patches) -> None:
         if not tensor.is_leaf:
             raise RuntimeError("Only Tensors created explicitly by the user support the deepcopy protocol")
         with torch.no_grad():
-            twin: torch.Tensor = tensor.detach().clone()
+            copied: torch.Tensor = tensor.detach().clone()
         if isinstance(tensor, torch.nn.Parameter):
-            twin = torch.nn.Parameter(twin, tensor.requires_grad)
+            copied = torch.nn.Parameter(copied, tensor.requires_grad)
         else:
-            twin.requires_grad_(tensor.requires_grad)
+            copied.requires_grad_(tensor.requires_grad)
         if tensor.grad is not None:
-            twin.grad = deepcopy(tensor.grad, memo)  # type: ignore[arg-type]
-        memo[id(tensor)] = twin
-        return twin
+            copied.grad = deepcopy(tensor.grad, memo)  # type: ignore[arg-type]
+        memo[id(tensor)] = copied
+        return copied
 
     patches.set(FakeTensor, "__deepcopy__", deepcopy)
 
 
-def format_scalars(patches: Patches) -> None:
+def _format_scalars(patches: Patches) -> None:
     """f"{loss:.3f}": torch formats a scalar by its value, but only of its own class."""
 
     def format(tensor: FakeTensor, spec: str) -> str:
@@ -132,15 +151,14 @@ def format_scalars(patches: Patches) -> None:
     patches.set(FakeTensor, "__format__", format)
 
 
-def hide_the_trace(patches: Patches) -> None:
+def _hide_fake_tensor(patches: Patches) -> None:
     """Programs that ask whether they are traced take another path than in a real run; they are told no."""
-    patches.set(torch._subclasses, "FakeTensor", type("FakeTensor", (), {}))
+    patches.set(*EXPORTED_FAKE_TENSOR, type("FakeTensor", (), {}))
 
 
-def run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
+def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
     def note() -> None:
-        site, _ = find_site(tracer.boundary)
-        tracer.ledger.note("torch.compile is traced as eager: the compiled step may need less memory", site)
+        tracer.note("torch.compile is traced as eager: the compiled step may need less memory")
 
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         note()
@@ -151,43 +169,40 @@ def run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
 
     patches.set(torch, "compile", compile)
     patches.set(torch.nn.Module, "compile", compile_module)
-    if "torch._dynamo" in sys.modules:  # something may have been compiled before the trace
-        from torch._dynamo import eval_frame
-
-        if not hasattr(eval_frame, "_callback_from_stance"):
-            return
+    callback = compiled_frame_callback()  # of what was compiled before the trace
+    if callback is not None:
 
         def run_eagerly(callback: Any) -> Any:
             if callable(callback):
                 note()
             return None
 
-        patches.set(eval_frame, "_callback_from_stance", run_eagerly)
+        patches.set(*callback, run_eagerly)
 
 
-def save_nothing(patches: Patches, tracer: Tracer) -> None:
+def _skip_saving(patches: Patches, tracer: Tracer) -> None:
     """A checkpoint of fake tensors has no bytes to write."""
 
     def save(*args: Any, **kwargs: Any) -> None:
-        tracer.ledger.note("torch.save writes nothing during a trace", find_site(tracer.boundary)[0])
+        tracer.note("torch.save writes nothing during a trace")
 
     patches.set(torch, "save", save)
 
 
-def follow_resized_storages(patches: Patches, tracer: Tracer) -> None:
+def _follow_resized_storages(patches: Patches, tracer: Tracer) -> None:
     """storage.resize_ is not an op: sharded training frees and refills parameters with it."""
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
-        with torch._C.DisableTorchFunction():
-            tracer.ledger.resized(storage, size)
+        with disable_torch_function():
+            tracer.recorder.record_storage_resize(storage, size)
         return result
 
     patches.set(torch.UntypedStorage, "resize_", resize_)
 
 
-def make_generators_on_the_host(patches: Patches) -> None:
+def _make_generators_on_host(patches: Patches) -> None:
     """A random generator of the GPU needs a driver; its numbers are not drawn in a trace."""
 
     class Generator(torch.Generator):

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from oomph import gpus
 from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
-from oomph.prediction.allocator_settings import allocator_settings
-from oomph.prediction.remarks import growth_of, remarks
+from oomph.prediction.allocator import allocator_settings
 from oomph.prediction.replay import Replay, replay
 from oomph.prediction.roofline import step_work
-from oomph.prediction.trace.dispatch import WrongDevice
-from oomph.prediction.trace.oplog import OpLog
-from oomph.prediction.trace.session import tracing
-from oomph.prediction.trace.sites import is_internal
-from oomph.prediction.trace.tracer import Tracer
-from oomph.records import Allocation, Note, Peak, Prediction
-from oomph.units import parse_bytes
+from oomph.prediction.tracer.attribution import is_internal
+from oomph.prediction.tracer.dispatch import WrongDevice
+from oomph.prediction.tracer.recorder import OpLog
+from oomph.prediction.tracer.session import tracing
+from oomph.prediction.tracer.tracer import Tracer
+from oomph.records import Allocation, Event, Growth, Note, Peak, Prediction, Site
+from oomph.torch_internals import keystr, self_test, storage_id, tree_flatten_with_path
+from oomph.units import MiB, format_bytes, parse_bytes
 from oomph.workload import Workload
 
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
@@ -47,36 +47,38 @@ def predict(
     `target` is a Workload, or a function of no arguments, which is called once; if it returns a Workload,
     that is predicted; if it returns a callable, that is the step and is called three times.
     `gpu` is a name of the catalogue or a size ("24GiB"); `max` limits the allocator further.
-    `progress` is told what is going on: a text, and a fraction where one is known.
+    `progress` receives a text and, where it is known, the fraction that is done.
     """
     card = _card(gpu)
     limit = _limit(card if gpu is not None else None, max)
     began = time.perf_counter()
     tracer = trace(target, card, progress or (lambda text, fraction: None))
-    ledger = tracer.ledger
-    allocations = tuple(draft.finish() for draft in ledger.drafts)
+    events, notes = tuple(tracer.recorder.events), tracer.recorder.notes
+    allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
     settings = allocator_settings(tracer.allocator)
-    free_run = replay(ledger.events, allocations, settings=settings)
-    refused = _refused(free_run, tracer, allocations, limit)
+    unlimited = replay(events, allocations, settings=settings)
+    refused = None
+    if limit is not None and unlimited.highest_reserved > limit:
+        refused = replay(events, allocations, limit, settings=settings).refused
     step_seconds, work = step_work(tracer.work.kernels, card)
-    growth = growth_of(free_run, ledger.events, allocations)
+    growth = _growth(unlimited, events, allocations)
     return Prediction(
         gpu=card.name if gpu is not None else None,
         gpu_title=card.title,
         capacity=card.memory if gpu is not None else None,
         limit=limit,
         fits=None if limit is None else refused is None,
-        refused=refused,
-        peak=_peak(free_run, tracer, allocations, card),
-        steps=tuple(replace(step, device=step.reserved + card.context) for step in free_run.steps),
-        at_peak=free_run.at_peak,
-        timeline=free_run.timeline,
-        events=tuple(ledger.events),
+        refused=None if refused is None else allocations[refused],
+        peak=_peak(unlimited, events, allocations, card),
+        steps=tuple(replace(step, device=step.reserved + card.context) for step in unlimited.steps),
+        at_peak=unlimited.at_peak,
+        timeline=unlimited.timeline,
+        events=events,
         allocations=allocations,
         notes=(
-            *_fixes_in(target),
-            *ledger.notes,
-            *remarks(card, gpu is not None, growth, allocations),
+            *_notes_on_fixes(target),
+            *notes,
+            *_notes_on_prediction(card, gpu is not None, growth, allocations),
         ),
         seconds=time.perf_counter() - began,
         step_seconds=step_seconds,
@@ -85,7 +87,7 @@ def predict(
     )
 
 
-def _fixes_in(target: Workload | Callable[[], Any]) -> tuple[Note, ...]:
+def _notes_on_fixes(target: Workload | Callable[[], Any]) -> tuple[Note, ...]:
     names = ", ".join(use.fix for use in target.fixes) if isinstance(target, Workload) else ""
     return (Note(f"with the fixes {names}"),) if names else ()
 
@@ -122,6 +124,7 @@ def called(function: Callable[[], Any]) -> Any:
 
 def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> T:
     global _depth
+    _check_torch()
     with _running:
         if _depth:
             raise UserError("predict was called by a program that is itself being predicted; call it outside")
@@ -130,6 +133,12 @@ def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> 
             return _run_traced(run, card, log)
         finally:
             _depth -= 1
+
+
+@functools.cache
+def _check_torch() -> None:
+    """Once per process, before the first trace."""
+    self_test()
 
 
 def _run_traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None) -> T:
@@ -142,7 +151,7 @@ def _run_traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None) -> T:
         except OomphError:
             raise
         except WrongDevice as error:
-            _blame_batch(error, tracer)
+            _check_batch_device(error, tracer)
             raise _program_error(error) from error
         except Exception as error:
             raise _program_error(error) from error
@@ -159,19 +168,8 @@ def _card(gpu: str | GPU | None) -> GPU:
     return gpu if isinstance(gpu, GPU) else gpus.find(gpu if gpu is not None else DEFAULT_GPU)
 
 
-def _refused(
-    free_run: Replay, tracer: Tracer, allocations: tuple[Allocation, ...], limit: int | None
-) -> Allocation | None:
-    """The request that an allocator limited to the card could not serve, if there is one."""
-    if limit is None or free_run.highest_reserved <= limit:
-        return None
-    settings = allocator_settings(tracer.allocator)
-    refused = replay(tracer.ledger.events, allocations, limit, settings=settings).refused
-    return None if refused is None else allocations[refused]
-
-
-def _peak(run: Replay, tracer: Tracer, allocations: tuple[Allocation, ...], card: GPU) -> Peak:
-    event = tracer.ledger.events[run.peak_event] if run.peak_event >= 0 else None
+def _peak(run: Replay, events: Sequence[Event], allocations: Sequence[Allocation], card: GPU) -> Peak:
+    event = events[run.peak_event] if run.peak_event >= 0 else None
     last = allocations[event.id] if event is not None and event.action == "alloc" else None
     return Peak(
         allocated=run.peak_allocated,
@@ -183,11 +181,11 @@ def _peak(run: Replay, tracer: Tracer, allocations: tuple[Allocation, ...], card
     )
 
 
-def _blame_batch(error: WrongDevice, tracer: Tracer) -> None:
-    """If the stray tensor is the batch's own, the Workload's batch function is to blame, not the model."""
-    stray = error.tensor.untyped_storage()._cdata  # a view of it counts as itself
+def _check_batch_device(error: WrongDevice, tracer: Tracer) -> None:
+    """If the stray tensor is the batch's own, the mistake is in the Workload's batch function."""
+    stray = storage_id(error.tensor.untyped_storage())  # a view of it counts as itself
     for path, value in tree_flatten_with_path(tracer.batch)[0]:
-        if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == stray:
+        if isinstance(value, torch.Tensor) and storage_id(value.untyped_storage()) == stray:
             name = f"batch{keystr(path)}" if path else "a tensor"
             raise UserError(
                 f"Workload batch(device) returned {name} on {error.tensor.device}; "
@@ -202,3 +200,37 @@ def _program_error(error: Exception) -> ProgramError:
     own = [frame for frame in frames if not is_internal(frame.filename)]
     file, line = (own[-1].filename, own[-1].lineno) if own else (None, None)
     return ProgramError(f"{type(error).__name__}: {error}", file, line)
+
+
+def _notes_on_prediction(
+    card: GPU, named: bool, growth: Growth | None, allocations: Sequence[Allocation]
+) -> Iterator[Note]:
+    if not named or card.bandwidth is None:
+        yield Note("the GPU's generation is not known: kernels are assumed to be those of an H200 (sm_90)")
+    if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
+        yield Note("convolution workspaces are estimated: which algorithm cuDNN takes cannot be known")
+    if growth is not None:
+        grown = format_bytes(growth.bytes)
+        yield Note(f"memory grows by {grown} with every step: something keeps what a step made", growth.site)
+
+
+def _growth(run: Replay, events: Sequence[Event], allocations: Sequence[Allocation]) -> Growth | None:
+    """What every step leaves behind; None where later steps leave no more than those before."""
+    if len(run.steps) < 3:
+        return None
+    growth = run.steps[-1].end - run.steps[-2].end
+    if growth < MiB or run.steps[-2].end - run.steps[-3].end < MiB:
+        return None
+    alive: set[int] = set()
+    for event in events:
+        if event.action == "alloc":
+            alive.add(event.id)
+        elif event.action == "free":
+            alive.discard(event.id)
+    kept: dict[Site | None, int] = {}
+    for id in alive:
+        if allocations[id].step == run.steps[-2].step:
+            kept[allocations[id].site] = kept.get(allocations[id].site, 0) + allocations[id].bytes
+    if not kept:  # only the last batch was longer than the one before
+        return None
+    return Growth(growth, max(kept, key=lambda site: kept[site]))

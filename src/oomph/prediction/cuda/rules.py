@@ -1,0 +1,141 @@
+"""Rules: what CUDA does that fake CPU kernels do not show. How rules are registered, found and called.
+
+Each table maps an op to a function. A rule is an estimate of ours: if it raises, `RuleGuard` notes the op and
+the line, and a general estimate takes the rule's place. Importing the modules of this package fills the
+tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from oomph.errors import OomphError
+from oomph.gpus import GPU
+from oomph.torch_internals import OpOverload
+
+T = TypeVar("T")
+BoundArguments = dict[str, Any]  # an op's arguments by name, defaults filled in
+Fake = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]  # runs an op on fake tensors
+CudaKernel = Callable[[Fake, OpOverload, Sequence[Any], dict[str, Any]], Any]
+TemporariesRule = Callable[[BoundArguments, GPU], list[int]]
+HostOutputsRule = Callable[[BoundArguments], frozenset[int]]
+CompositeRule = Callable[["RuleContext", BoundArguments], Any]  # may return NotImplemented
+
+# The op's results on CUDA, where the fake CPU kernel gives others.
+CUDA_KERNELS: dict[OpOverload, CudaKernel] = {}
+# Bytes that a kernel's host code allocates for itself, in order. A positive number is an allocation, freed
+# when the kernel returns unless a negative number (the same size) frees it earlier.
+TEMPORARIES: dict[OpOverload, TemporariesRule] = {}
+# Indices of results that the fake kernel makes, but that take no device memory on a GPU.
+HOST_OUTPUTS: dict[OpOverload, HostOutputsRule] = {}
+# Composite ops that decompose differently on CUDA.
+COMPOSITES: dict[OpOverload, CompositeRule] = {}
+
+
+def cuda_kernel(*ops: OpOverload) -> Callable[[CudaKernel], CudaKernel]:
+    """Register the CUDA results of one or more ops."""
+
+    def register(rule: CudaKernel) -> CudaKernel:
+        CUDA_KERNELS.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return register
+
+
+def temporaries(*ops: OpOverload) -> Callable[[TemporariesRule], TemporariesRule]:
+    """Register the temporaries of one or more ops."""
+
+    def register(rule: TemporariesRule) -> TemporariesRule:
+        TEMPORARIES.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return register
+
+
+def composite(*ops: OpOverload) -> Callable[[CompositeRule], CompositeRule]:
+    """Register CUDA's path of one or more composite ops."""
+
+    def register(rule: CompositeRule) -> CompositeRule:
+        COMPOSITES.update(dict.fromkeys(ops, rule))
+        return rule
+
+    return register
+
+
+def temporaries_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], gpu: GPU) -> list[int]:
+    rule = TEMPORARIES.get(func)
+    return [size for size in rule(bind(func, args, kwargs), gpu) if size] if rule is not None else []
+
+
+def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
+    bound: BoundArguments = {}
+    for position, parameter in enumerate(op._schema.arguments):
+        if position < len(args):
+            bound[parameter.name] = args[position]
+        else:
+            bound[parameter.name] = kwargs.get(parameter.name, parameter.default_value)
+    return bound
+
+
+def op_name(func: OpOverload) -> str:
+    """`aten.mm`, `aten.sum.dim_IntList`"""
+    return func.name().replace("::", ".")
+
+
+def contiguous_copy_bytes(tensor: torch.Tensor | None) -> int:
+    """The bytes of the copy that `tensor.contiguous()` makes; 0 where it makes none."""
+    if tensor is None or tensor.is_contiguous():
+        return 0
+    return tensor.numel() * tensor.element_size()
+
+
+_RAISED_BY_PROGRAM = "_oomph_raised_by_program"
+
+
+def program_error(error: Exception) -> Exception:
+    """Mark an exception as caused by the program: torch's own kernel raised it, or CUDA would."""
+    setattr(error, _RAISED_BY_PROGRAM, True)
+    return error
+
+
+def is_program_error(error: Exception) -> bool:
+    return isinstance(error, OomphError) or hasattr(error, _RAISED_BY_PROGRAM)
+
+
+class RuleGuard:
+    """Calls rules, so that a mistake in one is never reported as the program's.
+
+    `note` receives a sentence that names the op; `strict` raises instead, for tests.
+    """
+
+    strict = False
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note = note
+
+    def call(self, subject: str, op: OpOverload | str, rule: Callable[[], T], fallback: Callable[[], T]) -> T:
+        try:
+            return rule()
+        except Exception as error:
+            if is_program_error(error) or self.strict:
+                raise
+            name = op if isinstance(op, str) else op_name(op)
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._note(
+                f"{name}: oomph's rule for its {subject} failed ({reason}); a general estimate is used"
+            )
+        return fallback()  # outside the handler: the traceback would keep tensors alive
+
+
+class RuleContext(NamedTuple):
+    """What a rule above autograd may ask and report."""
+
+    gpu: GPU
+    on_gpu: Callable[[Any], bool]
+    guard: RuleGuard
+    count_kernel: Callable[..., None]  # (*tensors, flops=, kind=): a CUDA kernel that no traced op stands for
+    note_one_hot: Callable[[torch.Tensor, int], None]
+    held: list[torch.Tensor]  # device memory that a library keeps until the process ends

@@ -1,0 +1,193 @@
+"""Where an allocation comes from: the user's source line, and the path of the module that is running."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from oomph.prediction.cuda.rules import RuleGuard
+from oomph.prediction.tracer.fake_cuda import Patches
+from oomph.records import Kind, Site
+from oomph.torch_internals import Loss
+
+# Frames that only pass a call on: what the reader wants is the line that called them.
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_PREDICTION = str(Path(__file__).parent.parent) + os.sep
+_PACKAGE = Path(__file__).parent.parent.parent
+_WORKLOAD = str(_PACKAGE / "workload.py")
+_OWN_OPS = tuple(str(_PACKAGE / package) + os.sep for package in ("ops", "nn", "fixes"))
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+_PASS_THROUGH_LIBRARIES = ("einops", "typing_extensions", "jaxtyping", "beartype", "opt_einsum", "triton")
+
+
+@lru_cache(maxsize=4096)
+def is_internal(filename: str) -> bool:
+    """Whether the file is not the user's: torch, oomph, the standard library, wrapper libraries."""
+    if filename.startswith((_TORCH, _PREDICTION, *_OWN_OPS, "<frozen", "<__array_function__")):
+        return True
+    if filename == _WORKLOAD:
+        return True
+    if "site-packages" in filename:
+        package = filename.rsplit("site-packages", 1)[1].split("/", 2)[1:2]
+        return bool(package) and package[0] in _PASS_THROUGH_LIBRARIES
+    return filename.startswith(_STANDARD_LIBRARY)
+
+
+class StackBoundary:
+    """Code objects at which the walk up the stack ends: beyond them is not the user's program."""
+
+    def __init__(self) -> None:
+        self.engine: set[CodeType] = set()  # autograd's engine was called from here
+        self.outside: set[CodeType] = set()  # the trace was started from here
+        self.module_call: CodeType | None = None  # a module was called from here
+
+
+def find_site(boundary: StackBoundary, depth: int = 1) -> tuple[Site | None, bool]:
+    """The innermost user line, and whether the walk ended at the autograd engine without finding one."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        if code in boundary.engine:
+            return None, True
+        if code in boundary.outside:
+            return None, False
+        if not is_internal(code.co_filename):
+            return _site(code.co_filename, frame.f_lineno, code.co_qualname), False
+        frame = frame.f_back
+    return None, False
+
+
+def called_by_own_ops(depth: int = 1) -> bool:
+    """Whether the call comes from an op or a fix of oomph's, past what only passes it on."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_OWN_OPS):
+            return True
+        if not is_internal(file):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def in_loss_function(boundary: StackBoundary, depth: int = 1) -> bool:
+    """Whether a function with a loss's name is running, inside the innermost module if there is one."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        code = frame.f_code
+        if code in boundary.engine or code in boundary.outside or code is boundary.module_call:
+            return False
+        if _is_loss_name(code.co_name):
+            return True
+        frame = frame.f_back
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _is_loss_name(name: str) -> bool:
+    name = name.lower()
+    return "loss" in name or "criterion" in name or "cross_entropy" in name
+
+
+@lru_cache(maxsize=65536)
+def _site(file: str, line: int, function: str) -> Site:
+    return Site(file, line, function.replace("<locals>.", ""))
+
+
+class ModuleStack:
+    """The modules that are running. Every module is named by its path from the first root that was called.
+
+    `mark` is called when a repeated block (one of several siblings of a class in a container) begins and
+    ends.
+    """
+
+    def __init__(self, mark: Callable[[str], None]) -> None:
+        self._mark = mark
+        self._stack: list[tuple[str, nn.Module]] = []
+        self._names: dict[int, str] = {}
+        self._blocks: set[int] = set()
+        self.completed = 0  # calls of modules that were inside no other
+        self._roots: list[nn.Module] = []  # kept alive, so that the ids above stay theirs
+
+    @property
+    def path(self) -> str:
+        return self._stack[-1][0] if self._stack else ""
+
+    @property
+    def inside_model(self) -> bool:
+        """Whether a module other than a loss is running."""
+        return any(not _is_loss(module) for _, module in self._stack)
+
+    @property
+    def inside_loss(self) -> bool:
+        return any(_is_loss(module) for _, module in self._stack)
+
+    def name(self, root: nn.Module) -> None:
+        """Give every module under `root` its path; those of later roots start with the root's class."""
+        if id(root) in self._names:
+            return
+        prefix = "" if not self._roots else type(root).__name__
+        self._roots.append(root)
+        for path, module in root.named_modules():
+            self._names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
+            if isinstance(module, (nn.ModuleList, nn.Sequential)):
+                self._blocks.update(_repeated_blocks(module))
+
+    def tensor_names(self) -> list[tuple[torch.Tensor, tuple[str, Kind]]]:
+        """Every parameter and buffer of the modules known so far, with its owner's path."""
+        found: list[tuple[torch.Tensor, tuple[str, Kind]]] = []
+        for root in self._roots:
+            for module in root.modules():
+                path = self._names.get(id(module), "")
+                parameters = (each for each in module._parameters.values() if each is not None)
+                buffers = (each for each in module._buffers.values() if each is not None)
+                found += [(tensor, (path, "parameter")) for tensor in parameters]
+                found += [(tensor, (path, "buffer")) for tensor in buffers]
+        return found
+
+    def follow(self, patches: Patches, boundary: StackBoundary, guard: RuleGuard) -> None:
+        """Push and pop around every module call of this thread for as long as `patches` last."""
+        call = nn.Module.__call__
+        thread = threading.get_ident()
+
+        def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return call(module, *args, **kwargs)
+            if id(module) not in self._names:
+                guard.call("module path", type(module).__name__, lambda: self.name(module), lambda: None)
+            path = self._names.get(id(module), "")
+            is_block = id(module) in self._blocks
+            if is_block:
+                self._mark(f"enter {path}")
+            self._stack.append((path, module))
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._stack.pop()
+                self.completed += not self._stack
+                if is_block:
+                    self._mark(f"exit {path}")
+
+        boundary.module_call = followed.__code__
+        patches.set(nn.Module, "__call__", followed)
+
+
+def _repeated_blocks(container: nn.ModuleList | nn.Sequential) -> list[int]:
+    # A container may hold None.
+    children = [child for child in container if child is not None and any(True for _ in child.parameters())]
+    kinds = [type(child) for child in children]
+    return [id(child) for child in children if kinds.count(type(child)) > 1]
+
+
+def _is_loss(module: nn.Module) -> bool:
+    return isinstance(module, Loss) or type(module).__name__.lower().endswith("loss")

@@ -1,0 +1,322 @@
+"""A torch.cuda that answers for the fake GPU, on builds with and without CUDA alike.
+
+Nothing here reaches a driver: on a machine with a real GPU, a trace leaves it alone. Streams and events do
+nothing but report who waits for whom: a trace runs one op after the other, and what would run concurrently on
+a GPU follows from the stream of each op and from the waits between streams, in program order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+
+from oomph.gpus import GPU
+from oomph.prediction.tracer.recorder import AllocationRecorder
+from oomph.torch_internals import (
+    CHECKPOINT_DEFAULT_DEVICE,
+    CUDA_LAZY_INIT,
+    CUDA_RECORD_MEMORY_HISTORY,
+    check_attribute,
+)
+
+DEVICE = torch.device("cuda:0")
+
+
+class Patches:
+    """Attributes replaced one after the other, and put back in reverse order, whatever happened between."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Replace `owner.name`, which must exist. An inherited attribute is removed again, not frozen in."""
+        check_attribute(owner, name)
+        if name in vars(owner):
+            self._stack.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self._stack.callback(delattr, owner, name)
+        setattr(owner, name, value)
+
+    def callback(self, undo: Callable[[], Any]) -> None:
+        """Call `undo` in its turn on exit."""
+        self._stack.callback(undo)
+
+    def __enter__(self) -> Patches:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+
+# ---------------------------------------------------------------------------------------------- streams
+
+_numbers = itertools.count(1)  # 0 is the default stream, or no event
+# Receives "record event", "wait event", "synchronize" and "synchronize device", with the stream and the
+# event.
+StreamListener = Callable[[str, int, int], None]
+
+
+class Stream:
+    """Its memory is counted as if all streams were one; its time is its own."""
+
+    device = DEVICE
+    device_index = 0
+    priority = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.stream_id = next(_numbers)
+        self._contexts: list[StreamContext] = []
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+    def __hash__(self) -> int:
+        return self.stream_id
+
+    def __enter__(self) -> Stream:
+        self._contexts.append(StreamContext(self))
+        self._contexts[-1].__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._contexts.pop().__exit__()
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        streams.report("synchronize", self.stream_id)
+
+    def wait_stream(self, stream: Any) -> None:
+        event = StreamEvent()
+        event.record(stream)
+        event.wait(self)
+
+    def wait_event(self, event: Any) -> None:
+        if isinstance(event, StreamEvent):  # else one of a real GPU, from before the trace
+            event.wait(self)
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event or StreamEvent()
+        event.record(self)
+        return event
+
+
+class StreamEvent:
+    """Stands for torch.cuda.Event."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.event_id = next(_numbers)
+
+    def record(self, stream: Any = None) -> None:
+        streams.report("record event", (stream or streams.current).stream_id, self.event_id)
+
+    def wait(self, stream: Any = None) -> None:
+        streams.report("wait event", (stream or streams.current).stream_id, self.event_id)
+
+    def synchronize(self) -> None:
+        streams.report("synchronize", 0, self.event_id)
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+class StreamContext:
+    """Stands for torch.cuda.stream. With None the current stream stays.
+
+    A stream of a real GPU, from before the trace, works too: only its number is read.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._before: Any = None
+
+    def __enter__(self) -> None:
+        self._before = streams.current
+        streams.set_current(self._stream)
+
+    def __exit__(self, *error: Any) -> None:
+        streams.current = self._before
+
+
+class Streams:
+    """The streams of one trace."""
+
+    def __init__(self) -> None:
+        self.default = Stream()
+        self.default.stream_id = 0
+        self.current: Any = self.default
+        self.listener: StreamListener | None = None
+        self.on_side_stream: Callable[[], None] | None = (
+            None  # a stream other than the default becomes current
+        )
+
+    def report(self, what: str, stream: int = 0, event: int = 0) -> None:
+        if self.listener is not None:
+            self.listener(what, stream, event)
+
+    def set_current(self, stream: Any) -> None:
+        if stream is None:
+            return
+        if self.on_side_stream is not None and stream.stream_id not in (0, self.current.stream_id):
+            self.on_side_stream()
+        self.current = stream
+
+
+streams = Streams()  # of the trace that runs; replaced for its duration
+
+
+def current_streams() -> Streams:
+    return streams
+
+
+# ---------------------------------------------------------------------------------------------- torch.cuda
+
+
+class _NullContext(contextlib.ContextDecorator):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _answer(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+def install_fake_cuda(
+    patches: Patches, gpu: GPU, recorder: AllocationRecorder, on_side_stream: Callable[[], None]
+) -> None:
+    """Answer torch.cuda's questions from the catalogue for as long as `patches` last."""
+    own = Streams()
+    own.on_side_stream = on_side_stream
+    patches.set(sys.modules[__name__], "streams", own)
+    for owner, answers in (
+        (torch.cuda, _cuda_answers(gpu, recorder, own)),
+        (torch.accelerator, _accelerator_answers(recorder, own)),
+        (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing)),
+    ):
+        for name, function in answers.items():
+            patches.set(owner, name, function)
+    patches.set(torch.cuda.nvtx, "range", _NullContext)
+    patches.set(*CUDA_LAZY_INIT, _nothing)
+    patches.set(*CUDA_RECORD_MEMORY_HISTORY, _nothing)
+    patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
+    # Checkpointing asks this when no argument is a tensor, and remembers the answer for the process.
+    patches.set(*CHECKPOINT_DEFAULT_DEVICE, "cuda")
+
+
+def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:
+    major, minor = gpu.capability
+    properties = SimpleNamespace(
+        name=gpu.title,
+        total_memory=gpu.memory,
+        major=major,
+        minor=minor,
+        multi_processor_count=gpu.multiprocessors,
+        warp_size=32,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        gcnArchName="",
+    )
+
+    def reset_peak(*args: Any, **kwargs: Any) -> None:
+        recorder.peak_bytes = recorder.live_bytes
+
+    def rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def memory_stats(*args: Any, **kwargs: Any) -> dict[str, int]:
+        figures = {
+            "allocated_bytes.all.current": recorder.live_bytes,
+            "allocated_bytes.all.peak": recorder.peak_bytes,
+            "reserved_bytes.all.current": recorder.live_bytes,
+            "reserved_bytes.all.peak": recorder.peak_bytes,
+        }
+        return defaultdict(int, figures)
+
+    silent = (
+        "init set_device reset_accumulated_memory_stats reset_max_memory_cached manual_seed manual_seed_all "
+        "seed seed_all set_rng_state set_rng_state_all ipc_collect set_per_process_memory_fraction"
+    ).split()
+    return {
+        "is_available": _answer(True),
+        "is_initialized": _answer(True),
+        "is_bf16_supported": _answer(major >= 8),
+        "is_tf32_supported": _answer(major >= 8),
+        "device_count": _answer(1),
+        "current_device": _answer(0),
+        "get_device_name": _answer(gpu.title),
+        "get_device_capability": _answer(gpu.capability),
+        "get_device_properties": _answer(properties),
+        "get_arch_list": _answer([f"sm_{major}{minor}"]),
+        "memory_allocated": lambda *a, **k: recorder.live_bytes,
+        "max_memory_allocated": lambda *a, **k: recorder.peak_bytes,
+        "memory_reserved": lambda *a, **k: recorder.live_bytes,
+        "max_memory_reserved": lambda *a, **k: recorder.peak_bytes,
+        "mem_get_info": lambda *a, **k: (max(gpu.memory - recorder.live_bytes, 0), gpu.memory),
+        "memory_stats": memory_stats,
+        "reset_peak_memory_stats": reset_peak,
+        "reset_max_memory_allocated": reset_peak,
+        "memory_summary": _answer(""),
+        "empty_cache": lambda *a, **k: recorder.mark("empty_cache"),
+        "get_rng_state": rng_state,
+        "get_rng_state_all": lambda *a, **k: [rng_state()],
+        "current_stream": lambda *a, **k: own.current,
+        "default_stream": lambda *a, **k: own.default,
+        "set_stream": own.set_current,
+        "stream": StreamContext,
+        "synchronize": lambda *a, **k: own.report("synchronize device"),
+        "device": _NullContext,
+        "device_of": _NullContext,
+        "is_current_stream_capturing": _answer(False),
+        "Stream": Stream,
+        "Event": StreamEvent,
+        "can_device_access_peer": _answer(False),
+        "utilization": _answer(0),
+        **dict.fromkeys(silent, _nothing),
+    }
+
+
+def _accelerator_answers(recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:
+    return {
+        "is_available": _answer(True),
+        "device_count": _answer(1),
+        "current_accelerator": _answer(torch.device("cuda")),
+        "current_device_index": _answer(0),
+        "set_device_index": _nothing,
+        "current_stream": lambda *a, **k: own.current,
+        "set_stream": own.set_current,
+        "empty_cache": lambda *a, **k: recorder.mark("empty_cache"),
+        "memory_allocated": lambda *a, **k: recorder.live_bytes,
+        "synchronize": lambda *a, **k: own.report("synchronize device"),
+    }

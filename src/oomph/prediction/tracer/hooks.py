@@ -1,0 +1,246 @@
+"""Follows a program outside aten ops: backward passes, optimizer steps, parameters, nn.Module.to."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from oomph.prediction.tracer.attribution import find_site
+from oomph.prediction.tracer.fake_cuda import Patches
+from oomph.prediction.tracer.placement import PlacementMode
+from oomph.prediction.tracer.tracer import Tracer
+from oomph.torch_internals import (
+    ENGINE_RUN_BACKWARD,
+    FOREACH_SUPPORTED_TYPES,
+    HAS_TORCH_FUNCTION,
+    HAS_TORCH_FUNCTION_OF_ARGUMENTS,
+    MODULE_APPLY,
+    PUSH_SAVED_TENSORS_HOOKS,
+    FakeTensor,
+    disable_torch_function,
+    disabled_torch_function_impl,
+)
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+
+
+def install_hooks(
+    patches: Patches, stack: contextlib.ExitStack, tracer: Tracer, placement: PlacementMode
+) -> None:
+    """Install all of this file's hooks for as long as `patches` and `stack` last."""
+    _run_saved_tensor_hooks_as_program(patches, placement)
+    _follow_backward(patches, tracer)
+    _follow_optimizers(patches, stack, tracer)
+    _follow_parameters(patches, tracer)
+    _move_modules_in_place(patches, tracer)
+    _keep_function_mode_on(patches)
+    tracer.modules.follow(patches, tracer.boundary, tracer.guard)
+
+
+def _follow_backward(patches: Patches, tracer: Tracer) -> None:
+    """Everything inside autograd's engine is the backward pass."""
+    engine = getattr(*ENGINE_RUN_BACKWARD[0])
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if tracer.phase == "backward":  # reentrant checkpointing calls the engine from inside
+            return engine(*args, **kwargs)
+        tracer.guard.call("label", "parameters", tracer.label_parameters, lambda: None)
+        with tracer.in_phase("backward"):
+            return engine(*args, **kwargs)
+
+    tracer.boundary.engine.add(run_backward.__code__)
+    for owner, name in ENGINE_RUN_BACKWARD:
+        patches.set(owner, name, run_backward)
+
+
+def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMode) -> None:
+    """Pack and unpack hooks are called from inside torch's C++, but they are the program's own code."""
+    push = getattr(*PUSH_SAVED_TENSORS_HOOKS)
+
+    def as_program(hook: Any) -> Any:
+        def called(*args: Any) -> Any:
+            with placement.for_program():
+                return hook(*args)
+
+        return called
+
+    def push_hooks(pack: Any, unpack: Any) -> Any:
+        return push(as_program(pack), as_program(unpack))
+
+    patches.set(*PUSH_SAVED_TENSORS_HOOKS, push_hooks)
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tracer) -> None:
+    """Everything inside an optimizer's step is the optimizer step; what it keeps is its state."""
+    # torch takes the foreach path on CUDA for plain tensors only; ours stand for such.
+    patches.set(*FOREACH_SUPPORTED_TYPES, [*getattr(*FOREACH_SUPPORTED_TYPES), FakeTensor])
+    running: list[contextlib.AbstractContextManager[None]] = []
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        _use_fake_parameters(patches, tracer, optimizer)
+        running.append(tracer.in_phase("optimizer"))
+        running[-1].__enter__()
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        running.pop().__exit__(None, None, None)
+        name = type(optimizer).__name__
+        tracer.guard.call("state's label", name, lambda: _label_state(tracer, optimizer), lambda: None)
+        tracer.optimizer_steps += 1
+        if tracer.on_optimizer_step is not None:
+            tracer.on_optimizer_step()
+
+    for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+        stack.callback(handle.remove)
+
+
+def _use_fake_parameters(patches: Patches, tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer made before its model was moved steps what the model has become, as on CUDA."""
+    for group in optimizer.param_groups:
+        own = group["params"]
+        if any(id(parameter) in tracer.fake_parameters for parameter in own):
+            patches.callback(functools.partial(group.update, params=own))
+            patches.callback(functools.partial(_drop_fake_state, tracer, optimizer))
+            group["params"] = [tracer.fake_parameters.get(id(p), (p, p))[1] for p in own]
+
+
+def _drop_fake_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    for _, fake in tracer.fake_parameters.values():
+        optimizer.state.pop(fake, None)
+
+
+def _label_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        if not isinstance(state, dict):
+            continue
+        for value in state.values():
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(tensor, FakeTensor):
+                    allocation = tracer.recorder.allocation_of(tensor)
+                    if allocation is not None and allocation.kind == "temporary":
+                        allocation.kind = "optimizer state"
+                        allocation.module = tracer.parameter_names.get(id(parameter), allocation.module)
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+
+
+def _follow_parameters(patches: Patches, tracer: Tracer) -> None:
+    """Parameters are fake from their construction, and remember the line that made them."""
+    make = nn.Parameter.__new__
+
+    def new(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
+        if threading.get_ident() != tracer.thread:
+            return make(cls, data, requires_grad)
+        plain = type(data) in (torch.Tensor, nn.Parameter)
+        if data is not None and plain and data.device.type == "cpu":
+            with disable_torch_function():
+                data = tracer.fake_mode.from_tensor(data.detach())
+        parameter: nn.Parameter = make(cls, data, requires_grad)
+        tracer.parameter_sites[parameter] = find_site(tracer.boundary)[0]
+        return parameter
+
+    patches.set(nn.Parameter, "__new__", new)
+    register = nn.Module.register_buffer
+
+    def register_buffer(
+        self: nn.Module, name: str, tensor: torch.Tensor | None, *args: Any, **kwargs: Any
+    ) -> None:
+        register(self, name, tensor, *args, **kwargs)
+        if tensor is not None and threading.get_ident() == tracer.thread:
+            tracer.buffer_sites[tensor] = find_site(tracer.boundary)[0]
+
+    patches.set(nn.Module, "register_buffer", register_buffer)
+
+
+def _move_modules_in_place(patches: Patches, tracer: Tracer) -> None:
+    """nn.Module.to on fake parameters: in place, as on CUDA, so that ties and optimizers hold.
+
+    torch swaps fake parameters for new ones, which fails once anything refers to them.
+    """
+    original = getattr(*MODULE_APPLY)
+    undo: list[Callable[[], object]] = []
+
+    def apply(module: nn.Module, fn: Convert, recurse: bool = True) -> nn.Module:
+        if threading.get_ident() != tracer.thread:
+            return original(module, fn, recurse)
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = _convert_parameter(module, name, parameter, fn, tracer, undo)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                converted = fn(buffer)
+                if converted is not buffer and buffer in tracer.buffer_sites:
+                    tracer.buffer_sites[converted] = tracer.buffer_sites[buffer]
+                if not isinstance(buffer, FakeTensor) and isinstance(converted, FakeTensor):
+                    undo.append(functools.partial(module._buffers.update, {name: buffer}))
+                module._buffers[name] = converted
+        return module
+
+    patches.set(*MODULE_APPLY, apply)
+    patches.callback(lambda: [put_back() for put_back in reversed(undo)])
+
+
+def _convert_parameter(
+    module: nn.Module,
+    name: str,
+    parameter: nn.Parameter,
+    fn: Convert,
+    tracer: Tracer,
+    undo: list[Callable[[], object]],
+) -> nn.Parameter:
+    with torch.no_grad():
+        known = tracer.fake_parameters.get(id(parameter))
+        converted: Any = known[1] if known else fn(parameter)
+    if converted is parameter or known:
+        return converted
+    if not isinstance(parameter, FakeTensor) and isinstance(converted, FakeTensor):
+        # The model is the user's and real: it gets its own parameters back after the trace.
+        fake = nn.Parameter(converted, parameter.requires_grad)
+        tracer.fake_parameters[id(parameter)] = (parameter, fake)
+        undo.append(functools.partial(setattr, module, name, parameter))
+        return fake
+    parameter.data = converted
+    if parameter.grad is not None:
+        with torch.no_grad():
+            parameter.grad = fn(parameter.grad)
+    return parameter
+
+
+def _keep_function_mode_on(patches: Patches) -> None:
+    """Run the bodies of torch's Python functions under the placement mode, not inside its handler.
+
+    A torch function mode is off inside its own handler. Functions such as F.multi_head_attention_forward
+    would be handed to it whole, and the calls they make would not be seen. With these checks returning
+    False, only calls into C reach the mode.
+    """
+    ours = (torch.Tensor, nn.Parameter, FakeTensor)
+
+    def overridden(values: Iterable[Any]) -> bool:
+        for value in values:
+            kind = type(value)
+            if isinstance(value, (tuple, list)):
+                if overridden(value):
+                    return True
+            elif kind not in ours and not isinstance(value, type):
+                override = getattr(kind, "__torch_function__", disabled_torch_function_impl)
+                if override is not disabled_torch_function_impl:
+                    return True
+        return False
+
+    for owner, name in HAS_TORCH_FUNCTION:
+        patches.set(owner, name, overridden)
+    for owner, name in HAS_TORCH_FUNCTION_OF_ARGUMENTS:
+        patches.set(owner, name, lambda *values: overridden(values))

@@ -1,0 +1,163 @@
+"""Records the fake GPU's allocations: which storages are on it, and every allocation and free in order."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from oomph.records import Allocation, Event, Kind, Note, Site, Stage
+from oomph.torch_internals import OpOverload, storage_id
+
+_STAGE_OF_KIND: dict[Kind, Stage] = {
+    "parameter": "parameters",
+    "buffer": "parameters",
+    "gradient": "gradients",
+    "optimizer state": "optimizer state",
+    "batch": "batch",
+    "workspace": "workspace",
+}
+
+
+@dataclass(slots=True)
+class PendingAllocation:
+    """An Allocation whose kind may still change: what it became (a gradient) is often known later."""
+
+    id: int
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    op: str
+    module: str
+    site: Site | None
+    during: Stage
+    step: int
+    kind: Kind
+    saved: bool = False
+
+    def finish(self) -> Allocation:
+        return Allocation(
+            id=self.id,
+            bytes=self.bytes,
+            shape=self.shape,
+            dtype=self.dtype,
+            op=self.op,
+            module=self.module,
+            site=self.site,
+            stage=_STAGE_OF_KIND.get(self.kind, self.during),
+            kind=self.kind,
+            step=self.step,
+            saved=self.saved,
+            during=self.during,
+        )
+
+
+Describe = Callable[[int, int, torch.Tensor], PendingAllocation]  # of an id, a size in bytes and the tensor
+
+
+class AllocationRecorder:
+    """Storages are identified by their C++ identity; a weak reference reports when one is freed."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.allocations: list[PendingAllocation] = []  # by id
+        self.notes: dict[Note, None] = {}  # in order, each once
+        self.live_bytes = 0
+        self.peak_bytes = 0  # as torch.cuda.max_memory_allocated gives the program
+        self._storages: dict[int, tuple[PendingAllocation, weakref.ref[torch.UntypedStorage]]] = {}
+
+    def mark(self, label: str) -> None:
+        self.events.append(Event("mark", -1, label))
+
+    def note(self, text: str, site: Site | None = None) -> None:
+        self.notes[Note(text, site)] = None
+
+    def note_once(self, text: str, site: Site | None) -> None:
+        """Note the first line that causes it; other lines would only repeat it."""
+        if not any(note.text == text for note in self.notes):
+            self.note(text, site)
+
+    def is_on_gpu(self, tensor: torch.Tensor) -> bool:
+        return storage_id(tensor.untyped_storage()) in self._storages
+
+    def allocation_of(self, tensor: torch.Tensor) -> PendingAllocation | None:
+        entry = self._storages.get(storage_id(tensor.untyped_storage()))
+        return entry[0] if entry else None
+
+    def live_allocations(self) -> Iterator[PendingAllocation]:
+        return (allocation for allocation, _ in self._storages.values())
+
+    def record_tensor(self, tensor: torch.Tensor, describe: Describe) -> None:
+        """Record the tensor's storage as a new allocation, unless it is on the GPU already."""
+        storage = tensor.untyped_storage()
+        if storage_id(storage) in self._storages:
+            return
+        allocation = describe(len(self.allocations), storage.nbytes(), tensor)
+        self.record_allocation(allocation)
+        self._watch(storage, allocation)
+
+    def record_tensor_resize(self, tensor: torch.Tensor, describe: Describe) -> None:
+        """After an op that may have resized the tensor's storage: a storage of another size is a new one."""
+        key = storage_id(tensor.untyped_storage())
+        entry = self._storages.get(key)
+        if entry is not None and entry[0].bytes != tensor.untyped_storage().nbytes():
+            del self._storages[key]
+            self.record_tensor(tensor, describe)  # the new one exists before the old one is freed
+            self.record_free(entry[0])
+
+    def record_storage_resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """The same for a storage that was resized by itself."""
+        entry = self._storages.get(storage_id(storage))
+        if entry is None or entry[0].bytes == size:
+            return
+        old = entry[0]
+        new = replace(old, id=len(self.allocations), bytes=size)
+        self.record_allocation(new)
+        self.record_free(old)
+        self._watch(storage, new)
+
+    def record_allocation(self, allocation: PendingAllocation) -> None:
+        self.allocations.append(allocation)
+        self.events.append(Event("alloc", allocation.id))
+        self.live_bytes += allocation.bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def record_free(self, allocation: PendingAllocation) -> None:
+        self.live_bytes -= allocation.bytes
+        self.events.append(Event("free", allocation.id))
+
+    def close(self) -> None:
+        """Stop recording frees: what is freed after the trace is not part of it."""
+        self._storages.clear()
+
+    def _watch(self, storage: torch.UntypedStorage, allocation: PendingAllocation) -> None:
+        key = storage_id(storage)
+
+        def freed(_: object) -> None:
+            del self._storages[key]
+            self.record_free(allocation)
+
+        self._storages[key] = (allocation, weakref.ref(storage, freed))
+
+
+class LoggedOp(NamedTuple):
+    op: str
+    outputs: str
+    phase: str  # "setup", "step 2 backward"
+    first_event: int  # events[first_event:last_event] happened inside the op
+    last_event: int
+
+
+class OpLog:
+    """The ops of a trace, to compare with the log of a real GPU run. `describe` puts an op's result into
+    words."""
+
+    def __init__(self, describe: Callable[[Any], str]) -> None:
+        self.rows: list[LoggedOp] = []
+        self._describe = describe
+
+    def add(self, func: OpOverload, out: Any, phase: str, first_event: int, last_event: int) -> None:
+        self.rows.append(LoggedOp(str(func), self._describe(out), phase, first_event, last_event))

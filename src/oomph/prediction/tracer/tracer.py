@@ -1,0 +1,257 @@
+"""The state of one trace: where tensors are placed, which phase runs, and who made an allocation."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from oomph.gpus import GPU
+from oomph.prediction.cuda.rules import RuleContext, RuleGuard
+from oomph.prediction.tracer.attribution import (
+    ModuleStack,
+    StackBoundary,
+    called_by_own_ops,
+    find_site,
+    in_loss_function,
+)
+from oomph.prediction.tracer.recorder import AllocationRecorder, Describe, OpLog, PendingAllocation
+from oomph.prediction.tracer.values import KnownValues, ValueEstimates
+from oomph.prediction.tracer.work import WorkMeter
+from oomph.records import Kind, Site, Stage
+from oomph.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    current_autograd_node,
+    disable_torch_function,
+    get_sequence_nr,
+)
+
+Place = Literal["gpu", "host"]
+Phase = Literal["setup", "forward", "backward", "optimizer"]
+
+_ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of every AccumulateGrad node
+_KIND_OF_STAGE: dict[Stage, Kind] = {
+    "batch": "batch",
+    "backward": "temporary",
+    "optimizer step": "temporary",
+}
+
+
+class Tracer:
+    """Shared by the two torch modes of a trace (placement.py, dispatch.py) and by the hooks."""
+
+    def __init__(self, gpu: GPU) -> None:
+        self.gpu = gpu
+        self.thread = threading.get_ident()  # other threads of the process are not traced
+        # The fake tensors say "cpu" to torch: on device "cuda" autograd would look for a CUDA driver.
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.recorder = AllocationRecorder()
+        self.boundary = StackBoundary()
+        self.guard = RuleGuard(self.note_once)
+        self.values = KnownValues()
+        self.estimates = ValueEstimates(self.values, self.note, self.note_once)
+        self.work = WorkMeter(gpu)
+        self.rule_context = RuleContext(
+            gpu, self.on_gpu, self.guard, self.count_kernel, self.estimates.mark_one_hot, held=[]
+        )
+        self.optimizer_steps = 0  # so far, of all optimizers
+        self.on_optimizer_step: Callable[[], None] | None = None
+        self.modules = ModuleStack(self.recorder.mark)
+        self.phase: Phase = "setup"
+        self.step = 0
+        self.inside_dispatch = 0  # depth of our own dispatch, in which tensors show their true device
+        self.place: Place | None = None  # where the function being called was told to put its result
+        self.batch: Any = None
+        self.allocator: str | None = None  # as the Workload gives it
+        self.log: OpLog | None = None
+        self.parameter_sites = WeakIdKeyDictionary()  # parameter -> the line that made it
+        self.buffer_sites = WeakIdKeyDictionary()  # buffer -> the line that registered it
+        self.parameter_names: dict[int, str] = {}
+        # id of a parameter of a model that existed before the trace -> the parameter, and its fake in the
+        # trace
+        self.fake_parameters: dict[int, tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
+        self._loss_after: int | None = (
+            None  # after so many model calls, work outside every module is the loss
+        )
+        self._origins: dict[int, tuple[Site | None, str, bool]] = {}  # autograd sequence number -> forward
+        self._newest_node = -1
+
+    # -- placement ------------------------------------------------------------------------------------
+
+    def on_gpu(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, FakeTensor) and self.recorder.is_on_gpu(tensor)
+
+    @contextlib.contextmanager
+    def placing(self, place: Place | None) -> Iterator[None]:
+        """Put the results of what is called inside on `place`."""
+        before, self.place = self.place, place
+        try:
+            yield
+        finally:
+            self.place = before
+
+    def called_by_autograd(self) -> bool:
+        """Whether autograd's own code makes a tensor from nothing: zeros for an undefined gradient."""
+        return self.phase == "backward" and find_site(self.boundary, 2)[1]
+
+    def fake_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake of a real tensor, on the host."""
+        with disable_torch_function(), self.fake_mode:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(fake, tensor.requires_grad)
+        return fake
+
+    # -- phases ---------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def in_phase(self, phase: Phase) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        self.recorder.mark(phase)
+        if phase == "backward":
+            for allocation in self.recorder.live_allocations():
+                if allocation.during in ("forward activations", "loss"):
+                    allocation.saved = True
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    @contextlib.contextmanager
+    def loss_after_model(self) -> Iterator[None]:
+        """Once the model has been called, what happens outside it is the loss."""
+        self._loss_after = self.modules.completed
+        try:
+            yield
+        finally:
+            self._loss_after = None
+
+    def mark_live_as_batch(self) -> None:
+        """The function that ran was only the set-up of the step that it returned."""
+        for allocation in self.recorder.live_allocations():
+            if allocation.kind == "activation":
+                allocation.kind, allocation.during = "batch", "batch"
+
+    def in_autograd_thread(self) -> bool:
+        """On CUDA, the backward pass and what it recomputes run in a thread of their own."""
+        return self.phase == "backward"
+
+    def note_side_stream(self) -> None:
+        """The program uses a stream of its own. What our own ops and fixes do with theirs is modelled."""
+        if not called_by_own_ops(2):
+            self.note_once(
+                "memory is counted as if all streams were one; the real allocator keeps a pool for each, so "
+                "that the peak may be higher"
+            )
+
+    def note(self, text: str) -> None:
+        """Note something about the line that runs now."""
+        self.recorder.note(text, find_site(self.boundary, 2)[0])
+
+    def note_once(self, text: str) -> None:
+        self.recorder.note_once(text, find_site(self.boundary, 2)[0])
+
+    # -- attribution ----------------------------------------------------------------------------------
+
+    def record_autograd_node(self) -> None:
+        """Called for each op: if autograd has just made a node for it, remember the line.
+
+        A node is made right before its op is dispatched, so the newest number is the op's own.
+        """
+        newest = get_sequence_nr() - 1
+        if newest != self._newest_node:
+            self._newest_node = newest
+            site, at_engine = find_site(self.boundary, 2)
+            if not at_engine:
+                self._origins[newest] = (site, self.modules.path, self._is_loss())
+
+    def _is_loss(self) -> bool:
+        if self.modules.inside_loss:
+            return True
+        if self._loss_after is not None and not self.modules.inside_model:
+            return self.modules.completed > self._loss_after
+        return in_loss_function(self.boundary, 2)
+
+    def attribution(self) -> tuple[Site | None, str, Stage]:
+        """The line, module and stage that an allocation made now belongs to."""
+        unknown: Stage = "batch" if self.phase == "setup" else "forward activations"
+        return self.guard.call("source line", "an allocation", self._attribution, lambda: (None, "", unknown))
+
+    def _attribution(self) -> tuple[Site | None, str, Stage]:
+        site, at_engine = find_site(self.boundary, 2)
+        path = self.modules.path
+        if self.phase == "backward":
+            if at_engine:
+                node = current_autograd_node()
+                origin = self._origins.get(node._sequence_nr()) if node is not None else None
+                if origin is not None:
+                    site, path = origin[0], origin[1]
+            return site, path, "backward"
+        if self.phase == "optimizer":
+            return site, path, "optimizer step"
+        if self.phase == "setup":
+            return site, path, "batch"
+        return site, path, "loss" if self._is_loss() else "forward activations"
+
+    def mark_gradient(self, out: Any) -> None:
+        """The result of an AccumulateGrad node is a gradient."""
+        node = current_autograd_node()
+        if node is not None and node._sequence_nr() == _ACCUMULATE_GRAD and isinstance(out, torch.Tensor):
+            allocation = self.recorder.allocation_of(out)
+            if allocation is not None:
+                allocation.kind = "gradient"
+
+    def label_parameters(self) -> None:
+        """Label the allocations of parameters and buffers with their kind, owner and line."""
+        names = self.modules.tensor_names()
+        for tensor, (owner, kind) in names:
+            allocation = self.recorder.allocation_of(tensor) if isinstance(tensor, FakeTensor) else None
+            if allocation is not None and allocation.kind not in ("parameter", "buffer"):
+                allocation.kind, allocation.module, allocation.op = kind, owner, kind
+                made_by = self.parameter_sites.get(tensor) or self.buffer_sites.get(tensor)
+                allocation.site = made_by or allocation.site
+        for tensor in self.parameter_sites:
+            allocation = self.recorder.allocation_of(tensor)
+            if allocation is not None and allocation.kind not in ("parameter", "buffer"):
+                allocation.kind, allocation.op = "parameter", "parameter"
+        self.parameter_names = {id(tensor): owner for tensor, (owner, _) in names}
+
+    # -- recording ------------------------------------------------------------------------------------
+
+    def record_result(self, tensor: torch.Tensor, op: str) -> None:
+        """Record a result of `op` on the GPU, if its storage is new."""
+        self.recorder.record_tensor(tensor, self._describe(op))
+
+    def record_in_place(self, tensor: torch.Tensor, op: str) -> None:
+        """Record a tensor that `op` wrote into again, if its storage was resized."""
+        self.recorder.record_tensor_resize(tensor, self._describe(op))
+
+    def _describe(self, op: str) -> Describe:
+        def describe(id: int, size: int, tensor: torch.Tensor) -> PendingAllocation:
+            site, path, stage = self.attribution()
+            kind = _KIND_OF_STAGE.get(stage, "activation")
+            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            return PendingAllocation(id, size, shape, dtype, op, path, site, stage, self.step, kind)
+
+        return describe
+
+    def record_workspace(self, size: int, op: str) -> PendingAllocation:
+        """Record bytes that no tensor shows; the caller frees them, or they stay for good."""
+        site, path, stage = self.attribution()
+        id = len(self.recorder.allocations)
+        allocation = PendingAllocation(
+            id, size, (size,), "uint8", op, path, site, stage, self.step, "workspace"
+        )
+        self.recorder.record_allocation(allocation)
+        return allocation
+
+    def count_kernel(self, *tensors: torch.Tensor | None, flops: float = 0.0, kind: str = "kernel") -> None:
+        """Count a CUDA kernel that no traced op stands for, with the tensors it reads and writes."""
+        if self.work.counting:
+            given = [tensor for tensor in tensors if tensor is not None]
+            self.work.kernel(given, self.phase, flops, kind=kind)
