@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor, nn
 
-from oomph.ops.modulation.delta import TokenIndex
+from oomph.ops.modulation import TokenIndex
 from oomph.prediction import predict
 from oomph.systems.claims import gib, mib
 from oomph.systems.npt import PRESETS, NPComponent, NPTConfig, NPTModel, NPTOptimization, claims, naive

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from oomph.errors import ArgumentError
 from oomph.ops.modulation import (
     Int8Weight,
+    TokenIndex,
     compute_weight_delta,
     modulated_linear,
     quantize_int8,
     weight_delta_norm,
 )
-from oomph.ops.modulation.delta import TokenIndex
 
 
 class ModulatedLinear(nn.Module):

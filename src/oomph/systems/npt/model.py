@@ -22,8 +22,7 @@ from torch.utils._pytree import register_dataclass
 from oomph.errors import UserError
 from oomph.nn import ModulatedLinear
 from oomph.ops import linear_cross_entropy
-from oomph.ops.modulation import compute_weight_delta
-from oomph.ops.modulation.delta import TokenIndex
+from oomph.ops.modulation import TokenIndex, compute_weight_delta
 from oomph.systems.npt.frozen_linear import frozen_product, hold_in_8_bits
 
 LayerChoice = str | int | Sequence[int]

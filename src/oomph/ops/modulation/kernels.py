@@ -9,7 +9,7 @@ import triton.language as tl
 
 
 @triton.jit
-def pull_back(
+def products_with_g(
     g_ptr,
     p_ptr,
     t_ptr,

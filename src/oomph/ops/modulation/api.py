@@ -1,0 +1,271 @@
+"""The public functions: arguments are checked, an implementation is chosen, and it runs.
+
+Every token t has its own weight, W + A diag(mod_t) B. Since h (A diag(m) B) = ((h A) * m) B, the weights of
+tokens are never computed.
+"""
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.errors import ArgumentError
+from oomph.ops import common
+from oomph.ops.common import (
+    Choice,
+    choose_triton_or_torch,
+    explained_by,
+    log_choice,
+    matmul_dtype,
+    no_autocast,
+    no_compile,
+)
+from oomph.ops.launch import why_not_triton
+from oomph.ops.modulation import autograd
+from oomph.ops.modulation.weights import Int8Weight, is_torchao
+from oomph.units import MiB, counted
+
+TokenIndex = int | slice | Sequence[int] | Tensor | tuple[int | slice, ...]
+
+# Where the kernel wins: enough blocks of 256 rows to fill a GPU, and a rank at which cuBLAS is bound by
+# reading g. Its partial sums must fit into the memory of h's gradient, which is allocated after they are
+# freed: so they do not raise the peak.
+_MIN_TOKENS = 32768
+_MAX_PARTIAL_BYTES = 256 * MiB
+
+
+def modulated_linear_reference(
+    h: Tensor, weight: Tensor, A: Tensor, B: Tensor, mod: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """h [..., d], weight [d, f], A [d, r], B [r, f], mod [..., r], bias [f] -> [..., f]; all of one dtype."""
+    y = h @ weight + ((h @ A) * mod) @ B
+    return y if bias is None else y + bias
+
+
+def choose(
+    h: Tensor,
+    weight: Tensor | Int8Weight,
+    A: Tensor,
+    B: Tensor,
+    mod: Tensor,
+    bias: Tensor | None,
+    impl: str,
+) -> Choice:
+    common.check_one_of("impl", impl, ("auto", "reference", "chunked", "triton"))
+    _check_arguments(h, weight, A, B, mod, bias)
+    choice = choose_triton_or_torch(
+        impl,
+        h,
+        why_not_triton(h) or _why_not_supported(h, A.shape[1]),
+        kernels="many tokens and a small rank: one pass over the gradient makes both products",
+    )
+    if impl == "auto" and choice.impl == "triton" and (why := _why_not_faster(h, B)):
+        return Choice("chunked", why)
+    return choice
+
+
+@explained_by(choose)
+@no_compile  # a compiler would trace the kernel's launch, and there is nothing left to fuse
+def modulated_linear(
+    h: Tensor,
+    weight: Tensor | Int8Weight,
+    A: Tensor,
+    B: Tensor,
+    mod: Tensor,
+    bias: Tensor | None = None,
+    *,
+    impl: str = "auto",
+) -> Tensor:
+    """h @ weight + ((h @ A) * mod) @ B + bias: every token has its own weight, `weight + A diag(mod) B`.
+
+    h [..., d], weight [d, f] (a view such as `linear.weight.t()` is used in place), A [d, r], B [r, f],
+    bias [f] -> [..., f]. mod [..., r] has h's leading shape or broadcasts to it; its gradient is summed over
+    what was broadcast.
+
+    dtypes: the products run in h's dtype (under autocast, autocast's) with float32 accumulation, and the
+    result has it. The others may have any float dtype, which their gradients have too. A weight of another
+    dtype, or an `Int8Weight`, is converted in slices of at most 32 MiB, never as a whole; a torchao tensor is
+    converted as a whole for the time of one product.
+
+    Exact gradients for all but an 8-bit weight; a frozen input's work is skipped. Saved for backward: inputs,
+    and h @ A [..., r]; h itself only where A or weight is trained. A gradient of gradients is refused, except
+    by impl="reference".
+
+    impl: "auto", "chunked" (plain torch), "triton", "reference" (the plain expression, through autograd).
+    """
+    choice = log_choice("modulated_linear", choose(h, weight, A, B, mod, bias, impl))
+    dtype = matmul_dtype(h)
+    if choice.impl == "reference":
+        whole = weight.dequantize(dtype) if isinstance(weight, Int8Weight) else _whole(weight, dtype)
+        others = (None if each is None else each.to(dtype) for each in (A, B, mod, bias))
+        return modulated_linear_reference(h.to(dtype), whole, *others)  # type: ignore[arg-type]
+    stored, scale = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
+    result: Tensor = autograd.ModulatedLinear.apply(
+        h.to(dtype), stored, scale, A, B, mod, bias, choice.impl == "triton"
+    )
+    return result
+
+
+def _whole(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return (weight.dequantize() if is_torchao(weight) else weight).to(dtype)
+
+
+def _why_not_supported(h: Tensor, rank: int) -> str | None:
+    if matmul_dtype(h) == torch.float64:
+        return "the kernel accumulates in float32, which is too little for float64"
+    if h.device.type == "cpu" and matmul_dtype(h) == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    if rank > autograd.MAX_RANK:
+        return f"the rank {rank} is above {autograd.MAX_RANK}"
+    return None
+
+
+def _why_not_faster(h: Tensor, B: Tensor) -> str | None:
+    dtype, d = matmul_dtype(h), h.shape[-1]
+    tokens, (rank, features) = h.numel() // max(1, d), B.shape
+    if dtype == torch.float32:
+        return "in float32 the library's products are as fast"
+    if tokens < _MIN_TOKENS:
+        return f"{counted(tokens, 'token')}: too few to fill a GPU with row blocks"
+    if rank > autograd.MAX_RANK_OF_LARGE_TILE:
+        return f"at rank {rank} the library's products are as fast"
+    if not (h.requires_grad and torch.is_grad_enabled()):
+        return "no gradient of h is computed, in whose memory the kernel's partial sums would fit"
+    if autograd.partial_bytes(tokens, features, rank) > min(tokens * d * dtype.itemsize, _MAX_PARTIAL_BYTES):
+        return "the kernel's partial sums would take too much memory"
+    return None
+
+
+# Weight deltas ---------------------------------------------------------------------------------------
+
+
+def compute_weight_delta(A: Tensor, B: Tensor, mod: Tensor, token_idx: TokenIndex) -> Tensor:
+    """A diag(mod) B of the given tokens, each [d, f]. Differentiable; materialized, so ask for few tokens.
+
+    mod [..., S, r]. A tuple picks by every leading dimension of mod: (b, s) gives [d, f]. An int picks
+    along S alone and gives [..., d, f]; n tokens along S (a list, slice or integer tensor): [..., n, d, f].
+    """
+    common.check_floating(A=A, B=B, mod=mod)
+    _check_factors(A, B, mod)
+    lead = mod.dim() - 1
+    if isinstance(token_idx, tuple):
+        if len(token_idx) != lead:
+            raise ArgumentError(
+                f"token_idx={token_idx} has {counted(len(token_idx), 'number')}; mod {list(mod.shape)} "
+                f"takes {lead} in a tuple, or one int or list for its last dimension but one"
+            )
+        index: tuple[Any, ...] = tuple(
+            _check_index(each, size) for each, size in zip(token_idx, mod.shape, strict=False)
+        )
+    elif lead == 0:
+        raise ArgumentError(f"mod {list(mod.shape)} has no tokens to choose from; give token_idx=()")
+    else:
+        index = (..., _check_index(token_idx, mod.shape[-2]), slice(None))
+    wide = torch.promote_types(torch.promote_types(A.dtype, B.dtype), mod.dtype)
+    with no_autocast(mod):
+        chosen = mod[index].to(wide)
+        return (A.to(wide) * chosen.unsqueeze(-2)) @ B.to(wide)
+
+
+def weight_delta_norm(A: Tensor, B: Tensor, mod: Tensor, *, squared: bool = False) -> Tensor:
+    """The Frobenius norm of A diag(mod) B per token, [...] for mod [..., r], without the delta.
+
+    ||A diag(m) B||^2 = m^T ((A^T A) * (B B^T)) m, in float32 (float64 where an input is float64). Where the
+    norm is zero, as at the start of training with B = 0, its gradient is defined as zero.
+    """
+    common.check_floating(A=A, B=B, mod=mod)
+    _check_factors(A, B, mod)
+    wide = torch.float64 if torch.float64 in (A.dtype, B.dtype, mod.dtype) else torch.float32
+    with no_autocast(mod):
+        A, B, mod = A.to(wide), B.to(wide), mod.to(wide)
+        gram_rr = (A.t() @ A) * (B @ B.t())
+        # Never negative but for rounding.
+        square = ((mod @ gram_rr) * mod).sum(dim=-1).clamp(min=0)
+        if squared:
+            return square
+        zero = square <= 0  # false for NaN, which stays NaN
+        return square.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
+
+
+# Checks ----------------------------------------------------------------------------------------------
+
+
+def _check_factors(A: Tensor, B: Tensor, mod: Tensor) -> None:
+    """A [d, r], B [r, f], mod [..., r] on one device."""
+    fits = A.dim() == 2 and B.dim() == 2 and mod.dim() >= 1
+    rank = A.shape[1] if fits else 0
+    if not fits or rank == 0 or B.shape[0] != rank or mod.shape[-1] != rank:
+        raise ArgumentError(
+            f"A {list(A.shape)}, B {list(B.shape)} and mod {list(mod.shape)} do not fit together; "
+            "valid: A [d, r], B [r, f], mod [..., r] with r >= 1"
+        )
+    common.check_same_device(A=A, B=B, mod=mod)
+
+
+def _check_arguments(
+    h: Tensor, weight: Tensor | Int8Weight, A: Tensor, B: Tensor, mod: Tensor, bias: Tensor | None
+) -> None:
+    common.check_floating(h=h, A=A, B=B, mod=mod)
+    common.check_floating_if_given(bias=bias)
+    _check_weight(weight)
+    _check_factors(A, B, mod)
+    d, f = A.shape[0], B.shape[1]
+    if h.dim() < 1 or h.shape[-1] != d or tuple(weight.shape) != (d, f):
+        raise ArgumentError(
+            f"h {list(h.shape)}, weight {list(weight.shape)}, A {list(A.shape)} and B {list(B.shape)} do not "
+            "fit together; valid: h [..., d], weight [d, f], A [d, r], B [r, f] (an nn.Linear's weight is "
+            "[f, d]: give linear.weight.t())"
+        )
+    if bias is not None and tuple(bias.shape) != (f,):
+        raise ArgumentError(f"bias has shape {list(bias.shape)}; valid: [{f}]")
+    if not _broadcasts(mod.shape[:-1], h.shape[:-1]):
+        raise ArgumentError(
+            f"mod {list(mod.shape)} does not broadcast to the tokens of h {list(h.shape)}; valid: leading "
+            "dimensions like h's, or 1, or none"
+        )
+    stored = weight.values if isinstance(weight, Int8Weight) else weight
+    common.check_same_device(h=h, weight=stored, A=A, B=B, mod=mod, bias=bias)
+
+
+def _check_weight(weight: object) -> None:
+    if isinstance(weight, Int8Weight):
+        return
+    valid = "a float tensor [d, f], an Int8Weight (quantize_int8(weight)), or a frozen torchao tensor"
+    if not isinstance(weight, Tensor):
+        raise ArgumentError(f"weight is a {type(weight).__name__}; valid: {valid}")
+    if is_torchao(weight):
+        if weight.requires_grad:
+            raise ArgumentError("weight is quantised but requires a gradient; valid: a frozen weight")
+    elif weight.dtype not in common.FLOATS:
+        raise ArgumentError(f"weight has dtype {weight.dtype}; valid: {valid}")
+
+
+def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
+    return len(shape) <= len(to) and all(
+        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(to), strict=False)
+    )
+
+
+def _check_index(index: object, size: int) -> int | slice | list[int] | Tensor:
+    """An index in range. A tensor's numbers are left to torch: reading them waits for the device."""
+    if isinstance(index, slice):
+        return index
+    if isinstance(index, Tensor) and index.dim() > 0:
+        if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+            raise ArgumentError(f"token_idx has dtype {index.dtype}; valid: integers")
+        return index
+    if isinstance(index, Sequence) and not isinstance(index, str):
+        return [_check_number(each, size) for each in index]
+    return _check_number(index, size)
+
+
+def _check_number(index: object, size: int) -> int:
+    try:
+        number = operator.index(index)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"token_idx {index!r} is not valid; give ints, a list or a tuple") from None
+    if isinstance(index, bool) or not -size <= number < size:
+        raise ArgumentError(f"token_idx {index!r} is not valid; the tokens are 0 to {size - 1}")
+    return number

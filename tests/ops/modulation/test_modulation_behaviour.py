@@ -1,0 +1,362 @@
+"""Arguments, what is saved and computed, the predicted peak, the choice, and the module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from modulation_inputs import NAMES, inputs
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.nn.modulated import ModulatedLinear
+from oomph.ops import common
+from oomph.ops.modulation import Int8Weight, modulated_linear, quantize_int8
+
+
+def call(**changes: Any) -> None:
+    given = inputs(dtype=torch.float32)
+    arguments: dict[str, Any] = {
+        name: getattr(given, name) for name in ("h", "weight", "A", "B", "mod", "bias")
+    }
+    modulated_linear(**arguments | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"h": torch.ones(2, 5, 8)},
+            r"h \[2, 5, 8\], weight \[7, 11\], A \[7, 3\] and B \[3, 11\] do not fit",
+        ),
+        ({"weight": torch.ones(11, 7)}, r"an nn.Linear's weight is \[f, d\]: give linear.weight.t\(\)"),
+        ({"A": torch.ones(7, 2)}, r"A \[7, 2\], B \[3, 11\] and mod \[2, 5, 3\] do not fit together"),
+        ({"B": torch.ones(11)}, r"B \[11\] and mod .* do not fit together; valid: A \[d, r\]"),
+        ({"A": torch.ones(7, 0), "B": torch.ones(0, 11), "mod": torch.ones(0)}, "with r >= 1"),
+        ({"mod": torch.ones(2, 4, 3)}, r"mod \[2, 4, 3\] does not broadcast to the tokens of h \[2, 5, 7\]"),
+        ({"mod": torch.ones(1, 2, 5, 3)}, "does not broadcast to the tokens of h"),
+        ({"mod": torch.tensor(1.0)}, "do not fit together"),
+        ({"bias": torch.ones(7)}, r"bias has shape \[7\]; valid: \[11\]"),
+        ({"h": torch.ones(2, 5, 7, dtype=torch.int64)}, "h has dtype torch.int64; valid: float16"),
+        ({"A": [1.0]}, "A is a list, not a tensor"),
+        ({"weight": None}, "weight is a NoneType; valid: a float tensor"),
+        (
+            {"weight": torch.ones(7, 11, dtype=torch.int8)},
+            r"weight has dtype torch.int8; valid: .* an Int8Weight",
+        ),
+        (
+            {"weight": torch.ones(7, 11, device="meta")},
+            "all tensors must be on one device; given: h on cpu, wei",
+        ),
+        ({"impl": "fast"}, "impl='fast' is not valid; choose from 'auto', 'reference', 'chunked', 'triton'"),
+    ],
+)
+def test_a_bad_argument_is_refused_with_what_is_valid(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        call(**changes)
+
+
+def test_triton_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ArgumentError, match="too little for float64; choose 'auto' or 'chunked'"):
+        call(h=torch.ones(2, 5, 7, dtype=torch.float64), impl="triton")
+    with pytest.raises(ArgumentError, match="interpreter multiplies bfloat16 wrongly"):
+        call(h=torch.ones(2, 5, 7, dtype=torch.bfloat16), impl="triton")
+    with pytest.raises(ArgumentError, match="the rank 129 is above 128"):
+        call(A=torch.ones(7, 129), B=torch.ones(129, 11), mod=torch.ones(129), impl="triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ArgumentError, match="impl='triton' cannot run: the tensors are on cpu"):
+        call(impl="triton")
+
+
+MiB = 1 << 20
+
+
+def saved_names(train: str, impl: str = "chunked") -> tuple[set[str], list[tuple[int, ...]]]:
+    """The inputs kept for backward by name, and the shapes of what is kept beside them."""
+    given = inputs(lead=(8,), d=6, f=9, r=2).copy(torch.float32, train)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        modulated_linear(*given.all(), impl=impl)
+    places = {
+        each.data_ptr(): name for name, each in zip(NAMES, given.all(), strict=True) if each is not None
+    }
+    names = {places[each.data_ptr()] for each in kept if each.data_ptr() in places}
+    return names, [tuple(each.shape) for each in kept if each.data_ptr() not in places]
+
+
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+@pytest.mark.parametrize(
+    ("train", "names", "beside"),
+    [
+        ("h A B mod", {"h", "weight", "A", "B", "mod"}, [(8, 2)]),
+        ("A B mod", {"h", "A", "B", "mod"}, [(8, 2)]),
+        ("h B mod", {"weight", "A", "B", "mod"}, [(8, 2)]),  # A and weight frozen: h is not needed
+        ("h", {"weight", "A", "B", "mod"}, []),
+        ("B", {"B", "mod"}, [(8, 2)]),
+        ("mod", {"B", "mod"}, [(8, 2)]),
+        ("bias", set(), []),
+        ("weight", {"h", "weight"}, []),
+    ],
+)
+def test_only_what_the_wanted_gradients_need_is_kept(
+    train: str, names: set[str], beside: list[tuple[int, ...]], impl: str
+) -> None:
+    assert saved_names(train, impl) == (names, beside)
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products by the shape of their result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
+            self.shapes.append(tuple(result.shape))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("train", "shapes"),
+    [
+        ("h A B mod", [(8, 2), (9, 2), (6, 2), (8, 6), (8, 6)]),
+        ("h", [(8, 2), (8, 6), (8, 6)]),
+        ("A", [(8, 2), (6, 2)]),
+        ("B", [(9, 2)]),
+        ("mod", [(8, 2)]),
+        ("bias", []),
+        ("weight", [(6, 9)]),
+    ],
+)
+def test_backward_makes_the_products_of_the_wanted_gradients_and_no_other(
+    train: str, shapes: list[tuple[int, ...]]
+) -> None:
+    given = inputs(lead=(8,), d=6, f=9, r=2).copy(torch.float32, train)
+    total = modulated_linear(*given.all(), impl="chunked").sum()
+    with Products() as products:
+        total.backward()
+    assert products.shapes == shapes
+    assert set(given.gradients()) == set(train.split())
+
+
+N, D, F, R = 32768, 512, 1024, 16
+
+
+def predicted(
+    forward: Callable[..., Tensor],
+    eight_bit: bool = False,
+    tokens: int = N,
+    features: int = F,
+    train_h: bool = True,
+) -> oomph.Prediction:
+    def train() -> Callable[[], None]:
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        h = torch.randn(tokens, D, requires_grad=train_h, **options)
+        mod = torch.randn(tokens, R, requires_grad=True, **options)
+        A = torch.randn(D, R, requires_grad=True, **options)
+        B = torch.zeros(R, features, requires_grad=True, **options)
+        base = torch.randn(features, D, **options).t()
+        weight: Tensor | Int8Weight = quantize_int8(base) if eight_bit else base
+        del base
+        g = torch.randn(tokens, features, **options)
+        return lambda: forward(h, weight, A, B, mod).backward(g)
+
+    return oomph.predict(train, gpu="h200")
+
+
+def bare(h: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
+    return h @ weight
+
+
+@pytest.mark.parametrize("impl", ["auto", "chunked", "triton"])
+def test_the_predicted_peak_is_that_of_the_bare_product_and_a_little(impl: str) -> None:
+    def ours(*each: Any) -> Tensor:
+        return modulated_linear(*each, impl=impl)
+
+    small = (3 * N * R + 4 * D * R + 4 * F * R) * 4  # products of rank r, gradients of A, B and mod
+    assert predicted(ours).peak.allocated <= predicted(bare).peak.allocated + small
+
+
+def test_no_converted_copy_of_an_8_bit_weight_is_ever_allocated() -> None:
+    given = predicted(modulated_linear, eight_bit=True, tokens=64, features=131072)
+    whole = D * 131072  # 64 MiB in 8 bits; slices of 32 MiB are converted
+    large = [
+        (each.dtype, each.bytes)
+        for each in given.allocations
+        if each.bytes >= whole and each.dtype != "uint8"
+    ]
+    # Beside cuBLAS workspaces (uint8): the weight that is quantised, before the step, and its int8 values.
+    assert large == [("bfloat16", 2 * whole), ("int8", whole)]
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_rounding_to_8_bits_needs_one_slice_in_float32_at_a_time(transposed: bool) -> None:
+    def rounding() -> Callable[[], None]:
+        shape = (2048, 16384)
+        weight = (
+            torch.randn(shape[::-1], device="cuda").t() if transposed else torch.randn(shape, device="cuda")
+        )
+        return lambda: quantize_int8(weight) and None
+
+    given = oomph.predict(rounding, gpu="h200")
+    slices = [each for each in given.at_peak if each.bytes == 32 * MiB and each.allocation.dtype == "float32"]
+    assert len(slices) == 1
+
+
+def test_auto_takes_the_kernels_on_a_gpu_for_many_tokens_and_plain_torch_elsewhere() -> None:
+    chosen: list[common.Choice] = []
+
+    def ours(*each: Any) -> Tensor:
+        chosen.append(common.explain(modulated_linear, *each))
+        return modulated_linear(*each)
+
+    def reason(**options: Any) -> str:
+        predicted(ours, **options)
+        assert chosen[-1].impl == "chunked"
+        return chosen[-1].reason
+
+    predicted(ours)
+    assert chosen[-1].impl == "triton"
+    assert "256 tokens" in reason(tokens=256)
+    assert "no gradient of h" in reason(train_h=False)
+    assert "partial sums" in reason(features=8192)
+    assert common.explain(modulated_linear, *inputs().all()).impl == "chunked"
+
+
+# torch itself says so, once, on processors without bfloat16 products.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+class Conv1D(nn.Module):
+    """As GPT-2 has it: y = x W + b with W [in, out]."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf = nf
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+LAYERS = [lambda: nn.Linear(7, 11), lambda: nn.Linear(7, 11, bias=False), lambda: Conv1D(11, 7)]
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_new_layer_gives_what_the_layer_it_came_from_gives(make) -> None:
+    layer = make()
+    module = ModulatedLinear.from_linear(layer, rank=3)
+    h, mod = torch.randn(2, 5, 7), torch.randn(2, 5, 3)
+    torch.testing.assert_close(module(h, mod), layer(h))
+    assert module.weight.data_ptr() == layer.weight.data_ptr()  # shared, not copied
+    assert all(each.requires_grad for each in layer.parameters())  # and the layer is as it was
+    assert [name for name, each in module.named_parameters() if each.requires_grad] == ["A", "B"]
+
+
+def test_gpt2s_own_layer_is_known() -> None:
+    layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(11, 7)
+    module = ModulatedLinear.from_linear(layer, rank=2)
+    h = torch.randn(4, 7)
+    torch.testing.assert_close(module(h, torch.randn(4, 2)), layer(h))
+
+
+def test_only_a_and_b_and_the_modulation_are_trained() -> None:
+    module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3)
+    nn.init.normal_(module.B)
+    mod = torch.randn(5, 3, requires_grad=True)
+    module(torch.randn(5, 7), mod).square().sum().backward()
+    assert module.weight.grad is None
+    assert module.bias.grad is None
+    assert module.A.grad.any()
+    assert module.B.grad.any()
+    assert mod.grad.any()
+
+
+@pytest.mark.parametrize("make", LAYERS)
+def test_in_8_bits_the_output_is_near_and_the_weight_takes_a_byte_per_number(make) -> None:
+    layer = make()
+    module = ModulatedLinear.from_linear(layer, rank=3, eight_bit=True)
+    h = torch.randn(50, 7)
+    error = (module(h, torch.randn(50, 3)) - layer(h)).norm() / layer(h).norm()
+    assert error < 0.01
+    assert module.weight is None
+    assert module.weight_values.dtype == torch.int8
+    assert module.A.dtype == layer.weight.dtype
+
+
+@pytest.mark.parametrize("eight_bit", [False, True])
+def test_it_survives_saving_and_loading(eight_bit: bool) -> None:
+    one = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=eight_bit)
+    nn.init.normal_(one.B)
+    two = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=eight_bit)
+    two.load_state_dict(copy.deepcopy(one.state_dict()))
+    h, mod = torch.randn(5, 7), torch.randn(5, 3)
+    assert torch.equal(one(h, mod), two(h, mod))
+    assert torch.equal(one(h, mod), copy.deepcopy(one)(h, mod))
+    weight = {"weight_values", "weight_scale"} if eight_bit else {"weight"}
+    assert set(one.state_dict()) == {*weight, "bias", "A", "B"}
+
+
+def test_moving_to_bfloat16_keeps_the_scales_exact() -> None:
+    module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=True)
+    scale, values = module.weight_scale.clone(), module.weight_values.clone()
+    module.to(torch.bfloat16)
+    assert module.A.dtype == torch.bfloat16
+    assert torch.equal(module.weight_scale, scale)
+    assert torch.equal(module.weight_values, values)
+    y = module(torch.randn(5, 7, dtype=torch.bfloat16), torch.randn(5, 3, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+
+
+def test_it_can_leave_the_meta_device() -> None:
+    module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=True).to("meta")
+    assert module.weight_scale.is_meta
+    module.to_empty(device="cpu")
+    assert module.weight_scale.dtype == torch.float32
+    assert module.weight_scale.device.type == "cpu"
+
+
+def test_it_can_be_made_in_8_bits_on_the_meta_device() -> None:
+    made = ModulatedLinear.from_linear(nn.Linear(6, 8, device="meta"), 2, eight_bit=True)
+    assert made.weight_values is not None
+    assert made.weight_values.is_meta
+
+
+def test_the_deltas_and_their_norms_are_those_of_its_own_factors() -> None:
+    module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3)
+    nn.init.normal_(module.B)
+    mod = torch.randn(2, 5, 3)
+    delta = module.compute_weight_delta(mod, token_idx=4)
+    assert delta.shape == (2, 7, 11)
+    torch.testing.assert_close(module.weight_delta_norm(mod)[:, 4], delta.flatten(1).norm(dim=1))
+    torch.testing.assert_close(
+        module.weight_delta_norm(mod, squared=True)[:, 4], delta.square().sum((1, 2)), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_it_says_what_it_is() -> None:
+    module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=True)
+    expected = "ModulatedLinear(in_features=7, out_features=11, rank=3, bias=True, base=8-bit)"
+    assert repr(module) == expected
+
+
+def test_what_is_no_linear_layer_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"ReLU has no weight matrix; valid: nn.Linear, GPT-2's Conv1D"):
+        ModulatedLinear.from_linear(nn.ReLU(), rank=3)
+    with pytest.raises(ArgumentError, match=r"Embedding is not known; valid: nn.Linear, GPT-2's Conv1D"):
+        ModulatedLinear.from_linear(nn.Embedding(7, 11), rank=3)
+    with pytest.raises(ArgumentError, match="rank=0 is not valid; give a whole number >= 1"):
+        ModulatedLinear.from_linear(nn.Linear(7, 11), rank=0)

@@ -1,0 +1,510 @@
+"""modulated_linear, its stored weights and its weight deltas against float64: values and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from modulation_inputs import Inputs, inputs, relative_error
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from oomph.errors import ArgumentError
+from oomph.ops.modulation import (
+    Int8Weight,
+    compute_weight_delta,
+    modulated_linear,
+    quantize_int8,
+    weight_delta_norm,
+)
+
+IMPLS = ("chunked", "triton")
+
+
+# torch itself says so, once, on processors without bfloat16 products.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+def loss(y: Tensor) -> Tensor:
+    """Weighs every output differently, in float64, so that no error cancels."""
+    return (y.double() * torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape)).sum()
+
+
+def spec(given: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    right = given.copy(torch.float64)
+    h, weight, A, B, mod, bias = right.all()
+    y = torch.einsum("...d,df->...f", h, weight)
+    y = y + torch.einsum("...d,dr,...r,rf->...f", h, A, mod.expand(*h.shape[:-1], -1), B)
+    y = y if bias is None else y + bias
+    loss(y).backward()
+    return y.detach(), right.gradients()
+
+
+def check(given: Inputs, dtype: torch.dtype, impl: str, tolerance: float) -> None:
+    right, right_gradients = spec(given)
+    found = given.copy(dtype)
+    y = modulated_linear(*found.all(), impl=impl)
+    loss(y).backward()
+    assert y.dtype == dtype
+    assert relative_error(y, right) < tolerance
+    assert found.gradients().keys() == right_gradients.keys()
+    for name, gradient in found.gradients().items():
+        assert gradient.shape == right_gradients[name].shape
+        assert relative_error(gradient, right_gradients[name]) < tolerance, name
+
+
+SHAPES = [
+    {"lead": (1,), "d": 1, "f": 1, "r": 1},
+    {"lead": (127,), "d": 3, "f": 257, "r": 3},
+    {"lead": (257,), "d": 127, "f": 65, "r": 16},
+    {"lead": (2, 3, 5), "d": 16, "f": 32, "r": 17, "bias": False},
+    {"lead": (), "d": 5, "f": 7, "r": 2},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float64_gives_the_spec_to_the_last_digits(shape: dict) -> None:
+    check(inputs(**shape), torch.float64, "chunked", 1e-13)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_float32_gives_the_spec_for_every_implementation(impl: str, shape: dict) -> None:
+    check(inputs(**shape), torch.float32, impl, 3e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "impl"),
+    [(torch.bfloat16, "chunked"), (torch.float16, "chunked"), (torch.float16, "triton")],
+)
+def test_in_16_bits_no_gradient_is_worse_than_plain_torch_makes_it(dtype: torch.dtype, impl: str) -> None:
+    given = inputs(lead=(2, 150), d=48, f=80, r=5)
+    right, right_gradients = spec(given)
+    errors = {}
+    for each in (impl, "reference"):
+        found = given.copy(dtype)
+        y = modulated_linear(*found.all(), impl=each)
+        loss(y).backward()
+        gradients = {"y": y, **found.gradients()}
+        rights = {"y": right, **right_gradients}
+        errors[each] = {name: relative_error(gradients[name], rights[name]) for name in rights}
+    for name, error in errors[impl].items():
+        assert error < 1.1 * errors["reference"][name] + 1e-4, name
+
+
+def test_the_kernel_adds_several_row_blocks_into_one_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    # 256 programs would need 16,384 tokens, too many for the interpreter.
+    monkeypatch.setattr(autograd, "_MAX_PROGRAMS", 2)
+    check(inputs(lead=(300,), d=3, f=50, r=4), torch.float32, "triton", 3e-6)
+
+
+@pytest.mark.parametrize("mod_lead", [(), (1,), (5,), (2, 1), (1, 1), (1, 5)], ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_broadcast_modulation_gets_the_summed_gradient(mod_lead: tuple[int, ...], impl: str) -> None:
+    dtype, tolerance = (torch.float64, 1e-13) if impl == "chunked" else (torch.float32, 3e-6)
+    check(inputs(mod_lead=mod_lead), dtype, impl, tolerance)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_an_empty_batch_gives_empty_output_and_zero_gradients(impl: str) -> None:
+    given = inputs(lead=(2, 0)).copy(torch.float32)
+    y = modulated_linear(*given.all(), impl=impl)
+    assert y.shape == (2, 0, 11)
+    y.sum().backward()
+    for name in ("weight", "A", "B", "bias"):
+        assert not given.gradients()[name].any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_non_contiguous_inputs_and_gradients_give_the_spec(impl: str) -> None:
+    given = inputs(lead=(6, 5), dtype=torch.float32)
+    scattered = Inputs(
+        given.h.transpose(0, 1).contiguous().transpose(0, 1),
+        given.weight.t().contiguous().t(),
+        given.A.t().contiguous().t(),
+        given.B.t().contiguous().t(),
+        given.mod.flip(0).contiguous().flip(0),
+        torch.stack([given.bias, given.bias], dim=1)[:, 0],
+    )
+    leaves = [each.detach().requires_grad_() for each in scattered.all()]
+    y = modulated_linear(*leaves, impl=impl)
+    right, right_gradients = spec(given)
+    loss(y.transpose(0, 1).contiguous().transpose(0, 1)).backward()
+    assert relative_error(y, right) < 3e-6
+    for leaf, gradient in zip(leaves, right_gradients.values(), strict=True):
+        assert relative_error(leaf.grad, gradient) < 3e-6
+
+
+def test_the_gradient_of_a_plain_sum_is_right_though_it_is_one_number_expanded() -> None:
+    given, plain = inputs().copy(torch.float64), inputs().copy(torch.float64)
+    modulated_linear(*given.all()).sum().backward()
+    modulated_linear(*plain.all(), impl="reference").sum().backward()
+    for name, gradient in given.gradients().items():
+        torch.testing.assert_close(gradient, plain.gradients()[name])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nan_reaches_its_own_token_only(impl: str) -> None:
+    given = inputs(lead=(4,), dtype=torch.float32)
+    given.h[2, 1] = float("nan")
+    y = modulated_linear(*given.all(), impl=impl)
+    assert y[2].isnan().all()
+    assert not y[[0, 1, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_same_inputs_give_the_same_bits(impl: str) -> None:
+    results = []
+    for _ in range(2):
+        given = inputs(lead=(90,), dtype=torch.float32).copy(torch.float32)
+        modulated_linear(*given.all(), impl=impl).square().sum().backward()
+        results.append(given.gradients())
+    for name, gradient in results[0].items():
+        assert torch.equal(gradient, results[1][name])
+
+
+def test_gradients_have_the_dtype_of_their_inputs() -> None:
+    given = inputs(dtype=torch.float32).copy(torch.float32)
+    y = modulated_linear(given.h.bfloat16(), *given.all()[1:])
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert {each.dtype for each in given.gradients().values()} == {torch.float32}
+    _, right = spec(inputs(dtype=torch.float32))
+    assert right.keys() == given.gradients().keys()
+
+
+def test_a_frozen_bfloat16_weight_serves_float32_hidden_states_exactly() -> None:
+    given = inputs()
+    given.weight = given.weight.bfloat16().double()
+    right, _ = spec(given)
+    found = given.copy(torch.float32)
+    y = modulated_linear(found.h, given.weight.bfloat16(), found.A, found.B, found.mod, found.bias)
+    assert y.dtype == torch.float32
+    assert relative_error(y, right) < 1e-6
+
+
+def test_under_autocast_the_products_and_the_result_are_bfloat16() -> None:
+    given = inputs(lead=(40,)).copy(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = modulated_linear(*given.all())
+        y.float().square().mean().backward()  # backward inside autocast must not change dtypes either
+    assert y.dtype == torch.bfloat16
+    plain = inputs(lead=(40,)).copy(torch.float32)
+    modulated_linear(*plain.all()).square().mean().backward()
+    for name, gradient in given.gradients().items():
+        assert gradient.dtype == torch.float32
+        assert relative_error(gradient, plain.gradients()[name]) < 0.02, name
+
+
+@pytest.mark.parametrize("shape", [{"d": 0}, {"f": 0}])
+def test_no_features_give_the_bias_or_nothing(shape: dict[str, int]) -> None:
+    given, spec = inputs(**shape).copy(torch.float64), inputs(**shape).copy(torch.float64)
+    y, right = modulated_linear(*given.all()), modulated_linear(*spec.all(), impl="reference")
+    assert torch.equal(y, right)
+    y.sum().backward()
+    right.sum().backward()
+    for name, found in given.gradients().items():
+        assert torch.equal(found, spec.gradients()[name]), name
+
+
+def test_retain_graph_gives_the_same_gradients_twice() -> None:
+    given = inputs().copy(torch.float64)
+    y = modulated_linear(*given.all())
+    leaves = [each for each in given.all() if each is not None]
+    first = torch.autograd.grad(loss(y), leaves, retain_graph=True)
+    second = torch.autograd.grad(loss(y), leaves)
+    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+
+
+def test_a_gradient_of_gradients_is_refused_and_the_reference_gives_it() -> None:
+    given = inputs().copy(torch.float64)
+    # Of a plain sum too: the gradient that arrives has no graph then, and a penalty would be a constant.
+    for scalar in (modulated_linear(*given.all()).square().sum(), modulated_linear(*given.all()).sum()):
+        with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
+            torch.autograd.grad(scalar, given.A, create_graph=True)
+    y = modulated_linear(*given.all(), impl="reference")
+    (first,) = torch.autograd.grad(y.square().sum(), given.A, create_graph=True)
+    first.sum().backward()
+    assert given.B.grad is not None
+
+
+def test_without_gradients_nothing_is_recorded() -> None:
+    given = inputs().copy(torch.float64)
+    with torch.no_grad():
+        y = modulated_linear(*given.all())
+    assert not y.requires_grad
+    assert relative_error(y, spec(inputs())[0]) < 1e-13
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    given, plain = inputs().copy(torch.float64), inputs().copy(torch.float64)
+    loss(checkpoint(modulated_linear, *given.all(), use_reentrant=False)).backward()
+    loss(modulated_linear(*plain.all())).backward()
+    for name, gradient in given.gradients().items():
+        assert torch.equal(gradient, plain.gradients()[name])
+
+
+# The compiler looks at .grad of whatever crosses a graph break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_inside_a_compiled_function_the_answers_are_right() -> None:
+    given, plain = inputs().copy(torch.float64), inputs().copy(torch.float64)
+    compiled = torch.compile(lambda *each: modulated_linear(*each) * 2, backend="eager")
+    loss(compiled(*given.all())).backward()
+    loss(modulated_linear(*plain.all()) * 2).backward()
+    for name, gradient in given.gradients().items():
+        assert torch.equal(gradient, plain.gradients()[name])
+
+
+def test_each_column_errs_by_at_most_half_its_own_step() -> None:
+    weight = torch.randn(40, 30) * torch.logspace(-6, 6, 30)
+    stored = quantize_int8(weight)
+    assert stored.values.dtype == torch.int8
+    assert stored.scale.dtype == torch.float32
+    assert ((stored.dequantize() - weight).abs() <= stored.scale / 2 * (1 + 1e-5)).all()
+    assert torch.equal(stored.values.abs().amax(dim=0), torch.full((30,), 127, dtype=torch.int8))
+
+
+def test_halves_round_to_even_and_the_largest_of_either_sign_is_127() -> None:
+    weight = torch.tensor([[127.0], [0.5], [1.5], [-2.5], [-127.0]])
+    assert quantize_int8(weight).values.flatten().tolist() == [127, 0, 2, -2, -127]
+
+
+def test_a_column_of_zeros_or_of_vanishing_numbers_stays_finite() -> None:
+    weight = torch.randn(5, 3)
+    weight[:, 1] = 0
+    weight[:, 2] = 1e-45
+    stored = quantize_int8(weight)
+    assert stored.dequantize().isfinite().all()
+    assert not stored.dequantize()[:, 1:].any()
+
+
+SEVERAL_SLICES = {"lead": (3,), "d": 1100, "f": 4400, "r": 2}  # weights are converted 32 MiB at a time
+
+
+@pytest.mark.parametrize(
+    ("impl", "shape"),
+    [
+        ("chunked", {"d": 13, "f": 17}),
+        ("triton", {"d": 13, "f": 17}),
+        ("reference", {"d": 13, "f": 17}),
+        ("chunked", SEVERAL_SLICES),
+    ],
+    ids=str,
+)
+def test_an_8_bit_weight_gives_what_its_dequantised_self_gives(impl: str, shape: dict) -> None:
+    dtype = torch.float32 if impl == "triton" else torch.float64
+    given = inputs(**shape).copy(dtype, "h A B mod bias")
+    plain = inputs(**shape).copy(dtype, "h A B mod bias")
+    stored = quantize_int8(given.weight)
+    plain.weight = stored.dequantize(dtype)
+    found = modulated_linear(given.h, stored, given.A, given.B, given.mod, given.bias, impl=impl)
+    right = modulated_linear(*plain.all(), impl="reference")
+    assert relative_error(found, right.detach()) < 1e-6
+    found.square().sum().backward()
+    right.square().sum().backward()
+    for name, gradient in given.gradients().items():
+        assert relative_error(gradient, plain.gradients()[name]) < 1e-5, name
+    assert set(given.gradients()) == {"h", "A", "B", "mod", "bias"}
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_weight_of_another_dtype_is_converted_in_slices_both_ways(trained: bool) -> None:
+    given, plain = (inputs(**SEVERAL_SLICES).copy(torch.float64) for _ in range(2))
+    weight = given.weight.detach().t().contiguous().t().float().requires_grad_(trained)
+    plain.weight = weight.detach().double().requires_grad_(trained)
+    modulated_linear(given.h, weight, given.A, given.B, given.mod).square().sum().backward()
+    modulated_linear(*plain.all()[:5], impl="reference").square().sum().backward()
+    assert relative_error(given.h.grad, plain.h.grad) < 1e-13
+    if trained:
+        assert weight.grad.dtype == torch.float32
+        assert relative_error(weight.grad, plain.weight.grad) < 1e-6
+    else:
+        assert weight.grad is None
+
+
+def test_a_transposed_weight_is_used_in_place_and_gets_a_gradient_of_its_own_layout() -> None:
+    linear = torch.nn.Linear(7, 11)
+    given = inputs(dtype=torch.float32)
+    modulated_linear(given.h, linear.weight.t(), given.A, given.B, given.mod).sum().backward()
+    assert linear.weight.grad.stride() == linear.weight.stride()
+
+
+class Quantised(torch.Tensor):
+    """Stands for a tensor of torchao, which need not be installed."""
+
+    def dequantize(self) -> Tensor:  # type: ignore[override]
+        return self.as_subclass(torch.Tensor) * 1
+
+
+Quantised.__module__ = "torchao.stand_in"
+
+
+def test_a_torchao_tensor_is_dequantised_for_each_product() -> None:
+    given, plain = inputs().copy(torch.float64, "h A B mod"), inputs().copy(torch.float64, "h A B mod")
+    weight = given.weight.as_subclass(Quantised)
+    modulated_linear(given.h, weight, given.A, given.B, given.mod).square().sum().backward()
+    modulated_linear(*plain.all()[:5]).square().sum().backward()
+    for name, gradient in given.gradients().items():
+        torch.testing.assert_close(gradient, plain.gradients()[name])
+    with pytest.raises(ArgumentError, match="quantised but requires a gradient; valid: a frozen weight"):
+        modulated_linear(given.h, weight.requires_grad_(), given.A, given.B, given.mod)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale", "message"),
+    [
+        (torch.zeros(2, 3), torch.ones(3), r"values are torch.float32 \[2, 3\]; valid: torch.int8 \[d, f\]"),
+        (torch.zeros(6, dtype=torch.int8), torch.ones(6), r"values are torch.int8 \[6\]; valid"),
+        (
+            torch.zeros(2, 3, dtype=torch.int8),
+            torch.ones(2),
+            r"scale is torch.float32 \[2\]; valid: float \[3\]",
+        ),
+        (torch.zeros(2, 3, dtype=torch.int8), torch.ones(3, dtype=torch.int8), r"scale is torch.int8 \[3\]"),
+        (torch.zeros(2, 3, dtype=torch.int8), torch.ones(3, device="meta"), "values on cpu, scale on meta"),
+        (torch.zeros(2, 3, dtype=torch.int8), torch.ones(3, requires_grad=True), "scale requires a gradient"),
+    ],
+)
+def test_an_8_bit_weight_that_cannot_be_is_refused(values: Tensor, scale: Tensor, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        Int8Weight(values, scale)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(3), r"was given torch.float32 \[3\]; valid: a float tensor \[d, f\]"),
+        (torch.ones(3, 3, dtype=torch.int8), r"was given torch.int8 \[3, 3\]"),
+        ("weight", "was given str; valid"),
+        (torch.full((2, 2), float("nan")), "with NaN or infinity; valid: finite numbers"),
+        (torch.full((2, 2), float("inf")), "with NaN or infinity; valid: finite numbers"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused(weight: Tensor, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        quantize_int8(weight)
+
+
+def every_delta(A: Tensor, B: Tensor, mod: Tensor) -> Tensor:
+    return torch.einsum("...r,dr,rf->...df", mod, A, B)
+
+
+@pytest.mark.parametrize(
+    ("token_idx", "picked"),
+    [
+        ((1, 3), (1, 3)),
+        ((-1, slice(1, 3)), (-1, slice(1, 3))),
+        (3, (slice(None), 3)),
+        (-5, (slice(None), -5)),
+        ([0, 4, 4], (slice(None), [0, 4, 4])),
+        (slice(1, 4), (slice(None), slice(1, 4))),
+        (torch.tensor([2, 0]), (slice(None), [2, 0])),
+        (torch.tensor(2), (slice(None), 2)),
+        ([], (slice(None), [])),
+    ],
+    ids=str,
+)
+def test_the_delta_of_the_chosen_tokens_is_the_einsum_of_the_report(token_idx: Any, picked: Any) -> None:
+    given = inputs()
+    found = compute_weight_delta(given.A, given.B, given.mod, token_idx)
+    torch.testing.assert_close(found, every_delta(given.A, given.B, given.mod)[picked])
+
+
+def test_one_modulation_for_all_has_one_delta() -> None:
+    given = inputs(mod_lead=())
+    found = compute_weight_delta(given.A, given.B, given.mod, ())
+    torch.testing.assert_close(found, every_delta(given.A, given.B, given.mod))
+
+
+def test_a_token_times_its_own_weight_is_what_the_op_gives() -> None:
+    given = inputs(bias=False)
+    own = given.weight + compute_weight_delta(given.A, given.B, given.mod, (1, 2))
+    torch.testing.assert_close(modulated_linear(*given.all())[1, 2], given.h[1, 2] @ own)
+
+
+def test_a_delta_is_differentiable() -> None:
+    given = inputs().copy(torch.float64)
+    compute_weight_delta(given.A, given.B, given.mod, 0).sum().backward()
+    assert set(given.gradients()) == {"A", "B", "mod"}
+    assert not given.mod.grad[:, 1:].any()
+
+
+@pytest.mark.parametrize(
+    ("token_idx", "message"),
+    [
+        (5, "token_idx 5 is not valid; the tokens are 0 to 4"),
+        (-6, "token_idx -6 is not valid"),
+        ([0, 7], "token_idx 7 is not valid"),
+        ((2, 0), "token_idx 2 is not valid; the tokens are 0 to 1"),
+        ((1,), r"token_idx=\(1,\) has 1 number; mod \[2, 5, 3\] takes 2 in a tuple"),
+        (1.5, "token_idx 1.5 is not valid; give ints, a list or a tuple"),
+        ("all", "token_idx 'all' is not valid"),
+        (True, "token_idx True is not valid"),
+        (torch.tensor([1.0]), "token_idx has dtype torch.float32; valid: integers"),
+    ],
+)
+def test_a_token_that_is_not_there_is_refused(token_idx: Any, message: str) -> None:
+    given = inputs()
+    with pytest.raises(ArgumentError, match=message):
+        compute_weight_delta(given.A, given.B, given.mod, token_idx)
+
+
+def test_a_modulation_without_tokens_asks_for_an_empty_tuple() -> None:
+    given = inputs(mod_lead=())
+    with pytest.raises(ArgumentError, match=r"has no tokens to choose from; give token_idx=\(\)"):
+        compute_weight_delta(given.A, given.B, given.mod, 0)
+
+
+@pytest.mark.parametrize("lead", [(), (4,), (2, 5), (0,)])
+@pytest.mark.parametrize("squared", [False, True])
+def test_the_norm_and_its_gradients_are_those_of_the_deltas(lead: tuple[int, ...], squared: bool) -> None:
+    given, plain = inputs(lead=lead).copy(torch.float64), inputs(lead=lead).copy(torch.float64)
+    found = weight_delta_norm(given.A, given.B, given.mod, squared=squared)
+    right = every_delta(plain.A, plain.B, plain.mod).square().sum(dim=(-2, -1))
+    right = right if squared else right.sqrt()
+    torch.testing.assert_close(found, right)
+    found.sum().backward()
+    right.sum().backward()
+    for name, gradient in given.gradients().items():
+        torch.testing.assert_close(gradient, plain.gradients()[name])
+
+
+@pytest.mark.parametrize("squared", [False, True])
+def test_at_the_start_where_b_is_zero_the_norm_and_its_gradients_are_zero(squared: bool) -> None:
+    given = inputs().copy(torch.float32)
+    B = torch.zeros(3, 11, requires_grad=True)
+    norm = weight_delta_norm(given.A, B, given.mod, squared=squared)
+    assert not norm.any()
+    norm.sum().backward()
+    for each in (given.A, B, given.mod):
+        assert torch.equal(each.grad, torch.zeros_like(each))
+
+
+def test_nan_stays_nan_in_its_own_token() -> None:
+    given = inputs()
+    given.mod[0, 1, 0] = float("nan")
+    norm = weight_delta_norm(given.A, given.B, given.mod)
+    assert norm.isnan().sum() == 1
+    assert norm[0, 1].isnan()
+
+
+def test_16_bit_factors_are_summed_in_float32_also_under_autocast() -> None:
+    given = inputs(lead=(50,), d=300, f=400, dtype=torch.bfloat16)
+    right = (
+        every_delta(*(each.double() for each in (given.A, given.B, given.mod))).square().sum((-2, -1)).sqrt()
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        norm = weight_delta_norm(given.A, given.B, given.mod)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm.double(), right, rtol=1e-5, atol=0)
+
+
+def test_factors_that_do_not_fit_are_refused() -> None:
+    given = inputs()
+    with pytest.raises(
+        ArgumentError, match=r"A \[7, 3\], B \[3, 11\] and mod \[2, 5, 4\] do not fit together"
+    ):
+        weight_delta_norm(given.A, given.B, torch.ones(2, 5, 4))
+    with pytest.raises(ArgumentError, match=r"A has dtype torch\.int64"):
+        weight_delta_norm(given.A.long(), given.B, given.mod)
