@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from oomph.errors import ArgumentError
 from oomph.ops.modulation import (
     Int8Weight,
+    autograd,
     compute_weight_delta,
     modulated_linear,
     quantize_int8,
