@@ -33,7 +33,7 @@ from oomph.fixes.modules import (
     own_checkpointing,
     refuse_own_checkpointing,
 )
-from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.fixes.registry import Fix, FixContext, Target, check_flag
 from oomph.torch_internals import FakeTensor, current_graph_task_id
 from oomph.units import MiB, parse_bytes
 
@@ -66,8 +66,7 @@ class ActivationOffloading(Fix):
 
         With the fix "activation_checkpointing", a block saves its inputs alone, and those are copied.
         """
-        if not isinstance(ahead, bool):
-            raise UserError(f"fix {self.name!r}: ahead={ahead!r} is not valid; valid: true, false")
+        check_flag(self.name, "ahead", ahead)
         offloader = ActivationOffloader(_parse_smallest(smallest), ahead)
         # Inside a checkpoint of the model's own, everything would be copied that is to be recomputed.
         refuse_own_checkpointing(model, self.name)

@@ -16,7 +16,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from oomph.errors import UserError, warn_deprecated
 from oomph.fixes.journal import Journal
@@ -28,13 +30,13 @@ from oomph.workload import Workload
 # first; then what modules compute; then what is saved for backward (checkpointing encloses the computation,
 # offloading encloses the checkpoint); then batch and optimizer. The last ones do not change the model.
 APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
-    ("fewer_converted_layers", "FewerConvertedLayers"),
-    ("cheaper_mixing", "CheaperMixing"),
-    ("vocabulary_cap", "SmallerVocabulary"),
-    ("smaller_batch", "SmallerBatch"),
-    ("shorter_sequence", "ShorterSequence"),
-    ("bf16_parameters", "BFloat16Parameters"),
-    ("autocast", "Autocast"),
+    ("training_changes", "FewerConvertedLayers"),
+    ("training_changes", "CheaperMixing"),
+    ("training_changes", "SmallerVocabulary"),
+    ("training_changes", "SmallerBatch"),
+    ("training_changes", "ShorterSequence"),
+    ("precision", "BFloat16Parameters"),
+    ("precision", "Autocast"),
     ("shared_buffers", "SharedBuffers"),
     ("shared_rope", "SharedRotaryEmbedding"),
     ("attention_backend", "AttnImplementation"),
@@ -48,13 +50,13 @@ APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
     ("activation_checkpointing", "ActivationCheckpointing"),
     ("activation_offloading", "ActivationOffloading"),
     ("micro_batches", "MicroBatching"),
-    ("fused_optimizer", "FusedOptimizer"),
-    ("no_foreach", "NoForeach"),
-    ("optimizer_8bit", "Optimizer8Bit"),
-    ("stochastic_rounding", "StochasticRounding"),
-    ("optimizer_in_backward", "OptimizerInBackward"),
-    ("optimizer_offload", "OptimizerCPUOffload"),
-    ("set_to_none", "SetToNone"),
+    ("optimizers.options", "FusedOptimizer"),
+    ("optimizers.options", "NoForeach"),
+    ("optimizers.low_bit", "Optimizer8Bit"),
+    ("optimizers.low_bit", "StochasticRounding"),
+    ("optimizers.in_backward", "OptimizerInBackward"),
+    ("optimizers.cpu_offload", "OptimizerCPUOffload"),
+    ("optimizers.options", "SetToNone"),
     ("allocator", "Allocator"),
     ("shard", "FSDP2"),
 )
@@ -119,6 +121,45 @@ class FixContext:
     def model(self) -> nn.Module:
         """The workload's model, without data."""
         return built(self.workload)
+
+    @cached_property
+    def batch(self) -> Any:
+        """A batch of the workload, or None: see `example_batch`."""
+        return example_batch(self.workload)
+
+    @cached_property
+    def optimizer(self) -> Optimizer | None:
+        """The workload's optimizer, over meta parameters. None where there is none or it cannot be made."""
+        if self.workload.optimizer is None:
+            return None
+        parameters = [
+            nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), p.requires_grad)
+            for p in self.model.parameters()
+            for dtype in (parameter_dtype(self.workload, p),)
+        ]
+        try:
+            return self.workload.optimizer(iter(parameters))
+        except Exception:  # the user's factory needs data or fails; the prediction reports what is wrong
+            return None
+
+
+def example_batch(workload: Workload) -> Any:
+    """A batch of the workload, without data where its factory allows that; None where it cannot be made."""
+    for device in ("meta", "cpu"):  # a factory may need data
+        try:
+            with torch.random.fork_rng(devices=()):
+                return workload.make_batch(torch.device(device))
+        except Exception:  # the user's factory may fail on a device that it does not support
+            continue
+    return None
+
+
+def parameter_dtype(workload: Workload, parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter after the workload's `dtype` is applied."""
+    if workload.dtype is None or not parameter.is_floating_point():
+        return parameter.dtype
+    assert isinstance(workload.dtype, torch.dtype)
+    return workload.dtype
 
 
 @dataclass(frozen=True)
@@ -191,6 +232,11 @@ class Fix:
                 raise UserError(f"fix {self.name!r} has no option {unknown[0]!r}; {valid}")
             if missing:
                 raise UserError(f"fix {self.name!r} needs the option {missing[0]!r}; {valid}")
+
+
+def check_flag(fix: str, option: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise UserError(f"fix {fix!r}: {option}={value!r} is not valid; valid: true, false")
 
 
 def _defaults(change: Callable[..., Any]) -> dict[str, Any]:

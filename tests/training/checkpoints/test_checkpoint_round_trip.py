@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError, UserError
-from oomph.fixes.optimizers.compact import compact
+from oomph.fixes.optimizers.low_bit import to_low_bit
 from oomph.training.checkpoints import Checkpoints
 
 DTYPES = [
@@ -110,7 +110,9 @@ def test_training_resumes_bit_for_bit_with_our_8_bit_optimizer(tmp_path: Path) -
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(80, 80), nn.GELU(), nn.Linear(80, 3))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return model, compact(optimizer, fix="optimizer_8bit", kept="8bit", stochastic=False, sgd=False)
+        return model, to_low_bit(
+            optimizer, fix="optimizer_8bit", state_format="8bit", stochastic=False, sgd=False
+        )
 
     def steps(model: nn.Module, optimizer: Any, numbers: range) -> None:
         for number in numbers:

@@ -1,1 +1,1 @@
-"""Optimizers that fixes turn a workload's own into, and how they are turned."""
+"""Fixes that change the optimizer."""

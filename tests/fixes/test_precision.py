@@ -57,11 +57,11 @@ def test_nothing_is_proposed_where_it_is_so_already():
 
 
 def test_mistakes_are_told():
-    with pytest.raises(UserError, match=r"the parameters are torch\.float16 already"):
+    with pytest.raises(UserError, match=r"the parameters are already torch\.float16"):
         fixes.apply("bf16_parameters", larger(dtype="float16"))
-    with pytest.raises(UserError, match=r"under autocast to torch\.float16 already"):
+    with pytest.raises(UserError, match=r"already runs under torch\.float16 autocast"):
         fixes.apply("autocast", larger(autocast="float16"))
-    with pytest.raises(UserError, match="there is nothing to cast"):
+    with pytest.raises(UserError, match="nothing to cast"):
         fixes.apply("autocast", larger(dtype="bfloat16"))
     with pytest.raises(UserError, match="cannot be combined"):
         fixes.apply(["autocast", "bf16_parameters"], larger())

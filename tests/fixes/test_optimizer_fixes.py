@@ -217,8 +217,8 @@ def test_in_backward_refuses_what_it_cannot_do():
             fixes.apply("optimizer_in_backward", changed)
         assert not_found("optimizer_in_backward", changed)
     for optimizer, message in (
-        (torch.optim.LBFGS, "LBFGS looks at all gradients"),
-        (Coupled, "Coupled is not known to update each parameter by itself"),
+        (torch.optim.LBFGS, "LBFGS needs all gradients"),
+        (Coupled, "Coupled is not known to update each parameter independently"),
     ):
         with pytest.raises(UserError, match=message):
             trained(fixes.apply("optimizer_in_backward", replace(work, optimizer=optimizer)))
@@ -267,10 +267,10 @@ def test_hooks_before_the_step_are_kept_and_can_be_removed(fix):
 
 def test_hooks_before_the_step_are_refused_where_gradients_are_gone_by_then():
     work = replace(workload(layers=1), optimizer=partial(hooked, log=[], before=True))
-    with pytest.raises(UserError, match="hooks before its step, which see all gradients"):
+    with pytest.raises(UserError, match="step pre-hooks, which need all gradients"):
         trained(fixes.apply("optimizer_in_backward", work))
     _, optimizer = trained(fixes.apply("optimizer_in_backward", workload(layers=1)), steps=1)
-    with pytest.raises(UserError, match="the parameters are updated and their gradients gone"):
+    with pytest.raises(UserError, match="the parameters are updated and their gradients are freed"):
         optimizer.register_step_pre_hook(lambda *_: None)
 
 
@@ -294,7 +294,7 @@ def test_offload_stages_no_more_than_it_is_given():
     work = fixes.apply(FixUse("optimizer_cpu_offload", {"staging": "16KiB"}), workload())
     after, optimizer = trained(work)
     largest = max(parameter.numel() * 4 for parameter in after.values())
-    assert [stage.numel() for stage in optimizer._stages] == [max(largest, 16 << 10)] * 2
+    assert [stage.numel() for stage in optimizer._staging_buffers] == [max(largest, 16 << 10)] * 2
     assert len(list(optimizer._buckets())) == 0  # no gradients are left
     same_parameters(trained(workload())[0], after, 1e-4)
 
@@ -343,7 +343,7 @@ def test_flags_are_set_on_every_group_and_their_mistakes_told():
         ),
         ("fused_optimizer", partial(torch.optim.SGD, differentiable=True), "cannot be fused"),
         ("no_foreach", torch.optim.LBFGS, "LBFGS has no foreach option"),
-        ("no_foreach", partial(torch.optim.SGD, foreach=False), "parameter by parameter already"),
+        ("no_foreach", partial(torch.optim.SGD, foreach=False), "already updates one parameter at a time"),
     ):
         with pytest.raises(UserError, match=message):
             trained(fixes.apply(fix, replace(workload(), optimizer=optimizer)))

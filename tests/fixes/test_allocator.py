@@ -70,7 +70,7 @@ def test_the_prediction_says_what_does_not_fit_with_these_settings():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"expandable_segments": 1}, "expandable_segments=1 is not valid; valid: True, False"),
+        ({"expandable_segments": 1}, "expandable_segments=1 is not valid; valid: true, false"),
         (
             {"max_split_size_mb": 20},
             "max_split_size_mb=20 is not valid; valid: None, or a whole number",
@@ -90,7 +90,7 @@ def test_mistakes_are_told(options, message):
 
 def test_settings_that_are_there_are_not_overwritten():
     work = oomph.Workload(workload().model, tiny_batch, plain_loss, allocator="max_split_size_mb:64")
-    with pytest.raises(UserError, match="the Workload has allocator='max_split_size_mb:64' already"):
+    with pytest.raises(UserError, match="the Workload already has allocator='max_split_size_mb:64'"):
         oomph.apply("allocator", work)
 
 

@@ -1,0 +1,325 @@
+"""Fixes that change what is trained: batch, sequence, vocabulary, options of the model's config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from oomph.errors import UserError
+from oomph.fixes.journal import Journal
+from oomph.fixes.modules import copy_configs, is_plain_linear
+from oomph.fixes.registry import Fix, FixContext, Target, example_batch
+from oomph.prediction import built
+from oomph.torch_internals import tree_leaves, tree_map
+from oomph.workload import Changed, Workload, rows_of
+
+
+@dataclass(frozen=True)
+class _ChangedBatch:
+    """Makes a batch, then changes every tensor in it by `change(tensor, batch)`."""
+
+    make: Callable[..., Any]
+    change: Callable[[torch.Tensor, Any], torch.Tensor]
+
+    def __call__(self, device: torch.device, **sizes: int) -> Any:
+        batch = self.make(device, **sizes)
+        return tree_map(
+            lambda leaf: self.change(leaf, batch) if isinstance(leaf, torch.Tensor) else leaf, batch
+        )
+
+
+# -------------------------------------------------------------------------- smaller batch, shorter sequence
+
+
+class _SmallerSize(Fix):
+    """Reduces one of the workload's sizes; where no size has a known name, cuts the tensors of the batch."""
+
+    kind = "training"
+    size_names: ClassVar[tuple[str, ...]]
+    unit: ClassVar[str]
+    smallest_proposed: ClassVar[int]
+    missing: ClassVar[str]
+
+    @staticmethod
+    def count(batch: Any) -> int | None:
+        """The present size, from a batch."""
+        raise NotImplementedError
+
+    @staticmethod
+    def cut(tensor: torch.Tensor, batch: Any, *, now: int, value: int) -> torch.Tensor:
+        raise NotImplementedError
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        _, now = self._current(context.workload, None)
+        if now is not None and now >= self.smallest_proposed:
+            yield Target(("batch",), {"value": now // 2}, f"{now // 2} {self.unit} instead of {now}")
+
+    def change_workload(
+        self, workload: Workload, *_: Any, size: str | None = None, value: int | None = None
+    ) -> Workload:
+        """`size`: which of the workload's sizes is reduced, by default one with a usual name; `value`: the
+        new size, by default half."""
+        name, now = self._current(workload, size)
+        if now is None:
+            raise UserError(f"fix {self.name!r}: the batch holds no {self.missing}")
+        if value is None:
+            value = now // 2
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < now:
+            raise UserError(
+                f"fix {self.name!r}: value={value!r} is not valid; it is {now} now, so give 1 to {now - 1}"
+            )
+        if name is not None:
+            return replace(workload, sizes={**(workload.sizes or {}), name: value})
+        return replace(
+            workload, batch=_ChangedBatch(workload.batch, partial(type(self).cut, now=now, value=value))
+        )
+
+    def _current(self, workload: Workload, wanted: str | None) -> tuple[str | None, int | None]:
+        """The name among the workload's sizes, if there is one, and the present size."""
+        sizes = workload.sizes or {}
+        if wanted is not None and wanted not in sizes:
+            valid = f"the workload's sizes are {', '.join(sizes)}" if sizes else "the workload has no sizes"
+            raise UserError(f"fix {self.name!r}: there is no size {wanted!r}; {valid}")
+        name = wanted or next((name for name in sizes if name.lower() in self.size_names), None)
+        return name, sizes[name] if name is not None else self.count(example_batch(workload))
+
+
+class SmallerBatch(_SmallerSize):
+    name = "smaller_batch"
+    changes = "The batch has fewer rows: gradients are noisier, and the learning rate may have to follow."
+    size_names = ("b", "bs", "batch", "batch_size", "rows", "n", "examples", "samples", "images")
+    unit, smallest_proposed, missing = "rows", 2, "tensor with rows"
+
+    @staticmethod
+    def count(batch: Any) -> int | None:
+        try:
+            return rows_of(batch)
+        except UserError:
+            return None
+
+    @staticmethod
+    def cut(tensor: torch.Tensor, batch: Any, *, now: int, value: int) -> torch.Tensor:
+        if tensor.dim() == 0 or tensor.shape[0] != rows_of(batch):
+            return tensor
+        return tensor[:value].clone()  # a copy, so that the rest is freed
+
+
+class ShorterSequence(_SmallerSize):
+    name = "shorter_sequence"
+    changes = "Sequences are cut: the model sees fewer tokens a step, and no dependence longer than they are."
+    size_names = tuple(
+        "t l s seq seq_len seq_length seqlen sequence sequence_length length context context_length "
+        "block_size tokens max_length".split()
+    )
+    unit, smallest_proposed, missing = "tokens", 16, "integers of shape [rows, tokens]"
+
+    @staticmethod
+    def count(batch: Any) -> int | None:
+        return next((leaf.shape[1] for leaf in tree_leaves(batch) if _is_tokens(leaf)), None)
+
+    @staticmethod
+    def cut(tensor: torch.Tensor, batch: Any, *, now: int, value: int) -> torch.Tensor:
+        if not _is_tokens(tensor) or tensor.shape[1] != now:
+            return tensor
+        return tensor[:, :value].clone()  # a copy, so that the rest is freed
+
+
+def _is_tokens(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.dim() == 2
+        and not leaf.is_floating_point()
+        and not leaf.is_complex()
+    )
+
+
+# ----------------------------------------------------------------------------------- smaller vocabulary
+
+
+class SmallerVocabulary(Fix):
+    """Embedding and head lose their last rows; the removed tokens become one unknown token."""
+
+    name = "smaller_vocabulary"
+    kind = "training"
+    changes = "The vocabulary is cut to its first tokens; the others become one unknown token."
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        size = vocabulary_size(context.model)
+        if size is None or size < 4096:  # not worth a proposal
+            return
+        half = -(-size // 2 // 64) * 64
+        where = tuple(dict.fromkeys(matrix.name for matrix in _matrices(context.model, size)))
+        note = f"{half} tokens instead of {size}; the tokenizer must list frequent ones first"
+        yield Target(where, {"size": half}, note)
+
+    def change_workload(self, workload: Workload, *_: Any, size: int, unknown: int = 0) -> Workload:
+        """`size`: how many tokens are left; `unknown`: the token that replaces the others."""
+        self._check(size, unknown)
+        change = partial(_replace_unknown, size=size, unknown=unknown)
+        return replace(workload, batch=_ChangedBatch(workload.batch, change))
+
+    def change_model(self, model: nn.Module, journal: Journal, *, size: int, unknown: int = 0) -> None:
+        self._check(size, unknown)
+        now = vocabulary_size(model)
+        if now is None:
+            raise UserError(f"fix {self.name!r}: the model has no embedding with a head of the same size")
+        if size >= now:
+            raise UserError(f"fix {self.name!r}: size={size} is not valid; the vocabulary has {now} tokens")
+        copy_configs(model, journal)
+        cut: dict[int, nn.Parameter] = {}  # tied weights stay tied
+        for name, module, attribute in _matrices(model, now):
+            own = getattr(module, attribute)
+            if id(own) not in cut:
+                cut[id(own)] = nn.Parameter(own.detach()[:size].clone(), own.requires_grad)
+            journal.set(module, attribute, cut[id(own)], name, f"{attribute}: {now} rows cut to {size}")
+        for name, owner, attribute in _size_attributes(model, now):
+            journal.set(owner, attribute, size, name, f"{attribute}: {now} to {size}")
+        for name, module in model.named_modules():
+            padding = getattr(module, "padding_idx", None)
+            if isinstance(module, nn.Embedding) and isinstance(padding, int) and padding >= size:
+                journal.set(module, "padding_idx", unknown, name, f"padding_idx: {padding} to {unknown}")
+
+    def _check(self, size: Any, unknown: Any) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+            raise UserError(f"fix {self.name!r}: size={size!r} is not valid; give a whole number >= 2")
+        if isinstance(unknown, bool) or not isinstance(unknown, int) or not 0 <= unknown < size:
+            raise UserError(f"fix {self.name!r}: unknown={unknown!r} is not valid; give 0 to {size - 1}")
+
+
+class _Matrix(NamedTuple):
+    name: str
+    module: nn.Module
+    attribute: str
+
+
+def vocabulary_size(model: nn.Module) -> int | None:
+    """The largest number of tokens for which there are both an embedding and a head."""
+    embeddings = {m.num_embeddings for m in model.modules() if type(m) is nn.Embedding}
+    heads = {m.out_features for m in model.modules() if is_plain_linear(m)}
+    return max(embeddings & heads, default=None)
+
+
+def _matrices(model: nn.Module, size: int) -> Iterator[_Matrix]:
+    """Weights and biases with one row per token."""
+    for name, module in model.named_modules():
+        embeds = type(module) is nn.Embedding and module.num_embeddings == size
+        is_head = is_plain_linear(module) and module.out_features == size
+        if embeds or is_head:
+            yield _Matrix(name, module, "weight")
+            if is_head and module.bias is not None:
+                yield _Matrix(name, module, "bias")
+        elif not isinstance(module, nn.Linear):
+            bias = module._parameters.get("bias")  # BERT's head has a second name for it
+            if bias is not None and tuple(bias.shape) == (size,):
+                yield _Matrix(name, module, "bias")
+
+
+def _size_attributes(model: nn.Module, size: int) -> Iterator[tuple[str, Any, str]]:
+    """Attributes of modules and configs that hold the vocabulary's size."""
+    for name, module in model.named_modules():
+        for attribute in ("num_embeddings", "out_features", "vocab_size"):
+            if vars(module).get(attribute) == size:
+                yield name, module, attribute
+    seen: set[int] = set()
+    for module in model.modules():
+        config = vars(module).get("config")
+        for owner in (config, getattr(config, "text_config", None)):
+            if isinstance(owner, type) or id(owner) in seen:
+                continue
+            if getattr(owner, "__dict__", {}).get("vocab_size") == size:
+                seen.add(id(owner))
+                yield "config", owner, "vocab_size"
+
+
+def _replace_unknown(tensor: torch.Tensor, batch: Any, *, size: int, unknown: int) -> torch.Tensor:
+    if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() == 0:
+        return tensor
+    return tensor.masked_fill(tensor >= size, unknown)  # an ignore_index is negative and stays
+
+
+# ------------------------------------------------------------------------------ options of a model's config
+
+
+class FewerConvertedLayers(Fix):
+    name = "fewer_converted_layers"
+    kind = "training"
+    changes = "Fewer of the frozen model's layers are converted, the last ones: fewer learn."
+    field: ClassVar[str] = "convert_layers"
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        if _config_value(context.workload, self.field) is None:
+            return
+        now = _converted_layers(context.model)
+        if now >= 2:
+            yield Target((self.field,), {"layers": now // 2}, f"the last {now // 2} layers instead of {now}")
+
+    def change_workload(self, workload: Workload, *_: Any, layers: int) -> Workload:
+        """`layers`: how many are converted, counted from the last."""
+        changed = _with_config_value(workload, self.field, layers, self.name)
+        now = _converted_layers(built(workload))
+        if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < now:
+            raise UserError(
+                f"fix {self.name!r}: layers={layers!r} is not valid; {now} are converted: give 1 to {now - 1}"
+            )
+        return changed
+
+
+def _converted_layers(model: Any) -> int:
+    return len(getattr(model, "converted", ()))
+
+
+class CheaperMixing(Fix):
+    name = "cheaper_mixing"
+    kind = "training"
+    changes = "The decoder's queries attend to the latents, or to nothing, instead of each other."
+    field: ClassVar[str] = "query_mixing"
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        now = _config_value(context.workload, self.field)
+        for kind in _cheaper_mixing(now):
+            yield Target((self.field,), {"mixing": kind}, f"{kind} instead of {now}")
+
+    def change_workload(self, workload: Workload, *_: Any, mixing: str) -> Workload:
+        """`mixing`: "cross", "feedforward" or "residual"."""
+        now = _config_value(workload, self.field)
+        if now is not None and mixing not in _cheaper_mixing(now):
+            valid = ", ".join(_cheaper_mixing(now)) or "nothing"
+            raise UserError(f"fix {self.name!r}: mixing={mixing!r} is not valid; cheaper than {now}: {valid}")
+        return _with_config_value(workload, self.field, mixing, self.name)
+
+
+def _cheaper_mixing(now: Any) -> tuple[str, ...]:
+    kinds = ("self", "cross", "feedforward", "residual")  # each cheaper than the one before
+    return kinds[kinds.index(now) + 1 :] if now in kinds else ()
+
+
+def _config_value(workload: Workload, field: str) -> Any:
+    """The value in the config of the workload's model factory; None where there is no such field.
+
+    A factory has a `config`, and `with_options(field=value)`, which returns a factory with that field
+    changed. oomph's own systems have such factories.
+    """
+    factory: Any = workload.model
+    while isinstance(factory, Changed):
+        factory = factory.build
+    return getattr(getattr(factory, "config", None), field, None)
+
+
+def _with_config_value(workload: Workload, field: str, value: Any, fix: str) -> Workload:
+    if _config_value(workload, field) is None:
+        raise UserError(
+            f"fix {fix!r}: the workload's model is not made from a config with {field!r}; it needs "
+            "model=factory, with factory.config and factory.with_options()"
+        )
+
+    def changed(model: Any) -> Any:  # what other fixes change in the model stays around the factory
+        if isinstance(model, Changed):
+            return replace(model, build=changed(model.build))
+        return model.with_options(**{field: value})
+
+    return replace(workload, model=changed(workload.model))

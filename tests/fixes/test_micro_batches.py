@@ -1,0 +1,263 @@
+"""micro_batches: parts give the gradients of the whole batch, or the proposal states a condition."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from label_batches import hugging_face, uneven
+from short_training import not_found, proposed
+from small import same_gradients, seeded, tiny_batch, workload
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes.micro_batches import shifts_labels
+from oomph.fixes.registry import FixContext
+from oomph.records import FixUse
+
+
+def step_gradients(work):
+    """The loss of a whole step and its gradients, as the Workload says that a step goes."""
+    torch.manual_seed(0)
+    model = work.model().double()
+    total = torch.zeros((), dtype=torch.float64)
+    for part, factor in work.passes(work.make_batch(torch.device("cpu"))):
+        loss = work.scaled(work.loss(model, part), factor)
+        loss.backward()
+        total += loss.detach()
+    return total, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4, 6])
+def test_parts_give_the_gradients_of_the_whole(parts):
+    work = replace(workload(layers=1), batch=uneven)
+    fixed = fixes.apply(FixUse("micro_batches", {"parts": parts}), work)
+    (loss, before), (new_loss, after) = step_gradients(work), step_gradients(fixed)
+    assert fixed.micro_batches.parts == parts
+    same_gradients((loss, before), (new_loss, after), 1e-12)
+
+
+def test_a_batch_whose_labels_are_all_ignored_has_no_gradient():
+    def ignored(device):
+        return {**uneven(device), "targets": torch.full((6, 24), -100, device=device)}
+
+    loss, grads = step_gradients(fixes.apply("micro_batches", replace(workload(layers=1), batch=ignored)))
+    assert loss == 0
+    assert all(grad is None or (grad == 0).all() for grad in grads.values())
+
+
+def with_form(form, read):
+    def loss(model, batch):
+        tokens, labels = read(batch)
+        return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+    return replace(workload(layers=1), batch=lambda device: form(*uneven(device).values()), loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "form", "read"),
+    [
+        ({}, lambda x, y: {"x": x, "y": {"labels": y}}, lambda b: (b["x"], b["y"]["labels"])),
+        ({"labels": 1}, lambda x, y: (x, y), lambda b: b),
+        ({"labels": "y"}, lambda x, y: [{"y": y, "x": x}], lambda b: (b[0]["x"], b[0]["y"])),
+    ],
+    ids=["usual name", "position", "other name"],
+)
+def test_labels_are_found_by_name_or_position(options, form, read):
+    work = with_form(form, read)
+    fixed = fixes.apply(FixUse("micro_batches", options), work)
+    same_gradients(step_gradients(work), step_gradients(fixed), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("form", "read"),
+    [
+        (lambda x, y: (x, y), lambda b: b),
+        (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
+    ],
+    ids=["tuple", "other names"],
+)
+def test_unnamed_labels_are_not_guessed(form, read):
+    """Parts count by their rows, and the proposal says so; the labels option makes it exact."""
+    work = with_form(form, read)
+    fixed = fixes.apply("micro_batches:parts=3", work)
+    assert [factor for _, factor in fixed.passes(work.make_batch("cpu"))] == [1 / 3] * 3
+    proposals = fixes.find("micro_batches").proposals(FixContext(None, work))
+    assert all("no tensor of the batch is named labels or targets" in each.condition for each in proposals)
+    assert not fixes.verify("micro_batches", work).holds
+    with pytest.raises(UserError, match=r"has no tensor of whole numbers.*give labels=NAME"):
+        step_gradients(fixes.apply("micro_batches:weights=labels", work))
+    with pytest.raises(UserError, match=r"has no tensor of whole numbers.*at 'z'"):
+        step_gradients(fixes.apply("micro_batches:labels=z", work))
+
+
+def test_one_label_a_row_may_be_ignored_too():
+    def batch(device):
+        labels = torch.tensor([3, -100, -100, -100, 1, 2], device=device)
+        return {"x": torch.arange(18.0, device=device).view(6, 3).sin(), "label": labels}
+
+    work = oomph.Workload(
+        lambda: seeded(lambda: nn.Linear(3, 4)),
+        batch,
+        lambda model, batch: F.cross_entropy(model(batch["x"].to(model.weight)), batch["label"]),
+    )
+    same_gradients(step_gradients(work), step_gradients(fixes.apply("micro_batches", work)), 1e-12)
+
+
+def test_by_rows_uneven_labels_would_be_wrong():
+    """What the weights are for: a test that the test above can fail."""
+    work = replace(workload(layers=1), batch=uneven)
+    by_rows = fixes.apply(FixUse("micro_batches", {"weights": "rows"}), work)
+    with pytest.raises(AssertionError):
+        same_gradients(step_gradients(work), step_gradients(by_rows), 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
+def test_labels_are_counted_as_hugging_face_models_count_them(kind):
+    work = oomph.Workload(
+        lambda: seeded(lambda: hugging_face(kind)), lambda device: uneven(device, "labels", "input_ids")
+    )
+    assert shifts_labels(work.model()) == (kind in ("gpt2", "llama"))
+    (loss, before), (new_loss, after) = (
+        step_gradients(work),
+        step_gradients(fixes.apply("micro_batches", work)),
+    )
+    # The models compute their loss in float32; and a key's bias changes nothing, its gradient is rounding.
+    for grads in (before, after):
+        grads.pop("bert.encoder.layer.0.attention.self.key.bias", None)
+    same_gradients((loss, before), (new_loss, after), 1e-6)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.inside = hugging_face(kind)
+
+    def forward(self, **batch):
+        return self.inside(**batch)
+
+
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_labels_are_counted_so_for_a_model_inside_another(kind):
+    work = oomph.Workload(
+        lambda: seeded(lambda: Wrapper(kind)), lambda device: uneven(device, "labels", "input_ids")
+    )
+    assert shifts_labels(work.model()) == (kind == "llama")
+    same_gradients(step_gradients(work), step_gradients(fixes.apply("micro_batches", work)), 1e-6)
+
+
+def test_models_that_divide_by_the_whole_themselves_add_up():
+    def loss(model, batch):
+        logits = model(batch["tokens"])
+        total = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+        return total / batch["num_items_in_batch"]
+
+    def batch(device):
+        made = uneven(device)
+        return {**made, "num_items_in_batch": (made["targets"] != -100).sum()}
+
+    work = replace(workload(layers=1), batch=batch, loss=loss)
+    same_gradients(step_gradients(work), step_gradients(fixes.apply("micro_batches", work)), 1e-12)
+
+
+def test_parts_are_proposed_as_they_divide_the_rows():
+    work = workload(layers=1, width=128, longest=256)
+    work = replace(work, batch=lambda device: tiny_batch(device, 12, 256))
+    proposals = proposed("micro_batches", work)
+    assert [proposal.options["parts"] for proposal in proposals] == [4, 2]  # 8 does not divide 12
+    savings = [proposal.saving for proposal in proposals]
+    assert savings[0] > savings[1] > 0
+    assert all(proposal.slowdown > 1 for proposal in proposals)
+    for proposal in proposals:
+        assert "mean over labels that count" in proposal.note
+        assert "a sum, or a loss that compares rows" in proposal.note
+
+
+class WithBatchNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.layer(x))
+
+
+def test_batch_statistics_are_seen_and_refused():
+    work = oomph.Workload(
+        WithBatchNorm, lambda device: torch.ones(4, 3, device=device), lambda m, x: m(x).sum()
+    )
+    assert not_found("micro_batches", work)
+    with pytest.raises(UserError, match="norm normalises by the statistics of the batch"):
+        fixes.apply("micro_batches", work).model()
+
+
+def test_micro_batch_mistakes_are_told():
+    work = workload(layers=1)
+    for options, message in (
+        ({"parts": 1}, "parts=1 is not valid; give a whole number >= 2"),
+        ({"weights": "tokens"}, "weights='tokens' is not valid; valid: auto, rows, labels"),
+        ({"ignore_index": None}, "ignore_index=None is not valid"),
+        ({"labels": 1.5}, r"labels=1\.5 is not valid; give a name or a position"),
+        ({"shifted": 1}, "shifted=1 is not valid; valid: true, false"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fixes.apply(FixUse("micro_batches", options), work)
+    with pytest.raises(UserError, match="already comes in 2 parts"):
+        fixes.apply("micro_batches", replace(work, micro_batches=oomph.workload.MicroBatches(2)))
+    images = oomph.Workload(
+        lambda: nn.Linear(3, 1), lambda device: torch.ones(4, 3), lambda m, x: m(x).mean()
+    )
+    with pytest.raises(UserError, match="has no tensor of whole numbers"):
+        step_gradients(fixes.apply(FixUse("micro_batches", {"weights": "labels"}), images))
+
+
+def by_length(model, batch):
+    """A mean over tokens that lengths count, which is not the mean of the rows'."""
+    tokens, lengths = batch
+    own = model(tokens).square().mean(-1)
+    counted = torch.arange(own.shape[1], device=own.device) < lengths[:, None]
+    return own[counted].sum() / counted.sum()
+
+
+def with_lengths(device):
+    tokens = tiny_batch(device)["tokens"]
+    return tokens, torch.tensor([2, 3, 20, 24], device=device)
+
+
+def test_where_the_batch_does_not_tell_what_its_parts_count_the_fix_holds_on_a_condition():
+    work = replace(workload(layers=1), batch=with_lengths, loss=by_length)
+    assert not fixes.verify("micro_batches", work).holds
+    offers = fixes.find("micro_batches").proposals(FixContext(oomph.predict(work), work))
+    assert offers
+    assert all("all rows count the same in the loss" in offer.condition for offer in offers)
+
+
+ROWS = torch.ones(4, 3)
+WHOLE = torch.ones(4, 3, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("batch", "condition"),
+    [
+        (WHOLE, ""),
+        ({"tokens": WHOLE, "targets": WHOLE}, ""),
+        ({"input_ids": WHOLE, "attention_mask": WHOLE, "labels": WHOLE}, ""),
+        ({"x": ROWS, "target": ROWS}, ""),
+        ({"a": WHOLE, "b": WHOLE, "num_items_in_batch": torch.tensor(3)}, ""),
+        ({"tokens": WHOLE, "scale": torch.tensor(2.0)}, ""),
+        ((ROWS, torch.ones(4, dtype=torch.long)), "no tensor of the batch is named labels or targets"),
+        ((WHOLE, WHOLE > 0), "no tensor of the batch is named labels or targets"),
+        ((WHOLE, ROWS), "no tensor of the batch is named labels or targets"),
+        ((ROWS, ROWS, WHOLE), "no tensor of the batch is named labels or targets"),
+        ({"tokens": WHOLE, "targets": WHOLE, "loss_mask": ROWS}, "whatever 'loss_mask' of the batch says"),
+    ],
+)
+def test_batches_that_tell_what_their_parts_count_and_others(batch, condition):
+    work = oomph.Workload(lambda: nn.Linear(3, 1), lambda device: batch, lambda m, x: m(ROWS).mean())
+    offers = fixes.find("micro_batches").proposals(FixContext(None, work))
+    assert [offer.options["parts"] for offer in offers] == [2, 4]
+    for offer in offers:
+        assert condition in offer.condition
+        assert bool(offer.condition) == bool(condition)

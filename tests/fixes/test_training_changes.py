@@ -1,0 +1,236 @@
+"""Fixes that change what is trained: smaller batches, sequences and vocabularies; options of configs."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from label_batches import hugging_face, uneven
+from short_training import not_found, proposed
+from small import TinyLM, gradients, plain_loss, seeded, state_of, tiny_batch, workload
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes.registry import FixContext
+from oomph.fixes.training_changes import vocabulary_size
+from oomph.records import FixUse
+from oomph.systems.ginr import PRESETS as GINR
+from oomph.systems.npt import PRESETS as NPT
+from oomph.training.config import OptimizerConfig
+from oomph.training.workloads import AdamW, ModelFactory, RandomImages, RandomText
+from oomph.workload import default_loss
+
+
+def sized(device, B, T):
+    return tiny_batch(device, B, T)
+
+
+@pytest.mark.parametrize(("fix", "size"), [("smaller_batch", "B"), ("shorter_sequence", "T")])
+def test_a_size_of_the_workload_is_halved(fix, size):
+    work = replace(workload(layers=1), batch=sized, sizes={"B": 8, "T": 32})
+    assert fixes.apply(fix, work).sizes == {**work.sizes, size: work.sizes[size] // 2}
+    assert fixes.apply(FixUse(fix, {"value": 3}), work).sizes[size] == 3
+    assert fixes.apply(FixUse(fix, {"size": "B"}), work).sizes["B"] == 4
+    with pytest.raises(UserError, match="there is no size 'W'; the workload's sizes are B, T"):
+        fixes.apply(FixUse(fix, {"size": "W"}), work)
+    with pytest.raises(UserError, match="value=99 is not valid; it is"):
+        fixes.apply(FixUse(fix, {"value": 99}), work)
+
+
+def test_a_batch_without_sizes_is_cut():
+    work = workload(layers=1)
+    batch = work.make_batch(torch.device("cpu"))
+    smaller = fixes.apply("smaller_batch", work).make_batch(torch.device("cpu"))
+    shorter = fixes.apply(FixUse("shorter_sequence", {"value": 5}), work).make_batch(torch.device("cpu"))
+    for key, tensor in batch.items():
+        assert torch.equal(smaller[key], tensor[:2])
+        assert torch.equal(shorter[key], tensor[:, :5])
+        assert smaller[key].untyped_storage().nbytes() == smaller[key].numel() * 8  # the rest is freed
+    both = fixes.apply(["smaller_batch", "shorter_sequence"], work).make_batch(torch.device("cpu"))
+    assert both["tokens"].shape == (2, 12)
+
+
+@pytest.mark.parametrize("fix", ["smaller_batch", "shorter_sequence"])
+def test_less_of_a_batch_is_proposed_with_a_saving(fix):
+    work = workload(layers=1, width=128, longest=512)
+    work = replace(work, batch=lambda device: tiny_batch(device, 8, 512))
+    (proposal,) = proposed(fix, work)
+    assert proposal.saving > 0
+    assert proposal.kind == "training"
+    alone = oomph.Workload(
+        lambda: nn.Linear(3, 1), lambda device: torch.ones(1, 3, device=device), lambda m, x: m(x).mean()
+    )
+    assert not_found(fix, alone)
+
+
+def test_what_cannot_be_cut_is_told():
+    work = oomph.Workload(lambda: nn.Linear(3, 1), lambda device: torch.ones(4, 3), lambda m, x: m(x).mean())
+    with pytest.raises(UserError, match="no integers of shape"):
+        fixes.apply("shorter_sequence", work)
+    with pytest.raises(UserError, match="no tensor with rows"):
+        fixes.apply("smaller_batch", replace(work, batch=lambda device: {"n": 3}))
+
+
+def test_the_vocabulary_is_cut_in_model_and_batch_and_undone():
+    model = seeded(TinyLM)
+    state, weight = state_of(model), model.head.weight
+    fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 50}), model)
+    assert model.embed.weight.shape == model.head.weight.shape == (50, 32)
+    assert torch.equal(model.head.weight, weight[:50])
+    assert (model.embed.num_embeddings, model.head.out_features) == (50, 50)
+    work = fixes.apply(
+        FixUse("smaller_vocabulary", {"size": 50, "unknown": 7}), replace(workload(), batch=uneven)
+    )
+    batch, before = work.make_batch(torch.device("cpu")), uneven("cpu")
+    assert torch.equal(batch["tokens"], torch.where(before["tokens"] >= 50, 7, before["tokens"]))
+    assert batch["targets"].min() == -100
+    assert batch["targets"].max() < 50
+    gradients(model, plain_loss, batch)
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
+def test_hugging_face_models_lose_words_and_stay_tied(kind):
+    model = seeded(lambda: hugging_face(kind))
+    state = state_of(model)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 40}), model)
+    assert model.config.vocab_size == 40
+    assert embedding.weight.shape[0] == head.weight.shape[0] == 40
+    assert (embedding.weight is head.weight) == tied
+    batch = uneven("cpu", "labels", "input_ids")
+    loss = default_loss(model, {key: value.masked_fill(value >= 40, 0) for key, value in batch.items()})
+    loss.backward()
+    assert embedding.weight.grad.shape == embedding.weight.shape
+    fixes.undo(model)
+    assert state_of(model) == state
+
+
+@dataclass
+class Config:
+    vocab_size: int = 97
+
+
+class Configured(TinyLM):
+    def __init__(self, config):
+        super().__init__(vocabulary=config.vocab_size)
+        self.config = config
+
+
+@pytest.mark.parametrize("kind", ["llama", "own"])
+def test_a_config_that_other_models_are_built_from_is_left_as_it_is(kind):
+    if kind == "own":
+        config, build = Config(), Configured
+    else:
+        config = hugging_face(kind).config
+        build = pytest.importorskip("transformers").LlamaForCausalLM
+    model = build(config)
+    state = state_of(model)
+    fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 40}), model)
+    assert (model.config.vocab_size, config.vocab_size) == (40, 97)
+    assert vocabulary_size(build(config)) == 97
+    fixes.undo(model)
+    assert model.config is config
+    assert state_of(model) == state
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 97}, Config, None])
+def test_configs_that_are_no_objects_are_left_alone(config):
+    model = seeded(TinyLM)
+    model.config = config
+    fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 40}), model)
+    assert model.config is config
+    assert vocabulary_size(model) == 40
+
+
+def test_the_cap_is_proposed_for_large_vocabularies():
+    work = workload(layers=1, vocabulary=32000, width=64)
+    work = replace(work, batch=lambda device: tiny_batch(device, 4, 64, vocabulary=32000))
+    (proposal,) = proposed("smaller_vocabulary", work)
+    assert proposal.options == {"size": 16000}
+    assert proposal.saving > 0
+    assert proposal.where == ("embed", "head")
+    assert not_found("smaller_vocabulary", workload(layers=1))
+
+
+def test_vocabulary_mistakes_are_told_and_change_nothing():
+    model = seeded(TinyLM)
+    state = state_of(model)
+    for options, message in (
+        ({"size": 97}, "size=97 is not valid; the vocabulary has 97 tokens"),
+        ({"size": 1}, "size=1 is not valid; give a whole number >= 2"),
+        ({"size": 5, "unknown": 5}, "unknown=5 is not valid; give 0 to 4"),
+        ({}, "needs the option 'size'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            fixes.apply_to_model(FixUse("smaller_vocabulary", options), model)
+    with pytest.raises(UserError, match="no embedding with a head"):
+        fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 5}), nn.Linear(3, 4))
+    assert state_of(model) == state
+
+
+def npt(**changes):
+    config = replace(NPT["tiny"], **changes)
+    return oomph.Workload(
+        ModelFactory("npt", "model", config),
+        RandomText(256),
+        optimizer=AdamW(OptimizerConfig()),
+        sizes={"B": 2, "T": 16},
+    )
+
+
+def ginr(**changes):
+    config = replace(GINR["tiny"], **changes)
+    return oomph.Workload(
+        ModelFactory("ginr", "model", config), RandomImages(3, config.image_size), sizes={"B": 2}
+    )
+
+
+def test_fewer_layers_are_converted_and_other_fixes_stay():
+    work = fixes.apply(
+        [FixUse("fewer_converted_layers", {"layers": 1}), FixUse("fused_optimizer")],
+        npt(convert_layers="all"),
+    )
+    assert work.model().converted == (3,)
+    assert [use.fix for use in work.fixes] == ["fewer_converted_layers", "fused_optimizer"]
+
+
+def test_half_of_the_layers_are_proposed():
+    (found,) = fixes.find("fewer_converted_layers").proposals(FixContext(None, npt()))
+    assert dict(found.use.options) == {"layers": 1}
+
+
+def test_every_cheaper_mixing_is_proposed():
+    found = fixes.find("cheaper_mixing").proposals(FixContext(None, ginr()))
+    assert [one.use.options["mixing"] for one in found] == ["cross", "feedforward", "residual"]
+    work = fixes.apply([found[-1].use], ginr())
+    assert work.model().config.query_mixing == "residual"
+
+
+@pytest.mark.parametrize(
+    ("use", "work", "message"),
+    [
+        (
+            FixUse("fewer_converted_layers", {"layers": 2}),
+            npt(),
+            "layers=2 is not valid; 2 are converted: give 1 to 1",
+        ),
+        (
+            FixUse("fewer_converted_layers", {"layers": 1}),
+            ginr(),
+            "not made from a config with 'convert_layers'",
+        ),
+        (
+            FixUse("cheaper_mixing", {"mixing": "self"}),
+            ginr(query_mixing="cross"),
+            "cheaper than cross: feedforward, residual",
+        ),
+        (FixUse("cheaper_mixing", {"mixing": "cross"}), npt(), "not made from a config with 'query_mixing'"),
+    ],
+)
+def test_what_cannot_be_is_told(use, work, message):
+    with pytest.raises(UserError, match=message):
+        fixes.apply([use], work)
