@@ -1,16 +1,16 @@
-"""Rotary embedding as a module: it knows the frequencies, makes one table a step, and holds no tensor."""
+"""Rotary embedding as a module: one table per step for all layers, and no buffers."""
 
 import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_frequencies, rotary_table
-from oomph.ops.rotary_embedding.op import turned_numbers
+from oomph.ops.rotary_embedding.api import rotary_dim
 from oomph.ops.rotary_embedding.table import Scaling, check_frequencies
 
 
 class RotaryEmbedding(nn.Module):
-    """One per model, not per layer: the table is made once from the positions and handed to every layer.
+    """One per model, not per layer: the table is made once from the positions and passed to every layer.
 
         rope = RotaryEmbedding(dim=128)
         table = rope(positions)              # once per forward
@@ -39,21 +39,21 @@ class RotaryEmbedding(nn.Module):
         self.interleaved = interleaved
         self.heads_first = heads_first
         self.scaling = scaling
-        self.turned = turned_numbers(dim, fraction)
-        check_frequencies(self.turned, theta, scaling)
+        self.rotary_dim = rotary_dim(dim, fraction)
+        check_frequencies(self.rotary_dim, theta, scaling)
 
     @property
     def inv_freq(self) -> Tensor:
         """Radians per position of each pair, in float64 on the host, whatever the module was cast to."""
-        return rotary_frequencies(self.turned, theta=self.theta, scaling=self.scaling, device="cpu")
+        return rotary_frequencies(self.rotary_dim, theta=self.theta, scaling=self.scaling, device="cpu")
 
     def forward(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> RotaryTable:
         """The table for positions [T] or [B, T], on their device; dtype float64 for a float64 model."""
-        return rotary_table(positions, self.turned, theta=self.theta, scaling=self.scaling, dtype=dtype)
+        return rotary_table(positions, self.rotary_dim, theta=self.theta, scaling=self.scaling, dtype=dtype)
 
     def rotate(self, q: Tensor, k: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
-        """q and k turned by the table, in this module's form (see oomph.ops.rotary_embedding.rotary)."""
-        turned_q, turned_k = rotary(
+        """q and k rotated by the table, with this module's options (see oomph.ops.rotary)."""
+        rotated_q, rotated_k = rotary(
             q,
             k,
             table=table,
@@ -61,11 +61,11 @@ class RotaryEmbedding(nn.Module):
             interleaved=self.interleaved,
             heads_first=self.heads_first,
         )
-        return turned_q, turned_k
+        return rotated_q, rotated_k
 
     def rotate_first(self, x: Tensor, heads: int, table: RotaryTable) -> Tensor:
-        """The first `heads` heads of x turned and the others copied: queries, keys and values in one."""
-        turned: Tensor = rotary(
+        """The first `heads` heads of x rotated and the others copied: queries, keys and values in one."""
+        rotated: Tensor = rotary(
             x,
             table=table,
             fraction=self.fraction,
@@ -73,7 +73,7 @@ class RotaryEmbedding(nn.Module):
             heads_first=self.heads_first,
             turned_heads=heads,
         )
-        return turned
+        return rotated
 
     def extra_repr(self) -> str:
         shown = f"dim={self.dim}, theta={self.theta}"

@@ -55,9 +55,9 @@ def test_bfloat16_positions_collapse_to_1409_values_and_ours_do_not():
     wrong = (in_bf16.long() != positions).nonzero()
     assert wrong[0].item() == 257
 
-    sick = in_bf16.double().unsqueeze(-1) * rotary_frequencies(4)
+    collapsed = in_bf16.double().unsqueeze(-1) * rotary_frequencies(4)
     ours = rotary_table(positions, 4)
-    assert sick.cos().float().unique(dim=0).shape[0] <= 1409
+    assert collapsed.cos().float().unique(dim=0).shape[0] <= 1409
     assert torch.cat((ours.cos, ours.sin), -1).unique(dim=0).shape[0] == 131_072
 
 
@@ -159,7 +159,7 @@ def test_a_table_is_frozen():
         (
             torch.arange(3),
             {"dim": 7},
-            "dim=7 is not valid; rotary turns pairs, so dim is an even number >= 2",
+            "dim=7 is not valid; rotary rotates pairs, so dim is an even number >= 2",
         ),
         (torch.arange(3), {"dim": 0}, "dim=0 is not valid"),
         (torch.arange(3), {"dim": 8.0}, "dim=8.0 is not valid"),

@@ -22,7 +22,7 @@ _SLICE_BYTES = 16 * MiB
 # These devices have no float64: the table is computed on the host and moved, which waits for the positions.
 _WITHOUT_FLOAT64 = frozenset({"mps"})
 _POSITION_FLOATS = (torch.float32, torch.float64)  # float32 counts exactly up to 2**24
-_COUNTING = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_POSITION_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, eq=False)  # tensors have no single answer to ==
@@ -75,7 +75,7 @@ def rotary_frequencies(
 ) -> Tensor:
     """theta**(-2i/dim) for i < dim/2, scaled, in float64: radians per position."""
     check_frequencies(dim, theta, scaling)
-    # exp rather than pow, which autocast would be free to round
+    # exp rather than pow, which autocast may round
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) * (-math.log(theta) / dim)
     frequencies = exponents.exp()
     if isinstance(scaling, Llama3Scaling):
@@ -124,7 +124,7 @@ def rotary_table(
 
 def check_frequencies(dim: int, theta: float, scaling: Scaling) -> None:
     if isinstance(dim, bool) or not isinstance(dim, int) or dim < 2 or dim % 2:
-        raise ArgumentError(f"dim={dim!r} is not valid; rotary turns pairs, so dim is an even number >= 2")
+        raise ArgumentError(f"dim={dim!r} is not valid; rotary rotates pairs, so dim is an even number >= 2")
     if not _is_number(theta) or not 1 < theta < math.inf:
         raise ArgumentError(f"theta={theta!r} is not valid; give a number > 1, e.g. 10000.0")
     if scaling is None or isinstance(scaling, Llama3Scaling):
@@ -136,14 +136,14 @@ def check_frequencies(dim: int, theta: float, scaling: Scaling) -> None:
 def check_positions(positions: Tensor) -> None:
     if not isinstance(positions, Tensor):
         raise ArgumentError(f"positions is a {type(positions).__name__}, not a tensor of positions")
-    if positions.dtype not in (*_COUNTING, *_POSITION_FLOATS):
+    if positions.dtype not in (*_POSITION_INTEGERS, *_POSITION_FLOATS):
         raise ArgumentError(
             f"positions has dtype {positions.dtype}; valid: integers, float32, float64 "
             "(16-bit floats cannot tell 2049 from 2048, nor bfloat16 257 from 256)"
         )
     if positions.requires_grad:
         raise ArgumentError(
-            "positions requires a gradient, which rotary does not give; pass positions.detach()"
+            "positions requires a gradient, which rotary does not compute; pass positions.detach()"
         )
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The rotation as one pass over the input: read once, turned in registers, written once.
+"""The rotation as one pass over the input: read once, rotated in registers, written once.
 
 The table is float32, so read per head it would weigh as much as the heads themselves. Each program keeps its
 block of the table in registers over several heads, and the programs of one block run next to each other.
@@ -16,7 +16,7 @@ def rotate(
     cos,
     sin,
     heads,
-    turned_heads,  # those after them are copied
+    rotated_heads,  # those after them are copied
     tokens,
     x_batch,
     x_head,
@@ -30,13 +30,13 @@ def rotate(
     table_token,
     token_blocks,
     head_groups,
-    PAIRS: tl.constexpr,  # pairs that are turned, and that number rounded up to a power of two
+    PAIRS: tl.constexpr,  # pairs that are rotated, and that number rounded up to a power of two
     PAIRS_BLOCK: tl.constexpr,
-    KEPT: tl.constexpr,  # numbers after the turned ones, which are copied
-    KEPT_BLOCK: tl.constexpr,
+    COPIED: tl.constexpr,  # numbers after the rotated ones, which are copied
+    COPIED_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
-    SOME: tl.constexpr,  # are there any to copy?
+    COPIES_HEADS: tl.constexpr,  # some heads are copied
     INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
@@ -68,24 +68,24 @@ def rotate(
             pairs = tl.load(x_rows + both * x_last, mask=both_mask, other=0.0).to(c.dtype)
             x1, x2 = tl.split(tl.reshape(pairs, (TOKENS, PAIRS_BLOCK, 2)))
             first, second = x1 * c - x2 * s, x1 * s + x2 * c
-            if SOME:
-                first = tl.where(head < turned_heads, first, x1)
-                second = tl.where(head < turned_heads, second, x2)
-            turned = tl.reshape(tl.join(first, second), (TOKENS, 2 * PAIRS_BLOCK))
-            tl.store(out_rows + both * out_last, turned.to(out.dtype.element_ty), mask=both_mask)
+            if COPIES_HEADS:
+                first = tl.where(head < rotated_heads, first, x1)
+                second = tl.where(head < rotated_heads, second, x2)
+            rotated = tl.reshape(tl.join(first, second), (TOKENS, 2 * PAIRS_BLOCK))
+            tl.store(out_rows + both * out_last, rotated.to(out.dtype.element_ty), mask=both_mask)
         else:
             here = mask & (head < heads)
             x1 = tl.load(x_rows + pair[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
             x2 = tl.load(x_rows + (pair + PAIRS)[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
             first, second = x1 * c - x2 * s, x1 * s + x2 * c
-            if SOME:
-                first = tl.where(head < turned_heads, first, x1)
-                second = tl.where(head < turned_heads, second, x2)
+            if COPIES_HEADS:
+                first = tl.where(head < rotated_heads, first, x1)
+                second = tl.where(head < rotated_heads, second, x2)
             tl.store(out_rows + pair[None, :] * out_last, first.to(out.dtype.element_ty), mask=here)
             second = second.to(out.dtype.element_ty)
             tl.store(out_rows + (pair + PAIRS)[None, :] * out_last, second, mask=here)
-        if KEPT > 0:
-            last = 2 * PAIRS + tl.arange(0, KEPT_BLOCK)[None, :]
-            kept_mask = real_token & (last < 2 * PAIRS + KEPT) & (head < heads)
-            kept = tl.load(x_rows + last * x_last, mask=kept_mask)
-            tl.store(out_rows + last * out_last, kept, mask=kept_mask)
+        if COPIED > 0:
+            last = 2 * PAIRS + tl.arange(0, COPIED_BLOCK)[None, :]
+            copied_mask = real_token & (last < 2 * PAIRS + COPIED) & (head < heads)
+            copied = tl.load(x_rows + last * x_last, mask=copied_mask)
+            tl.store(out_rows + last * out_last, copied, mask=copied_mask)

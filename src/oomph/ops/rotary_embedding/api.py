@@ -1,0 +1,341 @@
+"""Rotary position embedding: arguments, the table, the choice of implementation, gradients.
+
+Legend: B batch, H heads, T tokens, D head size, P pairs that are rotated (R = 2P numbers of D).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from oomph.errors import ArgumentError
+from oomph.ops.common import (
+    Choice,
+    check_floating,
+    check_one_of,
+    check_same_device,
+    check_same_dtype,
+    choose_triton_or_torch,
+    explained_by,
+    log_choice,
+    no_compile,
+)
+from oomph.ops.launch import Kernels, why_not_triton
+from oomph.ops.rotary_embedding.table import RotaryTable, Scaling, check_positions, rotary_table
+from oomph.units import MiB
+
+IMPLS = ("auto", "reference", "chunked", "triton")
+_KERNELS = Kernels("oomph.ops.rotary_embedding.kernels")
+_HEADS_PER_PROGRAM = 4  # a block of the table is read once for so many heads
+_PAIRS_PER_PROGRAM = 1024  # 8 for each of 128 threads
+_SLICE_BYTES = 4 * MiB  # of float32 numbers in plain torch: fits a CPU's cache, and small beside any model
+
+
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [..., D] with the first 2 * cos.shape[-1] numbers rotated; cos and sin broadcast to [..., R/2].
+
+    Pairs are (i, i + R/2) (NeoX, Llama) or (2i, 2i + 1) when interleaved (GPT-J). Each pair is a point, which
+    is rotated by its angle. Computed in the dtype of cos and rounded to that of x at the end. Autograd saves
+    only cos and sin.
+    """
+    pairs = cos.shape[-1]
+    rotated, passed = x[..., : 2 * pairs].to(cos.dtype), x[..., 2 * pairs :]
+    first, second = _halves(rotated, pairs, interleaved)
+    new = first * cos - second * sin, first * sin + second * cos
+    rotated = torch.stack(new, dim=-1).flatten(-2) if interleaved else torch.cat(new, dim=-1)
+    return torch.cat((rotated.to(x.dtype), passed), dim=-1)
+
+
+def _halves(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
+    if interleaved:
+        return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+    return x[..., :pairs], x[..., pairs : 2 * pairs]
+
+
+class _RotationOptions(NamedTuple):
+    """A rotation, apart from its table."""
+
+    interleaved: bool
+    heads_first: bool
+    heads: int | None  # so many are rotated and those after them copied; None: all are rotated
+    impl: str
+    inverse: bool = False
+
+
+def _choose(q: Tensor, impl: str, **_: Any) -> Choice:
+    check_one_of("impl", impl, IMPLS)
+    check_floating(q=q)
+    return choose_triton_or_torch(
+        impl,
+        q,
+        why_not_triton(q),
+        kernels="on CUDA one kernel reads the input once and writes the output once",
+        plain="plain torch, a slice of tokens at a time",
+    )
+
+
+@explained_by(_choose)
+def rotary(
+    q: Tensor,
+    k: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    table: RotaryTable | None = None,
+    theta: float = 10000.0,
+    scaling: Scaling = None,
+    fraction: float = 1.0,
+    interleaved: bool = False,
+    heads_first: bool = True,
+    turned_heads: int | None = None,
+    impl: str = "auto",
+) -> Any:
+    """Rotary position embedding of q, or of (q, k); new tensors in their dtype and memory layout.
+
+    q, k: [B, H, T, D], or [B, T, H, D] with heads_first=False; the leading B may be missing. k may have
+    another number of heads. positions: [T] or [B, T], integers (default 0, 1, ..., T-1); or give `table`,
+    made once by `rotary_table` for all layers, and no positions. theta and scaling only make the table.
+    fraction: of D that is rotated, from the front (Pythia: 0.25); the rest is copied.
+    interleaved: pairs are (2i, 2i+1) as in GPT-J instead of (i, i + R/2) as in NeoX and Llama.
+    turned_heads: of q without k; how many heads, from the front, are rotated (default all), the rest being
+    copied. For queries, keys and values of one projection, in one pass: the projection is then free.
+
+    The arithmetic is float32 and rounded once (float64 throughout for float64 inputs, table included).
+    Saved for backward: cos and sin alone, shared by all that use the table; the gradient is the rotation by
+    the opposite angle, and differentiable again. Out of place: one output and no copy of the input; without
+    the kernel, temporaries of a few MiB. Autocast changes nothing here. Under torch.compile the reference is
+    traced, which the compiler fuses and whose autograd also saves cos and sin only.
+    """
+    check_one_of("impl", impl, IMPLS)
+    _check_dims("q", q, heads_first)
+    if k is not None:
+        _check_dims("k", k, heads_first)
+        _check_pair(q, k, heads_first)
+    _check_heads(q.shape[-3 if heads_first else -2], turned_heads, k)
+    dim = rotary_dim(q.shape[-1], fraction)
+    table = _make_or_check_table(q, heads_first, positions, table, theta, scaling, dim)
+    options = _RotationOptions(interleaved, heads_first, turned_heads, impl)
+    rotate = _rotate_traced if torch.compiler.is_compiling() and impl == "auto" else _rotate
+    rotated = rotate(table, options, q) if k is None else rotate(table, options, q, k)
+    return rotated[0] if k is None else rotated
+
+
+@no_compile  # the compiler does not trace an implementation that was asked for
+def _rotate(table: RotaryTable, options: _RotationOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """One autograd node each: where both gradients arrive together, the first is freed before the second."""
+    impl = log_choice("rotary", _choose(tensors[0], impl=options.impl)).impl
+    if impl == "reference":
+        return _rotate_traced(table, options, *tensors)
+    options = options._replace(impl=impl)
+    return tuple(_Rotation.apply(x, table.cos, table.sin, options) for x in tensors)
+
+
+def _rotate_traced(table: RotaryTable, options: _RotationOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
+    head_dim = -3 if options.heads_first else -2
+    cos, sin = (part.unsqueeze(head_dim) for part in (table.cos, table.sin))
+    results = []
+    for x in tensors:
+        rotated, copied = x.tensor_split((options.heads or x.shape[head_dim],), head_dim)
+        rotated = rotary_reference(rotated, cos, sin, options.interleaved)
+        results.append(rotated if options.heads is None else torch.cat((rotated, copied), head_dim))
+    return tuple(results)
+
+
+class _Rotation(torch.autograd.Function):
+    """Linear in x, so that backward needs the table and nothing of x; the gradient is the same function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.options = options
+        return (_rotate_triton if options.impl == "triton" else _rotate_torch)(x, cos, sin, options)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        options = ctx.options._replace(inverse=not ctx.options.inverse)
+        return _Rotation.apply(grads[0], cos, sin, options), None, None, None
+
+
+def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> Tensor:
+    """In the table's dtype, rounded to x's; temporaries of one slice of tokens."""
+    out = torch.empty_like(x)
+    x_BHTD, out_BHTD = (_as_BHTD(each, options.heads_first) for each in (x, out))
+    cos_BTP, sin_BTP = (part if part.dim() == 3 else part.unsqueeze(0) for part in (cos, sin))
+    if options.heads is not None:
+        out_BHTD[:, options.heads :].copy_(x_BHTD[:, options.heads :])
+        x_BHTD, out_BHTD = x_BHTD[:, : options.heads], out_BHTD[:, : options.heads]
+    batch, heads, tokens, size = x_BHTD.shape
+    pairs = cos_BTP.shape[-1]
+    if 2 * pairs < size:
+        out_BHTD[..., 2 * pairs :].copy_(x_BHTD[..., 2 * pairs :])
+    sign = -1.0 if options.inverse else 1.0
+    token_bytes = max(1, batch * heads * 2 * pairs * cos_BTP.element_size())
+    step = max(1, _SLICE_BYTES // token_bytes)
+    for start in range(0, tokens, step):
+        part = slice(start, start + step)
+        cos_part, sin_part = cos_BTP[:, None, part], sin_BTP[:, None, part]
+        x1, x2 = (half.to(cos.dtype) for half in _halves(x_BHTD[:, :, part], pairs, options.interleaved))
+        out1, out2 = _halves(out_BHTD[:, :, part], pairs, options.interleaved)
+        out1.copy_((x1 * cos_part).addcmul_(x2, sin_part, value=-sign))
+        out2.copy_((x2 * cos_part).addcmul_(x1, sin_part, value=sign))
+    return out
+
+
+def _as_BHTD(x: Tensor, heads_first: bool) -> Tensor:
+    x = x if x.dim() == 4 else x.unsqueeze(0)
+    return x if heads_first else x.transpose(1, 2)
+
+
+def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> Tensor:
+    out = torch.empty_like(x)
+    if out.numel() == 0:
+        return out
+    shape, strides, out_strides = tuple(x.shape), x.stride(), out.stride()
+    if len(shape) == 3:
+        shape, strides, out_strides = (1, *shape), (0, *strides), (0, *out_strides)
+    batch, heads, tokens, size = shape
+    (_, x_head, x_token, _), (_, out_head, out_token, _) = strides, out_strides
+    if not options.heads_first:
+        heads, tokens = tokens, heads
+        x_head, x_token, out_head, out_token = x_token, x_head, out_token, out_head
+    table_strides = cos.stride()
+    if table_strides != sin.stride() or table_strides[-1] != 1:  # the kernel reads both alike
+        cos, sin = cos.contiguous(), sin.contiguous()
+        table_strides = cos.stride()
+    pairs = cos.shape[-1]
+    pairs_block = _power_of_two(pairs)
+    token_block = max(1, min(_PAIRS_PER_PROGRAM // pairs_block, _power_of_two(tokens)))
+    token_blocks = -(-tokens // token_block)
+    head_groups = -(-heads // _HEADS_PER_PROGRAM)
+    copied = size - 2 * pairs
+    _KERNELS.launch(
+        "rotate",
+        (batch * token_blocks * head_groups,),
+        *(x, out, cos, sin),
+        *(heads, heads if options.heads is None else options.heads, tokens),
+        *(strides[0], x_head, x_token, strides[3]),
+        *(out_strides[0], out_head, out_token, out_strides[3]),
+        table_strides[0] if cos.dim() == 3 and cos.shape[0] > 1 else 0,
+        table_strides[-2],
+        *(token_blocks, head_groups),
+        PAIRS=pairs,
+        PAIRS_BLOCK=pairs_block,
+        COPIED=copied,
+        COPIED_BLOCK=_power_of_two(copied),
+        TOKENS=token_block,
+        HEADS=_HEADS_PER_PROGRAM,
+        COPIES_HEADS=options.heads is not None,
+        INTERLEAVED=options.interleaved,
+        INVERSE=options.inverse,
+    )
+    return out
+
+
+def _power_of_two(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def rotary_dim(head_dim: int, fraction: float) -> int:
+    """How many numbers of a head are rotated."""
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise ArgumentError(f"fraction={fraction!r} is not valid; it is in (0, 1], e.g. 0.25")
+    dim = int(head_dim * fraction + 1e-6)  # 0.3 of 80 is 23.999...
+    if dim < 2 or dim % 2:
+        raise ArgumentError(
+            f"fraction={fraction} of head size {head_dim} rotates {dim} numbers; rotary rotates pairs, so an "
+            "even number >= 2"
+        )
+    return dim
+
+
+# Checks ----------------------------------------------------------------------------------------------
+
+
+def _check_dims(name: str, x: Tensor, heads_first: bool) -> None:
+    check_floating(**{name: x})
+    if x.dim() not in (3, 4):
+        layout = "[B, H, T, D] or [H, T, D]" if heads_first else "[B, T, H, D] or [T, H, D]"
+        raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: {layout}")
+
+
+def _sizes(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
+    """B (1 where it is missing), T and D."""
+    shape = x.shape
+    return shape[0] if len(shape) == 4 else 1, shape[-2 if heads_first else -3], shape[-1]
+
+
+def _check_pair(q: Tensor, k: Tensor, heads_first: bool) -> None:
+    check_same_device(q=q, k=k)
+    check_same_dtype(q=q, k=k)
+    sizes_of_q, sizes_of_k = _sizes(q, heads_first), _sizes(k, heads_first)
+    if sizes_of_q != sizes_of_k:
+        raise ArgumentError(
+            f"q has (B, T, D) = {sizes_of_q} and k {sizes_of_k}; only their "
+            "number of heads may differ (check heads_first, or rotate k in a call of its own)"
+        )
+
+
+def _check_heads(heads: int, turned_heads: int | None, k: Tensor | None) -> None:
+    if turned_heads is None:
+        return
+    if k is not None:
+        raise ArgumentError("turned_heads is for q alone, of which it takes a part; leave k out")
+    if isinstance(turned_heads, bool) or not isinstance(turned_heads, int) or not 0 < turned_heads <= heads:
+        raise ArgumentError(f"turned_heads={turned_heads!r} is not valid; q has heads 1 to {heads}")
+
+
+def _make_or_check_table(
+    q: Tensor,
+    heads_first: bool,
+    positions: Tensor | None,
+    table: RotaryTable | None,
+    theta: float,
+    scaling: Scaling,
+    dim: int,
+) -> RotaryTable:
+    """The table as [T, P] or [B or 1, T, P]: the one given, or one for the positions."""
+    batch, tokens, _ = _sizes(q, heads_first)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if table is not None:
+        if positions is not None:
+            raise ArgumentError("both positions and table were given; the table has its positions already")
+        _check_table(q, table, batch, tokens, dim, dtype)
+        return table
+    if positions is None:
+        positions = torch.arange(tokens, device=q.device)
+    check_positions(positions)
+    if tuple(positions.shape) not in ((tokens,), (1, tokens), (batch, tokens)):
+        raise ArgumentError(
+            f"positions has shape {list(positions.shape)}; valid for B={batch}, T={tokens}: "
+            f"[{tokens}] or [{batch}, {tokens}] (check heads_first)"
+        )
+    check_same_device(q=q, positions=positions)
+    return rotary_table(positions, dim, theta=theta, scaling=scaling, dtype=dtype)
+
+
+def _check_table(
+    q: Tensor, table: RotaryTable, batch: int, tokens: int, dim: int, dtype: torch.dtype
+) -> None:
+    if not isinstance(table, RotaryTable):
+        raise ArgumentError(
+            f"table is a {type(table).__name__}, not a RotaryTable; make one with rotary_table"
+        )
+    valid = ((tokens, dim // 2), (1, tokens, dim // 2), (batch, tokens, dim // 2))
+    for name, part in (("cos", table.cos), ("sin", table.sin)):
+        if part.shape not in valid:
+            raise ArgumentError(
+                f"table.{name} has shape {list(part.shape)}; valid for B={batch}, T={tokens} and {dim} "
+                f"rotated numbers: {list(valid[0])} or {list(valid[2])} (check fraction and heads_first)"
+            )
+        if part.dtype != dtype:
+            raise ArgumentError(
+                f"table.{name} has dtype {part.dtype}; for {q.dtype} inputs it must be {dtype} (was the "
+                "table cast?)"
+            )
+        if part.requires_grad:
+            raise ArgumentError(
+                f"table.{name} requires a gradient, which rotary does not compute; pass it detached"
+            )
+    if table.cos.shape != table.sin.shape:
+        raise ArgumentError(f"table.cos has shape {list(table.cos.shape)} and sin {list(table.sin.shape)}")
+    check_same_device(q=q, table=table.cos, sin=table.sin)
