@@ -37,7 +37,7 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> N
     tracer.allocator = workload.allocator
     progress("building the model", None)
     model = build_model(workload, tracer)
-    tracer.modules.name(model)
+    tracer.name_modules(model)
     if workload.dtype is not None:
         model.to(workload.dtype)
     model.to(DEVICE)

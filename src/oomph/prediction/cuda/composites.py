@@ -22,6 +22,7 @@ from oomph.prediction.cuda.rules import (
     RuleContext,
     bind,
     composite,
+    is_program_error,
     op_name,
 )
 from oomph.torch_internals import OpOverload
@@ -49,10 +50,24 @@ def _kernel(op: OpOverload, active: list[RuleContext]) -> Callable[..., Any]:
         if not active or not active[0].on_gpu(args[0]):
             return decompose()
         rule = functools.partial(COMPOSITES[op], active[0], bind(op, args, kwargs))
-        result = active[0].guard.call("results", op, rule, lambda: NotImplemented)
+        fallback = functools.partial(_decomposed_or_like_first_argument, op, decompose, args[0])
+        result = active[0].guard.call("results", op, rule, fallback)
         return decompose() if result is NotImplemented else result
 
     return kernel
+
+
+def _decomposed_or_like_first_argument(
+    op: OpOverload, decompose: Callable[[], Any], first: torch.Tensor
+) -> Any:
+    """In place of a rule that failed. Some decompositions read values, which fake tensors do not have."""
+    try:
+        return decompose()
+    except Exception as error:
+        if is_program_error(error):
+            raise
+    results = tuple(torch.empty_like(first) for _ in op._schema.returns)
+    return results[0] if len(results) == 1 else results
 
 
 @composite(aten.dropout.default)

@@ -119,7 +119,7 @@ _LARGE_SORT = 1_000_000
 _FEW_SEGMENTS = 128
 
 
-@temporaries(aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+@temporaries(aten.sort.default, aten.sort.stable)
 def _sort(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     if tensor.dim() == 0 or tensor.numel() == 0:

@@ -103,10 +103,16 @@ class DispatchMode(TorchDispatchMode):
         if func is _DEVICE:  # autograd asks this of fake tensors all the time
             return _CPU
         tracer = self.tracer
+        given = dict(kwargs) if kwargs else {}
         with disable_torch_function():
             tracer.inside_dispatch += 1
             try:
-                return self._run(func, args, dict(kwargs) if kwargs else {})
+                device = given.get("device")
+                if device is not None and device.type == "cuda":  # a decomposition of torch's asked for it
+                    given["device"] = _CPU
+                    with tracer.placing("gpu"):
+                        return self._run(func, args, given)
+                return self._run(func, args, given)
             finally:
                 tracer.inside_dispatch -= 1
 
@@ -169,12 +175,7 @@ class DispatchMode(TorchDispatchMode):
             out = args[0]
         else:
             out = self._fake(func, args, kwargs)
-        guard.call(
-            "values",
-            func,
-            partial(tracer.values.propagate, func, args, kwargs, tensors, out),
-            partial(tracer.values.invalidate, func, args, kwargs),
-        )
+        self._propagate_values(func, args, kwargs, tensors, out)
         guard.call("values", func, partial(tracer.estimates.propagate, func, args, out), _nothing)
         if tracer.place != "host":
             self._record_results(func, args, kwargs, tensors, out)
@@ -188,6 +189,18 @@ class DispatchMode(TorchDispatchMode):
             phase = f"step {tracer.step} {tracer.phase}" if tracer.step else "setup"
             tracer.log.add(func, out, phase, first_event, len(tracer.recorder.events))
         return out
+
+    def _propagate_values(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        out: Any,
+    ) -> None:
+        values = self.tracer.values
+        rule = partial(values.propagate, func, args, kwargs, tensors, out)
+        self.tracer.guard.call("values", func, rule, partial(values.invalidate, func, args, kwargs))
 
     def _record_results(
         self,
@@ -334,7 +347,7 @@ class DispatchMode(TorchDispatchMode):
             if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
                 return self._copy_into_real(args[0], args[1])
             out = self._fake(func, args, kwargs)
-            self.tracer.values.propagate(func, args, kwargs, tensors, out)
+            self._propagate_values(func, args, kwargs, tensors, out)
             return out
         if _may_be_large(func, kwargs, tensors):
             try:

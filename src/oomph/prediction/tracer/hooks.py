@@ -51,7 +51,7 @@ def _follow_backward(patches: Patches, tracer: Tracer) -> None:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if tracer.phase == "backward":  # reentrant checkpointing calls the engine from inside
             return engine(*args, **kwargs)
-        tracer.guard.call("label", "parameters", tracer.label_parameters, lambda: None)
+        tracer.label_parameters()
         with tracer.in_phase("backward"):
             return engine(*args, **kwargs)
 

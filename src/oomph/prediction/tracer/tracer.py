@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -206,8 +207,16 @@ class Tracer:
             if allocation is not None:
                 allocation.kind = "gradient"
 
+    def name_modules(self, model: torch.nn.Module) -> None:
+        """Give every module of the model its path."""
+        rule = functools.partial(self.modules.name, model)
+        self.guard.call("module paths", type(model).__name__, rule, lambda: None)
+
     def label_parameters(self) -> None:
         """Label the allocations of parameters and buffers with their kind, owner and line."""
+        self.guard.call("labels", "parameters", self._label_parameters, lambda: None)
+
+    def _label_parameters(self) -> None:
         names = self.modules.tensor_names()
         for tensor, (owner, kind) in names:
             allocation = self.recorder.allocation_of(tensor) if isinstance(tensor, FakeTensor) else None

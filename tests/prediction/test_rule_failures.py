@@ -1,0 +1,220 @@
+"""A rule of ours that raises is never the program's error: the prediction goes on, and a note names the op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_programs import line_of, notes_of, predict_step, workload
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+import oomph
+from oomph import ProgramError
+from oomph.prediction.cuda import checks, rules
+from oomph.prediction.cuda.rules import RuleGuard, op_name
+from oomph.prediction.tracer import values, work
+from oomph.prediction.tracer.attribution import ModuleStack
+from oomph.prediction.tracer.dispatch import DispatchMode
+from oomph.prediction.tracer.tracer import Tracer
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def _as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RuleGuard, "strict", False)
+
+
+def failing(*args: Any, **kwargs: Any) -> Any:
+    raise ZeroDivisionError("injected")
+
+
+def break_every_rule(monkeypatch: pytest.MonkeyPatch, table: dict[Any, Any]) -> list[str]:
+    """The names of the ops whose rules are broken."""
+    for op in table:
+        monkeypatch.setitem(table, op, failing)
+    return [op_name(op) if hasattr(op, "_schema") else str(op) for op in table]
+
+
+def any_value(argument: Any, tensor: Callable[[], torch.Tensor]) -> Any:
+    """Any value of an argument's or a result's type: no kernel looks at it."""
+    kind = str(argument.type).replace("Optional[", "").replace("List[", "").replace("]", "")
+    plain = {"int": 1, "float": 0.5, "bool": True, "number": 1, "str": "sum"}
+    value = tensor() if kind == "Tensor" else plain.get(kind)
+    return [value] * (argument.N or 1) if "List[" in str(argument.type) else value
+
+
+def call_with_any_arguments(op: Any, x: torch.Tensor) -> None:
+    given = {each.name: any_value(each, lambda: x) for each in op._schema.arguments}
+    keywords = {each.name: given.pop(each.name) for each in op._schema.arguments if each.kwarg_only}
+    op(*given.values(), **keywords)
+
+
+@pytest.mark.parametrize(
+    "table",
+    [rules.TEMPORARIES, rules.HOST_OUTPUTS, checks.DTYPE_CHECKS, checks.NONDETERMINISTIC, work.FLOPS],
+    ids=["temporaries", "host results", "dtype checks", "determinism checks", "flops"],
+)
+def test_every_rule_beside_an_ops_results_may_fail(
+    monkeypatch: pytest.MonkeyPatch, table: dict[Any, Any]
+) -> None:
+    ops = list(table)
+    names = break_every_rule(monkeypatch, table)
+
+    def results(self: DispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+        returned = [
+            any_value(each, lambda: self.fast_path._wrap(torch.empty(8, device="meta")))
+            for each in func._schema.returns
+        ]
+        return returned[0] if len(returned) == 1 else tuple(returned)
+
+    def program() -> None:
+        torch.use_deterministic_algorithms(table is checks.NONDETERMINISTIC)
+        x = torch.empty(4, 4, device="cuda")
+        with torch.no_grad(), monkeypatch.context() as patched:
+            patched.setattr(DispatchMode, "_fake", results)
+            if table is not rules.HOST_OUTPUTS:
+                patched.setattr(rules, "CUDA_KERNELS", {})
+                patched.setattr("oomph.prediction.tracer.dispatch.CUDA_KERNELS", {})
+            for op in ops:
+                call_with_any_arguments(op, x)
+
+    notes = notes_of(oomph.predict(program, gpu="h200"))
+    assert [name for name in names if f"{name}: " not in notes] == []
+    assert "ZeroDivisionError: injected" in notes
+
+
+def results_of_kernels() -> None:
+    x = torch.randn(4, 8, device="cuda", requires_grad=True)
+    image = torch.randn(2, 4, 8, 8, device="cuda", requires_grad=True)
+    F.layer_norm(x, (8,)), F.group_norm(x, 2), x.softmax(-1), x.log_softmax(-1), x.roll(1, 0)
+    F.conv2d(image, torch.randn(4, 4, 3, 3, device="cuda")).sum().backward()
+    target = torch.rand(4, 8, device="cuda")
+    F.mse_loss(x, target), F.smooth_l1_loss(x, target), F.binary_cross_entropy(x.sigmoid(), target)
+    F.fold(F.unfold(image, 3), (8, 8), 3)
+    pack_padded_sequence(torch.randn(4, 2, 8, device="cuda"), torch.tensor([4, 2]))
+    half, wide = torch.randn(8, 8, device="cuda", dtype=BF16), torch.randn(8, 8, device="cuda")
+    for out in (None, wide):
+        torch.mm(half, half, out_dtype=torch.float32, out=out)
+        torch.addmm(wide, half, half, out_dtype=torch.float32, out=out)
+
+
+def composites() -> None:
+    x = torch.randn(4, 8, device="cuda", requires_grad=True)
+    half = torch.randn(4, 8, device="cuda", dtype=torch.float16)
+    F.dropout(x, 0.5), F.rms_norm(x, (8,)), half.softmax(-1, dtype=torch.float32)
+    half.log_softmax(-1, dtype=torch.float32), F.one_hot(x.argmax(-1), 8)
+    heads = torch.randn(2, 4, 16, 8, device="cuda")
+    F.scaled_dot_product_attention(heads, heads, heads)
+    sequence = torch.randn(4, 2, 8, device="cuda")
+    packed = pack_padded_sequence(sequence, torch.tensor([4, 2]))
+    for network in (nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8), nn.RNN(8, 8, nonlinearity="relu")):
+        network.cuda()(sequence)[0].sum().backward()
+    pad_packed_sequence(packed)
+
+
+def results_of_unknown_size() -> None:
+    x = torch.randn(4, 8, device="cuda")
+    mask = x > 0
+    mask.nonzero(), x[mask], x.masked_select(mask), x.unique(), x.unique(dim=0), x.unique_consecutive()
+    torch.repeat_interleave(torch.randint(1, 3, (4,), device="cuda"))
+    lengths = torch.randint(1, 3, (2,), device="cuda")
+    targets = torch.randint(1, 5, (2, 3), device="cuda")
+    torch.ops.aten._ctc_loss.Tensor(torch.randn(6, 2, 5, device="cuda"), targets, lengths, lengths)
+
+
+@pytest.mark.parametrize(
+    ("table", "program", "not_called"),
+    [
+        (rules.CUDA_KERNELS, results_of_kernels, ()),
+        (rules.COMPOSITES, composites, ("data",)),
+        (values.DATA_DEPENDENT_RESULTS, results_of_unknown_size, ()),
+    ],
+    ids=["results", "composites", "results of unknown size"],
+)
+def test_every_rule_for_an_ops_results_may_fail(
+    monkeypatch: pytest.MonkeyPatch, table: dict[Any, Any], program: Any, not_called: tuple[str, ...]
+) -> None:
+    names = [name for name in break_every_rule(monkeypatch, table) if not name.endswith(not_called or "?")]
+    notes = notes_of(oomph.predict(program, gpu="h200"))
+    assert [name for name in names if name not in notes] == []
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [
+        (Tracer, "_attribution"),
+        (Tracer, "record_autograd_node"),
+        (Tracer, "mark_gradient"),
+        (Tracer, "_label_parameters"),
+        (ModuleStack, "name"),
+        (values.KnownValues, "propagate"),
+        (values.ValueEstimates, "propagate"),
+        (work.WorkMeter, "op"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
+def test_attribution_values_and_work_may_fail(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
+) -> None:
+    expected = oomph.predict(workload(), gpu="h200").peak.allocated
+    monkeypatch.setattr(owner, method, failing)
+    prediction = oomph.predict(lambda: workload(), gpu="h200")
+    assert prediction.peak.allocated == expected
+    assert "injected" in notes_of(prediction)
+
+
+def test_the_note_has_the_programs_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rules.TEMPORARIES, torch.ops.aten.sum.default, failing)
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        model(x).sum()
+
+    (note,) = predict_step(step).notes
+    assert note.site is not None
+    assert note.site.line == line_of(step, ".sum()")
+
+
+MISTAKES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "layer_norm": lambda x: F.layer_norm(x, (7,)),
+    "conv2d": lambda x: F.conv2d(x[None, None], torch.ones(1, 2, 3, 3, device="cuda")),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None, :, :4], x[None]),
+    "matmul": lambda x: x @ x,
+    "view": lambda x: x.view(3, -1),
+    "mixed devices": lambda x: x + torch.ones(4, 8),
+    "mixed dtypes": lambda x: F.linear(x, torch.ones(8, 8, device="cuda", dtype=BF16)),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_the_programs_is_still_the_programs(name: str) -> None:
+    def program() -> None:
+        MISTAKES[name](torch.randn(4, 8, device="cuda"))
+
+    with pytest.raises(ProgramError):
+        oomph.predict(program, gpu="h200")
+
+
+@pytest.mark.parametrize("padding", ["valid", "same", 1, (1, 0)])
+def test_a_convolution_takes_every_form_of_padding(padding: Any) -> None:
+    layer = workload(
+        lambda: nn.Conv2d(4, 4, 3, padding=padding),
+        batch=lambda device: torch.randn(2, 4, 16, 16, device=device),
+    )
+    assert "rule" not in notes_of(oomph.predict(layer, gpu="h200"))
+
+
+def test_a_list_of_modules_may_hold_none() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 64), None, nn.Linear(64, 64)])  # type: ignore[list-item]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[2](self.layers[0](x))
+
+    assert notes_of(oomph.predict(workload(Model), gpu="h200")) == ""
