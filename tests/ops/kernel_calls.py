@@ -103,11 +103,13 @@ def delta_attention() -> Tensor:
     return kda(q, k, v, decay, rand(2, 512, 4), impl="triton")[0]
 
 
-def scan() -> Tensor:
-    x, delta, z = (randn(2, 512, 256) for _ in range(3))
-    b, c = randn(2, 512, 16), randn(2, 512, 16)
-    d = randn(256, dtype=FP32)
-    y = selective_scan(x, delta, -rand(256, 16, dtype=FP32), b, c, d, z=z, delta_softplus=True, impl="triton")
+def scan(*directions: int) -> Tensor:
+    x, z = randn(2, 512, 256), randn(2, 512, 256)
+    delta = randn(*directions, 2, 512, 256)
+    b, c = randn(*directions, 2, 512, 16), randn(*directions, 2, 512, 16)
+    a, d = -rand(*directions, 256, 16, dtype=FP32), randn(*directions, 256, dtype=FP32)
+    direction = "both" if directions else "forward"
+    y = selective_scan(x, delta, a, b, c, d, z=z, delta_softplus=True, direction=direction, impl="triton")
     assert isinstance(y, Tensor)
     return y
 
@@ -153,6 +155,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "attention by a pattern, with padding": padded_pattern,
     "delta attention": delta_attention,
     "selective scan": scan,
+    "selective scan in both directions": lambda: scan(2),
     "short convolution": lambda: short_convolution(randn(2, 515, 256), randn(256, 1, 4), impl="triton"),
     "sparse attention": sparse,
     "spiking gate": spikes,

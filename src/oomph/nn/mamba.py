@@ -12,20 +12,20 @@ from oomph.ops import common
 from oomph.ops.state_space import selective_scan
 from oomph.ops.state_space.arguments import IMPLS
 
-_WAYS = 2  # forward, backward: the leading dimension of every parameter that is not shared
+_DIRECTIONS = 2  # forward, backward: the leading dimension of parameters that are not shared
 
 
 class BidirectionalMamba(nn.Module):
     """Mamba's block with a scan in each direction: [B, L, d_model] -> [B, L, d_model].
 
-    in_proj, the gate z and out_proj serve both directions. Each direction has its own convolution over the
-    d_conv tokens it has visited last, its own delta, A, B, C and D; the two scans are added, then gated.
+    Both directions share in_proj, the gate z and out_proj. Each direction r has its own convolution over the
+    d_conv tokens up to the current one, its own delta, A, B, C and D; the two scans are summed, then gated.
 
-        inner = expand * d_model        x, z = in_proj(h)        x_way = silu(conv_way(x))
-        low_rank, B, C = x_proj x_way   delta = softplus(dt_proj low_rank + dt_bias)
-        out_proj(silu(z) * sum over ways of scan(x_way, delta, -exp(A_log), B, C, D))
+        inner = expand * d_model        x, z = in_proj(h)        x_r = silu(conv_r(x))
+        low_rank, B, C = x_proj x_r     delta = softplus(dt_proj low_rank + dt_bias)
+        out_proj(silu(z) * sum over r of scan(x_r, delta, -exp(A_log), B, C, D))
 
-    Parameters start as in Mamba: A = -(1, ..., d_state) in every channel, delta log-uniform in
+    Parameters are initialised as in Mamba: A = -(1, ..., d_state) in every channel, delta log-uniform in
     [dt_min, dt_max], D = 1. `impl` and `chunk_size` are selective_scan's.
     """
 
@@ -59,7 +59,7 @@ class BidirectionalMamba(nn.Module):
         self.chunk_size, self.impl = chunk_size, impl
 
         def pair(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(_WAYS, *shape, device=device, dtype=dtype))
+            return nn.Parameter(torch.empty(_DIRECTIONS, *shape, device=device, dtype=dtype))
 
         self.in_proj = nn.Linear(d_model, 2 * inner, bias=bias, device=device, dtype=dtype)
         self.conv_weight, self.conv_bias = pair(inner, d_conv), pair(inner)
@@ -89,12 +89,12 @@ class BidirectionalMamba(nn.Module):
         if h.dim() != 3 or h.shape[-1] != self.d_model:
             raise ArgumentError(f"h has shape {list(h.shape)}; valid: [B, L, {self.d_model}]")
         x_BLd, z_BLd = self.in_proj(h).chunk(2, dim=-1)
-        x_2BLd = F.silu(self._convolved(x_BLd))
+        x_2BLd = F.silu(self._convolve(x_BLd))
         parts = (self.dt_rank, self.d_state, self.d_state)
-        low_rank, B_2BLn, C_2BLn = _per_way(x_2BLd, self.x_proj).split(parts, dim=-1)
+        low_rank, B_2BLn, C_2BLn = _per_direction(x_2BLd, self.x_proj).split(parts, dim=-1)
         y_BLd = selective_scan(
             x_2BLd,
-            _per_way(low_rank, self.dt_proj),
+            _per_direction(low_rank, self.dt_proj),
             -torch.exp(wide(self.A_log)),
             B_2BLn,
             C_2BLn,
@@ -110,19 +110,19 @@ class BidirectionalMamba(nn.Module):
         out: Tensor = self.out_proj(y_BLd)
         return out
 
-    def _convolved(self, x_BLd: Tensor) -> Tensor:
-        """[2, B, L, d]: for token t, over the d_conv tokens up to t, and over the d_conv tokens from t on.
+    def _convolve(self, x_BLd: Tensor) -> Tensor:
+        """[2, B, L, d]: at token t, over the d_conv tokens up to t, and over the d_conv tokens from t on.
 
-        The second's taps are reversed instead of the tokens.
+        The second reverses the weights instead of the tokens.
         """
-        length, beyond = x_BLd.shape[1], self.d_conv - 1
+        length, padding = x_BLd.shape[1], self.d_conv - 1
         if x_BLd.numel() == 0:
-            return x_BLd.expand(_WAYS, *x_BLd.shape)
+            return x_BLd.expand(_DIRECTIONS, *x_BLd.shape)
         x_BdL = x_BLd.transpose(1, 2)
-        taps_2d1k = self.conv_weight.unsqueeze(2)
-        options = {"padding": beyond, "groups": self.inner}
-        forward = F.conv1d(x_BdL, taps_2d1k[0], self.conv_bias[0], **options)[..., :length]
-        backward = F.conv1d(x_BdL, taps_2d1k[1].flip(-1), self.conv_bias[1], **options)[..., beyond:]
+        weight_2d1k = self.conv_weight.unsqueeze(2)
+        options = {"padding": padding, "groups": self.inner}
+        forward = F.conv1d(x_BdL, weight_2d1k[0], self.conv_bias[0], **options)[..., :length]
+        backward = F.conv1d(x_BdL, weight_2d1k[1].flip(-1), self.conv_bias[1], **options)[..., padding:]
         return torch.stack([forward.transpose(1, 2), backward.transpose(1, 2)])
 
     def extra_repr(self) -> str:
@@ -132,7 +132,7 @@ class BidirectionalMamba(nn.Module):
         )
 
 
-def _per_way(x_2BLi: Tensor, weight_2oi: Tensor) -> Tensor:
+def _per_direction(x_2BLi: Tensor, weight_2oi: Tensor) -> Tensor:
     """[2, B, L, o]: each direction times its own matrix."""
     product = torch.bmm(x_2BLi.flatten(1, 2), weight_2oi.transpose(1, 2))
     return product.view(*x_2BLi.shape[:3], weight_2oi.shape[1])

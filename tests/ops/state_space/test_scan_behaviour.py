@@ -1,4 +1,4 @@
-"""selective_scan with autograd, autocast, torch.compile and checkpointing; empty and bad inputs."""
+"""selective_scan with autograd, autocast, torch.compile and checkpointing; memory; empty and bad inputs."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from scan_inputs import inputs, results, worst_error
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import oomph
 from oomph.errors import ArgumentError
 from oomph.ops.common import explain
-from oomph.ops.state_space import selective_scan
+from oomph.ops.state_space import chunked, selective_scan
+from oomph.units import MiB
 
 
 def leaves(dtype: torch.dtype = torch.float64, **sizes: Any) -> dict[str, Tensor]:
@@ -21,7 +23,7 @@ def leaves(dtype: torch.dtype = torch.float64, **sizes: Any) -> dict[str, Tensor
 
 @pytest.mark.parametrize("impl", ["chunked", "triton"])
 @pytest.mark.parametrize("direction", ["forward", "both"])
-def test_no_tokens_give_no_outputs_and_the_state_passes_through(direction, impl):
+def test_no_tokens_pass_the_state_through(direction, impl):
     given = {name: each.float() for name, each in inputs(length=0, direction=direction).items()}
     found = results(given, torch.float32, direction=direction, impl=impl)
     assert found["y"].shape == (2, 0, 5)
@@ -37,14 +39,14 @@ def test_no_tokens_give_no_outputs_and_the_state_passes_through(direction, impl)
 
 
 @pytest.mark.parametrize("sizes", [{"batch": 0}, {"d": 0}])
-def test_an_empty_batch_or_no_channels_give_empty_results(sizes):
+def test_empty_batch_or_no_channels(sizes):
     given = inputs(**sizes)
     found = results(given, torch.float64)
     assert found["y"].shape == given["x"].shape
     assert all(found[name].shape == each.shape for name, each in given.items())
 
 
-def test_kept_for_backward_are_the_inputs_and_the_states_at_chunk_entries():
+def test_saved_for_backward_are_the_inputs_and_chunk_states():
     given, kept = leaves(length=37), []
     with torch.autograd.graph.saved_tensors_hooks(lambda each: kept.append(each) or each, lambda each: each):
         selective_scan(**given, chunk_size=10)
@@ -53,7 +55,7 @@ def test_kept_for_backward_are_the_inputs_and_the_states_at_chunk_entries():
     assert beside == [(1, 2, 4, 5, 3)]  # directions, batch, chunks, d, n
 
 
-def test_nothing_is_kept_without_gradients():
+def test_no_grad():
     given = leaves()
     with torch.no_grad():
         y, state = selective_scan(**given, return_final_state=True)
@@ -62,7 +64,7 @@ def test_nothing_is_kept_without_gradients():
 
 
 @pytest.mark.parametrize("name", list(inputs()))
-def test_one_trained_input_gets_the_gradient_it_gets_among_others(name):
+def test_a_single_gradient_equals_that_among_others(name):
     right = results(inputs(direction="both"), torch.float64, direction="both")
     given = inputs(direction="both")
     given[name].requires_grad_()
@@ -103,21 +105,21 @@ def test_second_derivatives_are_refused_except_by_the_reference():
     assert given["A"].grad.any()
 
 
-def test_a_checkpointed_call_gives_the_same_gradients():
+def test_checkpointing_gives_the_same_gradients():
     given, other = leaves(), leaves()
     checkpoint(lambda: selective_scan(**given), use_reentrant=False).sum().backward()
     selective_scan(**other).sum().backward()
     assert all(torch.equal(given[name].grad, other[name].grad) for name in given)
 
 
-def test_a_compiled_program_calls_it_as_it_is():
+def test_compiled_caller_gets_the_same_values():
     given = inputs()
     compiled = torch.compile(lambda **each: selective_scan(**each) * 2, backend="eager")
     assert torch.equal(compiled(**given), selective_scan(**given) * 2)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "reference"])
-def test_autocast_changes_nothing(impl):
+def test_autocast_has_no_effect(impl):
     given = {name: each.float() for name, each in inputs().items()}
     plain = selective_scan(**given, impl=impl)
     with torch.autocast("cpu", torch.bfloat16):
@@ -146,7 +148,7 @@ def test_one_float64_input_makes_the_state_float64():
     assert state.dtype == torch.float64
 
 
-def test_the_reference_takes_the_place_of_the_others():
+def test_reference_in_low_precision():
     given = inputs(direction="both")
     one = results(given, torch.float32, direction="both", impl="reference")
     assert worst_error(results(given, torch.float32, direction="both"), one) < 1e-6
@@ -157,6 +159,87 @@ def test_the_choice_is_explained():
     assert (choice.impl, choice.reason) == ("chunked", "the tensors are on cpu")
     assert choice.settings == {"chunk_size": 64}
     assert explain(selective_scan, **inputs(n=40)).settings == {"chunk_size": 160}
+
+
+# Memory, through oomph.predict
+
+
+def predicted(
+    batch=64, length=512, d=512, n=16, dtype=torch.bfloat16, direction="forward", gated=False, **options
+):
+    """(Prediction, bytes of the inputs with the incoming gradient and of all gradients, what was chosen)."""
+    chosen, counted = [], []
+    pair = [2] if direction == "both" else []
+
+    def target():
+        def normal(*shape, like=dtype):
+            return torch.randn(*shape, device="cuda", dtype=like)
+
+        given = {
+            "x": normal(batch, length, d),
+            "delta": normal(*pair, batch, length, d),
+            "A": -normal(*pair, d, n, like=torch.float32).abs(),
+            "B": normal(*pair, batch, length, n),
+            "C": normal(*pair, batch, length, n),
+            "D": normal(*pair, d, like=torch.float32),
+        }
+        if gated:
+            given["z"] = normal(batch, length, d)
+        g = normal(batch, length, d)
+        for each in given.values():
+            each.requires_grad_()
+        more = {"delta_softplus": True, "direction": direction, **options}
+        chosen.append(explain(selective_scan, **given, **more))
+        own = sum(each.numel() * each.element_size() for each in given.values())
+        counted.append(2 * own + g.numel() * g.element_size())
+
+        def step():
+            selective_scan(**given, **more).backward(g)
+            for each in given.values():
+                each.grad = None
+
+        return step
+
+    return oomph.predict(target, gpu="h200"), counted[0], chosen[0]
+
+
+@pytest.mark.parametrize("direction", ["forward", "both"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_peak_is_less_than_twice_the_inputs_and_gradients(direction, gated):
+    prediction, counted, choice = predicted(direction=direction, gated=gated)
+    assert choice.impl == "triton"
+    assert prediction.peak.allocated < 2 * counted
+    assert max(each.bytes for each in prediction.allocations) <= 64 * MiB  # states of all tokens: 1 GiB
+
+
+def test_chunked_holds_the_states_of_a_few_rows_and_one_chunk(monkeypatch):
+    monkeypatch.setattr(chunked, "_BUFFER_BYTES", {"cuda": MiB})
+    prediction, _, choice = predicted(batch=8, length=64, d=64, chunk_size=32, dtype=torch.float64)
+    assert choice.impl == "chunked"
+    assert choice.reason.startswith("the kernels compute in float32")
+    states = 8 * 64 * 64 * 16 * 8
+    buffers = 3 * 33 * 4 * 64 * 16 * 8  # decays, states and their gradients of 4 rows
+    assert max(each.bytes for each in prediction.allocations) == buffers < states
+
+
+def test_memory_is_linear_in_the_length():
+    short, _, _ = predicted(batch=1, length=4096)
+    long, _, _ = predicted(batch=1, length=8192)
+    assert long.peak.allocated < 2.05 * short.peak.allocated
+    prediction, counted, _ = predicted(batch=1, length=65_536)
+    assert prediction.peak.allocated < 2 * counted
+
+
+def test_longer_chunks_keep_fewer_states():
+    def largest_states(chunk_size):
+        prediction, _, _ = predicted(batch=8, chunk_size=chunk_size)
+        shape = (1, 8, 512 // chunk_size, 512, 16)
+        return [each for each in prediction.allocations if each.shape == shape]
+
+    assert len(largest_states(32)) == len(largest_states(128)) == 3  # one a step
+
+
+# Bad arguments
 
 
 def zeros(*shape: int) -> Tensor:
@@ -191,13 +274,13 @@ BAD = [
 @pytest.mark.parametrize(
     ("wrong", "message"), BAD, ids=[f"{i}-{next(iter(each[0]))}" for i, each in enumerate(BAD)]
 )
-def test_a_wrong_argument_is_named_with_what_is_valid(wrong, message):
+def test_bad_argument(wrong, message):
     with pytest.raises(ArgumentError, match=message) as caught:
         selective_scan(**{**inputs(), **wrong})
     assert "\n" not in str(caught.value)
 
 
-def test_states_too_large_for_the_kernels_are_refused_by_them():
+def test_kernels_refuse_large_states():
     given = {name: each.float() for name, each in inputs(length=1, n=300).items()}
     with pytest.raises(ArgumentError, match="the state's n=300 is above 64"):
         selective_scan(**given, impl="triton")

@@ -1,8 +1,8 @@
-"""The spec: one token after another, plain differentiable torch.
+"""What `selective_scan` computes, one token after another in plain differentiable torch.
 
     h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t        y_t = C_t . h_t + D x_t
 
-"backward" visits the tokens from the last to the first. "both" adds up one scan of each kind.
+"backward" scans from the last token to the first. "both" sums one scan of each kind.
 """
 
 import torch
@@ -25,50 +25,44 @@ def selective_scan(
     initial_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Shapes as in oomph.ops.selective_scan, all of one dtype -> y and the final state."""
+    if delta_bias is not None:
+        delta = delta + delta_bias[..., None, None, :]
+    if delta_softplus:
+        delta = F.softplus(delta)
     if direction == "both":
-        one_x = x.dim() == 3
-        pairs = [
-            _one_way(
-                x if one_x else x[way],
-                delta[way],
-                A[way],
-                B[way],
-                C[way],
-                None if D is None else D[way],
-                None if delta_bias is None else delta_bias[way],
-                delta_softplus,
-                None if initial_state is None else initial_state[way],
-                to_the_left=way == 1,
+        results = [
+            _scan(
+                x if x.dim() == 3 else x[i],
+                delta[i],
+                A[i],
+                B[i],
+                C[i],
+                None if D is None else D[i],
+                None if initial_state is None else initial_state[i],
+                reverse=i == 1,
             )
-            for way in (0, 1)
+            for i in (0, 1)
         ]
-        y, state = pairs[0][0] + pairs[1][0], torch.stack([pairs[0][1], pairs[1][1]])
+        y, state = results[0][0] + results[1][0], torch.stack([results[0][1], results[1][1]])
     else:
-        left = direction == "backward"
-        y, state = _one_way(x, delta, A, B, C, D, delta_bias, delta_softplus, initial_state, to_the_left=left)
+        y, state = _scan(x, delta, A, B, C, D, initial_state, reverse=direction == "backward")
     return (y if z is None else y * F.silu(z)), state
 
 
-def _one_way(
+def _scan(
     x: Tensor,
     delta: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
     D: Tensor | None,
-    delta_bias: Tensor | None,
-    delta_softplus: bool,
     initial_state: Tensor | None,
-    to_the_left: bool,
+    reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, length, d = x.shape
-    if delta_bias is not None:
-        delta = delta + delta_bias
-    if delta_softplus:
-        delta = F.softplus(delta)
     h = x.new_zeros(batch, d, A.shape[1]) if initial_state is None else initial_state
     outputs: list[Tensor] = [x.new_zeros(batch, d)] * length
-    for t in reversed(range(length)) if to_the_left else range(length):
+    for t in reversed(range(length)) if reverse else range(length):
         decay = torch.exp(delta[:, t, :, None] * A)
         write = (delta[:, t] * x[:, t])[:, :, None] * B[:, t, None, :]
         h = decay * h + write

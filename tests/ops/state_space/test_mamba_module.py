@@ -1,4 +1,4 @@
-"""The module: its formula written out, its start, and that it trains, saves and moves."""
+"""BidirectionalMamba: its formula, initialisation, training, saving, devices and dtypes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,27 @@ from oomph.nn.mamba import BidirectionalMamba
 from oomph.ops.state_space import reference
 
 
-def written_out(block: BidirectionalMamba, h: torch.Tensor) -> torch.Tensor:
+def by_formula(block: BidirectionalMamba, h: torch.Tensor) -> torch.Tensor:
     """One direction after the other, the second on the reversed sequence, token by token."""
     x, z = block.in_proj(h).chunk(2, dim=-1)
     total = torch.zeros_like(x)
-    for way in (0, 1):
-        one = x.flip(1) if way else x
+    for i in (0, 1):
+        one = x.flip(1) if i else x
         padded = F.pad(one, (0, 0, block.d_conv - 1, 0))
-        taps = block.conv_weight[way]
+        taps = block.conv_weight[i]
         one = (
-            sum(padded[:, k : k + h.shape[1]] * taps[:, k] for k in range(block.d_conv))
-            + block.conv_bias[way]
+            sum(padded[:, k : k + h.shape[1]] * taps[:, k] for k in range(block.d_conv)) + block.conv_bias[i]
         )
         one = F.silu(one)
-        low, B, C = (one @ block.x_proj[way].T).split([block.dt_rank, block.d_state, block.d_state], dim=-1)
-        delta = F.softplus(low @ block.dt_proj[way].T + block.dt_bias[way])
-        y, _ = reference.selective_scan(one, delta, -block.A_log[way].exp(), B, C, block.D[way])
-        total = total + (y.flip(1) if way else y)
+        low, B, C = (one @ block.x_proj[i].T).split([block.dt_rank, block.d_state, block.d_state], dim=-1)
+        delta = F.softplus(low @ block.dt_proj[i].T + block.dt_bias[i])
+        y, _ = reference.selective_scan(one, delta, -block.A_log[i].exp(), B, C, block.D[i])
+        total = total + (y.flip(1) if i else y)
     return block.out_proj(total * F.silu(z))
 
 
 @pytest.mark.parametrize(("length", "d_conv"), [(1, 4), (3, 4), (40, 4), (7, 1)])
-def test_it_is_two_mambas_that_share_their_projections(length, d_conv):
+def test_values_and_gradients_are_those_of_the_formula(length, d_conv):
     torch.manual_seed(0)
     block = BidirectionalMamba(6, d_state=3, d_conv=d_conv, chunk_size=16).double()
     other = copy.deepcopy(block)
@@ -42,14 +41,14 @@ def test_it_is_two_mambas_that_share_their_projections(length, d_conv):
     twin = h.detach().clone().requires_grad_()
     weight = torch.randn(2, length, 6, dtype=torch.float64)
     for one, mine in ((block, h), (other, twin)):
-        y = one(mine) if one is block else written_out(one, mine)
+        y = one(mine) if one is block else by_formula(one, mine)
         (y * weight).sum().backward()
     torch.testing.assert_close(h.grad, twin.grad, rtol=1e-10, atol=1e-11)
     for (name, mine), theirs in zip(block.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-10, atol=1e-11, msg=name)
 
 
-def test_it_starts_as_mamba_does():
+def test_initialisation_is_that_of_mamba():
     block = BidirectionalMamba(64, d_state=5)
     assert (block.inner, block.dt_rank) == (128, 4)
     torch.testing.assert_close(-block.A_log.exp(), -torch.arange(1.0, 6).expand(2, 128, 5))
@@ -61,7 +60,7 @@ def test_it_starts_as_mamba_does():
     assert block.dt_proj.abs().max() <= 4**-0.5
 
 
-def test_every_token_sees_every_other():
+def test_every_output_depends_on_every_token():
     block = BidirectionalMamba(8, d_state=4)
     h = torch.randn(1, 20, 8, requires_grad=True)
     for token in (0, 10, 19):
@@ -70,12 +69,12 @@ def test_every_token_sees_every_other():
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)])
-def test_no_rows_or_tokens_give_none(shape):
+def test_no_rows_or_tokens(shape):
     y = BidirectionalMamba(8)(torch.zeros(shape))
     assert y.shape == shape
 
 
-def test_it_survives_saving_copying_and_the_meta_device():
+def test_state_dict_and_meta_device():
     one, two = BidirectionalMamba(8), BidirectionalMamba(8)
     two.load_state_dict(one.state_dict())
     h = torch.randn(2, 9, 8)
@@ -86,7 +85,7 @@ def test_it_survives_saving_copying_and_the_meta_device():
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-def test_it_runs_in_bfloat16_and_under_autocast():
+def test_bfloat16_and_autocast():
     block = BidirectionalMamba(8)
     h = torch.randn(2, 9, 8)
     right = block(h)
@@ -98,7 +97,7 @@ def test_it_runs_in_bfloat16_and_under_autocast():
     assert (low - right).norm() < 0.05 * right.norm()
 
 
-def test_it_learns_to_look_both_ways():
+def test_it_learns_from_both_directions():
     torch.manual_seed(0)
     block = BidirectionalMamba(4, d_state=4)
     optimizer = torch.optim.Adam(block.parameters(), lr=0.05)
@@ -125,11 +124,11 @@ def test_it_learns_to_look_both_ways():
         ({"impl": "fast"}, "impl='fast' is not valid"),
     ],
 )
-def test_wrong_sizes_are_named(wrong, message):
+def test_bad_sizes(wrong, message):
     with pytest.raises(ArgumentError, match=message):
         BidirectionalMamba(**{"d_model": 8, **wrong})
 
 
-def test_a_wrong_input_is_named():
+def test_bad_input():
     with pytest.raises(ArgumentError, match=r"h has shape \[2, 7\]; valid: \[B, L, 8\]"):
         BidirectionalMamba(8)(torch.zeros(2, 7))

@@ -1,0 +1,321 @@
+"""The autograd function of selective_scan, and the scan with Triton kernels: one launch in each pass.
+
+Saved for backward: the inputs, and the states at the start of every chunk. Nothing of size [B, L, d] that is
+not an input is saved: with a gate z, y before the gate is recomputed from the states, which backward needs
+anyway.
+
+Where batch rows x blocks of channels are too few to fill a GPU, the tokens are divided into segments that run
+in parallel. The initial state of each segment is computed first (`_segment_states`), which takes one more
+pass over the inputs.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.ops.common import no_autocast, refuse_second_derivatives
+from oomph.ops.launch import Kernels
+from oomph.ops.state_space import chunked
+from oomph.ops.state_space.arguments import PerInput, ScanInputs, ScanOptions, ScanSizes
+
+_KERNELS = Kernels("oomph.ops.state_space.kernels")
+# 64 channels of it are 16 warps; beyond, the partial sums of dB and dC would outgrow everything else.
+_MAX_STATE = 64
+# Chunks are multiples of the tokens that a kernel loads at a time.
+_MAX_STEP = 8
+# Programs that fill a GPU. A constant, because segments take memory and a prediction must see the same.
+_PROGRAMS = 1024
+# Segments cost one more pass over the inputs; fewer are not worth it.
+_MIN_SEGMENTS = 4
+
+
+class SelectiveScan(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, impl: str, options: ScanOptions, *tensors: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        inputs = ScanInputs(*tensors)  # type: ignore[arg-type]
+        forward = triton_forward if impl == "triton" else chunked.forward
+        with no_autocast(inputs.x_RBLd):
+            y_BLd, final, saved = forward(inputs, options)
+        ctx.impl, ctx.options = impl, options
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, saved)
+        return y_BLd, final
+
+    @staticmethod
+    def backward(ctx: Any, g_BLd: Tensor | None, g_final: Tensor | None) -> tuple[Any, ...]:
+        refuse_second_derivatives("selective_scan")
+        *tensors, saved = ctx.saved_tensors
+        inputs = ScanInputs(*tensors)
+        if g_BLd is None:  # only the final state was used
+            g_BLd = inputs.x_RBLd.new_zeros(inputs.x_RBLd.shape[1:])
+        wanted = PerInput(*ctx.needs_input_grad[2:])
+        backward = triton_backward if ctx.impl == "triton" else chunked.backward
+        with no_autocast(g_BLd):
+            grads = backward(inputs, ctx.options, saved, g_BLd, g_final, wanted)
+        return (None, None, *grads)
+
+
+def why_not_kernels(n: int, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run a scan with state size n and states of `dtype`; None where they can."""
+    if dtype == torch.float64:
+        return "the kernels compute in float32, which is too little for float64"
+    if n > _MAX_STATE:
+        return f"the state's n={n} is above {_MAX_STATE}, which the kernels are made for"
+    return None
+
+
+def round_up_chunk(chunk: int) -> int:
+    return -(-chunk // _MAX_STEP) * _MAX_STEP
+
+
+@dataclass(frozen=True)
+class StateTile:
+    """The part of the states [d, n] that one program holds in registers."""
+
+    channels: int
+    n: int
+    warps: int
+    step: int  # tokens loaded at a time
+    registers: int  # per thread, at most
+
+    def blocks(self, d: int) -> int:
+        return -(-d // self.channels)
+
+
+def state_tile(d: int, n: int) -> StateTile:
+    """Wide in channels, because the partial sums of dB and dC take n / channels of x's size each.
+
+    Registers are limited so that all programs of a usual size run at once: 2048 warps on 132 SMs.
+    """
+    padded_n = _power_of_two(n)
+    channels = min(64, _power_of_two(d))
+    warps = max(1, channels * padded_n // 256)
+    return StateTile(channels, padded_n, warps, step=4, registers=128)
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How a scan is divided into programs."""
+
+    tile: StateTile
+    segments: int
+    segment_chunks: int
+    programs: int
+
+    @staticmethod
+    def of(sizes: ScanSizes) -> "_Grid":
+        tile = state_tile(sizes.d, sizes.n)
+        rows_and_blocks = max(1, tile.blocks(sizes.d) * sizes.batch)
+        segments = _PROGRAMS // rows_and_blocks
+        if segments < _MIN_SEGMENTS:
+            segments = 1
+        segment_chunks = max(1, -(-sizes.chunks // segments))
+        segments = max(1, -(-sizes.chunks // segment_chunks))
+        return _Grid(tile, segments, segment_chunks, rows_and_blocks * segments)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        tile = self.tile
+        return {"BD": tile.channels, "N": tile.n, "num_warps": tile.warps, "maxnreg": tile.registers}
+
+
+def triton_forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """As chunked.forward."""
+    sizes = ScanSizes.of(inputs, options)
+    grid = _Grid.of(sizes)
+    x, delta, B, C, z = inputs.x_RBLd, inputs.delta_RBLd, inputs.B_RBLn, inputs.C_RBLn, inputs.z_BLd
+    A, D, bias, initial = _contiguous(inputs.A_Rdn, inputs.D_Rd, inputs.bias_Rd, inputs.initial_RBdn)
+    y_BLd = x.new_empty(sizes.batch, sizes.length, sizes.d)
+    state = (sizes.batch, sizes.d, sizes.n)
+    saved = final = None
+    if options.save_states:
+        shape = (sizes.directions, sizes.batch, sizes.chunks, sizes.d, sizes.n)
+        saved = x.new_empty(shape, dtype=torch.float32)
+    if options.return_final:
+        final = x.new_empty((sizes.directions, *state), dtype=torch.float32)
+    if y_BLd.numel() == 0:
+        if final is not None:
+            final.copy_(initial) if initial is not None else final.zero_()
+        return y_BLd, final, saved
+    entry = initial
+    if grid.segments > 1:
+        entry = _segment_states(inputs, options, sizes, grid, x, B, initial, gradient=False)
+    _KERNELS.launch(
+        "scan_forward",
+        (grid.programs,),
+        *(y_BLd, x, delta, A, B, C, D, z, bias, entry, saved, final),
+        *_input_strides(inputs),
+        *(sizes.batch, sizes.length, sizes.d, sizes.n, grid.segments, grid.segment_chunks),
+        DIRECTIONS=sizes.directions,
+        REVERSE=options.reverse_first,
+        SOFTPLUS=options.softplus,
+        K=options.chunk,
+        S=grid.tile.step,
+        passes=_time_in_passes(x, sizes.n),
+        **grid.constants,
+    )
+    return y_BLd, final, saved
+
+
+def triton_backward(
+    inputs: ScanInputs,
+    options: ScanOptions,
+    saved: Tensor,
+    g_BLd: Tensor,
+    g_final: Tensor | None,
+    wanted: PerInput[bool],
+) -> PerInput[Tensor | None]:
+    """As chunked.backward."""
+    sizes = ScanSizes.of(inputs, options)
+    grid = _Grid.of(sizes)
+    directions, batch, length, d, n = sizes.directions, sizes.batch, sizes.length, sizes.d, sizes.n
+    x, delta, B, C, z = inputs.x_RBLd, inputs.delta_RBLd, inputs.B_RBLn, inputs.C_RBLn, inputs.z_BLd
+    A, D, bias, g_final = _contiguous(inputs.A_Rdn, inputs.D_Rd, inputs.bias_Rd, g_final)
+
+    def empty(want: bool, *shape: int, like: Tensor | None = None) -> Tensor | None:
+        if not want:
+            return None
+        return x.new_empty(shape, dtype=torch.float32 if like is None else like.dtype)
+
+    segments = (directions, grid.segments, batch)
+    channel_blocks = (directions, grid.tile.blocks(d), batch)
+    dx = empty(wanted.x, *x.shape, like=x)
+    # The kernel sums it over tokens, so the bias needs it too.
+    ddelta = empty(wanted.delta or wanted.bias, *delta.shape, like=delta)
+    dz = None if z is None else empty(wanted.z, *z.shape, like=z)
+    dA = empty(wanted.A, *segments, d, n)
+    dB = empty(wanted.B, *channel_blocks, length, n)
+    dC = empty(wanted.C, *channel_blocks, length, n)
+    dD = empty(wanted.D, *segments, d)
+    dbias = empty(wanted.bias, *segments, d)
+    dinitial = empty(wanted.initial, directions, batch, d, n)
+    if g_BLd.numel() == 0:
+        for each in (dA, dB, dC, dD, dbias):
+            if each is not None:
+                each.zero_()
+        if dinitial is not None:
+            dinitial.copy_(g_final) if g_final is not None else dinitial.zero_()
+    else:
+        entry = g_final
+        if grid.segments > 1:
+            entry = _segment_states(
+                inputs, options, sizes, grid, g_BLd.unsqueeze(0), C, g_final, gradient=True
+            )
+        tile = grid.tile
+        scratch_shape = (grid.programs, options.chunk // tile.step, tile.channels, tile.n)
+        scratch = x.new_empty(scratch_shape, dtype=torch.float32)
+        _KERNELS.launch(
+            "scan_backward",
+            (grid.programs,),
+            *(g_BLd, x, delta, A, B, C, D, z, bias, entry, saved, scratch),
+            *(dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial),
+            *g_BLd.stride(),
+            *_input_strides(inputs),
+            *(batch, length, d, n, grid.segments, grid.segment_chunks),
+            DIRECTIONS=directions,
+            REVERSE=options.reverse_first,
+            SHARED_X=x.shape[0] == 1,
+            SOFTPLUS=options.softplus,
+            K=options.chunk,
+            S=tile.step,
+            passes=_time_in_passes(x, n),
+            **grid.constants,
+        )
+    return PerInput(
+        dx,
+        ddelta if wanted.delta else None,
+        _sum(dA, inputs.A_Rdn, (1, 2)),
+        _sum(dB, B, (1,)),
+        _sum(dC, C, (1,)),
+        _sum(dD, inputs.D_Rd, (1, 2)),
+        dz,
+        _sum(dbias, inputs.bias_Rd, (1, 2)),
+        None if dinitial is None or inputs.initial_RBdn is None else dinitial.to(inputs.initial_RBdn.dtype),
+    )
+
+
+def _segment_states(
+    inputs: ScanInputs,
+    options: ScanOptions,
+    sizes: ScanSizes,
+    grid: _Grid,
+    value: Tensor,
+    vector_RBLn: Tensor,
+    initial_RBdn: Tensor | None,
+    gradient: bool,
+) -> Tensor:
+    """The initial state of every segment [R, segments, B, d, n], or with `gradient` its gradient dh."""
+    A, bias = _contiguous(inputs.A_Rdn, inputs.bias_Rd)
+    shape = (sizes.directions, grid.segments, sizes.batch, sizes.d)
+    states = value.new_empty(*shape, sizes.n, dtype=torch.float32)
+    delta_sums = value.new_empty(shape, dtype=torch.float32)
+    delta, z_BLd = inputs.delta_RBLd, inputs.z_BLd if gradient else None
+    _KERNELS.launch(
+        "segment_final_states",
+        (grid.programs,),
+        *(states, delta_sums, value, delta, A, vector_RBLn, z_BLd, bias),
+        *(*_shared_strides(value), *delta.stride(), *vector_RBLn.stride(), *_gate_strides(z_BLd)),
+        *(sizes.batch, sizes.length, sizes.d, sizes.n, grid.segments, grid.segment_chunks * options.chunk),
+        DIRECTIONS=sizes.directions,
+        REVERSE=options.reverse_first,
+        GRADIENT=gradient,
+        SOFTPLUS=options.softplus,
+        **grid.constants,
+    )
+    _KERNELS.launch(
+        "segment_initial_states",
+        (grid.tile.blocks(sizes.d) * sizes.batch * sizes.directions,),
+        *(states, delta_sums, A, initial_RBdn, sizes.batch, sizes.d, sizes.n, grid.segments),
+        REVERSE=options.reverse_first,
+        GRADIENT=gradient,
+        **grid.constants,
+    )
+    return states
+
+
+def _time_in_passes(x: Tensor, n: int) -> float:
+    """For predictions of time: the n states of a channel, not memory, determine the time of a scan.
+
+    It equals so many passes over its tensors, measured on an H200 (n = 16, dtypes of 16 and 32 bits).
+    """
+    return max(1.0, 2.2 * n / x.element_size())
+
+
+def _input_strides(inputs: ScanInputs) -> tuple[int, ...]:
+    return (
+        *_shared_strides(inputs.x_RBLd),
+        *inputs.delta_RBLd.stride(),
+        *inputs.B_RBLn.stride(),
+        *inputs.C_RBLn.stride(),
+        *_gate_strides(inputs.z_BLd),
+    )
+
+
+def _shared_strides(tensor_RBLd: Tensor) -> tuple[int, ...]:
+    """With stride 0 over directions where both share it."""
+    return (0 if tensor_RBLd.shape[0] == 1 else tensor_RBLd.stride(0), *tensor_RBLd.stride()[1:])
+
+
+def _gate_strides(z_BLd: Tensor | None) -> tuple[int, ...]:
+    return (0, 0, 0) if z_BLd is None else z_BLd.stride()
+
+
+def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Small tensors, which the kernels read without strides."""
+    return [None if each is None else each.contiguous() for each in tensors]
+
+
+def _sum(parts: Tensor | None, of: Tensor | None, dims: tuple[int, ...]) -> Tensor | None:
+    if parts is None or of is None:
+        return None
+    if all(parts.shape[dim] == 1 for dim in dims):
+        return parts.view(of.shape).to(of.dtype)
+    return parts.sum(dim=dims).to(of.dtype)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
