@@ -1,11 +1,15 @@
+"""A Prediction as JSON, schema 1."""
+
 from __future__ import annotations
 
 import json
+import random
 
+import pytest
 from sample_prediction import LOSS, prediction
 
 from oomph.records import Moment
-from oomph.report.as_json import prediction_to_json
+from oomph.report.as_json import downsample, prediction_to_json
 
 
 def test_the_object_has_the_keys_of_schema_one():
@@ -64,17 +68,38 @@ def test_without_a_limit_fits_and_refused_are_null():
     assert made["fits"] is made["refused"] is made["gpu"] is None
 
 
-def test_a_long_timeline_is_thinned_and_keeps_its_peak():
-    timeline = tuple(Moment(i, 10**9 if i == 54321 else i % 1000, 0) for i in range(100_000))
-    thinned = prediction_to_json(prediction(timeline=timeline))["timeline"]
-    assert len(thinned) == 400
-    assert {"event": 54321, "allocated": 10**9, "reserved": 0} in thinned
+def long_timeline(seed: int) -> tuple[Moment, ...]:
+    """A random walk of allocated bytes, with somewhat more reserved."""
+    chance = random.Random(seed)
+    allocated, moments = 0, []
+    for event in range(5000):
+        allocated = max(0, allocated + chance.randint(-100, 110))
+        moments.append(Moment(event, allocated, allocated + chance.randint(0, 500)))
+    return tuple(moments)
 
 
-def test_a_short_timeline_is_kept_whole():
-    timeline = tuple(Moment(i, i, 0) for i in range(400))
-    made = prediction_to_json(prediction(timeline=timeline))["timeline"]
-    assert made == [moment._asdict() for moment in timeline]
+@pytest.mark.parametrize("points", [1, 2, 7, 50])
+def test_a_long_timeline_is_shortened_and_keeps_both_maxima(points: int) -> None:
+    timeline = long_timeline(seed=points)
+    shorter = downsample(timeline, points)
+    assert 1 <= len(shorter) <= points
+    assert list(shorter) == sorted(shorter)
+    assert set(shorter) <= set(timeline)
+    assert max(m.allocated for m in shorter) == max(m.allocated for m in timeline)
+    if points > 1:
+        assert max(m.reserved for m in shorter) == max(m.reserved for m in timeline)
+
+
+def test_every_interval_of_a_timeline_has_a_point() -> None:
+    timeline = tuple(Moment(event, event % 10, 0) for event in range(1000))
+    assert [moment.event // 100 for moment in downsample(timeline, 10)] == list(range(10))
+
+
+def test_the_timeline_has_at_most_400_points_and_a_shorter_one_is_complete():
+    timeline = tuple(Moment(i, i, 0) for i in range(401))
+    assert len(prediction_to_json(prediction(timeline=timeline))["timeline"]) == 400
+    made = prediction_to_json(prediction(timeline=timeline[:400]))["timeline"]
+    assert made == [moment._asdict() for moment in timeline[:400]]
 
 
 def test_the_seconds_of_a_step_are_given_and_null_where_they_are_not_known():

@@ -38,7 +38,7 @@ def row(shown, name):
 def test_it_opens_with_the_headline_of_predict_and_says_what_is_in_its_figures():
     shown = text(prediction())
     headline = " ".join(shown.split("Each fix")[0].split())
-    assert headline.startswith("Does not fit: needs 31.5 GiB of the RTX 3090's 23.6 GiB; peak in backward")
+    assert headline.startswith("Does not fit: needs 31.5 GiB; the RTX 3090 has 23.6 GiB; peak in backward")
     assert headline.endswith("The CUDA context's 512 MiB are in these figures.")
     assert row(shown, "small")[:5] == ["small", "11.0", "GiB", "20.5", "GiB"]
 

@@ -1,3 +1,5 @@
+"""The report in the terminal: its first line, its sections and its chart."""
+
 from __future__ import annotations
 
 import io
@@ -5,10 +7,130 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from sample_prediction import CONTEXT, GiB, MiB, allocation, prediction
+from sample_prediction import CONTEXT, LOSS, GiB, MiB, allocation, prediction
 
-from oomph.records import Alive, Growth, Note, Peak, Site, StepPeak
-from oomph.report.terminal import PLAIN_WIDTH, report_console, report_text
+from oomph.records import Alive, Growth, Moment, Note, Peak, Site
+from oomph.report.terminal import PLAIN_WIDTH, distinct_sizes, report_console, report_text, verdict
+from oomph.report.timeline import ASCII, UNICODE, area_rows, bar, column_heights
+
+# ------------------------------------------------------------------------------------------- verdict
+
+
+def _peak(reserved: int, **changes) -> Peak:
+    values = {"step": 2, "stage": "backward", "site": LOSS, **changes}
+    return Peak(reserved, reserved, reserved + CONTEXT, **values)
+
+
+def _on_a_card(capacity: int, reserved: int, fits: bool, **changes):
+    values = {"capacity": capacity, "limit": capacity - CONTEXT, "peak": _peak(reserved), "refused": None}
+    return prediction(fits=fits, **values, **changes)
+
+
+def test_what_does_not_fit_says_need_card_and_place_of_the_peak():
+    assert verdict(prediction()).line == (
+        "does not fit: needs 31.5 GiB; the RTX 3090 has 23.6 GiB; peak in backward of step 2, at loss.py:41"
+    )
+
+
+def test_the_refused_request_is_named_with_its_line_and_size():
+    assert verdict(prediction()).out_of_memory == (
+        "out of memory at loss.py:41 in step 2: tried to allocate 6.00 GiB"
+    )
+
+
+def test_a_refused_request_without_a_line_is_named_by_its_operator():
+    refused = allocation(0, GiB, site=None, op="cublas workspace", step=0)
+    assert verdict(prediction(refused=refused)).out_of_memory == (
+        "out of memory in cublas workspace: tried to allocate 1.00 GiB"
+    )
+
+
+def test_what_fits_says_how_much_is_to_spare():
+    assert verdict(_on_a_card(24 * GiB, 10 * GiB, True)).line == (
+        "fits: needs 10.5 GiB; the RTX 3090 has 24.0 GiB, 13.5 GiB to spare; "
+        "peak in backward of step 2, at loss.py:41"
+    )
+
+
+def test_a_card_given_as_a_size_has_no_name():
+    line = verdict(_on_a_card(24 * GiB, 30 * GiB, False, gpu="24GiB", gpu_title="24GiB card")).line
+    assert line.startswith("does not fit: needs 30.5 GiB; the GPU has 24.0 GiB; peak")
+
+
+def test_without_a_limit_only_the_need_is_given():
+    bare = prediction(gpu=None, gpu_title="", capacity=None, limit=None, fits=None, refused=None)
+    assert verdict(bare).line == "needs 31.5 GiB; peak in backward of step 2, at loss.py:41"
+
+
+def test_with_max_the_allocator_is_held_against_what_it_may_reserve():
+    held = prediction(gpu=None, capacity=None, limit=40 * GiB, fits=True, refused=None)
+    assert verdict(held).line.startswith("fits: needs 31.0 GiB; the limit is 40.0 GiB, 9.00 GiB to spare;")
+
+
+def test_max_counts_even_when_a_larger_card_is_named():
+    held = prediction(capacity=80 * GiB, limit=20 * GiB, fits=False, refused=None)
+    assert verdict(held).line.startswith("does not fit: needs 31.0 GiB; the limit is 20.0 GiB;")
+
+
+def test_max_counts_even_when_a_smaller_card_is_named():
+    held = prediction(capacity=24 * GiB, limit=80 * GiB, fits=True, refused=None)
+    assert verdict(held).line.startswith("fits: needs 31.0 GiB; the limit is 80.0 GiB, 49.0 GiB to spare;")
+
+
+def test_fitting_only_by_releasing_cached_memory_does_not_contradict_the_figures():
+    line = verdict(_on_a_card(24 * GiB, 25 * GiB, True)).line
+    assert line.startswith(
+        "fits, but only by releasing cached memory: would otherwise reserve 25.5 GiB; the RTX 3090"
+    )
+    assert "to spare" not in line
+
+
+def test_failing_below_the_bound_is_explained_by_fragmentation():
+    line = verdict(_on_a_card(24 * GiB, 23 * GiB, False)).line
+    assert line.startswith(
+        "does not fit: needs 23.5 GiB; the RTX 3090 has 24.0 GiB, but its free blocks are too small"
+    )
+
+
+def test_sizes_that_would_print_alike_are_printed_apart():
+    assert distinct_sizes(31 * GiB, 31 * GiB + 20 * MiB) == ("31.00 GiB", "31.02 GiB")
+    assert distinct_sizes(GiB, GiB + 1) == ("1,073,741,824 bytes", "1,073,741,825 bytes")
+    assert distinct_sizes(GiB, GiB) == ("1.00 GiB", "1.00 GiB")
+
+
+def test_a_hair_above_the_card_never_reads_as_equal():
+    line = verdict(_on_a_card(24 * GiB, 24 * GiB - CONTEXT + 10 * MiB, False)).line
+    assert "needs 24.01 GiB; the RTX 3090 has 24.00 GiB" in line
+
+
+def test_a_peak_before_the_first_step_says_so():
+    early = prediction(peak=_peak(30 * GiB, step=0, stage="parameters", site=None), fits=None)
+    assert verdict(early).line == "needs 30.5 GiB; peak in loading the model, before the first step"
+
+
+def test_a_peak_of_unknown_stage_names_the_step_alone():
+    unknown = prediction(peak=_peak(30 * GiB, stage=None, site=None), fits=None)
+    assert verdict(unknown).line == "needs 30.5 GiB; peak in step 2"
+
+
+def test_what_grows_with_every_step_is_part_of_the_line():
+    held = replace(_on_a_card(24 * GiB, 10 * GiB, True), growth=Growth(100 * MiB, None))
+    assert verdict(held).line.startswith("fits for now: needs 10.5 GiB; the")
+    assert verdict(held).line.endswith("; grows by 100 MiB per step: out of memory after about 141 steps")
+    refused = replace(_on_a_card(24 * GiB, 30 * GiB, False), growth=Growth(100 * MiB, None))
+    assert verdict(refused).line == verdict(replace(refused, growth=None)).line
+
+
+def test_growth_without_a_limit_has_no_end():
+    peak = _peak(2 * GiB, step=3)
+    growing = prediction(
+        gpu=None, capacity=None, limit=None, fits=None, refused=None, peak=peak, growth=Growth(MiB, None)
+    )
+    assert verdict(growing).line.startswith("needs 2.50 GiB")
+    assert verdict(growing).line.endswith("; grows by 1.0 MiB per step")
+
+
+# ------------------------------------------------------------------------------------------- report
 
 
 def _plain(given) -> str:
@@ -22,10 +144,10 @@ def _on_terminal(given, width: int = 100, color: str | None = "256") -> str:
     return report_text(given, console)
 
 
-def test_the_verdict_comes_first_and_the_refused_request_second():
+def test_the_verdict_comes_first_and_the_failed_allocation_second():
     first, second, *_ = _plain(prediction()).splitlines()
-    assert first.startswith("does not fit: needs 31.5 GiB of the RTX 3090's 23.6 GiB; peak in backward")
-    assert second == "the allocator would fail at loss.py:41 asking for 6.00 GiB, step 2"
+    assert first.startswith("does not fit: needs 31.5 GiB; the RTX 3090 has 23.6 GiB; peak in backward")
+    assert second == "out of memory at loss.py:41 in step 2: tried to allocate 6.00 GiB"
 
 
 def test_off_a_terminal_the_report_is_ascii_of_fixed_width_without_colour():
@@ -100,7 +222,7 @@ def test_source_lines_show_their_share_and_their_code(tmp_path):
     file.write_text("import torch\nscores = q @ k  # the whole square\n")
     at_peak = (Alive(3 * GiB, allocation(0, 3 * GiB, site=Site(str(file), 2, "attend"))),)
     text = _plain(prediction(at_peak=at_peak))
-    section = text.split("Source lines that own the most")[1]
+    section = text.split("Source lines with the most memory at the peak")[1]
     assert "model.py:2 attend" in section
     assert "scores = q @ k  # the whole square" in section
 
@@ -115,7 +237,7 @@ def test_a_very_long_source_line_is_cut(tmp_path):
 
 
 def test_the_timeline_marks_steps_peak_and_limit():
-    chart = _plain(prediction()).split("Allocated over the run")[1]
+    chart = _plain(prediction()).split("Allocated memory over the run")[1]
     assert "v peak 29.6 GiB" in chart
     assert "limit 23.1 GiB |--" in chart
     assert "step 1: 28.6 GiB" in chart
@@ -123,13 +245,14 @@ def test_the_timeline_marks_steps_peak_and_limit():
 
 
 def test_a_limit_far_above_the_peak_is_not_drawn():
-    assert "limit" not in _plain(prediction(limit=100 * GiB, fits=True)).split("Allocated over the run")[1]
+    text = _plain(prediction(limit=100 * GiB, fits=True))
+    assert "limit" not in text.split("Allocated memory over the run")[1]
 
 
 def test_a_peak_at_the_very_end_keeps_its_label_inside():
     given = prediction()
     rising = tuple(moment._replace(allocated=i + 1) for i, moment in enumerate(given.timeline))
-    chart = _plain(prediction(timeline=rising)).split("Allocated over the run")[1]
+    chart = _plain(prediction(timeline=rising)).split("Allocated memory over the run")[1]
     marker = chart.splitlines()[1]
     assert marker.endswith("peak 29.6 GiB v")
     assert len(marker) == PLAIN_WIDTH
@@ -154,22 +277,18 @@ def test_a_share_below_one_percent_is_not_called_zero():
     assert "<1 %" in _plain(prediction(at_peak=at_peak))
 
 
-def _growing(size: int):
-    steps = tuple(StepPeak(number, 2 * GiB, 2 * GiB, GiB + number * size) for number in (1, 2, 3))
-    peak = Peak(2 * GiB, 2 * GiB, 2 * GiB + CONTEXT, step=3, stage="backward")
-    return prediction(fits=True, refused=None, peak=peak, steps=steps, growth=Growth(size, None))
+def test_bars_resolve_an_eighth_of_a_cell_and_show_the_smallest_size():
+    assert bar(12, 16, 2, UNICODE) == "█▌"
+    assert bar(1, 10**9, 10, UNICODE) == "▏"
+    assert bar(1, 10**9, 10, ASCII) == "#"
+    assert bar(0, 100, 10, ASCII) == ""
 
 
-def test_memory_that_grows_with_every_step_is_told_in_the_verdict_with_how_long_it_lasts():
-    first = _plain(_growing(144 * MiB)).splitlines()[0]
-    assert first.startswith("fits for now: needs 2.50 GiB of the RTX 3090's 23.6 GiB; 21.1 GiB to spare")
-    assert first.endswith("; grows by 144 MiB with every step, out of memory after about 152")
-    coloured = _on_terminal(_growing(144 * MiB))
-    assert coloured.startswith("\x1b[1;33mfits for now\x1b[0m")
-
-
-def test_growth_without_a_limit_is_told_without_an_end():
-    given = _growing(MiB)
-    first = _plain(replace(given, gpu=None, capacity=None, limit=None, fits=None)).splitlines()[0]
-    assert first.startswith("needs 2.50 GiB")
-    assert first.endswith("; grows by 1.0 MiB with every step")
+def test_a_column_of_the_chart_shows_the_highest_moment_of_its_interval():
+    assert column_heights([Moment(0, 1, 0), Moment(1, 9, 0), Moment(3, 3, 0)], 4, 2) == [
+        9,
+        3,
+    ]
+    # An interval without a moment keeps the level at which the one before it ended.
+    assert column_heights([Moment(0, 9, 0), Moment(1, 4, 0), Moment(7, 6, 0)], 8, 4) == [9, 4, 4, 6]
+    assert area_rows([0, 2, 4], 4, 2, ASCII) == ["  #", " ##"]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from oomph.errors import ProgramError
-from oomph.report.paths import short_path
+from oomph.report.labels import short_path
 
 _OOMPH = str(Path(__file__).resolve().parents[1]) + os.sep
 

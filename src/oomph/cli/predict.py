@@ -17,7 +17,7 @@ from oomph.cli.workloads import workload_of
 from oomph.errors import ProgramError, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_to_json
-from oomph.report.forward_stages import stage_table, stage_table_text, stage_table_to_json
+from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
 from oomph.report.terminal import report_console, report_text
 
 FITS = 0

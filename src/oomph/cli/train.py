@@ -12,7 +12,7 @@ from rich.console import Console
 from oomph.cli.main import INTERRUPTED
 from oomph.cli.progress import progress_display
 from oomph.errors import UserError
-from oomph.report.paths import short_path
+from oomph.report.labels import short_path
 from oomph.units import format_bytes
 
 if TYPE_CHECKING:

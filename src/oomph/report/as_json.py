@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-from oomph.records import Alive, Allocation, Prediction, Site
-from oomph.report.thinning import thin
+from oomph.records import Alive, Allocation, Moment, Prediction, Site
 
 SCHEMA = 1
 _TIMELINE_POINTS = 400
@@ -43,7 +44,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "modules": [{"module": module, "bytes": size} for module, size in prediction.by_module()],
         "lines": [{**_site(site), "bytes": size} for site, size in prediction.by_line()],
         "at_peak": [_alive(alive) for alive in prediction.at_peak],
-        "timeline": [moment._asdict() for moment in thin(prediction.timeline, _TIMELINE_POINTS)],
+        "timeline": [moment._asdict() for moment in downsample(prediction.timeline, _TIMELINE_POINTS)],
         "findings": [],
         "notes": [
             {
@@ -58,8 +59,28 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
     }
 
 
+def downsample(timeline: Sequence[Moment], points: int) -> tuple[Moment, ...]:
+    """At most `points` moments, in order: the highest of each interval, and both maxima of the whole."""
+    if points < 1:
+        raise ValueError(f"a timeline of {points} points cannot be drawn; give 1 or more")
+    if len(timeline) <= points:
+        return tuple(timeline)
+    chosen = _highest_of_intervals(timeline, points)
+    most_reserved = max(moment.reserved for moment in timeline)
+    if points > 1 and all(timeline[i].reserved < most_reserved for i in chosen):
+        # It is not the highest moment of its interval: use one interval fewer, to make room for it.
+        chosen = _highest_of_intervals(timeline, points - 1)
+        chosen.add(next(i for i, moment in enumerate(timeline) if moment.reserved == most_reserved))
+    return tuple(timeline[i] for i in sorted(chosen))
+
+
+def _highest_of_intervals(timeline: Sequence[Moment], intervals: int) -> set[int]:
+    bounds = [i * len(timeline) // intervals for i in range(intervals + 1)]
+    return {max(range(start, end), key=lambda i: timeline[i].allocated) for start, end in pairwise(bounds)}
+
+
 def _alive(alive: Alive) -> dict[str, Any]:
-    """At the peak, a tensor counts for the bytes its block takes rather than those it asked for."""
+    """At the peak, a tensor counts with the size of its block, which the allocator rounds up."""
     return {**_allocation(alive.allocation), "bytes": alive.bytes}
 
 

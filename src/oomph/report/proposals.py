@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oomph.records import FixKind, Peak, Prediction, Proposal
-from oomph.report.verdict import verdict
+from oomph.report.terminal import verdict
 from oomph.units import format_bytes
 
 _LONGEST_LIST = 30

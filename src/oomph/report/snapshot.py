@@ -1,8 +1,8 @@
-"""A predicted run as a file that PyTorch's memory visualiser opens.
+"""A predicted run as a snapshot file that PyTorch's memory visualiser opens.
 
 The format is that of `torch.cuda.memory._dump_snapshot`; pytorch.org/memory_viz and
-`python -m torch.cuda._memory_viz` both read it. The viewer in the browser has an unpickler of its own that
-knows only plain dicts, lists, tuples, strings and numbers, so nothing else may go into the file.
+`python -m torch.cuda._memory_viz` both read it. The viewer in the browser has its own unpickler, which
+reads only plain dicts, lists, tuples, strings and numbers, so nothing else may go into the file.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from oomph.records import Allocation, Prediction
 
 # (action, address, bytes, id of the Allocation), in program order; the actions are "alloc", "free",
-# "segment_alloc", "segment_free" and "oom". For "oom" the address stands for the bytes still to be had.
+# "segment_alloc", "segment_free" and "oom". For "oom" the address is the number of bytes still free.
 Trace = Sequence[tuple[str, int, int, int]]
 
-_Piece = tuple[int, int, int]  # of memory: address, bytes, id of the Allocation that caused it
+_Block = tuple[int, int, int]  # address, bytes, id of the Allocation that caused it
 _Frames = dict[int, list[dict[str, Any]]]  # by id of the Allocation
 
 _PROTOCOL = 4  # the newest that every version of the viewer reads
@@ -35,7 +35,7 @@ _SETTINGS = {  # PyTorch's defaults, which the prediction assumes
 
 
 def write_snapshot(path: str | os.PathLike[str], prediction: Prediction, trace: Trace) -> None:
-    """Write `trace`, the acts of the allocator for the prediction's events, as a memory snapshot.
+    """Write `trace`, the actions of the allocator for the prediction's events, as a memory snapshot.
 
     The segments in the file are those left at the end of the trace, as in a snapshot of a real run.
     """
@@ -44,7 +44,7 @@ def write_snapshot(path: str | os.PathLike[str], prediction: Prediction, trace: 
 
 
 def snapshot(allocations: Sequence[Allocation], trace: Trace) -> dict[str, Any]:
-    """The content of the file. Sizes in the trace are those requested; blocks show the rounded size too."""
+    """The content of the file. The trace has the requested sizes; blocks have the rounded ones as well."""
     frames: _Frames = {}
     for _, _, _, id in trace:
         if id not in frames:
@@ -72,7 +72,7 @@ def _frame(filename: str, line: int, name: str) -> dict[str, Any]:
 
 
 def _entries(allocations: Sequence[Allocation], trace: Trace, frames: _Frames) -> Iterator[dict[str, Any]]:
-    told = {id: _description(allocations[id]) for id in frames}
+    descriptions = {id: _description(allocations[id]) for id in frames}
     time = 0
     for action, address, size, id in trace:
         for name in ("free_requested", "free_completed") if action == "free" else (action,):
@@ -89,7 +89,7 @@ def _entries(allocations: Sequence[Allocation], trace: Trace, frames: _Frames) -
             if action in ("alloc", "free"):
                 entry["size"] = allocations[id].bytes
                 entry["category"] = allocations[id].kind
-                entry["user_metadata"] = told[id]
+                entry["user_metadata"] = descriptions[id]
             elif action == "oom":
                 entry["device_free"] = entry.pop("addr")
             else:
@@ -104,37 +104,37 @@ def _description(allocation: Allocation) -> str:
 
 
 def _segments(allocations: Sequence[Allocation], trace: Trace, frames: _Frames) -> list[dict[str, Any]]:
-    reserved, handed_out = _left_at_the_end(trace)
+    reserved, in_use = _alive_at_the_end(trace)
     starts = sorted(reserved)
-    owners: dict[int, list[_Piece]] = {start: [] for start in starts}
-    for address, size, id in sorted(handed_out.values()):
+    owners: dict[int, list[_Block]] = {start: [] for start in starts}
+    for address, size, id in sorted(in_use.values()):
         owners[starts[bisect_right(starts, address) - 1]].append((address, size, id))
     return [_segment(reserved[start], owners[start], allocations, frames) for start in starts]
 
 
-def _left_at_the_end(trace: Trace) -> tuple[dict[int, _Piece], dict[int, _Piece]]:
+def _alive_at_the_end(trace: Trace) -> tuple[dict[int, _Block], dict[int, _Block]]:
     """Segments and blocks that the trace does not return, by address."""
-    reserved: dict[int, _Piece] = {}
-    handed_out: dict[int, _Piece] = {}
+    reserved: dict[int, _Block] = {}
+    in_use: dict[int, _Block] = {}
     for action, address, size, id in trace:
         if action == "segment_alloc":
             reserved[address] = (address, size, id)
         elif action == "segment_free":
             del reserved[address]
         elif action == "alloc":
-            handed_out[address] = (address, size, id)
+            in_use[address] = (address, size, id)
         elif action == "free":
-            del handed_out[address]
-    return reserved, handed_out
+            del in_use[address]
+    return reserved, in_use
 
 
 def _segment(
-    segment: _Piece, handed_out: Sequence[_Piece], allocations: Sequence[Allocation], frames: _Frames
+    segment: _Block, in_use: Sequence[_Block], allocations: Sequence[Allocation], frames: _Frames
 ) -> dict[str, Any]:
     start, total, id = segment
     blocks = []
     free_from = start
-    for address, size, owner in handed_out:
+    for address, size, owner in in_use:
         if address > free_from:  # free neighbours are always joined, so a gap is exactly one block
             blocks.append(_block(free_from, address - free_from, 0, "inactive", []))
         blocks.append(_block(address, size, allocations[owner].bytes, "active_allocated", frames[owner]))
@@ -142,14 +142,14 @@ def _segment(
     if free_from < start + total:
         blocks.append(_block(free_from, start + total - free_from, 0, "inactive", []))
 
-    in_use = sum(size for _, size, _ in handed_out)
+    allocated = sum(size for _, size, _ in in_use)
     return {
         "device": 0,
         "address": start,
         "total_size": total,
-        "allocated_size": in_use,
-        "active_size": in_use,
-        "requested_size": sum(allocations[owner].bytes for _, _, owner in handed_out),
+        "allocated_size": allocated,
+        "active_size": allocated,
+        "requested_size": sum(allocations[owner].bytes for _, _, owner in in_use),
         "stream": 0,
         "segment_type": "small" if total == _SMALL_SEGMENT else "large",
         "segment_pool_id": _DEFAULT_POOL,

@@ -1,34 +1,33 @@
-"""A Prediction for people: a verdict, bars, the largest tensors, the lines to blame, a timeline, notes.
+"""A Prediction as a report: verdict, stages, largest tensors, source lines, timeline, notes.
 
-On a terminal it is drawn with colour and block characters; anywhere else it is plain ASCII of a fixed
-width, so that it reads the same in a file, a pipe or a CI log.
+On a terminal it is drawn with colour and block characters; elsewhere it is plain ASCII of a fixed width, so
+that it reads the same in a file, a pipe or a CI log.
 """
 
 from __future__ import annotations
 
 import linecache
 from collections.abc import Sequence
-from typing import IO
+from dataclasses import dataclass, replace
+from typing import IO, Literal
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oomph.records import Prediction, Site, Stage
-from oomph.report.chart import ASCII, UNICODE, Glyphs, bar
-from oomph.report.grouping import Group, group_alike
-from oomph.report.paths import place
-from oomph.report.timeline import timeline_lines
-from oomph.report.verdict import Verdict, verdict
-from oomph.units import format_bytes
+from oomph.errors import UserError
+from oomph.records import Growth, Peak, Prediction, Site, Stage
+from oomph.report.labels import TensorGroup, file_and_line, group_tensors
+from oomph.report.timeline import ASCII, UNICODE, Glyphs, bar, timeline_lines
+from oomph.units import format_bytes, parse_bytes
 
 PLAIN_WIDTH = 100
-_WIDEST = 120  # a full-screen terminal would tear the columns apart
+_MAX_WIDTH = 120  # on a full-screen terminal the columns would stand too far apart
 _TENSORS = 10
 _LINES = 5
 _INDENT = 2
-_ROOM_FOR_COLUMNS = 80
+_MIN_WIDTH_FOR_COLUMNS = 80
 _OPS_WIDTH = 28
 _SIZE_WIDTH = len("1023.9 MiB")
 
@@ -45,38 +44,160 @@ _STAGE_STYLE: dict[Stage, str] = {
 }
 _OUTCOME_STYLE = {"fits": "bold green", "does not fit": "bold red", "needs": "bold"}
 
+# ------------------------------------------------------------------------------------------- verdict
+
+Outcome = Literal[
+    "fits", "fits for now", "fits, but only by releasing cached memory", "does not fit", "needs"
+]
+
+# What the program does at the peak, as it reads after "peak in".
+_ACTIVITY: dict[Stage, str] = {
+    "parameters": "loading the model",
+    "batch": "creating the batch",
+    "forward activations": "forward",
+    "loss": "the loss",
+    "backward": "backward",
+    "gradients": "backward",
+    "optimizer state": "the optimizer step",
+    "optimizer step": "the optimizer step",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The first line of a report, in parts that are coloured differently; `out_of_memory` is the second line.
+
+    All but `outcome` may be empty.
+    """
+
+    outcome: Outcome
+    details: str
+    out_of_memory: str = ""
+    growth: str = ""
+
+    @property
+    def line(self) -> str:
+        return f"{self.outcome}{self.details}{self.growth}"
+
+
+def verdict(prediction: Prediction) -> Verdict:
+    """The memory needed, compared with the GPU's memory or with the limit of the allocator."""
+    found = _traced_steps(prediction)
+    if prediction.growth is None or prediction.fits is False:
+        return found
+    outcome: Outcome = "fits for now" if found.outcome == "fits" else found.outcome
+    return replace(found, outcome=outcome, growth=_growth(prediction, prediction.growth))
+
+
+def _traced_steps(prediction: Prediction) -> Verdict:
+    peak = _peak_position(prediction.peak)
+    if prediction.fits is None:
+        return Verdict("needs", f" {format_bytes(prediction.peak.device)}{peak}")
+    needed, available, owner = _needed_and_available(prediction)
+    need_text, available_text = distinct_sizes(needed, available)
+    there_is = f"{owner} {available_text}"
+    if not prediction.fits:
+        fragmented = "" if needed > available else ", but its free blocks are too small (fragmentation)"
+        details = f": needs {need_text}; {there_is}{fragmented}{peak}"
+        return Verdict("does not fit", details, _out_of_memory(prediction))
+    if needed > available:
+        details = f": would otherwise reserve {need_text}; {there_is}{peak}"
+        return Verdict("fits, but only by releasing cached memory", details)
+    spare = f"{format_bytes(available - needed)} to spare"
+    return Verdict("fits", f": needs {need_text}; {there_is}, {spare}{peak}")
+
+
+def _growth(prediction: Prediction, growth: Growth) -> str:
+    """`; grows by 144 MiB per step: out of memory after about 150 steps`"""
+    text = f"; grows by {format_bytes(growth.bytes)} per step"
+    if prediction.limit is None or prediction.limit < prediction.peak.reserved:
+        return text
+    more = (prediction.limit - prediction.peak.reserved) // growth.bytes
+    return f"{text}: out of memory after about {len(prediction.steps) + more:,} steps"
+
+
+def distinct_sizes(one: int, other: int) -> tuple[str, str]:
+    """Both sizes formatted, with as many decimals as it takes to see which is larger."""
+    texts = format_bytes(one), format_bytes(other)
+    if one == other or texts[0] != texts[1]:
+        return texts
+    for decimals in (2, 3, 4):
+        texts = f"{one / 2**30:.{decimals}f} GiB", f"{other / 2**30:.{decimals}f} GiB"
+        if texts[0] != texts[1]:
+            return texts
+    return f"{one:,} bytes", f"{other:,} bytes"
+
+
+def _needed_and_available(prediction: Prediction) -> tuple[int, int, str]:
+    """Bytes needed, bytes available, and the words before the latter."""
+    peak, capacity, limit = prediction.peak, prediction.capacity, prediction.limit
+    context = peak.device - peak.reserved
+    if capacity is not None and limit in (None, capacity - context):
+        return peak.device, capacity, f"the {_gpu_name(prediction)} has"
+    # `--max` was given: `fits` was decided by it, whatever the GPU.
+    assert limit is not None
+    return peak.reserved, limit, "the limit is"
+
+
+def _gpu_name(prediction: Prediction) -> str:
+    """A GPU that was given as a size has no name."""
+    try:
+        unnamed = prediction.gpu is None or parse_bytes(prediction.gpu) >= 0
+    except UserError:
+        unnamed = False
+    return "GPU" if unnamed else prediction.gpu_title
+
+
+def _peak_position(peak: Peak) -> str:
+    at = f", at {file_and_line(peak.site)}" if peak.site else ""
+    activity = _ACTIVITY.get(peak.stage) if peak.stage else None
+    if peak.step == 0:
+        when = f"{activity}, before the first step" if activity else ""
+        return f"; peak in {when}{at}" if when else (f"; peak{at}" if at else "")
+    return f"; peak in {activity} of step {peak.step}{at}" if activity else f"; peak in step {peak.step}{at}"
+
+
+def _out_of_memory(prediction: Prediction) -> str:
+    refused = prediction.refused
+    if refused is None:
+        return ""
+    at = f"at {file_and_line(refused.site)}" if refused.site else f"in {refused.op}"
+    step = f" in step {refused.step}" if refused.step else ""
+    return f"out of memory {at}{step}: tried to allocate {format_bytes(refused.bytes)}"
+
+
+# ------------------------------------------------------------------------------------------- report
+
 
 def report_console(file: IO[str] | None = None) -> Console:
     """The console a report goes to: as wide as the terminal up to a readable width, or plain."""
     console = Console(file=file, highlight=False, markup=False, emoji=False)
-    width = min(console.width, _WIDEST) if console.is_terminal else PLAIN_WIDTH
-    console.width = width
+    console.width = min(console.width, _MAX_WIDTH) if console.is_terminal else PLAIN_WIDTH
     return console
 
 
 def report_text(prediction: Prediction, console: Console) -> str:
-    """The whole report, as `console` would show it. Text, so that the caller decides how it is written."""
-    with console.capture() as capture:
-        _render(prediction, console)
-    # Columns are padded to the full width; in a file those blanks are only noise.
-    return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
-
-
-def _render(prediction: Prediction, console: Console) -> None:
+    """The whole report, as `console` would show it."""
     glyphs = UNICODE if console.is_terminal and console.encoding.lower().startswith("utf") else ASCII
     width = console.width - _INDENT
-    _print_verdict(verdict(prediction), console)
-    _print_figures(prediction, console)
-    if prediction.at_peak:
-        _section(console, "By stage, at the peak", [_stages(prediction, width, glyphs)])
-        _section(console, "Largest tensors at the peak", [_tensors(group_alike(prediction.at_peak), width)])
-    if prediction.by_line():
-        _section(console, "Source lines that own the most", [_source_lines(prediction, width)])
-    chart = timeline_lines(prediction, width, glyphs)
-    if chart:
-        _section(console, "Allocated over the run", chart)
-    if prediction.notes:
-        _section(console, "Notes", [_notes(prediction)])
+    with console.capture() as capture:
+        _print_verdict(prediction, console)
+        if prediction.at_peak:
+            _section(console, "By stage at the peak", [_stages(prediction, width, glyphs)])
+            groups = group_tensors(prediction.at_peak)
+            _section(console, "Largest tensors at the peak", [_tensors(groups, width)])
+        if prediction.by_line():
+            _section(console, "Source lines with the most memory at the peak", [_lines(prediction, width)])
+        if chart := timeline_lines(prediction, width, glyphs):
+            _section(console, "Allocated memory over the run", chart)
+        if prediction.notes:
+            _section(console, "Notes", [_notes(prediction)])
+    return strip_lines(capture.get())
+
+
+def strip_lines(text: str) -> str:
+    """Without the blanks that pad columns to the full width."""
+    return "".join(line.rstrip() + "\n" for line in text.splitlines())
 
 
 def _section(console: Console, title: str, body: Sequence[RenderableType]) -> None:
@@ -86,23 +207,20 @@ def _section(console: Console, title: str, body: Sequence[RenderableType]) -> No
         console.print(Padding(part, (0, 0, 0, _INDENT)))
 
 
-def _print_verdict(line: Verdict, console: Console) -> None:
-    # One line however narrow the console: it is what people copy and scripts look for.
+def _print_verdict(prediction: Prediction, console: Console) -> None:
+    # One line however narrow the console: people copy it, and scripts look for it.
+    line, peak = verdict(prediction), prediction.peak
     style = _OUTCOME_STYLE.get(line.outcome, "bold yellow")
-    text = Text.assemble((line.outcome, style), line.rest, (line.growth, "bold yellow"))
-    console.print(text, soft_wrap=True)
-    if line.refusal:
-        console.print(Text(line.refusal), soft_wrap=True)
-
-
-def _print_figures(prediction: Prediction, console: Console) -> None:
-    peak = prediction.peak
-    figures = Text(style="dim")
-    figures.append(f"tensors {format_bytes(peak.allocated)}, allocator {format_bytes(peak.reserved)}, ")
-    figures.append(f"with CUDA context {format_bytes(peak.device)}")
-    if prediction.seconds:
-        figures.append(f"; traced in {prediction.seconds:.1f} s")
-    console.print(figures, soft_wrap=True)
+    parts = Text.assemble((line.outcome, style), line.details, (line.growth, "bold yellow"))
+    console.print(parts, soft_wrap=True)
+    if line.out_of_memory:
+        console.print(Text(line.out_of_memory), soft_wrap=True)
+    figures = (
+        f"allocated {format_bytes(peak.allocated)}, reserved {format_bytes(peak.reserved)}, "
+        f"with the CUDA context {format_bytes(peak.device)}"
+    )
+    seconds = f"; traced in {prediction.seconds:.1f} s" if prediction.seconds else ""
+    console.print(Text(figures + seconds, "dim"), soft_wrap=True)
 
 
 def _stages(prediction: Prediction, width: int, glyphs: Glyphs) -> Table:
@@ -115,33 +233,34 @@ def _stages(prediction: Prediction, width: int, glyphs: Glyphs) -> Table:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True, overflow="crop")
     for stage, size in stages:
-        style = _STAGE_STYLE[stage]
-        drawn = Text(bar(size, largest, min(40, max(4, width - 42)), glyphs), style)
-        table.add_row(stage, format_bytes(size), Text(_share(size, total), "dim"), drawn)
+        drawn = bar(size, largest, min(40, max(4, width - 42)), glyphs)
+        share = Text(_share(size, total), "dim")
+        table.add_row(stage, format_bytes(size), share, Text(drawn, _STAGE_STYLE[stage]))
     return table
 
 
-def _tensors(groups: list[Group], width: int) -> Table:
-    """Two lines for each: what it is, and below it, from where."""
+def _tensors(groups: list[TensorGroup], width: int) -> Table:
+    """Two lines for each: what it is, then the source line and the module."""
     shown, rest = groups[:_TENSORS], groups[_TENSORS:]
-    room = width - _SIZE_WIDTH - 2
+    available = width - _SIZE_WIDTH - 2
     kinds = [_kind(group) for group in shown]
     # One very long shape should not push every operator to the right; a narrow console has no columns at all.
-    kind_width = min(max(map(len, kinds)), 36) if room >= _ROOM_FOR_COLUMNS else 0
-    op_width = _OPS_WIDTH if room >= _ROOM_FOR_COLUMNS else 0
+    wide = available >= _MIN_WIDTH_FOR_COLUMNS
+    kind_width = min(max(map(len, kinds)), 36) if wide else 0
+    op_width = _OPS_WIDTH if wide else 0
     table = _sizes_and_text()
     for group, kind in zip(shown, kinds, strict=True):
-        what = Text(f"{kind:<{kind_width}}  {_ops(group.ops):<{op_width}}  ")
-        what.append(group.stage, _STAGE_STYLE[group.stage])
-        table.add_row(format_bytes(group.bytes), Text("\n").join([what, *_where(group, room)]))
+        first = Text(f"{kind:<{kind_width}}  {_ops(group.ops):<{op_width}}  ")
+        first.append(group.stage, _STAGE_STYLE[group.stage])
+        table.add_row(format_bytes(group.bytes), Text("\n").join([first, *_origin(group, available)]))
     if rest:
         more = f"in {sum(group.count for group in rest)} more"
         table.add_row(format_bytes(sum(group.bytes for group in rest)), Text(more, "dim"))
     return table
 
 
-def _where(group: Group, width: int) -> list[Text]:
-    """Line and module, side by side where there is room."""
+def _origin(group: TensorGroup, width: int) -> list[Text]:
+    """Source line and module, side by side where both fit."""
     site = _site(group.site) if group.site else Text()
     module = Text(f"in {group.module}" if group.module else "", "dim")
     if site and module and len(site) + 2 + len(module) <= width:
@@ -149,23 +268,22 @@ def _where(group: Group, width: int) -> list[Text]:
     return [text for text in (site, module) if text]
 
 
-def _source_lines(prediction: Prediction, width: int) -> Table:
+def _lines(prediction: Prediction, width: int) -> Table:
     table = _sizes_and_text()
+    code_width = width - _SIZE_WIDTH - 2 - 7
     for site, size in prediction.by_line()[:_LINES]:
-        head = Text(f"{_share(size, prediction.peak.allocated):>5}  ", "dim").append_text(_site(site))
-        source = _cut(linecache.getline(site.file, site.line).strip(), width - _SIZE_WIDTH - 2 - 7)
-        if source:
-            head.append(f"\n       {source}")
-        table.add_row(format_bytes(size), head)
+        text = Text(f"{_share(size, prediction.peak.allocated):>5}  ", "dim").append_text(_site(site))
+        code = linecache.getline(site.file, site.line).strip()
+        if len(code) > code_width:
+            code = code[: max(0, code_width - 3)] + "..."
+        if code:
+            text.append(f"\n       {code}")
+        table.add_row(format_bytes(size), text)
     return table
 
 
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: max(0, width - 3)] + "..."
-
-
 def _site(site: Site) -> Text:
-    return Text.assemble((place(site), "cyan"), (f" {site.function}", "dim"))
+    return Text.assemble((file_and_line(site), "cyan"), (f" {site.function}", "dim"))
 
 
 def _notes(prediction: Prediction) -> Table:
@@ -175,7 +293,7 @@ def _notes(prediction: Prediction) -> Table:
     for note in prediction.notes:
         text = Text(note.text)
         if note.site:
-            text.append(f"  {place(note.site)}", "cyan")
+            text.append(f"  {file_and_line(note.site)}", "cyan")
         table.add_row("-", text)
     return table
 
@@ -191,7 +309,7 @@ def _grid() -> Table:
     return Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
 
 
-def _kind(group: Group) -> str:
+def _kind(group: TensorGroup) -> str:
     count = f"{group.count} x " if group.count > 1 else ""
     return f"{count}[{', '.join(map(str, group.shape))}] {group.dtype}"
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import oomph
 from oomph.records import Event, Moment
-from oomph.report.forward_stages import stage_table, stage_table_text, stage_table_to_json, what_was_added
+from oomph.report.stages import added_text, stage_table, stage_table_text, stage_table_to_json
 from oomph.report.terminal import PLAIN_WIDTH, report_console
 from oomph.systems.longctx import LongContextConfig
 from oomph.systems.longctx.naive import NaiveLongContext
@@ -66,9 +66,9 @@ def test_every_stage_has_what_is_allocated_when_it_is_over():
         ("after first layer", model + states + 3 * GiB),
         ("after all 2 layers", model + states + 6 * GiB),
         ("after full forward", model + states + 43 * GiB),
-        ("loss, at its highest", model + states + 191 * GiB),
-        ("kept for backward", model + states + 117 * GiB),
-        ("backward, at its highest", model + states + 197 * GiB),
+        ("peak of the loss", model + states + 191 * GiB),
+        ("saved for backward", model + states + 117 * GiB),
+        ("peak of backward", model + states + 197 * GiB),
     ]
     assert all(
         row.change == row.allocated - before.allocated
@@ -90,16 +90,16 @@ def test_updates_made_in_backward_do_not_end_it():
 
 def test_a_row_tells_what_came_and_how_much_went():
     rows = {row.stage: row for row in stage_table(scripted())}
-    assert what_was_added(rows["parameters"]) == "7.00 GiB parameters\n1.00 GiB buffers"
-    assert what_was_added(rows["after embedding"]) == "640 MiB [1, 131072, 2560] float32 in embedding"
-    assert what_was_added(rows["after full forward"]) == "37.0 GiB [131072, 151936] float32 by mm"
-    assert what_was_added(rows["kept for backward"]) == "74.0 GiB freed"
+    assert added_text(rows["parameters"]) == "7.00 GiB parameters\n1.00 GiB buffers"
+    assert added_text(rows["after embedding"]) == "640 MiB [1, 131072, 2560] float32 in embedding"
+    assert added_text(rows["after full forward"]) == "37.0 GiB [131072, 151936] float32 by mm"
+    assert added_text(rows["saved for backward"]) == "74.0 GiB freed"
 
 
 def test_sizes_are_those_of_the_blocks_and_rounding_of_parameters_is_told():
     rows = stage_table(scripted(rounding=100 * MiB))
     assert rows[0].allocated == 8 * GiB + 302 * MiB
-    assert what_was_added(rows[0]).startswith("7.10 GiB parameters, 7.00 GiB without rounding")
+    assert added_text(rows[0]).startswith("7.10 GiB parameters, 7.00 GiB without rounding")
 
 
 def test_a_forward_without_backward_ends_with_the_head():
@@ -164,9 +164,9 @@ def test_the_naive_long_context_model_grows_as_arithmetic_says():
     assert rows["after embedding"].added[0].bytes == 640 * MiB
     assert rows["after full forward"].added[0].bytes == logits
     # fp32 logits and their log-softmax; with one row, the shifted logits are no copy
-    assert rows["loss, at its highest"].change == pytest.approx(4 * logits, rel=1e-4)
-    assert rows["kept for backward"].freed == pytest.approx(3 * logits, rel=1e-4)
-    assert rows["backward, at its highest"].change == pytest.approx(4 * logits, rel=1e-4)
+    assert rows["peak of the loss"].change == pytest.approx(4 * logits, rel=1e-4)
+    assert rows["saved for backward"].freed == pytest.approx(3 * logits, rel=1e-4)
+    assert rows["peak of backward"].change == pytest.approx(4 * logits, rel=1e-4)
 
 
 def test_the_model_adds_one_hidden_state_per_recomputed_layer_and_no_logits():
@@ -177,7 +177,7 @@ def test_the_model_adds_one_hidden_state_per_recomputed_layer_and_no_logits():
     assert {one.what for one in rows["parameters"].added} == {"parameters", "batch"}
     assert rows["after first layer"].change == pytest.approx(states + workspace, rel=0.02)
     assert rows["after all 2 layers"].change == pytest.approx(states, rel=0.02)
-    assert rows["loss, at its highest"].change < 2 * GiB < tokens * config.vocab_size * 2
+    assert rows["peak of the loss"].change < 2 * GiB < tokens * config.vocab_size * 2
 
 
 def test_any_stack_of_blocks_is_found():

@@ -1,10 +1,14 @@
+"""Short labels: files, ranges of modules, groups of tensors."""
+
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from sample_prediction import GiB, allocation
 
 from oomph.records import Alive, Site
-from oomph.report.grouping import collapse_modules, group_alike
+from oomph.report.labels import collapse_modules, file_and_line, group_tensors, short_path
 
 
 def _alive(*allocations):
@@ -13,7 +17,7 @@ def _alive(*allocations):
 
 def test_twelve_layers_become_one_row_with_their_total():
     layers = _alive(*(allocation(i, GiB, module=f"transformer.h.{i}.attn") for i in range(12)))
-    (group,) = group_alike(layers)
+    (group,) = group_tensors(layers)
     assert (group.count, group.bytes, group.module) == (12, 12 * GiB, "transformer.h.{0..11}.attn")
 
 
@@ -22,17 +26,17 @@ def test_twelve_layers_become_one_row_with_their_total():
     [{"shape": (1,)}, {"dtype": "bfloat16"}, {"stage": "backward"}, {"site": Site("a.py", 1, "f")}],
 )
 def test_a_difference_in_shape_dtype_stage_or_line_keeps_tensors_apart(change):
-    assert len(group_alike(_alive(allocation(0), allocation(1, **change)))) == 2
+    assert len(group_tensors(_alive(allocation(0), allocation(1, **change)))) == 2
 
 
 def test_groups_come_largest_total_first_so_many_small_can_beat_one_large():
     small = [allocation(i, GiB, module=f"h.{i}") for i in range(3)]
     large = allocation(9, 2 * GiB, shape=(7,))
-    assert [group.count for group in group_alike(_alive(large, *small))] == [3, 1]
+    assert [group.count for group in group_tensors(_alive(large, *small))] == [3, 1]
 
 
 def test_the_bytes_are_those_of_the_blocks_rather_than_those_requested():
-    (group,) = group_alike([Alive(512, allocation(0, size=4))])
+    (group,) = group_tensors([Alive(512, allocation(0, size=4))])
     assert group.bytes == 512
 
 
@@ -40,16 +44,12 @@ def test_without_a_line_only_the_same_place_in_other_layers_is_alike():
     a = allocation(0, site=None, module="h.0.mlp")
     b = allocation(1, site=None, module="h.1.mlp")
     c = allocation(2, site=None, module="head")
-    assert sorted(group.count for group in group_alike(_alive(a, b, c))) == [1, 2]
+    assert sorted(group.count for group in group_tensors(_alive(a, b, c))) == [1, 2]
 
 
 def test_every_operator_of_a_group_is_kept_once():
-    (group,) = group_alike(_alive(*(allocation(i, op=op) for i, op in enumerate(["a", "b", "a"]))))
+    (group,) = group_tensors(_alive(*(allocation(i, op=op) for i, op in enumerate(["a", "b", "a"]))))
     assert group.ops == ("a", "b")
-
-
-def test_nothing_alive_gives_no_groups():
-    assert group_alike([]) == []
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,28 @@ def test_nothing_alive_gives_no_groups():
 )
 def test_module_paths_collapse_without_naming_one_that_is_not_there(paths, expected):
     assert collapse_modules(paths) == expected
+
+
+HERE = Path("/home/ada/project")
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("/home/ada/project/loss.py", "loss.py"),
+        ("/home/ada/project/models/gpt.py", "models/gpt.py"),
+        ("/env/lib/python3.11/site-packages/transformers/gpt2.py", "transformers/gpt2.py"),
+        ("/usr/lib/python3/dist-packages/yaml/x.py", "yaml/x.py"),
+        ("/home/ada/project/.venv/lib/site-packages/torchvision/resnet.py", "torchvision/resnet.py"),
+        ("/data/a/b/c/train.py", ".../b/c/train.py"),
+        ("/data/train.py", "/data/train.py"),
+        ("relative/train.py", "relative/train.py"),
+        ("<stdin>", "<stdin>"),
+    ],
+)
+def test_paths_are_shown_by_their_last_parts(file, expected):
+    assert short_path(file, HERE) == expected
+
+
+def test_a_site_is_shown_as_file_and_line():
+    assert file_and_line(Site("/home/ada/project/loss.py", 41, "f"), HERE) == "loss.py:41"

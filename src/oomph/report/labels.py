@@ -1,0 +1,141 @@
+"""Short labels: file names relative to the project, ranges of modules, and groups of tensors alike."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from oomph.records import Alive, Site, Stage
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def short_path(file: str, base: Path | None = None) -> str:
+    """`file` relative to `base` (default: the current directory) when below it, otherwise its last parts."""
+    if file.startswith("<"):  # "<stdin>", "<string>": not a file at all
+        return file
+    path = Path(file)
+    # An environment often lives below the current directory, so this comes first.
+    for marker in _INSTALLED:
+        if marker in path.parts:
+            last = len(path.parts) - 1 - path.parts[::-1].index(marker)
+            return Path(*path.parts[last + 1 :]).as_posix()
+    if not path.is_absolute():
+        return path.as_posix()
+    base = base or Path.cwd()
+    if path.is_relative_to(base):
+        return path.relative_to(base).as_posix()
+    if len(path.parts) <= 4:
+        return path.as_posix()
+    return ".../" + Path(*path.parts[-3:]).as_posix()
+
+
+def file_and_line(site: Site, base: Path | None = None) -> str:
+    """`loss.py:41`"""
+    return f"{short_path(site.file, base)}:{site.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroup:
+    """Tensors of the same source line, shape, dtype and stage: one row of a report."""
+
+    bytes: int  # of all of them together
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+    ops: tuple[str, ...]  # each once, in order of first appearance
+    module: str  # "transformer.h.{0..11}.attn"
+    site: Site | None
+    stage: Stage
+
+
+def group_tensors(at_peak: Iterable[Alive]) -> list[TensorGroup]:
+    """One group per (line, shape, dtype, stage), largest first.
+
+    Tensors without a line are grouped only if their modules differ in nothing but layer numbers: two matrices
+    of the same shape in unrelated modules stay apart.
+    """
+    members: dict[tuple[object, ...], list[Alive]] = {}
+    for alive in at_peak:
+        one = alive.allocation
+        where = (one.site.file, one.site.line) if one.site else (_without_numbers(one.module), one.op)
+        members.setdefault((where, one.shape, one.dtype, one.stage), []).append(alive)
+    groups = [_group(alike) for alike in members.values()]
+    return sorted(groups, key=lambda group: -group.bytes)  # stable: ties keep their order
+
+
+def collapse_modules(paths: Iterable[str]) -> str:
+    """Many module paths as one: `h.{0..11}.attn`; never names a module that is not among `paths`."""
+    distinct = list(dict.fromkeys(path for path in paths if path))
+    if not distinct:
+        return ""
+    stacks: dict[str, list[str]] = {}
+    for path in distinct:
+        stacks.setdefault(_without_numbers(path), []).append(path)
+    collapsed = [_collapse_numbers(stack) for stack in stacks.values()]
+    whole = _collapse_names(collapsed)
+    if whole is not None:
+        return whole
+    more = len(distinct) - len(next(iter(stacks.values())))
+    return f"{collapsed[0]} and {more} more"
+
+
+def _group(alike: list[Alive]) -> TensorGroup:
+    first = alike[0].allocation
+    return TensorGroup(
+        bytes=sum(alive.bytes for alive in alike),
+        count=len(alike),
+        shape=first.shape,
+        dtype=first.dtype,
+        ops=tuple(dict.fromkeys(alive.allocation.op for alive in alike)),
+        module=collapse_modules(alive.allocation.module for alive in alike),
+        site=first.site,
+        stage=first.stage,
+    )
+
+
+def _without_numbers(module: str) -> str:
+    """Two layers of one stack give the same result."""
+    return ".".join("*" if part.isdecimal() else part for part in module.split("."))
+
+
+def _collapse_numbers(paths: list[str]) -> str:
+    """Paths of one stack; a varying number becomes `{0..11}`, or `*` where a range would claim too much."""
+    columns = _distinct_parts([path.split(".") for path in paths])
+    every_combination = math.prod(map(len, columns)) == len(paths)
+    return ".".join(
+        column[0] if len(column) == 1 else (_range(column) if every_combination else "*")
+        for column in columns
+    )
+
+
+def _collapse_names(paths: list[str]) -> str | None:
+    """Paths that differ in one name become `attn.{q_proj,k_proj}`; None when they differ in more."""
+    if len(paths) == 1:
+        return paths[0]
+    # Split at the dots, but not at those inside `{0..11}`.
+    parts = [re.findall(r"(?:\{[^}]*\}|[^.{])+", path) for path in paths]
+    if len({len(one) for one in parts}) != 1 or len(paths) > 4:
+        return None
+    columns = _distinct_parts(parts)
+    varying = [column for column in columns if len(column) > 1]
+    if len(varying) != 1 or any("{" in name or name == "*" for name in varying[0]):
+        return None
+    return ".".join(column[0] if len(column) == 1 else "{" + ",".join(column) + "}" for column in columns)
+
+
+def _distinct_parts(paths: list[list[str]]) -> list[list[str]]:
+    """For each position in paths of one length, the parts that occur there, each once."""
+    return [list(dict.fromkeys(parts)) for parts in zip(*paths, strict=True)]
+
+
+def _range(parts: list[str]) -> str:
+    values = sorted(map(int, parts))
+    if len(values) > 2 and values[-1] - values[0] == len(values) - 1:
+        return f"{{{values[0]}..{values[-1]}}}"
+    if len(values) <= 4:
+        return "{" + ",".join(map(str, values)) + "}"
+    return f"{{{len(values)} of {values[0]}..{values[-1]}}}"

@@ -1,0 +1,99 @@
+"""Imports between our own files have a direction: no cycles, and private torch names in one file only."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent / "src"
+
+
+@cache
+def _modules() -> dict[str, Path]:
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The modules of ours that a file imports, at its top or inside functions.
+
+    Imports under TYPE_CHECKING are left out: they never run. A config class and the model that it builds name
+    each other in this way. The parent package of an imported module is left out as well: it only re-exports.
+    """
+    tree = ast.parse(path.read_text())
+    never_run = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if node in never_run:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in _modules())
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                target = full if full in _modules() else node.module
+                if target in _modules():
+                    yield target
+
+
+def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one file (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in graph[node]:
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1 or node in graph[node]:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    graph = {name: set(_imports(path)) for name, path in _modules().items()}
+    assert not _cycles(graph)
+
+
+PRIVATE = re.compile(r"\btorch\._C|\btorch\._[a-z]+|\btorch\.[a-z_.]+\._[a-z]")
+
+
+def _uses_of_private_names(path: Path) -> list[str]:
+    """Lines of code, without comments and strings, that name something private of torch."""
+    source = path.read_text()
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.end_lineno is not None:
+            for number in range(node.lineno, node.end_lineno + 1):
+                lines[number - 1] = "" if node.lineno < number < node.end_lineno else lines[number - 1]
+    code = [re.sub(r'"[^"]*"|#.*', "", line) for line in lines]
+    return [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for number, line in enumerate(code, 1)
+        if PRIVATE.search(line)
+    ]
