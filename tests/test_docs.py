@@ -50,8 +50,8 @@ def test_generated_tables_equal_the_committed_rows() -> None:
 
 def test_every_config_key_and_fix_is_documented() -> None:
     from oomph.fixes.catalogue import all_fixes
-    from oomph.training.config.schema import ALIASES, Schema
     from oomph.systems import SYSTEMS
+    from oomph.training.config.schema import ALIASES, Schema
 
     configs = (ROOT / "docs/configs.md").read_text()
     for system in SYSTEMS.values():

@@ -1,28 +1,38 @@
 """The errors and warnings that users see. Each error carries the exit status of the command line."""
 
 import warnings
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """The exit statuses of the command line."""
+
+    FITS = 0  # also: verified, trained, listed
+    DOES_NOT_FIT = 1  # also: not verified
+    USER_ERROR = 2
+    PROGRAM_ERROR = 3  # the traced program failed
+    BUG = 70  # in oomph
+    INTERRUPTED = 130  # as a shell reports Ctrl-C
 
 
 class OomphError(Exception):
-    """Base of everything oomph raises on purpose; its message is one clear line."""
+    """Base of all errors that oomph raises on purpose; the message is one line."""
 
-    exit_status = 2
+    exit_status = ExitStatus.USER_ERROR
 
 
 class UserError(OomphError):
     """The user's mistake: the message says what was given and what is valid."""
 
-    exit_status = 2
-
 
 class ArgumentError(UserError, ValueError):
-    """A function of oomph was given an argument it cannot take; a ValueError to code that knows no oomph."""
+    """An argument of a function of oomph is not valid; also a ValueError, for code that does not know oomph."""
 
 
 class ProgramError(OomphError):
     """The traced program itself failed. `__cause__` is its own exception, with its own traceback."""
 
-    exit_status = 3
+    exit_status = ExitStatus.PROGRAM_ERROR
 
     def __init__(self, message: str, file: str | None = None, line: int | None = None) -> None:
         super().__init__(message)

@@ -68,7 +68,7 @@ def test_longctx():
     assert "7.31 GiB + 1.41 GiB" in derived("longctx")
     measured = longctx.AFTER_FIRST_LAYER + longctx.logits_bytes(131_072) / GiB
     assert measured == pytest.approx(longctx.AFTER_FORWARD, abs=0.02)
-    assert longctx.kept_by_chunks() == 2 * longctx.logits_bytes(131_072)
+    assert longctx.saved_by_chunked_loss() == 2 * longctx.logits_bytes(131_072)
     assert round(longctx.sharded_gib(), 1) == 64.4
 
 

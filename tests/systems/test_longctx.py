@@ -159,3 +159,15 @@ def test_unknown_sizes_and_attentions_are_told_in_one_line():
         replace(TINY, head_dim=15)
     with pytest.raises(UserError, match="rope_bug='none' is not valid"):
         NaiveLongContext(TINY, 8, rope_bug="none")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_models_own_chunked_loss_is_that_of_its_forward(tied):
+    torch.manual_seed(0)
+    model = replace(PRESETS["tiny"], tie_word_embeddings=tied).build()
+    ids = torch.randint(0, 256, (2, 30))
+    hidden = model.hidden_states(ids)
+    torch.testing.assert_close(model._compute_loss_chunked(hidden, ids), model(ids, ids).loss)
+    torch.testing.assert_close(model._compute_loss_chunked(hidden, ids, chunk_size=7), model(ids, ids).loss)
+    with pytest.raises(ArgumentError, match="chunk_size=0 is not valid"):
+        model._compute_loss_chunked(hidden, ids, chunk_size=0)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from oomph.cli.workloads import sizes_from_words
-from oomph.errors import UserError
-
 if TYPE_CHECKING:
     from oomph.workload import Workload
 
@@ -16,20 +13,14 @@ def is_config(target: str) -> bool:
     return target.endswith((".yaml", ".yml"))
 
 
-def check_overrides(target: str, overrides: Sequence[str]) -> None:
-    """What can be told before a config, and torch with it, is loaded."""
-    if overrides and not is_config(target):
-        for word in overrides:
-            if word.startswith("-"):
-                raise UserError(f"No such option: {word}; see `oomph --help` and the command's own")
-        sizes_from_words(overrides, target)
-    if is_config(target):
-        from oomph.training.config.overrides import overrides_from_words, parse_override
-        from oomph.training.config.reading import check_file
+def check_config(target: str, overrides: Sequence[str]) -> None:
+    """Raise for mistakes that show before the config, and torch with it, is loaded."""
+    from oomph.training.config.overrides import overrides_from_words, parse_override
+    from oomph.training.config.reading import check_file
 
-        check_file(target)
-        for word in overrides_from_words(overrides):
-            parse_override(word)
+    check_file(target)
+    for word in overrides_from_words(overrides):
+        parse_override(word)
 
 
 def open_config(target: str, overrides: Sequence[str]) -> Workload:

@@ -1,4 +1,4 @@
-"""`oomph diverge`: for developers. Where a prediction parts from the op log of a real GPU run."""
+"""`oomph diverge`, for developers: where a prediction differs from the op log of a GPU run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from oomph import gpus
-from oomph.cli.streams import stdout_to_stderr, write_stdout
+from oomph.cli.output import stdout_to_stderr, write_stdout
 from oomph.cli.targets import open_target
 from oomph.errors import UserError
 from oomph.measurement.divergence import compare, render
@@ -17,7 +17,7 @@ from oomph.prediction.tracer.recorder import OpLog
 
 
 def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
-    """The op log that `target` would leave on `gpu`, in the measured log's own terms."""
+    """The predicted op log of `target` on `gpu`, in the format of a measured one."""
     log = OpLog(describe)
     recorder = trace(target, gpus.find(gpu), lambda text, fraction: None, log).recorder
     allocations = [pending.finish() for pending in recorder.allocations]
@@ -50,7 +50,7 @@ def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
 
 
 def divergence_text(target: Any, measured: Path, gpu: str, limit: int) -> str:
-    """The differences between a measured op log and the prediction of the steps that it covers, in words."""
+    """The differences between a measured op log and the prediction of the same steps."""
     if not measured.exists():
         raise UserError(
             f"no such op log: {measured}; `python -m benchmarks.accuracy oplog` writes one on a GPU"

@@ -10,10 +10,8 @@ from rich.console import Console
 
 from oomph import gpus
 from oomph.cli.config_targets import config_limit
-from oomph.cli.progress import progress_display
-from oomph.cli.streams import stdout_to_stderr, write_stdout
-from oomph.cli.targets import check_target, open_target
-from oomph.cli.workloads import workload_of
+from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.targets import check_target, open_target, workload_of
 from oomph.errors import UserError
 from oomph.records import FIX_KINDS, FixKind, Prediction, Proposal
 from oomph.report.proposals import catalogue_text, proposals_text, proposals_to_json

@@ -1,4 +1,4 @@
-"""`oomph gpus`: the cards that can be named with `--gpu`."""
+"""`oomph gpus`: the GPUs that `--gpu` accepts by name."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Any
 from rich.table import Table
 
 from oomph import gpus
-from oomph.cli.streams import write_stdout
-from oomph.report.terminal import report_console
+from oomph.cli.output import write_stdout
+from oomph.report.terminal import report_console, strip_lines
 from oomph.units import format_bytes
 
 
 def run_gpus(as_json: bool) -> int:
-    """Print the catalogue; returns the exit status."""
     cards = gpus.catalogue()
     if as_json:
         write_stdout(json.dumps({"schema": 1, "gpus": [_card(card) for card in cards]}) + "\n")
@@ -39,7 +38,7 @@ def _card(card: gpus.GPU) -> dict[str, Any]:
 def _rate(card: gpus.GPU) -> str:
     if card.bf16_tflops is None:
         return "-"
-    # Without bf16 tensor cores the catalogue gives the fp16 rate, and the reader should know.
+    # Without bf16 tensor cores the catalogue has the fp16 rate.
     return f"{'' if card.has_bf16 else 'fp16 '}{card.bf16_tflops:,.0f}"
 
 
@@ -47,7 +46,7 @@ def _table(cards: list[gpus.GPU]) -> str:
     console = report_console()
     table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="bold")
     table.add_column("name", style="cyan", no_wrap=True)
-    table.add_column("card")
+    table.add_column("GPU")
     for heading in ("memory", "capability", "bf16 TFLOP/s", "bandwidth GB/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     for card in cards:
@@ -61,6 +60,5 @@ def _table(cards: list[gpus.GPU]) -> str:
         )
     with console.capture() as capture:
         console.print(table)
-        console.print()
-        console.print("memory is what torch reports; `--gpu` also takes a size, e.g. --gpu 24GiB")
-    return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
+        console.print("\nmemory: as torch reports it; --gpu also accepts a size, e.g. --gpu 24GiB")
+    return strip_lines(capture.get())

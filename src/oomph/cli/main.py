@@ -1,4 +1,4 @@
-"""The command `oomph`: its grammar, and how every ending becomes an exit status."""
+"""The command `oomph`: its commands and options, and the exit status of every outcome."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ from typing import Annotated, Any
 
 import typer
 
-from oomph.cli.streams import let_go_of_streams
-from oomph.errors import DeprecatedName, OomphError, ProgramError, warn_deprecated
+from oomph.cli.output import flush_streams
+from oomph.errors import DeprecatedName, ExitStatus, OomphError, ProgramError, warn_deprecated
 
-# typer carries its own copy of click in some versions and uses the installed one in others;
-# its public BadParameter leads to the right base class in both.
+# Some versions of typer contain a copy of click, others use the installed one; the base of typer's public
+# BadParameter is the right class in both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
-
-INTERRUPTED = 130  # as a shell says it of Ctrl-C
-OUR_BUG = 70  # 1 would read as "does not fit"
 
 _OVERRIDES = typer.Argument(
     metavar="[KEY=VALUE ...]",
-    help="Of a config: other values than the file's, e.g. data.batch_size=4 or --batch_size 4. "
-    "Of a Workload: other sizes than its own, e.g. B=4.",
+    help="For a config: override a key, e.g. data.batch_size=4 or --batch_size 4. "
+    "For a Workload: override a size, e.g. B=4.",
 )
-_TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a config's key
+_TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a key of a config
 
 app = typer.Typer(
     name="oomph",
     help="Will it fit? Predict the GPU memory of a training step, without a GPU.",
-    epilog="Exit status: 0 fits, 1 does not fit, 2 a mistake of the user's, 3 the traced program failed.",
+    epilog="Exit status: 0 fits, 1 does not fit, 2 invalid input, 3 the traced program failed.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -73,25 +70,27 @@ def predict(
     overrides: Annotated[list[str] | None, _OVERRIDES] = None,
     gpu: Annotated[
         str | None,
-        typer.Option(metavar="NAME|SIZE", help="The card to fit: a name from `oomph gpus`, or a size."),
+        typer.Option(metavar="NAME|SIZE", help="The GPU: a name from `oomph gpus`, or a size."),
     ] = None,
     max: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="The most that the allocator may reserve, e.g. 24GiB."),
+        typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB."),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, not the report.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the report.")
+    ] = False,
     snapshot: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Also write a snapshot that PyTorch's memory visualiser opens."),
+        typer.Option(metavar="FILE", help="Write a snapshot for PyTorch's memory visualiser."),
     ] = None,
     fix: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="FIX", help="Predict with this fix in; repeatable: name, name:option=value, or a .json."
+            metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."
         ),
     ] = None,
 ) -> int:
-    """Predict the memory of one training step: does it fit, and which lines own the peak."""
+    """Predict the memory of one training step: does it fit, and which lines hold the peak."""
     from oomph.cli.predict import PredictOptions, run_predict
 
     options = PredictOptions(target, gpu, max, json, snapshot, tuple(fix or ()), tuple(overrides or ()))
@@ -102,19 +101,17 @@ def predict(
 def fixes(
     target: Annotated[
         str | None,
-        typer.Argument(metavar="[TARGET]", help="A Workload, as for predict; without one, all are listed."),
+        typer.Argument(metavar="[TARGET]", help="As for predict; default: list all fixes."),
     ] = None,
     overrides: Annotated[list[str] | None, _OVERRIDES] = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME|SIZE", help="The card that it shall run on.")
-    ] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME|SIZE", help="The GPU to run on.")] = None,
     allow: Annotated[
-        str, typer.Option(metavar="KINDS", help="Besides exact fixes: precision, training, or both.")
+        str, typer.Option(metavar="KINDS", help="Kinds besides exact: precision, training, or both.")
     ] = "",
     only: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, not the table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> int:
-    """List what could lower the peak: what each fix changes, saves and costs."""
+    """List fixes that lower the peak: what each changes, saves and costs."""
     from oomph.cli.fixes import FixesOptions, run_fixes
 
     return run_fixes(FixesOptions(target, gpu, allow, tuple(only or ()), json, tuple(overrides or ())))
@@ -122,18 +119,20 @@ def fixes(
 
 @app.command()
 def verify(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="A small Workload, as for predict.")],
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="As for predict; small enough for the CPU.")
+    ],
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="FIX ...",
-            help="name, name:option=value,..., or a .json of fixes; and key=value overrides of a config.",
+            help="name, name:option=value,..., or a .json file; and key=value overrides of a config.",
         ),
     ] = None,
-    sizes: Annotated[str, typer.Option(metavar="B=1,T=16", help="Other sizes than the Workload's own.")] = "",
+    sizes: Annotated[str, typer.Option(metavar="B=1,T=16", help="Override sizes of the Workload.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
-    """Check on the CPU that fixes leave loss and gradients as they were. Exit status 1 if not."""
+    """Check on the CPU that fixes do not change loss and gradients. Exit status 1 if they do."""
     from oomph.cli.verify import VerifyOptions, run_verify
 
     return run_verify(VerifyOptions(target, tuple(words or ()), sizes, json))
@@ -144,19 +143,19 @@ def train(
     context: typer.Context,
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="A config (.yaml).")],
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest checkpoint of the run's folder.")
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint in the run's folder.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Also when the prediction says that it does not fit.")
+        bool, typer.Option("--force", help="Train even if the prediction does not fit.")
     ] = False,
     fixes: Annotated[
-        str | None, typer.Option(metavar="FILE.json", help="Recorded fixes, in the place of the config's.")
+        str | None, typer.Option(metavar="FILE.json", help="Fixes from a file, instead of the config's.")
     ] = None,
     export: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write the weights, as safetensors.")
+        str | None, typer.Option(metavar="FILE", help="Write the final weights as safetensors.")
     ] = None,
 ) -> int:
-    """Train as a config says; after it key=value, or --key value, for other values than the file's."""
+    """Train a config; key=value or --key value after it override the file."""
     from oomph.cli.train import TrainOptions, run_train
 
     return run_train(TrainOptions(config, tuple(context.args), resume, force, fixes, export))
@@ -168,12 +167,15 @@ _SYSTEM = typer.Argument(metavar="[NAME]", help="A system, or the number of its 
 @app.command()
 def systems(
     name: Annotated[str | None, _SYSTEM] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run the report's own check, corrected (longctx, npt).")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """List the five reference systems, or check the claims of one system's report."""
-    from oomph.cli.systems import run_systems
+    from oomph.cli.systems import run_check, run_systems
 
-    return run_systems(name, json)
+    return run_check(name) if check else run_systems(name, json)
 
 
 @app.command(hidden=True)
@@ -190,9 +192,9 @@ def cases(
 
 @app.command()
 def gpus(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object, not the table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
 ) -> int:
-    """List the GPUs that oomph knows by name."""
+    """List the GPUs that --gpu accepts by name."""
     from oomph.cli.gpus import run_gpus
 
     return run_gpus(json)
@@ -205,7 +207,7 @@ def diverge(
     gpu: Annotated[str, typer.Option(metavar="NAME", help="The GPU that the log was written on.")] = "h200",
     limit: Annotated[int, typer.Option(help="How many differences to print.")] = 20,
 ) -> int:
-    """For developers: where the prediction parts from the op log of a real GPU run."""
+    """For developers: where a prediction differs from the op log of a GPU run."""
     from oomph.cli.diverge import run_diverge
 
     return run_diverge(target, measured, gpu, limit)
@@ -214,36 +216,37 @@ def diverge(
 def main() -> None:
     """The console script, and `python -m oomph`."""
     status = run(sys.argv[1:])
-    let_go_of_streams()
+    flush_streams()
     sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """One command; returns the exit status, errors having been printed to stderr."""
+    """Run one command; errors are printed to stderr. Returns the exit status."""
     try:
         with _deprecations_on_stderr():
             status = app(list(arguments) or ["--help"], prog_name="oomph", standalone_mode=False)
             return int(status or 0)
     except (typer.Abort, KeyboardInterrupt):
         print("oomph: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return ExitStatus.INTERRUPTED
     except _UsageError as error:
-        return _complain(f"{_one_line(error.format_message())}; {_advice(error)}")  # type: ignore[attr-defined]
+        _print_error(f"{_one_line(error.format_message())}; {_advice(error)}")  # type: ignore[attr-defined]
+        return ExitStatus.USER_ERROR
     except ProgramError as error:
-        from oomph.cli.failures import failure_text
+        from oomph.cli.targets import program_error_text
 
-        print(failure_text(error), file=sys.stderr)
+        print(program_error_text(error), file=sys.stderr)
         return error.exit_status
     except OomphError as error:
-        # The problems of a config are a line each; all other messages are one line.
+        # A config has one line per problem; all other messages are one line.
         problems = getattr(error, "problems", ())
         message = str(error) if len(problems) > 1 else _one_line(str(error))
-        _complain(message + _meant_option(arguments, problems))
+        _print_error(message + _nearest_option(arguments, problems))
         return error.exit_status
     except Exception:
         traceback.print_exc()
         print("oomph: this is a bug in oomph, not in your program", file=sys.stderr)
-        return OUR_BUG
+        return ExitStatus.BUG
 
 
 @contextmanager
@@ -263,18 +266,17 @@ def _deprecations_on_stderr() -> Iterator[None]:
         yield
 
 
-def _complain(message: str) -> int:
-    with suppress(OSError):  # a terminal that is gone does not change how the command ends
+def _print_error(message: str) -> None:
+    with suppress(OSError):  # a closed terminal does not change the exit status
         print(f"oomph: {message}", file=sys.stderr)
-    return OomphError.exit_status
 
 
 def _one_line(message: str) -> str:
     return " ".join(message.split()).rstrip(".")
 
 
-def _meant_option(arguments: Sequence[str], problems: Sequence[str]) -> str:
-    """--resum is taken for a key of the config: that an option was meant is said besides."""
+def _nearest_option(arguments: Sequence[str], problems: Sequence[str]) -> str:
+    """A misspelt option such as --resum is read as a key of the config: name the nearest option as well."""
     unknown = [problem.split()[0] for problem in problems if " is not a key; " in problem]
     if not unknown:
         return ""
@@ -285,14 +287,15 @@ def _meant_option(arguments: Sequence[str], problems: Sequence[str]) -> str:
         if name.startswith("--") and name[2:].replace("-", "_") in unknown:
             close = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
             if close:
-                return f" (of the options, {close[0]} is nearest to {name})"
+                return f" (the nearest option to {name} is {close[0]})"
     return ""
 
 
 def _advice(error: Exception) -> str:
-    """What is valid where the usage error arose: the commands, or the command's own help."""
+    """The valid commands, or where to find the help of the command."""
     context = getattr(error, "ctx", None)
     commands = getattr(getattr(context, "command", None), "commands", None)
     if commands:
-        return f"the commands are {', '.join(commands)}"
+        visible = [name for name, command in commands.items() if not command.hidden]
+        return f"the commands are {', '.join(visible)}"
     return f"see `{context.command_path if context else 'oomph'} --help`"

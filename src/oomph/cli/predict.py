@@ -1,4 +1,4 @@
-"""`oomph predict`: trace the target and tell how much memory its training step takes."""
+"""`oomph predict`: trace the target and report the memory of its training step."""
 
 from __future__ import annotations
 
@@ -10,23 +10,18 @@ from rich.console import Console
 
 from oomph import gpus, units
 from oomph.cli.config_targets import config_limit, is_config
-from oomph.cli.progress import progress_display
-from oomph.cli.streams import stdout_to_stderr, write_stdout
-from oomph.cli.targets import check_target, open_target
-from oomph.cli.workloads import workload_of
-from oomph.errors import ProgramError, UserError
+from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.targets import check_target, open_target, workload_of
+from oomph.errors import ExitStatus, ProgramError, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_to_json
 from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
 from oomph.report.terminal import report_console, report_text
 
-FITS = 0
-DOES_NOT_FIT = 1
-
 
 @dataclass(frozen=True, slots=True)
 class PredictOptions:
-    """What stands on the command line."""
+    """The arguments of the command."""
 
     target: str
     gpu: str | None = None
@@ -37,13 +32,12 @@ class PredictOptions:
     overrides: tuple[str, ...] = ()
 
 
-def run_predict(options: PredictOptions) -> int:
-    """Do it all; returns the exit status."""
+def run_predict(options: PredictOptions) -> ExitStatus:
     _check(options)
-    prediction = _trace(options)
+    prediction = _predict(options)
     if options.snapshot is not None:
         _write_snapshot(options.snapshot, prediction)
-    # Of our own configs: report 002's profiler, for every system that is a stack of layers.
+    # The memory profiler of report 002, for every config whose model is a stack of layers.
     stages = stage_table(prediction) if is_config(options.target) else None
     if options.json:
         found = prediction_to_json(prediction)
@@ -53,34 +47,32 @@ def run_predict(options: PredictOptions) -> int:
     else:
         text = report_text(prediction, report_console())
         write_stdout(text + (stage_table_text(stages, report_console()) if stages is not None else ""))
-    return DOES_NOT_FIT if prediction.fits is False else FITS
+    return ExitStatus.DOES_NOT_FIT if prediction.fits is False else ExitStatus.FITS
 
 
 def _check(options: PredictOptions) -> None:
-    """Mistakes that can be seen at once are told before seconds go into importing torch and tracing."""
+    """Raise for mistakes that show before torch is imported and the target traced."""
     check_target(options.target, options.overrides)
     if options.gpu is not None:
         gpus.find(options.gpu)
     if options.max is not None:
         units.parse_bytes(options.max)
     if options.snapshot is not None:
-        _check_snapshot(options.snapshot)
+        path = Path(options.snapshot)
+        if path.is_dir():
+            raise UserError(f"--snapshot {options.snapshot!r} is a directory; give a file, e.g. run.pickle")
+        if not path.absolute().parent.is_dir():
+            raise UserError(
+                f"--snapshot {options.snapshot!r}: the directory {str(path.parent)!r} does not exist"
+            )
     if options.fixes:
         from oomph.fixes import uses_of
 
         uses_of(options.fixes)
 
 
-def _check_snapshot(file: str) -> None:
-    path = Path(file)
-    if path.is_dir():
-        raise UserError(f"--snapshot {file!r} is a directory; give a file, e.g. snapshot.pickle")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--snapshot {file!r}: the directory {str(path.parent)!r} does not exist")
-
-
-def _trace(options: PredictOptions) -> Prediction:
-    # The program's own prints go to stderr; the display comes second, so that it wraps them.
+def _predict(options: PredictOptions) -> Prediction:
+    # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with (
         stdout_to_stderr(),
         progress_display(Console(stderr=True)) as report,
@@ -97,7 +89,7 @@ def _trace(options: PredictOptions) -> Prediction:
             limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
             return predict(target, gpu=options.gpu, max=limit, progress=report)
         except SystemExit as error:
-            # Passed on, the program's own status would read as our verdict.
+            # The program's own status would read as our verdict.
             message = f"it ends the process while it is traced (SystemExit: {error.code})"
             raise ProgramError(message) from error
 
@@ -106,7 +98,7 @@ def _write_snapshot(file: str, prediction: Prediction) -> None:
     from oomph.prediction.replay import replay
     from oomph.report.snapshot import write_snapshot
 
-    # Without the limit, so that the picture shows the whole demand rather than ending at the refusal.
+    # Without a limit, so that the snapshot shows the whole run instead of ending at the failed allocation.
     trace = replay(prediction.events, prediction.allocations, record=True).trace
     try:
         write_snapshot(file, prediction, trace)

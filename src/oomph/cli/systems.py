@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from oomph.cli.streams import stdout_to_stderr, write_stdout
+from oomph.cli.output import stdout_to_stderr, write_stdout
+from oomph.errors import ExitStatus, UserError
 from oomph.report.systems import ClaimLine, SystemLines, claims_text, systems_text
 from oomph.report.terminal import report_console
 from oomph.systems import SYSTEMS, System, find_system
@@ -15,15 +16,15 @@ from oomph.systems.claims import Claim
 _OLD_KEYS = {"systems": "cases", "system": "case", "naive": "sick", "model": "healthy"}
 
 
-def run_systems(name: str | None, as_json: bool, old_keys: bool = False) -> int:
-    """List all systems, or the claims of one; returns the exit status."""
+def run_systems(name: str | None, as_json: bool, old_keys: bool = False) -> ExitStatus:
+    """List all systems, or check the claims of one."""
     if name is None:
         rows = [_lines(system) for system in SYSTEMS.values()]
         if as_json:
             _write_json({"systems": [row._asdict() for row in rows]}, old_keys)
         else:
             write_stdout(systems_text(rows, report_console()))
-        return 0
+        return ExitStatus.FITS
     system = find_system(name)
     with stdout_to_stderr():  # libraries may print while they are imported
         claims = [_claim(claim) for claim in system.claims]
@@ -33,7 +34,21 @@ def run_systems(name: str | None, as_json: bool, old_keys: bool = False) -> int:
         )
     else:
         write_stdout(claims_text(_lines(system), claims, report_console()))
-    return 0
+    return ExitStatus.FITS
+
+
+def run_check(name: str | None) -> ExitStatus:
+    """Run the check that a system's report came with."""
+    names = ("longctx", "npt")
+    system = find_system(name) if name is not None else None
+    if system is None or system.name not in names:
+        raise UserError(f"--check is for the systems that came with one; give {' or '.join(names)}")
+    with stdout_to_stderr():
+        from oomph.cli import system_checks
+
+    check = {"longctx": system_checks.check_longctx, "npt": system_checks.check_npt}[system.name]
+    agree = check(lambda line: write_stdout(line + "\n"))
+    return ExitStatus.FITS if agree else ExitStatus.DOES_NOT_FIT
 
 
 def _lines(system: System) -> SystemLines:

@@ -1,4 +1,4 @@
-"""TARGET on the command line: `file.py:name` or `package.module:name`, found and imported; or a config."""
+"""TARGET on the command line: `file.py:name`, `package.module:name` or a config; and its own errors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from oomph.cli.config_targets import check_overrides, is_config, open_config
-from oomph.cli.failures import origin, program_error
-from oomph.cli.workloads import resized, sizes_from_words, workload_of
+from oomph.cli.config_targets import check_config, is_config, open_config
 from oomph.errors import OomphError, ProgramError, UserError
+from oomph.report.labels import short_path
 
 if TYPE_CHECKING:
     from oomph.workload import Workload
@@ -25,59 +29,74 @@ VALID = (
     "give file.py:name or package.module:name, where name is a Workload, a function that returns one, "
     "or a function that sets up and returns the step; or a config, e.g. configs/pythia_70m.yaml"
 )
+_OOMPH = str(Path(__file__).resolve().parents[1]) + os.sep
+
+# ------------------------------------------------------------------------------------------- targets
 
 
 def check_target(target: str, overrides: Sequence[str] = ()) -> None:
-    """Mistakes that can be seen at once, before seconds go into importing torch."""
-    if not is_config(target):
-        split_target(target)
-    check_overrides(target, overrides)
+    """Raise for mistakes that show before torch is imported, which takes seconds."""
+    if is_config(target):
+        check_config(target, overrides)
+        return
+    split_target(target)
+    for word in overrides:
+        if word.startswith("-"):
+            raise UserError(f"No such option: {word}; see `oomph --help` and the help of the command")
+    _sizes(overrides, target)
 
 
 @contextmanager
 def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload | Callable[[], Any]]:
-    """The object that `target` names, or the step of a config with its overrides.
+    """The object that `target` names, or the Workload of a config with its overrides.
 
-    The import path stays as the program expects it until the block ends, since models are built, and
-    modules often imported, only while the step is traced; then it is put back.
+    sys.path is extended as Python would extend it for the program until the block ends, because models are
+    often built, and modules imported, only while the step is traced; then it is restored.
     """
-    check_overrides(target, overrides)
+    check_target(target, overrides)
     if is_config(target):
         yield open_config(target, overrides)
         return
     source, name = split_target(target)
     path, modules = list(sys.path), set(sys.modules)
     try:
-        found = check_object(find_name(_import(source), name, source), target)
-        sizes = sizes_from_words(overrides, target)
-        yield resized(workload_of(found, target), sizes) if sizes else found
+        found = _check_object(_attribute(_import(source), name, source), target)
+        sizes = _sizes(overrides, target)
+        yield _with_sizes(workload_of(found, target), sizes) if sizes else found
     finally:
         sys.path[:] = path
-        if is_file(source):
-            # Only the file's own name is ours to take back; what it imported belongs to the process.
+        if _is_file(source):
+            # Only the file's own entry is removed; the modules it imported belong to the process.
             for taken in _module_names(source):
                 if taken not in modules:
                     sys.modules.pop(taken, None)
 
 
-@contextmanager
-def _cuda_seems_available() -> Iterator[None]:
-    """Many programs choose their device when they are imported; they are predicted for a GPU."""
-    import torch
-    from torch.utils import _triton
+def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
+    """The target as a Workload, which fixes and sizes need. name: as the user wrote it."""
+    from oomph.workload import Workload
 
-    # Remembered: asked while a GPU only seems to be there, it would look for the device itself.
-    _triton.has_triton()
-    answer = torch.cuda.is_available
-    torch.cuda.is_available = lambda: True
+    if isinstance(target, Workload):
+        return target
+    from oomph.prediction import called
+
     try:
-        yield
-    finally:
-        torch.cuda.is_available = answer
+        found = called(target)
+    except SystemExit as error:
+        message = f"target {name!r} ends the process when it is called (SystemExit: {error.code})"
+        raise ProgramError(message) from error
+    if not isinstance(found, Workload):
+        from oomph.prediction.program import described
+
+        raise UserError(
+            f"target {name!r} returned {described(found)}; fixes and sizes need a Workload, or a function "
+            'that returns one; in a loop of your own, oomph.apply("activation_checkpointing", model)'
+        )
+    return found
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """("file.py", "name"); anything else is the user's mistake."""
+    """("file.py", "name"); raises UserError for anything else."""
     source, colon, name = target.rpartition(":")
     if not colon:
         if target.endswith(".py"):
@@ -88,31 +107,53 @@ def split_target(target: str) -> tuple[str, str]:
     return source, name
 
 
-def is_file(source: str) -> bool:
-    return source.endswith(".py") or "/" in source or "\\" in source
+def _sizes(words: Sequence[str], target: str) -> dict[str, int]:
+    """`B=4 T=512` after a program: sizes of its Workload."""
+    sizes = {}
+    for word in words:
+        match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d*)", word)
+        if match is None:
+            raise UserError(
+                f"target {target!r} is a program, and {word!r} is not a size of its Workload, such as B=4: "
+                "change the program, or give a .yaml file, whose keys can be overridden"
+            )
+        sizes[match[1]] = int(match[2])
+    return sizes
 
 
-def find_name(module: ModuleType, name: str, source: str) -> Any:
+def _with_sizes(workload: Workload, sizes: Mapping[str, int]) -> Workload:
+    known = workload.sizes or {}
+    for name in sizes:
+        if name not in known:
+            has = ", ".join(f"{own}={size}" for own, size in known.items())
+            none = 'none; name them, as Workload(batch=lambda device, B: ..., sizes={"B": 8})'
+            raise UserError(f"the Workload has no size {name!r}; its sizes are {has or none}")
+    return replace(workload, sizes={**known, **sizes})
+
+
+def _attribute(module: ModuleType, name: str, source: str) -> Any:
     """`module.name`, or a UserError with the nearest names."""
     try:
         return getattr(module, name)
     except AttributeError:
         pass
-    public = [
-        known
+    public = {
+        known: value
         for known, value in vars(module).items()
         if not known.startswith("_") and not inspect.ismodule(value) and not inspect.isclass(value)
-    ]
+    }
     close = difflib.get_close_matches(name, public, n=3)
     if close:
         hint = f"did you mean {' or '.join(map(repr, close))}?"
     else:
-        own = [known for known in public if _is_own(vars(module)[known], module)]
+        # Functions written in the module, and Workloads.
+        homes = (module.__name__, "oomph.workload")
+        own = [known for known, value in public.items() if getattr(value, "__module__", None) in homes]
         hint = f"it defines {', '.join(own[:8])}" if own else "it defines nothing that could be a target"
     raise UserError(f"{source} has no {name!r}; {hint}")
 
 
-def check_object(found: Any, target: str) -> Workload | Callable[[], Any]:
+def _check_object(found: Any, target: str) -> Workload | Callable[[], Any]:
     """`found` itself, if it is a Workload or a function that can be called without arguments."""
     from torch import nn
 
@@ -135,8 +176,24 @@ def check_object(found: Any, target: str) -> Workload | Callable[[], Any]:
     raise UserError(f"target {target!r} is {given}; {wanted}")
 
 
+def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-ins have no signature; calling them will show
+        return []
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
+
+
+# ------------------------------------------------------------------------------------------- importing
+
+
 def _import(source: str) -> ModuleType:
-    return _import_file(source) if is_file(source) else _import_module(source)
+    return _import_file(source) if _is_file(source) else _import_module(source)
+
+
+def _is_file(source: str) -> bool:
+    return source.endswith(".py") or "/" in source or "\\" in source
 
 
 def _import_file(source: str) -> ModuleType:
@@ -147,7 +204,7 @@ def _import_file(source: str) -> ModuleType:
     if path.suffix != ".py":
         raise UserError(f"file {source!r} is not a Python file; {VALID}")
     sys.path.insert(0, str(path.parent))  # as `python file.py` does
-    # The file's own name lets its neighbours import it back; a name in use must not be overwritten.
+    # Under its own name, modules beside it can import it; an existing module must not be overwritten.
     name = next(name for name in _module_names(source) if name not in sys.modules)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # it ends in .py
@@ -155,7 +212,7 @@ def _import_file(source: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _as_program_error(source), _cuda_seems_available():
+        with _as_program_error(source), _cuda_reported_available():
             spec.loader.exec_module(module)
     except ProgramError:
         sys.modules.pop(name, None)
@@ -167,32 +224,16 @@ def _import_module(source: str) -> ModuleType:
     if not all(part.isidentifier() for part in source.split(".")):
         raise UserError(f"module {source!r} is not a valid module name; {VALID}")
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    with _as_program_error(source), _cuda_seems_available():
+    with _as_program_error(source), _cuda_reported_available():
         try:
             return importlib.import_module(source)
         except ModuleNotFoundError as error:
-            # Missing is the module asked for, or a package on the way to it; else the program misses one.
+            # The missing module is the target, or a package above it; otherwise the program lacks one.
             if error.name is None or not f"{source}.".startswith(f"{error.name}."):
                 raise
             missing = error.name
     inside = "" if missing == source else f" (there is no {missing!r})"
     raise UserError(f"module {source!r} was not found{inside}; {VALID}")
-
-
-@contextmanager
-def _as_program_error(source: str) -> Iterator[None]:
-    try:
-        yield
-    except SystemExit as error:
-        raise ProgramError(
-            f"{source} ends the process while it is imported (SystemExit: {error.code})"
-        ) from error
-    except OomphError as error:
-        # A Workload refuses bad arguments where it is made: say where that is.
-        where = origin(error)
-        raise type(error)(f"{where}: {error}" if where else str(error)) from error
-    except Exception as error:
-        raise program_error(error) from error
 
 
 def _module_names(source: str) -> tuple[str, str]:
@@ -207,19 +248,86 @@ def _nearest_file(path: Path) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _is_own(value: Any, module: ModuleType) -> bool:
-    """A function written in the module, or a Workload."""
-    return getattr(value, "__module__", None) in (module.__name__, "oomph.workload")
+@contextmanager
+def _cuda_reported_available() -> Iterator[None]:
+    """Many programs choose their device when they are imported; they are predicted for a GPU."""
+    import torch
+    from torch.utils import _triton
 
-
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
+    # Cached now: asked while CUDA is only reported to be available, it would query the device.
+    _triton.has_triton()
+    answer = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-ins have no signature; calling them will tell
-        return []
-    by_value = (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-        inspect.Parameter.KEYWORD_ONLY,
+        yield
+    finally:
+        torch.cuda.is_available = answer
+
+
+# ------------------------------------------------------------------------------------------- errors
+
+
+@contextmanager
+def _as_program_error(source: str) -> Iterator[None]:
+    """Raise what the program raises while it is imported as a ProgramError with the program's line."""
+    try:
+        yield
+    except SystemExit as error:
+        raise ProgramError(
+            f"{source} ends the process while it is imported (SystemExit: {error.code})"
+        ) from error
+    except OomphError as error:
+        # A Workload rejects bad arguments in its constructor: say where that is called.
+        file, line = _user_frame(error)
+        raise type(error)(f"{short_path(file)}:{line}: {error}" if file else str(error)) from error
+    except Exception as error:
+        file, line = _user_frame(error)
+        # The text of a SyntaxError repeats the file and line.
+        text = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().split("\n")[0]
+        name = type(error).__name__
+        raise ProgramError(f"{name}: {text}" if text else name, file, line) from error
+
+
+def program_error_text(error: ProgramError) -> str:
+    """The program's own traceback, without our frames and torch's, then one line: where, and the message."""
+    if error.__cause__ is None:
+        return _last_line(error)
+    summary = traceback.TracebackException.from_exception(error.__cause__)
+    _remove_internal_frames(summary)
+    return "".join(summary.format()) + _last_line(error)
+
+
+def _last_line(error: ProgramError) -> str:
+    # The traceback above has the rest of a message of many lines.
+    file, line, message = error.file, error.line, str(error).strip().split("\n")[0]
+    if file is None and error.__cause__ is not None:
+        file, line = _user_frame(error.__cause__)
+    if file is None or f"{Path(file).name}:{line}" in message:  # the message says where
+        return f"oomph: the program failed: {message}"
+    where = f"{short_path(file)}:{line}" if line else short_path(file)
+    return f"oomph: the program failed at {where}: {message}"
+
+
+def _user_frame(error: BaseException) -> tuple[str | None, int | None]:
+    """File and line of the user's code in which `error` was raised."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_internal(one.filename)]
+    return (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
+
+
+def _remove_internal_frames(summary: traceback.TracebackException) -> None:
+    """In the whole chain of causes."""
+    kept = [frame for frame in summary.stack if not _is_internal(frame.filename)]
+    summary.stack = traceback.StackSummary.from_list(kept)
+    for chained in (summary.__cause__, summary.__context__):
+        if chained is not None:
+            _remove_internal_frames(chained)
+
+
+def _is_internal(file: str) -> bool:
+    installed_torch = any(
+        parent in ("site-packages", "dist-packages") and child in ("torch", "torchgen")
+        for parent, child in pairwise(Path(file).parts)
     )
-    return [one.name for one in parameters if one.default is one.empty and one.kind in by_value]
+    return installed_torch or file.startswith(("<frozen ", "<string>", _OOMPH))

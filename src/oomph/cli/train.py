@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from oomph.cli.main import INTERRUPTED
-from oomph.cli.progress import progress_display
-from oomph.errors import UserError
+from oomph.cli.output import progress_display
+from oomph.errors import ExitStatus, UserError
 from oomph.report.labels import short_path
 from oomph.units import format_bytes
 
 if TYPE_CHECKING:
     from oomph.records import Prediction
-
-DOES_NOT_FIT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ def run_train(options: TrainOptions) -> int:
             if prediction.fits is False and not options.force:
                 told = refusal(config, prediction, device, report)
                 console.print(told, markup=False, highlight=False, soft_wrap=True)
-                return DOES_NOT_FIT
+                return ExitStatus.DOES_NOT_FIT
     from oomph.cli.train_display import TrainDisplay
 
     with TrainDisplay(console, config, prediction, card) as display:
@@ -65,7 +62,7 @@ def run_train(options: TrainOptions) -> int:
             outcome = train(config, resume=options.resume, listener=display, export_to=options.export)
         except KeyboardInterrupt:  # the second one; the first lets the step end
             display.said("ended at once; what was saved before is as it was")
-            return INTERRUPTED
+            return ExitStatus.INTERRUPTED
         except OutOfMemory as error:
             raise UserError(f"{error}; {_what_to_change(options.config, prediction)}") from error
     if outcome.stopped is not None:
@@ -73,7 +70,7 @@ def run_train(options: TrainOptions) -> int:
         if not config.training.save:
             again = "nothing is saved, as training.save=false says"
         display.said(f"stopped by {outcome.stopped} after step {outcome.step}; {again}")
-        return INTERRUPTED
+        return ExitStatus.INTERRUPTED
     return 0
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from oomph.cli.progress import progress_display
-from oomph.cli.streams import stdout_to_stderr, write_stdout
-from oomph.cli.targets import check_target, open_target
-from oomph.cli.workloads import workload_of
+from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.targets import check_target, open_target, workload_of
 from oomph.errors import UserError
 from oomph.report.verification import verification_text, verification_to_json
 

@@ -40,7 +40,7 @@ def loss_backward_bytes() -> int:
     return 3 * logits_bytes(TOKENS, FP32)
 
 
-def kept_by_chunks() -> int:
+def saved_by_chunked_loss() -> int:
     """What autograd keeps of a loss in chunks that recomputes nothing: every chunk's log-softmax."""
     chunk = 4096
     return sum(logits_bytes(min(chunk, TOKENS - start), FP32) for start in range(0, TOKENS, chunk))
@@ -107,7 +107,7 @@ CLAIMS = (
         "002",
         "chunking the loss saves in training",
         "~37-74 GB",
-        lambda: f"{gib(kept_by_chunks())} kept for backward, as without chunks",
+        lambda: f"{gib(saved_by_chunked_loss())} kept for backward, as without chunks",
         "wrong",
         "nothing is recomputed, so each chunk's log-softmax waits for backward; the peak falls, what is "
         "kept does not",

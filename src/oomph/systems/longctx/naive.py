@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import UserError
 from oomph.systems.blocks import LanguageModelOutput
@@ -16,6 +17,7 @@ from oomph.systems.longctx.model import LongContext
 
 # The report's card has 94.97 GiB.
 REPORT = {"gpu": "h20", "model_size": "4B", "batch": 1, "tokens": 131_072}
+CHUNK = 4096  # tokens per chunk of the report's loss
 ROPE_BUGS = (None, "wrong_device", "rounded_positions")
 
 
@@ -91,18 +93,54 @@ class NaiveLongContext(LongContext):
             attention.inner._rotate = cache.rotate
 
     def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
-        logits = F.linear(hidden_BTD, self.head_weight)
         if labels is None:
-            return LanguageModelOutput(logits=logits)
-        shift_logits = logits[..., :-1, :].contiguous()
-        shift_labels = labels[..., 1:].contiguous()
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        loss = F.cross_entropy(
-            shift_logits.view(-1, shift_logits.size(-1)).to(wide), shift_labels.view(-1), ignore_index=-100
-        )
-        return LanguageModelOutput(loss=loss)
+            return LanguageModelOutput(logits=F.linear(hidden_BTD, self.head_weight))
+        return LanguageModelOutput(loss=standard_loss(self, hidden_BTD, labels))
 
 
 def build(config: LongContextConfig, *, seq_len: int | None = None) -> NaiveLongContext:
-    """seq_len: the length of the rotary caches; 0 builds them in the first forward."""
+    """seq_len: the length of the rotary caches; without it they are built in the first forward."""
     return NaiveLongContext(config, seq_len or 0)
+
+
+def standard_loss(model: LongContext, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+    """The report's loss before its fix: all logits, a contiguous copy, then cross-entropy in fp32."""
+    logits_BTV = F.linear(hidden_BTD, model.head_weight)
+    return _cross_entropy(logits_BTV[..., :-1, :].contiguous(), labels_BT[..., 1:].contiguous(), "mean")
+
+
+def chunked_loss(
+    model: LongContext,
+    hidden_BTD: Tensor,
+    labels_BT: Tensor,
+    chunk_size: int = CHUNK,
+    recompute: bool = False,
+) -> Tensor:
+    """The report's fix: the sum over chunks of tokens. Autograd saves the log-softmax of every chunk.
+
+    recompute: checkpoint each chunk, which the report left out.
+    """
+    hidden_BTD, labels_BT = hidden_BTD[:, :-1], labels_BT[:, 1:]
+
+    def of_chunk(hidden: Tensor, labels: Tensor) -> Tensor:
+        return _cross_entropy(F.linear(hidden, model.head_weight), labels, "sum")
+
+    total = hidden_BTD.new_zeros((), dtype=_at_least_float32(hidden_BTD))
+    for start in range(0, hidden_BTD.shape[1], chunk_size):
+        chunk = hidden_BTD[:, start : start + chunk_size], labels_BT[:, start : start + chunk_size]
+        total = total + (checkpoint(of_chunk, *chunk, use_reentrant=False) if recompute else of_chunk(*chunk))
+    return total / (labels_BT != -100).sum()
+
+
+def should_chunk(seq_len: int, vocab_size: int, itemsize: int = 2) -> bool:
+    """The report's rule: above "10 GB" of logits. `model.py` needs none: it holds no logits at any length."""
+    return seq_len * vocab_size * itemsize > 10 * 2**30
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    wide = logits.flatten(0, -2).to(_at_least_float32(logits))
+    return F.cross_entropy(wide, labels.flatten(), ignore_index=-100, reduction=reduction)
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

@@ -21,7 +21,7 @@ def modulation_elements() -> int:
     return BATCH * TOKENS * RANK
 
 
-def ours_bytes() -> int:
+def model_bytes() -> int:
     """h A and its product with the modulation, [B, S, r] each."""
     return 2 * modulation_elements() * FP32
 
@@ -71,7 +71,7 @@ CLAIMS = (
         "003",
         "efficient forward pass, no delta at all",
         "h @ W + (h @ A) * mod @ B",
-        lambda: f"{ours_bytes() // 1024} KiB besides the product",
+        lambda: f"{model_bytes() // 1024} KiB besides the product",
         "right",
         "the same function, exactly; `model.py` computes this",
     ),

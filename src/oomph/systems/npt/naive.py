@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from oomph.ops import Int8Weight
+from oomph.ops.modulation import TokenIndex
 from oomph.systems.npt.config import NPTConfig
 from oomph.systems.npt.model import NPComponent, NPTModel
 
@@ -44,16 +45,27 @@ class DeltaPerToken(NPComponent):
         return _biased(self, torch.stack(outputs, dim=1)).to(h.dtype)
 
 
-FORMS: dict[str, type[NPComponent]] = {"whole": WholeDelta, "per_token": DeltaPerToken}
+class OffloadedDeltaPerToken(DeltaPerToken):
+    """The same with each delta computed on the CPU. Unlike in the report, B keeps its gradient."""
+
+    def compute_weight_delta(self, modulation: Tensor, token_idx: TokenIndex) -> Tensor:
+        return super().compute_weight_delta(modulation, token_idx).to(modulation.device)
 
 
-def build(config: NPTConfig, form: str = "whole", *, seq_len: int | None = None) -> NPTModel:
-    """The model's parameters and outputs, with the report's memory. `form`: one of FORMS.
+COMPONENTS: dict[str, type[NPComponent]] = {
+    "whole": WholeDelta,
+    "per_token": DeltaPerToken,
+    "per_token_offloaded": OffloadedDeltaPerToken,
+}
+
+
+def build(config: NPTConfig, component: str = "whole", *, seq_len: int | None = None) -> NPTModel:
+    """The model's parameters and outputs, with the report's memory. component: one of COMPONENTS.
 
     Converted layers follow one another in the autograd graph, as in the report. That is what makes it keep
     each token's W + dW: the gradient of the layer's input needs them.
     """
-    return replace(config, stream="joint", gradients="backward").build(FORMS[form])
+    return replace(config, stream="joint", gradients="backward").build(COMPONENTS[component])
 
 
 def _matrix(component: NPComponent) -> Tensor:

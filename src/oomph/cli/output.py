@@ -1,0 +1,125 @@
+"""Streams: the report goes to stdout in one piece; the program's own output and progress go to stderr."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TextIO
+
+from rich.console import Console
+
+# What is being done, and the fraction done, or None if that is unknown.
+ProgressReport = Callable[[str, float | None], None]
+
+PROGRESS_DELAY_S = 2.0
+
+
+def write_stdout(text: str) -> None:
+    """Write all of `text`; a closed pipe (`oomph ... | head`) is not an error."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    # A file name that the terminal cannot encode must not make the whole report fail.
+    text = text.encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _redirect_to_devnull(sys.stdout)
+
+
+def flush_streams() -> None:
+    """At the end of the process: a closed pipe or terminal does not change the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None or stream.closed:  # before the process began, or by the program
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            _redirect_to_devnull(stream)
+
+
+def _redirect_to_devnull(stream: TextIO) -> None:
+    """Without this, Python would flush the buffer again at exit, fail again, and exit with status 120."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stream.fileno())
+    os.close(devnull)
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send `print`, and what C code or subprocesses write to file descriptor 1, to stderr."""
+    saved = sys.stdout
+    descriptor = _redirect_descriptor()
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = saved
+        with suppress(OSError, ValueError):
+            # The program may have written to sys.__stdout__, or to a reference taken before.
+            saved.flush()
+        if descriptor is not None:
+            # C's stdout has its own buffer, which would otherwise be written after the report.
+            with suppress(OSError, AttributeError, TypeError):
+                ctypes.CDLL(None).fflush(None)
+            os.dup2(descriptor, 1)
+            os.close(descriptor)
+
+
+def _redirect_descriptor() -> int | None:
+    """Make descriptor 1 a copy of 2 and return a copy of the old 1; None if one of them is closed."""
+    with suppress(OSError, ValueError):
+        sys.stdout.flush()
+    try:
+        copy = os.dup(1)
+    except OSError:
+        return None
+    try:
+        os.dup2(2, 1)
+    except OSError:
+        os.close(copy)
+        return None
+    return copy
+
+
+@contextmanager
+def progress_display(console: Console, delay: float = PROGRESS_DELAY_S) -> Iterator[ProgressReport]:
+    """A progress bar, and the function that updates it.
+
+    It appears after `delay` seconds, from a timer so that no update is needed to start it, and only on a
+    terminal.
+    """
+    if not console.is_terminal:
+        yield lambda text, fraction: None
+        return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    progress = Progress(
+        SpinnerColumn("dots" if console.encoding.lower().startswith("utf") else "line"),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        refresh_per_second=5,
+    )
+    task = progress.add_task("loading the program", total=None)
+
+    def report(text: str, fraction: float | None) -> None:
+        if fraction is None:
+            progress.update(task, description=text, total=None)
+        else:
+            progress.update(task, description=text, total=1.0, completed=fraction)
+
+    timer = threading.Timer(delay, progress.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield report
+    finally:
+        timer.cancel()
+        timer.join()  # it may be starting the display at this moment
+        progress.stop()
