@@ -26,7 +26,7 @@ class UserError(OomphError):
 
 
 class ArgumentError(UserError, ValueError):
-    """An argument of a function of oomph is not valid; also a ValueError, for code that does not know oomph."""
+    """An argument of one of our functions is not valid; also a ValueError."""
 
 
 class ProgramError(OomphError):

@@ -62,7 +62,7 @@ def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
     capsys.readouterr()
     assert _error(capsys, "predict", TINY, "--gup", "rtx3090")[0].endswith(
         "gup is not a key; the sections are model, data, optimizer, training, output; "
-        "besides them there are system, form, fixes (of the options, --gpu is nearest to --gup)"
+        "besides them there are system, form, fixes (the nearest option to --gup is --gpu)"
     )
 
 
@@ -144,7 +144,7 @@ def test_a_program_takes_no_overrides(program, capsys, command):
     words = ["activation_checkpointing"] if command == "verify" else []
     (line,) = _error(capsys, command, "train.py:step", *words, "a.b=1")
     assert line == (
-        "oomph: target 'train.py:step' is a program, and 'a.b=1' is no size of its Workload, such as B=4: "
+        "oomph: target 'train.py:step' is a program, and 'a.b=1' is not a size of its Workload, such as B=4: "
         "change the program, or give a .yaml file, whose keys can be overridden"
     )
 
@@ -173,7 +173,7 @@ def test_sizes_of_a_workload_can_be_given(program, fake_predict, name):
         (["w", "C=3"], "the Workload has no size 'C'; its sizes are B=8, T=64"),
         (["unsized", "B=3"], "the Workload has no size 'B'; its sizes are none; name them, as Workload("),
         (["step", "B=3"], "target 'train.py:step' returned a function; fixes and sizes need a Workload"),
-        (["w", "B=0"], "target 'train.py:w' is a program, and 'B=0' is no size of its Workload, such as B=4"),
+        (["w", "B=0"], "target 'train.py:w' is a program, and 'B=0' is not a size of its Workload"),
     ],
 )
 def test_sizes_that_a_program_does_not_have_are_refused(program, capsys, words, message):

@@ -79,7 +79,7 @@ def test_what_needs_no_trace_does_not_wait_for_torch(command):
 def test_a_narrow_encoding_does_not_cost_the_report(monkeypatch):
     import io
 
-    from oomph.cli.streams import write_stdout
+    from oomph.cli.output import write_stdout
 
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, "ascii"))
@@ -92,7 +92,7 @@ def test_the_display_appears_only_after_its_patience_and_shows_what_goes_on():
 
     from rich.console import Console
 
-    from oomph.cli.progress import progress_display
+    from oomph.cli.output import progress_display
 
     def shown(patience: float, wait: float) -> str:
         screen = io.StringIO()
@@ -113,7 +113,7 @@ def test_off_a_terminal_the_display_stays_silent():
 
     from rich.console import Console
 
-    from oomph.cli.progress import progress_display
+    from oomph.cli.output import progress_display
 
     console = Console(file=io.StringIO())
     with progress_display(console, 0.0) as report:

@@ -115,14 +115,14 @@ def test_a_users_mistake_found_while_tracing_is_one_line(fake_predict, capsys):
         (["predict"], "oomph: Missing argument 'TARGET'; see `oomph predict --help`"),
         (
             ["predict", "a.py:b", "c.d=3"],
-            "oomph: target 'a.py:b' is a program, and 'c.d=3' is no size of its Workload, such as B=4",
+            "oomph: target 'a.py:b' is a program, and 'c.d=3' is not a size of its Workload, such as B=4",
         ),
         (["predict", "a.py:b", "--html", "f"], "oomph: No such option: --html"),
         (["predict", "a.py:b", "--gpu"], "oomph: Option '--gpu' requires an argument"),
         (
             ["frobnicate"],
             "oomph: No such command 'frobnicate'; "
-            "the commands are predict, fixes, verify, train, cases, gpus",
+            "the commands are predict, fixes, verify, train, systems, gpus",
         ),
         (
             ["predict", "a.py:b", "--snapshot", "no/such/f"],

@@ -61,8 +61,8 @@ def test_a_step_above_the_limit_ends_with_one_and_names_the_line():
     done = _oomph("predict", "train.py:workload", "--max", "40MiB")
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("does not fit: needs ")
-    assert "of the 40 MiB allowed" in done.stdout.splitlines()[0]
-    assert "the allocator would fail at train.py:" in done.stdout
+    assert "; the limit is 40 MiB; " in done.stdout.splitlines()[0]
+    assert "out of memory at train.py:" in done.stdout
 
 
 def test_a_model_that_raises_ends_with_three_and_its_own_line():
@@ -109,4 +109,4 @@ def test_a_leak_is_in_the_verdict_and_the_exit_status_stays(program):
     assert done.returncode == 0, done.stderr
     verdict = done.stdout.splitlines()[0]
     assert verdict.startswith("fits for now: ")
-    assert "grows by 4.0 MiB with every step, out of memory after about" in verdict
+    assert "grows by 4.0 MiB per step: out of memory after about" in verdict

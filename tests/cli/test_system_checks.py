@@ -1,4 +1,4 @@
-"""`oomph systems NAME --check`: the report's implementations and ours agree, and their memory is predicted."""
+"""`oomph systems NAME --check`: the implementations of the report agree with ours."""
 
 from __future__ import annotations
 

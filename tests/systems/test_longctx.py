@@ -15,7 +15,7 @@ from language_models import (
 )
 
 import oomph
-from oomph.errors import UserError
+from oomph.errors import ArgumentError, UserError
 from oomph.nn import RotaryEmbedding
 from oomph.systems.longctx import PRESETS, LongContextConfig
 from oomph.systems.longctx.naive import REPORT, NaiveLongContext, RopeCache

@@ -76,9 +76,7 @@ def predict(
         str | None,
         typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB."),
     ] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of the report.")
-    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
     snapshot: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write a snapshot for PyTorch's memory visualiser."),
@@ -109,7 +107,7 @@ def fixes(
         str, typer.Option(metavar="KINDS", help="Kinds besides exact: precision, training, or both.")
     ] = "",
     only: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> int:
     """List fixes that lower the peak: what each changes, saves and costs."""
     from oomph.cli.fixes import FixesOptions, run_fixes
@@ -119,9 +117,7 @@ def fixes(
 
 @app.command()
 def verify(
-    target: Annotated[
-        str, typer.Argument(metavar="TARGET", help="As for predict; small enough for the CPU.")
-    ],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict, but small.")],
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -130,7 +126,7 @@ def verify(
         ),
     ] = None,
     sizes: Annotated[str, typer.Option(metavar="B=1,T=16", help="Override sizes of the Workload.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check on the CPU that fixes do not change loss and gradients. Exit status 1 if they do."""
     from oomph.cli.verify import VerifyOptions, run_verify
@@ -170,7 +166,7 @@ def systems(
     check: Annotated[
         bool, typer.Option("--check", help="Run the report's own check, corrected (longctx, npt).")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """List the five reference systems, or check the claims of one system's report."""
     from oomph.cli.systems import run_check, run_systems
@@ -181,7 +177,7 @@ def systems(
 @app.command(hidden=True)
 def cases(
     name: Annotated[str | None, _SYSTEM] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Deprecated: `oomph systems`."""
     from oomph.cli.systems import run_systems
@@ -192,7 +188,7 @@ def cases(
 
 @app.command()
 def gpus(
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> int:
     """List the GPUs that --gpu accepts by name."""
     from oomph.cli.gpus import run_gpus

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.prediction import predict
@@ -22,7 +23,7 @@ from oomph.systems.claims import gib, mib
 from oomph.systems.longctx import PRESETS as LONGCTX
 from oomph.systems.longctx import LongContext
 from oomph.systems.longctx.claims import TOKENS, logits_bytes
-from oomph.systems.longctx.naive import CHUNK, chunked_loss, should_chunk, standard_loss
+from oomph.systems.longctx.naive import CHUNK, chunked_loss, next_token_loss, should_chunk
 from oomph.systems.npt import PRESETS as NPT
 from oomph.systems.npt import NPComponent, NPTConfig, NPTModel, NPTOptimization
 from oomph.systems.npt import claims as npt_claims
@@ -50,6 +51,10 @@ LossFunction = Callable[[LongContext, Tensor, Tensor], Tensor]  # (model, hidden
 # Large enough that our loss works in blocks; neither size is a multiple of the other.
 SMALL = replace(LONGCTX["tiny"], hidden_size=16, num_layers=1, vocab_size=8192)
 SMALL_TOKENS, SMALL_CHUNK = 389, 100
+
+
+def standard_loss(model: LongContext, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
+    return next_token_loss(F.linear(hidden_BTD, model.head_weight), labels_BT)
 
 
 def losses(chunk_size: int = CHUNK) -> Mapping[str, LossFunction]:
@@ -109,7 +114,7 @@ def _allocated_at(prediction: Prediction, mark: str) -> int:
 
 
 def check_longctx(write: Print) -> bool:
-    """The chunked-loss verifier of report 002, with gradients and memory. Returns whether all losses agree."""
+    """The verifier of report 002, with gradients and memory. Returns whether all losses agree."""
     for number, seq_len in enumerate((4096, 40_000), 1):
         chunks = should_chunk(seq_len, LONGCTX["4B"].vocab_size)
         write(f"Test {number}: seq_len={seq_len}, logits={gib(logits_bytes(seq_len))}, should_chunk={chunks}")

@@ -93,9 +93,10 @@ class NaiveLongContext(LongContext):
             attention.inner._rotate = cache.rotate
 
     def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
+        logits_BTV = F.linear(hidden_BTD, self.head_weight)
         if labels is None:
-            return LanguageModelOutput(logits=F.linear(hidden_BTD, self.head_weight))
-        return LanguageModelOutput(loss=standard_loss(self, hidden_BTD, labels))
+            return LanguageModelOutput(logits=logits_BTV)
+        return LanguageModelOutput(loss=next_token_loss(logits_BTV, labels))
 
 
 def build(config: LongContextConfig, *, seq_len: int | None = None) -> NaiveLongContext:
@@ -103,9 +104,8 @@ def build(config: LongContextConfig, *, seq_len: int | None = None) -> NaiveLong
     return NaiveLongContext(config, seq_len or 0)
 
 
-def standard_loss(model: LongContext, hidden_BTD: Tensor, labels_BT: Tensor) -> Tensor:
-    """The report's loss before its fix: all logits, a contiguous copy, then cross-entropy in fp32."""
-    logits_BTV = F.linear(hidden_BTD, model.head_weight)
+def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:
+    """The report's loss before its fix: a contiguous copy of all but the last logits, then fp32."""
     return _cross_entropy(logits_BTV[..., :-1, :].contiguous(), labels_BT[..., 1:].contiguous(), "mean")
 
 
