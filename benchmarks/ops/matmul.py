@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import RESULTS
-from oomph.ops.matmul import Tile, tiled_matmul
+from oomph.systems.pythia.tiled_matmul import MatmulTile, tiled_matmul
 
 try:
     import triton
@@ -36,23 +36,23 @@ SHAPES = ((4096, 512, 512), (4096, 2048, 512), (4096, 512, 2048), (4096, 10000, 
 BROADCAST_AT_MOST = 8 << 30  # bytes of the [M, K, N] product
 # The report's kernel: 16 x 16 threads, one output each, one step in flight. bf16 goes to the tensor cores.
 SIXTEEN = {
-    torch.float32: Tile(16, 16, 16, group=1, warps=8, stages=1),
-    torch.bfloat16: Tile(16, 16, 16, group=1, warps=1, stages=1),
+    torch.float32: MatmulTile(16, 16, 16, group=1, warps=8, stages=1),
+    torch.bfloat16: MatmulTile(16, 16, 16, group=1, warps=1, stages=1),
 }
 SWEEP = {
     torch.float32: (
-        Tile(32, 32, 32, warps=4, stages=2),
-        Tile(64, 64, 16, warps=4, stages=3),
-        Tile(64, 64, 32, warps=8, stages=3),
-        Tile(128, 64, 16, warps=8, stages=3),
-        Tile(128, 128, 16, warps=8, stages=3),
+        MatmulTile(32, 32, 32, warps=4, stages=2),
+        MatmulTile(64, 64, 16, warps=4, stages=3),
+        MatmulTile(64, 64, 32, warps=8, stages=3),
+        MatmulTile(128, 64, 16, warps=8, stages=3),
+        MatmulTile(128, 128, 16, warps=8, stages=3),
     ),
     torch.bfloat16: (
-        Tile(64, 64, 64, warps=4, stages=3),
-        Tile(64, 128, 64, warps=4, stages=4),
-        Tile(128, 128, 64, warps=4, stages=3),
-        Tile(128, 128, 64, warps=8, stages=3),
-        Tile(128, 256, 64, warps=8, stages=3),
+        MatmulTile(64, 64, 64, warps=4, stages=3),
+        MatmulTile(64, 128, 64, warps=4, stages=4),
+        MatmulTile(128, 128, 64, warps=4, stages=3),
+        MatmulTile(128, 128, 64, warps=8, stages=3),
+        MatmulTile(128, 256, 64, warps=8, stages=3),
     ),
 }
 
@@ -115,11 +115,11 @@ def by_broadcast(a: Tensor, b: Tensor) -> Tensor:
     return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1)
 
 
-def tiles_of(tile: Tile) -> str:
+def tiles_of(tile: MatmulTile) -> str:
     return f"{tile.m}x{tile.n}x{tile.k} warps={tile.warps} stages={tile.stages}"
 
 
-def by_tile(tile: Tile) -> Callable[[Tensor, Tensor], Tensor]:
+def by_tile(tile: MatmulTile) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda a, b: tiled_matmul(a, b, tile=tile, impl="triton")
 
 
@@ -139,9 +139,9 @@ def time_in_turns(calls: Sequence[Callable[[], object]], rounds: int, cache: Ten
     return [times[i :: len(calls)] for i in range(len(calls))]
 
 
-def best_tile(a: Tensor, b: Tensor, cache: Tensor) -> Tile:
+def best_tile(a: Tensor, b: Tensor, cache: Tensor) -> MatmulTile:
     """The fastest of the sweep on these inputs; every configuration is printed."""
-    working: list[Tile] = []
+    working: list[MatmulTile] = []
     for tile in SWEEP[a.dtype]:
         try:
             by_tile(tile)(a, b)

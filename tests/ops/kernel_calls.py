@@ -18,7 +18,6 @@ from oomph.ops import (
     locality_bias,
     modulated_linear,
     rotary,
-    tiled_matmul,
     tiled_mlp,
 )
 from oomph.ops.delta_attention import kda
@@ -26,6 +25,7 @@ from oomph.ops.short_convolution import short_convolution
 from oomph.ops.sparse_attention import nsa
 from oomph.ops.spiking import lif_gate
 from oomph.ops.state_space import selective_scan
+from oomph.systems.pythia.tiled_matmul import tiled_matmul
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

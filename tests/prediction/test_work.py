@@ -362,7 +362,7 @@ def test_a_function_without_steps_is_counted_whole():
 
 
 def test_kernels_of_the_ops_are_counted_with_their_flops():
-    from oomph.ops import tiled_matmul
+    from oomph.systems.pythia.tiled_matmul import tiled_matmul
 
     def program() -> Callable[[], Any]:
         a, b = on_gpu(128, 64, dtype=torch.bfloat16), on_gpu(64, 32, dtype=torch.bfloat16)

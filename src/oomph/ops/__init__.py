@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from oomph.ops.common import Choice, explain
     from oomph.ops.cross_entropy import compute_loss_chunked, linear_cross_entropy
     from oomph.ops.delta_attention import kda, precompute_updates
-    from oomph.ops.matmul import tiled_matmul
     from oomph.ops.mlp import MLPWeights, tiled_mlp
     from oomph.ops.modulation import (
         Int8Weight,
@@ -47,7 +46,6 @@ __all__ = [
     "rotary",
     "rotary_table",
     "selective_scan",
-    "tiled_matmul",
     "tiled_mlp",
     "weight_delta_norm",
 ]
@@ -59,7 +57,6 @@ __getattr__, __dir__ = attach(
         "common": ("Choice", "explain"),
         "cross_entropy": ("compute_loss_chunked", "linear_cross_entropy"),
         "delta_attention": ("kda", "precompute_updates"),
-        "matmul": ("tiled_matmul",),
         "mlp": ("MLPWeights", "tiled_mlp"),
         "modulation": (
             "Int8Weight",

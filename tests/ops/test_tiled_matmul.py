@@ -1,24 +1,69 @@
-"""The tiled product: values, row statistics, gradients, memory, and what is refused."""
+"""The tiled product of the Pythia report: values, row statistics, gradients, memory, refusals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import oomph
-from oomph.errors import ArgumentError
-from oomph.ops.common import explain
 from oomph.ops.launch import interpreted
-from oomph.ops.matmul import Tile, chunked, tiled_matmul
+
+pytest.importorskip("triton")
+
+from oomph.errors import ArgumentError
+from oomph.systems.pythia import tiled_matmul as module
+from oomph.systems.pythia.tiled_matmul import MatmulTile, tiled_matmul
 from oomph.units import MiB
 
+
+@pytest.fixture(autouse=True)
+def _interpreter_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closes two gaps of Triton 3.6's interpreter that this kernel meets.
+
+    One-element arrays become loop bounds, which NumPy refuses from 2.4 on. And bfloat16, which it keeps as
+    16-bit integers, is multiplied as those integers by `tl.dot`.
+    """
+    if not interpreted():
+        return
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    patch_tensor, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
+
+    def patch(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, _widened(interpreter, a), _widened(interpreter, b), *rest)
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def _widened(interpreter: Any, operand: Any) -> Any:
+    """bfloat16 is the upper half of a float32."""
+    if not operand.dtype.scalar.is_bf16():
+        return operand
+    import triton.language as tl
+
+    bits = operand.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
+
+
 IMPLS = ["reference", "chunked", "triton"]
+
+
 FAST = ["chunked", "triton"]
+
+
 STATISTICS = ["rowmax", "logsumexp"]
+
+
 # The interpreter computes with NumPy, which remarks on what a kernel does on purpose: log(0), rows of NaN.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:divide by zero:RuntimeWarning"),
@@ -27,7 +72,9 @@ pytestmark = [
     # torch's own, on CPUs without bfloat16 instructions
     pytest.mark.filterwarnings("ignore:mkldnn_matmul failed"),
 ]
-SIZES = [(1, 1, 1), (3, 5, 2), (17, 33, 31), (127, 1, 40), (2, 130, 64), (40, 70, 127), (5, 7, 257)]
+
+
+SIZES = [(1, 1, 1), (17, 33, 31), (40, 70, 127), (5, 7, 257)]
 
 
 @pytest.fixture(autouse=True)
@@ -76,9 +123,7 @@ def test_the_statistic_is_that_of_the_unrounded_product(impl, epilogue, dtype, r
     assert product.shape == (rows, columns)
 
 
-@pytest.mark.parametrize(
-    "tile", [16, 32, Tile(16, 32, 64), Tile(64, 16, 16, group=1), Tile(32, 16, 32, group=3, stages=1)]
-)
+@pytest.mark.parametrize("tile", [16, 32, MatmulTile(16, 32, 64), MatmulTile(32, 16, 32, group=3, stages=1)])
 @pytest.mark.parametrize("impl", ["triton"])
 def test_every_tile_gives_the_same(impl, tile):
     a, b = rand(100, 50), rand(50, 90)
@@ -166,7 +211,7 @@ def test_empty_sides_are_defined(impl, rows, columns, inner):
     [(None, "product"), *((e, w) for e in STATISTICS for w in ("product", "statistic", "both"))],
 )
 def test_gradients_are_those_of_the_reference(impl, epilogue, wanted, monkeypatch):
-    monkeypatch.setattr(chunked, "_BLOCK_BYTES", 3 * 21 * 4)  # several blocks of rows
+    monkeypatch.setattr(module, "_BLOCK_BYTES", 3 * 21 * 4)  # several blocks of rows
     dtype = torch.float32 if impl == "triton" else torch.float64
     grads = []
     for chosen, kind in (("reference", torch.float64), (impl, dtype)):
@@ -213,18 +258,6 @@ def test_a_gradient_of_gradients_is_refused_and_the_reference_gives_it(impl):
     statistic = tiled_matmul(a, b, epilogue="logsumexp", return_product=False, impl="reference")
     (grad,) = torch.autograd.grad(statistic.sum(), a, create_graph=True)
     assert grad.requires_grad
-
-
-def test_bf16_gradients_of_the_statistic_are_no_worse_than_those_of_eager():
-    a, b = rand(64, 32, dtype=torch.bfloat16, grad=True), rand(32, 100, dtype=torch.bfloat16, grad=True)
-    tiled_matmul(a, b, epilogue="logsumexp", return_product=False).sum().backward()
-    ours = a.grad, b.grad
-    a.grad = b.grad = None
-    (a @ b).float().logsumexp(-1).sum().backward()
-    exact_a, exact_b = a.detach().double().requires_grad_(), b.detach().double().requires_grad_()
-    (exact_a @ exact_b).logsumexp(-1).sum().backward()
-    for mine, eager, want in zip(ours, (a.grad, b.grad), (exact_a.grad, exact_b.grad), strict=True):
-        assert (mine.double() - want).norm() <= 1.05 * (eager.double() - want).norm()
 
 
 def test_autocast_casts_as_for_torch_matmul():
@@ -295,14 +328,6 @@ def test_tensors_without_data_give_shapes():
     assert statistic.shape == (2, 3)
 
 
-def test_the_choice_and_its_reason_can_be_asked_for(monkeypatch):
-    a, b = rand(9, 8), rand(8, 12)
-    assert explain(tiled_matmul, a, b).impl == "chunked"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    chosen = explain(tiled_matmul, a, b, impl="triton", tile=16)
-    assert chosen.settings["tile"] == Tile(16, 16, 16, warps=1)
-
-
 BAD = [
     ((3, 4), (5, 6), {}, r"a has shape \[3, 4\] and b \[5, 6\]; the last of a"),
     ((4,), (4, 6), {}, r"a has shape \[4\] and b \[4, 6\]; valid"),
@@ -310,7 +335,7 @@ BAD = [
     ((3, 4), (4, 6), {"epilogue": "softmax"}, "epilogue='softmax' is not valid; choose from None, 'rowmax'"),
     ((3, 4), (4, 6), {"impl": "cublas"}, "impl='cublas' is not valid"),
     ((3, 4), (4, 6), {"return_product": False}, "return_product=False leaves nothing to return"),
-    ((3, 4), (4, 6), {"tile": 48}, "tile=48 is not valid; give a Tile or a side"),
+    ((3, 4), (4, 6), {"tile": 48}, "tile=48 is not valid; give a MatmulTile or a side"),
     ((3, 4), (4, 6), {"tile": "big"}, "tile='big' is not valid"),
 ]
 
@@ -330,9 +355,9 @@ def test_bad_dtypes_devices_and_tiles_are_refused():
     with pytest.raises(ArgumentError, match="one device"):
         tiled_matmul(rand(3, 4), torch.ones(4, 5, device="meta"))
     with pytest.raises(ArgumentError, match="tile 16x16x8 is not valid"):
-        Tile(16, 16, 8)
+        MatmulTile(16, 16, 8)
     with pytest.raises(ArgumentError, match="warps is 1, 2, 4, 8 or 16"):
-        Tile(16, 16, 16, warps=3)
+        MatmulTile(16, 16, 16, warps=3)
 
 
 def test_the_kernel_refuses_float64_and_the_cpu_with_the_reason(monkeypatch):
