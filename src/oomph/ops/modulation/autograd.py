@@ -149,8 +149,8 @@ def partial_bytes(tokens: int, features: int, rank: int) -> int:
 
 def _products_with_g(
     g_Nf: Tensor, p_fr: Tensor | None, t_Nr: Tensor | None, use_triton: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """g p and g^T t, each where its factor is given; from the kernel in float32.
+) -> tuple[Any, Any]:
+    """g p and g^T t, each where its factor is given, else None; from the kernel in float32.
 
     With both factors the kernel reads g once. It is the only kernel, because it is the only place where one
     wins. Milliseconds on an H200 (N 65536, d 4096, f 14336, r 16, bfloat16), kernel against torch: g B^T with
