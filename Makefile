@@ -17,11 +17,12 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests format clean
+.PHONY: help setup demo test lint types layers tests accuracy format clean
 
 help:
 	@echo "make demo     set up, then predict $(DEMO_TARGET) against $(DEMO_GPU)"
 	@echo "make test     set up, then lint, types, layers and tests"
+	@echo "make accuracy set up, then predict all 81 measured training steps and check every row (minutes)"
 	@echo "make setup | lint | types | layers | tests | format | clean"
 
 setup: $(STAMP)
@@ -64,6 +65,10 @@ layers: $(STAMP)
 tests: $(STAMP)
 	@echo "== tests"
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+
+# Fails where a prediction leaves its bounds, or differs from the committed row of the same torch release.
+accuracy: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.accuracy predict --check
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .

@@ -1,7 +1,7 @@
 """Predicted against measured memory, workload by workload.
 
 python -m benchmarks.accuracy measure [names...]   # on a GPU; one fresh process per workload
-python -m benchmarks.accuracy predict [names...]   # anywhere
+python -m benchmarks.accuracy predict [names...]   # anywhere; --check compares and writes nothing
 python -m benchmarks.accuracy table                # Markdown, for the README
 python -m benchmarks.accuracy oplog NAME --out F   # on a GPU; for the divergence finder
 python -m benchmarks.accuracy diverge NAME F       # anywhere: where the prediction parts from that log
@@ -18,8 +18,10 @@ from benchmarks import RESULTS
 from benchmarks.accuracy.gpu_runs import measure_all, measure_here, oplog_here
 from benchmarks.accuracy.rows import (
     Comparison,
+    changes,
     compare_rows,
     measured_files,
+    out_of_bounds,
     read_comparisons,
     read_measured,
     table,
@@ -29,8 +31,11 @@ from benchmarks.accuracy.rows import (
 ACCURACY = RESULTS / "accuracy.csv"
 
 
-def predict(names: list[str], gpu: str, out: Path) -> int:
-    """Predict every measured workload and write the comparison; a failure is printed and skipped."""
+def predict(names: list[str], gpu: str, out: Path, check: bool) -> int:
+    """Predict every measured workload and write the comparison. A failure is printed and skipped.
+
+    `check` writes nothing, and also fails where a row leaves its bounds or differs from the one in `out`.
+    """
     import torch
 
     import oomph
@@ -51,9 +56,16 @@ def predict(names: list[str], gpu: str, out: Path) -> int:
             print(f"{name}: FAILED {type(error).__name__}: {error}", file=sys.stderr)
             continue
         row = compare_rows(measured[name], prediction, torch.__version__, ALL[name].convolutions)
-        done[name] = row
-        write_comparisons(out, [done[name] for name in ALL if name in done])
         print(_line(row), flush=True)
+        if check:
+            problems = out_of_bounds(row) + (changes(row, done[name]) if name in done else [])
+            failed += bool(problems)
+            for problem in problems:
+                print(f"{name}: {problem}", file=sys.stderr)
+        else:
+            done[name] = row
+            write_comparisons(out, [done[name] for name in ALL if name in done])
+    print(f"{len(wanted)} workloads, {failed} failed", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -97,6 +109,7 @@ def main() -> int:
     predicted.add_argument("names", nargs="*", help="workloads (default: all that were measured)")
     predicted.add_argument("--gpu", default="h200")
     predicted.add_argument("--out", type=Path, default=ACCURACY)
+    predicted.add_argument("--check", action="store_true", help="compare with the bounds and with --out")
 
     shown = commands.add_parser("table", help="print the comparison as Markdown")
     shown.add_argument("--from", dest="source", type=Path, default=ACCURACY)
@@ -111,7 +124,7 @@ def main() -> int:
 
     given = parser.parse_args()
     if given.command == "predict":
-        return predict(given.names, given.gpu, given.out)
+        return predict(given.names, given.gpu, given.out, given.check)
     if given.command == "table":
         print(table(read_comparisons(given.source)))
         return 0

@@ -55,6 +55,27 @@ def compare_rows(
     )
 
 
+def out_of_bounds(row: Comparison) -> list[str]:
+    """Which of a row's errors leave the bounds that the README promises, in words."""
+    found = []
+    if abs(row.allocated_error_percent) > (3 if row.convolutions else 1.5):
+        found.append(f"allocated is {row.allocated_error_percent:+.2f} % off")
+    if not row.convolutions and row.allocated_error_percent < -1:
+        found.append(f"allocated is {row.allocated_error_percent:+.2f} % too low")
+    if abs(row.reserved_error_percent) > (15 if row.convolutions else 5):
+        found.append(f"reserved is {row.reserved_error_percent:+.2f} % off")
+    return found
+
+
+def changes(row: Comparison, committed: Comparison) -> list[str]:
+    """What differs from the committed row, if both were predicted with the same torch."""
+    if row.torch_predicted != committed.torch_predicted:
+        return []
+    names = ("predicted_allocated", "predicted_reserved")
+    pairs = {name: (getattr(committed, name), getattr(row, name)) for name in names}
+    return [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new]
+
+
 def short_name(gpu: str) -> str:
     """`h200` for "NVIDIA H200": what files of rows are called after."""
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia", "")).strip("-")

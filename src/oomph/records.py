@@ -1,4 +1,4 @@
-"""The passive data that the rooms hand to each other. Frozen, free of torch, and in bytes throughout."""
+"""Plain data that the packages exchange: frozen, without torch, sizes in bytes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Allocation:
 
 
 class Event(NamedTuple):
-    """One moment of the run, in program order. Edit a list of these and replay it.
+    """One allocation, free or mark, in program order. Edit a list of these and replay it.
 
     `alloc` and `free` carry the id of an Allocation. `mark` carries a label, and an id of -1:
     "step 2", "forward", "backward", "optimizer", "empty_cache", "enter layers.3", "exit layers.3".
@@ -189,6 +189,14 @@ class Prediction:
     work: Work = Work()
     growth: Growth | None = None  # None: later steps leave no more behind than those before
 
+    def __repr__(self) -> str:
+        verdict = {True: "fits", False: "does not fit", None: "no limit"}[self.fits]
+        return (
+            f"Prediction({self.gpu or 'no GPU'}: {verdict}, allocated={self.peak.allocated}, "
+            f"reserved={self.peak.reserved}, device={self.peak.device}, steps={len(self.steps)}, "
+            f"allocations={len(self.allocations)}, notes={len(self.notes)})"
+        )
+
     def by_stage(self) -> list[tuple[Stage, int]]:
         """Bytes at the peak per stage, in the order of STAGES."""
         totals = _sum((alive.allocation.stage, alive.bytes) for alive in self.at_peak)
@@ -206,7 +214,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The same figures read off a real GPU."""
+    """The same figures, read from a real GPU."""
 
     gpu_title: str
     torch: str
@@ -231,14 +239,14 @@ class FixUse:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A fix that would lower the peak of a workload: where, by how much, and at what price."""
+    """A fix that would lower the peak of a workload: where, by how much, and what it costs."""
 
     fix: str
     kind: FixKind
     changes: str  # what it changes, in one sentence
     where: tuple[str, ...]  # modules; or "loss", "optimizer", "batch", "allocator"
     options: Mapping[str, Any]
-    note: str = ""  # what the user should know before taking it
+    note: str = ""  # conditions the user should read first
     peak: Peak | None = None  # predicted, with the fix
     saving: int | None = None  # bytes that the allocator reserves less, at the peak
     slowdown: float | None = None  # a step's time with the fix over that without, by a roofline

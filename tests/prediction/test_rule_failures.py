@@ -1,4 +1,4 @@
-"""A rule of ours that raises is never the program's error: the prediction goes on, and a note names the op."""
+"""A rule of ours that raises is never the program's error: the prediction goes on, and a note says so."""
 
 from __future__ import annotations
 
