@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
 # ---------------------------------------------------------------------------------------------- several users
 
 with _section():  # nested batches, and the path of a tensor inside one
-    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map
+    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
 with _section():  # sees every aten op below autograd and autocast
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -71,6 +71,20 @@ def dynamo_config_patch(**options: Any) -> contextlib.AbstractContextManager[Non
 
     return torch._dynamo.config.patch(**options)
 
+
+# ---------------------------------------------------------------------------------------------- fixes
+
+with _section():  # questions that a lazy tensor's wrapper answers
+    DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass
+
+with _section():  # a wrapper with a shape, a dtype and a place in the autograd graph, and no memory
+    make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+with _section():  # the modes around a call, and whether it runs without data or inside torch.func
+    current_function_modes: Any = torch.overrides._get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
+
+    current_functorch_transform: Any = torch._C._functorch.peek_interpreter_stack
 
 # ---------------------------------------------------------------------------------------------- prediction
 # A pair (owner, name) is an attribute that a trace replaces for its duration.
@@ -286,6 +300,7 @@ __all__ = [
     "MODULE_APPLY",
     "PUSH_SAVED_TENSORS_HOOKS",
     "DisableTorchDispatch",
+    "DisableTorchFunctionSubclass",
     "DispatchKeySet",
     "DynamicOutputShapeException",
     "ExcludeDispatchKeyGuard",
@@ -300,6 +315,9 @@ __all__ = [
     "clear_cublas_workspaces",
     "compiled_frame_callback",
     "current_autograd_node",
+    "current_dispatch_mode",
+    "current_function_modes",
+    "current_functorch_transform",
     "current_graph_task_id",
     "device_constructors",
     "disable_dispatch_modes",
@@ -315,6 +333,7 @@ __all__ = [
     "get_sequence_nr",
     "keystr",
     "make_subclass",
+    "make_wrapper_subclass",
     "memory_snapshot",
     "parse_to",
     "record_memory_history",
@@ -328,5 +347,6 @@ __all__ = [
     "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",
+    "tree_map_only",
     "will_engine_execute_node",
 ]

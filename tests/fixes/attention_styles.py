@@ -217,22 +217,6 @@ class OneKeyHead(Style):
         return self.joined(scores.softmax(dim=-1) @ v)
 
 
-class Cross(Style):
-    """Fewer queries than keys; a module for the softmax; a learned temperature; weights zeroed after."""
-
-    def prepare(self):
-        self.softmax = nn.Softmax(dim=-1)
-        self.temperature = nn.Parameter(torch.ones(HEADS, 1, 1))
-
-    def forward(self, x, padding):
-        q, k, v = self.heads_of(x)
-        q = q[:, :, ::2]
-        mask = ~padding[:, None, None, :]
-        scores = (F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)) * self.temperature
-        weights = self.softmax(scores.masked_fill(mask, -1e9)).masked_fill(mask, 0.0)
-        return self.joined(weights @ v)
-
-
 class CausalAndPadding(Style):
     """A stored causal mask with -inf, then padding with a finite number: left padding leaves empty rows."""
 
@@ -257,18 +241,6 @@ class ZeroedAfter(CausalAndPadding):
         mask = ~(padding[:, None, None, :] & self.mask[:t, :t])
         scores = (q @ k.transpose(-1, -2)).masked_fill(mask, -1e9)
         return self.joined(scores.softmax(-1).masked_fill(mask, 0.0) @ v)
-
-
-class PaddingAndCausal(CausalAndPadding):
-    """The other way round."""
-
-    def forward(self, x, padding):
-        t = x.shape[1]
-        q, k, v = self.heads_of(x)
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        scores = scores.masked_fill(~padding[:, None, None, :], -1e9)
-        scores = scores.masked_fill(~self.mask[None, None, :t, :t], float("-inf"))
-        return self.joined(scores.softmax(-1) @ v)
 
 
 class SameFillTwice(CausalAndPadding):
@@ -315,14 +287,10 @@ FUSED = [
     Annotated,
     PaddingOnly,
     EinsumWithoutTranspose,
-    Alibi,
     GroupedByRepeating,
-    GroupedByExpanding,
     OneKeyHead,
-    Cross,
-    CausalAndPadding,
-    ZeroedAfter,
-    PaddingAndCausal,
     SameFillTwice,
     SeparateFunctions,
 ]
+# Correct, but not fused: see the warning that they get.
+NOT_FUSED = [Alibi, GroupedByExpanding, CausalAndPadding, ZeroedAfter]

@@ -1,20 +1,54 @@
-"""Attention that a module writes out, product by product, runs in a fused kernel instead."""
+"""Attention written out as products and a softmax runs as one call of oomph.ops.attention.
+
+Inside the chosen modules, q @ k^T returns a LazyTensor. `AttentionScores` follows scaling, masks, additive
+biases, the softmax and dropout with p=0; the product with v becomes the fused call. Anything else is computed
+as it is written, with a warning that names the line and the call to write there instead.
+
+B batch, H query heads, G key/value heads, T queries, S keys, D and E head sizes; `lead` is [B, H] or [B].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dis
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from oomph.errors import UserError
-from oomph.fixes.attention.anatomy import attention_matrices, drops_weights, writes_attention_out
-from oomph.fixes.attention.mode import with_fused_attention
-from oomph.fixes.attention.stored_masks import Watched, drop_stored_masks
-from oomph.fixes.journal import Journal, WrappedForward
+from oomph.fixes.causal_masks import (
+    BuildWithMaskContent,
+    CausalMask,
+    after,
+    known_content,
+    note_content,
+    release_mask_buffers,
+)
+from oomph.fixes.journal import Journal
+from oomph.fixes.lazy_tensor import (
+    Args,
+    Expression,
+    Kwargs,
+    LazyForward,
+    LazyMode,
+    LazyTensor,
+    RecordedCall,
+    einsum_operands,
+    has_mode,
+    may_write,
+)
 from oomph.fixes.modules import module_at
 from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.ops.launch import is_fake
+from oomph.ops.softmax_attention import attention
+from oomph.records import Allocation, Prediction
+from oomph.torch_internals import FakeTensor
 from oomph.workload import Workload
 
 
@@ -27,56 +61,83 @@ class FusedAttention(Fix):
         names: list[str] = []
         for path in attention_matrices(context.prediction):
             name = _own_code(context.model, path)
-            if name is None or name in names or drops_weights(context.prediction, path):
+            if name is None or name in names or _has_dropout(context.prediction, path):
                 continue
-            if not _is_fixed(context.model.get_submodule(name)):
+            if not has_mode(context.model.get_submodule(name), AttentionMode):
                 names.append(name)
         if names:
             yield Target(tuple(names), {"modules": names})
 
     def change_workload(self, workload: Workload, *_: Any, modules: Sequence[str] | None = None) -> Workload:
-        return replace(workload, model=Watched(workload.model))
+        return replace(workload, model=BuildWithMaskContent(workload.model))
 
     def change_model(
         self, model: nn.Module, journal: Journal, *_: Any, modules: Sequence[str] | None = None
     ) -> None:
-        """`modules`: whose forward holds the attention; by default all whose own code mentions a softmax and
-        a product. What the code does besides is left as it is."""
+        """`modules`: whose forward computes attention; by default all whose own code mentions a softmax and a
+        product. Other parts of the forward run as they are written."""
         if isinstance(modules, str) or not isinstance(modules, Sequence | None):
             raise UserError(
                 f"fix {self.name!r}: modules={modules!r} is not valid; valid: a list of module names, or None"
             )
-        names = _found(model) if modules is None else list(modules)
+        names = (
+            list(modules)
+            if modules is not None
+            else [name for name, module in model.named_modules() if _mentions_attention(module)]
+        )
         if not names:
             raise UserError(
-                f"fix {self.name!r}: no module writes attention out in its own code; "
-                "name some in modules=[...]"
+                f"fix {self.name!r}: no module computes attention in its own code; name some in modules=[...]"
             )
-        seen: set[int] = set()
+        found: dict[nn.Module, str] = {}
         for name in names:
-            module = module_at(model, name, self.name)
-            if id(module) in seen:
-                continue
-            seen.add(id(module))
-            drop_stored_masks(module, name, journal)
-            journal.wrap_forward(module, with_fused_attention, name, "attention is fused")
+            found.setdefault(module_at(model, name, self.name), name)
+        for module, name in found.items():
+            release_mask_buffers(module, name, journal)
+            journal.wrap_forward(module, LazyForward(AttentionMode), name, "attention is fused")
 
 
-def _found(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if writes_attention_out(module)]
+# Where attention is ----------------------------------------------------------------------------------
+
+_LIBRARIES = ("torch.", "transformers.", "oomph.")  # their code is not the user's to change
 
 
-def _is_fixed(module: nn.Module) -> bool:
-    forward = vars(module).get("forward")
-    while isinstance(forward, WrappedForward):
-        if forward.around is with_fused_attention:
-            return True
-        forward = forward.inner
-    return False
+def attention_matrices(prediction: Prediction) -> dict[str, list[Allocation]]:
+    """Module -> the softmax results [..., T, S] that it keeps for backward.
+
+    A batched product of that shape precedes each, in the same module or its parent.
+    """
+    products: dict[str, set[tuple[int, ...]]] = {}
+    found: dict[str, list[Allocation]] = {}
+    for made in prediction.allocations:
+        if made.stage != "forward activations" or len(made.shape) < 3:
+            continue
+        op, shape = ".".join(made.op.split(".")[:2]), tuple(made.shape[-2:])
+        if op in ("aten.bmm", "aten.baddbmm"):
+            products.setdefault(made.module, set()).add(shape)
+        elif op in ("aten._softmax", "aten._safe_softmax") and made.saved:
+            shapes = products.get(made.module, set()) | products.get(_parent(made.module), set())
+            if shape in shapes:
+                found.setdefault(made.module, []).append(made)
+    return found
+
+
+def _has_dropout(prediction: Prediction, module: str) -> bool:
+    """Whether attention weights are dropped: a dropout result has the shape of a softmax result."""
+    shapes = {made.shape for made in attention_matrices(prediction).get(module, [])}
+    return any(
+        made.op.startswith("aten.native_dropout") and made.shape in shapes
+        for made in prediction.allocations
+        if module in (made.module, _parent(made.module))
+    )
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
 
 
 def _own_code(model: nn.Module, path: str) -> str | None:
-    """The module of the user's own at or above a path, with parameters; None inside a library's."""
+    """The user's own module with parameters at or above a path; None inside a library's."""
     while True:
         try:
             module = model.get_submodule(path)
@@ -89,4 +150,450 @@ def _own_code(model: nn.Module, path: str) -> str | None:
             return path
         if not path:
             return None
-        path = path.rpartition(".")[0]
+        path = _parent(path)
+
+
+def _mentions_attention(module: nn.Module) -> bool:
+    """Whether the module's own forward, or a helper that it calls, names a softmax and a product."""
+    kind = type(module)
+    if kind.__module__.startswith(_LIBRARIES) or kind.__module__ == "torch":
+        return False
+    names = _names_used(kind.forward, kind, 3, set())
+    return any("softmax" in name.lower() for name in names) and bool(names & {*_PRODUCTS, "mm"})
+
+
+def _names_used(function: Any, kind: type, depth: int, seen: set[Any]) -> set[str]:
+    """Names in a function's code and in that of its helpers and methods. `@` is "matmul"."""
+    if not isinstance(function, FunctionType) or function.__code__ in seen:
+        return set()
+    seen.add(function.__code__)
+    codes = [function.__code__, *(c for c in function.__code__.co_consts if hasattr(c, "co_names"))]
+    names = {name for code in codes for name in code.co_names}
+    if any(
+        step.opname == "BINARY_OP" and step.argrepr == "@" for code in codes for step in dis.Bytecode(code)
+    ):
+        names.add("matmul")
+    for name in tuple(names) if depth else ():
+        helper = function.__globals__.get(name, getattr(kind, name, None))
+        if getattr(helper, "__module__", None) == function.__module__:
+            names |= _names_used(helper, kind, depth - 1, seen)
+    return names
+
+
+# The mode --------------------------------------------------------------------------------------------
+
+_PRODUCTS = frozenset(("matmul", "bmm", "einsum"))
+_FACTORIES = frozenset(
+    "ones zeros full ones_like zeros_like full_like new_ones new_zeros new_full "
+    "tensor scalar_tensor new_tensor".split()
+)
+
+
+class AttentionMode(LazyMode):
+    functions = _PRODUCTS | _FACTORIES | {"tril", "triu", "view"}
+
+    def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if name in _PRODUCTS and kwargs.get("out") is None:
+            product = _query_key_product(name, args, kwargs)
+            if product is not None:
+                return self.defer(AttentionScores(*product, RecordedCall(func, tuple(args), dict(kwargs))))
+        elif may_write(name, args, kwargs):
+            self.before_write(args, kwargs)
+        elif name in ("tril", "triu"):
+            content = known_content(args[0]) if args else None
+            mask = None if content is None else after(name, (content, *args[1:]), kwargs)
+            if mask is not None:
+                return self.defer(mask.like(device=args[0].device))
+        elif name == "view" and _is_fused_result(args[0]):
+            return _view_or_reshape(func, args, kwargs)
+        made = func(*args, **kwargs)
+        if name in _FACTORIES:
+            note_content(name, args, kwargs, made)
+        return made
+
+    def returned(self, leaf: Any) -> Any:
+        """A fused result that is returned as it is gets the memory layout of the program's own product."""
+        leaf = super().returned(leaf)
+        return leaf.contiguous() if isinstance(leaf, Tensor) and _is_fused_result(leaf) else leaf
+
+
+def _is_fused_result(tensor: Any) -> bool:
+    if not isinstance(tensor, Tensor) or isinstance(tensor, LazyTensor):
+        return False
+    return any(getattr(each, "_oomph_fused", False) for each in (tensor, tensor._base))
+
+
+def _view_or_reshape(func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """The program's own product allows any view; the result of a fused kernel may be strided otherwise."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError:
+        if len(args) > 1 and isinstance(args[1], torch.dtype):
+            raise
+        return args[0].reshape(*args[1:], **kwargs)
+
+
+def _query_key_product(name: str, args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor] | None:
+    """q [*lead, T, D] and k [*lead, S, D] of a batched product; views, nothing is copied."""
+    found = einsum_operands(args, kwargs) if name == "einsum" else None
+    operands = args if name != "einsum" else () if found is None else found[2]
+    # Not a Parameter: a product with one is a layer.
+    if len(operands) != 2 or not all(type(each) in (Tensor, FakeTensor) for each in operands):
+        return None
+    q, k = operands
+    if q.dim() != k.dim() or q.dim() not in (3, 4):
+        return None
+    if found is None:
+        k = k.transpose(-2, -1)
+    else:
+        (of_q, of_k), out, _ = found
+        lead, row, column = out[:-2], out[-2], out[-1]
+        summed = (set(of_q) & set(of_k)) - set(out)
+        if len(summed) != 1 or set(of_q) != {*lead, row, *summed} or set(of_k) != {*lead, column, *summed}:
+            return None
+        (inner,) = summed
+        q, k = _permuted(q, of_q, lead + row + inner), _permuted(k, of_k, lead + column + inner)
+    usable = q.is_floating_point() and k.is_floating_point() and q.device == k.device
+    if kwargs or not usable or q.shape[-1] != k.shape[-1] or 0 in (*q.shape, *k.shape):
+        return None
+    same_lead = all(1 in (a, b) or a == b for a, b in zip(q.shape[:-2], k.shape[:-2], strict=True))
+    autocast = torch.is_autocast_enabled(q.device.type)
+    return (q, k) if same_lead and (q.dtype == k.dtype or autocast) else None
+
+
+def _permuted(tensor: Tensor, subscripts: str, wanted: str) -> Tensor:
+    return tensor if subscripts == wanted else tensor.permute([subscripts.index(each) for each in wanted])
+
+
+# Scores ----------------------------------------------------------------------------------------------
+
+# exp of this is 0 in every dtype, as long as scores lie within ten thousand of each other.
+_NEVER = -1e4
+
+
+class AttentionScores(Expression):
+    """scale * q k^T + terms, with `fill` where a mask holds; after the softmax the attention weights."""
+
+    subject = "a matrix of attention scores from fix 'fused_attention'"
+
+    def __init__(self, q: Tensor, k: Tensor, call: RecordedCall) -> None:
+        self.q, self.k = q, k
+        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        self.shape = torch.Size((*lead, q.shape[-2], k.shape[-2]))
+        self.dtype = q.dtype
+        self.scale = 1.0
+        self.terms: tuple[tuple[Tensor, float], ...] = ()  # added to the scores, with a factor
+        self.masks: tuple[Tensor, ...] = ()  # True where the score is `fill`
+        self.causal = False  # keys after the query's own position are filled, too
+        self.causal_is_added = False  # as a finite term
+        self.fill: float | None = None
+        self.is_weights = False
+        self.record(call)
+        self.dtype = self._matmul_dtype(q.dtype)
+
+    def _matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
+
+    def follow(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        if not self.has_settings_of_now():
+            return NotImplemented
+        if name in _PRODUCTS:
+            return self._times_values(name, args, kwargs)
+        step = _STEPS.get(name)
+        changes = None if step is None else step(self, name, args, kwargs)
+        if changes is None:
+            return NotImplemented
+        return self.then(RecordedCall(func, tuple(args), dict(kwargs)), **changes)
+
+    def follow_write(self, name: str, args: Args, kwargs: Kwargs) -> Any:
+        """A call in place is recorded out of place; it keeps the dtype."""
+        name = name[:-1]
+        if name not in ("add", "sub", "mul", "div", "masked_fill"):
+            return NotImplemented
+        result = self.follow(name, getattr(Tensor, name), args, kwargs)
+        if result is NotImplemented or result.dtype == self.dtype:
+            return result
+        return result.then(RecordedCall(Tensor.to, (result, self.dtype)), dtype=self.dtype)
+
+    def before_compute(self, name: str) -> None:
+        is_plain_product = not self._parents  # possibly not attention at all
+        only_read = self.is_weights and name not in (*_PRODUCTS, "masked_fill", "dropout")
+        if is_plain_product or only_read:
+            return
+        frame: Any = sys._getframe(1)
+        while frame.f_back and frame.f_globals.get("__name__", "").startswith(("torch.", "oomph.")):
+            frame = frame.f_back
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        warnings.warn(
+            f"fix 'fused_attention': {line}: {name} of attention scores is not fused, and the matrix "
+            f"{list(self.shape)} is computed; use F.scaled_dot_product_attention or "
+            "oomph.ops.attention(q, k, v, causal=..., bias=..., key_mask=..., scale=...) there",
+            stacklevel=2,
+        )
+
+    def fits(self, tensor: Any) -> bool:
+        """Whether it broadcasts to the scores."""
+        shape = tuple(tensor.shape)
+        full = tuple(self.shape)[len(self.shape) - len(shape) :] if len(shape) <= len(self.shape) else ()
+        return len(shape) == len(full) and all(a in (1, b) for a, b in zip(shape, full, strict=True))
+
+    def _times_values(self, name: str, args: Args, kwargs: Kwargs) -> Any:
+        """softmax(scores) v: the fused call."""
+        v, subscripts = self._values(name, args, kwargs)
+        if v is None or not self.is_weights or not v.is_floating_point():
+            return NotImplemented
+        if self.autocast is None and v.dtype != self.dtype:
+            return NotImplemented
+        lead = self.shape[:-2]
+        if v.dim() != len(lead) + 2 or v.shape[-2] != self.shape[-1]:
+            return NotImplemented
+        if any(have not in (1, want) for have, want in zip(v.shape[:-2], lead, strict=True)):
+            return NotImplemented
+        self.check_unchanged()
+        out = _fused(self, v)
+        if subscripts is not None:
+            out = _permuted(out, *subscripts)
+        out._oomph_fused = True  # type: ignore[attr-defined]
+        return out
+
+    def _values(self, name: str, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[str, str] | None]:
+        """v [*lead, S, E], and for einsum the subscripts of [*lead, T, E] and of its result."""
+        if name != "einsum":
+            plain = len(args) == 2 and args[0] is self and isinstance(args[1], Tensor) and not kwargs
+            return (args[1] if plain else None), None
+        found = einsum_operands(args, kwargs)
+        if found is None or len(found[2]) != 2 or found[2][0] is not self:
+            return None, None
+        (of_weights, of_v), out, (_, v) = found
+        lead, row, summed = of_weights[:-2], of_weights[-2], of_weights[-1]
+        own = set(of_v) - set(of_weights)
+        if len(own) != 1 or set(of_v) != {*lead, summed, *own} or set(out) != {*lead, row, *own}:
+            return None, None
+        (column,) = own
+        return _permuted(v, of_v, lead + summed + column), (lead + row + column, out)
+
+
+# Each returns the attributes that change, or None where the scores have to be computed.
+Changes = dict[str, Any] | None
+
+
+def _scale(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Changes:
+    if len(args) != 2 or kwargs or scores.is_weights or (name == "div" and args[0] is not scores):
+        return None
+    number = _number(args[1] if args[0] is scores else args[0])
+    if number is None or number == 0 or scores.causal_is_added:
+        return None
+    factor = 1 / number if name == "div" else number
+    fill = None if scores.fill is None else scores.fill * factor
+    if fill is not None and (factor < 0 or fill > _NEVER):
+        return None
+    terms = tuple((term, own * factor) for term, own in scores.terms)
+    return {"scale": scores.scale * factor, "terms": terms, "fill": fill}
+
+
+def _add(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Changes:
+    if len(args) != 2 or kwargs or scores.is_weights or (name == "sub" and args[0] is not scores):
+        return None
+    if scores.fill not in (None, -math.inf):  # adding to a finite fill would change it
+        return None
+    term = args[1] if args[0] is scores else args[0]
+    if isinstance(term, CausalMask):
+        hides_future = term.below == 0 and term.above <= _NEVER and name == "add"
+        if hides_future and term.is_causal_for(*scores.shape[-2:], len(scores.shape)):
+            dtype = torch.promote_types(scores.dtype, term.dtype)
+            if term.above == -math.inf:
+                return {"causal": True, "fill": -math.inf, "dtype": dtype}
+            return None if scores.fill else {"causal": True, "causal_is_added": True, "dtype": dtype}
+        term = term.value()
+    if not isinstance(term, Tensor) or not term.is_floating_point() or not scores.fits(term):
+        return None
+    dtype = scores.dtype if term.dim() == 0 else torch.promote_types(scores.dtype, term.dtype)
+    return {"terms": (*scores.terms, (term, -1.0 if name == "sub" else 1.0)), "dtype": dtype}
+
+
+def _masked_fill(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Changes:
+    given = dict(zip(("scores", "mask", "value"), args, strict=False)) | dict(kwargs)
+    if given.keys() != {"scores", "mask", "value"} or given["scores"] is not scores:
+        return None
+    return _fill(scores, given["mask"], given["value"], inverted=False)
+
+
+def _where(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Changes:
+    """torch.where(condition, scores, value), or the other way round."""
+    if len(args) != 3 or kwargs or args[0] is scores or args[1] is args[2]:
+        return None
+    condition, yes, no = args
+    return _fill(scores, condition, no if yes is scores else yes, inverted=yes is scores)
+
+
+def _fill(scores: AttentionScores, mask: Any, value: Any, *, inverted: bool) -> Changes:
+    number = _number(value)
+    if scores.is_weights or number is None or number > _NEVER or scores.fill not in (None, number):
+        return None
+    if scores.causal_is_added:  # a row whose other keys are filled has weights of both kinds
+        return None
+    if isinstance(mask, CausalMask):
+        hidden = [bool(each) != inverted for each in (mask.below, mask.above)]
+        is_causal = mask.is_causal_for(*scores.shape[-2:], len(scores.shape))
+        if mask.dtype == torch.bool and hidden == [False, True] and is_causal:
+            return {"causal": True, "fill": number}
+        mask = mask.value()
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not scores.fits(mask):
+        return None
+    return {"masks": (*scores.masks, ~mask if inverted else mask), "fill": number}
+
+
+def _softmax(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Changes:
+    names = ("input", "dim", "_stacklevel", "dtype") if len(args) > 3 else ("input", "dim", "dtype")
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if given.get("dim") not in (-1, len(scores.shape) - 1) or scores.is_weights:
+        return None
+    dtype = given.get("dtype")
+    if dtype is None:  # autocast computes a softmax in fp32
+        wide = scores.autocast is not None
+        dtype = torch.promote_types(scores.dtype, torch.float32) if wide else scores.dtype
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        return None
+    return {"is_weights": True, "dtype": dtype}
+
+
+def _dropout(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Changes:
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | dict(kwargs)
+    p, training = given.get("p", 0.5), given.get("training", given.get("train", True))
+    off = (isinstance(p, int | float) and p == 0) or training is False
+    return {} if off and given["input"] is scores else None
+
+
+_DTYPES = {"float": torch.float32, "half": torch.half, "bfloat16": torch.bfloat16, "double": torch.float64}
+
+
+def _cast(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Changes:
+    dtype = _DTYPES.get(name)
+    for value in (*args[1:], *kwargs.values()):
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, Tensor) and value.device == scores.q.device:
+            dtype = value.dtype
+        elif isinstance(value, torch.device) and value == scores.q.device:
+            dtype = dtype or scores.dtype
+        else:
+            return None
+    if args[0] is not scores or dtype is None or not dtype.is_floating_point:
+        return None
+    return {"dtype": dtype}
+
+
+_STEPS: dict[str, Callable[[AttentionScores, str, Args, Kwargs], Changes]] = {
+    **dict.fromkeys(("mul", "div"), _scale),
+    **dict.fromkeys(("add", "sub"), _add),
+    "masked_fill": _masked_fill,
+    "where": _where,
+    "softmax": _softmax,
+    "dropout": _dropout,
+    "contiguous": lambda scores, *_: {},
+    **dict.fromkeys(("to", "type", "type_as", *_DTYPES), _cast),
+}
+
+
+def _number(value: Any) -> float | None:
+    """A number, or the one in a tensor whose content is known without waiting for a GPU."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, Tensor) or value.dim():
+        return None
+    content = known_content(value)
+    if content is not None:
+        return float(content.below)
+    known = not (value.requires_grad or is_fake(value) or value.device.type != "cpu")
+    return float(value) if known else None
+
+
+# The fused call --------------------------------------------------------------------------------------
+
+
+def _fused(scores: AttentionScores, v: Tensor) -> Tensor:
+    """softmax(scores) v, [*lead, T, E]."""
+    lead, queries, keys = tuple(scores.shape[:-2]), *scores.shape[-2:]
+    q, k, v4 = scores.q, scores.k, v
+    if not q.dtype == k.dtype == v.dtype and scores.autocast is None:
+        wide = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        q, k, v4 = q.to(wide), k.to(wide), v4.to(wide)
+    # One key/value head for all query heads stays one; other broadcasting is expanded.
+    heads = 1 if len(lead) == 2 and k.shape[1] == v.shape[1] == 1 else lead[-1]
+    q, k, v4 = _expanded(q, lead), _expanded(k, (*lead[:-1], heads)), _expanded(v4, (*lead[:-1], heads))
+    if len(lead) == 1:
+        q, k, v4 = q[:, None], k[:, None], v4[:, None]
+    masks = [_four_dimensional(mask, lead) for mask in scores.masks]
+    bias: Tensor | None = None
+    dtype = scores._matmul_dtype(q.dtype)
+    for term, factor in scores.terms:
+        part = _four_dimensional(term, lead)
+        if factor != 1:
+            part = part.to(torch.promote_types(part.dtype, dtype)) * factor
+        bias = part if bias is None else bias + part
+
+    by_key = [mask for mask in masks if mask.shape[1:3] == (1, 1)]
+    by_pair = [mask for mask in masks if mask.shape[1:3] != (1, 1)]
+    causal, finite = scores.causal, scores.fill is not None and scores.fill != -math.inf
+    is_matrix = bool(by_pair) or (bias is not None and bias.shape[2] == queries > 1)
+    if is_matrix and not (bias is not None and bias.requires_grad and torch.is_grad_enabled()):
+        # The kernels take a bias matrix alone: all masks go into it, as far as it need not grow.
+        if causal:
+            by_pair.append(_future(queries, keys, q.device))
+            causal = False
+        if all(
+            each.shape[0] > 1 or each.shape[1] == 1 for each in (*by_pair, *([] if bias is None else [bias]))
+        ):
+            by_pair, by_key = [*by_pair, *by_key], []
+    pairs = _any(by_pair)
+    if pairs is not None:
+        if finite:  # rows without a visible key are replaced below; not every kernel takes rows of -inf
+            pairs = pairs & ~pairs.all(-1, keepdim=True)
+        empty = torch.zeros(pairs.shape, dtype=dtype, device=q.device) if bias is None else bias
+        bias = empty.masked_fill(pairs, -math.inf)
+    hidden = _any(by_key)
+    key_mask = None if hidden is None else ~hidden[:, 0, 0, :].expand(q.shape[0], keys)
+    out = attention(q, k, v4, causal=causal, bias=bias, key_mask=key_mask, scale=scores.scale)
+    if finite and masks:
+        out = _with_empty_rows(out, v4, scores.causal, masks)
+    wanted = scores._matmul_dtype(v.dtype)
+    out = out if out.dtype == wanted else out.to(wanted)
+    return out if len(lead) == 2 else out.squeeze(1)
+
+
+def _with_empty_rows(out: Tensor, v: Tensor, causal: bool, masks: Sequence[Tensor]) -> Tensor:
+    """With a finite fill, the softmax of a row without a visible key is uniform: the mean of all values."""
+    hidden = _any(masks)
+    assert hidden is not None
+    if causal:
+        hidden = hidden | _future(out.shape[2], v.shape[2], out.device)
+    mean = v.mean(2, keepdim=True, dtype=torch.promote_types(v.dtype, torch.float32)).to(out.dtype)
+    if mean.shape[1] not in (1, out.shape[1]):
+        mean = mean.repeat_interleave(out.shape[1] // mean.shape[1], 1)
+    return torch.where(hidden.all(-1, keepdim=True), mean, out)
+
+
+def _expanded(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """Itself where it has these dimensions: a view costs time in forward and in backward."""
+    return tensor if tuple(tensor.shape[:-2]) == lead else tensor.expand(*lead, *tensor.shape[-2:])
+
+
+def _four_dimensional(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """A mask or term as it broadcasts to [B, H, T, S]."""
+    full = tensor.reshape((1,) * (len(lead) + 2 - tensor.dim()) + tuple(tensor.shape))
+    return full[:, None] if len(lead) == 1 else full
+
+
+def _future(queries: int, keys: int, device: torch.device) -> Tensor:
+    """[1, 1, T, S], True for keys after the query's own position."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(keys - queries + 1)[None, None]
+
+
+def _any(masks: Sequence[Tensor]) -> Tensor | None:
+    total: Tensor | None = None
+    for mask in masks:
+        total = mask if total is None else total | mask
+    return total
+
+
+AttentionMode.expressions = (AttentionScores, CausalMask)

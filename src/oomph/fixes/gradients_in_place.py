@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import UserError
-from oomph.fixes.fused_loss import adding_to_grad, defers
+from oomph.fixes.fused_linear_cross_entropy import accumulating_forward, is_fused
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import is_plain_linear, is_plain_parameter, module_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
@@ -57,8 +57,8 @@ class GradientAccumulationFusion(Fix):
             module = module_at(model, name, self.name)
             _check(name, module)
             what = "its weight gradient is added to .grad in place"
-            if defers(module):
-                journal.set(module, "forward", adding_to_grad(module), name, what)
+            if is_fused(module):
+                journal.set(module, "forward", accumulating_forward(module), name, what)
             else:
                 journal.wrap_forward(module, _in_place, name, what)
 
@@ -85,7 +85,7 @@ def _check(name: str, module: nn.Module) -> None:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    if not (is_plain_linear(module) or defers(module)):
+    if not (is_plain_linear(module) or is_fused(module)):
         if "forward" in vars(module):
             return "has a forward that was replaced already; undo that first"
         return f"is a {type(module).__name__}, or its weight is computed; it must be a plain nn.Linear"

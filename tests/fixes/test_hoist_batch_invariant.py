@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.one_row import OneRow
+from oomph.fixes.hoist_batch_invariant import BatchInvariantMode
 from oomph.records import FixUse
 
 
@@ -177,19 +177,52 @@ def test_batch_statistics_and_dropout_see_all_rows():
     assert not torch.equal(made[0][0] == 0, made[0][1] == 0)
 
 
-class Writes(Decoder):
+class Counting(Decoder):
+    """Has every kind of state that a second forward would advance."""
+
+    def __init__(self, write=False):
+        super().__init__(drop=0.5, norm=nn.BatchNorm1d(16))
+        self.calls, self.write = 0, write
+
     def forward(self, latents, queries):
+        self.calls += 1
+        out = super().forward(latents, queries)
         gamma = self.features(queries.expand(latents.shape[0], -1, -1))
-        gamma += latents.mean(1, keepdim=True)
-        return self.head(gamma)
+        if self.write:
+            gamma += latents.mean(1, keepdim=True)
+        return out + self.head(gamma)
 
 
-def test_a_forward_that_writes_into_such_a_result_is_left_as_it_was():
-    model, given = seeded(Writes), batch()
-    before = gradients(model, loss, given)
+def test_forward_runs_once():
+    """Counters, batch statistics and the random state are those of one forward without the fix."""
+    given, states = batch(dtype=torch.float64), []
+    for names in ([], ["hoist_batch_invariant"]):
+        model = seeded(Counting).double()
+        fixes.apply_to_model(names, model)
+        torch.manual_seed(3)
+        for _ in range(2):
+            out = model(*given)
+        buffers = [buffer.clone() for buffer in model.buffers()]
+        states.append((model.calls, torch.get_rng_state(), out.detach(), *buffers))
+    assert states[0][0] == states[1][0] == 2
+    for one, other in zip(states[0][1:], states[1][1:], strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_write_into_such_a_result_is_refused_with_its_line_and_not_run_again():
+    model = seeded(lambda: Counting(write=True))
     fixes.apply_to_model("hoist_batch_invariant", model)
-    for _ in range(2):
-        same_gradients(before, gradients(model, loss, given), 0)
+    with pytest.raises(UserError, match=r"test_hoist_batch_invariant\.py:\d+: add_ writes into a tensor"):
+        model(*batch())
+    assert model.calls == 1
+    assert model.norm.num_batches_tracked == 1
+    fixes.undo(model)
+    model(*batch())
+
+
+def test_it_is_not_proposed_where_such_a_result_is_written():
+    work = oomph.Workload(lambda: Counting(write=True), batch, loss)
+    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("hoist_batch_invariant",)) == []
 
 
 def test_the_model_returns_what_may_be_written():
@@ -244,7 +277,7 @@ OPERATIONS = {
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_gives_what_it_gives_without(name):
     expected = OPERATIONS[name]()
-    with OneRow():
+    with BatchInvariantMode():
         result = OPERATIONS[name]()
     assert result.shape == expected.shape
     torch.testing.assert_close(result.contiguous(), expected.contiguous(), rtol=1e-5, atol=1e-6)

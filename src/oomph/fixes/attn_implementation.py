@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.attention.anatomy import attention_matrices
+from oomph.fixes.fused_attention import attention_matrices
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import NamedModule, copy_configs
 from oomph.fixes.registry import Fix, FixContext, Target

@@ -1,0 +1,477 @@
+"""The linear head and its cross-entropy as one op: the logits are computed only if something reads them.
+
+The head returns a LazyTensor. `Logits` follows what training code does with logits on the way to the loss
+(views, slices, casts, scaling, soft caps, log-softmax), and F.cross_entropy becomes linear_cross_entropy.
+Whatever is done to the leading dimensions of the logits is done to the hidden state instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from oomph.errors import ArgumentError, UserError
+from oomph.fixes.journal import Journal, WrappedForward
+from oomph.fixes.lazy_tensor import Args, Expression, Kwargs, RecordedCall, lazy_tensor
+from oomph.fixes.modules import is_plain_linear, is_plain_parameter, module_at, name_of, names_option
+from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.ops import common
+from oomph.ops.common import autocast_enabled, can_accumulate_into_grad, matmul_dtype
+from oomph.ops.cross_entropy import linear_cross_entropy
+from oomph.ops.cross_entropy.api import PLAIN_LOGITS_BYTES, REDUCTIONS
+from oomph.ops.launch import is_fake
+from oomph.torch_internals import current_functorch_transform, parse_to
+
+_LOG_SOFTMAX = "aten._log_softmax"
+_TRANSPOSED = Tensor.mT.__get__  # type: ignore[attr-defined]
+
+
+class FusedLinearCrossEntropy(Fix):
+    name = "fused_linear_cross_entropy"
+    kind = "exact"
+    changes = "The loss is computed from the head's input in blocks; the logits exist only if they are read."
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        classes = {
+            made.shape[-1]
+            for made in context.prediction.allocations
+            if made.op == _LOG_SOFTMAX and made.bytes > PLAIN_LOGITS_BYTES
+        }
+        heads = [name for name, linear in _linears(context.model) if linear.out_features in classes]
+        if not heads:
+            return
+        # Of several layers of that width: the one a Hugging Face model declares, or those that ran.
+        own = _declared_head(context.model)
+        ran = {made.module for made in context.prediction.allocations if made.shape[-1:] and made.step}
+        chosen = [name for name in heads if name == own] or [name for name in heads if name in ran]
+        if chosen:
+            yield Target(tuple(chosen), {"heads": chosen})
+
+    def change_model(
+        self,
+        model: nn.Module,
+        journal: Journal,
+        *,
+        heads: Sequence[str] | None = None,
+        memory_budget: str | int | None = None,
+    ) -> None:
+        """`heads`: names of nn.Linear modules; by default the language model's. `memory_budget`: for a block
+        of logits and its gradients ("256MiB"), by default 512 MiB."""
+        try:
+            common.parse_memory_budget(memory_budget)
+        except ArgumentError as error:
+            raise UserError(f"fix {self.name!r}: {error}") from None
+        for name in _default_heads(model) if heads is None else names_option(self.name, "heads", heads):
+            module = module_at(model, name, self.name)
+            _check_head(name, module)
+            around = partial(_lazy_head, memory_budget=memory_budget)
+            journal.wrap_forward(module, around, name, "returns lazy logits, which the loss does not compute")
+
+
+# The head --------------------------------------------------------------------------------------------
+
+
+def _lazy_head(
+    forward: Callable[..., Any],
+    *args: Any,
+    memory_budget: str | int | None = None,
+    accumulate_into_grad: bool = False,
+    **kwargs: Any,
+) -> Any:
+    head = forward.__self__  # type: ignore[attr-defined]
+    assert isinstance(head, nn.Linear)
+    hidden: Any = args[0] if args else kwargs.get("input")
+    if len(args) + len(kwargs) != 1 or not _can_be_lazy(head, hidden):
+        return forward(*args, **kwargs)
+    return lazy_tensor(Logits(head, hidden, memory_budget, accumulate_into_grad))
+
+
+def _can_be_lazy(head: nn.Linear, hidden: Any) -> bool:
+    """Whether eager code with plain tensors calls; tracers and transforms get the logits at once."""
+    if not (type(hidden) in (Tensor, nn.Parameter) or is_fake(hidden)):
+        return False
+    if hidden.dim() < 1 or hidden.shape[-1] != head.in_features or hidden.numel() == 0:
+        return False
+    dtypes = {hidden.dtype, head.weight.dtype, *(() if head.bias is None else (head.bias.dtype,))}
+    return (
+        hidden.is_floating_point()
+        and (len(dtypes) == 1 or (autocast_enabled(hidden) and torch.float64 not in dtypes))
+        and hidden.device == head.weight.device
+        and is_plain_parameter(head.weight)
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not torch.is_inference_mode_enabled()
+        and not hidden.is_inference()
+        and current_functorch_transform() is None
+    )
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether the fix is applied to this head."""
+    forward = vars(module).get("forward")
+    return isinstance(forward, WrappedForward) and getattr(forward.wrapper, "func", None) is _lazy_head
+
+
+def accumulating_forward(module: nn.Module) -> WrappedForward:
+    """The forward of a fused head, with the weight's gradient accumulated into `.grad` by the kernel."""
+    forward = vars(module)["forward"]
+    assert isinstance(forward, WrappedForward)
+    return WrappedForward(forward.inner, partial(forward.wrapper, accumulate_into_grad=True))
+
+
+def _default_heads(model: nn.Module) -> list[str]:
+    declared = _declared_head(model)
+    if declared is not None:
+        return [declared]
+    vocabularies = {module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)}
+    found = [name for name, linear in _linears(model) if linear.out_features in vocabularies]
+    if not found:
+        raise UserError(
+            "fix 'fused_linear_cross_entropy': the model has no linear head as wide as its vocabulary; "
+            "name it in heads=[...]"
+        )
+    return found
+
+
+def _declared_head(model: nn.Module) -> str | None:
+    """The head of a Hugging Face model."""
+    get = getattr(model, "get_output_embeddings", None)
+    head = get() if callable(get) else None
+    return name_of(model, head) if isinstance(head, nn.Linear) else None
+
+
+def _linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in model.named_modules() if is_plain_linear(module)]  # type: ignore[misc]
+
+
+def _check_head(name: str, module: nn.Module) -> None:
+    fix = "fix 'fused_linear_cross_entropy'"
+    if "forward" in vars(module):
+        raise UserError(f"{fix}: the forward of {name!r} is replaced already; undo that first")
+    if not is_plain_linear(module):
+        kind = type(module).__name__
+        raise UserError(
+            f"{fix}: {name!r} is a {kind}, or its weight is computed; the head must be a plain nn.Linear"
+        )
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise UserError(
+            f"{fix}: {name!r} has backward hooks, which need the gradient of the logits; remove them"
+        )
+
+
+# Logits ----------------------------------------------------------------------------------------------
+
+
+class Logits(Expression):
+    """Logits of a head as a function of the hidden state [..., D].
+
+    logits = factor * hidden @ weight.T, or post * tanh(factor * ...) with `capped`; their log-softmax with
+    `normalized`. The classes are the last dimension, or with `classes_second` the one after the first.
+    """
+
+    subject = "a tensor of logits from fix 'fused_linear_cross_entropy'"
+
+    def __init__(
+        self, head: nn.Linear, hidden: Tensor, memory_budget: str | int | None, accumulate_into_grad: bool
+    ) -> None:
+        self.hidden, self.weight, self.bias = hidden, head.weight, head.bias
+        self.memory_budget, self.accumulate_into_grad = memory_budget, accumulate_into_grad
+        self.factor, self.capped, self.post = 1.0, False, 1.0
+        self.normalized = self.classes_second = False
+        self.dtype = matmul_dtype(hidden)
+        self.record(RecordedCall(F.linear, (hidden, head.weight, head.bias)))
+        self.head_autocast, self.recording = self.autocast, self.grad_enabled
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        lead, classes = tuple(self.hidden.shape[:-1]), self.weight.shape[0]
+        return torch.Size((lead[0], classes, *lead[1:]) if self.classes_second else (*lead, classes))
+
+    @property
+    def classes_dim(self) -> int:
+        return 1 if self.classes_second else self.hidden.dim() - 1
+
+    def follow(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+        options = dict(kwargs)
+        if "input" in options:
+            args = (options.pop("input"), *args)
+        first, *rest = args
+        if first is not self or any(isinstance(value, Expression) for value in (*rest, *options.values())):
+            return NotImplemented
+        if name in ("cross_entropy", "nll_loss"):
+            self.check_unchanged()
+            loss = (_cross_entropy if name == "cross_entropy" else _nll_loss)(self, *rest, **options)
+            return NotImplemented if loss is None else loss
+        step = _mT if func == _TRANSPOSED else _STEPS.get(name)
+        if step is None:
+            return NotImplemented
+        recording = self.recording and torch.is_grad_enabled()
+        with torch.set_grad_enabled(recording):
+            changes = step(self, *rest, **options)
+            if changes is None:
+                return NotImplemented
+            return self.then(RecordedCall(func, (self, *rest), options), recording=recording, **changes)
+
+
+# Each returns the attributes that change, or None where the logits have to be computed.
+Changes = dict[str, Any] | None
+
+
+def _cast(logits: Logits, dtype: torch.dtype) -> Changes:
+    """The loss is computed in fp32 at least, so widening bf16 to fp32 is free; other casts change numbers."""
+    if dtype == logits.dtype:
+        return {}
+    widened = dtype == torch.float32 and logits.dtype in (torch.bfloat16, torch.float16)
+    return {"dtype": dtype} if widened and not logits.normalized else None
+
+
+def _to(logits: Logits, *args: Any, **kwargs: Any) -> Changes:
+    device = logits.hidden.device
+    if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())) or kwargs.get("copy"):
+        return None
+    try:
+        where, dtype, _, memory_format = parse_to(
+            *args, **{key: value for key, value in kwargs.items() if key != "copy"}
+        )
+    except (TypeError, RuntimeError):
+        return None
+    moves = where is not None and (where.type != device.type or where.index not in (None, device.index))
+    return None if moves or memory_format is not None else _cast(logits, dtype or logits.dtype)
+
+
+def _sizes(given: Sequence[Any], named: Any = None) -> list[int] | None:
+    """Sizes or dimensions, given one by one or as one sequence."""
+    sizes = given if named is None else named
+    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
+        sizes = sizes[0]
+    return list(sizes) if sizes and all(type(size) is int for size in sizes) else None
+
+
+def _reshape(logits: Logits, *sizes: Any, **named: Any) -> Changes:
+    wanted, total = _sizes(sizes, named.get("shape", named.get("size"))), math.prod(logits.shape)
+    if logits.classes_second or wanted is None or wanted.count(-1) > 1:
+        return None
+    known = math.prod(size for size in wanted if size != -1)
+    if known <= 0:
+        return None
+    full = [total // known if size == -1 else size for size in wanted]
+    if math.prod(full) != total or full[-1] != logits.shape[-1]:
+        return None
+    return {"hidden": logits.hidden.reshape(*full[:-1], logits.hidden.shape[-1])}
+
+
+def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Changes:
+    n = len(logits.shape)
+    start, end = start_dim % n, end_dim % n
+    if logits.classes_second or start > end or (end == n - 1 and start != end):
+        return None
+    return {"hidden": logits.hidden.flatten(start, end)}
+
+
+def _getitem(logits: Logits, index: Any) -> Changes:
+    """An index that leaves the classes whole."""
+    parts = list(index) if isinstance(index, tuple) else [index]
+    taken = [_dimensions_indexed(part) for part in parts]
+    ellipses = sum(part is ... for part in parts)
+    if logits.classes_second or None in taken or ellipses > 1:
+        return None
+    used, n, last = sum(one for one in taken if one is not None), len(logits.shape), parts[-1]
+    reaches_classes = used == n or (ellipses > 0 and last is not ... and taken[-1] != 0)
+    whole = isinstance(last, slice) and last == slice(None)
+    if used > n or (reaches_classes and not whole) or (last is None and (ellipses or used == n)):
+        return None
+    return {"hidden": logits.hidden[index]}
+
+
+def _dimensions_indexed(part: Any) -> int | None:
+    if part is None or part is ...:
+        return 0
+    if isinstance(part, slice) or type(part) is int:
+        return 1
+    if isinstance(part, Tensor) and part.dtype in (torch.int64, torch.bool):
+        return part.dim() if part.dtype == torch.bool else 1
+    return None
+
+
+def _permute(logits: Logits, *dims: Any, **named: Any) -> Changes:
+    wanted, n = _sizes(dims, named.get("dims")), len(logits.shape)
+    order = [dim % n for dim in wanted if -n <= dim < n] if wanted is not None else []
+    if sorted(order) != list(range(n)) or order.index(logits.classes_dim) not in (1, n - 1):
+        return None
+    classes, place = logits.classes_dim, order.index(logits.classes_dim)
+    leading = [dim - (dim > classes) for dim in order if dim != classes]
+    return {"hidden": logits.hidden.permute(*leading, n - 1), "classes_second": place == 1 and n > 2}
+
+
+def _transpose(logits: Logits, *dims: int, **named: int) -> Changes:
+    pair = dims if len(dims) == 2 else (named.get("dim0"), named.get("dim1"))
+    n = len(logits.shape)
+    if not all(type(dim) is int and -n <= dim < n for dim in pair):
+        return None
+    order = list(range(n))
+    a, b = pair
+    order[a], order[b] = order[b], order[a]  # type: ignore[index]
+    return _permute(logits, order)
+
+
+def _mT(logits: Logits, *_: Any) -> Changes:
+    return _transpose(logits, -2, -1) if len(logits.shape) > 1 else None
+
+
+def _scale(logits: Logits, number: float) -> Changes:
+    if logits.normalized:
+        return None
+    return {"post": logits.post * number} if logits.capped else {"factor": logits.factor * number}
+
+
+def _mul(logits: Logits, other: Any) -> Changes:
+    return _scale(logits, float(other)) if type(other) in (int, float) else None
+
+
+def _div(logits: Logits, other: Any, **named: Any) -> Changes:
+    if type(other) not in (int, float) or other == 0 or named.get("rounding_mode") is not None:
+        return None
+    return _scale(logits, 1.0 / other)
+
+
+def _log_softmax(logits: Logits, dim: Any = None, *more: Any, dtype: Any = None, **_: Any) -> Changes:
+    """F.log_softmax has `_stacklevel` before dtype; torch.log_softmax has not."""
+    n, dtype = len(logits.shape), more[-1] if more and isinstance(more[-1], torch.dtype) else dtype
+    if logits.normalized or type(dim) is not int or not -n <= dim < n or dim % n != logits.classes_dim:
+        return None
+    if dtype is None and logits.dtype.itemsize == 2 and autocast_enabled(logits.hidden):
+        dtype = torch.float32
+    changes = {} if dtype is None else _cast(logits, dtype)
+    return None if changes is None else {**changes, "normalized": True}
+
+
+_STEPS: dict[str, Callable[..., Changes]] = {
+    "float": lambda logits: _cast(logits, torch.float32),
+    "bfloat16": lambda logits: _cast(logits, torch.bfloat16),
+    "half": lambda logits: _cast(logits, torch.float16),
+    "to": _to,
+    "contiguous": lambda logits: {},
+    "view": _reshape,
+    "reshape": _reshape,
+    "flatten": _flatten,
+    "__getitem__": _getitem,
+    "permute": _permute,
+    "transpose": _transpose,
+    "swapaxes": _transpose,
+    "mul": _mul,
+    "div": _div,
+    "tanh": lambda logits: None if logits.capped or logits.normalized else {"capped": True},
+    "log_softmax": _log_softmax,
+}
+
+
+# Losses ----------------------------------------------------------------------------------------------
+
+_EXACT = 1e-12  # a soft cap divides and multiplies: 1 / 30 * 30 need not be 1
+
+
+def _cross_entropy(
+    logits: Logits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """As F.cross_entropy; None where the logits are needed, and for errors, which torch reports."""
+    if size_average is not None or reduce is not None or logits.normalized:
+        return None
+    return _loss(logits, target, weight, ignore_index, reduction, label_smoothing)
+
+
+def _nll_loss(
+    logits: Logits,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor | None:
+    """As F.nll_loss of a log-softmax."""
+    if size_average is not None or reduce is not None or not logits.normalized:
+        return None
+    return _loss(logits, target, weight, ignore_index, reduction, 0.0)
+
+
+def _loss(
+    logits: Logits,
+    target: Any,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+) -> Tensor | None:
+    hidden, bias, factor = logits.hidden, logits.bias, logits.factor
+    if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
+        return None
+    if target.device != hidden.device or not _takes_class_weight(logits, class_weight):
+        return None
+    if reduction not in REDUCTIONS or type(ignore_index) is not int or not 0.0 <= label_smoothing <= 1.0:
+        return None
+    cap = logits.post if logits.capped else None
+    if cap is not None:
+        if not (cap > 0 and math.isfinite(cap)):
+            return None
+        factor *= cap
+    with torch.set_grad_enabled(logits.recording and torch.is_grad_enabled()):
+        if abs(factor - 1.0) > _EXACT:
+            # Scale the hidden state, which is narrower than the logits and rounded as often.
+            hidden, bias = hidden * factor, None if bias is None else bias * factor
+        with _head_autocast(logits):
+            loss = linear_cross_entropy(
+                hidden,
+                logits.weight,
+                target,
+                bias=bias,
+                reduction=reduction,
+                ignore_index=ignore_index,
+                label_smoothing=float(label_smoothing),
+                softcap=cap,
+                class_weight=class_weight,
+                accumulate_into_grad=logits.accumulate_into_grad and can_accumulate_into_grad(logits.weight),
+                memory_budget=logits.memory_budget,
+            )
+        assert isinstance(loss, Tensor)
+        if reduction == "mean":
+            # torch's mean over no targets is NaN, and its gradient 0.
+            loss = torch.where((target != ignore_index).any(), loss, torch.nan)
+        return loss.to(_loss_dtype(logits))
+
+
+def _head_autocast(logits: Logits) -> Any:
+    """The product runs in the dtype that it has where the head is called."""
+    kind, dtype = logits.hidden.device.type, logits.head_autocast
+    if (torch.get_autocast_dtype(kind) if autocast_enabled(logits.hidden) else None) == dtype:
+        return contextlib.nullcontext()
+    return torch.autocast(kind, dtype or torch.get_autocast_dtype(kind), dtype is not None)
+
+
+def _takes_class_weight(logits: Logits, class_weight: Tensor | None) -> bool:
+    return class_weight is None or (
+        class_weight.shape == (logits.weight.shape[0],)
+        and class_weight.device == logits.hidden.device
+        and class_weight.dtype == _loss_dtype(logits)
+        and not class_weight.requires_grad
+    )
+
+
+def _loss_dtype(logits: Logits) -> torch.dtype:
+    """The logits' dtype; under autocast, torch computes losses in fp32."""
+    if autocast_enabled(logits.hidden) and logits.dtype != torch.float64:
+        return torch.float32
+    return logits.dtype
