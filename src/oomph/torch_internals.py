@@ -51,7 +51,7 @@ def __getattr__(name: str) -> Any:
 # ---------------------------------------------------------------------------------------------- several users
 
 with _section():  # nested batches, and the path of a tensor inside one
-    from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
+    from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
 with _section():  # sees every aten op below autograd and autocast
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +73,12 @@ def dynamo_config_patch(**options: Any) -> contextlib.AbstractContextManager[Non
 
 
 # ---------------------------------------------------------------------------------------------- fixes
+
+with _section():  # FSDP2's state of each module, kept beside it
+    from torch.distributed._composable_state import _module_state_mapping as composable_module_state
+
+with _section():  # whether a selective checkpoint counts ops
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_dispatch_modes
 
 with _section():  # questions that a lazy tensor's wrapper answers
     DisableTorchFunctionSubclass: Any = torch._C.DisableTorchFunctionSubclass
@@ -314,8 +320,10 @@ __all__ = [
     "check_attribute",
     "clear_cublas_workspaces",
     "compiled_frame_callback",
+    "composable_module_state",
     "current_autograd_node",
     "current_dispatch_mode",
+    "current_dispatch_modes",
     "current_function_modes",
     "current_functorch_transform",
     "current_graph_task_id",
@@ -344,6 +352,7 @@ __all__ = [
     "storage_use_count",
     "suggest_memory_format",
     "tensor_use_count",
+    "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",
     "tree_map",

@@ -67,10 +67,10 @@ def test_not_a_number_never_holds():
 
 
 def test_a_fix_that_leaves_hooked_parameters_alone_is_seen_at_work(monkeypatch):
-    """verify must not switch off what it verifies: gradients_in_place stops at hooks."""
-    from oomph.fixes import gradients_in_place
+    """verify must not switch off what it verifies: gradient_accumulation_fusion stops at hooks."""
+    from oomph.fixes import gradient_accumulation_fusion
 
-    monkeypatch.setattr(gradients_in_place, "matmul_into", lambda grad, *_, **__: grad.add_(1))
+    monkeypatch.setattr(gradient_accumulation_fusion, "matmul_into", lambda grad, *_, **__: grad.add_(1))
     together = [{"fix": "gradient_accumulation_fusion", "options": {"modules": ["head"]}}, "micro_batches"]
     assert not fixes.verify(together, workload()).holds
 

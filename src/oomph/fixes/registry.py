@@ -38,14 +38,14 @@ APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
     ("precision", "BFloat16Parameters"),
     ("precision", "Autocast"),
     ("shared_buffers", "SharedBuffers"),
-    ("shared_rope", "SharedRotaryEmbedding"),
+    ("shared_rotary_embedding", "SharedRotaryEmbedding"),
     ("attn_implementation", "AttnImplementation"),
     ("fused_attention", "FusedAttention"),
     ("chunkwise_kda", "ChunkwiseKDA"),
     ("modulated_linear", "ModulatedLinear"),
     ("tiled_mlp", "TiledMLP"),
     ("fused_linear_cross_entropy", "FusedLinearCrossEntropy"),
-    ("gradients_in_place", "GradientAccumulationFusion"),
+    ("gradient_accumulation_fusion", "GradientAccumulationFusion"),
     ("hoist_batch_invariant", "HoistBatchInvariant"),
     ("activation_checkpointing", "ActivationCheckpointing"),
     ("activation_offloading", "ActivationOffloading"),
@@ -58,7 +58,7 @@ APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
     ("optimizers.cpu_offload", "OptimizerCPUOffload"),
     ("optimizers.options", "SetToNone"),
     ("allocator", "Allocator"),
-    ("shard", "FSDP2"),
+    ("fsdp2", "FSDP2"),
 )
 
 OLD_NAMES = {

@@ -1,9 +1,8 @@
-"""One tensor for equal buffers: causal masks, RoPE tables and position ids that every layer keeps for itself.
+"""Share equal buffers: causal masks, rotary tables and position ids that every layer registers for itself.
 
-Buffers are compared bit by bit, where their data is there. In a prediction large ones have no data; they are
-taken to be equal if their owners are of one class with the same settings, which can make a prediction wrong
-but never a model. A shared buffer that a forward writes after all, and a checkpoint in which buffers that
-are shared differ, are errors, not wrong results.
+Buffers are compared bit by bit where they have data. In a prediction large buffers have none; they are
+assumed equal if their owners have the same class and attributes, which can make a prediction wrong but never
+a model. A forward that writes a shared buffer, and a state dict in which shared buffers differ, raise errors.
 """
 
 from __future__ import annotations
@@ -24,127 +23,179 @@ from oomph.fixes.modules import has_data, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.units import MiB, format_bytes
 
-_SMALLEST = 512  # bytes: what the smallest block takes
-_WORTH_PROPOSING = 1 * MiB
-_NOT_A_SETTING = {*vars(nn.Module()), "layer_idx", "layer_id"}
+_SMALLEST_SHARED = 512  # bytes: the allocator's smallest block
+_SMALLEST_PROPOSED = 1 * MiB
+_IGNORED_ATTRIBUTES = {*vars(nn.Module()), "layer_idx", "layer_id"}
 
 
-class _Owner(NamedTuple):
+class _Buffer(NamedTuple):
     path: str
     module: nn.Module
-    buffer: str
+    name: str
 
     @property
     def tensor(self) -> torch.Tensor:
-        tensor = self.module._buffers[self.buffer]
+        tensor = self.module._buffers[self.name]
         assert tensor is not None
         return tensor
 
     @property
     def full_name(self) -> str:
-        return f"{self.path}.{self.buffer}" if self.path else self.buffer
+        return f"{self.path}.{self.name}" if self.path else self.name
 
 
 class SharedBuffers(Fix):
     name = "shared_buffers"
     kind = "exact"
-    changes = "Buffers with the same values in several layers (masks, RoPE tables) become one tensor."
+    changes = "Buffers with the same values in several layers (masks, rotary tables) become one tensor."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        groups = _groups(context.model, None)
-        saved = sum(_bytes_of(group[0].tensor) * (len(group) - 1) for group in groups)
-        if saved < _WORTH_PROPOSING:
+        groups = _equal_buffers(context.model, None)
+        saved = sum(_nbytes(group[0].tensor) * (len(group) - 1) for group in groups)
+        if saved < _SMALLEST_PROPOSED:
             return
-        unseen = [group[0].buffer for group in groups if not has_data(group[0].tensor)]
         note = f"{format_bytes(saved)} of buffers are copies"
-        if unseen:
-            note += f"; {', '.join(sorted(set(unseen)))}: assumed equal here, compared when applied"
-        yield Target(tuple(owner.full_name for group in groups for owner in group), note=note)
+        assumed = {group[0].name for group in groups if not has_data(group[0].tensor)}
+        if assumed:
+            note += f"; {', '.join(sorted(assumed))}: assumed equal here, compared when applied"
+        yield Target(tuple(buffer.full_name for group in groups for buffer in group), note=note)
 
     def change_model(
         self, model: nn.Module, journal: Journal, *, buffers: Sequence[str] | None = None
     ) -> None:
         """`buffers`: their names in the modules that own them, e.g. ["mask"]; by default all equal ones."""
         names = None if buffers is None else names_option(self.name, "buffers", buffers)
-        groups = _groups(model, names)
+        groups = _equal_buffers(model, names)
         if not groups:
             raise UserError(
-                "fix 'shared_buffers': no two layers have an equal buffer (of 512 bytes or more) to share"
+                f"fix {self.name!r}: no two layers have an equal buffer (of 512 bytes or more) to share"
                 + ("" if names is None else f" among {', '.join(names)}")
             )
-        shared = []
         for first, *others in groups:
-            for owner in others:
-                _share(owner, first.tensor, journal, first.full_name)
-            shared.append((first.full_name, first.module, first.buffer))
-        names_of = tuple(tuple(owner.full_name for owner in group) for group in groups)
-        handle = model.register_load_state_dict_pre_hook(partial(_differ, groups=names_of))
-        journal.add_hook(handle, "", "sees that loaded state does not tell shared buffers apart")
-        # Moving a model makes a new tensor of every buffer; of a shared one it must be one.
-        journal.set(model, "_apply", partial(_move_shared_once, model), "", "moves shared buffers once")
+            for buffer in others:
+                _share(buffer, first, journal)
+        full_names = tuple(tuple(buffer.full_name for buffer in group) for group in groups)
+        handle = model.register_load_state_dict_pre_hook(partial(_check_state_dict, groups=full_names))
+        journal.add_hook(handle, "", "checks that a loaded state dict has equal values for shared buffers")
+        # Moving a model makes a new tensor of every buffer; shared ones must stay one tensor.
+        journal.set(model, "_apply", partial(_apply_once_to_shared, model), "", "moves shared buffers once")
+        firsts = tuple((group[0].full_name, group[0].module, group[0].name) for group in groups)
         journal.wrap_forward(
-            model, partial(_unwritten, shared=tuple(shared)), "", "sees that no shared buffer is written"
+            model, partial(_checking_versions, shared=firsts), "", "checks that no shared buffer is written"
         )
 
 
-def _differ(
+def _share(buffer: _Buffer, first: _Buffer, journal: Journal) -> None:
+    buffers, name, own, shared = buffer.module._buffers, buffer.name, buffer.tensor, first.tensor
+    buffers[name] = shared
+
+    def undo() -> None:
+        now = buffers.get(name)
+        if now is shared or now is None:
+            buffers[name] = own
+        else:  # the model was moved since
+            buffers[name] = own.to(now.device, now.dtype) if has_data(own) else now.clone()
+
+    journal.record(buffer.full_name, f"is the same tensor as {first.full_name}", undo)
+
+
+def _check_state_dict(
     model: nn.Module, state: dict[str, Any], prefix: str, *_: Any, groups: tuple[tuple[str, ...], ...]
 ) -> None:
-    """Before state is loaded: of buffers that are one tensor, the last one's values would be everybody's."""
+    """Loading writes each buffer; of shared ones, the last would win."""
     for first, *others in groups:
         for other in others:
             one, two = state.get(prefix + first), state.get(prefix + other)
-            if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and not _same_values(one, two):
+            if not isinstance(one, torch.Tensor) or not isinstance(two, torch.Tensor):
+                continue
+            if not _same_tensor(one, two.to(one.device) if has_data(one) and has_data(two) else two):
                 raise UserError(
-                    f"fix 'shared_buffers': the state that is loaded has other values in {other!r} than in "
-                    f"{first!r}, which are one tensor here; undo the fix first"
+                    f"fix 'shared_buffers': the loaded state has other values in {other!r} than in "
+                    f"{first!r}, which are one tensor in this model; undo the fix first"
                 )
 
 
-def _same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _same_tensor(one, other.to(one.device) if has_data(one) and has_data(other) else other)
+def _apply_once_to_shared(model: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply, which .to(), .cuda() and .half() call, with one call of `fn` per shared buffer."""
+    count = Counter(id(one) for module in model.modules() for one in module._buffers.values())
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # holding the original keeps its id unique
+
+    def once(tensor: torch.Tensor) -> torch.Tensor:
+        if count[id(tensor)] < 2:
+            return fn(tensor)
+        if id(tensor) not in moved:
+            moved[id(tensor)] = (tensor, fn(tensor))
+        return moved[id(tensor)][1]
+
+    return type(model)._apply(model, once, recurse)
 
 
-def _groups(model: nn.Module, names: list[str] | None) -> list[list[_Owner]]:
-    """Owners of different tensors that are equal, two or more each."""
-    alike: dict[Any, list[list[_Owner]]] = {}
+def _checking_versions(
+    forward: Callable[..., Any], *args: Any, shared: tuple[tuple[str, nn.Module, str], ...], **kwargs: Any
+) -> Any:
+    before = [_version(module._buffers.get(buffer)) for _, module, buffer in shared]
+    result = forward(*args, **kwargs)
+    for (name, module, buffer), old in zip(shared, before, strict=True):
+        new = _version(module._buffers.get(buffer))
+        if new is not None and old is not None and new[0] is old[0] and new[1] != old[1]:
+            raise UserError(
+                f"fix 'shared_buffers': forward writes buffer {name!r}, which is shared with other layers; "
+                "undo the fix, or name the buffers that may be shared in buffers=[...]"
+            )
+    return result
+
+
+def _version(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
+    return None if tensor is None or tensor.is_inference() else (tensor, tensor._version)
+
+
+# ---------------------------------------------------------------------------------------- equal buffers
+
+
+def _equal_buffers(model: nn.Module, names: list[str] | None) -> list[list[_Buffer]]:
+    """Groups of two or more buffers that are different tensors with equal values."""
+    alike: dict[Any, list[list[_Buffer]]] = {}
     seen: set[int] = set()
     written: dict[type, frozenset[str]] = {}
     for path, module in model.named_modules():
-        for buffer, tensor in module._buffers.items():
-            if tensor is None or id(tensor) in seen or not (names is None or buffer in names):
+        for name, tensor in module._buffers.items():
+            if tensor is None or id(tensor) in seen or not (names is None or name in names):
                 continue
-            if not _may_be_shared(module, buffer, tensor):
+            if not _may_be_shared(module, name, tensor):
                 continue
             if type(module) not in written:
-                written[type(module)] = _written(type(module))
-            if buffer in written[type(module)]:
+                written[type(module)] = _written_attributes(type(module))
+            if name in written[type(module)]:
                 continue
             seen.add(id(tensor))
-            owner = _Owner(path, module, buffer)
-            for group in (groups := alike.setdefault(_kind_of(owner), [])):
-                if _equal(group[0], owner):
-                    group.append(owner)
-                    break
+            buffer = _Buffer(path, module, name)
+            layout = (type(module), name, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            groups = alike.setdefault(layout, [])
+            group = next((group for group in groups if _equal(group[0], buffer)), None)
+            if group is None:
+                groups.append([buffer])
             else:
-                groups.append([owner])
+                group.append(buffer)
     return [group for groups in alike.values() for group in groups if len(group) > 1]
 
 
-def _may_be_shared(module: nn.Module, buffer: str, tensor: torch.Tensor) -> bool:
-    """Not the running statistics of torch's own layers; not what is learned; not what is tiny."""
+def _may_be_shared(module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    """Not running statistics, nothing that is learned, nothing tiny."""
     return (
         not type(module).__module__.startswith("torch.")
-        and not buffer.startswith("running_")
+        and not name.startswith("running_")
         and type(tensor) is not nn.Parameter
         and not tensor.requires_grad
         and tensor.layout is torch.strided
-        and _bytes_of(tensor) >= _SMALLEST
+        and _nbytes(tensor) >= _SMALLEST_SHARED
     )
 
 
-def _written(kind: type[nn.Module]) -> frozenset[str]:
-    """Attributes that the class's own code writes in place: self.x[...] = , self.x += , self.x.copy_()."""
+def _written_attributes(kind: type[nn.Module]) -> frozenset[str]:
+    """Attributes that the class's source writes in place: self.x[...] = , self.x += , self.x.copy_().
+
+    A heuristic that keeps caches out; a write that it misses raises an error in forward.
+    """
     names: set[str] = set()
     for base in kind.__mro__:
         if base is nn.Module:
@@ -161,103 +212,43 @@ def _written(kind: type[nn.Module]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _kind_of(owner: _Owner) -> Any:
-    tensor = owner.tensor
-    return (type(owner.module), owner.buffer, tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
-def _equal(one: _Owner, other: _Owner) -> bool:
+def _equal(one: _Buffer, other: _Buffer) -> bool:
     if has_data(one.tensor) and has_data(other.tensor):
-        return torch.equal(_bits(one.tensor), _bits(other.tensor))
-    return _same_settings(one.module, other.module)
+        return _same_tensor(one.tensor, other.tensor)
+    return _same_attributes(one.module, other.module)
 
 
-def same_settings_and_buffers(one: nn.Module, other: nn.Module) -> bool:
-    """Do two modules without parameters and parts compute the same?"""
-    if type(one) is not type(other) or not _same_settings(one, other):
+def same_attributes_and_buffers(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules without parameters and children compute the same function."""
+    if type(one) is not type(other) or not _same_attributes(one, other):
         return False
-    if one._buffers.keys() != other._buffers.keys():
-        return False
-    return all(
-        (mine is None) == (theirs is None) and (mine is None or theirs is None or _same_tensor(mine, theirs))
+    return one._buffers.keys() == other._buffers.keys() and all(
+        _same_value(mine, theirs)
         for mine, theirs in zip(one._buffers.values(), other._buffers.values(), strict=True)
     )
 
 
-def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return False
-    return not (has_data(one) and has_data(other)) or torch.equal(_bits(one), _bits(other))
+def _same_attributes(one: nn.Module, other: nn.Module) -> bool:
+    mine, theirs = (
+        {name: value for name, value in vars(module).items() if name not in _IGNORED_ATTRIBUTES}
+        for module in (one, other)
+    )
+    return mine.keys() == theirs.keys() and all(_same_value(mine[name], theirs[name]) for name in mine)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """So that -0.0 is not 0.0, and NaN is itself."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def _settings(module: nn.Module) -> dict[str, Any]:
-    """What tells modules of one class apart, other than which layer they are."""
-    return {name: value for name, value in vars(module).items() if name not in _NOT_A_SETTING}
-
-
-def _same_settings(one: nn.Module, other: nn.Module) -> bool:
-    mine, theirs = _settings(one), _settings(other)
-    return mine.keys() == theirs.keys() and all(_same(mine[name], theirs[name]) for name in mine)
-
-
-def _same(one: Any, other: Any) -> bool:
+def _same_value(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return _same_tensor(one, other)
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
-def _bytes_of(tensor: torch.Tensor) -> int:
+def _same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal bits where both have data, so that -0.0 differs from 0.0 and NaN equals itself."""
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    bits = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return not (has_data(one) and has_data(other)) or torch.equal(*bits)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _share(owner: _Owner, shared: torch.Tensor, journal: Journal, first: str) -> None:
-    buffers, name, own = owner.module._buffers, owner.buffer, owner.tensor
-    buffers[name] = shared
-
-    def undo() -> None:
-        now = buffers.get(name)
-        if now is shared or now is None:
-            buffers[name] = own
-        else:  # the model was moved since: a tensor of its own, where the model is now
-            buffers[name] = own.to(now.device, now.dtype) if has_data(own) else now.clone()
-
-    journal.record(owner.full_name, f"is the same tensor as {first}", undo)
-
-
-def _move_shared_once(model: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-    """nn.Module._apply, which .to(), .cuda(), .half() and their kin go through."""
-    count = Counter(id(one) for module in model.modules() for one in module._buffers.values())
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the first keeps the id from being used again
-
-    def once(tensor: torch.Tensor) -> torch.Tensor:
-        if count[id(tensor)] < 2:
-            return fn(tensor)
-        if id(tensor) not in moved:
-            moved[id(tensor)] = (tensor, fn(tensor))
-        return moved[id(tensor)][1]
-
-    return type(model)._apply(model, once, recurse)
-
-
-def _unwritten(
-    forward: Callable[..., Any], *args: Any, shared: tuple[tuple[str, nn.Module, str], ...], **kwargs: Any
-) -> Any:
-    versions = [_version(module._buffers.get(buffer)) for _, module, buffer in shared]
-    result = forward(*args, **kwargs)
-    for (name, module, buffer), version in zip(shared, versions, strict=True):
-        now = _version(module._buffers.get(buffer))
-        if now is not None and version is not None and now[0] is version[0] and now[1] != version[1]:
-            raise UserError(
-                f"fix 'shared_buffers': forward writes buffer {name!r}, which is shared with other layers; "
-                "undo the fix, or name the buffers that may be shared in buffers=[...]"
-            )
-    return result
-
-
-def _version(tensor: torch.Tensor | None) -> tuple[torch.Tensor, int] | None:
-    return None if tensor is None or tensor.is_inference() else (tensor, tensor._version)

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from oomph.errors import UserError
-from oomph.fixes.application import Fixes, apply, uses_of
-from oomph.fixes.registry import find
+from oomph.fixes.application import apply
+from oomph.fixes.registry import Fixes, find, uses_of
 from oomph.prediction import built
 from oomph.records import Difference, FixKind, Verification
+from oomph.torch_internals import tree_map
 from oomph.units import GiB
 from oomph.workload import Workload
 

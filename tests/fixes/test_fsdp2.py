@@ -11,8 +11,8 @@ from small import TinyLM, gradients, plain_loss, seeded, state_of, tiny_batch, w
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
+from oomph.fixes.fsdp2 import blocks_with_own_parameters
 from oomph.fixes.modules import blocks
-from oomph.fixes.shard import _with_own_parameters
 from oomph.records import FixUse
 
 OPTIONS = ({"ranks": 2}, {"reshard_after_forward": False})
@@ -107,7 +107,7 @@ def test_a_model_without_blocks_is_not_proposed_to():
         ({"ranks": 4}, "start the script with torchrun --nproc-per-node=4 and call"),
         ({}, "needs a process group: start the script with torchrun --nproc-per-node=N"),
         ({"ranks": 0}, "ranks=0 is not valid; valid: a whole number >= 1"),
-        ({"reshard_after_forward": 1}, "reshard_after_forward=1 is not valid; valid: True, False"),
+        ({"reshard_after_forward": 1}, "reshard_after_forward=1 is not valid; valid: true, false"),
     ],
 )
 def test_mistakes_are_told_and_change_nothing(options, message):
@@ -121,4 +121,4 @@ def test_mistakes_are_told_and_change_nothing(options, message):
 def test_blocks_that_share_a_parameter_are_left_to_the_whole_model():
     model = TinyLM()
     model.blocks[2].mlp = model.blocks[0].mlp
-    assert [name for name, _ in _with_own_parameters(blocks(model))] == ["blocks.1"]
+    assert [name for name, _ in blocks_with_own_parameters(blocks(model))] == ["blocks.1"]

@@ -1,4 +1,7 @@
-"""Gradients of linear layers added straight to `.grad`: no temporary of the weight's size."""
+"""Gradient accumulation fusion: weight gradients of linear layers are added to `.grad` by the matmul.
+
+Saves a temporary of the weight's size from a step's second pass on.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from oomph.ops.common import (
     refuse_second_derivatives,
 )
 from oomph.ops.launch import is_fake
-from oomph.workload import Workload
+from oomph.torch_internals import current_functorch_transform
 
 _LARGE = 1 / 8  # of the largest weight: smaller temporaries never make the peak
 
@@ -33,14 +36,15 @@ class GradientAccumulationFusion(Fix):
     kind = "exact"
     changes = "From a step's second pass on, weight gradients are added to .grad as they are computed."
     excludes: ClassVar = {
-        "optimizer_in_backward": "it waits for each gradient to arrive, and here none does",
-        "fsdp2": "sharded parameters must see each gradient arrive",
+        "optimizer_in_backward": "its hooks run when autograd accumulates a gradient, which does not happen",
+        "fsdp2": "FSDP2's hooks run when autograd accumulates a gradient, which does not happen",
     }
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        if _passes(context.workload) < 2:
+        micro_batches = context.workload.micro_batches
+        if context.workload.accumulate * (1 if micro_batches is None else micro_batches.parts) < 2:
             return
-        names = _largest(context.model)
+        names = _largest_linears(context.model)
         if names:
             yield Target(tuple(names), {"modules": names})
 
@@ -48,46 +52,35 @@ class GradientAccumulationFusion(Fix):
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
     ) -> None:
         """`modules`: names of nn.Linear modules; by default those with the largest weights."""
-        names = _largest(model) if modules is None else names_option(self.name, "modules", modules)
+        names = _largest_linears(model) if modules is None else names_option(self.name, "modules", modules)
         if not names:
-            raise UserError(
-                "fix 'gradient_accumulation_fusion': the model has no plain nn.Linear that is trained"
-            )
+            raise UserError(f"fix {self.name!r}: the model has no plain nn.Linear that is trained")
         for name in names:
             module = module_at(model, name, self.name)
-            _check(name, module)
+            why = _why_not(module)
+            if why is not None:
+                raise UserError(f"fix {self.name!r}: {name!r} {why}")
             what = "its weight gradient is added to .grad in place"
             if is_fused(module):
                 journal.set(module, "forward", accumulating_forward(module), name, what)
             else:
-                journal.wrap_forward(module, _in_place, name, what)
+                journal.wrap_forward(module, _linear, name, what)
 
 
-def _passes(workload: Workload) -> int:
-    parts = 1 if workload.micro_batches is None else workload.micro_batches.parts
-    return parts * workload.accumulate
-
-
-def _largest(model: nn.Module) -> list[str]:
-    linears = {
+def _largest_linears(model: nn.Module) -> list[str]:
+    sizes = {
         name: module.weight.numel() * module.weight.element_size()
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and _why_not(module) is None
     }
-    largest = max(linears.values(), default=0)
-    return [name for name, size in linears.items() if size >= largest * _LARGE]
-
-
-def _check(name: str, module: nn.Module) -> None:
-    why = _why_not(module)
-    if why is not None:
-        raise UserError(f"fix 'gradient_accumulation_fusion': {name!r} {why}")
+    largest = max(sizes.values(), default=0)
+    return [name for name, size in sizes.items() if size >= largest * _LARGE]
 
 
 def _why_not(module: nn.Module) -> str | None:
     if not (is_plain_linear(module) or is_fused(module)):
         if "forward" in vars(module):
-            return "has a forward that was replaced already; undo that first"
+            return "has a forward that was already replaced; undo that first"
         return f"is a {type(module).__name__}, or its weight is computed; it must be a plain nn.Linear"
     assert isinstance(module, nn.Linear)
     if not module.weight.requires_grad:
@@ -97,17 +90,17 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-def _in_place(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _linear(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     linear = forward.__self__  # type: ignore[attr-defined]
     assert isinstance(linear, nn.Linear)
     x: Any = args[0] if args else kwargs.get("input")
     if len(args) + len(kwargs) != 1 or not _applies(linear, x):
         return forward(*args, **kwargs)
-    return _Linear.apply(x, linear.weight, linear.bias, matmul_dtype(x))
+    return _LinearAccumulatingGrad.apply(x, linear.weight, linear.bias, matmul_dtype(x))
 
 
 def _applies(linear: nn.Linear, x: Any) -> bool:
-    """Eager code with plain tensors, and dtypes that torch takes; the rest is left to torch."""
+    """Eager code with plain tensors, and dtypes that F.linear accepts; torch handles the rest."""
     if not torch.is_grad_enabled() or not (type(x) in (Tensor, nn.Parameter) or is_fake(x)) or x.dim() < 1:
         return False
     dtypes = {x.dtype, linear.weight.dtype, *(() if linear.bias is None else (linear.bias.dtype,))}
@@ -120,23 +113,26 @@ def _applies(linear: nn.Linear, x: Any) -> bool:
         and x.device == linear.weight.device
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and current_functorch_transform() is None
     )
 
 
-class _Linear(torch.autograd.Function):
-    """F.linear in `dtype`, whose weight gradient goes to weight.grad where one is there already."""
+class _LinearAccumulatingGrad(torch.autograd.Function):
+    """F.linear in `dtype`; backward adds the weight gradient to weight.grad if there is one.
+
+    x [..., in_features], weight [out_features, in_features]. Saves x in `dtype` and the weight.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype
-        ctx.owner = weight  # of .grad: what is saved may come back as another tensor, as from a checkpoint
+        ctx.weight = weight  # owns .grad; a saved tensor may come back as another object
         with no_autocast(x):
             cast = x.to(dtype)
-            # The weight itself is kept, not its cast: that is made again, and not alive in between.
+            # The weight is saved, not its cast, which would be alive until backward.
             ctx.save_for_backward(cast if ctx.needs_input_grad[1] else None, weight)
-            own_bias = None if bias is None else bias.to(dtype)
-            return torch.nn.functional.linear(cast, weight.to(dtype), own_bias)
+            bias_cast = None if bias is None else bias.to(dtype)
+            return torch.nn.functional.linear(cast, weight.to(dtype), bias_cast)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -148,7 +144,7 @@ class _Linear(torch.autograd.Function):
         with no_autocast(grad):
             grad_NV = grad.reshape(-1, grad.shape[-1])
             if wants_weight:
-                dw = _weight_gradient(grad_NV, x.reshape(-1, x.shape[-1]), ctx.owner)
+                dw = _weight_gradient(grad_NV, x.reshape(-1, x.shape[-1]), ctx.weight)
             if wants_bias:
                 db = grad_NV.sum(0).to(bias_dtype)
             if wants_x:
@@ -158,9 +154,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _weight_gradient(grad_NV: Tensor, x_ND: Tensor, weight_VD: Tensor) -> Tensor | None:
-    """Added to .grad (then None) where that is the same as handing it to autograd, which would add it."""
-    there = weight_VD.grad
-    if there is None or not accumulates_into_grad(weight_VD):
+    """Add the gradient to .grad and return None, where autograd would do nothing but add it."""
+    if weight_VD.grad is None or not accumulates_into_grad(weight_VD):
         return (grad_NV.t() @ x_ND).to(weight_VD.dtype)
-    matmul_into(there, grad_NV.t(), x_ND, add=True)
+    matmul_into(weight_VD.grad, grad_NV.t(), x_ND, add=True)
     return None

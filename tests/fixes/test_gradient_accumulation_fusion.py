@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes import gradients_in_place
+from oomph.fixes import gradient_accumulation_fusion
+from oomph.fixes.registry import FixContext
 from oomph.records import FixUse
 from oomph.workload import MicroBatches
 
@@ -31,13 +32,13 @@ def summed(model, loss, batch):
 @pytest.fixture
 def added(monkeypatch):
     """The shapes of the gradients that were added in place."""
-    shapes, real = [], gradients_in_place.matmul_into
+    shapes, real = [], gradient_accumulation_fusion.matmul_into
 
     def matmul_into(out, *args, **options):
         shapes.append(tuple(out.shape))
         real(out, *args, **options)
 
-    monkeypatch.setattr(gradients_in_place, "matmul_into", matmul_into)
+    monkeypatch.setattr(gradient_accumulation_fusion, "matmul_into", matmul_into)
     return shapes
 
 
@@ -245,17 +246,18 @@ def test_it_is_proposed_for_several_passes_and_saves_a_temporary():
 
     fix = fixes.find("gradient_accumulation_fusion")
     once = with_(optimizer=None)
-    assert not fixes.propose(oomph.predict(once, gpu="h200"), once, only=(fix.name,))
+    assert fix.proposals(FixContext(oomph.predict(once, gpu="h200"), once)) == []
     for several in (
         with_(optimizer=None, accumulate=2),
         with_(optimizer=None, micro_batches=MicroBatches(2), autocast="bfloat16"),
     ):
         before = oomph.predict(several, gpu="h200")
-        (proposal,) = fixes.propose(before, several, only=(fix.name,))
+        (proposal,) = fix.proposals(FixContext(before, several))
         assert "blocks.1.mlp.fc" in proposal.where
         assert "head" not in proposal.where  # too small to matter
         # Not the temporary gradient of the largest weights, of 4 MiB.
-        assert proposal.peak.allocated <= before.peak.allocated - 2**22
+        after = oomph.predict(oomph.apply(proposal, several), gpu="h200")
+        assert after.peak.allocated <= before.peak.allocated - 2**22
 
 
 def test_mistakes_are_told_and_change_nothing():
@@ -284,7 +286,7 @@ def test_mistakes_are_told_and_change_nothing():
 
 def test_it_excludes_updates_inside_backward():
     work = workload()
-    with pytest.raises(UserError, match="cannot be combined: it waits for each gradient"):
+    with pytest.raises(UserError, match="cannot be combined: its hooks"):
         fixes.apply(["gradient_accumulation_fusion", "optimizer_in_backward"], work)
 
 

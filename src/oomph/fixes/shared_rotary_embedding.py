@@ -1,0 +1,199 @@
+"""Compute rotary cosines and sines once per forward, for layers that each own a rotary module.
+
+Within one forward of the module that contains them, the first rotary module computes, and the others return
+the same tensors, provided that they would compute the same: their class, attributes and buffers are equal,
+the positions are the same tensor, and of other tensors (hidden states are often passed) only shape, dtype or
+device is read. A TorchFunctionMode records what the first computation reads. The results are dropped when
+the forward ends; what a checkpoint recomputes in backward, it computes by itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from oomph.errors import UserError
+from oomph.fixes.journal import Journal
+from oomph.fixes.modules import NamedModule, common_parent, module_at, names_option
+from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.fixes.shared_buffers import same_attributes_and_buffers
+from oomph.torch_internals import current_dispatch_modes, tree_flatten, tree_leaves
+
+_ROTARY_CLASS = re.compile(r"rotary|rope(?![a-z])|rope(emb|cache)", re.IGNORECASE)
+# Functions that do not read a tensor's numbers.
+_METADATA = frozenset(
+    "shape dtype device ndim layout is_cuda is_cpu is_meta requires_grad size dim ndimension numel nelement "
+    "element_size is_floating_point is_complex get_device new_empty new_zeros new_ones new_full new_tensor "
+    "empty_like zeros_like ones_like full_like __len__ itemsize nbytes".split()
+)
+# Functions that read only metadata of their second argument.
+_LIKE_ANOTHER = frozenset(("to", "type_as", "expand_as", "view_as", "reshape_as"))
+_SELECTIVE_CHECKPOINT = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+
+
+class SharedRotaryEmbedding(Fix):
+    name = "shared_rotary_embedding"
+    kind = "exact"
+    changes = "Rotary cosines and sines are computed by the first layer and used by all."
+
+    def targets(self, context: FixContext) -> Iterable[Target]:
+        at_peak = {alive.allocation.module for alive in context.prediction.at_peak}
+        names = [
+            name
+            for group in _equal_modules(_rotary_modules(context.model))
+            for name, _ in group
+            if any(other in at_peak for other, _ in group[1:])
+        ]
+        if names:
+            yield Target(tuple(names))
+
+    def change_model(
+        self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
+    ) -> None:
+        """`modules`: names; by default all whose class is called rotary or rope."""
+        if modules is None:
+            chosen = _rotary_modules(model)
+        else:
+            names = names_option(self.name, "modules", modules)
+            named = {module_at(model, name, self.name): name for name in names}  # each module once
+            chosen = [NamedModule(name, module) for module, name in named.items()]
+            for name, module in chosen:
+                if next(module.parameters(), None) is not None:
+                    raise UserError(f"fix {self.name!r}: {name!r} has parameters, so its results differ")
+        groups = _equal_modules(chosen)
+        if not groups:
+            raise UserError(f"fix {self.name!r}: the model has no two rotary modules that are equal")
+        for group in groups:
+            parent = common_parent(model, [name for name, _ in group])
+            cache = ForwardCache()
+            journal.wrap_forward(
+                parent.module, partial(_with_cache, cache=cache), parent.name, "shares rotary results"
+            )
+            for name, module in group:
+                what = f"computed once per forward of {parent.name or 'the model'}, for all"
+                journal.wrap_forward(module, partial(_cached, cache=cache), name, what)
+
+
+def _rotary_modules(model: nn.Module) -> list[NamedModule]:
+    """Without parameters and children, so only the arguments distinguish their results."""
+    return [
+        NamedModule(name, module)
+        for name, module in model.named_modules()
+        if _ROTARY_CLASS.search(type(module).__name__)
+        and next(module.parameters(), None) is None
+        and next(module.children(), None) is None
+    ]
+
+
+def _equal_modules(modules: Sequence[NamedModule]) -> list[list[NamedModule]]:
+    groups: list[list[NamedModule]] = []
+    for one in modules:
+        for group in groups:
+            if same_attributes_and_buffers(group[0].module, one.module):
+                group.append(one)
+                break
+        else:
+            groups.append([one])
+    return [group for group in groups if len(group) > 1]
+
+
+class ForwardCache:
+    """The results of the forward that is running; None outside of a forward."""
+
+    def __init__(self) -> None:
+        self.results: list[_CachedResult] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"results": None}
+
+
+class _CachedResult:
+    def __init__(self, arguments: _Arguments, read: set[int], result: Any) -> None:
+        self.arguments, self.read, self.result = arguments, read, result
+        self.versions = _versions(result)
+
+    def matches(self, arguments: _Arguments) -> bool:
+        """The same arguments, and the result was not modified in place."""
+        return self.arguments.match(arguments, self.read) and self.versions == _versions(self.result)
+
+
+class _Arguments:
+    """The arguments of one call. Holds the tensors, so that no other tensor can take their id."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves, self.structure = tree_flatten((args, kwargs))
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.others = [type(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.versions = _versions(self.tensors)
+        self.autocast = tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
+        )
+
+    def match(self, other: _Arguments, read: set[int]) -> bool:
+        """Tensors whose numbers were read must be the same and unmodified; others the same in metadata."""
+        return (
+            (self.structure, self.autocast) == (other.structure, other.autocast)
+            and self.others == other.others
+            and all(
+                (one is two and self.versions[index] == other.versions[index])
+                if index in read
+                else (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
+                for index, (one, two) in enumerate(zip(self.tensors, other.tensors, strict=True))
+            )
+        )
+
+
+class _RecordReads(TorchFunctionMode):
+    """Records which of these tensors' numbers a computation reads, by index."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.index = {id(tensor): index for index, tensor in enumerate(tensors)}
+        self.read: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name not in _METADATA:
+            given = args[:1] if name in _LIKE_ANOTHER else (args, kwargs)
+            self.read.update(self.index[id(leaf)] for leaf in tree_leaves(given) if id(leaf) in self.index)
+        return func(*args, **(kwargs or {}))
+
+
+def _with_cache(forward: Callable[..., Any], *args: Any, cache: ForwardCache, **kwargs: Any) -> Any:
+    outer, cache.results = cache.results, []
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        cache.results = outer
+
+
+def _cached(forward: Callable[..., Any], *args: Any, cache: ForwardCache, **kwargs: Any) -> Any:
+    if cache.results is None or torch.is_inference_mode_enabled() or _in_selective_checkpoint():
+        return forward(*args, **kwargs)
+    arguments = _Arguments(args, kwargs)
+    for known in cache.results:
+        if known.matches(arguments):
+            return known.result
+    with _RecordReads(arguments.tensors) as recorded:
+        result = forward(*args, **kwargs)
+    has_gradient = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result))
+    if not has_gradient and not any(arguments.tensors[index].requires_grad for index in recorded.read):
+        cache.results.append(_CachedResult(arguments, recorded.read, result))
+    return result
+
+
+def _in_selective_checkpoint() -> bool:
+    """It expects the same ops in backward, when this forward's results are gone."""
+    return any(type(mode).__name__ in _SELECTIVE_CHECKPOINT for mode in current_dispatch_modes())
+
+
+def _versions(tree: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
