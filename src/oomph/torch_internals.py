@@ -51,7 +51,14 @@ def __getattr__(name: str) -> Any:
 # ---------------------------------------------------------------------------------------------- several users
 
 with _section():  # nested batches, and the path of a tensor inside one
-    from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
+    from torch.utils._pytree import (
+        keystr,
+        tree_flatten,
+        tree_flatten_with_path,
+        tree_leaves,
+        tree_map,
+        tree_map_only,
+    )
 
 with _section():  # sees every aten op below autograd and autocast
     from torch.utils._python_dispatch import TorchDispatchMode
