@@ -1,4 +1,4 @@
-"""Small programs that the tests of a trace share."""
+"""Models small enough to count by hand, small programs, and questions about their predictions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import oomph
 from oomph import Prediction, Workload
+from oomph.records import Allocation
 
 MiB = 1 << 20
 
@@ -46,3 +48,59 @@ def line_of(function: Callable[..., Any], text: str) -> int:
 
 def notes_of(prediction: Prediction) -> str:
     return "\n".join(note.text for note in prediction.notes)
+
+
+def linear_workload(**changes: Any) -> Workload:
+    """One matrix of 4 MiB in float32, on 64 rows."""
+    options: dict[str, Any] = {
+        "model": lambda: nn.Linear(1024, 1024, bias=False),
+        "batch": lambda device: torch.randn(64, 1024, device=device),
+        "loss": mean_square,
+    }
+    return Workload(**options | changes)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 256) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 4, use_reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.use_reentrant is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return x
+
+
+def stack_batch(device: torch.device) -> torch.Tensor:
+    return torch.randn(8192, 256, device=device, requires_grad=True)  # reentrant checkpointing needs it
+
+
+def stack_workload(model: Any = Stack, **changes: Any) -> Workload:
+    return Workload(**{"model": model, "batch": stack_batch, "loss": mean_square} | changes)
+
+
+def requested(prediction: Prediction, **wanted: Any) -> int:
+    """Bytes asked for by the tensors alive at the peak that have these attributes."""
+    return sum(alive.allocation.bytes for alive in prediction.at_peak if _has(alive.allocation, wanted))
+
+
+def made(prediction: Prediction, **wanted: Any) -> list[Allocation]:
+    return [each for each in prediction.allocations if _has(each, wanted)]
+
+
+def _has(allocation: Allocation, wanted: dict[str, Any]) -> bool:
+    return all(getattr(allocation, name) == value for name, value in wanted.items())

@@ -1,0 +1,263 @@
+"""Functions as targets: what they may return, loops of their own, and the notes on what they do."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_programs import line_of, notes_of, workload
+from torch import nn
+
+import oomph
+from oomph import UserError
+
+WIDTH = 256
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(4096, WIDTH, device="cuda")
+
+
+class Training:
+    """A model and its optimizer."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(WIDTH, WIDTH).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.kept: list[torch.Tensor] = []
+
+    def step(self) -> None:
+        out = self.model(batch())
+        out.square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def setup() -> Callable[[], None]:
+    return Training().step
+
+
+def test_a_loop_of_ones_own_is_traced_whole_and_whoever_waits_is_told_of_the_short_way() -> None:
+    def training() -> None:
+        own = Training()
+        for _ in range(5):
+            own.step()
+
+    told: list[str] = []
+    prediction = oomph.predict(training, gpu="h200", progress=lambda text, share: told.append(text))
+    assert prediction.peak.allocated == oomph.predict(setup, gpu="h200").peak.allocated
+    said = [text for text in told if "a function that returns its step is traced for three" in text]
+    assert [text.split(";")[0] for text in said] == [
+        "running the program, optimizer step 4",
+        "running the program, optimizer step 5",
+    ]
+
+
+def test_one_step_alone_is_said_to_be_too_few_for_the_optimizers_state() -> None:
+    prediction = oomph.predict(lambda: Training().step())
+    assert "only one optimizer step of the function was traced" in notes_of(prediction)
+    assert prediction.peak.allocated < oomph.predict(setup).peak.allocated
+
+
+@pytest.mark.parametrize("enter", ["with", "set"])
+def test_a_stream_of_the_programs_own_is_noted_once_with_its_line(enter: str) -> None:
+    def setup() -> Callable[[], None]:
+        own, side = Training(), torch.cuda.Stream()
+
+        def step() -> None:
+            if enter == "with":
+                with torch.cuda.stream(side):  # with
+                    own.step()
+                with torch.cuda.stream(side):
+                    own.step()
+            else:
+                torch.cuda.set_stream(side)  # set
+                own.step()
+
+        return step
+
+    (note,) = oomph.predict(setup, gpu="h200").notes
+    assert "as if all streams were one" in note.text
+    assert note.site is not None
+    assert note.site.line == line_of(setup, f"# {enter}")
+
+
+def test_the_current_stream_and_the_default_one_are_nothing_to_note() -> None:
+    def setup() -> Callable[[], None]:
+        own = Training()
+
+        def step() -> None:
+            torch.cuda.Stream().wait_stream(torch.cuda.current_stream())
+            with (
+                torch.cuda.stream(torch.cuda.current_stream()),
+                torch.cuda.stream(torch.cuda.default_stream()),
+            ):
+                own.step()
+
+        return step
+
+    assert oomph.predict(setup, gpu="h200").notes == ()
+
+
+def test_numbers_read_from_the_gpu_are_noted_once_with_the_first_line() -> None:
+    def setup() -> Callable[[], None]:
+        own = Training()
+
+        def step() -> None:
+            own.model(batch()).sum().item()  # first
+            own.model(batch()).mean().item()
+            own.step()
+
+        return step
+
+    (note,) = oomph.predict(setup, gpu="h200").notes
+    assert "taken as 1.0" in note.text
+    assert note.site is not None
+    assert note.site.line == line_of(setup, "# first")
+
+
+def on_gpu() -> nn.Module:
+    return nn.Linear(64, 64).cuda()
+
+
+def train_once(model: nn.Module) -> torch.Tensor:
+    loss = model(torch.randn(8, 64, device="cuda")).sum()
+    loss.backward()
+    torch.optim.SGD(model.parameters()).step()
+    return loss
+
+
+def model_and_step() -> Any:
+    model = on_gpu()
+    return model, functools.partial(train_once, model)
+
+
+def generator() -> Iterator[None]:
+    model = on_gpu()
+    while True:
+        train_once(model)
+        yield
+
+
+async def coroutine() -> None:
+    train_once(on_gpu())
+
+
+def step_that_needs_a_batch() -> Callable[[Any], Any]:
+    model = on_gpu()
+
+    def step(batch: torch.Tensor, scale: float = 1.0) -> None:
+        model(batch).sum().backward()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("function", "returned"),
+    [
+        (on_gpu, r"on_gpu\(\) returned a model \(Linear\)"),
+        (lambda: nn.Linear(4, 4), r"the function returned a model \(Linear\)"),
+        (lambda: nn.Linear, "returned the class Linear"),
+        (model_and_step, r"returned a tuple of a model \(Linear\) and a partial"),
+        (
+            lambda: [on_gpu(), train_once],
+            r"returned a list of a model \(Linear\) and a function \(train_once\)",
+        ),
+        (lambda: {"w": workload()}, "returned a dict of a Workload"),
+        (
+            lambda: (on_gpu(), 1, 2, 3, 4),
+            r"returned a tuple of a model \(Linear\), an int, an int and 2 more",
+        ),
+        (lambda: torch.optim.SGD(on_gpu().parameters()), r"returned an optimizer \(SGD\)"),
+        (generator, "returned a generator"),
+        (coroutine, "returned a coroutine"),
+        (step_that_needs_a_batch, r"returned a function \(step\), which needs arguments \(batch\)"),
+    ],
+    ids=[
+        "model",
+        "model on the host",
+        "class",
+        "tuple",
+        "list",
+        "dict",
+        "long tuple",
+        "optimizer",
+        "generator",
+        "coroutine",
+        "needs arguments",
+    ],
+)
+def test_what_is_no_step_is_named_in_one_line_with_what_is_valid(function, returned):
+    with pytest.raises(UserError, match=returned) as caught:
+        oomph.predict(function, gpu="24GiB")
+    assert "return a function of no arguments that does one training step, or a Workload" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_status == 2
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        lambda model, loss: None,
+        lambda model, loss: loss,
+        lambda model, loss: loss.item(),
+        lambda model, loss: {"loss": loss, "steps": 1},
+        lambda model, loss: model,  # trained, and handed back
+        lambda model, loss: (model, train_once),
+        lambda model, loss: "trained",
+    ],
+    ids=["nothing", "loss", "number", "metrics", "model", "tuple", "string"],
+)
+def test_a_function_that_trains_by_itself_may_return_what_it_likes(outcome):
+    def train() -> Any:
+        model = on_gpu()
+        return outcome(model, train_once(model))
+
+    prediction = oomph.predict(train)
+    assert prediction.peak.allocated > 3 * 64 * 64 * 4
+
+
+def test_a_function_without_a_backward_pass_is_predicted_and_said_to_be_no_training_step():
+    prediction = oomph.predict(lambda: on_gpu()(torch.randn(8, 64, device="cuda")))
+    assert "the function ran no backward pass" in notes_of(prediction)
+    assert prediction.steps == ()
+
+
+def test_memory_that_grows_with_every_step_is_pointed_out_with_its_line() -> None:
+    def train() -> Callable[[], None]:
+        model = nn.Linear(512, 512).cuda()
+        seen = []
+
+        def step() -> None:
+            out = model(torch.randn(4096, 512, device="cuda"))
+            seen.append(out.softmax(-1))  # kept
+            out.sum().backward()
+            model.zero_grad()
+
+        return step
+
+    prediction = oomph.predict(train, gpu="rtx3090")
+    (note,) = (note for note in prediction.notes if "grows" in note.text)
+    assert "8.0 MiB with every step" in note.text
+    assert note.site is not None
+    assert note.site.line == line_of(train, "# kept")
+
+
+def test_a_steady_step_on_a_known_card_needs_no_remark() -> None:
+    assert oomph.predict(workload(), gpu="rtx3090").notes == ()
+
+
+def test_a_card_of_unknown_generation_is_said_to_be_modelled_as_another() -> None:
+    for gpu in (None, "24GiB"):
+        assert any("H200" in note.text for note in oomph.predict(workload(), gpu=gpu).notes)
+
+
+def test_convolution_workspaces_are_said_to_be_estimates() -> None:
+    image = workload(
+        lambda: nn.Conv2d(64, 64, 3, padding=1),
+        batch=lambda device: torch.randn(8, 64, 64, 64, device=device),
+    )
+    assert any("cuDNN" in note.text for note in oomph.predict(image, gpu="a100-80gb").notes)
