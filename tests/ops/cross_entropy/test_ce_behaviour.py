@@ -1,0 +1,564 @@
+"""Arguments, the choice of an implementation, autograd, compute_loss_chunked and the module."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ce_cases import TINY, TOLERANCE, Inputs, assert_close, expected, inputs, leaves, numbers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from oomph.errors import ArgumentError
+from oomph.nn.loss import LinearCrossEntropyLoss
+from oomph.ops import Choice, common, compute_loss_chunked, explain, linear_cross_entropy
+
+X, WEIGHT, TARGET = torch.ones(2, 5, 3), torch.ones(7, 3), torch.zeros(2, 5, dtype=torch.int64)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"impl": "fast"}, "impl='fast' is not valid; choose from 'auto', 'plain', 'chunked', 'triton'"),
+    ({"impl": None}, "impl=None is not valid"),
+    ({"reduction": "average"}, "reduction='average' is not valid; choose from 'mean', 'sum', 'none'"),
+    ({"x": None}, "x is None, not a tensor"),
+    ({"weight": [1.0]}, "weight is a list, not a tensor"),
+    ({"x": X.long()}, "x has dtype torch.int64; valid: float16, bfloat16, float32, float64"),
+    ({"bias": torch.ones(7, dtype=torch.int64)}, "bias has dtype torch.int64"),
+    ({"class_weight": torch.ones(7, dtype=torch.int64)}, "class_weight has dtype torch.int64"),
+    ({"token_weight": TARGET}, "token_weight has dtype torch.int64"),
+    ({"target": TARGET.float()}, "target must be a tensor of class numbers (int64 or int32); given: torch.f"),
+    ({"target": TARGET.bool()}, "given: torch.bool"),
+    ({"target": [0, 1]}, "target must be a tensor of class numbers (int64 or int32); given: list"),
+    ({"target": torch.ones(2, 5, 7)}, "given: torch.float32"),
+    ({"weight": torch.ones(7)}, "weight must be [classes, hidden size]; given: [7]"),
+    ({"weight": torch.ones(0, 3)}, "weight must be [classes, hidden size]; given: [0, 3]"),
+    ({"x": torch.ones(2, 5, 4)}, "x must be [..., 3] to match weight [7, 3]; given: [2, 5, 4]"),
+    ({"weight": WEIGHT.t()}, "x must be [..., 7] to match weight [3, 7]; given: [2, 5, 3]"),
+    ({"x": torch.ones(())}, "x must be [..., 3]"),
+    (
+        {"target": TARGET[:, 1:]},
+        "target must have x's leading shape [2, 5], one class per token; given",
+    ),
+    ({"target": TARGET.view(10)}, "given: [10]"),
+    ({"target": TARGET[:, 1:], "shift": True}, "oomph shifts, not the caller"),
+    ({"x": torch.ones(3), "target": torch.tensor(0), "shift": True}, "shift=True needs a sequence dimension"),
+    ({"bias": torch.ones(3)}, "bias must be [7], one per class; given: [3]"),
+    ({"class_weight": torch.ones(7, 1)}, "class_weight must be [7], one per class; given: [7, 1]"),
+    ({"token_weight": torch.ones(2, 4)}, "token_weight must be [2, 5], one per target; given: [2, 4]"),
+    ({"weight": WEIGHT.to("meta")}, "all tensors must be on one device; given: x on cpu, weight on meta"),
+    ({"token_weight": torch.ones(2, 5, device="meta")}, "token_weight on meta"),
+    ({"x": X.bfloat16()}, "all tensors must have one dtype (or run under autocast); given: x torch.bfloat16"),
+    ({"bias": torch.ones(7, dtype=torch.float64)}, "bias torch.float64"),
+    ({"class_weight": torch.ones(7, requires_grad=True)}, "class_weight requires a gradient"),
+    ({"token_weight": torch.ones(2, 5, requires_grad=True)}, "token_weight requires a gradient"),
+    *(({"label_smoothing": value}, "choose a number from 0 to 1") for value in (-0.1, 1.1, NAN, "0.1", None)),
+    *(({"z_loss": value}, "choose 0 or a positive number") for value in (-1e-4, INF, "0.1", None)),
+    *(({"softcap": value}, "choose a positive number, or None") for value in (0.0, -30.0, NAN, "30", True)),
+    *(({"num_valid": value}, f"num_valid={value!r} is not valid") for value in (-1, True, 3.0, "3")),
+    *(({"ignore_index": value}, f"ignore_index={value!r} is not valid") for value in (None, 1.5, True)),
+    *(({"memory_budget": value}, "size") for value in (0, "-64MiB", "lots", "64", "", 1.5, True)),
+    (
+        {"weight": nn.Parameter(WEIGHT) * 2, "accumulate_into_grad": True},
+        "a weight that owns its .grad",
+    ),
+    ({"x": X.double(), "weight": WEIGHT.double(), "impl": "triton"}, "impl='triton' cannot run: float64"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_ARGUMENTS, ids=[message for _, message in BAD_ARGUMENTS])
+def test_a_bad_argument_is_one_line_from_the_op_and_from_explain(
+    changes: dict[str, Any], message: str
+) -> None:
+    arguments: dict[str, Any] = {"x": X, "weight": WEIGHT, "target": TARGET} | changes
+    positional = [arguments.pop(name) for name in ("x", "weight", "target")]
+    for attempt in (linear_cross_entropy, lambda *a, **o: explain(linear_cross_entropy, *a, **o)):
+        with pytest.raises(ArgumentError) as caught:
+            attempt(*positional, **arguments)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_options_must_be_named() -> None:
+    linear_cross_entropy(X, WEIGHT, TARGET)
+    with pytest.raises(TypeError, match="positional"):
+        linear_cross_entropy(X, WEIGHT, TARGET, None)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        linear_cross_entropy(X, WEIGHT, TARGET, smoothing=0.1)  # type: ignore[call-arg]
+
+
+PLAIN_LIMIT = 16 << 20
+
+
+def explained(
+    n: int, v: int, d: int = 2, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any
+) -> Choice:
+    with FakeTensorMode():
+        x, weight = (torch.empty(rows, d, device=device, dtype=dtype) for rows in (n, v))
+        target = torch.zeros(n, device=device, dtype=torch.int64)
+        return explain(linear_cross_entropy, x, weight, target, **options)
+
+
+@pytest.mark.parametrize(("device", "above"), [("cpu", "chunked"), ("cuda", "triton")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_up_to_16_mebibytes_of_fp32_logits_auto_is_plain(device: str, above: str, dtype: torch.dtype) -> None:
+    v = 1 << 14
+    n = PLAIN_LIMIT // 4 // v
+    small = explained(n, v, device=device, dtype=dtype)
+    assert small.impl == "plain"
+    assert "the logits are 16 MiB in fp32, at most 16 MiB" in small.reason
+    large = explained(n + 1, v, device=device, dtype=dtype)
+    assert large.impl == above
+    assert "the logits would be 16 MiB in fp32; 1 block of 257 tokens" in large.reason
+
+
+def test_ignored_rows_that_are_dropped_do_not_count() -> None:
+    assert explained(4096, 1 << 14).impl == "chunked"
+    assert explained(4096, 1 << 14, num_valid=100).impl == "plain"
+
+
+def test_a_small_budget_lowers_the_threshold() -> None:
+    """Four copies of the logits must fit."""
+    assert explained(64, 1 << 14, memory_budget="16MiB").impl == "plain"
+    small = explained(64, 1 << 14, memory_budget="15MiB")
+    assert small.impl == "chunked"
+
+
+def test_accumulation_into_the_gradient_is_never_plain() -> None:
+    assert explained(4, 4, accumulate_into_grad=True).impl == "chunked"
+
+
+def test_float64_is_never_given_to_kernels() -> None:
+    found = explained(4096, 1 << 14, device="cuda", dtype=torch.float64)
+    assert found.impl == "chunked"
+    assert "float64 is computed in float64" in found.reason
+
+
+@pytest.mark.parametrize("impl", ["plain", "chunked", "reference", "triton"])
+def test_what_is_asked_for_is_taken(impl: str) -> None:
+    found = explained(4096, 1 << 14, device="cuda", impl=impl)
+    assert found.impl == impl
+    assert found.reason.startswith("asked for; ")
+
+
+def test_kernels_are_refused_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ArgumentError, match=r"impl='triton' cannot run: .*; choose 'auto' or 'chunked'"):
+        linear_cross_entropy(
+            torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64), impl="triton"
+        )
+
+
+def test_blocks_shrink_with_the_budget() -> None:
+    shape: dict[str, Any] = {"n": 16384, "v": 151936, "d": 2560, "device": "cuda", "dtype": torch.bfloat16}
+    default, small, tiny = (explained(**shape, memory_budget=budget) for budget in (None, "256MiB", "64MiB"))
+    assert default.settings["rows"] >= 1024
+    assert default.settings["columns"] == 151936
+    assert 384 <= small.settings["rows"] < default.settings["rows"]
+    assert small.settings["columns"] == 151936
+    assert tiny.settings["columns"] < 151936
+    assert "logits computed twice" in tiny.reason
+
+
+def test_the_choice_is_logged_once_per_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "_announced", set())
+    x, weight, target = torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64)
+    run: Callable[[], Any] = lambda: linear_cross_entropy(x, weight, target)  # noqa: E731
+    with caplog.at_level(logging.INFO, logger="oomph.ops"):
+        run()
+        run()
+    assert caplog.messages == ["linear_cross_entropy: plain (the logits are 32 B in fp32, at most 16 MiB)"]
+
+
+WAYS: list[dict[str, Any]] = [
+    {"impl": "plain"},
+    {"impl": "chunked"},
+    {"impl": "chunked", "memory_budget": TINY},
+    {"impl": "chunked", "reduction": "none"},
+]
+
+
+WAY_NAMES = ["plain", "one tile", "small tiles", "per token"]
+
+
+every_way = pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
+
+
+def loss_of(i: Inputs, **options: Any) -> Tensor:
+    """One number, whatever the reduction."""
+    loss = linear_cross_entropy(i.x, i.weight, i.target, bias=i.bias, **options)
+    assert isinstance(loss, Tensor)
+    return loss.sum() / 13 if options.get("reduction") == "none" else loss
+
+
+def gradients(i: Inputs, loss: Tensor, **options: Any) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [i.x, i.weight, i.bias], **options))
+
+
+def truth(i: Inputs) -> list[Tensor]:
+    wide = leaves(Inputs(i.x.double(), i.weight.double(), i.target, i.bias.double()))
+    loss = F.cross_entropy(F.linear(wide.x, wide.weight, wide.bias), wide.target)
+    return gradients(wide, loss)
+
+
+@every_way
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_graph_that_is_kept_gives_the_same_gradients_thrice(
+    dtype: torch.dtype, way: dict[str, Any]
+) -> None:
+    case = leaves(inputs(20, v=200, bias=True, dtype=dtype))
+    loss = loss_of(case, **way)
+    for _ in range(3):
+        assert_close(gradients(case, loss, retain_graph=True), truth(case), TOLERANCE[dtype])
+
+
+@every_way
+def test_backward_twice_accumulates_and_leaves_earlier_gradients_alone(way: dict[str, Any]) -> None:
+    case = leaves(inputs(20, v=200, bias=True))
+    loss = loss_of(case, **way)
+    loss.backward(retain_graph=True)
+    first = [each.grad for each in (case.x, case.weight, case.bias)]
+    for each in (case.x, case.weight, case.bias):
+        each.grad = None
+    loss.backward(retain_graph=True)
+    assert_close(first, truth(case), 1e-12)
+    loss.backward()
+    twice = [each.grad for each in (case.x, case.weight, case.bias)]
+    assert_close(twice, [2 * each for each in truth(case)], 1e-12)
+
+
+@every_way
+@pytest.mark.parametrize("factor", [-2.0, 0.0])
+def test_the_gradient_that_arrives_multiplies(factor: float, way: dict[str, Any]) -> None:
+    case = leaves(inputs(20, v=200, bias=True))
+    loss = loss_of(case, **way) * factor
+    for _ in range(3):
+        ours = gradients(case, loss, retain_graph=True)
+        assert_close(ours, [factor * each for each in truth(case)], 1e-12)
+
+
+@every_way
+def test_two_losses_of_the_same_inputs_add_up(way: dict[str, Any]) -> None:
+    case = leaves(inputs(20, v=200, bias=True))
+    ours = gradients(case, 2 * loss_of(case, **way) + loss_of(case, **way))
+    assert_close(ours, [3 * each for each in truth(case)], 1e-12)
+
+
+@every_way
+def test_gradients_may_be_asked_for_one_at_a_time(way: dict[str, Any]) -> None:
+    case = leaves(inputs(20, v=200, bias=True))
+    loss = loss_of(case, **way)
+    ours = [
+        torch.autograd.grad(loss, each, retain_graph=True)[0] for each in (case.bias, case.weight, case.x)
+    ]
+    assert_close(ours, truth(case)[::-1], 1e-12)
+
+
+@pytest.mark.parametrize("num_valid", [None, 15])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("impl", ["plain", "chunked"])
+def test_the_gradient_may_come_through_the_log_sum_exp_alone(
+    impl: str, reduction: str, num_valid: int | None
+) -> None:
+    case = leaves(inputs(20, bias=True))
+    options: dict[str, Any] = {
+        "impl": impl,
+        "reduction": reduction,
+        "num_valid": num_valid,
+        "return_lse": True,
+    }
+    _, lse = linear_cross_entropy(case.x, case.weight, case.target, bias=case.bias, **options)
+    kept = case.target != -100
+    theirs = F.linear(case.x[kept], case.weight, case.bias).logsumexp(1).square().sum()
+    assert_close(gradients(case, lse.square().sum()), gradients(case, theirs), 1e-12)
+
+
+@every_way
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoints(use_reentrant: bool, way: dict[str, Any]) -> None:
+    case = leaves(inputs(20, v=200, bias=True))
+    before = torch.eye(6, dtype=torch.float64, requires_grad=True)
+
+    def head(x: Tensor) -> Tensor:
+        return loss_of(case.but(x=x @ before), **way)
+
+    checkpoint(head, case.x, use_reentrant=use_reentrant).backward()
+    ours = [case.x.grad, case.weight.grad, case.bias.grad]
+    assert_close(ours, truth(case), 1e-12)
+    assert_close([before.grad], [case.x.detach().t() @ truth(case)[0]], 1e-12)
+
+
+# The compiler itself looks at .grad of whatever it hands to a function it does not compile.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@every_way
+def test_a_compiled_program_gets_the_same_results(way: dict[str, Any]) -> None:
+    case = leaves(inputs(20, v=200, bias=True))
+
+    def step(x: Tensor, weight: Tensor) -> Tensor:
+        return 2 * loss_of(case.but(x=x * 1.0, weight=weight), **way)
+
+    torch._dynamo.reset()
+    loss = torch.compile(step, backend="eager")(case.x, case.weight)
+    assert_close(gradients(case, loss), [2 * each for each in truth(case)], 1e-12)
+
+
+@every_way
+def test_autocast_computes_in_half_precision_and_keeps_fp32_gradients(way: dict[str, Any]) -> None:
+    case = leaves(inputs(40, v=200, bias=True, dtype=torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(case.x, case.weight, case.target, bias=case.bias, **way)
+    assert loss.dtype == torch.float32
+    scalar = loss.sum() / (case.target != -100).sum() if loss.dim() else loss
+    ours = gradients(case, scalar)
+    assert all(each.dtype == torch.float32 for each in ours)
+    assert_close(ours, truth(case), TOLERANCE[torch.bfloat16])
+    # It did compute in half precision.
+    assert not torch.equal(ours[0], ours[0].new_tensor(truth(case)[0].tolist()))
+
+
+@every_way
+def test_under_autocast_x_may_be_half_and_the_weight_fp32(way: dict[str, Any]) -> None:
+    case = inputs(40, v=200, bias=True, dtype=torch.float32)
+    case = leaves(case.but(x=case.x.bfloat16()))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(case.x, case.weight, case.target, bias=case.bias, **way)
+    scalar = loss.sum() / (case.target != -100).sum() if loss.dim() else loss
+    ours = gradients(case, scalar)
+    assert [each.dtype for each in ours] == [torch.bfloat16, torch.float32, torch.float32]
+    assert_close(ours, truth(case), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=WAY_NAMES[1:])
+def test_gradients_of_gradients_are_refused(way: dict[str, Any]) -> None:
+    case = leaves(inputs(20, bias=True))
+    loss = loss_of(case, **way)
+    # Refused, not left out: a penalty on gradients would otherwise be a constant, unseen.
+    with pytest.raises((RuntimeError, ArgumentError), match="twice"):
+        (loss + gradients(case, loss, create_graph=True)[0].square().sum()).backward()
+
+
+def test_a_large_loss_scale_does_not_underflow_in_float16() -> None:
+    """As with a GradScaler: what is below float16's smallest number is scaled before it is rounded."""
+    case = leaves(inputs(4096, v=3, d=2, dtype=torch.float16, ignored=None))
+    tiny = case.but(weight=(case.weight.detach() * 1e-3).requires_grad_())
+    loss = linear_cross_entropy(tiny.x, tiny.weight, tiny.target, impl="chunked")
+    (x_grad,) = torch.autograd.grad(loss * 2.0**14, tiny.x)
+    # `expected` lets a number arrive as gradient; here it is 2**14.
+    exact = expected(tiny).gradients[0] / numbers() * 2.0**14
+    assert_close([x_grad], [exact], TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("changed", ["target", "class_weight"])
+def test_a_backward_that_makes_the_logits_again_refuses_what_was_changed_since(changed: str) -> None:
+    case = leaves(inputs(20, v=200, bias=True))
+    class_weight = torch.rand(200, dtype=case.x.dtype)
+    loss = loss_of(case, class_weight=class_weight, reduction="none", impl="chunked")
+    (case.target if changed == "target" else class_weight).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def head_of(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    head.weight = nn.Parameter(weight)
+    head.bias = None if bias is None else nn.Parameter(bias)
+    return head
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 4096])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("leading", [(12,), (2, 2, 4)])
+def test_it_is_the_shifted_cross_entropy(leading: tuple[int, ...], bias: bool, chunk_size: int) -> None:
+    case = inputs(*leading, v=200, bias=bias)
+    head = head_of(case.weight, case.bias)
+    x = case.x.clone().requires_grad_()
+    wanted = [x, *head.parameters()]
+    logits = head(x)[..., :-1, :].reshape(-1, 200)
+    theirs = F.cross_entropy(logits, case.target[..., 1:].reshape(-1))
+    ours = compute_loss_chunked(x, case.target, head, chunk_size=chunk_size)
+    assert_close([ours], [theirs], 1e-12)
+    assert_close(torch.autograd.grad(ours, wanted), torch.autograd.grad(theirs, wanted), 1e-12)
+
+
+def test_the_chunk_size_has_a_default_and_a_sequence_of_one_has_no_next_token() -> None:
+    case = inputs(3, 1)
+    assert compute_loss_chunked(case.x, case.target, head_of(case.weight, None)) == 0
+
+
+@pytest.mark.parametrize("chunk_size", [0, -1, 2.5, True, None, "4096"])
+def test_bad_chunk_sizes(chunk_size: Any) -> None:
+    case = inputs(3, 4)
+    with pytest.raises(
+        ArgumentError, match=rf"chunk_size={chunk_size!r} is not valid; give a positive number"
+    ):
+        compute_loss_chunked(case.x, case.target, head_of(case.weight, None), chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("head", [nn.ReLU(), nn.LayerNorm(6), nn.Conv1d(6, 13, 1), None], ids=str)
+def test_a_head_that_is_no_linear_layer(head: Any) -> None:
+    case = inputs(3, 4)
+    message = rf"lm_head must be a linear layer with a weight \[V, D\]; given: {type(head).__name__}"
+    with pytest.raises(ArgumentError, match=message):
+        compute_loss_chunked(case.x, case.target, head)
+
+
+def test_labels_of_another_shape_are_named() -> None:
+    case = inputs(3, 4)
+    with pytest.raises(ArgumentError, match=r"target must have x's leading shape \[3, 4\].* given: \[3, 3\]"):
+        compute_loss_chunked(case.x, case.target[:, 1:], head_of(case.weight, None))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_it_is_a_linear_layer_and_a_cross_entropy(bias: bool) -> None:
+    case = inputs(4, 5)
+    loss = LinearCrossEntropyLoss(6, 13, bias=bias, dtype=torch.float64)
+    linear = nn.Linear(6, 13, bias=bias, dtype=torch.float64)
+    linear.load_state_dict(loss.state_dict())
+    x = case.x.requires_grad_()
+    ours = loss(x, case.target)
+    theirs = F.cross_entropy(linear(x).reshape(-1, 13), case.target.reshape(-1))
+    assert_close([ours], [theirs], 1e-12)
+    assert_close(
+        torch.autograd.grad(ours, [x, *loss.parameters()]),
+        torch.autograd.grad(theirs, [x, *linear.parameters()]),
+        1e-12,
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_first_values_and_names_are_those_of_a_linear_layer(bias: bool) -> None:
+    torch.manual_seed(0)
+    loss = LinearCrossEntropyLoss(6, 13, bias=bias)
+    torch.manual_seed(0)
+    linear = nn.Linear(6, 13, bias=bias)
+    assert list(loss.state_dict()) == list(linear.state_dict())
+    assert all(
+        torch.equal(one, other) for one, other in zip(loss.parameters(), linear.parameters(), strict=True)
+    )
+    torch.manual_seed(0)
+    loss.reset_parameters()
+    assert torch.equal(loss.weight, linear.weight)
+
+
+def test_options_are_those_of_the_op() -> None:
+    case, class_weight = inputs(4, 5), numbers(13)
+    options: dict[str, Any] = {"label_smoothing": 0.1, "shift": True, "reduction": "sum"}
+    loss = LinearCrossEntropyLoss(6, 13, dtype=torch.float64, class_weight=class_weight, **options)
+    logits = F.linear(case.x, loss.weight)[:, :-1].reshape(-1, 13)
+    target = case.target[:, 1:].reshape(-1)
+    theirs = F.cross_entropy(logits, target, class_weight, label_smoothing=0.1, reduction="sum")
+    assert_close([loss(case.x, case.target)], [theirs], 1e-12)
+
+
+def test_what_differs_per_call_is_given_per_call() -> None:
+    case, token_weight = inputs(20), numbers(20)
+    loss = LinearCrossEntropyLoss(6, 13, dtype=torch.float64, reduction="sum", return_lse=True)
+    losses = F.cross_entropy(F.linear(case.x, loss.weight), case.target, reduction="none")
+    ours, lse = loss(case.x, case.target, token_weight=token_weight, num_valid=13)
+    assert_close([ours], [(losses * token_weight).sum()], 1e-12)
+    assert lse.shape == (20,)
+    assert loss(case.x, case.target, num_valid=1)[0].isnan()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_from_linear_shares_the_parameters(bias: bool) -> None:
+    linear = nn.Linear(6, 13, bias=bias).eval()
+    loss = LinearCrossEntropyLoss.from_linear(linear, z_loss=0.1)
+    assert loss.weight is linear.weight
+    assert loss.bias is linear.bias
+    assert not loss.training
+    assert (loss.in_features, loss.num_classes, loss.options) == (6, 13, {"z_loss": 0.1})
+    case = inputs(20, dtype=torch.float32)
+    loss(case.x, case.target).backward()
+    assert linear.weight.grad is not None
+
+
+def test_from_an_embedding_as_tied_heads_have_it() -> None:
+    table = nn.Embedding(13, 6)
+    assert LinearCrossEntropyLoss.from_linear(table).weight is table.weight
+
+
+def test_shared_parameters_are_counted_once_in_a_model() -> None:
+    head = nn.Linear(6, 13)
+    model = nn.ModuleDict({"head": head, "loss": LinearCrossEntropyLoss.from_linear(head)})
+    assert len(list(model.parameters())) == 2
+
+
+@pytest.mark.parametrize("given", [nn.ReLU(), nn.Conv1d(6, 13, 1), None, torch.ones(13, 6)], ids=str)
+def test_from_something_else(given: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=f"linear is a {type(given).__name__}; valid: an nn.Linear or an nn.Emb"
+    ):
+        LinearCrossEntropyLoss.from_linear(given)
+
+
+def test_a_computed_weight_cannot_be_shared() -> None:
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(6, 13))
+    with pytest.raises(ArgumentError, match="weight is computed"):
+        LinearCrossEntropyLoss.from_linear(linear)
+
+
+def test_it_can_be_made_without_memory_and_filled_later() -> None:
+    with torch.device("meta"):
+        loss = LinearCrossEntropyLoss(6, 13, bias=True, memory_budget="64MiB", label_smoothing=0.1)
+    assert loss.weight.is_meta
+    assert LinearCrossEntropyLoss(6, 13, device="meta").weight.is_meta
+    loss = loss.to_empty(device="cpu")
+    loss.reset_parameters()
+    case = inputs(20, dtype=torch.float32)
+    assert loss(case.x, case.target).isfinite()
+
+
+def test_class_weights_move_with_the_module_and_are_not_saved() -> None:
+    loss = LinearCrossEntropyLoss(6, 13, class_weight=torch.ones(13)).double()
+    assert loss.class_weight.dtype == torch.float64
+    assert "class_weight" not in loss.state_dict()
+    loss.load_state_dict(nn.Linear(6, 13, bias=False).state_dict())
+
+
+def test_it_shows_its_sizes_and_options() -> None:
+    loss = LinearCrossEntropyLoss(6, 13, softcap=30.0, class_weight=torch.ones(13))
+    assert repr(loss) == (
+        "LinearCrossEntropyLoss(in_features=6, num_classes=13, bias=False, softcap=30.0, class_weight=given)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"smoothing": 0.1}, "option 'smoothing' is not known; did you mean 'label_smoothing'?"),
+        ({"temperature": 2}, "option 'temperature' is not known; choose from reduction, ignore_index"),
+        (
+            {"token_weight": torch.ones(3)},
+            r"token_weight is given per call: loss\(x, target, token_weight=...\)",
+        ),
+        ({"num_valid": 3}, "num_valid is given per call"),
+        ({"reduction": "average"}, "reduction='average' is not valid; choose from 'mean'"),
+        ({"label_smoothing": 2.0}, "label_smoothing=2.0 is not valid"),
+        ({"class_weight": torch.ones(6)}, r"class_weight must be \[13\], one per class; given: \[6\]"),
+        ({"memory_budget": "lots"}, "size 'lots' is not valid"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_when_the_module_is_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        LinearCrossEntropyLoss(6, 13, **options)
+    with pytest.raises(ArgumentError, match=message):
+        LinearCrossEntropyLoss.from_linear(nn.Linear(6, 13), **options)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "6"])
+def test_bad_sizes(size: Any) -> None:
+    with pytest.raises(ArgumentError, match=f"in_features={size!r} is not valid; give a whole number >= 1"):
+        LinearCrossEntropyLoss(size, 13)
+    with pytest.raises(ArgumentError, match=f"num_classes={size!r} is not valid"):
+        LinearCrossEntropyLoss(6, size)
