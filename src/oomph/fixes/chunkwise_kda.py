@@ -12,7 +12,7 @@ from oomph.fixes.journal import Journal
 from oomph.fixes.modules import module_at
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.nn import KimiDeltaAttention, SpikingKDABlock
-from oomph.ops.delta_attention.problem import MODES
+from oomph.ops.delta_attention.api import MODES
 
 _LAYERS = (KimiDeltaAttention, SpikingKDABlock)
 _WASTEFUL = ("scan", "sequential")  # a matrix per token, or a state per token, is kept for backward

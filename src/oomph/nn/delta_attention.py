@@ -19,7 +19,7 @@ from oomph.nn.step_sizes import reset_step_bias
 from oomph.nn.token_functions import gated_head_norm, wide
 from oomph.ops import common
 from oomph.ops.delta_attention import kda
-from oomph.ops.delta_attention.problem import IMPLS, MODES
+from oomph.ops.delta_attention.api import IMPLS, MODES
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
 # A new layer forgets at rates whose time constants are spread over this range of step sizes.

@@ -18,7 +18,7 @@ from oomph.nn.token_functions import head_norm, wide
 from oomph.ops import common
 from oomph.ops.common import explain
 from oomph.ops.delta_attention import kda
-from oomph.ops.delta_attention.problem import IMPLS, MODES
+from oomph.ops.delta_attention.api import IMPLS, MODES
 from oomph.ops.short_convolution.reference import unit_vectors
 from oomph.ops.spiking import lif_gate
 from oomph.ops.tokenwise import tokenwise_checkpoint

@@ -1,15 +1,14 @@
-"""Inputs and comparisons that the tests of kda share."""
+"""Inputs, results and comparisons that the tests of kda share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 NAMES = ("q", "k", "v", "log_alpha", "beta", "initial_state")
-Outcome = dict[str, Tensor]
 
 
 def inputs(
@@ -24,7 +23,7 @@ def inputs(
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Unit keys, log alpha uniform in [-decay, 0], beta in [0, 1]."""
+    """Unit keys, log_alpha uniform in [-decay, 0], beta in [0, 1]."""
     make = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -45,37 +44,52 @@ def inputs(
     return {name: x.to(dtype) for name, x in made.items()}
 
 
-def outcome(run: Callable[..., tuple[Tensor, Tensor]], given: dict[str, Tensor], **options: Any) -> Outcome:
+def half(given: dict[str, Tensor], dtype: torch.dtype, *names: str) -> dict[str, Tensor]:
+    """The inputs named (q, k and v by default) in another dtype."""
+    return {name: x.to(dtype) if name in (names or NAMES[:3]) else x for name, x in given.items()}
+
+
+def outcome(
+    run: Callable[..., tuple[Tensor, Tensor]], given: dict[str, Tensor], **options: Any
+) -> dict[str, Tensor]:
     """o, the final state, and the gradient of every input, for fixed gradients of both results."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
     o, state = run(**leaves, **options)
     make = torch.Generator().manual_seed(9)
-    weights = [torch.randn(x.shape, generator=make, dtype=torch.float64) for x in (o, state)]
-    ((o.double() * weights[0]).sum() + (state.double() * weights[1]).sum()).backward()
-    grads = {f"grad of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
-    return {"o": o.detach(), "state": state.detach(), **grads}
+    grads = [torch.randn(x.shape, generator=make, dtype=torch.float64) for x in (o, state)]
+    torch.autograd.backward([o, state], [grad.to(x) for grad, x in zip(grads, (o, state), strict=True)])
+    made = {f"grad of {name}": x.grad for name, x in leaves.items() if x.grad is not None}
+    return {"o": o.detach(), "state": state.detach(), **made}
+
+
+def in_double(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.double() for name, x in given.items()}
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:
     found, right = found.detach().double(), right.detach().double()
-    return float((found - right).norm() / right.norm().clamp(min=1e-300))
+    return float((found - right.to(found.device)).norm() / right.norm().clamp(min=1e-300))
 
 
-def assert_close(found: Outcome, right: Outcome, tolerance: float) -> None:
+def relative_errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
     assert found.keys() == right.keys()
-    errors = {name: relative_error(found[name], right[name]) for name in right}
+    return {name: relative_error(found[name], right[name]) for name in right}
+
+
+def assert_close(found: dict[str, Tensor], right: dict[str, Tensor], tolerance: float) -> None:
+    errors = relative_errors(found, right)
     assert max(errors.values()) <= tolerance, errors
     assert all(torch.isfinite(x).all() for x in found.values())
 
 
-def packed(run: Callable[..., tuple[Tensor, Tensor]], lengths: list[int]) -> Callable[..., Any]:
-    """The same by one call per sequence."""
+def one_by_one(run: Callable[..., tuple[Tensor, Tensor]], lengths: Sequence[int]) -> Callable[..., Any]:
+    """`run` called once per packed sequence."""
 
     def each(initial_state: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
         outputs, states, start = [], [], 0
-        for number, length in enumerate(lengths):
+        for index, length in enumerate(lengths):
             part = {name: x[:, start : start + length] for name, x in given.items()}
-            o, state = run(**part, initial_state=initial_state[number : number + 1])
+            o, state = run(**part, initial_state=initial_state[index : index + 1])
             outputs.append(o)
             states.append(state)
             start += length
@@ -84,5 +98,5 @@ def packed(run: Callable[..., tuple[Tensor, Tensor]], lengths: list[int]) -> Cal
     return each
 
 
-def ends(lengths: list[int]) -> Tensor:
+def boundaries(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *lengths]).cumsum(0)

@@ -1,7 +1,8 @@
-"""Which tokens are worked on at a time, and from which saved states: the plan that bounds the memory.
+"""Segments: the tokens that the chunked implementations process at a time, which bounds their memory.
 
-A segment is a run of tokens of every sequence (or, where sequences are packed, of the packed tokens). Forward
-saves the states at the starts of segments, and backward makes everything else again, one segment at a time.
+A segment is a range of tokens of every sequence (or, with packed sequences, of the packed tokens), in whole
+chunks. Forward saves the states at the starts of segments; backward recomputes everything else, one segment
+at a time.
 """
 
 import functools
@@ -10,13 +11,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens start..stop-1 of one stream (a batch entry, or a packed sequence), counted from its start.
+class SequenceRange:
+    """Tokens start..stop-1 of one sequence, counted from its start.
 
-    `row` is the place of token `start` among all tokens, batch entries one after the other.
+    `row` is the index of token `start` among all tokens, batch entries one after the other.
     """
 
-    stream: int
+    sequence: int
     start: int
     stop: int
     row: int
@@ -25,86 +26,82 @@ class Piece:
     def tokens(self) -> int:
         return self.stop - self.start
 
-    @property
-    def resumes(self) -> bool:
-        """Does it begin with a state that an earlier segment left?"""
-        return self.start > 0
-
 
 @dataclass(frozen=True)
 class Segment:
-    """Pieces of different streams that run side by side, those with most chunks first.
+    """Ranges of different sequences that are processed together, those with most chunks first.
 
-    `saved` is the number of states that earlier segments have saved: this one's come after them.
+    `saved` is the number of states that earlier segments have saved: this segment's follow them.
     """
 
-    pieces: tuple[Piece, ...]
+    ranges: tuple[SequenceRange, ...]
     chunk: int
     saved: int
 
     @functools.cached_property
     def widths(self) -> tuple[int, ...]:
-        """How many pieces have a first chunk, a second, and so on."""
-        counts = [-(-piece.tokens // self.chunk) for piece in self.pieces]
-        return tuple(sum(count > depth for count in counts) for depth in range(counts[0]))
+        """How many ranges have a first chunk, a second chunk, and so on."""
+        counts = [-(-each.tokens // self.chunk) for each in self.ranges]
+        return tuple(sum(count > index for count in counts) for index in range(counts[0]))
 
     @functools.cached_property
-    def resuming(self) -> tuple[int, ...]:
-        return tuple(place for place, piece in enumerate(self.pieces) if piece.resumes)
+    def continued(self) -> tuple[int, ...]:
+        """Indices of the ranges that start from a state which an earlier segment computed."""
+        return tuple(index for index, each in enumerate(self.ranges) if each.start > 0)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """All segments, in the order of time."""
+class SegmentPlan:
+    """All segments in order. `saved`: states at the starts of segments, without the initial ones."""
 
     segments: tuple[Segment, ...]
-    streams: int
-    saved: int  # states at the starts of segments, without the initial ones
+    sequences: int
+    saved: int
 
 
-def plan_batch(batch: int, tokens: int, chunk: int, per_segment: int) -> Plan:
+def plan_batch(batch: int, tokens: int, chunk: int, per_segment: int) -> SegmentPlan:
     """Segments of `per_segment` tokens of every batch entry."""
     segments: list[Segment] = []
     for start in range(0, tokens if batch else 0, per_segment):
         stop = min(start + per_segment, tokens)
-        pieces = tuple(Piece(entry, start, stop, entry * tokens + start) for entry in range(batch))
-        segments.append(Segment(pieces, chunk, batch * max(0, len(segments) - 1)))
-    return Plan(tuple(segments), batch, batch * max(0, len(segments) - 1))
+        ranges = tuple(SequenceRange(entry, start, stop, entry * tokens + start) for entry in range(batch))
+        segments.append(Segment(ranges, chunk, batch * max(0, len(segments) - 1)))
+    return SegmentPlan(tuple(segments), batch, batch * max(0, len(segments) - 1))
 
 
-def plan_packed(lengths: Sequence[int], chunk: int, per_segment: int) -> Plan:
-    """Segments of packed sequences: together as many chunks, the last of each sequence filled up, as fit."""
-    room = per_segment // chunk
+def plan_packed(lengths: Sequence[int], chunk: int, per_segment: int) -> SegmentPlan:
+    """Segments of packed sequences: as many chunks as fit, the last chunk of each sequence padded."""
+    capacity = per_segment // chunk
     segments: list[Segment] = []
-    pieces: list[Piece] = []
-    free, saved = room, 0
+    ranges: list[SequenceRange] = []
+    free, saved = capacity, 0
 
-    def close() -> None:
-        nonlocal free, saved, pieces
-        pieces.sort(key=lambda piece: -piece.tokens)
-        segments.append(Segment(tuple(pieces), chunk, saved))
-        saved += len(segments[-1].resuming)
-        free, pieces = room, []
+    def close_segment() -> None:
+        nonlocal free, saved, ranges
+        ranges.sort(key=lambda each: -each.tokens)
+        segments.append(Segment(tuple(ranges), chunk, saved))
+        saved += len(segments[-1].continued)
+        free, ranges = capacity, []
 
     first = 0
-    for stream, length in enumerate(lengths):
+    for sequence, length in enumerate(lengths):
         start = 0
         while start < length:
             stop = min(length, start + free * chunk)
-            pieces.append(Piece(stream, start, stop, first + start))
+            ranges.append(SequenceRange(sequence, start, stop, first + start))
             free -= -(-(stop - start) // chunk)
             start = stop
             if free == 0:
-                close()
+                close_segment()
         first += length
-    if pieces:
-        close()
-    return Plan(tuple(segments), len(lengths), saved)
+    if ranges:
+        close_segment()
+    return SegmentPlan(tuple(segments), len(lengths), saved)
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Bytes that backward needs: per token of a segment, beside it, and per segment for saved states."""
+class MemoryCosts:
+    """Bytes beside inputs, outputs and gradients: per token of a segment, fixed, and saved per segment."""
 
     per_token: int
     fixed: int
@@ -116,22 +113,22 @@ class Costs:
 
 
 def tokens_per_segment(
-    tokens: int, step: int, costs: Costs, memory_chunk_size: int | None, budget: int | None, default: int
+    tokens: int, chunk: int, costs: MemoryCosts, asked: int | None, budget: int | None, default: int
 ) -> int:
-    """A multiple of `step`: what was asked for, or the most that stays within the budget, or `default`.
+    """A multiple of `chunk`: what was asked for, or the most that stays within the budget, or `default`.
 
-    Short segments work on little at a time and save many states. Where no length meets the budget, the one
-    that needs least is taken.
+    Short segments process few tokens at a time and save many states. Where no length meets the budget, the
+    one that needs least is returned.
     """
-    if memory_chunk_size is not None:
-        return round_up(memory_chunk_size, step)
-    whole = round_up(max(tokens, 1), step)
+    if asked is not None:
+        return _round_up(asked, chunk)
+    whole = _round_up(max(tokens, 1), chunk)
     if budget is None:
-        return min(whole, round_up(default, step))
+        return min(whole, _round_up(default, chunk))
     best, least = whole, costs.total(tokens, whole)
-    # Of the lengths that make the same number of segments the shortest serves best.
-    for count in range(1, whole // step + 1):
-        length = round_up(-(-whole // count), step)
+    # Of the lengths that give the same number of segments, the shortest needs least.
+    for count in range(1, whole // chunk + 1):
+        length = _round_up(-(-whole // count), chunk)
         needed = costs.total(tokens, length)
         if needed <= budget:
             return length
@@ -142,5 +139,5 @@ def tokens_per_segment(
     return best
 
 
-def round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

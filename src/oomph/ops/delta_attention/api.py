@@ -1,0 +1,395 @@
+"""The public function `kda`: checks the arguments, chooses an implementation, runs it."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.errors import ArgumentError
+from oomph.ops import common
+from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_autocast, no_compile
+from oomph.ops.delta_attention import chunked, launch
+from oomph.ops.delta_attention.autograd import ChunkedOptions, chunked_kda, triton_kda
+from oomph.ops.delta_attention.dense_scan import dense_scan
+from oomph.ops.delta_attention.reference import kda_reference
+from oomph.ops.delta_attention.segments import plan_batch, plan_packed, tokens_per_segment
+from oomph.ops.launch import is_fake, why_not_triton
+
+MODES = ("auto", "sequential", "scan", "chunked")
+IMPLS = ("auto", "torch", "triton", "reference")
+# Up to so many tokens, without gradients, a loop over them is faster than one chunk in plain torch.
+_FEW_TOKENS = 8
+_LARGEST_HEAD = 256
+
+
+def _choose(mode: str, impl: str, **given: Any) -> Choice:
+    common.check_one_of("mode", mode, MODES)
+    common.check_one_of("impl", impl, IMPLS)
+    return _choose_implementation(_checked(**given), mode, impl)
+
+
+@explained_by(_choose)
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    scale: float | None = None,
+    mode: str = "auto",
+    memory_chunk_size: int | None = None,
+    memory_budget: str | int | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    impl: str = "auto",
+    check: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Kimi Delta Attention: (o [B, T, H, dv], final state [B, H, dk, dv]), exact, linear in T.
+
+    Per head and token, a state S [dk, dv] decays, then is corrected towards the token's value:
+        S = diag(exp(log_alpha)) S;   S += beta k (v - S^T k)^T;   o = scale S^T q
+
+    q, k, log_alpha [B, T, H, dk], v [B, T, H, dv], beta [B, T, H]; log_alpha <= 0, beta in [0, 1]. A token
+    with log_alpha = 0 and beta = 0 leaves the state bitwise unchanged. T = 0 returns an empty o and the
+    initial state.
+
+    dtypes: q, k, v have one dtype (autocast's under autocast), and so has o; log_alpha and beta have any. The
+        state is float32, or float64 if one of the five is, and so is all arithmetic, except that the matrix
+        products of impl="triton" have factors of q's dtype.
+    initial_state: [B, H, dk, dv] in the state's dtype; default zeros. It and the final state are
+        differentiable, so a sequence may be cut anywhere, and generation continues from a state.
+    scale: default dk**-0.5.
+    mode: "sequential" (a loop over tokens), "chunked" (the tokens of a chunk at once, in matrix products),
+        "scan" (field report 000's: a dk x dk matrix per token; for comparison), or "auto": sequential for one
+        token, and for a few without gradients, else chunked.
+    memory_chunk_size: for mode="chunked", the tokens that are processed at a time, in whole chunks. Saved for
+        backward are the inputs and the states every so many tokens; the rest is recomputed (on a CPU, a call
+        that is processed at once saves up to its inputs' size more). For mode="scan", the tokens per part of
+        `precompute_updates`, default 64.
+    memory_budget: instead, such as "64MiB": for memory beside inputs, outputs and gradients. If no size meets
+        it, the one that needs least is used.
+    cu_seqlens: N sequences packed one after the other in B = 1: their N + 1 boundaries, from 0 to T. States
+        are then [N, H, dk, dv]. Plain torch needs the values: pass a list or a CPU tensor, or it waits for
+        the GPU. (A prediction that does not know them assumes sequences of equal length.)
+    impl: "torch" (any device, any mode), "triton" (mode="chunked", head sizes up to 256), "reference" (a loop
+        over tokens), or "auto": the kernels on a GPU where they apply, else "torch".
+    check: log_alpha > 0, beta outside [0, 1] and malformed cu_seqlens are errors. Finding them reads the
+        values: by default (None) on a CPU only; True also on a GPU, and waits for it. Unchecked, the
+        recurrence is computed as written and may overflow. Never in a prediction.
+
+    `oomph.ops.explain(kda, ...)` returns what would run and why. Differentiable once; mode="sequential",
+    mode="scan" and impl="reference" are differentiable twice.
+    """
+    common.check_one_of("mode", mode, MODES)
+    common.check_one_of("impl", impl, IMPLS)
+    return _run(mode, impl, q, k, v, log_alpha, beta, initial_state=initial_state, scale=scale,
+                memory_chunk_size=memory_chunk_size, memory_budget=memory_budget, cu_seqlens=cu_seqlens,
+                check=check)  # fmt: skip
+
+
+@no_compile  # the loops over chunks would be unrolled
+def _run(mode: str, impl: str, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    a = _checked(*tensors, **options)
+    choice = log_choice("kda", _choose_implementation(a, mode, impl))
+    with no_autocast(a.q):
+        if a.v.numel() == 0:
+            return a.v.clone(), a.initial_state_or_zeros().clone()
+        if choice.impl == "triton":
+            ends = None if a.cu_seqlens is None else a.cu_seqlens.to(a.q.device)
+            return triton_kda(a.inputs, a.initial_state, a.scale, ends, choice.settings["segment_tokens"])
+        if choice.settings["mode"] == "sequential":
+            return _run_per_sequence(a, _run_sequential)
+        if choice.settings["mode"] == "scan":
+            return _run_per_sequence(a, _run_scan)
+        return _run_chunked(a, choice.settings["segment_tokens"])
+
+
+# Arguments -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class KDAArguments:
+    """The arguments of one call after all checks, with autocast's dtype and the default scale."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_alpha: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    scale: float
+    memory_chunk_size: int | None
+    memory_budget: int | None
+    cu_seqlens: Tensor | None
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v, self.log_alpha, self.beta
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return torch.float64 if any(x.dtype == torch.float64 for x in self.inputs) else torch.float32
+
+    @property
+    def tokens(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        return (self.sequences, self.q.shape[2], self.q.shape[3], self.v.shape[3])
+
+    @property
+    def needs_gradient(self) -> bool:
+        given = (*self.inputs, self.initial_state)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+
+    def sequence_lengths(self) -> list[int] | None:
+        """Of packed sequences; waits for the GPU if they are there. None without cu_seqlens."""
+        if self.cu_seqlens is None:
+            return None
+        if is_fake(self.cu_seqlens):  # a prediction: equal lengths
+            share, more = divmod(self.tokens, self.sequences)
+            return [share + (index < more) for index in range(self.sequences)]
+        boundaries = self.cu_seqlens.tolist()
+        _check_boundaries(boundaries, self.tokens)
+        return [end - start for start, end in itertools.pairwise(boundaries)]
+
+    def initial_state_or_zeros(self) -> Tensor:
+        if self.initial_state is not None:
+            return self.initial_state
+        return self.q.new_zeros(self.state_shape, dtype=self.state_dtype)
+
+
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_alpha: Tensor,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None,
+    scale: float | None,
+    memory_chunk_size: int | None,
+    memory_budget: str | int | None,
+    cu_seqlens: Tensor | Sequence[int] | None,
+    check: bool | None,
+) -> KDAArguments:
+    common.check_floating(q=q, k=k, v=v, log_alpha=log_alpha, beta=beta)
+    common.check_floating_if_given(initial_state=initial_state)
+    _check_shapes(q, k, v, log_alpha, beta)
+    common.check_same_device(q=q, k=k, v=v, log_alpha=log_alpha, beta=beta, initial_state=initial_state)
+    if common.autocast_enabled(q):
+        q, k, v = (x.to(common.matmul_dtype(x)) for x in (q, k, v))
+    common.check_same_dtype(q=q, k=k, v=v)
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    elif isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
+        raise ArgumentError(f"scale={scale!r} is not valid; choose a finite number, or None for dk**-0.5")
+    size = memory_chunk_size
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ArgumentError(
+            f"memory_chunk_size={size!r} is not valid; choose a number of tokens >= 1, or None"
+        )
+    budget = common.parse_memory_budget(memory_budget)
+    if size is not None and budget is not None:
+        raise ArgumentError("memory_chunk_size and memory_budget were both given; choose one of them")
+    boundaries = _boundaries_tensor(cu_seqlens, q)
+    a = KDAArguments(q, k, v, log_alpha, beta, initial_state, float(scale), size, budget, boundaries)
+    if initial_state is not None and tuple(initial_state.shape) != a.state_shape:
+        raise ArgumentError(
+            f"initial_state has shape {list(initial_state.shape)}; valid: {list(a.state_shape)}"
+        )
+    if initial_state is not None and initial_state.dtype != a.state_dtype:
+        raise ArgumentError(f"initial_state has dtype {initial_state.dtype}; valid here: {a.state_dtype}")
+    _check_values(a, check)
+    return a
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("log_alpha", log_alpha)):
+        if x.dim() != 4:
+            raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: [B, T, H, d], 4 dimensions")
+    if q.shape[3] < 1 or v.shape[3] < 1:
+        raise ArgumentError(f"q has head size {q.shape[3]} and v {v.shape[3]}; valid: 1 or more")
+    for name, x in (("k", k), ("log_alpha", log_alpha)):
+        if x.shape != q.shape:
+            raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: that of q, {list(q.shape)}")
+    batch, tokens, heads = q.shape[:3]
+    if v.shape[:3] != q.shape[:3]:
+        raise ArgumentError(
+            f"v has shape {list(v.shape)}; valid: [{batch}, {tokens}, {heads}, dv] to match q"
+        )
+    if beta.shape != q.shape[:3]:
+        raise ArgumentError(
+            f"beta has shape {list(beta.shape)}; valid: {list(q.shape[:3])}, one per token and head"
+        )
+
+
+def _boundaries_tensor(cu_seqlens: Tensor | Sequence[int] | None, q: Tensor) -> Tensor | None:
+    if cu_seqlens is None:
+        return None
+    valid = "the N + 1 ends of N packed sequences, integers from 0 to T"
+    try:
+        ends = cu_seqlens if isinstance(cu_seqlens, Tensor) else torch.tensor(cu_seqlens)
+    except (TypeError, ValueError, RuntimeError):
+        raise ArgumentError(f"cu_seqlens={cu_seqlens!r} is not valid; valid: {valid}") from None
+    if ends.dtype not in (torch.int32, torch.int64) or ends.dim() != 1 or ends.numel() < 2:
+        raise ArgumentError(f"cu_seqlens is {ends.dtype} of shape {list(ends.shape)}; valid: {valid}")
+    if q.shape[0] != 1:
+        raise ArgumentError(
+            f"cu_seqlens was given with a batch of {q.shape[0]}; valid: packed sequences, B = 1"
+        )
+    if not is_fake(ends) and ends.device.type == "cpu":
+        _check_boundaries(ends.tolist(), q.shape[1])
+    return ends
+
+
+def _check_boundaries(ends: list[int], tokens: int) -> None:
+    rising = all(start <= end for start, end in itertools.pairwise(ends))
+    if not rising or ends[0] != 0 or ends[-1] != tokens:
+        shown = str(ends) if len(ends) <= 8 else f"[{', '.join(map(str, ends[:6]))}, ..., {ends[-1]}]"
+        raise ArgumentError(f"cu_seqlens={shown} is not valid; valid: rising from 0 to T = {tokens}")
+
+
+def _check_values(a: KDAArguments, check: bool | None) -> None:
+    if check is not None and not isinstance(check, bool):
+        raise ArgumentError(f"check={check!r} is not valid; choose True, False, or None (on a CPU only)")
+    if check is None:
+        check = a.q.device.type == "cpu"
+    if not check or is_fake(a.q) or a.q.numel() == 0:
+        return
+    with torch.no_grad():
+        largest = a.log_alpha.detach().max()
+        low, high = a.beta.detach().aminmax()
+    # NaN compares as False: it is not an error here, and shows in the results.
+    if bool(largest > 0):
+        raise ArgumentError(
+            f"log_alpha has a value of {largest.item():.4g}; valid: <= 0 (a decay of at most 1)"
+        )
+    if bool((low < 0) | (high > 1)):
+        raise ArgumentError(f"beta has values from {low.item():.4g} to {high.item():.4g}; valid: 0 to 1")
+    if a.cu_seqlens is not None and a.cu_seqlens.device.type != "cpu":
+        a.sequence_lengths()
+
+
+# Choice ----------------------------------------------------------------------------------------------
+
+
+def _choose_implementation(a: KDAArguments, mode: str, impl: str) -> Choice:
+    if impl == "reference":
+        if mode not in ("auto", "sequential"):
+            raise ArgumentError(f"impl='reference' goes token by token; mode={mode!r} needs impl='torch'")
+        return Choice("reference", ASKED_FOR, {"mode": "sequential"})
+    if impl == "triton" and mode not in ("auto", "chunked"):
+        raise ArgumentError(f"impl='triton' has mode='chunked' only; mode={mode!r} needs impl='torch'")
+    if a.memory_chunk_size is not None and mode == "sequential":
+        raise ArgumentError(
+            "memory_chunk_size is for mode='chunked' and 'scan'; leave it out of 'sequential'"
+        )
+    if a.memory_budget is not None and mode in ("sequential", "scan"):
+        raise ArgumentError(f"memory_budget is for mode='chunked'; leave it out of {mode!r}")
+    if mode in ("sequential", "scan"):
+        return Choice("torch", ASKED_FOR, {"mode": mode})
+    obstacle = why_not_triton(a.q) or _why_not_these_kernels(a)
+    if impl == "triton" and obstacle:
+        raise ArgumentError(f"impl='triton' cannot run this call ({obstacle}); choose 'auto' or 'torch'")
+    # On a CPU the kernels only run in Triton's interpreter, which is for tests.
+    kernels = impl == "triton" or (impl == "auto" and obstacle is None and a.q.device.type == "cuda")
+    few = _why_sequential(a, kernels) if mode == "auto" and impl != "triton" else None
+    if few is not None:
+        return Choice("torch", few, {"mode": "sequential"})
+    if kernels:
+        reason = ASKED_FOR if impl == "triton" else "kernels on the GPU"
+        return Choice("triton", reason, {"mode": "chunked", "segment_tokens": _triton_segment_tokens(a)})
+    if impl == "torch":
+        reason = ASKED_FOR
+    else:
+        reason = f"no kernel ({obstacle or 'the interpreter is for tests'}): chunks in large products"
+    return Choice("torch", reason, {"mode": "chunked", "segment_tokens": _torch_segment_tokens(a)})
+
+
+def _why_sequential(a: KDAArguments, kernels: bool) -> str | None:
+    if a.cu_seqlens is not None or a.memory_chunk_size is not None or a.memory_budget is not None:
+        return None
+    if a.tokens == 1:
+        return "one token"
+    if 1 < a.tokens <= _FEW_TOKENS and not a.needs_gradient and not kernels:
+        return f"{a.tokens} tokens without gradients"
+    return None
+
+
+def _why_not_these_kernels(a: KDAArguments) -> str | None:
+    if a.state_dtype == torch.float64:
+        return "the kernels accumulate in float32, which is too little for float64"
+    if max(a.q.shape[3], a.v.shape[3]) > _LARGEST_HEAD:
+        return f"a head size above {_LARGEST_HEAD}"
+    if a.q.device.type == "cpu" and a.q.dtype == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
+    return None
+
+
+def _torch_segment_tokens(a: KDAArguments) -> int:
+    costs = chunked.chunked_memory_costs(a.q, a.v, a.state_dtype)
+    default = chunked.default_segment_tokens(costs)
+    return tokens_per_segment(a.tokens, chunked.CHUNK, costs, a.memory_chunk_size, a.memory_budget, default)
+
+
+def _triton_segment_tokens(a: KDAArguments) -> int | None:
+    """None: the default of the kernels."""
+    if a.memory_chunk_size is None and a.memory_budget is None:
+        return None
+    costs = launch.kernel_memory_costs(a.inputs, a.needs_gradient)
+    return tokens_per_segment(a.tokens, launch.CHUNK, costs, a.memory_chunk_size, a.memory_budget, a.tokens)
+
+
+# Run -------------------------------------------------------------------------------------------------
+
+RunSequence = Callable[[KDAArguments, tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor]]
+
+
+def _run_chunked(a: KDAArguments, segment_tokens: int) -> tuple[Tensor, Tensor]:
+    lengths = a.sequence_lengths()
+    if lengths is None:
+        plan = plan_batch(a.q.shape[0], a.tokens, chunked.CHUNK, segment_tokens)
+    else:
+        plan = plan_packed(lengths, chunked.CHUNK, segment_tokens)
+    options = ChunkedOptions(plan, lengths is not None, a.scale, a.state_dtype)
+    return chunked_kda(a.inputs, a.initial_state, options)
+
+
+def _run_sequential(a: KDAArguments, inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    wide = [x.to(state.dtype) for x in inputs]
+    o, final = kda_reference(*wide, initial_state=state, scale=a.scale)
+    return o.to(a.v.dtype), final
+
+
+def _run_scan(a: KDAArguments, inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+    size = a.memory_chunk_size or 64
+    return dense_scan(*inputs, initial_state=state, scale=a.scale, memory_chunk_size=size)
+
+
+def _run_per_sequence(a: KDAArguments, run: RunSequence) -> tuple[Tensor, Tensor]:
+    """The whole batch at once, or each packed sequence in turn."""
+    lengths, state = a.sequence_lengths(), a.initial_state_or_zeros()
+    if lengths is None:
+        return run(a, a.inputs, state)
+    outputs, finals, start = [], [], 0
+    for index, length in enumerate(lengths):
+        own_state = state[index : index + 1]
+        if length:
+            part = tuple(x[:, start : start + length] for x in a.inputs)
+            o, own_state = run(a, part, own_state)
+            outputs.append(o)
+        finals.append(own_state)
+        start += length
+    return torch.cat(outputs, 1), torch.cat(finals)

@@ -1,0 +1,504 @@
+"""How the Triton kernels of KDA are launched: chunk and tile sizes, scratch memory, arguments.
+
+Chunks have 32 tokens, so that the products of a chunk run on the tensor core instructions for single warps.
+With 64 tokens Triton uses Hopper's instructions for groups of warps, and versions 3.4 to 3.7 compile kernels
+like these wrongly (3.6 on an H200: these kernels with 64 tokens, right in the interpreter, gave wrong results
+or illegal accesses, depending on the number of warps).
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.ops.delta_attention.segments import MemoryCosts
+from oomph.ops.launch import Kernels, interpreted
+from oomph.units import KiB
+
+_INTRA = Kernels("oomph.ops.delta_attention.kernels_intra")
+_STATES = Kernels("oomph.ops.delta_attention.kernels_states")
+_BACKWARD = Kernels("oomph.ops.delta_attention.kernels_backward")
+
+CHUNK = 32  # tokens
+# With fewer chunk programs per launch, a GPU of 132 multiprocessors is not fully used.
+_PROGRAMS = 1024
+# By default. Scratch memory is then about a third of the size of the gradients.
+_SEGMENTS = 8
+# Up to which sum of log-decays over half a chunk exp(-sum) times a key stays well within the dtype's range.
+_BOUNDED_LIMIT = {torch.bfloat16: 60.0, torch.float32: 10.0, torch.float16: 6.0}
+# Of the nominal bf16 rate: small products of single warps, one after the other. Measured on an H200 with
+# dk = dv = 128 and 4,096 to 131,072 tokens.
+_EFFICIENCY = 0.046
+# Allocators round the sizes of a dozen tensors up.
+_ROUNDING = 16 * KiB
+
+
+@dataclass(frozen=True)
+class KDATileSizes:
+    """Key and value channels that a program processes at a time (0: none, or all of them)."""
+
+    keys: int
+    values: int
+    warps: int
+    stages: int
+
+
+_PREPARE_TILE = KDATileSizes(keys=64, values=64, warps=2, stages=1)
+_FORWARD_TILE = KDATileSizes(keys=0, values=16, warps=4, stages=3)
+_BACKWARD_TILE = KDATileSizes(keys=0, values=16, warps=4, stages=3)
+_VALUES_TILE = KDATileSizes(keys=0, values=128, warps=2, stages=1)
+_KEYS_TILE = KDATileSizes(keys=32, values=128, warps=2, stages=1)
+
+
+# Sizes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedChunks:
+    """Chunks of packed sequences, as tensors on the device, so that nothing waits for it."""
+
+    start: Tensor  # the first token of every chunk
+    rows: Tensor  # its number of tokens; 0 past the last chunk
+    sequence_chunk: Tensor  # the first chunk of every sequence, and the end of the last
+
+
+@dataclass(frozen=True)
+class ChunkRange:
+    """Consecutive chunks: a segment, which one round of launches processes."""
+
+    first: int
+    chunks: int
+
+
+@dataclass(frozen=True)
+class KernelSizes:
+    batch: int
+    tokens: int
+    heads: int
+    dk: int
+    dv: int
+    chunks: int  # per batch entry; with packed sequences, an upper bound
+    segment: int  # chunks of a segment
+    sequences: int
+    packed: PackedChunks | None
+
+    @property
+    def segments(self) -> int:
+        return -(-self.chunks // self.segment)
+
+    def segment_chunks(self, index: int) -> ChunkRange:
+        first = index * self.segment
+        return ChunkRange(first, min(self.segment, self.chunks - first))
+
+    @property
+    def scratch_rows(self) -> int:
+        return min(self.segment * CHUNK, self.tokens)
+
+    @property
+    def levels(self) -> int:
+        return CHUNK.bit_length() - 1
+
+
+def kernel_sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, segment_tokens: int | None) -> KernelSizes:
+    """`segment_tokens` of each sequence are processed at a time; None chooses."""
+    batch, tokens, heads, dk = q.shape
+    if cu_seqlens is None:
+        packed, sequences, chunks = None, batch, -(-tokens // CHUNK)
+    else:
+        sequences = cu_seqlens.numel() - 1
+        # The last chunk of a sequence may have as little as one token.
+        chunks = (tokens + sequences * (CHUNK - 1)) // CHUNK
+        packed = _packed_chunks(cu_seqlens, chunks)
+    if segment_tokens is None:
+        segment = max(-(-chunks // _SEGMENTS), -(-_PROGRAMS // (batch * heads)))
+    else:
+        segment = max(1, segment_tokens // CHUNK)
+    return KernelSizes(batch, tokens, heads, dk, v.shape[-1], chunks, min(segment, chunks), sequences, packed)
+
+
+def _packed_chunks(cu_seqlens: Tensor, chunks: int) -> PackedChunks:
+    counts = (cu_seqlens.diff() + (CHUNK - 1)) // CHUNK
+    ends = counts.cumsum(0)
+    index = torch.arange(chunks, device=cu_seqlens.device)
+    sequence = torch.searchsorted(ends, index, right=True).clamp_(max=counts.numel() - 1)
+    start = cu_seqlens[sequence] + (index - (ends - counts)[sequence]) * CHUNK
+    rows = (cu_seqlens[sequence + 1] - start).clamp_(0, CHUNK)
+    sequence_chunk = torch.cat([ends.new_zeros(1), ends])
+    return PackedChunks(start.int(), rows.int(), sequence_chunk.int())
+
+
+def _power_of_two(size: int) -> int:
+    return max(16, 1 << (size - 1).bit_length())
+
+
+# Memory ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelInputs:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_alpha: Tensor
+    beta: Tensor
+    initial_state: Tensor | None
+    scale: float
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.q, self.k, self.v, self.log_alpha, self.beta
+
+    def strides(self, indices: str) -> list[int]:
+        """Of batch, token and head, for the inputs whose indices (0 for q) are listed."""
+        return [stride for index in indices for stride in self._strides[int(index)]]
+
+    @functools.cached_property
+    def _strides(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(x.stride()[:3] for x in self.tensors)
+
+
+@dataclass(frozen=True)
+class ScratchTensors:
+    """What the kernels of a segment pass to each other (kernels_intra.py has the symbols).
+
+    whole_keys, whole_values: w, kg, qg or u have a row for every token of the call, not of a segment.
+    """
+
+    w: Tensor
+    kg: Tensor
+    qg: Tensor
+    whole_keys: bool
+    u: Tensor
+    whole_values: bool
+    Aqk: Tensor
+    Akk_inv: Tensor | None
+    decay: Tensor  # of each chunk: the factor of the state, and the sums of the log-decays of both halves
+    bounded: Tensor
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        return self.w.shape[1], self.u.shape[1]
+
+
+def forward_scratch(inputs: KernelInputs, sizes: KernelSizes, o: Tensor) -> ScratchTensors:
+    """u is stored in o: the recurrence reads a chunk's u before it stores the chunk's o."""
+    w, kg, qg = _key_tensors(inputs, sizes)
+    return ScratchTensors(w, kg, qg, False, o, True, *_chunk_tensors(inputs, sizes, with_inverse=False))
+
+
+def backward_scratch(
+    inputs: KernelInputs, sizes: KernelSizes, grads: Sequence[Tensor | None]
+) -> ScratchTensors:
+    """w, kg and qg are stored in the gradients: the kernels that compute these read none of them."""
+    grad_q, grad_k, grad_v, grad_la = grads
+    third = next((x for x in (grad_v, grad_la) if x is not None and _same_format(x, inputs.k)), None)
+    u = inputs.v.new_empty(sizes.batch, sizes.scratch_rows, sizes.heads, sizes.dv)
+    of_chunks = _chunk_tensors(inputs, sizes, with_inverse=True)
+    if grad_q is not None and grad_k is not None and third is not None:
+        return ScratchTensors(third, grad_k, grad_q, True, u, False, *of_chunks)
+    w, kg, qg = _key_tensors(inputs, sizes)
+    return ScratchTensors(w, kg, qg, False, u, False, *of_chunks)
+
+
+def new_states(inputs: KernelInputs, sizes: KernelSizes, count: int) -> Tensor:
+    return inputs.k.new_empty(count, sizes.heads, sizes.dk, sizes.dv, dtype=torch.float32)
+
+
+def new_chunk_states(inputs: KernelInputs, sizes: KernelSizes) -> tuple[Tensor, Tensor]:
+    """For every chunk of a segment, the state before it and the gradient of the state after it."""
+    shape = sizes.batch * sizes.heads, sizes.segment, sizes.dk, sizes.dv
+    before, after = inputs.k.new_empty(2, *shape).unbind()
+    return before, after
+
+
+def _key_tensors(inputs: KernelInputs, sizes: KernelSizes) -> tuple[Tensor, Tensor, Tensor]:
+    w, kg, qg = inputs.k.new_empty(3, sizes.batch, sizes.scratch_rows, sizes.heads, sizes.dk).unbind()
+    return w, kg, qg
+
+
+def _chunk_tensors(
+    inputs: KernelInputs, sizes: KernelSizes, with_inverse: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Aqk, Akk_inv, decay, bounded."""
+    lead = sizes.batch * sizes.heads, sizes.segment
+    Aqk = inputs.k.new_empty(*lead, CHUNK, CHUNK)
+    Akk_inv = torch.empty_like(Aqk) if with_inverse else None
+    decay = inputs.k.new_empty(*lead, 3, sizes.dk, dtype=torch.float32)
+    return Aqk, Akk_inv, decay, inputs.k.new_empty(*lead, dtype=torch.int32)
+
+
+def _same_format(gradient: Tensor, keys: Tensor) -> bool:
+    return gradient.dtype == keys.dtype and gradient.shape == keys.shape
+
+
+def kernel_memory_costs(inputs: tuple[Tensor, ...], with_backward: bool) -> MemoryCosts:
+    """Of what is allocated above and in autograd.py. inputs: q, k, v, log_alpha, beta."""
+    q, k, v, log_alpha, beta = inputs
+    heads, keys, values = q.shape[2:] + v.shape[3:]
+    rows, item = q.shape[0] * heads, q.dtype.itemsize
+    Aqk, decay = CHUNK * CHUNK * item, 3 * keys * 4 + 4
+    if with_backward:
+        # As in backward_scratch.
+        third = v.requires_grad and v.shape == k.shape
+        third = third or (log_alpha.requires_grad and log_alpha.dtype == k.dtype)
+        in_gradients = q.requires_grad and k.requires_grad and third
+        per_row = item * (2 * values + (0 if in_gradients else 3 * keys))
+        per_chunk = 2 * Aqk + decay + 2 * keys * values * item
+        # Whatever the segments: the parts of beta's gradient, and their sum.
+        beta_parts = rows * q.shape[1] * 4 * (2 + _key_slices(keys)) if beta.requires_grad else 0
+    else:
+        per_row, per_chunk, beta_parts = item * 3 * keys, Aqk + decay, 0
+    state = rows * keys * values * torch.float32.itemsize
+    # Two states are carried between segments; and a last chunk takes the room of a whole one.
+    fixed = 2 * state + beta_parts + rows * per_chunk + _ROUNDING
+    return MemoryCosts(rows * (per_row + -(-per_chunk // CHUNK)), fixed, state)
+
+
+# Launches --------------------------------------------------------------------------------------------
+
+
+def prepare_chunks(
+    inputs: KernelInputs, sizes: KernelSizes, scratch: ScratchTensors, segment: ChunkRange
+) -> None:
+    """All of the segment's chunks that does not depend on the state."""
+    _INTRA.launch(
+        "prepare_chunks",
+        (segment.chunks * sizes.batch * sizes.heads,),
+        *inputs.tensors,
+        scratch.w, scratch.kg, scratch.qg, scratch.u, scratch.Aqk, scratch.Akk_inv, scratch.decay,
+        scratch.bounded,
+        *_chunk_tables(sizes),
+        inputs.scale,
+        segment.first, segment.chunks, sizes.tokens, sizes.heads, *scratch.rows,
+        *inputs.strides("01234"),
+        DK=sizes.dk,
+        BLOCK_K=min(_PREPARE_TILE.keys, _power_of_two(sizes.dk)),
+        LEVELS=sizes.levels,
+        PARTS=_parts(inputs.log_alpha.dtype),
+        WHOLE_KEYS=scratch.whole_keys,
+        STORE_INVERSE=scratch.Akk_inv is not None,
+        LIMIT=_BOUNDED_LIMIT[inputs.k.dtype],
+        **_value_block(sizes, _PREPARE_TILE),
+        **_cost(sizes, segment, key_products=3, value_products=1, inversion=True),
+        **_common(inputs, sizes, scratch, _PREPARE_TILE),
+    )  # fmt: skip
+
+
+def forward_states(
+    inputs: KernelInputs,
+    sizes: KernelSizes,
+    scratch: ScratchTensors,
+    segment: ChunkRange,
+    before: Tensor,
+    *,
+    outputs: tuple[Tensor, Tensor, Tensor] | None = None,
+    chunk_states: Tensor | None = None,
+) -> None:
+    """The state recurrence over the segment's chunks, from the state `before` it.
+
+    Forward passes `outputs`: o, the state after the segment, the final state. Backward passes `chunk_states`,
+    which gets the state before every chunk, and u becomes v_new.
+    """
+    o, after, final = (None, None, None) if outputs is None else outputs
+    _STATES.launch(
+        "forward_states",
+        (_state_programs(sizes, _FORWARD_TILE),),
+        scratch.w, scratch.kg, scratch.qg, scratch.u, scratch.Aqk, scratch.decay,
+        o,
+        chunk_states,
+        inputs.initial_state, before, after, final,
+        *_sequence_tables(sizes),
+        segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
+        DK=sizes.dk,
+        BLOCK_K=_power_of_two(sizes.dk),
+        WHOLE_KEYS=scratch.whole_keys,
+        HAS_INITIAL=inputs.initial_state is not None,
+        OUTPUT=o is not None,
+        **_value_block(sizes, _FORWARD_TILE),
+        **_cost(sizes, segment, state_products=2 + (o is not None), value_products=int(o is not None)),
+        **_common(inputs, sizes, scratch, _state_tile(inputs, sizes, _FORWARD_TILE)),
+    )  # fmt: skip
+
+
+def backward_states(
+    inputs: KernelInputs,
+    sizes: KernelSizes,
+    scratch: ScratchTensors,
+    segment: ChunkRange,
+    grad_o: Tensor,
+    grad_v_new: Tensor,
+    grad_states: Tensor,
+    grad_initial: Tensor | None,
+    carried: tuple[Tensor, Tensor],
+    grad_final: Tensor | None,
+) -> None:
+    """The recurrence of the state's gradient, from the segment's last chunk to its first.
+
+    carried: the gradients of the states before and after the segment.
+    """
+    _STATES.launch(
+        "backward_states",
+        (_state_programs(sizes, _BACKWARD_TILE),),
+        scratch.w, scratch.kg, scratch.qg, scratch.Aqk, scratch.decay,
+        grad_o, grad_v_new, grad_states, grad_initial, *carried, grad_final,
+        *_sequence_tables(sizes),
+        segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
+        DK=sizes.dk,
+        BLOCK_K=_power_of_two(sizes.dk),
+        WHOLE_KEYS=scratch.whole_keys,
+        HAS_FINAL=grad_final is not None,
+        HAS_INITIAL=grad_initial is not None,
+        **_value_block(sizes, _BACKWARD_TILE),
+        **_cost(sizes, segment, state_products=3, value_products=1),
+        **_common(inputs, sizes, scratch, _state_tile(inputs, sizes, _BACKWARD_TILE)),
+    )  # fmt: skip
+
+
+def backward_values(
+    inputs: KernelInputs,
+    sizes: KernelSizes,
+    scratch: ScratchTensors,
+    segment: ChunkRange,
+    grad_o: Tensor,
+    grad_v_new: Tensor,
+    grad_v: Tensor | None,
+    beta_parts: Tensor | None,
+) -> None:
+    """The gradient of v, and what backward_keys needs: grad_v_new, Aqk and Akk_inv are overwritten."""
+    _BACKWARD.launch(
+        "intra_chunk_backward_values",
+        (segment.chunks * sizes.batch * sizes.heads,),
+        inputs.v, inputs.beta,
+        grad_o, scratch.u, grad_v_new, scratch.Aqk, scratch.Akk_inv,
+        grad_v, beta_parts,
+        *_chunk_tables(sizes),
+        inputs.scale,
+        segment.first, segment.chunks, sizes.tokens, sizes.heads, scratch.rows[1],
+        *inputs.strides("24"),
+        GRAD_V=grad_v is not None,
+        GRAD_BETA=beta_parts is not None,
+        **_value_block(sizes, _VALUES_TILE),
+        **_cost(sizes, segment, value_products=3),
+        **_common(inputs, sizes, scratch, _VALUES_TILE),
+    )  # fmt: skip
+
+
+def backward_keys(
+    inputs: KernelInputs,
+    sizes: KernelSizes,
+    scratch: ScratchTensors,
+    segment: ChunkRange,
+    grad_o: Tensor,
+    grad_v_new: Tensor,
+    chunk_states: tuple[Tensor, Tensor],
+    grads: Sequence[Tensor | None],
+    beta_parts: Tensor | None,
+) -> None:
+    """The gradients of q, k and log_alpha: one launch for bounded chunks, one for the others."""
+    grad_q, grad_k, _, grad_la = grads
+    for bounded in (True, False):
+        _BACKWARD.launch(
+            "intra_chunk_backward_keys",
+            (segment.chunks * sizes.batch * sizes.heads * _key_slices(sizes.dk),),
+            inputs.q, inputs.k, inputs.log_alpha, inputs.beta,
+            grad_o, scratch.u, grad_v_new,
+            *chunk_states, scratch.Aqk, scratch.Akk_inv, scratch.decay, scratch.bounded,
+            grad_q, grad_k, grad_la, beta_parts,
+            *_chunk_tables(sizes),
+            inputs.scale,
+            segment.first, segment.chunks, sizes.tokens, sizes.heads, scratch.rows[1],
+            sizes.batch * sizes.tokens * sizes.heads,
+            *inputs.strides("0134"),
+            DK=sizes.dk,
+            BLOCK_K=min(_KEYS_TILE.keys, _power_of_two(sizes.dk)),
+            LEVELS=sizes.levels,
+            PARTS=_parts(inputs.log_alpha.dtype),
+            # Sums of gradients cancel: they keep twice the bits of the result, where possible.
+            GRADIENT_PARTS=_parts(inputs.k.dtype, extra=1),
+            GRAD_Q=grad_q is not None,
+            GRAD_K=grad_k is not None,
+            GRAD_LA=grad_la is not None,
+            GRAD_BETA=beta_parts is not None,
+            BOUNDED=bounded,
+            **_value_block(sizes, _KEYS_TILE),
+            # Other chunks are rare.
+            **(_cost(sizes, segment, state_products=3, key_products=4) if bounded else {"passes": 0.0}),
+            **_common(inputs, sizes, scratch, _KEYS_TILE),
+        )  # fmt: skip
+
+
+def new_beta_parts(inputs: KernelInputs, sizes: KernelSizes) -> Tensor:
+    """The parts of beta's gradient, to be summed over dim 0: of the values, and of each slice of the keys."""
+    return inputs.beta.new_empty((1 + _key_slices(sizes.dk), *inputs.beta.shape), dtype=torch.float32)
+
+
+def _key_slices(dk: int) -> int:
+    return -(-dk // min(_KEYS_TILE.keys, _power_of_two(dk)))
+
+
+def _state_programs(sizes: KernelSizes, tile: KDATileSizes) -> int:
+    return sizes.sequences * sizes.heads * -(-sizes.dv // _value_block(sizes, tile)["BLOCK_V"])
+
+
+def _state_tile(inputs: KernelInputs, sizes: KernelSizes, tile: KDATileSizes) -> KDATileSizes:
+    """Large states take more warps, and their tiles leave no room for a second stage."""
+    if sizes.dk > 128:
+        return KDATileSizes(tile.keys, tile.values, 8, 1)
+    if inputs.k.element_size() > 2:
+        return KDATileSizes(tile.keys, tile.values, tile.warps, 1)
+    return tile
+
+
+def _value_block(sizes: KernelSizes, tile: KDATileSizes) -> dict[str, int]:
+    return {"DV": sizes.dv, "BLOCK_V": min(tile.values, _power_of_two(sizes.dv))}
+
+
+def _cost(
+    sizes: KernelSizes,
+    segment: ChunkRange,
+    state_products: int = 0,
+    key_products: int = 0,
+    value_products: int = 0,
+    inversion: bool = False,
+) -> dict[str, float]:
+    """For predictions of time: matrix products per chunk, and the share of the tensors that is read.
+
+    With a state: chunk x dk x dv. Between tokens: chunk x chunk, over the key or value channels.
+    """
+    each = state_products * CHUNK * sizes.dk * sizes.dv
+    each += CHUNK * CHUNK * (key_products * sizes.dk + value_products * sizes.dv)
+    each += 2 * sizes.levels * CHUNK**3 if inversion else 0
+    flops = 2.0 * segment.chunks * sizes.batch * sizes.heads * each
+    return {"flops": flops, "passes": segment.chunks / sizes.chunks, "efficiency": _EFFICIENCY}
+
+
+def _common(
+    inputs: KernelInputs, sizes: KernelSizes, scratch: ScratchTensors, tile: KDATileSizes
+) -> dict[str, Any]:
+    return {
+        "CHUNK": CHUNK,
+        # Three products of 11-bit parts keep float32's precision; for 16-bit inputs only X is concerned.
+        "PRECISION": "tf32x3" if inputs.k.dtype == torch.float32 else "tf32",
+        "PACKED": sizes.packed is not None,
+        "WHOLE_VALUES": scratch.whole_values,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }
+
+
+def _parts(dtype: torch.dtype, extra: int = 0) -> int:
+    """Into how many bfloat16 numbers a value is split where sums must be exact; 0 in the interpreter."""
+    if interpreted():
+        return 0
+    return min(3, {torch.bfloat16: 1, torch.float16: 2}.get(dtype, 3) + extra)
+
+
+def _chunk_tables(sizes: KernelSizes) -> tuple[Tensor | None, ...]:
+    return (None, None) if sizes.packed is None else (sizes.packed.start, sizes.packed.rows)
+
+
+def _sequence_tables(sizes: KernelSizes) -> tuple[Tensor | None, ...]:
+    return *_chunk_tables(sizes), None if sizes.packed is None else sizes.packed.sequence_chunk

@@ -1,0 +1,398 @@
+"""kda as part of a program: arguments, choice, autograd, compile, checkpoint, autocast, memory."""
+
+import logging
+
+import pytest
+import torch
+from kda_inputs import NAMES, assert_close, half, inputs, outcome, relative_error
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.ops.common import explain
+from oomph.ops.delta_attention import kda, precompute_updates
+from oomph.ops.delta_attention.intra_chunk import Workspace
+from oomph.ops.delta_attention.segments import MemoryCosts, plan_packed, tokens_per_segment
+from oomph.units import KiB, MiB
+
+# Arguments -------------------------------------------------------------------------------------------
+
+
+def refused(message, **changes):
+    given = inputs(2, 6, dtype=torch.float32)
+    given.update(changes)
+    with pytest.raises(ArgumentError, match=message) as error:
+        kda(**given)
+    assert "\n" not in str(error.value)
+
+
+X = torch.zeros
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (r"q is None, not a tensor", {"q": None}),
+        (r"beta has dtype torch.int64; valid: float16", {"beta": X(2, 6, 2, dtype=torch.int64)}),
+        (r"v has shape \[2, 6, 2\]; valid: \[B, T, H, d\]", {"v": X(2, 6, 2)}),
+        (r"k has shape \[2, 6, 2, 4\]; valid: that of q, \[2, 6, 2, 5\]", {"k": X(2, 6, 2, 4)}),
+        (r"log_alpha has shape \[2, 6, 2, 1\]; valid: that of q", {"log_alpha": X(2, 6, 2, 1)}),
+        (r"v has shape \[2, 5, 2, 7\]; valid: \[2, 6, 2, dv\]", {"v": X(2, 5, 2, 7)}),
+        (r"beta has shape \[2, 6\]; valid: \[2, 6, 2\]", {"beta": X(2, 6)}),
+        (r"head size 5 and v 0; valid: 1 or more", {"v": X(2, 6, 2, 0)}),
+        (r"initial_state has shape \[2, 2, 7, 5\]; valid: \[2, 2, 5, 7\]", {"initial_state": X(2, 2, 7, 5)}),
+        (r"initial_state has dtype .*valid here: .*32", {"initial_state": X(2, 2, 5, 7, dtype=torch.half)}),
+        (r"one dtype", {"v": X(2, 6, 2, 7, dtype=torch.bfloat16)}),
+        (r"one device", {"v": X(2, 6, 2, 7, device="meta")}),
+        (r"scale=nan is not valid", {"scale": float("nan")}),
+        (r"mode='fast' is not valid; choose from 'auto', 'sequential'", {"mode": "fast"}),
+        (r"impl='cuda' is not valid; choose from 'auto', 'torch'", {"impl": "cuda"}),
+        (r"memory_chunk_size=0 is not valid", {"memory_chunk_size": 0}),
+        (r"memory_chunk_size=2.0 is not valid", {"memory_chunk_size": 2.0}),
+        (r"memory_budget='much'", {"memory_budget": "much"}),
+        (r"both given", {"memory_budget": "1MiB", "memory_chunk_size": 64}),
+        (r"leave it out of 'sequential'", {"mode": "sequential", "memory_chunk_size": 64}),
+        (r"memory_budget is for mode='chunked'", {"mode": "scan", "memory_budget": "1MiB"}),
+        (r"check=1 is not valid", {"check": 1}),
+        (r"impl='reference'.*mode='chunked'", {"impl": "reference", "mode": "chunked"}),
+        (r"impl='triton' has mode='chunked' only", {"impl": "triton", "mode": "scan"}),
+        (r"a batch of 2; valid: .*B = 1", {"cu_seqlens": [0, 6]}),
+        (r"log_alpha has a value of 0.25; valid: <= 0", {"log_alpha": torch.full((2, 6, 2, 5), 0.25)}),
+        (r"beta has values from -0.5 to -0.5; valid: 0 to 1", {"beta": torch.full((2, 6, 2), -0.5)}),
+    ],
+)
+def test_bad_arguments(message, changes):
+    refused(message, **changes)
+
+
+def test_unchecked_values_are_computed_as_written():
+    given = inputs(2, 40)
+    given["log_alpha"] = -0.1 * given["log_alpha"]
+    given["beta"] = 2 * given["beta"]
+    modes = (kda(**given, check=False, mode=mode) for mode in ("chunked", "sequential"))
+    for ours, right in zip(*modes, strict=True):
+        torch.testing.assert_close(ours, right)
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        ([0, 4], r"cu_seqlens=\[0, 4\] is not valid; valid: rising from 0 to T = 6"),
+        ([1, 6], "rising from 0"),
+        ([0, 5, 3, 6], "rising from 0"),
+        ([0], "the N \\+ 1 ends"),
+        ([0.0, 6.0], "integers"),
+        ([[0, 6]], "the N \\+ 1 ends"),
+        ("06", "the N \\+ 1 ends"),
+        ([0, 1, 2, 3, 4, 5, 6, 5, 6], r"cu_seqlens=\[0, 1, 2, 3, 4, 5, \.\.\., 6\]"),
+    ],
+)
+def test_malformed_cu_seqlens(ends, message):
+    given = inputs(1, 6)
+    given.pop("initial_state")
+    with pytest.raises(ArgumentError, match=message):
+        kda(**given, cu_seqlens=ends)
+
+
+def test_states_are_per_packed_sequence():
+    with pytest.raises(ArgumentError, match=r"initial_state has shape \[1, .*valid: \[2, "):
+        kda(**inputs(1, 6), cu_seqlens=[0, 3, 6])
+
+
+def test_kernels_are_refused_on_a_cpu_without_the_interpreter(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    refused(r"impl='triton' cannot run this call \(.*cpu.*\); choose 'auto' or 'torch'", impl="triton")
+
+
+def test_precompute_updates_refuses_chunks_of_no_tokens():
+    given = inputs(1, 6)
+    with pytest.raises(ArgumentError, match="memory_chunk_size=0 is not valid"):
+        precompute_updates(*(given[name] for name in NAMES[1:5]), memory_chunk_size=0)
+
+
+@pytest.mark.parametrize("mode", ["auto", "chunked", "sequential", "scan"])
+@pytest.mark.parametrize("empty", ["tokens", "batch", "heads"])
+def test_empty_inputs_return_the_initial_state(mode, empty):
+    sizes = {"batch": 2, "tokens": 5, "heads": 2, empty: 0}
+    given = {name: x.requires_grad_() for name, x in inputs(**sizes).items()}
+    o, state = kda(**given, mode=mode)
+    assert o.shape == given["v"].shape
+    assert torch.equal(state, given["initial_state"])
+    (o.sum() + 3 * state.sum()).backward()
+    assert (given["initial_state"].grad == 3).all()
+    assert kda(*(given[name] for name in NAMES[:5]))[1].sum() == 0
+
+
+def test_packed_sequences_without_tokens_return_their_states():
+    given = inputs(1, 0, states=3)
+    o, state = kda(**given, cu_seqlens=[0, 0, 0, 0])
+    assert o.numel() == 0
+    assert torch.equal(state, given["initial_state"])
+
+
+# Choice ----------------------------------------------------------------------------------------------
+
+
+def test_auto_is_sequential_for_few_tokens_and_chunked_otherwise():
+    def chosen(tokens, gradients=False, **options):
+        given = {name: x.requires_grad_(gradients) for name, x in inputs(1, tokens).items()}
+        return explain(kda, **given, **options)
+
+    assert chosen(1, gradients=True).settings == {"mode": "sequential"}
+    assert chosen(3).settings["mode"] == "sequential"
+    assert chosen(3, gradients=True).settings["mode"] == "chunked"
+    assert chosen(100).impl == "torch"
+    assert chosen(100).settings["mode"] == "chunked"
+    assert chosen(100).reason
+    assert chosen(1, mode="chunked").settings["mode"] == "chunked"
+
+
+def test_auto_takes_the_kernels_on_a_gpu_where_they_apply():
+    chosen = {}
+
+    def program():
+        for name, dtype, size in (
+            ("plain", torch.bfloat16, 64),
+            ("wide", torch.float64, 64),
+            ("large", torch.float32, 300),
+        ):
+            x = torch.zeros(1, 100, 2, size, device="cuda", dtype=dtype)
+            chosen[name] = explain(kda, x, x, x, x, x[..., 0])
+        x = torch.ones(1, 32, 2, 16, device="cuda")
+        kda(x, x, x, x, 5 * x[..., 0], check=True)  # a prediction has no values to check
+
+    oomph.predict(program, gpu="h200")
+    assert chosen["plain"].impl == "triton"
+    assert chosen["wide"].impl == "torch"
+    assert "float64" in chosen["wide"].reason
+    assert "256" in chosen["large"].reason
+
+
+def test_the_choice_is_logged(caplog):
+    with caplog.at_level(logging.INFO, "oomph.ops"):
+        kda(*(inputs(1, 6, keys=3, seed=5)[name] for name in NAMES[:5]), mode="scan")
+    assert "kda: torch" in caplog.text
+
+
+# Autograd --------------------------------------------------------------------------------------------
+
+
+def leaves(given):
+    return {name: x.clone().requires_grad_() for name, x in given.items()}
+
+
+@pytest.mark.parametrize("trained", [*NAMES, "v beta"])
+def test_only_inputs_that_require_a_gradient_get_one(trained):
+    given = inputs(2, 70)
+    right = leaves(given)
+    sum(x.sum() for x in kda(**right, mode="chunked")).backward()
+    some = {name: x.clone().requires_grad_(name in trained.split()) for name, x in given.items()}
+    sum(x.sum() for x in kda(**some, mode="chunked")).backward()
+    for name, x in some.items():
+        assert torch.equal(x.grad, right[name].grad) if name in trained.split() else x.grad is None
+
+
+@pytest.mark.parametrize("result", [0, 1])
+def test_one_of_the_results_may_be_unused(result):
+    given = inputs(1, 70)
+    found, right = leaves(given), leaves(given)
+    kda(**found, mode="chunked")[result].sum().backward()
+    kda(**right, mode="sequential")[result].sum().backward()
+    for name in NAMES:
+        expected = right[name].grad
+        if expected is None:  # q, where only the state is used
+            assert not found[name].grad.any()
+        else:
+            torch.testing.assert_close(found[name].grad, expected)
+
+
+@pytest.mark.parametrize("size", [5, 64])  # 64: forward saves products
+def test_backward_runs_twice_with_retain_graph_and_inputs_are_not_changed(size):
+    given = inputs(1, 70, 2, size, size)
+    some = leaves(given)
+    total = kda(**some, mode="chunked")[0].sum()
+    first, second = (torch.autograd.grad(total, list(some.values())[:5], retain_graph=True) for _ in range(2))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+    assert all(torch.equal(given[name], some[name]) for name in given)
+
+
+def test_no_grad_gives_the_same_result():
+    given = leaves(inputs(2, 70))
+    with_gradients = kda(**given, mode="chunked")
+    with torch.no_grad():
+        without = kda(**given, mode="chunked")
+    assert all(not x.requires_grad for x in without)
+    assert all(torch.equal(a, b) for a, b in zip(with_gradients, without, strict=True))
+
+
+def test_second_derivatives_are_refused_by_chunks_and_supported_by_the_sequential_mode():
+    given = leaves(inputs(1, 5))
+    o = kda(**given, mode="chunked")[0]
+    with pytest.raises(ArgumentError, match="twice"):
+        torch.autograd.grad(o.sum(), given["k"], create_graph=True)
+    (grad,) = torch.autograd.grad(kda(**given, mode="sequential")[0].sum(), given["k"], create_graph=True)
+    grad.sum().backward()
+    assert given["v"].grad.abs().sum() > 0
+
+
+def test_strided_inputs_and_gradients():
+    given = inputs(2, 70)
+
+    def strided(**plain):
+        views = {name: x.transpose(-1, -2).contiguous().transpose(-1, -2) for name, x in plain.items()}
+        o, state = kda(**views, mode="chunked")
+        return o.flip(1).flip(1).transpose(1, 2).transpose(1, 2), state
+
+    assert_close(outcome(strided, given), outcome(kda, given, mode="chunked"), 1e-14)
+
+
+def test_checkpointed_and_compiled_programs():
+    def checkpointed(**given):
+        return torch.utils.checkpoint.checkpoint(lambda: kda(**given, mode="chunked"), use_reentrant=False)
+
+    compiled = torch.compile(lambda **given: kda(**given, mode="chunked"), backend="eager")
+    given = inputs(1, 40)
+    right = outcome(kda, given, mode="chunked")
+    assert_close(outcome(checkpointed, given), right, 1e-15)
+    assert_close(outcome(compiled, given), right, 1e-15)
+
+
+def test_autocast_makes_the_output_half_precision_and_not_the_state():
+    given = half(inputs(2, 70, dtype=torch.float32), torch.bfloat16, "q")
+    with torch.autocast("cpu", torch.bfloat16):
+        found = outcome(kda, given, mode="chunked")
+    assert found["o"].dtype == torch.bfloat16
+    assert found["state"].dtype == torch.float32
+    assert found["grad of k"].dtype == torch.float32
+    right = outcome(kda, half(given, torch.bfloat16), mode="chunked")
+    assert relative_error(found["state"], right["state"]) < 1e-6
+
+
+# Memory ----------------------------------------------------------------------------------------------
+
+HEADS, SIZE = 16, 32
+
+
+def predicted(shape, backward=True, **options):
+    """Peak bytes beside the inputs, the gradient of o, and the inputs' gradients; without cuBLAS's own."""
+    batch, tokens, heads, size = shape
+
+    def program():
+        def make(*last):
+            return torch.randn(batch, tokens, heads, *last, device="cuda", requires_grad=backward)
+
+        q, k, v, log_alpha, beta = make(size), make(size), make(size), make(size), make()
+        o, _ = kda(q, k, v, log_alpha, beta, **options)
+        if backward:
+            o.backward(torch.empty_like(o))
+
+    prediction = oomph.predict(program, gpu="h200")
+    workspaces = sum(each.bytes for each in prediction.at_peak if each.allocation.op == "cublas workspace")
+    rows = batch * tokens * heads * 4
+    resident = rows * (9 * size + 2) if backward else rows * (4 * size + 1)
+    return prediction.peak.allocated - workspaces - resident
+
+
+def test_the_peak_is_that_of_one_segment_whatever_the_length():
+    short, long, coarse = (
+        predicted((1, tokens, HEADS, SIZE), impl="torch", memory_chunk_size=size)
+        for tokens, size in ((64, 32), (192, 32), (192, 96))
+    )
+    out, states = 128 * HEADS * SIZE * 4, 4 * HEADS * SIZE * SIZE * 4
+    assert long - short <= out + states + 8 * KiB
+    assert long < 0.7 * coarse
+
+
+@pytest.mark.parametrize(("size", "budget"), [(16, 3), (64, 12)])
+def test_a_memory_budget_is_met_and_used(size, budget):
+    results = 256 * HEADS * size * 4 + HEADS * size * size * 4
+    used = predicted((1, 256, HEADS, size), impl="torch", memory_budget=f"{budget}MiB") - results
+    assert 0.4 * budget * MiB <= used <= budget * MiB
+
+
+def test_packed_sequences_stay_within_the_segment():
+    # All of one token: every one of them fills a chunk.
+    plan = plan_packed([1] * 100, chunk=32, per_segment=128)
+    assert max(sum(segment.widths) for segment in plan.segments) == 4
+    assert plan.saved == 0
+
+
+def test_the_dense_scan_of_report_000_needs_2_gib_where_chunks_need_little():
+    shape = (16, 256, 8, 64)
+    dense = predicted(shape, backward=False, mode="scan", memory_chunk_size=256)
+    in_parts = predicted(shape, backward=False, mode="scan")
+    assert dense >= 2048 * MiB
+    assert in_parts >= 0.5 * dense  # not a fourth, as the report says
+    assert predicted(shape, impl="torch", memory_chunk_size=64) < 128 * MiB
+
+
+def test_chunks_of_precompute_updates_save_nothing_of_what_training_saves():
+    def peak(size):
+        def target():
+            k, v, log_alpha = (torch.rand(4, 128, 4, 32, device="cuda", requires_grad=True) for _ in range(3))
+            beta = torch.rand(4, 128, 4, device="cuda")
+            return precompute_updates(k, v, log_alpha, beta, memory_chunk_size=size) and None
+
+        return oomph.predict(target, gpu="h200").peak.allocated
+
+    assert peak(32) >= 0.95 * peak(None)
+
+
+def saved_bytes(tokens=64, size=64, dtype=torch.float32, **options):
+    """Of the tensors saved for backward that are not inputs, as a multiple of the inputs."""
+    given = {n: x for n, x in inputs(1, tokens, 2, size, size, dtype=dtype).items() if n != "initial_state"}
+    some = leaves(given)
+    theirs = {x.untyped_storage().data_ptr(): x.nbytes for x in some.values()}
+    found = {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in theirs:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        kda(**some, mode="chunked", **options)
+    return sum(found.values()) / sum(theirs.values())
+
+
+def test_what_is_saved_for_backward():
+    # One segment on a CPU: its products, if they take no more than the inputs.
+    assert 0.5 < saved_bytes() <= 1.0
+    assert saved_bytes(size=16) == 0
+    assert saved_bytes(dtype=torch.bfloat16) == 0
+    # Several segments: the two states between three segments.
+    state, token = 64 * 64, 4 * 64 + 1
+    assert saved_bytes(tokens=96, memory_chunk_size=32) == pytest.approx(2 * state / (96 * token))
+
+
+def test_the_workspace_reuses_merges_and_splits_freed_memory():
+    workspace = Workspace(torch.empty(0), torch.float32)
+    for chunks in (1, 4, 2):  # growing segments take the memory of the largest
+        workspace.start_segment(chunks)
+        first, second = workspace.empty(chunks, 16), workspace.empty(chunks, 32)
+        workspace.free(first)
+        third = workspace.empty(chunks, 16)
+        assert second.shape == (chunks, 32)
+        assert first.data_ptr() == third.data_ptr() != second.data_ptr()
+    workspace.start_segment(5)
+    whole = workspace.empty(64)
+    start = whole.data_ptr()
+    workspace.free(whole)
+    parts = [workspace.empty(16) for _ in range(4)]
+    assert sorted(x.data_ptr() - start for x in parts) == [0, 64, 128, 192]
+    workspace.free(parts[0], parts[2], parts[3], parts[1])
+    assert workspace.empty(64).data_ptr() == start
+
+
+def test_the_budget_decides_the_segment_length():
+    costs = MemoryCosts(per_token=100, fixed=1000, states=2000)
+
+    def length(budget=None, asked=None):
+        return tokens_per_segment(1000, 10, costs, asked, budget, default=300)
+
+    assert length() == 300
+    assert length(asked=1) == 10
+    assert length(asked=5000) == 5000
+    assert length(budget=10**6) == 1000
+    assert length(budget=60_000) == 500
+    # The least, where no length meets the budget.
+    assert costs.total(1000, length(budget=1)) == min(costs.total(1000, n) for n in range(10, 1010, 10))

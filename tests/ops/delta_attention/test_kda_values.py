@@ -1,0 +1,287 @@
+"""kda against the token-by-token reference in float64: values and the gradients of every input."""
+
+import pytest
+import torch
+from kda_inputs import (
+    assert_close,
+    boundaries,
+    half,
+    in_double,
+    inputs,
+    one_by_one,
+    outcome,
+    relative_error,
+    relative_errors,
+)
+
+from oomph.ops.delta_attention import kda, precompute_updates
+from oomph.ops.delta_attention.chunked import CHUNK, SUB_CHUNK
+from oomph.ops.delta_attention.reference import kda_reference
+
+MODES = ["chunked", "sequential", "scan"]
+
+
+def matrix_recurrence(q, k, v, log_alpha, beta, state, scale):
+    """One head, with explicit transition matrices."""
+    outputs = []
+    for t in range(q.shape[0]):
+        a = log_alpha[t].exp()
+        transition = torch.diag(a) - beta[t] * torch.outer(k[t], a * k[t])
+        state = transition @ state + beta[t] * torch.outer(k[t], v[t])
+        outputs.append(scale * state.T @ q[t])
+    return torch.stack(outputs), state
+
+
+def test_reference_is_the_matrix_recurrence_of_every_head():
+    given = inputs(2, 9, 3, 4, 6)
+    for o, state in (kda_reference(**given, scale=0.7), kda(**given, scale=0.7, impl="reference")):
+        for b in range(2):
+            for h in range(3):
+                rows = [given[name][b, :, h] for name in ("q", "k", "v", "log_alpha", "beta")]
+                right_o, right_state = matrix_recurrence(*rows, given["initial_state"][b, h], 0.7)
+                torch.testing.assert_close(o[b, :, h], right_o)
+                torch.testing.assert_close(state[b, h], right_state)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("shape", "decay"),
+    [((2, 37, 2, 5, 7), 1.0), ((1, 1, 1, 1, 1), 1.0), ((2, 3, 1, 16, 3), 20.0), ((1, 127, 2, 3, 4), 0.1)],
+)
+def test_every_mode_matches_the_reference(mode, shape, decay):
+    given = inputs(*shape, decay=decay)
+    assert_close(outcome(kda, given, mode=mode), outcome(kda_reference, given), 1e-13)
+
+
+@pytest.mark.parametrize(
+    "tokens", [SUB_CHUNK - 1, SUB_CHUNK, SUB_CHUNK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + SUB_CHUNK]
+)
+def test_every_remainder_of_the_length_is_exact(tokens):
+    given = inputs(2, tokens, 2, 3, 4)
+    assert_close(outcome(kda, given, mode="chunked"), outcome(kda_reference, given), 1e-13)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(16, 256), (256, 16)])
+def test_key_and_value_sizes_may_differ(keys, values):
+    given = inputs(1, 40, 2, keys, values)
+    assert_close(outcome(kda, given, mode="chunked"), outcome(kda_reference, given), 1e-13)
+
+
+# With heads of 64 and all tokens in one segment, backward uses products that forward saved.
+
+
+@pytest.mark.parametrize("lengths", [None, [35, 0, 62]])
+def test_saved_and_recomputed_products_give_the_same_gradients(lengths):
+    tokens = 90 if lengths is None else sum(lengths)
+    given = inputs(1, tokens, 2, 64, 64, states=None if lengths is None else len(lengths), decay=3.0)
+    options = {} if lengths is None else {"cu_seqlens": boundaries(lengths)}
+    found = outcome(kda, given, mode="chunked", **options)
+    assert_close(found, outcome(kda, given, mode="chunked", memory_chunk_size=32, **options), 1e-14)
+    run = kda_reference if lengths is None else one_by_one(kda_reference, lengths)
+    assert_close(found, outcome(run, given), 1e-13)
+
+
+def test_uninitialised_memory_is_not_read():
+    given = inputs(2, 2 * CHUNK + 5, 2, 64, 64)
+    right = outcome(kda_reference, given)
+    torch.use_deterministic_algorithms(True)  # fills new tensors with NaN
+    try:
+        for size in (None, CHUNK):
+            assert_close(outcome(kda, given, mode="chunked", memory_chunk_size=size), right, 1e-13)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("size", [1, CHUNK + 1, 10_000])
+def test_segments_do_not_change_results(size):
+    given = inputs(2, 4 * CHUNK + 5, 2, 3, 4)
+    found = outcome(kda, given, mode="chunked", memory_chunk_size=size)
+    assert_close(found, outcome(kda_reference, given), 1e-13)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", [[3, 0, 40, 16, 1, 50], [0, 0, 5, 0]])
+def test_packed_sequences_are_independent(mode, lengths):
+    given = inputs(1, sum(lengths), 2, 3, 4, states=len(lengths))
+    right = outcome(one_by_one(kda_reference, lengths), given)
+    assert_close(outcome(kda, given, cu_seqlens=boundaries(lengths), mode=mode), right, 1e-13)
+
+
+@pytest.mark.parametrize("size", [1, 2 * CHUNK, 5 * CHUNK])
+def test_segments_may_cut_packed_sequences(size):
+    lengths = [3, 5 * CHUNK + 1, 0, 2 * CHUNK, 1, 1, CHUNK - 1]
+    given = inputs(1, sum(lengths), 1, 3, 4, states=len(lengths))
+    ends = boundaries(lengths).tolist()
+    found = outcome(kda, given, cu_seqlens=ends, mode="chunked", memory_chunk_size=size)
+    assert_close(found, outcome(one_by_one(kda_reference, lengths), given), 1e-13)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_default_initial_state_is_zero(mode):
+    given = inputs(2, 20)
+    zeros = torch.zeros_like(given.pop("initial_state"))
+    right = outcome(kda, {**given, "initial_state": zeros}, mode=mode)
+    right.pop("grad of initial_state")
+    assert_close(outcome(kda, given, mode=mode), right, 1e-15)
+
+
+@pytest.mark.parametrize("cut", [1, CHUNK, CHUNK + 3])
+def test_gradients_flow_through_a_state_passed_on(cut):
+    def in_two(initial_state, **given):
+        first = {name: x[:, :cut] for name, x in given.items()}
+        second = {name: x[:, cut:] for name, x in given.items()}
+        o1, state = kda(**first, initial_state=initial_state, mode="chunked")
+        o2, state = kda(**second, initial_state=state, mode="chunked")
+        return torch.cat((o1, o2), 1), state
+
+    given = inputs(2, 2 * CHUNK + 9)
+    assert_close(outcome(in_two, given), outcome(kda, given, mode="chunked"), 1e-13)
+
+
+def test_generation_from_a_state_equals_the_parallel_form():
+    given = inputs(2, 60, dtype=torch.float32)
+    state = given.pop("initial_state")
+    start = kda(**{name: x[:, :40] for name, x in given.items()}, initial_state=state)[1]
+    outputs = []
+    with torch.no_grad():
+        for t in range(40, 60):
+            o, start = kda(**{name: x[:, t : t + 1] for name, x in given.items()}, initial_state=start)
+            outputs.append(o)
+    whole, final = kda(**given, initial_state=state)
+    assert relative_error(torch.cat(outputs, 1), whole[:, 40:]) < 1e-6
+    assert relative_error(start, final) < 1e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_causality(mode):
+    given = inputs(1, 50, 1, 4, 4)
+    before = kda(**given, mode=mode)[0]
+    for t in (0, SUB_CHUNK, CHUNK - 1, CHUNK, 49):
+        changed = {name: x.clone() for name, x in given.items()}
+        for name in ("q", "k", "v", "beta"):
+            changed[name][:, t] *= 0.5
+        changed["log_alpha"][:, t] -= 1
+        after = kda(**changed, mode=mode)[0]
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert (after[:, t:] != before[:, t:]).flatten(2).any(-1).all()
+
+
+def test_dense_transitions_and_writes_give_the_same_recurrence():
+    given = inputs(2, 33, 2, 4, 6)
+    arguments = [given[name] for name in ("k", "v", "log_alpha", "beta")]
+    whole = precompute_updates(*arguments, memory_chunk_size=None)
+    parts = precompute_updates(*arguments, memory_chunk_size=8)
+    assert [tuple(x.shape) for x in whole] == [(2, 33, 2, 4, 4), (2, 33, 2, 4, 6)]
+    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
+    state = given["initial_state"]
+    for t in range(33):
+        state = whole[0][:, t] @ state + whole[1][:, t]
+    torch.testing.assert_close(state, kda_reference(**given)[1])
+
+
+# Decay
+
+
+@pytest.mark.parametrize("where", ["all", "some tokens", "some channels"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_log_decay_of_20_per_token_in_float32(where, mode):
+    given = inputs(2, 3 * CHUNK, 2, 8, 8, decay=0.01, dtype=torch.float32)
+    strong = {
+        "all": ...,
+        "some tokens": (slice(None), slice(None, None, 3)),
+        "some channels": (..., slice(0, 4)),
+    }
+    given["log_alpha"][strong[where]] = -20.0
+    assert_close(outcome(kda, given, mode=mode), outcome(kda_reference, in_double(given)), 2e-6)
+
+
+def test_the_gradient_of_a_strong_decay_alone_in_float32():
+    # It is exp(-20) of its neighbours': a difference of running sums would leave noise.
+    given = inputs(1, 3 * CHUNK, 2, 8, 8, decay=0.01, dtype=torch.float32)
+    given["log_alpha"][:, ::7] = -20.0
+    found = outcome(kda, given, mode="chunked")["grad of log_alpha"][:, ::7]
+    right = outcome(kda_reference, in_double(given))["grad of log_alpha"][:, ::7]
+    assert relative_error(found, right) < 1e-5
+
+
+def test_a_log_decay_of_minus_infinity_resets_the_state():
+    given = inputs(1, 40, 1, 4, 4)
+    given["log_alpha"][:, 20] = -torch.inf
+    late = {name: x[:, 20:] for name, x in given.items() if name != "initial_state"}
+    for found, right in zip(kda(**given, mode="chunked"), kda(**late, mode="chunked"), strict=True):
+        torch.testing.assert_close(found[:, 20:] if found.shape[1] == 40 else found, right)
+
+
+@pytest.mark.parametrize("mode", ["chunked", "sequential"])
+@pytest.mark.parametrize("active", [0, 1, CHUNK, CHUNK + 5])
+def test_neutral_tokens_leave_the_state_bitwise_unchanged(mode, active):
+    given = inputs(2, 3 * CHUNK + 3, 2, 8, 6, dtype=torch.float32)
+    given["log_alpha"][:, active:] = 0
+    given["beta"][:, active:] = 0
+    o, state = kda(**given, mode=mode)
+    only = {name: x if name == "initial_state" else x[:, :active] for name, x in given.items()}
+    right = kda(**only, mode=mode)[1]
+    assert torch.equal(state, right)
+    reads = torch.einsum("bthk,bhkv->bthv", given["q"][:, active:], right) * 8**-0.5
+    torch.testing.assert_close(o[:, active:], reads)
+
+
+def test_neutral_tokens_get_gradients():
+    given = inputs(1, 2 * CHUNK)
+    given["log_alpha"][:, 5:20] = 0
+    given["beta"][:, 5:20] = 0
+    assert_close(outcome(kda, given, mode="chunked"), outcome(kda_reference, given), 1e-13)
+
+
+# Precision
+
+
+def test_32768_tokens_in_float32():
+    tokens, width = 32_768, 64
+    given = inputs(1, tokens, 1, 8, 8, decay=0.02, dtype=torch.float32)
+    whole, final = kda(**given, mode="chunked")
+    before = {n: x if n == "initial_state" else x[:, : tokens - width] for n, x in given.items()}
+    state = kda(**in_double(before), mode="chunked")[1].float()
+    part = {n: x[:, tokens - width :] for n, x in given.items() if n != "initial_state"}
+    o, last = kda(**part, initial_state=state, mode="sequential")
+    assert relative_error(whole[:, tokens - width :], o) < 1e-5
+    assert relative_error(final, last) < 1e-5
+
+
+def test_float32_error_is_that_of_the_sequential_form():
+    given = inputs(2, 300, 2, 16, 16, dtype=torch.float32)
+    right = outcome(kda_reference, in_double(given))
+    ours, naive = outcome(kda, given, mode="chunked"), outcome(kda, given, mode="sequential")
+    for name, error in relative_errors(ours, right).items():
+        assert error <= 2 * relative_error(naive[name], right[name]) + 1e-7
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mode", ["chunked", "sequential"])
+def test_half_precision_is_rounded_once(dtype, mode):
+    """Every result and gradient within the rounding error of its own dtype, 2^-8 for bfloat16."""
+    given = half(inputs(1, 300, 2, 32, 32, dtype=torch.float32), dtype, "q", "k", "v", "log_alpha", "beta")
+    found = outcome(kda, given, mode=mode)
+    assert found["state"].dtype == torch.float32
+    assert {x.dtype for name, x in found.items() if "state" not in name} == {dtype}
+    right = outcome(kda_reference, in_double(given))
+    assert_close(found, right, torch.finfo(dtype).eps / 2)
+    assert relative_error(found["state"], right["state"]) < 1e-6
+
+
+def test_one_float64_input_makes_all_arithmetic_float64():
+    given = inputs(1, 40, dtype=torch.float32)
+    given["log_alpha"], given["initial_state"] = given["log_alpha"].double(), given["initial_state"].double()
+    state = kda(**given)[1]
+    assert state.dtype == torch.float64
+    assert relative_error(state, kda_reference(**in_double(given))[1]) < 1e-14
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nan_reaches_later_tokens_and_no_earlier_chunk(mode):
+    given = inputs(1, 2 * CHUNK, 1, 4, 4)
+    given["v"][0, CHUNK + 3, 0, 2] = torch.nan
+    o, state = kda(**given, mode=mode)
+    assert not o[:, :CHUNK].isnan().any()  # within the chunk, 0 * NaN is NaN
+    assert o[:, CHUNK + 3 :, :, 2].isnan().all()
+    assert state[..., 2].isnan().all()
