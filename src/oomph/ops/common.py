@@ -1,7 +1,5 @@
-"""What all ops share: argument checks, the choice of an implementation, dtypes under
-autocast, matrix products into existing memory, and the accumulation of gradients into `.grad`.
-oomph.ops.explain(oomph.ops.attention, q, k, v, causal=True)
-# Choice(impl='cudnn', reason='...', settings={})
+"""What all ops share: argument checks, the choice of an implementation, dtypes under autocast, matrix
+products into existing memory, accumulation of gradients into `.grad`, and how torch.compile skips an op.
 """
 
 import contextlib
@@ -50,8 +48,8 @@ def check_floating(**tensors: Tensor) -> None:
 
 def check_same_device(**tensors: Tensor | None) -> None:
     if len({tensor.device for tensor in tensors.values() if tensor is not None}) > 1:
-        places = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
-        given = ", ".join(f"{name} on {device}" for name, device in places.items())
+        devices = {name: tensor.device for name, tensor in tensors.items() if tensor is not None}
+        given = ", ".join(f"{name} on {device}" for name, device in devices.items())
         raise ArgumentError(f"all tensors must be on one device; given: {given}")
 
 
@@ -75,13 +73,13 @@ def parse_memory_budget(memory_budget: str | int | None) -> int | None:
 # Choice of an implementation -------------------------------------------------------------------------
 
 _LOG = logging.getLogger("oomph.ops")
-_announced: set[tuple[str, str, str]] = set()
+_logged: set[tuple[str, str, str]] = set()
 ASKED_FOR = "asked for"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What will run (`impl`), the reason in one sentence, and the sizes that were picked with it."""
+    """Which implementation runs (`impl`), why in one sentence, and the sizes chosen with it (`settings`)."""
 
     impl: str
     reason: str
@@ -89,28 +87,31 @@ class Choice:
 
 
 def explained_by(choose: Callable[..., Choice]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark an op with the function that decides for it.
+    """Attach the function that chooses an op's implementation, for `explain`.
 
-    `choose` gets all of the op's arguments by name, defaults filled in, so that these stand in the op alone.
+    `choose` gets all of the op's arguments by name, with the op's defaults.
     """
 
-    def mark(op: Callable[P, R]) -> Callable[P, R]:
+    def attach(op: Callable[P, R]) -> Callable[P, R]:
         op.choose = choose  # type: ignore[attr-defined]
         return op
 
-    return mark
+    return attach
 
 
 def explain(op: Callable[..., Any], *arguments: Any, **options: Any) -> Choice:
-    """What `op(*arguments, **options)` would run, and why. Nothing is computed."""
+    """Which implementation `op(*arguments, **options)` would run, and why. The op does not run.
+
+    oomph.ops.explain(oomph.ops.attention, q, k, v, causal=True)
+    # Choice(impl='cudnn', reason='...', settings={})
+    """
     choose = getattr(op, "choose", None)
     if choose is None:
         raise ArgumentError(
             f"{getattr(op, '__name__', op)!r} makes no choice to explain; give an op of oomph.ops"
         )
-    call = inspect.signature(op).bind(
-        *arguments, **options
-    )  # a TypeError where the op itself would raise one
+    # A TypeError where the op itself would raise one.
+    call = inspect.signature(op).bind(*arguments, **options)
     call.apply_defaults()
     choice = choose(**call.arguments)
     assert isinstance(choice, Choice)
@@ -120,9 +121,9 @@ def explain(op: Callable[..., Any], *arguments: Any, **options: Any) -> Choice:
 def choose_triton_or_torch(
     impl: str, tensor: Tensor, obstacle: str | None, *, kernels: str, plain: str = ""
 ) -> Choice:
-    """The usual choice: what was asked for; else kernels on CUDA unless something is in the way; else torch.
+    """The usual choice: what was asked for; else Triton on CUDA without an obstacle; else plain torch.
 
-    kernels, plain: why they are chosen.
+    kernels, plain: the reason to give for each.
     """
     if impl == "triton" and obstacle:
         raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'chunked'")
@@ -137,10 +138,10 @@ def choose_triton_or_torch(
 
 
 def log_choice(op: str, choice: Choice) -> Choice:
-    """Log a choice (logger "oomph.ops", level INFO) the first time it is made for that reason."""
+    """Log a choice (logger "oomph.ops", level INFO) once per op, implementation and reason."""
     key = (op, choice.impl, choice.reason)
-    if _LOG.isEnabledFor(logging.INFO) and key not in _announced:
-        _announced.add(key)
+    if _LOG.isEnabledFor(logging.INFO) and key not in _logged:
+        _logged.add(key)
         _LOG.info("%s: %s (%s)", op, choice.impl, choice.reason)
     return choice
 
@@ -149,7 +150,7 @@ def log_choice(op: str, choice: Choice) -> Choice:
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """x's dtype, or under autocast the one it asks for."""
+    """x's dtype, or autocast's where it is enabled."""
     # Autocast leaves float64 alone, and so does this.
     if autocast_enabled(x) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
@@ -157,7 +158,7 @@ def matmul_dtype(x: Tensor) -> torch.dtype:
 
 
 def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Autocast off for x's device; nothing at all where it is off already."""
+    """Disables autocast for x's device; a null context where it is disabled already."""
     if not autocast_enabled(x):
         return contextlib.nullcontext()
     return torch.autocast(x.device.type, enabled=False)
@@ -173,14 +174,14 @@ def autocast_enabled(x: Tensor) -> bool:
 
 
 def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None:
-    """out = a @ b, or out += a @ b. `out` may be wider than a and b: then it is summed in its own dtype."""
+    """out = a @ b, or out += a @ b. `out` may be wider than a and b: sums are then in its dtype."""
     if out.dtype == a.dtype:
         if add:
             torch.addmm(out, a, b, out=out)
         else:
             torch.mm(a, b, out=out)
     elif out.device.type == "cuda" and out.dtype == torch.float32:
-        # cuBLAS multiplies half-precision numbers and adds them up in fp32 without a copy of either.
+        # cuBLAS multiplies half-precision matrices and sums in fp32 without a copy of either.
         if add:
             torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
         else:
@@ -195,43 +196,43 @@ def matmul_into(out: Tensor, a: Tensor, b: Tensor, *, add: bool = False) -> None
 
 
 def has_hooks(weight: Tensor) -> bool:
-    """Does somebody wait for its next gradient to arrive?"""
+    """Whether a hook waits for the tensor's next gradient."""
     return bool(weight._backward_hooks) or bool(getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
 def can_accumulate_into_grad(weight: Tensor) -> bool:
-    """Is there a plain gradient already, and no hook? Whether autograd would add, backward alone can tell."""
-    there = weight.grad
+    """Whether weight.grad is a plain tensor to add to, and no hook waits. Callable before backward."""
+    grad = weight.grad
     return (
-        there is not None
-        and (type(there) is Tensor or is_fake(there))
-        and there.layout == torch.strided
-        and there.dtype == weight.dtype
-        and there.shape == weight.shape
-        and not there.requires_grad
+        grad is not None
+        and (type(grad) is Tensor or is_fake(grad))
+        and grad.layout == torch.strided
+        and grad.dtype == weight.dtype
+        and grad.shape == weight.shape
+        and not grad.requires_grad
         and not has_hooks(weight)
     )
 
 
 def accumulates_into_grad(weight: Tensor) -> bool:
-    """In a backward pass: is adding to `.grad` the same as handing the gradient to autograd?"""
+    """In backward: whether adding to weight.grad is the same as returning the gradient to autograd."""
     return can_accumulate_into_grad(weight) and weight.requires_grad and _autograd_would_add(weight)
 
 
 def _autograd_would_add(weight: Tensor) -> bool:
-    """In loss.backward() it would; torch.autograd.grad() hands the gradient out and leaves .grad alone."""
+    """loss.backward() adds to .grad; torch.autograd.grad() returns the gradient and leaves .grad alone."""
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
         return torch_internals.will_engine_execute_node(node)  # type: ignore[arg-type]
-    except RuntimeError:  # what it answers inside torch.autograd.grad
+    except RuntimeError:  # raised inside torch.autograd.grad
         return False
 
 
 def refuse_second_derivatives(op: str, others: str = "impl='reference' can") -> None:
     """Called by a backward, which runs with gradients enabled for create_graph=True only.
 
-    torch's once_differentiable is not enough: where the gradient that arrives has no graph, as from a sum, it
-    returns gradients without one, and a penalty on them is a constant in silence.
+    torch's once_differentiable is not enough: where the incoming gradient has no graph, as from a sum, it
+    returns gradients without one, and a penalty on them is silently a constant.
     """
     if torch.is_grad_enabled():
         raise ArgumentError(f"{op} cannot be differentiated twice (create_graph=True); {others}")
@@ -241,18 +242,18 @@ def refuse_second_derivatives(op: str, others: str = "impl='reference' can") -> 
 
 
 def no_compile(function: Callable[P, R]) -> Callable[P, R]:
-    """Run `function` as it is where a program is compiled: a graph break, and the same results.
+    """torch.compiler.disable, applied only while something is being compiled: a graph break, same results.
 
-    As torch.compiler.disable, which is applied only where something is being compiled: it loads the compiler,
-    which takes seconds, and costs more at every call than the checks of most ops.
+    torch.compiler.disable itself loads the compiler, which takes seconds, and costs more at every call than
+    the checks of most ops.
     """
     disabled: Callable[P, R] | None = None
 
     @functools.wraps(function)
     def run(*arguments: P.args, **options: P.kwargs) -> R:
         nonlocal disabled
-        # The first is True, a constant, in what the compiler traces. The second is set where it watches a
-        # program without tracing this very call: it would begin to trace inside of `function`.
+        # The first is True in code that the compiler traces. The second is set where the compiler is active
+        # but does not trace this call: it would begin to trace inside of `function`.
         if not torch.compiler.is_dynamo_compiling() and torch_internals.get_eval_frame_callback() is None:
             return function(*arguments, **options)
         if disabled is None:

@@ -1,9 +1,9 @@
-"""How Triton kernels are found and started: one place, so that a prediction sees what a run does.
+"""Launching Triton kernels, on real tensors and in predictions.
 
-A prediction runs the same Python code on tensors without data. Everything around a kernel (checks,
-allocations, matrix products) then happens as in a run, and the kernel itself does nothing but tell the trace
-what it would work on. So a trace makes exactly the allocations of a real run, can tell how long the kernel
-takes, and needs neither a GPU nor Triton.
+A prediction runs the same Python code on fake tensors. Everything around a kernel (checks, allocations,
+matrix products) happens as in a run; in place of the kernel, an op without effect shows its tensors to the
+trace. So a trace makes the allocations of a real run, can estimate how long the kernel takes, and needs
+neither a GPU nor Triton.
 """
 
 import functools
@@ -22,11 +22,11 @@ Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 
 
 class Kernels:
-    """The Triton kernels of one module, imported when the first of them is started on real data."""
+    """The Triton kernels of one module, which is imported when the first of them is launched on real data."""
 
     def __init__(self, module: str) -> None:
         self._module = module
-        self._found: dict[str, Any] = {}
+        self._imported: dict[str, Any] = {}
 
     def launch(
         self,
@@ -38,22 +38,22 @@ class Kernels:
         efficiency: float = 0.0,
         **constants: Any,
     ) -> None:
-        """Start kernel `name` on the device of its first argument, or do nothing where that has no data.
+        """Launch kernel `name` on the device of its first argument; on fake tensors, show it to the trace.
 
         Arguments that the kernel will not read, given its constants, may be None. For predictions of its
-        time: `flops` of its matrix products; the `efficiency` of these, as a share of the GPU's nominal rate,
-        where it was measured; how often it `passes` over its tensors, below 1 for a part of them.
+        time: `flops` of its matrix products; their `efficiency` as a share of the GPU's nominal rate, where
+        it was measured; the number of `passes` over its tensors, below 1 where it reads a part of them.
         """
         tensor = arguments[0]
         if isinstance(tensor, FakeTensor):
             tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-            figures = float(flops), float(passes), float(efficiency)
-            _kernel_marker()(tensors, f"{self._module}.{name}", *figures)
+            costs = float(flops), float(passes), float(efficiency)
+            _kernel_op()(tensors, f"{self._module}.{name}", *costs)
             return
-        kernel = self._found.get(name)
+        kernel = self._imported.get(name)
         if kernel is None:
-            kernel = self._found[name] = getattr(importlib.import_module(self._module), name)
-        # Triton starts kernels on the current device, which need not be the one the tensors are on.
+            kernel = self._imported[name] = getattr(importlib.import_module(self._module), name)
+        # Triton launches kernels on the current device, which may not be that of the tensors.
         if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
             with torch.cuda.device(tensor.device):
                 kernel[grid](*arguments, **constants)
@@ -62,8 +62,8 @@ class Kernels:
 
 
 @functools.cache
-def _kernel_marker() -> Callable[..., None]:
-    """An op without effect or result. A trace sees it, as it sees every op, and counts the kernel."""
+def _kernel_op() -> Callable[..., None]:
+    """oomph::kernel, an op without effect or result, which a trace sees as it sees every op."""
     library = torch.library.Library("oomph", "FRAGMENT")
     library.define("kernel(Tensor[] tensors, str name, float flops, float passes, float efficiency) -> ()")
     library.impl("kernel", lambda *arguments: None, "CompositeExplicitAutograd")
@@ -76,12 +76,12 @@ _libraries: list[torch.library.Library] = []  # an op lives as long as the libra
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Has the tensor a shape but no data, as in a prediction?"""
+    """Whether the tensor has a shape but no data, as in a prediction."""
     return isinstance(tensor, FakeTensor)
 
 
 def why_not_triton(tensor: Tensor) -> str | None:
-    """Why kernels cannot run on this tensor, in a few words; None where they can."""
+    """Why kernels cannot run on this tensor; None where they can."""
     if is_fake(tensor):
         return None if tensor.device.type == "cuda" else f"the tensors are on {tensor.device.type}"
     if not _triton_is_installed():
@@ -92,7 +92,7 @@ def why_not_triton(tensor: Tensor) -> str | None:
 
 
 def interpreted() -> bool:
-    """Does Triton run kernels in its interpreter, on the CPU? Slow; for tests."""
+    """Whether Triton runs kernels in its interpreter, on the CPU. Slow; for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

@@ -170,7 +170,7 @@ def test_blocks_shrink_with_the_budget() -> None:
 def test_the_choice_is_logged_once_per_reason(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(common, "_announced", set())
+    monkeypatch.setattr(common, "_logged", set())
     x, weight, target = torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64)
     run: Callable[[], Any] = lambda: linear_cross_entropy(x, weight, target)  # noqa: E731
     with caplog.at_level(logging.INFO, logger="oomph.ops"):
