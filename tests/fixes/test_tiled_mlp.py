@@ -13,8 +13,8 @@ from torch import nn
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes import mlps
-from oomph.fixes.mlps import Found
+from oomph.fixes.tiled_mlp import find_mlps
+from oomph.ops.mlp import recognise
 from oomph.records import FixUse
 
 WITHOUT_MLPS = ("RotaryLM", "Classifier")  # matrices in the layer itself; a last stage that only narrows
@@ -47,10 +47,10 @@ def test_gradients_are_the_same_and_undo_restores_the_model(name):
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_mlps_are_found_and_the_plain_ones_known(name):
-    found = mlps.mlps(ARCHITECTURES[name]().model())
+    found = find_mlps(ARCHITECTURES[name]().model())
     assert bool(found) == (name not in WITHOUT_MLPS)
     if name in KNOWN:
-        assert all(mlps._known(one.module).kind for one in found)
+        assert all(recognise(one.module).kind for one in found)
 
 
 class Fused(nn.Module):
@@ -169,10 +169,10 @@ def test_nothing_is_proposed_for_a_model_without_mlps(name):
 
 def test_attention_is_not_taken_for_an_mlp():
     model = seeded(TinyLM)
-    assert [found.name for found in mlps.mlps(model)] == [f"blocks.{number}.mlp" for number in range(3)]
+    assert [found.name for found in find_mlps(model)] == [f"blocks.{number}.mlp" for number in range(3)]
 
 
-class Sick(nn.Module):
+class NotTileable(nn.Module):
     def __init__(self):
         super().__init__()
         self.dropout = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.1), nn.Linear(32, 8))
@@ -183,26 +183,26 @@ class Sick(nn.Module):
         self.two = nn.Bilinear(8, 8, 8)
         self.replaced = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
         self.replaced.forward = lambda x: x
-        self.healthy = Frozen()
+        self.tileable = Frozen()
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dropout", r"dropout: 2 drops out 0\.1 of its features, .* set p=0"),
-        ("normed", "normed: batch norm looks at all tokens at once"),
+        ("dropout", r"dropout: 2 has dropout with p=0\.1, .* set p=0"),
+        ("normed", "normed: batch norm"),
         ("hooked", "hooked: 1 has hooks, which would run once per tile"),
         ("mixing", "mixing is not a function of single tokens, so it has no tiles"),
-        ("two", "two: its forward takes more than one argument"),
+        ("two", "two: its forward does not take exactly one argument"),
         ("replaced", "replaced: its forward was replaced already"),
         ("nowhere", "the model has no module 'nowhere'"),
     ],
 )
 def test_what_cannot_be_tiled_is_refused_and_the_model_left_as_it_was(name, message):
-    model = seeded(Sick)
+    model = seeded(NotTileable)
     state = state_of(model)
     with pytest.raises(UserError, match=message):
-        fixes.apply_to_model(tiled(modules=["healthy", name]), model)
+        fixes.apply_to_model(tiled(modules=["tileable", name]), model)
     assert state_of(model) == state
 
 
@@ -224,10 +224,9 @@ def test_mistakes_in_options_are_told(options, message):
 
 def test_a_layer_of_two_parts_is_found_by_its_method():
     model = ARCHITECTURES["BERT"]().model()
-    assert [(found.name, found.method) for found in mlps.mlps(model)] == [
+    assert [(found.name, found.method) for found in find_mlps(model)] == [
         (f"bert.encoder.layer.{number}", "feed_forward_chunk") for number in range(2)
     ]
-    assert isinstance(mlps.mlps(model)[0], Found)
 
 
 def test_mlps_that_tile_themselves_are_left_alone():
@@ -242,7 +241,7 @@ def test_mlps_that_tile_themselves_are_left_alone():
     def plain():
         return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 
-    assert mlps.mlps(Net()) == []
+    assert find_mlps(Net()) == []
     with pytest.raises(UserError, match="own: it is tiled already"):
         fixes.apply_to_model(tiled(modules=["own"]), Net())
-    assert [one.name for one in mlps.mlps(nn.ModuleList([plain(), Net()]))] == ["0"]
+    assert [one.name for one in find_mlps(nn.ModuleList([plain(), Net()]))] == ["0"]

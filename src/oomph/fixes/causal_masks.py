@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -77,13 +75,17 @@ class CausalMask(Expression):
         with modes_paused(), self.program_view():
             return self.materialize()  # not by the recorded call, which would make the whole for a slice
 
-    def is_causal_for(self, queries: int, keys: int, dims: int) -> bool:
-        """Whether `below` covers what a query at the end of the keys sees, and every query sees a key."""
+    def is_causal_for(self, scores: Sequence[int]) -> bool:
+        """Whether `below` covers the keys up to each query's own position, for scores of this shape.
+
+        The last query is at the last key, and every query sees a key.
+        """
+        queries, keys = scores[-2:]
         return (
             tuple(self.shape[-2:]) == (queries, keys)
             and self.diagonal == keys - queries >= 0
             and math.prod(self.shape[:-2]) == 1
-            and len(self.shape) <= dims
+            and len(self.shape) <= len(scores)
         )
 
     def like(self, **changes: Any) -> CausalMask:
@@ -266,75 +268,32 @@ _ELEMENTWISE = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The two values of a mask, by their repr: 0.0 is not -0.0, and 1 is not True."""
-
-    below: str
-    above: str
-    dtype: torch.dtype
-    is_scalar: bool
-
-
 def _elementwise(name: str, args: Args, kwargs: Kwargs) -> CausalMask | None:
     """Each entry of the result depends on the same entry of the arguments: computed for the two values."""
     masks = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, CausalMask)]
     cut = [mask for mask in masks if not mask.is_constant]
     shapes = {mask.shape for mask in masks if mask.shape}
-    if len({mask.diagonal for mask in cut}) > 1 or len(shapes) != 1:
-        return None
-    operands = tuple(_operand(arg) for arg in args), tuple((k, _operand(v)) for k, v in kwargs.items())
-    if any(operand is None for operand in (*operands[0], *(v for _, v in operands[1]))):
-        return None
-    pair = _computed_pair(name, *operands, torch.get_default_dtype())
-    if pair is None:
-        return None
-    below, above, dtype = pair
-    return (cut or masks)[0].like(shape=shapes.pop(), below=below, above=above, dtype=dtype)
-
-
-def _operand(value: Any) -> Any:
-    """An argument as a key of the cache; None where it is unknown."""
-    if isinstance(value, CausalMask):
-        return _Pair(repr(value.below), repr(value.above), value.dtype, not value.shape)
-    if isinstance(value, bool | int | float):
-        return repr(value)
-    return value if isinstance(value, torch.dtype) else None
-
-
-@lru_cache(maxsize=1000)  # every layer asks for the same, in every step
-def _computed_pair(
-    name: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...], default: torch.dtype
-) -> tuple[Number, Number, torch.dtype] | None:
     function = torch.where if name == "where" else getattr(Tensor, name, getattr(torch, name, None))
-    if function is None or (name != "where" and not isinstance(args[0], _Pair)):
+    if len({mask.diagonal for mask in cut}) > 1 or len(shapes) != 1 or function is None:
+        return None
+    if name != "where" and not isinstance(args[0], CausalMask):
         return None
     try:
-        pair = function(*map(_as_operand, args), **{key: _as_operand(value) for key, value in kwargs})
+        pair = function(*map(_values, args), **{key: _values(value) for key, value in kwargs.items()})
     except (RuntimeError, TypeError):
         return None
     if not isinstance(pair, Tensor) or pair.shape != (2,) or pair.device.type != "cpu":
         return None
     below, above = pair.tolist()
-    return below, above, pair.dtype
+    return (cut or masks)[0].like(shape=shapes.pop(), below=below, above=above, dtype=pair.dtype)
 
 
-def _as_operand(value: Any) -> Any:
-    if isinstance(value, str):
-        return _number(value)
-    if not isinstance(value, _Pair):
-        return value
-    pair = torch.tensor([_number(value.below), _number(value.above)], dtype=value.dtype, device="cpu")
-    # 0-dimensional arguments stay so: they do not take part in the choice of the dtype.
-    return pair[0] if value.is_scalar else pair
-
-
-def _number(text: str) -> Number:
-    return text == "True" if text in ("True", "False") else float(text) if _is_float(text) else int(text)
-
-
-def _is_float(text: str) -> bool:
-    return not text.lstrip("-").isdigit()
+def _values(arg: Any) -> Any:
+    """A mask as the tensor of its two values. A 0-dimensional one stays so: it does not promote dtypes."""
+    if not isinstance(arg, CausalMask):
+        return arg
+    pair = torch.tensor((arg.below, arg.above), dtype=arg.dtype, device="cpu")
+    return pair if arg.shape else pair[0]
 
 
 # Known content of tensors that are in memory ---------------------------------------------------------
@@ -372,7 +331,8 @@ def content_of_data(tensor: Tensor) -> CausalMask | None:
         0, shape[-1], 1024
     ):  # in slices: a large mask should not need several times its memory
         rows = torch.arange(start, min(start + 1024, shape[-1]), device=square.device)
-        if not torch.equal(square[start : start + 1024], torch.where(columns <= rows[:, None], *values)):
+        expected = torch.where(columns <= rows[:, None], values[0], values[1])
+        if not torch.equal(square[start : start + 1024], expected):
             return None
     return CausalMask(shape, 0, below, above, tensor.dtype, tensor.device)
 

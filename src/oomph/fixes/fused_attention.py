@@ -295,7 +295,7 @@ class AttentionScores(Expression):
         return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
 
     def follow(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if not self.has_settings_of_now():
+        if not self.has_current_settings():
             return NotImplemented
         if name in _PRODUCTS:
             return self._times_values(name, args, kwargs)
@@ -399,7 +399,7 @@ def _add(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Chan
     term = args[1] if args[0] is scores else args[0]
     if isinstance(term, CausalMask):
         hides_future = term.below == 0 and term.above <= _NEVER and name == "add"
-        if hides_future and term.is_causal_for(*scores.shape[-2:], len(scores.shape)):
+        if hides_future and term.is_causal_for(scores.shape):
             dtype = torch.promote_types(scores.dtype, term.dtype)
             if term.above == -math.inf:
                 return {"causal": True, "fill": -math.inf, "dtype": dtype}
@@ -434,7 +434,7 @@ def _fill(scores: AttentionScores, mask: Any, value: Any, *, inverted: bool) -> 
         return None
     if isinstance(mask, CausalMask):
         hidden = [bool(each) != inverted for each in (mask.below, mask.above)]
-        is_causal = mask.is_causal_for(*scores.shape[-2:], len(scores.shape))
+        is_causal = mask.is_causal_for(scores.shape)
         if mask.dtype == torch.bool and hidden == [False, True] and is_causal:
             return {"causal": True, "fill": number}
         mask = mask.value()

@@ -416,7 +416,8 @@ def _loss(
     reduction: str,
     label_smoothing: float,
 ) -> Tensor | None:
-    hidden, bias, factor = logits.hidden, logits.bias, logits.factor
+    hidden, factor = logits.hidden, logits.factor
+    bias: Tensor | None = logits.bias
     if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
         return None
     if target.device != hidden.device or not _takes_class_weight(logits, class_weight):

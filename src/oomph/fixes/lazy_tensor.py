@@ -3,7 +3,7 @@
 Some fixes return a `LazyTensor` where a program computes a large intermediate: logits, attention scores,
 causal masks, a weight per token. Its `Expression` records how to compute the value. Every call into torch
 that takes a LazyTensor is offered to the expression (`follow`), which answers with another expression (still
-not computed), with a tensor (the fused result), or with NotImplemented. In the last case the value is computed
+not computed), with a tensor (the fused result), or NotImplemented. In the last case the value is computed
 by the program's own calls, with the gradient mode and autocast of the time they were made, and the call runs
 on that value.
 """
@@ -126,6 +126,10 @@ class Expression:
     subject: ClassVar[str] = "a deferred tensor"  # for error messages, with the fix that made it
     shape: torch.Size
     dtype: torch.dtype
+    requires_grad: bool
+    program_view: Callable[[], contextlib.AbstractContextManager[Any]]
+    _inputs: tuple[tuple[Tensor, int], ...]  # with their versions
+    _value: Tensor | None
 
     def record(self, call: RecordedCall) -> Self:
         """Record the call that computes this, and the state of torch that it runs in."""
@@ -146,11 +150,10 @@ class Expression:
         self.requires_grad = self.grad_enabled and (
             any(parent.requires_grad for parent in parents) or any(tensor.requires_grad for tensor in own)
         )
-        device = self.device
-        self.autocast = torch.get_autocast_dtype(device.type) if _autocast_on(device) else None
+        self.autocast = _autocast_dtype(self.device)
         # All expressions that descend from one recorded call: a write to one may be visible in others.
-        self._family: list[weakref.ref[Expression]] = parents[0]._family if parents else []
-        self._family.append(weakref.ref(self))
+        self._family: weakref.WeakSet[Expression] = parents[0]._family if parents else weakref.WeakSet()
+        self._family.add(self)
         self.program_view = parents[0].program_view if parents else _program_view()
         return self
 
@@ -200,7 +203,8 @@ class Expression:
             return self._value
         self.check_unchanged()
         with modes_paused(), self.program_view(), self.settings():
-            args, kwargs = _replace_expressions(self.call, lambda expression: expression.value())
+            given = tuple(self.call.args), dict(self.call.kwargs)
+            args, kwargs = tree_map_only(Expression, lambda expression: expression.value(keep), given)
             value: Tensor = self.call.func(*args, **kwargs)
         if self.keeps_value if keep is None else keep:
             self._value = value
@@ -208,10 +212,8 @@ class Expression:
 
     def compute_family(self) -> None:
         """Before a write: compute everything that must not see it."""
-        for reference in list(self._family):
-            member = reference()
-            if member is not None:
-                member.value(keep=True)
+        for member in tuple(self._family):
+            member.value(keep=True)
 
     def replay(self, substitutes: Mapping[int, Tensor]) -> Tensor:
         """The value computed from other tensors, given by the id of the input that each replaces."""
@@ -228,32 +230,27 @@ class Expression:
     @contextlib.contextmanager
     def settings(self) -> Iterator[None]:
         """Gradient mode and autocast as they were when the call was recorded."""
-        kind, device = self.device.type, self.device
-        now = torch.get_autocast_dtype(kind) if _autocast_on(device) else None
-        with contextlib.ExitStack() as stack:
-            if torch.is_grad_enabled() != self.grad_enabled:
-                stack.enter_context(torch.set_grad_enabled(self.grad_enabled))
-            if now != self.autocast:
+        with torch.set_grad_enabled(self.grad_enabled), contextlib.ExitStack() as stack:
+            if _autocast_dtype(self.device) != self.autocast:
+                kind = self.device.type
                 dtype = self.autocast or torch.get_autocast_dtype(kind)
                 stack.enter_context(torch.autocast(kind, dtype, self.autocast is not None))
             yield
 
-    def has_settings_of_now(self) -> bool:
-        device = self.device
-        now = torch.get_autocast_dtype(device.type) if _autocast_on(device) else None
-        return torch.is_grad_enabled() == self.grad_enabled and now == self.autocast
+    def has_current_settings(self) -> bool:
+        """Whether gradient mode and autocast are as they were when the call was recorded."""
+        return torch.is_grad_enabled() == self.grad_enabled and _autocast_dtype(self.device) == self.autocast
 
 
-def _autocast_on(device: torch.device) -> bool:
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """None where autocast is off."""
+    kind = device.type
+    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
 
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _replace_expressions(call: RecordedCall, replacement: Callable[[Expression], Any]) -> tuple[Any, Any]:
-    return tree_map_only(Expression, replacement, (tuple(call.args), dict(call.kwargs)))
 
 
 def _program_view() -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -420,13 +417,18 @@ def lazy_call(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _with_expressions(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments as `follow` takes them: expressions, or the values of those that are computed."""
-    if any(isinstance(arg, list | tuple) for arg in args) or kwargs:
-        return tree_map_only(LazyTensor, _expression_or_value, (tuple(args), dict(kwargs)))
-    return [_expression_or_value(arg) if isinstance(arg, LazyTensor) else arg for arg in args], kwargs
+    if any(isinstance(arg, list | tuple) for arg in args):
+        return tree_map(_expression_or_value, (tuple(args), dict(kwargs)))
+    return (
+        [_expression_or_value(arg) for arg in args],
+        {key: _expression_or_value(value) for key, value in kwargs.items()},
+    )
 
 
-def _expression_or_value(lazy: LazyTensor) -> Expression | Tensor:
-    return _value(lazy) if lazy.expression.computed or _was_rewired(lazy) else lazy.expression
+def _expression_or_value(leaf: Any) -> Any:
+    if not isinstance(leaf, LazyTensor):
+        return leaf
+    return _value(leaf) if leaf.expression.computed or _was_rewired(leaf) else leaf.expression
 
 
 def _follow(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -521,7 +523,7 @@ class LazyMode(TorchFunctionMode):
             return lazy_call(func, args, kwargs or {})
         name = function_name(func)
         if not _pauses.depth and (
-            _is_of_interest(type(self), name) or (kwargs and not _OUTPUTS.isdisjoint(kwargs))
+            _is_of_interest(self.functions, name) or (kwargs and not _OUTPUTS.isdisjoint(kwargs))
         ):
             return self.handle(name, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -543,9 +545,8 @@ class LazyMode(TorchFunctionMode):
             return
         written = {_storage(each) for each in (*args[:1], kwargs.get("out")) if isinstance(each, Tensor)}
         for root in roots:
-            for reference in list(root._family):
-                member = reference()
-                if member is not None and not written.isdisjoint(map(_storage, member.inputs)):
+            for member in tuple(root._family):
+                if not written.isdisjoint(map(_storage, member.inputs)):
                     member.value()
 
     def returned(self, leaf: Any) -> Any:
@@ -559,8 +560,8 @@ _OUTPUTS = frozenset(("out", "inplace"))
 
 
 @functools.cache
-def _is_of_interest(mode: type[LazyMode], name: str) -> bool:
-    return name in mode.functions or writes_by_name(name) or name in _INPLACE_OPTION
+def _is_of_interest(functions: frozenset[str], name: str) -> bool:
+    return name in functions or writes_by_name(name) or name in _INPLACE_OPTION
 
 
 def _storage(tensor: Tensor) -> int:

@@ -182,7 +182,7 @@ class LowRankDelta(Expression):
         self.record(call)
 
     def follow(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if not self.has_settings_of_now():
+        if not self.has_current_settings():
             return NotImplemented
         options = dict(kwargs)
         result: Any = None
