@@ -50,7 +50,7 @@ def inputs(shape: Shape, learned: bool, dtype: torch.dtype, device: torch.device
     for name in GATES:
         made[name] = torch.rand(b, t, heads, device=device, dtype=dtype).requires_grad_()
     if learned:
-        network = importlib.import_module("oomph.nn.block_compression").BlockCompression
+        network = importlib.import_module("oomph.nn.sparse_attention").BlockCompression
         made["compress_k"] = network(d, 32, 16, device=device, dtype=dtype)
         made["compress_v"] = network(d, 32, 16, device=device, dtype=dtype)
     made["grad"] = torch.randn(b, t, heads, d, device=device, dtype=dtype)

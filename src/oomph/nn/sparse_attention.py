@@ -1,34 +1,86 @@
-"""Native sparse attention as a layer: projections, gates, a learned compression, around `oomph.ops` nsa."""
+"""Native sparse attention as a layer: projections, gates and a learned compression around `oomph.ops.nsa`.
+
+B batch, T tokens, H heads, D head size, L tokens of a compressed block, S of a stride, N blocks, U strides.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.nn.arguments import positive
-from oomph.nn.block_compression import BlockCompression
 from oomph.nn.rotary import RotaryEmbedding
 from oomph.nn.token_functions import head_norm
 from oomph.ops import common
 from oomph.ops.rotary_embedding import RotaryTable
 from oomph.ops.sparse_attention import nsa
-from oomph.ops.sparse_attention.problem import IMPLS, make_sizes
+from oomph.ops.sparse_attention.arguments import IMPLS, NSAConfig
+
+
+class BlockCompression(nn.Module):
+    """Compresses each of the overlapping blocks to one token: W2 silu(W1 (block + position) + b1) + b2.
+
+    A block [L, D] of one head is one vector of L * D. All heads share the weights; `position` [L, D] starts
+    at zero. Saved for backward: one copy of the tokens. A product with whole blocks, which overlap, would
+    need L / S copies; so W1 is applied to strides, and a block's product is the sum of those of its strides.
+    The position's term is the same for every block and is added once.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        block: int,
+        stride: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        positive(head_dim=head_dim, compress_block=block, compress_stride=stride)
+        if block % stride:
+            raise ArgumentError(f"compress_block={block} is not a multiple of compress_stride={stride}")
+        self.block, self.stride = block, stride
+        self.position = nn.Parameter(torch.empty(block, head_dim, device=device, dtype=dtype))
+        self.first = nn.Linear(block * head_dim, head_dim, device=device, dtype=dtype)
+        self.second = nn.Linear(head_dim, head_dim, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Of this module itself; its children have their own, as in torch."""
+        nn.init.zeros_(self.position)
+
+    def forward(self, x_BTHD: Tensor) -> Tensor:
+        """[B, N, H, D]: the blocks that begin at a multiple of the stride and lie in x entirely."""
+        batch, tokens, heads, head_dim = x_BTHD.shape
+        parts = self.block // self.stride
+        blocks = 0 if tokens < self.block else (tokens - self.block) // self.stride + 1
+        strides = blocks + parts - 1 if blocks else 0
+        used = x_BTHD[:, : strides * self.stride].reshape(batch, strides, self.stride, heads, head_dim)
+        strides_BUHX = used.transpose(2, 3).reshape(batch, strides, heads, self.stride * head_dim)
+        total = self.first(self.position.flatten())
+        for part, weight in enumerate(self.first.weight.chunk(parts, dim=1)):
+            total = total + F.linear(strides_BUHX[:, part : part + blocks], weight)
+        return self.second(F.silu(total))  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        return f"block={self.block}, stride={self.stride}"
 
 
 class NativeSparseAttention(nn.Module):
-    """Causal attention to compressed, selected and nearby tokens, summed by gates that each token sets.
+    """Causal attention to compressed, selected and sliding-window tokens, summed with gates per token.
 
         q, k, v = W x, with QK-norm and rotary embedding if asked for
-        gates = sigmoid(linear(x)), one of each branch per query head
+        gates = sigmoid(linear(x)), one per branch and query head
         y = W_o nsa(q, k, v, gates)
 
-    compression: "mlp" (a BlockCompression for keys and one for values) or "mean". It sees keys as the other
-    branches do, after norm and rotary embedding, because all branches have one query.
+    compression: "mlp" (a BlockCompression for keys and one for values) or "mean". It takes keys after norm
+    and rotary embedding, as the other branches do, because all branches share one query.
 
-    rotary: the model's own RotaryEmbedding, made with heads_first=False; the table it makes once a step is
-    given to forward.
+    rotary: the model's RotaryEmbedding, created with heads_first=False; pass the table that it computes once
+    per step to forward.
     """
 
     def __init__(
@@ -59,8 +111,6 @@ class NativeSparseAttention(nn.Module):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )
-        # For the errors that wrong sizes raise, now and not at the first token.
-        make_sizes(head_dim, block_size, compress_block, compress_stride, top_n, window, scale=None)
         common.check_one_of("impl", impl, IMPLS)
         common.check_one_of("compression", compression, ("mlp", "mean"))
         if num_heads % num_kv_heads:
@@ -75,22 +125,23 @@ class NativeSparseAttention(nn.Module):
             "top_n": top_n,
             "window": window,
         }
+        NSAConfig.create(head_dim, **self.sizes)  # raises for bad sizes
         self.impl = impl
-        # Not a child of this layer: there is one for the model.
+        # Not a child of this layer: the model has one for all layers.
         self._rotate: Callable[..., tuple[Tensor, Tensor]] | None = None if rotary is None else rotary.rotate
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-        self.q_proj = nn.Linear(hidden_size, queries, bias=bias, **made)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=bias, **made)
-        self.v_proj = nn.Linear(hidden_size, keys, bias=bias, **made)
-        self.gate_proj = nn.Linear(hidden_size, 3 * num_heads, **made)
-        self.o_proj = nn.Linear(queries, hidden_size, bias=bias, **made)
-        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, **made) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, **made) if qk_norm else None
+        self.q_proj = nn.Linear(hidden_size, queries, bias=bias, **factory)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=bias, **factory)
+        self.v_proj = nn.Linear(hidden_size, keys, bias=bias, **factory)
+        self.gate_proj = nn.Linear(hidden_size, 3 * num_heads, **factory)
+        self.o_proj = nn.Linear(queries, hidden_size, bias=bias, **factory)
+        self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
+        self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         learned = compression == "mlp"
         shape = (head_dim, compress_block, compress_stride)
-        self.compress_keys = BlockCompression(*shape, **made) if learned else None
-        self.compress_values = BlockCompression(*shape, **made) if learned else None
+        self.compress_keys = BlockCompression(*shape, **factory) if learned else None
+        self.compress_values = BlockCompression(*shape, **factory) if learned else None
 
     def forward(self, x: Tensor, table: RotaryTable | None = None) -> Tensor:
         """x [B, T, hidden] -> [B, T, hidden]; table: `rotary(positions)`, where the layer has a rotary."""
@@ -115,7 +166,7 @@ class NativeSparseAttention(nn.Module):
         keys, values = self.compress_keys, self.compress_values
         if keys is None or values is None:
             return "mean"
-        # They take the tokens, not the blocks that nsa would hand them, which overlap: fewer copies.
+        # The compressors take the tokens instead of the overlapping blocks that nsa passes: fewer copies.
         return (lambda _: keys(k), lambda _: values(v))
 
     def extra_repr(self) -> str:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import oomph
 from oomph.errors import ArgumentError
-from oomph.nn.block_compression import BlockCompression
 from oomph.nn.rotary import RotaryEmbedding
-from oomph.nn.sparse_attention import NativeSparseAttention
+from oomph.nn.sparse_attention import BlockCompression, NativeSparseAttention
 
 HIDDEN, HEADS, KV, D = 12, 4, 2, 4
 SIZES = {"block_size": 4, "compress_block": 4, "compress_stride": 2, "top_n": 3, "window": 3}
@@ -105,7 +104,7 @@ def by_formula(made: NativeSparseAttention, x_TC: Tensor, turn: RotaryEmbedding 
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_the_layer_and_every_gradient_are_what_its_formulas_give(turned: bool) -> None:
+def test_values_and_gradients_are_those_of_the_formula(turned: bool) -> None:
     rope = RotaryEmbedding(D, heads_first=False) if turned else None
     made, x = layer(rotary=rope, qk_norm=turned), tokens(1, 18).requires_grad_()
     table = None if rope is None else rope(torch.arange(18), dtype=torch.float64)
@@ -120,7 +119,7 @@ def test_the_layer_and_every_gradient_are_what_its_formulas_give(turned: bool) -
 
 
 @pytest.mark.parametrize("compression", ["mlp", "mean"])
-def test_a_later_token_changes_no_earlier_output(compression: str) -> None:
+def test_causality(compression: str) -> None:
     made, x = layer(compression=compression), tokens(1, 30)
     right = made(x)
     for cut in (1, 7, 16, 29):
@@ -148,14 +147,14 @@ def test_compressing_strides_equals_compressing_whole_blocks(block: int, stride:
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
-def test_texts_shorter_than_a_block_work(length: int) -> None:
+def test_sequences_shorter_than_a_block(length: int) -> None:
     made = layer()
     y = made(tokens(2, length))
     y.sum().backward()
     torch.testing.assert_close(y[0], by_formula(made, tokens(2, length)[0]), rtol=1e-9, atol=1e-11)
 
 
-def test_it_is_made_on_meta_and_in_any_dtype_and_the_rotary_is_no_child() -> None:
+def test_meta_device_dtypes_and_the_rotary_is_no_child() -> None:
     meta = NativeSparseAttention(HIDDEN, HEADS, KV, D, device="meta")
     assert all(each.is_meta for each in meta.parameters())
     assert {each.dtype for each in layer(dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
@@ -169,7 +168,7 @@ def test_it_is_made_on_meta_and_in_any_dtype_and_the_rotary_is_no_child() -> Non
     assert torch.equal(one(tokens(1, 9)), two(tokens(1, 9)))
 
 
-def test_autocast_is_near_full_precision() -> None:
+def test_autocast() -> None:
     made, x = layer(dtype=torch.float32, qk_norm=True), tokens(2, 19).float()
     right = made(x)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -179,7 +178,7 @@ def test_autocast_is_near_full_precision() -> None:
     assert all(each.grad.isfinite().all() for each in made.parameters())
 
 
-def test_a_prediction_of_training_runs_the_layer() -> None:
+def test_prediction() -> None:
     def train():  # type: ignore[no-untyped-def]
         rope = RotaryEmbedding(32, heads_first=False)
         made = NativeSparseAttention(64, 4, 2, 32, rotary=rope, device="cuda", dtype=torch.bfloat16)
@@ -211,6 +210,6 @@ BAD = [
 
 
 @pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
-def test_a_bad_argument_is_named_with_what_is_valid(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_bad_argument(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ArgumentError, match=message):
         call()

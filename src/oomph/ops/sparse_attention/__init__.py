@@ -1,5 +1,5 @@
-"""Native sparse attention: compressed, selected and nearby keys, gated, with memory linear in the length."""
+"""Native sparse attention: compressed, selected and sliding-window keys, in memory linear in the length."""
 
-from oomph.ops.sparse_attention.op import nsa
+from oomph.ops.sparse_attention.api import nsa
 
 __all__ = ["nsa"]

@@ -1,4 +1,4 @@
-"""Inputs for the tests of nsa, and a call with a learned compressing map."""
+"""Inputs for the tests of nsa, and a call with a learned compressor."""
 
 import torch
 
@@ -23,7 +23,7 @@ def inputs(tokens, heads=4, key_heads=2, width=8, batch=1, dtype=torch.float64, 
 
 
 def learned(weight):
-    """A pair of maps with a parameter [2, L]: a weighted sum of a block's keys, and of its values."""
+    """A pair of compressors with a parameter [2, L]: weighted sums of a block's keys and values."""
 
     def of(number):
         return lambda blocks: torch.einsum(
@@ -34,7 +34,7 @@ def learned(weight):
 
 
 def call(tensors, grad, impl, dtype=None, **options):
-    """The result, and the gradients of all the inputs and of the learned map."""
+    """The result, and the gradients of all inputs and of the learned compressor."""
     dtype = dtype or tensors[0].dtype
     tensors = [x.detach().to(dtype).requires_grad_() for x in tensors]
     make = torch.Generator().manual_seed(7)

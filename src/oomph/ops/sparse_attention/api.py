@@ -1,0 +1,151 @@
+"""The public function: checks the arguments, chooses an implementation, compresses, runs it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oomph.errors import ArgumentError
+from oomph.ops import common
+from oomph.ops.common import (
+    ASKED_FOR,
+    Choice,
+    explained_by,
+    log_choice,
+    matmul_dtype,
+    no_autocast,
+    no_compile,
+)
+from oomph.ops.sparse_attention.arguments import (
+    IMPLS,
+    Compress,
+    NSAConfig,
+    check_compress,
+    check_tensors,
+    compress_keys_and_values,
+)
+from oomph.ops.sparse_attention.autograd import SparseAttention, why_not_kernels
+from oomph.ops.sparse_attention.chunked import ChunkedSparseAttention, tokens_per_chunk
+from oomph.ops.sparse_attention.reference import reference
+
+Gates = tuple[Tensor, Tensor, Tensor]
+
+
+def _explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_cmp: Tensor,
+    gate_slc: Tensor,
+    gate_win: Tensor,
+    compress: Compress,
+    impl: str,
+    **options: Any,
+) -> Choice:
+    return _check_and_choose(q, k, v, (gate_cmp, gate_slc, gate_win), compress, impl, options)[1]
+
+
+def _check_and_choose(
+    q: Tensor, k: Tensor, v: Tensor, gates: Gates, compress: Compress, impl: str, options: dict[str, Any]
+) -> tuple[NSAConfig, Choice]:
+    common.check_one_of("impl", impl, IMPLS)
+    check_tensors(q, k, v, *gates)
+    check_compress(compress)
+    config = NSAConfig.create(q.shape[3], **options)
+    return config, _choose(q, k, config, impl)
+
+
+@explained_by(_explain)
+def nsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_cmp: Tensor,
+    gate_slc: Tensor,
+    gate_win: Tensor,
+    *,
+    compress: Compress,
+    block_size: int = 64,
+    compress_block: int = 32,
+    compress_stride: int = 16,
+    top_n: int = 16,
+    window: int = 512,
+    scale: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Native sparse attention (causal): the gated sum of compressed, selected and sliding-window attention.
+
+    q [B, T, HQ, D], k and v [B, T, H, D] of one dtype, HQ a multiple of H (query heads h*HQ/H and on share
+    key/value head h, and select the same blocks); gates [B, T, HQ], applied as they are (after a sigmoid,
+    say), of any float dtype. The result is [B, T, HQ, D]. Scores and sums are fp32 (float64 for float64).
+
+    compress: "mean"; or a function of blocks [B, N, compress_block, H, D] (overlapping, a view) that returns
+        [B, N, H, D], such as a module with parameters, called for keys and for values; or a pair of those,
+        one for keys and one for values. N = (T - compress_block) // compress_stride + 1, or 0.
+        Token t attends to the compressed blocks whose last token is not after t; without any, to zeros.
+    top_n: selected blocks of block_size tokens: the first, the token's own, the one before, and those with
+        the largest weights in the compressed attention (see reference.py for the exact rule). Fewer where
+        there are fewer. No gradient flows through the selection.
+    window: the nearest tokens, t itself included; it may exceed T.
+    scale: default 1/sqrt(D).
+    impl: "auto", "triton" (our kernels: D to 256, HQ/H to 64), "chunked" (plain torch), "reference" (T x T).
+
+    Gradients for all tensors and for what `compress` reads. Memory is linear in T; autograd.py says what is
+    saved for backward. First derivatives only. `oomph.ops.explain(nsa, ...)` says what would run and why.
+    """
+    gates = (gate_cmp, gate_slc, gate_win)
+    options = {
+        "block_size": block_size,
+        "compress_block": compress_block,
+        "compress_stride": compress_stride,
+        "top_n": top_n,
+        "window": window,
+        "scale": scale,
+    }
+    config, choice = _check_and_choose(q, k, v, gates, compress, impl, options)
+    log_choice("nsa", choice)
+    dtype = matmul_dtype(q)
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    ck, cv = compress_keys_and_values(k, v, compress, config)
+    if q.numel() == 0:
+        return _empty_result(q, k, v, gates)
+    with no_autocast(q):
+        if choice.impl == "reference":
+            return reference(q, k, v, gates, ck, cv, config)
+        return _run(choice.impl, (q, k, v, ck, cv, *gates), config)
+
+
+@no_compile
+def _run(impl: str, tensors: tuple[Tensor, ...], config: NSAConfig) -> Tensor:
+    out: Tensor
+    if impl == "triton":
+        # Read here, because inside an autograd function gradients are always disabled.
+        out = SparseAttention.apply(*tensors, config, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+    else:
+        out = ChunkedSparseAttention.apply(*tensors, config)  # type: ignore[no-untyped-call]
+    return out
+
+
+@no_compile
+def _choose(q: Tensor, k: Tensor, config: NSAConfig, impl: str) -> Choice:
+    if impl == "reference":
+        return Choice("reference", ASKED_FOR)
+    settings = {"tokens": tokens_per_chunk(q, config)}
+    if impl == "chunked":
+        return Choice("chunked", ASKED_FOR, settings)
+    reason = why_not_kernels(q, k, matmul_dtype(q), config)
+    if impl == "triton":
+        if reason is not None:
+            raise ArgumentError(f"impl='triton' cannot run this call ({reason}); choose 'auto' or 'chunked'")
+        return Choice("triton", ASKED_FOR)
+    if q.device.type == "cuda" and reason is None:
+        return Choice("triton", "our kernels")
+    return Choice("chunked", f"no kernel of ours ({reason or 'the interpreter is for tests'})", settings)
+
+
+def _empty_result(q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> Tensor:
+    """The empty result, with every input in its graph."""
+    out = q * gates[0][..., None]
+    for other in (k, v, *(gate[..., None] for gate in gates)):
+        out = out + other.sum().to(q.dtype)
+    return out.to(q.dtype)

@@ -1,1 +1,0 @@
-"""The two branches whose keys lie in one unbroken range: compressed keys, and the window."""

@@ -1,1 +1,0 @@
-"""The branch of selected blocks: a loop over blocks of keys, each with the queries that selected it."""

@@ -1,1 +1,0 @@
-"""Which blocks each token selects, found a segment of tokens at a time."""

@@ -1,0 +1,265 @@
+"""nsa besides its values: autograd, autocast, compilation, memory, bad arguments."""
+
+import pytest
+import torch
+from nsa_inputs import SMALL, call, inputs, learned
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.ops.common import explain
+from oomph.ops.sparse_attention import nsa
+from oomph.ops.sparse_attention.selection import importance_segment
+from oomph.units import MiB
+
+
+@pytest.mark.parametrize("impl", ["chunked", "reference"])
+def test_short_sequences_call_no_compressor(impl):
+    tensors, _ = inputs(7)
+
+    def never(blocks):
+        raise AssertionError("called")
+
+    out = nsa(*tensors, compress=never, impl=impl, **SMALL)
+    assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("impl", ["auto", "chunked", "reference"])
+@pytest.mark.parametrize("shape", [{"tokens": 0}, {"tokens": 20, "batch": 0}], ids=str)
+def test_empty_inputs(shape, impl):
+    tensors, grad = inputs(**shape)
+    got = call(tensors, grad, impl, **SMALL)
+    assert [x.shape for x in got[:7]] == [x.shape for x in (grad, *tensors)]
+
+
+def test_nan_reaches_later_tokens_only():
+    tensors, _ = inputs(40)
+    tensors[1][:, 20] = torch.nan
+    out = nsa(*tensors, compress="mean", impl="chunked", **SMALL)
+    assert torch.isfinite(out[:, :20]).all()
+    assert torch.isnan(out[:, 20]).all()
+
+
+def test_frozen_inputs_and_a_second_backward():
+    tensors, grad = inputs(37)
+    for number in (1, 4):
+        tensors[number].requires_grad_()
+    out = nsa(*tensors, compress="mean", impl="chunked", **SMALL)
+    out.backward(grad, retain_graph=True)
+    once = tensors[1].grad.clone()
+    out.backward(grad)
+    torch.testing.assert_close(tensors[1].grad, 2 * once)
+    assert tensors[0].grad is None
+    assert tensors[4].grad.shape == tensors[4].shape
+
+
+def test_no_grad():
+    tensors, _ = inputs(20)
+    tensors[0].requires_grad_()
+    with torch.no_grad():
+        assert not nsa(*tensors, compress="mean", **SMALL).requires_grad
+
+
+def test_second_derivatives_are_refused():
+    tensors, _ = inputs(20)
+    tensors[0].requires_grad_()
+    out = nsa(*tensors, compress="mean", **SMALL)
+    with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
+        torch.autograd.grad(out.sum(), tensors[0], create_graph=True)
+
+
+def test_checkpointing_gives_the_same_gradients():
+    tensors, grad = inputs(37)
+    tensors[0].requires_grad_()
+
+    def run(q):
+        return nsa(q, *tensors[1:], compress="mean", **SMALL)
+
+    plain = torch.autograd.grad(run(tensors[0]), tensors[0], grad)[0]
+    out = torch.utils.checkpoint.checkpoint(run, tensors[0], use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(out, tensors[0], grad)[0], plain)
+
+
+def test_autocast():
+    tensors, _ = inputs(37, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = nsa(*tensors, compress="mean", **SMALL)
+    assert out.dtype == torch.bfloat16
+    half = [x.bfloat16() for x in tensors[:3]]
+    torch.testing.assert_close(out, nsa(*half, *tensors[3:], compress="mean", **SMALL))
+    for number in range(3):  # as where a norm left one of them in float32
+        mixed = [x.float() if at != number else x for at, x in enumerate(half)]
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(nsa(*mixed, *tensors[3:], compress="mean", **SMALL), out)
+
+
+def test_compiled_caller_gets_the_same_values():
+    tensors, _ = inputs(20)
+
+    @torch.compile(backend="eager")
+    def program(q):
+        return nsa(q * 2, *tensors[1:], compress="mean", **SMALL) + 1
+
+    expected = nsa(tensors[0] * 2, *tensors[1:], compress="mean", **SMALL) + 1
+    torch.testing.assert_close(program(tensors[0]), expected)
+
+
+# Memory, through oomph.predict
+
+
+def over_inputs(tokens, heads=16, key_heads=4, width=64, compress="mean", backward=True, **options):
+    """(bytes beyond the inputs and the incoming gradient; the implementation) in bf16."""
+    chosen = []
+
+    def target():
+        q, grad = (torch.randn(1, tokens, heads, width, device="cuda", dtype=torch.bfloat16) for _ in "qg")
+        k, v = (torch.randn(1, tokens, key_heads, width, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        gates = [torch.rand(1, tokens, heads, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        tensors = [q, k, v, *gates]
+        for tensor in tensors:
+            tensor.requires_grad_()
+        kind = compress
+        if compress == "learned":
+            weight = torch.randn(2, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            kind = learned(weight)
+            tensors.append(weight)
+        chosen.append(explain(nsa, *tensors[:6], compress=kind, **options))
+
+        def step():
+            if not backward:
+                with torch.no_grad():
+                    nsa(*tensors[:6], compress=kind, **options)
+                return
+            nsa(*tensors[:6], compress=kind, **options).backward(grad)
+            for tensor in tensors:
+                tensor.grad = None
+
+        return step
+
+    peak = oomph.predict(target, gpu="h200").peak.allocated
+    inputs = tokens * (2 * heads * width + 2 * key_heads * width + 3 * heads) * 2
+    return peak - inputs, chosen[0].impl
+
+
+@pytest.mark.parametrize("compress", ["mean", "learned"])
+def test_memory_is_linear_in_the_length(compress):
+    shorter, impl = over_inputs(16384, compress=compress)
+    longer, _ = over_inputs(65536, compress=compress)
+    assert impl == "triton"
+    assert longer <= 4.05 * shorter
+
+
+def test_a_training_step_takes_less_than_a_dense_kernel():
+    tokens, heads, width = 32768, 64, 128
+    found, _ = over_inputs(tokens, heads, 4, width)
+    assert found < 3152 * MiB  # cuDNN's, measured
+
+
+def test_less_memory_without_gradients():
+    queries = 32768 * 16 * 64 * 2
+    found, _ = over_inputs(32768, backward=False)
+    # Three results, parts of the size of a fourth, the blocks, their index and the compressed keys.
+    assert found < 4.8 * queries
+
+
+@pytest.mark.parametrize("tokens", [4096, 131072, 1048576])
+def test_importances_take_bounded_memory(tokens):
+    blocks = -(-tokens // 64)
+    assert 8 * blocks * importance_segment(8, tokens, blocks) * 4 <= max(128 * MiB, 8 * blocks * 64 * 4)
+
+
+def test_chunked_memory_is_linear_in_the_length():
+    options = {"impl": "chunked", "heads": 4, "key_heads": 1, "width": 16}
+    shorter, impl = over_inputs(512, **options)
+    longer, _ = over_inputs(1024, **options)
+    assert impl == "chunked"
+    # A chunk of constant size, and what is linear.
+    assert longer <= 2.1 * shorter
+
+
+# Arguments
+
+
+def run(tokens=20, change=None, **options):
+    tensors, _ = inputs(tokens)
+    for number, value in (change or {}).items():
+        tensors[number] = value(tensors[number])
+    return nsa(*tensors, **{"compress": "mean", **SMALL, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 18}, r"^block_size=18 is not a multiple of compress_stride=4$"),
+        ({"compress_block": 10}, r"^compress_block=10 is not a multiple of compress_stride=4$"),
+        ({"compress_stride": 0}, r"^compress_stride=0 is not valid; a whole number of at least 1$"),
+        ({"block_size": 0}, r"^block_size=0 is not valid; a whole number of at least 1$"),
+        ({"compress_block": -8}, r"^compress_block=-8 is not valid; a whole number of at least 1$"),
+        ({"block_size": 16.0}, r"^block_size=16.0 is not valid; a whole number of at least 1$"),
+        (
+            {"window": 0},
+            r"^window=0 is not valid; a whole number of at least 1 \(the token itself is in it\)$",
+        ),
+        ({"top_n": 2}, r"^top_n=2 is not valid; a whole number of at least 3 \(the first block and the two"),
+        ({"top_n": True}, r"^top_n=True is not valid"),
+        ({"scale": 0.0}, r"^scale=0.0 is not valid; a finite number above 0, or None"),
+        ({"scale": float("inf")}, r"^scale=inf is not valid"),
+        ({"impl": "fla"}, r"^impl='fla' is not valid; choose from 'auto', 'triton', 'chunked', 'reference'$"),
+        ({"compress": "max"}, r"^compress='max' is not valid; 'mean', a function of blocks"),
+        ({"compress": (len,)}, r"^compress=\(<built-in function len>,\) is not valid"),
+        (
+            {"compress": lambda b: b},
+            r"^compress returned shape \[1, 4, 8, 2, 8\] for keys; valid: \[1, 4, 2, 8\]",
+        ),
+        ({"compress": lambda b: None}, r"^compress returned a NoneType for keys; valid: a tensor$"),
+        (
+            {"compress": lambda b: b.float().mean(2)},
+            r"^compress returned torch.float32 on cpu for keys; valid",
+        ),
+    ],
+)
+def test_bad_option(options, message):
+    with pytest.raises(ArgumentError, match=message) as caught:
+        run(**options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({0: lambda q: q[0]}, "q, k and v must have 4 dimensions"),
+        ({2: lambda v: v[..., :4]}, "k and v differ in shape"),
+        ({0: lambda q: q[:, :5]}, "q and k differ in batch size or length"),
+        ({0: lambda q: q[..., :4]}, "q and k must have one head size"),
+        ({0: lambda q: q[:, :, :3]}, "query heads are not a multiple of key/value heads"),
+        ({3: lambda g: g[..., None]}, r"gate_cmp has shape \[1, 20, 4, 1\]; valid: \[1, 20, 4\]"),
+        ({5: lambda g: g[:, :, :2]}, r"gate_win has shape \[1, 20, 2\]; valid: \[1, 20, 4\]"),
+        ({1: lambda k: k.float()}, "all tensors must have one dtype"),
+        ({4: lambda g: g > 0}, "gate_slc has dtype torch.bool"),
+        ({1: lambda k: None}, "k is None, not a tensor"),
+        ({0: lambda q: q.to("meta")}, "all tensors must be on one device"),
+    ],
+)
+def test_bad_tensor(change, message):
+    with pytest.raises(ArgumentError, match=message):
+        run(change=change)
+
+
+def test_gates_may_have_another_dtype():
+    out = run(change={number: (lambda g: g.float()) for number in (3, 4, 5)})
+    assert out.dtype == torch.float64
+
+
+def test_explain():
+    tensors, _ = inputs(20)
+    choice = explain(nsa, *tensors, compress="mean", **SMALL)
+    assert choice.impl == "chunked"
+    assert "no kernel of ours" in choice.reason
+    assert choice.settings["tokens"] == 20
+    assert explain(nsa, *tensors, compress="mean", impl="reference").reason == "asked for"
+
+
+def test_triton_refuses_with_the_reason():
+    with pytest.raises(
+        ArgumentError, match=r"^impl='triton' cannot run this call \((the tensors are on cpu|no float64)"
+    ):
+        run(impl="triton")
