@@ -70,10 +70,8 @@ def test_what_applies_is_listed_with_saving_and_cost(program, capsys):
     assert "Each fix by itself, predicted:" in captured.out
     assert "activation_checkpointing:keep=nothing" in captured.out
     assert "Not shown: fixes that change the numbers (--allow precision,training)." in captured.out
-    assert (
-        run(["fixes", f"{program}:work", "--gpu", "h200", "--only", "activation_checkpointing", "--json"])
-        == 0
-    )
+    only = ["--gpu", "h200", "--only", "activation_checkpointing", "--json"]
+    assert run(["fixes", f"{program}:work", *only]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["fixes"][0]
     assert (best["fix"], best["kind"]) == ("activation_checkpointing", "exact")
@@ -114,9 +112,8 @@ def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path
     some = '[{"fix": "activation_checkpointing", "options": {"blocks": ["blocks.0"]}}]'
     (tmp_path / "fixes.json").write_text(some)
     assert whole < peak("--fix", str(tmp_path / "fixes.json")) < plain
-    assert peak("--fix", 'activation_checkpointing:blocks=["blocks.0"]') == peak(
-        "--fix", str(tmp_path / "fixes.json")
-    )
+    typed = 'activation_checkpointing:blocks=["blocks.0"]'
+    assert peak("--fix", typed) == peak("--fix", str(tmp_path / "fixes.json"))
     (tmp_path / "words.json").write_text('["activation_checkpointing"]')
     assert peak("--fix", str(tmp_path / "words.json")) == whole
     (tmp_path / "other.json").write_text("[1]")
@@ -135,19 +132,8 @@ def test_verify_says_that_it_holds(program, capsys):
     assert run(["verify", f"{program}:work", "activation_checkpointing", "--sizes", "B=3"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("activation_checkpointing: the same loss, gradients and parameters, within 0.0001")
-    assert (
-        run(
-            [
-                "verify",
-                f"{program}:work",
-                "activation_checkpointing:keep=products",
-                "--sizes",
-                "B=3",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    use = "activation_checkpointing:keep=products"
+    assert run(["verify", f"{program}:work", use, "--sizes", "B=3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["holds"] is True
 
 

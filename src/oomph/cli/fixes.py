@@ -1,4 +1,4 @@
-"""`oomph fixes`: what could be done about a target's peak, what each saves and what it costs."""
+"""`oomph fixes` and `oomph verify`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from oomph.cli.config_targets import config_limit
 from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
 from oomph.cli.targets import check_target, open_target, workload_of
 from oomph.errors import UserError
-from oomph.records import FIX_KINDS, FixKind, Prediction, Proposal
-from oomph.report.proposals import catalogue_text, proposals_text, proposals_to_json
+from oomph.records import FIX_KINDS, FixKind
+from oomph.report.fixes import (
+    all_fixes_text,
+    proposals_text,
+    proposals_to_json,
+    verification_text,
+    verification_to_json,
+)
 from oomph.report.terminal import report_console
+
+VERIFIED, DIFFERS = 0, 1  # exit statuses of `oomph verify`
 
 
 @dataclass(frozen=True, slots=True)
 class FixesOptions:
-    """What stands on the command line."""
-
     target: str | None
     gpu: str | None = None
     allow: str = ""
@@ -37,15 +43,28 @@ def run_fixes(options: FixesOptions) -> int:
     if options.target is None:
         if options.only:
             raise UserError("--only tries fixes on a target: oomph fixes TARGET --only FIX")
-        return _list_all(options)
+        return _list_all(options.json)
     check_target(options.target, options.overrides)
-    _check_names(options.only)
-    prediction, proposals = _propose(options, options.target, kinds)
+    # Imported here: torch takes a second to load. Names are checked before the target, which may take longer.
+    from oomph.fixes import find, propose
+    from oomph.prediction import predict
+
+    for name in options.only:
+        find(name)
+    with (
+        stdout_to_stderr(),
+        progress_display(Console(stderr=True)) as report,
+        open_target(options.target, options.overrides) as target,
+    ):
+        workload = workload_of(target, options.target)
+        limit = config_limit(options.target, options.overrides)
+        prediction = predict(workload, gpu=options.gpu, max=limit, progress=report)
+        proposals = propose(prediction, workload, kinds=kinds, only=options.only, progress=report)
     if options.json:
         write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
     else:
-        target = shlex.join((options.target, *options.overrides))
-        write_stdout(proposals_text(prediction, proposals, kinds, report_console(), target))
+        typed = shlex.join((options.target, *options.overrides))
+        write_stdout(proposals_text(prediction, proposals, kinds, report_console(), typed))
     return 0
 
 
@@ -58,39 +77,55 @@ def _kinds(allow: str) -> tuple[FixKind, ...]:
     return tuple(kind for kind in FIX_KINDS if kind == "exact" or kind in words)
 
 
-def _check_names(only: tuple[str, ...]) -> None:
-    """Before the program is loaded, which may take longer than anyone waits for a typing mistake."""
-    if only:
-        from oomph.fixes import find
-
-        for name in only:
-            find(name)
-
-
-def _list_all(options: FixesOptions) -> int:
+def _list_all(as_json: bool) -> int:
     from oomph.fixes import all_fixes
 
-    rows = [(fix.name, fix.kind, fix.changes) for fix in all_fixes()]
-    if options.json:
-        found = [{"fix": name, "kind": kind, "changes": changes} for name, kind, changes in rows]
-        write_stdout(json.dumps({"schema": 1, "fixes": found}) + "\n")
+    if as_json:
+        rows = [{"fix": fix.name, "kind": fix.kind, "changes": fix.changes} for fix in all_fixes()]
+        write_stdout(json.dumps({"schema": 1, "fixes": rows}) + "\n")
     else:
-        write_stdout(catalogue_text(rows, report_console()))
+        rows_of_text = [(fix.name, fix.kind, fix.changes) for fix in all_fixes()]
+        write_stdout(all_fixes_text(rows_of_text, report_console()))
     return 0
 
 
-def _propose(
-    options: FixesOptions, name: str, kinds: tuple[FixKind, ...]
-) -> tuple[Prediction, list[Proposal]]:
+@dataclass(frozen=True, slots=True)
+class VerifyOptions:
+    target: str
+    words: tuple[str, ...]  # fixes, and overrides of a config
+    sizes: str = ""
+    json: bool = False
+
+
+def run_verify(options: VerifyOptions) -> int:
+    from oomph.fixes import uses_of, verify
+    from oomph.training.config.overrides import is_override
+
+    overrides = tuple(word for word in options.words if is_override(word))
+    words = [word for word in options.words if word not in overrides]
+    check_target(options.target, overrides)
+    if not words:
+        raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")
+    sizes, uses = _sizes(options.sizes), uses_of(words)
     with (
         stdout_to_stderr(),
         progress_display(Console(stderr=True)) as report,
-        open_target(name, options.overrides) as target,
+        open_target(options.target, overrides) as target,
     ):
-        from oomph.fixes import propose
-        from oomph.prediction import predict
+        report("running the model without the fixes and with them", None)
+        found = verify(uses, workload_of(target, options.target), sizes=sizes)
+    if options.json:
+        write_stdout(json.dumps(verification_to_json(found), allow_nan=False) + "\n")
+    else:
+        write_stdout(verification_text(found))
+    return VERIFIED if found.holds else DIFFERS
 
-        workload = workload_of(target, name)
-        limit = config_limit(name, options.overrides)
-        prediction = predict(workload, gpu=options.gpu, max=limit, progress=report)
-        return prediction, propose(prediction, workload, kinds=kinds, only=options.only, progress=report)
+
+def _sizes(text: str) -> dict[str, int]:
+    sizes = {}
+    for pair in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = pair.partition("=")
+        if not equals or not value.isdigit() or int(value) < 1:
+            raise UserError(f"--sizes {pair!r} is not valid; give NAME=NUMBER,..., e.g. B=1,T=16")
+        sizes[name.strip()] = int(value)
+    return sizes

@@ -129,7 +129,7 @@ def verify(
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check on the CPU that fixes do not change loss and gradients. Exit status 1 if they do."""
-    from oomph.cli.verify import VerifyOptions, run_verify
+    from oomph.cli.fixes import VerifyOptions, run_verify
 
     return run_verify(VerifyOptions(target, tuple(words or ()), sizes, json))
 

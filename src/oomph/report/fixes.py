@@ -1,8 +1,9 @@
-"""Fixes for people and for programs: what each changes, saves and costs."""
+"""Fixes, proposals and verifications, as text and as JSON."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,17 +12,18 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oomph.records import FixKind, Peak, Prediction, Proposal
+from oomph.records import FixKind, Peak, Prediction, Proposal, Verification
 from oomph.report.terminal import verdict
 from oomph.units import format_bytes
 
-_LONGEST_LIST = 30
-_MARK = "(?)"  # beside a fix that holds on a condition
+_LONGEST_LIST = 30  # characters
+_CONDITIONAL = "(?)"  # marks a fix that is exact on a condition
 _FITS = {True: "yes", False: "no", None: "?"}
+_DIFFERENCES_SHOWN = 8
 
 
 def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> dict[str, Any]:
-    """Peaks are the allocator's, and with the CUDA context the device's; `fits` is null without a GPU."""
+    """`fits` is null without a GPU, `peak` where the fix could not be predicted."""
     return {
         "schema": 1,
         "gpu": prediction.gpu,
@@ -58,13 +60,12 @@ def proposals_text(
     console: Console,
     target: str = "TARGET",
 ) -> str:
-    """Opens with the headline of `oomph predict`; what it and the table say is needed has the CUDA context
-    in. `target`: as it was typed, for commands to type next."""
+    """The headline of `oomph predict`, then a table of fixes. `target`: as typed, for suggested commands."""
     with console.capture() as capture:
         line = verdict(prediction).line
         context = format_bytes(prediction.peak.device - prediction.peak.reserved)
         console.print(
-            Text(f"{line[0].upper()}{line[1:]}. The CUDA context's {context} are in these figures.")
+            Text(f"{line[0].upper()}{line[1:]}. These figures include the CUDA context's {context}.")
         )
         if not proposals:
             console.print(f"No fix of the kinds {', '.join(kinds)} lowers it.")
@@ -76,51 +77,45 @@ def proposals_text(
                 *_conditions(proposals, target),
             ):
                 console.print(Padding(Text(text), (0, 0, 0, 2)))
-                console.print(Text(f"    {command}\n"), soft_wrap=True)  # whole, to be copied
-            for kind, sentences in _sentences(proposals).items():
-                console.print(Text(f"  {kind}", style="bold"))
-                for name, sentence in sentences.items():
+                console.print(Text(f"    {command}\n"), soft_wrap=True)  # on one line, to be copied
+            for heading, sentences in _sentences(proposals).items():
+                console.print(Text(f"  {heading}", style="bold"))
+                for name, sentence in sentences:
                     console.print(Padding(Text(f"{name}: {sentence}"), (0, 0, 0, 4)))
-            notes = {(one.fix, one.note): None for one in proposals if one.note}
-            if notes:
-                console.print(Text("  to know before", style="bold"))
-            for name, note in notes:
-                console.print(Padding(Text(f"{name}: {note}"), (0, 0, 0, 4)))
         missing = [kind for kind in ("precision", "training") if kind not in kinds]
         if missing:
             console.print(f"\nNot shown: fixes that change the numbers (--allow {','.join(missing)}).")
     return _trimmed(capture.get())
 
 
-def catalogue_text(rows: Sequence[tuple[str, str, str]], console: Console) -> str:
+def all_fixes_text(rows: Sequence[tuple[str, str, str]], console: Console) -> str:
+    """Name, kind and what changes, of every fix."""
     table = Table.grid(padding=(0, 2))
     for name, kind, changes in rows:
         table.add_row(Text(name, style="bold"), kind, changes)
     with console.capture() as capture:
         console.print(table)
-        console.print(
-            "\n`oomph fixes TARGET` tells which apply to a workload, and what each saves and costs."
-        )
+        console.print("\n`oomph fixes TARGET` lists those that apply, with what each saves and costs.")
     return _trimmed(capture.get())
 
 
 def _table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
-    """A column tells which fix makes it fit, where it does not fit by itself."""
-    to_fit = prediction.fits is False
+    does_not_fit = prediction.fits is False
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for title, justify in (("fix", "left"), ("saves", "right"), ("needs", "right")):
         table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    if to_fit:
+    if does_not_fit:
         table.add_column("fits", no_wrap=True)
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("where")
     for one in proposals:
-        mark = f" {_MARK}" if one.condition else ""
+        mark = f" {_CONDITIONAL}" if one.condition else ""
+        fits = [Text(_fits(one, prediction), style="bold green" if one.fits else "")]
         table.add_row(
             _with_options(one.fix, one.options) + mark,
             "?" if one.saving is None else format_bytes(one.saving),
             "?" if one.peak is None else format_bytes(one.peak.device),
-            *([Text(_fits(one, prediction), style="bold green" if one.fits else "")] if to_fit else []),
+            *(fits if does_not_fit else []),
             "?" if one.slowdown is None else f"x{one.slowdown:.2f}",
             _where(one),
         )
@@ -128,39 +123,38 @@ def _table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
 
 
 def _fits(one: Proposal, prediction: Prediction) -> str:
-    """`just`: what is cached has to be given back for it, as the headline of a prediction with it says."""
+    """ "just": it fits only because the allocator releases cached memory."""
     if one.fits and one.peak is not None and one.peak.reserved > (prediction.limit or one.peak.reserved):
         return "just"
     return _FITS[one.fits]
 
 
-_Advice = tuple[str, str]  # a sentence, and the command that it ends in
+_Advice = tuple[str, str]  # a sentence, and the command that follows it
 
 
 def _how_many_fit(prediction: Prediction, proposals: Sequence[Proposal], target: str) -> list[_Advice]:
     if prediction.fits is not False:
         return []
     fitting = sum(one.fits is True for one in proposals)
-    said = f"{fitting} of {len(proposals)} rows make it fit." if fitting else "No row makes it fit by itself."
-    several = f"oomph predict {target} --gpu {prediction.gpu} --fix A --fix B"
-    return [(f"{said} To try several together:", several)]
+    result = f"{fitting} of {len(proposals)} rows make it fit" if fitting else "No row makes it fit by itself"
+    command = f"oomph predict {target} --gpu {prediction.gpu} --fix A --fix B"
+    return [(f"{result}. To try several together:", command)]
 
 
 def _conditions(proposals: Sequence[Proposal], target: str) -> list[_Advice]:
-    """For each fix that holds on a condition."""
-    # By the one that saves least: two parts can be had of a small batch, too.
-    least = {(one.fix, one.condition): one for one in proposals if one.condition}
+    # The last proposal of a fix saves least: two parts are possible with a small batch, too.
+    last = {(one.fix, one.condition): one for one in proposals if one.condition}
     return [
         (
-            f"{_MARK} the same only if {one.condition}. To check, on a small form of it:",
+            f"{_CONDITIONAL} exact only if {one.condition}. To check, on a small version of it:",
             f"oomph verify {target} {_with_options(one.fix, one.options)}",
         )
-        for one in least.values()
+        for one in last.values()
     ]
 
 
 def _with_options(name: str, options: Mapping[str, Any]) -> str:
-    """As it can be typed back, unless a list is too long for a column: then the JSON has it."""
+    """As it can be typed, except for lists that are too long for a column: the JSON has them."""
     shown = [f"{key}={_plain(value)}" for key, value in options.items()]
     return name + (":" + ",".join(shown) if shown else "")
 
@@ -178,13 +172,50 @@ def _where(one: Proposal) -> str:
     return f"{one.where[0]} .. {one.where[-1]} ({len(one.where)})"
 
 
-def _sentences(proposals: Sequence[Proposal]) -> dict[str, dict[str, str]]:
-    found: dict[str, dict[str, str]] = {}
+def _sentences(proposals: Sequence[Proposal]) -> dict[str, list[tuple[str, str]]]:
+    """What the fixes change, by kind; then the notes."""
+    found: dict[str, dict[tuple[str, str], None]] = {}
     for one in proposals:
-        heading = f"{one.kind}, on a condition {_MARK}" if one.condition else one.kind
-        found.setdefault(heading, {})[one.fix] = one.changes
-    return found
+        heading = f"{one.kind}, on a condition {_CONDITIONAL}" if one.condition else one.kind
+        found.setdefault(heading, {})[one.fix, one.changes] = None
+    notes = {(one.fix, one.note): None for one in proposals if one.note}
+    if notes:
+        found["notes"] = notes
+    return {heading: list(sentences) for heading, sentences in found.items()}
 
 
 def _trimmed(text: str) -> str:
     return "".join(line.rstrip() + "\n" for line in text.splitlines())
+
+
+def verification_text(found: Verification) -> str:
+    names = ", ".join(found.fixes)
+    if found.tolerance is None:
+        result = f"{names}: changes the numbers by design ({found.kind}); not compared with a tolerance"
+    elif found.holds:
+        result = f"{names}: the same loss, gradients and parameters, within {found.tolerance:g}"
+    else:
+        result = f"{names}: NOT the same; exact fixes may differ by at most {found.tolerance:g}"
+    count = len(found.differences)
+    lines = [
+        result,
+        "",
+        f"  {count} tensors compared; the largest differences, relative to each tensor's maximum:",
+    ]
+    lines += [f"  {each.error:9.2e}  {each.name}" for each in found.differences[:_DIFFERENCES_SHOWN]]
+    return "\n".join(lines) + "\n"
+
+
+def verification_to_json(found: Verification) -> dict[str, Any]:
+    """`error` is null where a tensor is missing, has another shape, or is not finite."""
+    return {
+        "schema": 1,
+        "holds": found.holds,
+        "fixes": list(found.fixes),
+        "kind": found.kind,
+        "tolerance": found.tolerance,
+        "differences": [
+            {"name": each.name, "error": each.error if math.isfinite(each.error) else None}
+            for each in found.differences
+        ],
+    }

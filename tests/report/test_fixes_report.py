@@ -7,7 +7,7 @@ from rich.console import Console
 from sample_prediction import CONTEXT, GiB, prediction
 
 from oomph.records import Peak, Proposal
-from oomph.report.proposals import proposals_text, proposals_to_json
+from oomph.report.fixes import proposals_text, proposals_to_json
 
 
 def offer(fix: str, reserved: int | None, **fields: Any) -> Proposal:
@@ -39,7 +39,7 @@ def test_it_opens_with_the_headline_of_predict_and_says_what_is_in_its_figures()
     shown = text(prediction())
     headline = " ".join(shown.split("Each fix")[0].split())
     assert headline.startswith("Does not fit: needs 31.5 GiB; the RTX 3090 has 23.6 GiB; peak in backward")
-    assert headline.endswith("The CUDA context's 512 MiB are in these figures.")
+    assert headline.endswith("These figures include the CUDA context's 512 MiB.")
     assert row(shown, "small")[:5] == ["small", "11.0", "GiB", "20.5", "GiB"]
 
 
@@ -67,7 +67,7 @@ def test_what_holds_on_a_condition_is_marked_with_the_command_that_checks_it():
     shown = text(prediction())
     assert "parts:parts=2 (?)" in shown
     flowing = " ".join(shown.split())
-    assert "(?) the same only if rows count alike. To check, on a small form of it:" in flowing
+    assert "(?) exact only if rows count alike. To check, on a small version of it:" in flowing
     assert "oomph verify train.py:w parts:parts=2" in flowing
     assert flowing.index("exact small:") < flowing.index("exact, on a condition (?) parts:")
     assert "(?)" not in text(prediction(), OFFERS[:3])
