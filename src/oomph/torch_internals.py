@@ -60,6 +60,9 @@ with _section():  # nested batches, and the path of a tensor inside one
         tree_map_only,
     )
 
+with _section():  # a model's output dataclass, in which FSDP finds the tensors that need gradients
+    from torch.utils._pytree import register_dataclass
+
 with _section():  # sees every aten op below autograd and autocast
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -225,6 +228,16 @@ def clear_cublas_workspaces() -> None:
         torch._C._cuda_clearCublasWorkspaces()
 
 
+# ---------------------------------------------------------------------------------------------- command line
+
+
+def has_triton() -> bool:
+    """Cached for the process by torch."""
+    from torch.utils._triton import has_triton
+
+    return has_triton()
+
+
 # ---------------------------------------------------------------------------------------------- self-test
 
 
@@ -346,12 +359,14 @@ __all__ = [
     "get_eval_frame_callback",
     "get_sdp_priority_order",
     "get_sequence_nr",
+    "has_triton",
     "keystr",
     "make_subclass",
     "make_wrapper_subclass",
     "memory_snapshot",
     "parse_to",
     "record_memory_history",
+    "register_dataclass",
     "self_test",
     "set_allocator_settings",
     "set_meta_in_tls_dispatch_include",

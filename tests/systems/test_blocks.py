@@ -90,7 +90,7 @@ def test_what_a_fused_projection_gave_does_not_outlive_its_rotation():
 
 
 def test_a_fused_projection_with_norms_is_refused():
-    with pytest.raises(ArgumentError, match="fused_projection=True has no norms of queries and keys"):
+    with pytest.raises(ArgumentError, match="fused_projection=True does not support qk_norm"):
         CausalAttention(16, 2, qk_norm=True, fused_projection=True)
 
 

@@ -1,10 +1,10 @@
-"""Configs that check themselves tell all that is wrong with them at once."""
+"""A config reports all of its invalid fields together."""
 
 from __future__ import annotations
 
 import pytest
 
-from oomph.systems.config_checks import InvalidConfig, Problem
+from oomph.systems.config_checks import InvalidConfig, InvalidField
 from oomph.systems.hatchling import HatchlingConfig
 from oomph.systems.longctx import PRESETS, LongContextConfig
 from oomph.systems.npt import NPTConfig
@@ -40,6 +40,6 @@ def test_what_depends_on_a_wrong_field_is_not_computed():
 def test_a_field_is_refused_for_one_reason():
     fields = {**vars(PRESETS["tiny"]), "head_dim": 0, "rope_theta": "large"}
     assert problems(LongContextConfig, **fields).problems == (
-        Problem("head_dim", 0, "give a whole number >= 1"),
-        Problem("rope_theta", "large", "give a number >= 0"),
+        InvalidField("head_dim", 0, "give a whole number >= 1"),
+        InvalidField("rope_theta", "large", "give a number >= 0"),
     )

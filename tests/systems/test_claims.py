@@ -41,8 +41,8 @@ def test_hatchling():
     assert hatchling.transition_elements() == 134_217_728
     assert hatchling.transition_bytes(2) == 256 * MiB
     assert hatchling.transition_bytes(4) == 512 * MiB
-    assert hatchling.alive_at_the_line() == 2 * GiB
-    assert hatchling.joined_after_chunks() == 2 * hatchling.transition_bytes(4)
+    assert hatchling.alive_at_failure() == 2 * GiB
+    assert hatchling.concatenated_chunks() == 2 * hatchling.transition_bytes(4)
 
 
 def test_pythia():
@@ -53,7 +53,7 @@ def test_pythia():
     assert round(pythia.broadcast_bytes(8, 512) / 1e9, 2) == 4.29
     assert round(pythia.broadcast_products() * pythia.broadcast_bytes(8, 512) / 1e9, 1) == 51.5
     assert pythia.identity_bytes(50_000) == 10 * 10**9
-    assert [pythia.blocks_seen(tokens) for tokens in (128, 256, 512)] == [(4, 4), (10, 16), (22, 64)]
+    assert [pythia.attended_blocks(tokens) for tokens in (128, 256, 512)] == [(4, 4), (10, 16), (22, 64)]
     assert "70,426,624" in derived("pythia")
 
 
@@ -107,9 +107,9 @@ def test_ginr():
     assert ginr.attention_matrix_bytes() == 2 * GiB
     assert ginr.attentions(3) * ginr.attention_matrix_bytes() == 18 * GiB
     assert ginr.attentions(2) == 5
-    assert ginr.feed_forward_kept() == 2.25 * GiB
-    assert round(ginr.saved_by_solution_1(), 2) == 0.10
-    assert ginr.kept_by_solution_1() > 40 * GiB
+    assert ginr.feed_forward_saved() == 2.25 * GiB
+    assert round(ginr.reduction_by_solution_1(), 2) == 0.10
+    assert ginr.solution_1_saved() > 40 * GiB
     assert ginr.attentions(3) * ginr.attention_matrix_bytes(256) == 4.5 * GiB
 
 

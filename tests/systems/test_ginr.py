@@ -179,7 +179,7 @@ def test_the_names_of_the_report_take_its_arguments():
     [
         ({"query_mixing": "none"}, "query_mixing='none' is not valid; choose from 'self', 'cross'"),
         ({"num_latents": 200}, "num_latents=200 is not valid; give a square number"),
-        ({"query_chunk": 64}, "query_chunk=64 is not valid; query_mixing='self' lets all positions attend"),
+        ({"query_chunk": 64}, "query_chunk=64 is not valid; with query_mixing='self'"),
         ({"queries_per_step": 2000}, "queries_per_step=2000 is not valid; the image has 1024 positions"),
         ({"image_size": 33}, "image_size=33 is not valid; give a multiple of patch_size=2"),
         ({"sigmas": (1.0, 0.0)}, "give one number > 0 for each scale"),

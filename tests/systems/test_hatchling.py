@@ -128,7 +128,7 @@ def test_the_naive_form_makes_every_transition_at_once():
 
 def _forward_of_one_layer(mode, size):
     def forward():
-        shape = (REPORT["batch"], REPORT["tokens"], 8)
+        shape = (REPORT.batch, REPORT.tokens, 8)
         q, k, v, decay = (torch.randn(*shape, 64, device="cuda", requires_grad=True) for _ in range(4))
         beta = torch.rand(shape, device="cuda", requires_grad=True)
         kda(q, k, v, -decay.abs(), beta, mode=mode, memory_chunk_size=size)[0].sum().backward()
@@ -138,7 +138,7 @@ def _forward_of_one_layer(mode, size):
 
 def test_the_tensor_that_failed_is_512_mib_of_fp32_and_cutting_it_saves_nothing():
     whole, cut, chunked = (
-        oomph.predict(_forward_of_one_layer(*how), gpu=REPORT["gpu"])
+        oomph.predict(_forward_of_one_layer(*how), gpu=REPORT.gpu)
         for how in (("scan", 256), ("scan", 64), ("chunked", 64))
     )
     sizes = [a.bytes for a in whole.allocations if a.shape == (16, 256, 8, 64, 64)]
@@ -149,8 +149,8 @@ def test_the_tensor_that_failed_is_512_mib_of_fp32_and_cutting_it_saves_nothing(
 
 
 def test_on_the_reports_card_the_naive_form_fails_where_the_model_fits():
-    config = PRESETS[REPORT["preset"]]
-    rows = text_batch(config.vocab_size, REPORT["batch"], REPORT["tokens"])
+    config = PRESETS[REPORT.preset]
+    rows = text_batch(config.vocab_size, REPORT.batch, REPORT.tokens)
 
     def one_pass(build, backward):  # traced in a fraction of the time that three steps take
         def step():
@@ -160,7 +160,7 @@ def test_on_the_reports_card_the_naive_form_fails_where_the_model_fits():
             if backward:
                 loss.backward()
 
-        return oomph.predict(step, gpu=REPORT["gpu"])
+        return oomph.predict(step, gpu=REPORT.gpu)
 
     assert one_pass(NaiveHatchling, backward=False).fits is False  # forward suffices
     model = one_pass(HatchlingConfig.build, backward=True)

@@ -107,7 +107,7 @@ def _loss_of_the_head(config, kind):
     def forward():
         with torch.device("cuda"):
             model = kind(replace(config, num_layers=1)).bfloat16()
-            shape = (REPORT["batch"], REPORT["tokens"])
+            shape = (REPORT.batch, REPORT.tokens)
             hidden = torch.randn(*shape, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
             labels = torch.zeros(shape, dtype=torch.long)
         model.output(hidden, labels).loss.backward()
@@ -116,10 +116,10 @@ def _loss_of_the_head(config, kind):
 
 
 def test_the_loss_takes_222_gib_in_the_naive_form():
-    config = LongContextConfig.of(REPORT["model_size"])
-    naive = oomph.predict(_loss_of_the_head(config, lambda c: NaiveLongContext(c, 16)), gpu=REPORT["gpu"])
-    model = oomph.predict(_loss_of_the_head(config, LongContextConfig.build), gpu=REPORT["gpu"])
-    logits = REPORT["tokens"] * config.vocab_size * 2
+    config = LongContextConfig.of(REPORT.preset)
+    naive = oomph.predict(_loss_of_the_head(config, lambda c: NaiveLongContext(c, 16)), gpu=REPORT.gpu)
+    model = oomph.predict(_loss_of_the_head(config, LongContextConfig.build), gpu=REPORT.gpu)
+    logits = REPORT.tokens * config.vocab_size * 2
     assert round(logits / 2**30, 2) == 37.09
     assert naive.fits is False
     assert naive.peak.allocated >= 6 * logits * (1 - 1e-5)  # logits, their copy, twice the copy in fp32
@@ -129,19 +129,19 @@ def test_the_loss_takes_222_gib_in_the_naive_form():
 
 def test_the_model_fits_the_reports_card_with_recomputation():
     """Two of the 36 layers are predicted. Each other holds weights, gradients and its input; all is bf16."""
-    config = LongContextConfig.of(REPORT["model_size"])
+    config = LongContextConfig.of(REPORT.preset)
     two_layers = replace(config, num_layers=2)
 
     def step():
         model = two_layers.build().bfloat16().cuda()
         oomph.fixes.apply_to_model("activation_checkpointing", model)
-        ids = torch.zeros(REPORT["batch"], REPORT["tokens"], dtype=torch.long, device="cuda")
+        ids = torch.zeros(REPORT.batch, REPORT.tokens, dtype=torch.long, device="cuda")
         model(ids, labels=ids).loss.backward()
 
     others = config.get_total_params() - two_layers.get_total_params()
-    inputs = (config.num_layers - 2) * REPORT["tokens"] * config.hidden_size
+    inputs = (config.num_layers - 2) * REPORT.tokens * config.hidden_size
     optimizer = 2 * config.get_total_params()
-    peak = oomph.predict(step, gpu=REPORT["gpu"]).peak.allocated
+    peak = oomph.predict(step, gpu=REPORT.gpu).peak.allocated
     whole = peak + 2 * (2 * others + inputs + optimizer)
     assert whole < 60 * 2**30  # of 95
 

@@ -10,7 +10,7 @@ from oomph import fixes
 from oomph.errors import UserError
 from oomph.systems.npt import PRESETS, NPComponent, NPTConfig, NPTModel, NPTOptimization, convert, naive
 from oomph.systems.npt.frozen_linear import Int8Linear
-from oomph.systems.npt.model import chosen_layers, matching_loss
+from oomph.systems.npt.model import layer_indices, matching_loss
 
 pytest.importorskip("transformers")
 
@@ -291,7 +291,7 @@ def test_an_8_bit_product_passes_the_gradient_of_its_input():
 def test_a_delta_made_on_the_host_keeps_the_gradient_of_both_factors():
     model = built(optimization=NPTOptimization(use_cpu_offload=True, mixed_precision="no"))
     component = model.np_layers[0].np_component
-    assert component.on_host
+    assert component.on_cpu
     mod = component.modulation(torch.randn(2, 5, 64, dtype=torch.float64))
     component.compute_weight_delta(mod, 3).square().sum().backward()
     for factor in (component.A, component.B):
@@ -337,17 +337,17 @@ def test_a_model_of_stored_weights_can_be_asked_for_its_shape_alone(tmp_path):
 
 
 def test_layers_are_chosen_by_half_number_or_index():
-    assert chosen_layers("upper_half", 5) == (2, 3, 4)
-    assert chosen_layers("all", 2) == (0, 1)
-    assert chosen_layers(2, 5) == (3, 4)
-    assert chosen_layers([3, 0, 3], 5) == (0, 3)
+    assert layer_indices("upper_half", 5) == (2, 3, 4)
+    assert layer_indices("all", 2) == (0, 1)
+    assert layer_indices(2, 5) == (3, 4)
+    assert layer_indices([3, 0, 3], 5) == (0, 3)
 
 
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
         ([1, 40], r"names layers that do not exist \(40\); the model has layers 0 to 3"),
-        (9, "cannot convert so many; the model has layers 0 to 3"),
+        (9, "the model has layers 0 to 3"),
         ("top", "valid: 'upper_half', 'all', a number, or a list of indices"),
         ([], "valid: 'upper_half', 'all', a number, or a list of indices"),
     ],

@@ -18,7 +18,15 @@ from language_models import (
 import oomph
 from oomph.errors import ArgumentError, UserError
 from oomph.systems.pythia import PRESETS, PythiaConfig, create_pythia_70m
-from oomph.systems.pythia.naive import REPORT, NaivePythia, all_batches, broadcast_matmul, every_word, one_hot
+from oomph.systems.pythia.naive import (
+    REPORT,
+    REPORT_VOCAB_SIZE,
+    NaivePythia,
+    all_batches,
+    broadcast_matmul,
+    every_word,
+    one_hot,
+)
 
 TINY = {"vocab_size": 50, "seq_len": 24, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64}
 TINY_REPORT = replace(PRESETS["report"], **TINY, num_layers=2, dropout=0.0)
@@ -97,11 +105,11 @@ def test_the_reports_vocabulary_and_batches_hold_everything():
 
 
 def test_on_the_reports_card_the_naive_form_fails_where_the_model_takes_little():
-    vocabulary, batch, length = REPORT["vocab_size"], REPORT["batch"], REPORT["tokens"]
+    vocabulary, batch, length = REPORT_VOCAB_SIZE, REPORT.batch, REPORT.tokens
     config = replace(PRESETS["report"], vocab_size=vocabulary, seq_len=length)
     rows = text_batch(vocabulary, batch, length)
-    naive = oomph.predict(oomph.Workload(lambda: NaivePythia(config), rows), gpu=REPORT["gpu"])
-    model = oomph.predict(oomph.Workload(config.build, rows), gpu=REPORT["gpu"])
+    naive = oomph.predict(oomph.Workload(lambda: NaivePythia(config), rows), gpu=REPORT.gpu)
+    model = oomph.predict(oomph.Workload(config.build, rows), gpu=REPORT.gpu)
     assert naive.fits is False
     assert naive.refused.bytes == 8 * 8 * 512 * 512 * 64 * 4  # one repeated operand of a product
     assert max(a.bytes for a in naive.allocations) == 4 * vocabulary**2  # the identity matrix

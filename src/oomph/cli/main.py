@@ -258,7 +258,7 @@ def _deprecations_on_stderr() -> Iterator[None]:
             else:
                 shown(message, category, *where)
 
-        warnings.showwarning = show  # restored by catch_warnings
+        warnings.showwarning = show  # type: ignore[assignment]  # restored by catch_warnings
         yield
 
 

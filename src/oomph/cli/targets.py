@@ -252,10 +252,11 @@ def _nearest_file(path: Path) -> str:
 def _cuda_reported_available() -> Iterator[None]:
     """Many programs choose their device when they are imported; they are predicted for a GPU."""
     import torch
-    from torch.utils import _triton
 
-    # Cached now: asked while CUDA is only reported to be available, it would query the device.
-    _triton.has_triton()
+    from oomph.torch_internals import has_triton
+
+    # torch caches the answer: asked while CUDA is only reported to be available, it would query the device.
+    has_triton()
     answer = torch.cuda.is_available
     torch.cuda.is_available = lambda: True
     try:

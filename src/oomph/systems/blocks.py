@@ -1,4 +1,4 @@
-"""What the language models share: attention, MLP, the pre-norm residual block, the decoder and its loss.
+"""Shared by the language models: attention, MLP, pre-norm residual block, decoder with its loss.
 
 Legend: B batch, T tokens, D hidden size, H query heads, G key/value heads, E head size, V vocabulary.
 """
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
 
 from oomph.errors import ArgumentError
 from oomph.nn.rotary import RotaryEmbedding
@@ -18,17 +17,18 @@ from oomph.nn.token_functions import head_norm
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.rotary_embedding import RotaryTable
 from oomph.ops.softmax_attention import BlockPattern, attention
+from oomph.torch_internals import register_dataclass
 
-# Of token and position embeddings; small, so that a tied head starts near a uniform guess.
+# Of token and position embeddings. Small, so that a tied head starts near a uniform distribution.
 _EMBEDDING_STD = 0.02
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu}
 
 
 @dataclass(frozen=True, eq=False)
 class LanguageModelOutput:
-    """loss where labels were given, logits [B, T, V] where they were not: never both.
+    """`loss` if labels were given, otherwise `logits` [B, T, V]; never both.
 
-    auxiliary_loss: a share of `loss` that is not cross-entropy, as it is before it is weighted.
+    auxiliary_loss: the part of `loss` that is not cross-entropy, before weighting.
     """
 
     loss: Tensor | None = None
@@ -36,19 +36,17 @@ class LanguageModelOutput:
     auxiliary_loss: Tensor | None = None
 
 
-# FSDP looks for the tensors of an output whose gradients will arrive.
 register_dataclass(LanguageModelOutput)
 
 
 class CausalAttention(nn.Module):
-    """y = W_o attention(W_q x, W_k x, W_v x), causal, with grouped heads; memory linear in T.
+    """W_o attention(W_q x, W_k x, W_v x): causal, grouped-query, memory linear in T.
 
-    rotary: the model's own RotaryEmbedding, made with heads_first=False (all of a head turned, or a fraction
-    of it), whose table is given to forward. None: no positions at all (NoPE).
-    pattern: a BlockPattern, for block-sparse attention; a window is `local(window)`.
-    fused_projection: one matrix for W_q, W_k and W_v, one below the other: fewer and larger steps, for models
-    small enough to wait for the host. It is for these alone: queries, keys and values are then parts of one
-    tensor, which lives, and has a gradient that is put together, as a whole.
+    rotary: the RotaryEmbedding of the model, with heads_first=False; forward takes its table. None: no
+        position encoding (NoPE).
+    pattern: a BlockPattern, for block-sparse attention.
+    fused_projection: one matrix [W_q; W_k; W_v], so fewer kernel launches. For small models only: queries,
+        keys and values are views of one tensor, which stays alive as a whole and has one gradient.
     """
 
     def __init__(
@@ -74,10 +72,10 @@ class CausalAttention(nn.Module):
                 f"num_heads={num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
             )
         if fused_projection and qk_norm:
-            raise ArgumentError("fused_projection=True has no norms of queries and keys; leave qk_norm out")
+            raise ArgumentError("fused_projection=True does not support qk_norm=True")
         self.pattern = pattern
-        self.kernel: Callable[..., Tensor] = attention
-        # Not a child of this layer: there is one for the model.
+        self.attention_function: Callable[..., Tensor] = attention
+        # A bound method: the RotaryEmbedding itself is a submodule of the model, not of this layer.
         self._rotate: Callable[..., Any] | None = None
         if rotary is not None:
             self._rotate = rotary.rotate_first if fused_projection else rotary.rotate
@@ -94,12 +92,12 @@ class CausalAttention(nn.Module):
         self.k_norm = nn.RMSNorm(self.head_dim, eps=norm_eps) if qk_norm else None
 
     def forward(self, x_BTD: Tensor, table: RotaryTable | None = None) -> Tensor:
-        projected = self._projected if self.qkv_proj is None else self._projected_at_once
-        o_BHTE = self.kernel(*projected(x_BTD, table), causal=True, pattern=self.pattern)
+        project = self._project if self.qkv_proj is None else self._project_fused
+        o_BHTE = self.attention_function(*project(x_BTD, table), causal=True, pattern=self.pattern)
         return self.o_proj(o_BHTE.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
-    def _projected(self, x_BTD: Tensor, table: RotaryTable | None) -> tuple[Tensor, ...]:
-        """Queries [B, H, T, E], keys and values [B, G, T, E], turned."""
+    def _project(self, x_BTD: Tensor, table: RotaryTable | None) -> tuple[Tensor, ...]:
+        """Rotated queries [B, H, T, E] and keys [B, G, T, E], and values [B, G, T, E]."""
         q_BTHE = self.q_proj(x_BTD).unflatten(-1, (self.num_heads, self.head_dim))
         k_BTGE = self.k_proj(x_BTD).unflatten(-1, (self.num_kv_heads, self.head_dim))
         v_BTGE = self.v_proj(x_BTD).unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -109,12 +107,12 @@ class CausalAttention(nn.Module):
             q_BTHE, k_BTGE = self._rotate(q_BTHE, k_BTGE, table)
         return tuple(x.transpose(1, 2) for x in (q_BTHE, k_BTGE, v_BTGE))
 
-    def _projected_at_once(self, x_BTD: Tensor, table: RotaryTable | None) -> tuple[Tensor, ...]:
+    def _project_fused(self, x_BTD: Tensor, table: RotaryTable | None) -> tuple[Tensor, ...]:
         assert self.qkv_proj is not None
         heads, groups = self.num_heads, self.num_kv_heads
         all_BTNE = self.qkv_proj(x_BTD).unflatten(-1, (heads + 2 * groups, self.head_dim))
         if self._rotate is not None:
-            # With a copy of the values: as a part of what was projected, they would keep all of it.
+            # This copies the values as well: a view of them would keep the whole projection alive.
             all_BTNE = self._rotate(all_BTNE, heads + groups, table)
         return all_BTNE.transpose(1, 2).split((heads, groups, groups), 1)  # type: ignore[no-any-return]
 
@@ -124,7 +122,7 @@ class CausalAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(act(up x)). The gated one is oomph.nn.GatedMLP."""
+    """down(act(up x)). oomph.nn.GatedMLP is the gated one."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = True) -> None:
         super().__init__()
@@ -157,9 +155,9 @@ class Residual(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then MLP, each of which adds to the stream; or both from one stream (parallel).
+    """One layer: mlp(attention(x)); parallel: x + attention(x) + mlp(x), as in GPT-J and Pythia.
 
-    attention is a Residual, or a module that adds by itself; in a parallel block it is a Residual.
+    attention: a Residual, or (not if parallel) a module with its own residual connection.
     """
 
     def __init__(self, attention: nn.Module, mlp: Residual, *, parallel: bool = False) -> None:
@@ -169,17 +167,18 @@ class Block(nn.Module):
         self.attention, self.mlp, self.parallel = attention, mlp, parallel
 
     def forward(self, x_BTD: Tensor, table: RotaryTable | None = None) -> Tensor:
-        given = () if table is None else (table,)
+        rotary = () if table is None else (table,)
         if isinstance(self.attention, Residual) and self.parallel:
-            return x_BTD + self.attention.branch(x_BTD, *given) + self.mlp.branch(x_BTD)
-        return self.mlp(self.attention(x_BTD, *given))  # type: ignore[no-any-return]
+            return x_BTD + self.attention.branch(x_BTD, *rotary) + self.mlp.branch(x_BTD)
+        return self.mlp(self.attention(x_BTD, *rotary))  # type: ignore[no-any-return]
 
 
 class CausalDecoder(nn.Module):
-    """Token embedding, blocks, norm, head. `model(input_ids, labels)` gives the loss of the next tokens.
+    """Token embedding, blocks, norm, head. `model(input_ids, labels)` returns the next-token loss.
 
-    One rotary table is made per forward and handed to every block. tied: the head is the embedding's weight,
-    which is one parameter of one module, so that nothing can untie it. learned_positions: how many there are.
+    One rotary table per forward is shared by all blocks.
+    tied: the head uses the embedding's weight. There is no lm_head module then, so nothing can untie them.
+    learned_positions: the number of learned position embeddings, or None.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class CausalDecoder(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Those of the embeddings; other modules have first values of their own."""
+        """Initialise the embeddings; the other modules initialise themselves."""
         for embedding in (self.embedding, self.positions):
             if embedding is not None:
                 nn.init.normal_(embedding.weight, std=_EMBEDDING_STD)  # type: ignore[arg-type]
@@ -213,20 +212,21 @@ class CausalDecoder(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """[V, D]"""
-        owner = self.embedding if self.lm_head is None else self.lm_head
-        return owner.weight  # type: ignore[return-value]
+        head = self.embedding if self.lm_head is None else self.lm_head
+        return head.weight  # type: ignore[return-value]
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
     ) -> LanguageModelOutput:
-        """input_ids [B, T]; labels [B, T], not shifted, -100 where there is none; positions [T] or [B, T].
+        """input_ids [B, T]; labels [B, T], not shifted, -100 is ignored; positions [T] or [B, T].
 
-        With labels: `.loss`, of position t against label t + 1, without the logits. Without: `.logits`.
+        With labels, the result has `.loss` (position t predicts label t + 1) and logits are never
+        materialised; without labels it has `.logits`.
         """
         return self.output(self.hidden_states(input_ids, positions), labels)
 
     def hidden_states(self, input_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """[B, T, D], after the last norm."""
+        """[B, T, D], after the final norm."""
         if input_ids.dim() != 2:
             raise ArgumentError(f"input_ids has shape {list(input_ids.shape)}; valid: [B, T]")
         if positions is None:
@@ -249,7 +249,7 @@ class CausalDecoder(nn.Module):
         return self.norm(x_BTD)  # type: ignore[no-any-return]
 
     def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
-        """The head, and the loss where there are labels."""
+        """Apply the head, or with labels the loss. hidden_BTD: after the final norm."""
         if labels is None:
             return LanguageModelOutput(logits=F.linear(hidden_BTD, self.head_weight))
         loss = linear_cross_entropy(hidden_BTD, self.head_weight, labels, shift=True)
@@ -258,6 +258,6 @@ class CausalDecoder(nn.Module):
 
 
 def total_params(build: Callable[[], nn.Module]) -> int:
-    """The number of parameters of the model that `build` makes, shared ones once, without making any."""
+    """The number of parameters of `build()`, counted on the meta device; shared ones count once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build().parameters())

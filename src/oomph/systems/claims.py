@@ -1,4 +1,4 @@
-"""A field report's claim beside what it comes to when it is worked out."""
+"""A claim of a field report, and the figure that it is compared with."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ VERDICTS: tuple[Verdict, ...] = Verdict.__args__  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
+class ReportedRun:
+    """The run that failed, as the report gives it. preset: of the system's config."""
+
+    gpu: str
+    preset: str
+    batch: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Claim:
-    """`derive` works the figure out and says it in words; nothing in it is copied from the report."""
+    """`derive` computes the figure and returns it as text; nothing in it is copied from the report."""
 
     report: str  # "002"
-    text: str  # what the claim is about
+    text: str  # the subject of the claim
     claimed: str
     derive: Callable[[], str]
     verdict: Verdict
@@ -23,7 +33,7 @@ class Claim:
 
 
 def gib(size: float) -> str:
-    """Two decimals however large, since the reports give two: "222.56 GiB"."""
+    """Always two decimals, as in the reports: "222.56 GiB"."""
     return f"{size / 2**30:.2f} GiB"
 
 
@@ -32,15 +42,9 @@ def mib(size: float) -> str:
 
 
 def gb(size: float) -> str:
-    """Of 10^9 bytes, where a report counts so."""
+    """1 GB is 10^9 bytes, for reports that use it."""
     return f"{size / 1e9:.2f} GB"
 
 
 def millions(count: float) -> str:
     return f"{count / 1e6:.1f}M"
-
-
-def whole(value: object) -> int:
-    """A number out of a case's REPORT, which holds words as well."""
-    assert isinstance(value, int)
-    return value

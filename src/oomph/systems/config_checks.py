@@ -1,4 +1,4 @@
-"""What configs check of themselves. All problems are told at once: field, what was given, what is valid."""
+"""Validation of the systems' config dataclasses. All invalid fields of a config are reported together."""
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
-class Problem:
+class InvalidField:
     field: str
     given: object
     advice: str
@@ -21,58 +21,59 @@ class Problem:
 
 
 class InvalidConfig(UserError):
-    """`problems` are for whoever knows the fields by other names."""
+    """`problems` lets a caller report the fields under other names."""
 
-    def __init__(self, config: object, problems: tuple[Problem, ...]) -> None:
+    def __init__(self, config: object, problems: tuple[InvalidField, ...]) -> None:
         super().__init__("\n".join(f"{type(config).__name__} {problem}" for problem in problems))
         self.problems = problems
 
 
-class Checks:
-    """Looks at one config, and goes on after the first problem. A field is refused once, for one reason."""
+class FieldChecks:
+    """Checks the fields of one config and collects what is invalid; each field is rejected at most once."""
 
     def __init__(self, config: object) -> None:
         self._config = config
-        self._found: dict[str, Problem] = {}
+        self._invalid: dict[str, InvalidField] = {}
 
-    def whole_numbers(self, *fields: str, smallest: int = 1) -> None:
+    def integers(self, *fields: str, minimum: int = 1) -> None:
         for field in fields:
             value = self._value(field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                self.refuse(field, f"give a whole number >= {smallest}")
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                self.reject(field, f"give a whole number >= {minimum}")
 
-    def number_from(self, field: str, low: float, below: float = float("inf")) -> None:
-        """low <= field < below."""
+    def number(self, field: str, minimum: float, below: float = float("inf")) -> None:
+        """minimum <= field < below."""
         value = self._value(field)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value < below:
-            self.refuse(field, f"give a number >= {low:g}" + (f" and < {below:g}" if below < 1e30 else ""))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value < below:
+            upper = f" and < {below:g}" if below < 1e30 else ""
+            self.reject(field, f"give a number >= {minimum:g}{upper}")
 
-    def one_of(self, field: str, valid: Collection[object]) -> None:
+    def choice(self, field: str, valid: Collection[object]) -> None:
         value = self._value(field)
-        # A list is in no dict, and asking would be a TypeError.
+        # `in` would raise for an unhashable value, such as a list.
         if not isinstance(value, str | None) or value not in valid:
-            self.refuse(field, f"choose from {', '.join(map(repr, valid))}")
+            self.reject(field, f"choose from {', '.join(map(repr, valid))}")
 
     def booleans(self, *fields: str) -> None:
         for field in fields:
             if not isinstance(self._value(field), bool):
-                self.refuse(field, "give true or false")
+                self.reject(field, "give true or false")
 
     def multiple(self, field: str, of: str) -> None:
-        """After both were checked to be whole numbers."""
-        if self.fine(field, of) and self._value(field) % self._value(of):  # type: ignore[operator]
-            self.refuse(field, f"give a multiple of {of}={self._value(of)}")
+        """Call it after `integers` for both."""
+        if self.valid(field, of) and self._value(field) % self._value(of):  # type: ignore[operator]
+            self.reject(field, f"give a multiple of {of}={self._value(of)}")
 
-    def fine(self, *fields: str) -> bool:
-        """Whether none has a problem, so that a further check may compute with them."""
-        return not any(field in self._found for field in fields)
+    def valid(self, *fields: str) -> bool:
+        """Whether none of the fields is rejected so far, so that a further check can compute with them."""
+        return not any(field in self._invalid for field in fields)
 
-    def refuse(self, field: str, advice: str) -> None:
-        self._found.setdefault(field, Problem(field, self._value(field), advice))
+    def reject(self, field: str, advice: str) -> None:
+        self._invalid.setdefault(field, InvalidField(field, self._value(field), advice))
 
-    def finish(self) -> None:
-        if self._found:
-            raise InvalidConfig(self._config, tuple(self._found.values()))
+    def raise_invalid(self) -> None:
+        if self._invalid:
+            raise InvalidConfig(self._config, tuple(self._invalid.values()))
 
     def _value(self, field: str) -> object:
         value: object = getattr(self._config, field)
@@ -80,15 +81,14 @@ class Checks:
 
 
 @contextmanager
-def checking(config: object) -> Iterator[Checks]:
-    """For a dataclass' __post_init__: at the end of the block, one error with all that was refused."""
-    checks = Checks(config)
+def checking(config: object) -> Iterator[FieldChecks]:
+    """For __post_init__ of a dataclass: raises one InvalidConfig at the end of the block."""
+    checks = FieldChecks(config)
     yield checks
-    checks.finish()
+    checks.raise_invalid()
 
 
-def preset(presets: Mapping[str, Config], name: object, system: str) -> Config:
-    """The preset of that name; one line with the valid names where there is none."""
+def find_preset(presets: Mapping[str, Config], name: object, system: str) -> Config:
     if not isinstance(name, str) or name not in presets:
         raise UserError(f"{system} has no size {name!r}; choose from {', '.join(presets)}")
     return presets[name]

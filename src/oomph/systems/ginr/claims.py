@@ -1,4 +1,4 @@
-"""Report 004's claims, worked out."""
+"""The claims of report 004."""
 
 from oomph.systems.claims import Claim, gib
 from oomph.systems.ginr.config import PRESETS
@@ -14,7 +14,7 @@ def attention_matrix_bytes(keys: int = POSITIONS) -> int:
 
 
 def attentions(num_layers: int) -> int:
-    """Of the decoder: two branches per scale with num_layers - 1 each, and one between scales."""
+    """In the decoder: num_layers - 1 in each of two branches per scale, and one between scales."""
     return 2 * CONFIG.layer_num * (num_layers - 1) + CONFIG.layer_num - 1
 
 
@@ -23,30 +23,30 @@ def states_bytes(width: int = CONFIG.hidden_dim) -> int:
     return BATCH * POSITIONS * width * FP32
 
 
-def feed_forward_kept() -> int:
-    """The input and its norm; gate, GELU of it, up, and their product, each mult times as wide."""
+def feed_forward_saved() -> int:
+    """For backward: the input, its norm; gate, gelu(gate), up and their product, mult times as wide."""
     return 2 * states_bytes() + 4 * states_bytes(CONFIG.mult * CONFIG.hidden_dim)
 
 
-def attention_kept() -> int:
-    """The input and its norm, q, k, v, the heads' outputs; and the matrix after softmax."""
+def attention_saved() -> int:
+    """For backward: the input and its norm, q, k, v, the output of the heads, and the softmax matrix."""
     return 6 * states_bytes() + attention_matrix_bytes()
 
 
-def saved_by_solution_1() -> float:
-    """Of what a block keeps, when a second feed-forward takes attention's place."""
-    return 1 - 2 * feed_forward_kept() / (attention_kept() + feed_forward_kept())
+def reduction_by_solution_1() -> float:
+    """Of what a block saves for backward, when a second feed-forward replaces attention."""
+    return 1 - 2 * feed_forward_saved() / (attention_saved() + feed_forward_saved())
 
 
-def kept_by_solution_1() -> int:
-    return 2 * attentions(CONFIG.num_layers) * feed_forward_kept()
+def solution_1_saved() -> int:
+    return 2 * attentions(CONFIG.num_layers) * feed_forward_saved()
 
 
-# PSNR in dB of held-out crops after 1,000 steps of batch 64, all else equal: benchmarks/results/training.csv.
+# PSNR in dB of held-out crops after 1,000 steps of batch 64: benchmarks/results/training.csv.
 MEASURED_DB = {"self": 27.89, "cross": 31.28, "feedforward": 33.35, "residual": 28.32}
 
 
-def apart(mixing: str, other: str) -> float:
+def gain_db(mixing: str, other: str) -> float:
     return MEASURED_DB[mixing] - MEASURED_DB[other]
 
 
@@ -74,15 +74,15 @@ CLAIMS = (
         "004",
         "gradients double it",
         "~36GB",
-        lambda: f"{gib((attentions(3) + 2) * attention_matrix_bytes())}: nine, and two that come and go",
+        lambda: f"{gib((attentions(3) + 2) * attention_matrix_bytes())}: nine, and two temporary ones",
         "wrong",
-        "a matrix's gradient is gone before the next one's is made",
+        "the gradient of one matrix is freed before that of the next is computed",
     ),
     Claim(
         "004",
-        "a feed-forward keeps",
+        "a feed-forward saves for backward",
         "~0.1GB",
-        lambda: gib(feed_forward_kept()),
+        lambda: gib(feed_forward_saved()),
         "wrong",
         "four tensors of width 2,048 and two of 512",
     ),
@@ -90,9 +90,9 @@ CLAIMS = (
         "004",
         "solution 1, feed-forward only",
         "18GB -> 0.5GB, ~5GB in all",
-        lambda: f"{saved_by_solution_1():.0%} less; {gib(kept_by_solution_1())} kept by the blocks alone",
+        lambda: f"{reduction_by_solution_1():.0%} less; {gib(solution_1_saved())} saved by the blocks alone",
         "wrong",
-        "a feed-forward keeps about as much as an attention: it still fails on 40 GiB",
+        "a feed-forward saves about as much as attention: it still fails on 40 GiB",
     ),
     Claim(
         "004",
@@ -100,15 +100,15 @@ CLAIMS = (
         "18GB -> 4.5GB",
         lambda: gib(attentions(3) * attention_matrix_bytes(CONFIG.num_latents)),
         "right",
-        "of the matrices; the feed-forwards beside them keep 2.25 GiB each",
+        "for the matrices; the feed-forwards save 2.25 GiB each",
     ),
     Claim(
         "004",
         "quality of solution 1",
         "-1 to -2 dB, +3 to +5 dB over residual blocks",
-        lambda: f"{apart('feedforward', 'self'):+.1f} dB, {apart('feedforward', 'residual'):+.1f} dB",
+        lambda: f"{gain_db('feedforward', 'self'):+.1f} dB, {gain_db('feedforward', 'residual'):+.1f} dB",
         "in part",
-        "no run is reported; after 1,000 equal steps feed-forwards are ahead of self-attention, and as far "
-        "ahead of residual blocks as claimed",
+        "the report has no measurement; after 1,000 equal steps feed-forwards are better than "
+        "self-attention, and better than residual blocks by as much as claimed",
     ),
 )

@@ -1,17 +1,17 @@
-"""What a GINR is made of; the presets are the report's model and those of its solutions that change it."""
+"""The configuration of GINR; the presets are the report's model and the solutions that change it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from oomph.systems.config_checks import Checks, checking
+from oomph.systems.config_checks import FieldChecks, checking
 from oomph.systems.ginr.model import GINR, MIXINGS
 
 
 @dataclass(frozen=True)
 class GINRConfig:
-    """query_mixing: what the decoder's blocks do with positions, see blocks.Mixing; "self" as in the report.
-    queries_per_step: in training, so many random positions per step (SCENT's remedy); all if None.
-    query_chunk: positions decoded at a time; the same outputs, so not with "self", which mixes all of them.
+    """query_mixing: how the decoder's blocks mix positions, see Mixing; "self" is the report's.
+    queries_per_step: number of random positions per training step (SCENT's remedy); None: all.
+    query_chunk: positions decoded at a time, with the same outputs; not with "self", which mixes all of them.
     """
 
     image_size: int = 32
@@ -38,39 +38,39 @@ class GINRConfig:
 
     def __post_init__(self) -> None:
         with checking(self) as check:
-            check.one_of("query_mixing", MIXINGS)
-            check.whole_numbers(
+            check.choice("query_mixing", MIXINGS)
+            check.integers(
                 *("image_size", "patch_size", "channels", "dim", "num_latents", "encoder_depth", "d_state"),
                 *("d_conv", "expand", "feature_dim", "hidden_dim", "num_layers", "heads", "dim_head", "mult"),
             )
-            check.whole_numbers("processor_depth", smallest=0)
+            check.integers("processor_depth", minimum=0)
             for name in ("queries_per_step", "query_chunk"):
                 if getattr(self, name) is not None:
-                    check.whole_numbers(name)
-            check.number_from("locality", 0)
+                    check.integers(name)
+            check.number("locality", 0)
             check.multiple("image_size", "patch_size")
             self._check_grids(check)
             if not self.sigmas or not all(sigma > 0 for sigma in self.sigmas):
-                check.refuse("sigmas", "give one number > 0 for each scale")
+                check.reject("sigmas", "give one number > 0 for each scale")
             if self.query_chunk is not None and self.query_mixing == "self":
-                check.refuse(
+                check.reject(
                     "query_chunk",
-                    "query_mixing='self' lets all positions attend to each other, so chunks would change the "
+                    "with query_mixing='self' all positions attend to each other, so chunks would change the "
                     "outputs; give queries_per_step, or another query_mixing",
                 )
 
-    def _check_grids(self, check: Checks) -> None:
-        if check.fine("feature_dim") and self.feature_dim % 2:
-            check.refuse("feature_dim", "give an even number: half are sines, half cosines")
-        if check.fine("num_latents") and round(self.num_latents**0.5) ** 2 != self.num_latents:
-            check.refuse("num_latents", "give a square number: latents stand on a grid")
+    def _check_grids(self, check: FieldChecks) -> None:
+        if check.valid("feature_dim") and self.feature_dim % 2:
+            check.reject("feature_dim", "give an even number: half are sines, half cosines")
+        if check.valid("num_latents") and round(self.num_latents**0.5) ** 2 != self.num_latents:
+            check.reject("num_latents", "give a square number: latents are placed on a grid")
         queries = self.queries_per_step
         if (
             queries is not None
-            and check.fine("queries_per_step", "image_size")
+            and check.valid("queries_per_step", "image_size")
             and queries > self.image_size**2
         ):
-            check.refuse("queries_per_step", f"the image has {self.image_size**2} positions")
+            check.reject("queries_per_step", f"the image has {self.image_size**2} positions")
 
     @property
     def layer_num(self) -> int:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
 
 from oomph.errors import ArgumentError
 from oomph.nn import BidirectionalMamba, GatedMLP
 from oomph.ops import attention, locality_bias
 from oomph.ops.common import no_autocast
 from oomph.ops.softmax_attention.biases import LocalityBias
+from oomph.torch_internals import register_dataclass
 
 if TYPE_CHECKING:
     from oomph.systems.ginr.config import GINRConfig
@@ -38,7 +38,7 @@ MIXINGS = ("self", "cross", "feedforward", "residual")
 
 
 class Attention(nn.Module):
-    """Of positions to each other, or with `context_dim` to a context; nothing of size N x N is held."""
+    """Self-attention, or with context_dim cross-attention; no N x N matrix is materialised."""
 
     def __init__(
         self, query_dim: int, context_dim: int | None = None, heads: int = 8, dim_head: int = 64
@@ -70,7 +70,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(GatedMLP):
-    """GEGLU over mult times as many features: `down(gelu(gate x) * up x)`; the wide features are not kept."""
+    """GEGLU, `down(gelu(gate x) * up x)`; the mult times wider features are not saved for backward."""
 
     def __init__(self, dim: int, mult: int = 4) -> None:
         super().__init__(dim, dim * mult, "gelu", bias=True)
@@ -94,7 +94,7 @@ class PreNorm(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """x + W2 ReLU(W1 x): the block of the original decoder, each position by itself."""
+    """x + W2 ReLU(W1 x), per position: the block of the original decoder."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -106,8 +106,8 @@ class ResidualBlock(nn.Module):
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The classes that blocks are made of."""
+class LayerClasses:
+    """The classes of a block's layers; the naive form has its own."""
 
     attention: type[Attention] = Attention
     feed_forward: type[FeedForward] = FeedForward
@@ -115,9 +115,9 @@ class Parts:
 
 @dataclass(frozen=True)
 class Mixing:
-    """How a block mixes positions, and its sizes.
+    """How a block mixes positions, and its dimensions.
 
-    kind: "self" (positions attend to each other), "cross" (each to the latents), "feedforward" (a second
+    kind: "self" (self-attention), "cross" (cross-attention to the latents), "feedforward" (a second
     feed-forward instead of attention), "residual" (a ResidualBlock instead of both).
     """
 
@@ -127,27 +127,27 @@ class Mixing:
     heads: int = 8
     dim_head: int = 64
     mult: int = 4
-    parts: Parts = Parts()
+    layers: LayerClasses = LayerClasses()
 
 
 class MixingBlock(nn.Module):
-    """Two residual sublayers, of which the first is `Mixing.kind` and the second a feed-forward."""
+    """Two residual sublayers: `Mixing.kind`, then a feed-forward."""
 
     def __init__(self, mixing: Mixing) -> None:
         super().__init__()
         self.kind = kind = mixing.kind
-        dim, parts = mixing.dim, mixing.parts
+        dim, layers = mixing.dim, mixing.layers
         self.mix: nn.Module
         self.feed: nn.Module | None = None
         if kind == "residual":
             self.mix = ResidualBlock(dim)
             return
-        self.feed = PreNorm(dim, parts.feed_forward(dim, mult=mixing.mult))
+        self.feed = PreNorm(dim, layers.feed_forward(dim, mult=mixing.mult))
         if kind == "feedforward":
-            self.mix = PreNorm(dim, parts.feed_forward(dim, mult=mixing.mult))
+            self.mix = PreNorm(dim, layers.feed_forward(dim, mult=mixing.mult))
             return
         context_dim = mixing.context_dim if kind == "cross" else None
-        attend = parts.attention(dim, context_dim, heads=mixing.heads, dim_head=mixing.dim_head)
+        attend = layers.attention(dim, context_dim, heads=mixing.heads, dim_head=mixing.dim_head)
         self.mix = PreNorm(dim, attend, context_dim)
 
     def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
@@ -163,8 +163,8 @@ class MixingBlock(nn.Module):
 class Encoder(nn.Module):
     """[B, channels, size, size] -> [B, L, C].
 
-    Latent tokens stand between the patches, evenly, so that scans from either side have read patches before
-    they come to a latent; after the patches they would learn nothing from the scan that goes backward.
+    Latent tokens are spread evenly between the patches, so that the scans of both directions read patches
+    before each latent. After all patches, they would get nothing from the backward scan.
     """
 
     def __init__(
@@ -236,7 +236,8 @@ class LatentProcessor(nn.Module):
 class FourierFeatures(nn.Module):
     """Sines and cosines of pi x . f, with fixed frequencies f ~ N(0, 1) * sigma: [N, 2] -> [N, features].
 
-    At sigma near 0 they would hardly change over the image; a position is in [-1, 1], so f = 1 is one period.
+    Positions are in [-1, 1], so f = 1 is one period over the image; with sigma near 0 the features would be
+    nearly constant.
     """
 
     frequencies: Tensor
@@ -247,7 +248,7 @@ class FourierFeatures(nn.Module):
         self.register_buffer("frequencies", torch.randn(2, features // 2) * sigma)
 
     def forward(self, t_N2: Tensor) -> Tensor:
-        # In float32 at least: in bfloat16 high frequencies would lose their phase.
+        # At least float32: in bfloat16 high frequencies lose their phase.
         wide = torch.promote_types(t_N2.dtype, torch.float32)
         with no_autocast(t_N2):
             phase = math.pi * (t_N2.to(wide) @ self.frequencies.to(wide))
@@ -270,7 +271,7 @@ class Branch(nn.Module):
 
 
 class Decoder(nn.Module):
-    """positions [N, 2] and latents [B, L, c], which stand at `latent_points` [L, 2] -> [B, N, channels]."""
+    """Positions [N, 2] and latents [B, L, c], placed at `latent_points` [L, 2] -> [B, N, channels]."""
 
     latent_points: Tensor
 
@@ -291,7 +292,7 @@ class Decoder(nn.Module):
         self.register_buffer("latent_points", latent_points)
         self.fourier = nn.ModuleList(FourierFeatures(feature_dim, sigma) for sigma in sigmas)
         self.query_lin = nn.Linear(feature_dim, hidden)
-        attend = mixing.parts.attention(
+        attend = mixing.layers.attention(
             hidden, mixing.context_dim, heads=mixing.heads, dim_head=mixing.dim_head
         )
         self.cross_attention = PreNorm(hidden, attend, mixing.context_dim)
@@ -303,7 +304,7 @@ class Decoder(nn.Module):
         self.out_lins = nn.ModuleList(nn.Linear(hidden, channels) for _ in scales)
 
     def features(self, t_N2: Tensor, batch: int) -> list[Tensor]:
-        """gamma per scale: [1, N, feature_dim], for all images of the batch."""
+        """gamma per scale: [1, N, feature_dim], shared by the batch."""
         return [fourier(t_N2).unsqueeze(0) for fourier in self.fourier]
 
     def forward(self, t_N2: Tensor, latents_BLC: Tensor) -> Tensor:
@@ -323,7 +324,7 @@ class Decoder(nn.Module):
         return out
 
     def _pixels(self, scale: int, h_BNC: Tensor, gamma: Tensor) -> Tensor:
-        """out_i(h + skip_i(gamma)), the two apart: their sum would be kept for every image."""
+        """out_i(h + skip_i(gamma)) as two products: the sum would be saved for every image."""
         lin, skip = self.out_lins[scale], self.skip_lins[scale]
         assert isinstance(lin, nn.Linear)
         pixels: Tensor = lin(h_BNC) + F.linear(skip(gamma), lin.weight)
@@ -345,13 +346,13 @@ register_dataclass(GINROutput)
 class GINR(nn.Module):
     """model(images) reconstructs images [B, channels, size, size] with values in [0, 1].
 
-    In training, where config.queries_per_step is given, at so many random positions; else at all.
+    In training, at config.queries_per_step random positions if that is set; otherwise at all positions.
     """
 
     grid: Tensor
 
     decoder_class: type[Decoder] = Decoder
-    parts = Parts()
+    layer_classes = LayerClasses()
 
     def __init__(self, config: GINRConfig) -> None:
         super().__init__()
@@ -370,7 +371,7 @@ class GINR(nn.Module):
         )
         self.processor = LatentProcessor(mixing("self", config.dim, config.dim), config.processor_depth)
         self.decoder = self.decoder_class(
-            mixing(config.query_mixing, config.hidden_dim, config.dim, parts=self.parts),
+            mixing(config.query_mixing, config.hidden_dim, config.dim, layers=self.layer_classes),
             positions(round(config.num_latents**0.5)),
             channels=config.channels,
             feature_dim=config.feature_dim,
@@ -401,7 +402,7 @@ class GINR(nn.Module):
         return latents
 
     def decode(self, latents: Tensor, t_N2: Tensor) -> Tensor:
-        """Pixels at positions in [-1, 1]: [B, N, channels]; `query_chunk` of them at a time."""
+        """Pixels [B, N, channels] at positions in [-1, 1], `query_chunk` positions at a time."""
         chunk = self.config.query_chunk or len(t_N2)
         parts = [self.decoder(part, latents) for part in t_N2.split(chunk)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -1,7 +1,7 @@
-"""Field report 004, as it was: eager self-attention over all positions in nine places, for every image.
+"""The naive form of report 004: eager self-attention over all positions in nine layers, for every image.
 
-The parameters and the outputs are the model's. Queries that are the same for all images are repeated
-for each, every attention holds its N x N matrix, and feed-forwards keep their wide features.
+Parameters and outputs equal those of the model. Queries, which are the same for all images, are repeated for
+each, every attention materialises its N x N matrix, and feed-forwards save their wide features.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from oomph.ops.softmax_attention.biases import LocalityBias
 from oomph.systems.ginr.config import GINRConfig
-from oomph.systems.ginr.model import GINR, Attention, Decoder, FeedForward, Parts
+from oomph.systems.ginr.model import GINR, Attention, Decoder, FeedForward, LayerClasses
 
 
 class EagerAttention(Attention):
@@ -29,7 +29,7 @@ class EagerFeedForward(FeedForward):
 
 
 class RepeatingDecoder(Decoder):
-    """Computes for every image what depends on positions alone."""
+    """Repeats for every image what depends on positions alone."""
 
     def features(self, t_N2: Tensor, batch: int) -> list[Tensor]:
         return [gamma.repeat(batch, 1, 1) for gamma in super().features(t_N2, batch)]
@@ -37,7 +37,7 @@ class RepeatingDecoder(Decoder):
 
 class NaiveGINR(GINR):
     decoder_class = RepeatingDecoder
-    parts = Parts(EagerAttention, EagerFeedForward)
+    layer_classes = LayerClasses(EagerAttention, EagerFeedForward)
 
 
 def build(config: GINRConfig, *, seq_len: int | None = None) -> NaiveGINR:

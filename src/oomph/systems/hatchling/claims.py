@@ -1,30 +1,30 @@
-"""Report 000's claims, worked out."""
+"""The claims of report 000."""
 
-from oomph.systems.claims import Claim, mib, whole
+from oomph.systems.claims import Claim, mib
 from oomph.systems.hatchling.config import PRESETS
 from oomph.systems.hatchling.naive import REPORT
 
 CHUNK = 64  # the report's fix
 
 
-def transition_elements(tokens: int = whole(REPORT["tokens"])) -> int:
+def transition_elements(tokens: int = REPORT.tokens) -> int:
     """[B, T, H, dk, dk]"""
-    config = PRESETS[str(REPORT["preset"])]
-    return whole(REPORT["batch"]) * tokens * config.n_heads * config.head_dim**2
+    config = PRESETS[REPORT.preset]
+    return REPORT.batch * tokens * config.n_heads * config.head_dim**2
 
 
 def transition_bytes(itemsize: int) -> int:
     return transition_elements() * itemsize
 
 
-def alive_at_the_line() -> int:
-    """decay_diag, forget_rank1, their difference, and the writes: four of them, in fp32."""
+def alive_at_failure() -> int:
+    """decay_diag, forget_rank1, their difference, and the writes: four tensors, in fp32."""
     return 4 * transition_bytes(4)
 
 
-def joined_after_chunks() -> int:
-    """At the end of the report's fix: the chunks of one tensor, and the whole they are copied into."""
-    chunks = whole(REPORT["tokens"]) // CHUNK
+def concatenated_chunks() -> int:
+    """At the end of the report's fix: the chunks of one tensor, and the tensor they are copied into."""
+    chunks = REPORT.tokens // CHUNK
     return chunks * transition_elements(CHUNK) * 4 + transition_bytes(4)
 
 
@@ -39,7 +39,7 @@ CLAIMS = (
     ),
     Claim(
         "000",
-        "the request that failed",
+        "the allocation that failed",
         "512 MiB, while a tensor is said to take 268 MB",
         lambda: f"{mib(transition_bytes(4))} in fp32",
         "in part",
@@ -49,7 +49,7 @@ CLAIMS = (
         "000",
         "peak of that operation",
         "~536 MB",
-        lambda: f"{mib(alive_at_the_line())}",
+        lambda: f"{mib(alive_at_failure())}",
         "wrong",
         "decay_diag, forget_rank1, their difference and the writes are alive together, in fp32",
     ),
@@ -57,16 +57,16 @@ CLAIMS = (
         "000",
         "chunks of 64 tokens take 4x less",
         "~536 MB -> ~134 MB",
-        lambda: f"{mib(joined_after_chunks())} when one tensor's chunks are joined",
+        lambda: f"{mib(concatenated_chunks())} when the chunks of one tensor are concatenated",
         "wrong",
-        "the chunks are joined to the full size again, and autograd keeps the outer products of each",
+        "the chunks are concatenated to the full size, and autograd saves the outer products of each",
     ),
     Claim(
         "000",
-        "price of the chunks",
+        "slowdown of the chunks",
         "~5 % slower",
-        lambda: "no figure follows from arithmetic",
+        lambda: "not derivable",
         "never measured",
-        "the report gives no run; `model.py` is measured against the scan",
+        "the report has no measurement; `model.py` is measured against the scan",
     ),
 )

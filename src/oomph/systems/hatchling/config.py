@@ -12,12 +12,12 @@ MODES = ("auto", "chunked", "sequential", "scan")
 
 @dataclass(frozen=True)
 class HatchlingConfig:
-    """gate: "spiking" (the report's) or "kimi" (the published layer's, which has no neurons and drops none).
-
-    lam, theta, surrogate: of the neurons. token_drop: in training, on layers `token_drop_layers`, first to
-    last, both included, counted from 0. kda_memory_chunk_size: tokens between the states that are kept for
-    backward (64 in the report); None: the op's own choice, which starts fewer kernels. kda_mode "scan" is the
-    form that ran out of memory.
+    """gate: "spiking" (the report's) or "kimi" (the published KDA gate, without spikes and token drop).
+    lam, theta, surrogate: decay, threshold and surrogate-gradient slope of the spiking neurons.
+    token_drop: probability in training, on the layers token_drop_layers = (first, last), inclusive, from 0.
+    kda_mode: "scan" is the implementation that ran out of memory.
+    kda_memory_chunk_size: tokens between the states saved for backward; None: chosen by the op.
+    predictive_weight: of the auxiliary loss that predicts the next hidden state.
     """
 
     vocab_size: int = 32_000
@@ -43,27 +43,27 @@ class HatchlingConfig:
 
     def __post_init__(self) -> None:
         with checking(self) as check:
-            check.whole_numbers(
+            check.integers(
                 *("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff"),
                 *("gate_rank", "attention_every", "context_length"),
             )
             check.multiple("n_heads", "n_kv_heads")
-            check.one_of("gate", GATES)
-            check.one_of("kda_mode", MODES)
+            check.choice("gate", GATES)
+            check.choice("kda_mode", MODES)
             if self.kda_memory_chunk_size is not None:
-                check.whole_numbers("kda_memory_chunk_size")
-            check.number_from("token_drop", 0, below=1)
+                check.integers("kda_memory_chunk_size")
+            check.number("token_drop", 0, below=1)
             for field in ("lam", "theta", "surrogate", "predictive_weight", "norm_eps"):
-                check.number_from(field, 0)
+                check.number(field, 0)
             first, last = self.token_drop_layers
             if not 0 <= first <= last:
-                check.refuse("token_drop_layers", "give the first and the last layer, 0 <= first <= last")
+                check.reject("token_drop_layers", "give the first and the last layer, 0 <= first <= last")
 
     def drops_tokens(self, layer: int) -> bool:
         return self.token_drop_layers[0] <= layer <= self.token_drop_layers[1]
 
     def is_attention(self, layer: int) -> bool:
-        """Layers 3, 7, 11, ... of softmax attention; the others are delta attention."""
+        """Whether the layer is softmax attention (3, 7, 11, ...); the others are delta attention."""
         return (layer + 1) % self.attention_every == 0
 
     def build(self) -> "Hatchling":

@@ -1,4 +1,4 @@
-"""Report 000's model: Kimi delta attention with a spiking gate, every 4th layer attention without positions.
+"""Hatchling (report 000): Kimi delta attention with a spiking gate; every 4th layer is NoPE attention.
 
 Legend: B batch, T tokens, D hidden size.
 """
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class KDABlock(nn.Module):
     """x + delta attention(x), with the report's spiking gate or the published one.
 
-    memory_chunk_size is the report's argument: kept for backward are the inputs and one state per so many
-    tokens. (The report cut `transitions` into chunks of this size, and joined them again.)
+    memory_chunk_size: the report's argument. Saved for backward are the inputs and one state per
+    memory_chunk_size tokens. (The report computed `transitions` in chunks of this size.)
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class KDABlock(nn.Module):
         memory_chunk_size: int | None = None,
     ) -> None:
         super().__init__()
-        # A loop over tokens has no chunks; a configuration may change the mode and leave the size.
+        # The sequential mode has no chunks; a config may change the mode and leave the size.
         size = None if mode == "sequential" else memory_chunk_size
         self.norm: nn.Module | None = None
         if gate == "spiking":
@@ -78,13 +78,13 @@ class KDABlock(nn.Module):
             )
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        if self.norm is None:  # it normalises and adds by itself
+        if self.norm is None:  # SpikingKDABlock has its own norm and residual connection
             return self.inner(x_BTD)[0]  # type: ignore[no-any-return]
         return x_BTD + self.inner(self.norm(x_BTD))[0]  # type: ignore[no-any-return]
 
 
 class Hatchling(CausalDecoder):
-    """`.loss` is cross-entropy, in training plus predictive_weight times `.auxiliary_loss`."""
+    """`.loss` is the cross-entropy, in training plus predictive_weight * `.auxiliary_loss`."""
 
     def __init__(self, config: HatchlingConfig) -> None:
         super().__init__(
@@ -95,18 +95,17 @@ class Hatchling(CausalDecoder):
             tied=True,
         )
         self.config = config
-        # Not there where its loss does not count: its parameters would never get a gradient.
-        learns_ahead = config.predictive_weight > 0
-        self.predictor = MLP(config.d_model, config.d_model, "gelu") if learns_ahead else None
+        # With weight 0 its parameters would never get a gradient.
+        has_predictor = config.predictive_weight > 0
+        self.predictor = MLP(config.d_model, config.d_model, "gelu") if has_predictor else None
 
     def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
         out = super().output(hidden_BTD, labels)
-        learns = self.training and self.predictor is not None and hidden_BTD.shape[1] > 1
-        if out.loss is None or self.predictor is None or not learns:
+        if out.loss is None or self.predictor is None or not self.training or hidden_BTD.shape[1] == 1:
             return out
-        ahead = F.mse_loss(self.predictor(hidden_BTD[:, :-1]), hidden_BTD[:, 1:].detach())
+        predictive = F.mse_loss(self.predictor(hidden_BTD[:, :-1]), hidden_BTD[:, 1:].detach())
         return LanguageModelOutput(
-            loss=out.loss + self.config.predictive_weight * ahead, auxiliary_loss=ahead
+            loss=out.loss + self.config.predictive_weight * predictive, auxiliary_loss=predictive
         )
 
 

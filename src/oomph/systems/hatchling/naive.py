@@ -1,26 +1,26 @@
-"""Report 000's failure: a dk x dk transition and a dk x dv write for every token, then a scan over them.
+"""The naive form of report 000: a dk x dk transition and a dk x dv write per token, then a scan over them.
 
-At the report's shape (batch 16, 256 tokens, 8 heads, dk 64) each is 512 MiB in fp32, four of them are alive
-at the line that failed, and autograd keeps the scan's intermediate results of every layer.
+At the report's shape (batch 16, 256 tokens, 8 heads, dk 64) each tensor has 512 MiB in fp32, four of them are
+alive at the line that failed, and autograd saves the intermediate results of every layer's scan.
 """
 
 from dataclasses import replace
 
+from oomph.systems.claims import ReportedRun
 from oomph.systems.hatchling.config import HatchlingConfig
 from oomph.systems.hatchling.model import Hatchling
 
-# On what the report ran: an RTX 3090, the first step of the curriculum.
-REPORT = {"gpu": "rtx3090", "preset": "hn_xs", "batch": 16, "tokens": 256}
+REPORT = ReportedRun("rtx3090", "hn_xs", batch=16, tokens=256)  # the first stage of its curriculum
 
 
 class NaiveHatchling(Hatchling):
-    """The model's parameters, outputs and gradients, by dense transitions."""
+    """The same parameters, outputs and gradients as Hatchling, computed with dense transitions."""
 
     def __init__(self, config: HatchlingConfig, memory_chunk_size: int | None = None) -> None:
-        """memory_chunk_size: None is the report's code as it failed, 64 its own fix, which cuts the making of
-        the transitions into chunks and joins these to the full size again."""
-        all_at_once = max(1, config.context_length) if memory_chunk_size is None else memory_chunk_size
-        super().__init__(replace(config, kda_mode="scan", kda_memory_chunk_size=all_at_once))
+        """memory_chunk_size: None is the code that failed. 64 is the report's fix, which computes the
+        transitions in chunks and concatenates them to the full size again."""
+        size = max(1, config.context_length) if memory_chunk_size is None else memory_chunk_size
+        super().__init__(replace(config, kda_mode="scan", kda_memory_chunk_size=size))
 
 
 def build(config: HatchlingConfig, *, seq_len: int | None = None) -> NaiveHatchling:

@@ -1,18 +1,18 @@
-"""Report 002's claims, worked out."""
+"""The claims of report 002."""
 
-from oomph.systems.claims import Claim, gib, whole
+from oomph.systems.claims import Claim, gib
 from oomph.systems.longctx.config import LongContextConfig
 from oomph.systems.longctx.naive import REPORT
 
-TOKENS = whole(REPORT["tokens"])
-SPARSE_PARAMS = 3_921_918_720  # of the report's own sparse attention, whose code is not ours
-# The report's own measurements, in GiB: what follows from them is worked out here.
+TOKENS = REPORT.tokens
+SPARSE_PARAMS = 3_921_918_720  # with the report's own sparse attention, which differs from NSA
+# Measured by the report, in GiB.
 AFTER_FIRST_LAYER, AFTER_FORWARD, MODEL_AND_ACTIVATIONS = 25.87, 62.97, 68.0
 BF16, FP32 = 2, 4
 
 
 def config() -> LongContextConfig:
-    return LongContextConfig.of(str(REPORT["model_size"]))
+    return LongContextConfig.of(REPORT.preset)
 
 
 def logits_bytes(tokens: int, itemsize: int = BF16) -> int:
@@ -29,34 +29,34 @@ def duplicate_rope_bytes() -> int:
 
 
 def loss_forward_bytes(batch: int = 1) -> int:
-    """Logits, their copy in fp32 and its log-softmax. Of more than one row, a shifted copy as well:
-    of one, the slice without the last token is contiguous already."""
+    """Logits, their copy in fp32 and its log-softmax. With more than one row, the shifted logits are a copy
+    as well: with one row, the slice without the last token is contiguous already."""
     copies = 1 if batch == 1 else 2
     return copies * logits_bytes(TOKENS) + 2 * logits_bytes(TOKENS, FP32)
 
 
 def loss_backward_bytes() -> int:
-    """Log-softmax, and the gradients of it and of the fp32 logits."""
+    """Log-softmax, its gradient, and the gradient of the fp32 logits."""
     return 3 * logits_bytes(TOKENS, FP32)
 
 
 def saved_by_chunked_loss() -> int:
-    """What autograd keeps of a loss in chunks that recomputes nothing: every chunk's log-softmax."""
+    """Autograd saves the log-softmax of every chunk, because no chunk is recomputed."""
     chunk = 4096
     return sum(logits_bytes(min(chunk, TOKENS - start), FP32) for start in range(0, TOKENS, chunk))
 
 
 def distinct_bf16_positions(tokens: int) -> int:
-    """How many positions below a power of two remain after rounding to 8 significant bits.
+    """Distinct values of 0 .. tokens - 1 after rounding to 8 significant bits; tokens: a power of two.
 
-    256 are exact; each doubling after that has 128; the last few round up to `tokens` itself.
+    The first 256 are exact, each doubling after that has 128, and the last few round up to `tokens`.
     """
     doublings = (tokens - 1).bit_length() - 8
     return 256 + 128 * doublings + 1
 
 
 def sharded_gib(gpus: int = 2) -> float:
-    """The report's 68 GiB when each GPU holds its share of the parameters and all of its activations."""
+    """The report's 68 GiB with sharded parameters; each GPU holds all of its activations."""
     return MODEL_AND_ACTIVATIONS - parameter_bytes() / 2**30 * (1 - 1 / gpus)
 
 
@@ -84,7 +84,7 @@ CLAIMS = (
         lambda: f"{gib(loss_forward_bytes())} in forward, {gib(loss_backward_bytes())} in backward",
         "wrong",
         "fp32 logits and log-softmax are 74 GiB each, and backward holds three such tensors; "
-        "with more than one row, the shifted logits are a copy too: "
+        "with more than one row, the shifted logits are a copy as well: "
         f"{gib(loss_forward_bytes(2))} in forward for the same tokens",
     ),
     Claim(
@@ -93,7 +93,7 @@ CLAIMS = (
         "8.72 GB",
         lambda: f"{gib(SPARSE_PARAMS * BF16)} + {gib(duplicate_rope_bytes())} of rotary caches",
         "wrong",
-        "36 layers hold a cache of the same cosines and sines",
+        "each of the 36 layers has its own copy of the rotary cache",
     ),
     Claim(
         "002",
@@ -101,16 +101,15 @@ CLAIMS = (
         "62.97 GB",
         lambda: f"{AFTER_FIRST_LAYER:.2f} + {gib(logits_bytes(TOKENS))} of logits",
         "wrong",
-        "layers 2 to 36 add nothing: it was measured under no_grad",
+        "layers 2 to 36 add nothing: the report measured under no_grad",
     ),
     Claim(
         "002",
         "chunking the loss saves in training",
         "~37-74 GB",
-        lambda: f"{gib(saved_by_chunked_loss())} kept for backward, as without chunks",
+        lambda: f"{gib(saved_by_chunked_loss())} saved for backward, as without chunks",
         "wrong",
-        "nothing is recomputed, so each chunk's log-softmax waits for backward; the peak falls, what is "
-        "kept does not",
+        "no chunk is recomputed, so the log-softmax of each is saved for backward; only the peak falls",
     ),
     Claim(
         "002",
@@ -118,7 +117,7 @@ CLAIMS = (
         "68 GB -> ~34 GB each",
         lambda: f"{sharded_gib():.1f} GiB each",
         "wrong",
-        "FSDP shards parameters, gradients and optimizer state; activations stay whole",
+        "FSDP shards parameters, gradients and optimizer state; activations are not sharded",
     ),
     Claim(
         "002",
@@ -126,14 +125,14 @@ CLAIMS = (
         "positions on the right device",
         lambda: f"{distinct_bf16_positions(TOKENS):,} distinct positions of {TOKENS:,}",
         "in part",
-        "positions are counted in the dtype of inv_freq: in bf16 they are wrong from 257 on",
+        "positions have the dtype of inv_freq: in bf16 they are wrong from 257 on",
     ),
     Claim(
         "002",
-        "price of the chunks",
+        "slowdown of the chunks",
         "5-10 % slower",
-        lambda: "no figure follows from arithmetic",
+        lambda: "not derivable",
         "never measured",
-        "the report gives no run",
+        "the report has no measurement",
     ),
 )

@@ -6,7 +6,7 @@
 from dataclasses import dataclass, replace
 
 from oomph.systems.blocks import total_params
-from oomph.systems.config_checks import checking, preset
+from oomph.systems.config_checks import checking, find_preset
 from oomph.systems.longctx.model import LongContext
 
 ATTENTIONS = ("dense", "nsa")
@@ -36,25 +36,25 @@ class LongContextConfig:
 
     def __post_init__(self) -> None:
         with checking(self) as check:
-            check.whole_numbers(
+            check.integers(
                 *("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "intermediate_size"),
                 *("vocab_size", "nsa_block_size", "nsa_compress_block", "nsa_compress_stride", "nsa_top_n"),
                 "nsa_window",
             )
             check.multiple("num_heads", "num_kv_heads")
-            if check.fine("head_dim") and self.head_dim % 2:
-                check.refuse("head_dim", "rotary turns pairs: give an even number")
+            if check.valid("head_dim") and self.head_dim % 2:
+                check.reject("head_dim", "rotary embedding needs an even number")
             check.booleans("tie_word_embeddings", "qk_norm")
-            check.number_from("norm_eps", 0)
-            check.number_from("rope_theta", 0)
-            if check.fine("rope_theta") and self.rope_theta <= 1:
-                check.refuse("rope_theta", "give a number > 1, e.g. 10000")
-            check.one_of("attention", ATTENTIONS)
+            check.number("norm_eps", 0)
+            check.number("rope_theta", 0)
+            if check.valid("rope_theta") and self.rope_theta <= 1:
+                check.reject("rope_theta", "give a number > 1, e.g. 10000")
+            check.choice("attention", ATTENTIONS)
 
     @classmethod
     def of(cls, model_size: str, attention: str = "dense") -> "LongContextConfig":
         """By the report's names: `of("4B", "nsa")`."""
-        return replace(preset(PRESETS, model_size, "longctx"), attention=attention)
+        return replace(find_preset(PRESETS, model_size, "longctx"), attention=attention)
 
     def build(self) -> "LongContext":
         return LongContext(self)

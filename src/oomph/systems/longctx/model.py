@@ -1,7 +1,4 @@
-"""Report 002's long-context decoder: grouped-query attention, dense or native sparse, one rotary table.
-
-The sizes are the report's own 4B, Qwen3's (0.6B, qwen3-4B, 8B) and a `tiny` one for tests.
-"""
+"""The long-context decoder of report 002: grouped-query attention, dense or NSA, one rotary table."""
 
 from __future__ import annotations
 
@@ -31,9 +28,9 @@ class LongContext(CausalDecoder):
         self.config = config
 
     def _compute_loss_chunked(self, hidden_states: Tensor, labels: Tensor, chunk_size: int = 4096) -> Tensor:
-        """The report's function: next-token loss of hidden_states [B, T, D] in blocks of chunk_size tokens.
+        """The report's function: next-token loss of hidden_states [B, T, D] in chunks of chunk_size tokens.
 
-        Nothing of a block is kept for backward. forward needs no such choice: its loss never holds logits.
+        Nothing of a chunk is saved for backward. `forward` does not need it: its loss never holds logits.
         """
         head = self.embedding if self.lm_head is None else self.lm_head
         return compute_loss_chunked(hidden_states, labels, head, chunk_size)

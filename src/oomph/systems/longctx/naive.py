@@ -1,4 +1,4 @@
-"""Report 002's failures: full logits copied and cast before the loss, and a rotary cache in every layer.
+"""The naive form of report 002: full logits copied and cast before the loss, a rotary cache per layer.
 
 Legend: B batch, T tokens, H heads, E head size, V vocabulary.
 """
@@ -12,22 +12,23 @@ from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import UserError
 from oomph.systems.blocks import LanguageModelOutput
+from oomph.systems.claims import ReportedRun
 from oomph.systems.longctx.config import LongContextConfig
 from oomph.systems.longctx.model import LongContext
 
-# The report's card has 94.97 GiB.
-REPORT = {"gpu": "h20", "model_size": "4B", "batch": 1, "tokens": 131_072}
+REPORT = ReportedRun("h20", "4B", batch=1, tokens=131_072)  # a GPU with 94.97 GiB
 CHUNK = 4096  # tokens per chunk of the report's loss
 ROPE_BUGS = (None, "wrong_device", "rounded_positions")
 
 
 class RopeCache(nn.Module):
-    """Cosines and sines [tokens, E] of every position, one copy per layer, in whatever dtype the model has.
+    """Cosines and sines [tokens, E] of every position, one copy per layer, in the dtype of the model.
 
-    bug: how a cache that has become too short is made again. None: as it was made at first.
-    "wrong_device": positions are counted on the CPU, which fails when the model is elsewhere.
-    "rounded_positions": the report's repair. They are counted in inv_freq's dtype: in bfloat16, 131,072
-    positions are 1,409 different ones, wrong from 257 on.
+    bug: how the cache is rebuilt for a longer sequence.
+        None: correctly.
+        "wrong_device": with positions on the CPU, which fails when the model is on another device.
+        "rounded_positions": the report's fix, with positions in the dtype of inv_freq. In bfloat16, 131,072
+        positions have 1,409 distinct values, wrong from 257 on.
     """
 
     inv_freq: Tensor
@@ -46,9 +47,9 @@ class RopeCache(nn.Module):
         return self.cos[:tokens], self.sin[:tokens]
 
     def rotate(self, q_BTHE: Tensor, k_BTGE: Tensor, table: Any = None) -> tuple[Tensor, Tensor]:
-        """In the place of the model's own rotary, whose table is not looked at."""
+        """Replaces RotaryEmbedding.rotate; `table` is ignored."""
         cos_TE, sin_TE = self(q_BTHE.shape[1])
-        return _turned(q_BTHE, cos_TE, sin_TE), _turned(k_BTGE, cos_TE, sin_TE)
+        return _rotated(q_BTHE, cos_TE, sin_TE), _rotated(k_BTGE, cos_TE, sin_TE)
 
     def _rebuild(self, tokens: int) -> None:
         device, dtype = self.inv_freq.device, self.inv_freq.dtype
@@ -71,20 +72,20 @@ class RopeCache(nn.Module):
         self.register_buffer("sin", angles_TE.sin().to(dtype), persistent=False)
 
 
-def _turned(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+def _rotated(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     first, second = x_BTHE.chunk(2, -1)
     return x_BTHE * cos_TE[:, None] + torch.cat((-second, first), -1) * sin_TE[:, None]
 
 
 class NaiveLongContext(LongContext):
-    """The model's parameters and (but for a rope_bug) outputs, by the report's old code."""
+    """The same parameters and, without a rope_bug, the same outputs as LongContext."""
 
     def __init__(self, config: LongContextConfig, context_length: int, rope_bug: str | None = None) -> None:
-        """context_length: of the caches. A longer sequence has them made again."""
+        """context_length: of the caches; a longer sequence rebuilds them."""
         if rope_bug not in ROPE_BUGS:
             raise UserError(f"rope_bug={rope_bug!r} is not valid; choose from {ROPE_BUGS}")
         super().__init__(config)
-        if config.attention == "dense":  # the sparse layer asks for the table that its rotary would need
+        if config.attention == "dense":  # NSA layers need the table as well
             self.rotary = None
         for layer in self.layers:
             attention: Any = layer.attention

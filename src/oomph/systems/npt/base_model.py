@@ -1,4 +1,4 @@
-"""The frozen model under an NPT: a known shape with random weights, or a folder of Hugging Face weights."""
+"""The frozen base model of an NPT: a known shape with random weights, or a local Hugging Face folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +17,10 @@ _LLAMA_3_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 
-# Larger weights than a large model starts with: those would leave so narrow a layer no attention to speak of.
+# With the usual initializer_range, attention in such narrow layers would be nearly uniform.
 _TINY = {"initializer_range": 0.2, "bos_token_id": 0, "eos_token_id": 0}
 
-# name -> (transformers' model type, what its config is given)
+# name -> (model type of transformers, arguments of its config)
 SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama-3.1-8b": (
         "llama",
@@ -37,7 +37,7 @@ SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "rope_scaling": _LLAMA_3_ROPE,
         },
     ),
-    # d_ffn 11008, the shape of the report's arithmetic.
+    # d_ffn 11008, which the report computes with.
     "llama-2-7b": ("llama", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
     "gpt2": ("gpt2", {}),
     "llama-tiny": (
@@ -61,20 +61,20 @@ SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def load_base(model_name: str, weights: str | None, dtype: torch.dtype) -> nn.Module:
-    """With `weights`, a local folder, what is stored there; without, random weights of the named shape."""
+    """The weights in the local folder `weights`, or random ones of the shape `model_name`."""
     models = _transformers().AutoModelForCausalLM
-    here = torch.empty(0).device  # where modules are being made
-    if weights is None or here.type == "meta":  # only the shape is asked for
+    device = torch.empty(0).device  # the default device
+    if weights is None or device.type == "meta":  # only the shape is needed
         made: nn.Module = models.from_config(_config(model_name, weights), dtype=dtype)
         return made
     _check_is_folder(weights)
-    with torch.device("cpu"):  # on any other, transformers asks for a further library
+    with torch.device("cpu"):  # on other devices, transformers needs accelerate
         loaded: nn.Module = models.from_pretrained(weights, dtype=dtype, local_files_only=True)
-    return loaded.to(here)
+    return loaded.to(device)
 
 
-def vocabulary_of_base(model_name: str, weights: str | None) -> int:
-    """How many tokens it knows, without building it."""
+def base_vocab_size(model_name: str, weights: str | None) -> int:
+    """Without building the model."""
     return int(_config(model_name, weights).vocab_size)
 
 

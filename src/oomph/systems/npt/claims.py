@@ -1,4 +1,4 @@
-"""Report 003's claims, worked out."""
+"""The claims of report 003."""
 
 from oomph.systems.claims import Claim, gib, mib
 
@@ -22,7 +22,7 @@ def modulation_elements() -> int:
 
 
 def model_bytes() -> int:
-    """h A and its product with the modulation, [B, S, r] each."""
+    """h A and (h A) * mod, [B, S, r] each."""
     return 2 * modulation_elements() * FP32
 
 
@@ -33,7 +33,7 @@ CLAIMS = (
         "~448 GB at d_ffn 11008",
         lambda: f"{gib(whole_delta_bytes())}; {gib(whole_delta_bytes(D_FFN_8B))} at d_ffn {D_FFN_8B}",
         "wrong",
-        "448 GiB is right for Llama-3.1-8B's d_ffn, not for the one the report names",
+        "448 GiB is right for the d_ffn of Llama-3.1-8B, not for the one in the report",
     ),
     Claim(
         "003",
@@ -41,7 +41,7 @@ CLAIMS = (
         "~32 KB",
         lambda: f"{modulation_elements():,} elements, {modulation_elements() * FP32 // 1024} KiB",
         "wrong",
-        "the number of elements was taken for bytes",
+        "the report gives the number of elements as bytes",
     ),
     Claim(
         "003",
@@ -55,24 +55,24 @@ CLAIMS = (
         "003",
         "token by token instead of all at once",
         "<1 GB, >400x less",
-        lambda: f"{gib(TOKENS * token_delta_bytes(BATCH))} kept per layer",
+        lambda: f"{gib(TOKENS * token_delta_bytes(BATCH))} saved per layer",
         "wrong",
-        "autograd keeps W + dW of every token, since the gradient of the layer's input needs it",
+        "autograd saves W + dW of every token for the gradient of the layer's input",
     ),
     Claim(
         "003",
-        "deltas made in host memory",
+        "deltas computed on the CPU",
         "frees GPU memory",
         lambda: "no gradient reaches B through detach()",
         "wrong",
-        "what is offloaded with detach() is not trained; with its history it comes back, and is kept",
+        "detach() cuts B off from training; without it, autograd saves the deltas on the GPU again",
     ),
     Claim(
         "003",
         "efficient forward pass, no delta at all",
         "h @ W + (h @ A) * mod @ B",
-        lambda: f"{model_bytes() // 1024} KiB besides the product",
+        lambda: f"{model_bytes() // 1024} KiB besides the output",
         "right",
-        "the same function, exactly; `model.py` computes this",
+        "exactly the same function; `model.py` computes it this way",
     ),
 )

@@ -1,4 +1,4 @@
-"""What an NPT is made of; the presets are the report's three configurations."""
+"""The configuration of NPT and its presets: the report's three, and `tiny` for tests."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from oomph.systems.config_checks import checking
-from oomph.systems.npt.base_model import SHAPES, load_base, vocabulary_of_base
+from oomph.systems.npt.base_model import SHAPES, base_vocab_size, load_base
 from oomph.systems.npt.model import LayerChoice, NPComponent, NPTModel
 
 _PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -14,9 +14,9 @@ _PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 @dataclass(frozen=True)
 class NPTOptimization:
-    """use_cpu_offload: weight deltas that are looked at are made in host memory, with their gradients.
-    mixed_precision: "no", "bf16" or "fp16", of the frozen base and the activations; A and B are float32.
-    use_8bit: the base's linear layers are held in 8 bits.
+    """use_cpu_offload: compute_weight_delta computes on the CPU; gradients still reach A and B.
+    mixed_precision: "no", "bf16" or "fp16", for the frozen base and the activations; A and B are float32.
+    use_8bit: quantize the linear layers of the base to 8 bits.
     """
 
     use_cpu_offload: bool = False
@@ -26,7 +26,7 @@ class NPTOptimization:
     def __post_init__(self) -> None:
         with checking(self) as check:
             check.booleans("use_cpu_offload", "use_8bit")
-            check.one_of("mixed_precision", _PRECISIONS)
+            check.choice("mixed_precision", _PRECISIONS)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -35,17 +35,17 @@ class NPTOptimization:
 
 @dataclass(frozen=True)
 class NPTConfig:
-    """A frozen base, some of whose layers are made plastic.
+    """A frozen base model with some converted layers.
 
-    stream: whose output a layer hands to the next in training: the "teacher"'s, or the "student"'s, which is
-        what the converted model will see when it is used; or "joint", the student's with its history, so that
-        a layer also learns from the layers after it. A layer and its original always get the same input.
-    gradients: "forward" makes a layer's gradients as soon as its loss is there, and keeps nothing for
-        backward; "backward" leaves them to autograd, which a joint stream needs.
+    stream: the input of the next layer in training: the output of the "teacher"; of the "student", as in
+        inference; or "joint", the student's without detach(), so that a layer also learns from the layers
+        after it. A layer and its original always get the same input.
+    gradients: "forward" computes the gradients of a layer together with its loss and saves nothing for
+        backward; "backward" leaves them to autograd, which stream="joint" needs.
     """
 
-    model_name: str = "llama-3.1-8b"  # one of SHAPES; the weights are random
-    weights: str | None = None  # a local folder, instead
+    model_name: str = "llama-3.1-8b"  # one of SHAPES, with random weights
+    weights: str | None = None  # a local Hugging Face folder instead
     convert_layers: LayerChoice = "upper_half"
     rank: int = 16
     modulation_scale: float = 0.1
@@ -56,19 +56,19 @@ class NPTConfig:
 
     def __post_init__(self) -> None:
         with checking(self) as check:
-            check.one_of("model_name", SHAPES)
-            check.one_of("stream", ("teacher", "student", "joint"))
-            check.one_of("gradients", ("forward", "backward"))
+            check.choice("model_name", SHAPES)
+            check.choice("stream", ("teacher", "student", "joint"))
+            check.choice("gradients", ("forward", "backward"))
             if self.stream == "joint" and self.gradients == "forward":
-                check.refuse("gradients", "stream='joint' needs gradients='backward'")
-            check.whole_numbers("rank")
+                check.reject("gradients", "stream='joint' needs gradients='backward'")
+            check.integers("rank")
             for name in ("modulation_scale", "regularization"):
-                check.number_from(name, 0)
+                check.number(name, 0)
 
     @property
     def vocab_size(self) -> int:
-        """The base's own."""
-        return vocabulary_of_base(self.model_name, self.weights)
+        """Of the base model."""
+        return base_vocab_size(self.model_name, self.weights)
 
     def build(self, component: type[NPComponent] = NPComponent) -> NPTModel:
         base = load_base(self.model_name, self.weights, self.optimization.dtype)

@@ -1,4 +1,4 @@
-"""Products with frozen weights, and linear layers whose weight is held in 8 bits."""
+"""Linear layers with a frozen weight, in the base model's dtype or in 8 bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,19 +12,19 @@ from oomph.ops.modulation import Int8Weight, quantize_int8
 from oomph.ops.modulation.weights import add_times_weight, add_times_weight_transposed
 
 
-def frozen_product(h: Tensor, weight_df: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
-    """h W + bias: [..., d] -> [..., f]. An 8-bit W is converted in slices, again in backward, never kept."""
+def frozen_linear(h: Tensor, weight_df: Tensor | Int8Weight, bias: Tensor | None = None) -> Tensor:
+    """h W + bias: [..., d] -> [..., f]. An 8-bit W is dequantized slice by slice, in forward and backward."""
     if isinstance(weight_df, Tensor):
         return F.linear(h, weight_df.t(), bias)
-    return _int8_product(h.to(matmul_dtype(h)), weight_df, bias)
+    return _int8_linear(h.to(matmul_dtype(h)), weight_df, bias)
 
 
 @no_compile
-def _int8_product(h: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
-    return _Int8Product.apply(h, weight.values, weight.scale, bias)  # type: ignore[no-any-return]
+def _int8_linear(h: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    return _Int8Linear.apply(h, weight.values, weight.scale, bias)  # type: ignore[no-any-return]
 
 
-class _Int8Product(torch.autograd.Function):
+class _Int8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(values, scale)
@@ -49,7 +49,7 @@ class _Int8Product(torch.autograd.Function):
 
 
 class Int8Linear(nn.Module):
-    """A frozen linear layer, its weight in 8 bits with a float32 scale per output."""
+    """A frozen linear layer whose weight has 8 bits, with a float32 scale per output feature."""
 
     weight_values: Tensor
     weight_scale: Tensor
@@ -70,13 +70,13 @@ class Int8Linear(nn.Module):
         self.register_parameter("bias", frozen)
 
     def forward(self, h: Tensor) -> Tensor:
-        return frozen_product(h, Int8Weight(self.weight_values, self.weight_scale), self.bias)
+        return frozen_linear(h, Int8Weight(self.weight_values, self.weight_scale), self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, base=8-bit"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Int8Linear":
-        # A scale stands for a whole column: it moves with the module, but is not rounded with it.
+        # `.to(dtype)` must not round the scales: they only follow the module's device.
         exact = self.weight_scale
         super()._apply(fn, recurse)
         device = self.weight_scale.device
@@ -86,14 +86,14 @@ class Int8Linear(nn.Module):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """nn.Linear, or Conv1D, known by its name so that transformers need not be installed."""
+    """nn.Linear or GPT-2's Conv1D, recognised by name so that transformers need not be installed."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
-def hold_in_8_bits(module: nn.Module) -> None:
-    """Replace every linear layer inside by one in 8 bits."""
+def quantize_linear_layers(module: nn.Module) -> None:
+    """Replace every linear layer inside `module` by an Int8Linear."""
     for name, child in list(module.named_children()):
         if is_linear(child):
             setattr(module, name, Int8Linear(child))
         else:
-            hold_in_8_bits(child)
+            quantize_linear_layers(child)

@@ -1,9 +1,9 @@
-"""NPT: a Hugging Face decoder, frozen, with some layers whose MLP weights change per token with attention.
+"""NPT: a frozen Hugging Face decoder with layers whose MLP weights attention changes per token.
 
     original    h' = h + attention(norm_1 h)      out = h' + MLP_W(norm_2 h')
     student     mod = scale tanh(attention A)     out = h + MLP_(W + A diag(mod) B)(norm_2 h)
 
-Attention runs once for both, and its result is not added to the student's residual stream: it only modulates.
+Attention runs once for both; the student does not add it to the residual stream, it only modulates.
 Each converted layer learns to match the original layer's output on the same input.
 """
 
@@ -17,33 +17,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_dataclass
 
 from oomph.errors import UserError
 from oomph.nn import ModulatedLinear
 from oomph.ops import linear_cross_entropy
 from oomph.ops.modulation import TokenIndex, compute_weight_delta
-from oomph.systems.npt.frozen_linear import frozen_product, hold_in_8_bits
+from oomph.systems.npt.frozen_linear import frozen_linear, quantize_linear_layers
+from oomph.torch_internals import register_dataclass
 
 LayerChoice = str | int | Sequence[int]
-# Gradients of a mean over millions of elements are too small for float16. They are computed this much larger,
-# times the number of elements, and divided again in float32; a power of two, so that it rounds nothing.
+# Gradients of a mean over millions of elements underflow in float16. They are scaled by the number of
+# elements times this power of two, which rounds nothing, and unscaled in float32.
 _HEADROOM = 2**-8
 
 
 class NPComponent(ModulatedLinear):
-    """W + A diag(mod) B with mod = modulation_scale * tanh(attention A), in place of an MLP's projection.
+    """W + A diag(mod) B with mod = modulation_scale * tanh(attention A), replacing a projection of an MLP.
 
-    The MLP calls it with its input alone. Inside `modulated_by(mod)` that gives the student's product,
-    anywhere else the frozen layer's own. W stays in the base's dtype or in 8 bits; A and B are float32 (or
-    wider), because updates of a bfloat16 parameter are mostly rounded away.
+    The MLP calls it with its input only: inside `modulated_by(mod)` it computes the student's projection,
+    elsewhere the frozen one. W has the base's dtype or 8 bits. A and B are at least float32, because most
+    updates of a bfloat16 parameter are rounded away.
     """
 
     def __init__(
-        self, *args: Any, modulation_scale: float = 0.1, on_host: bool = False, **options: Any
+        self, *args: Any, modulation_scale: float = 0.1, on_cpu: bool = False, **options: Any
     ) -> None:
         super().__init__(*args, **options)
-        self.modulation_scale, self.on_host = modulation_scale, on_host
+        self.modulation_scale, self.on_cpu = modulation_scale, on_cpu
         self._current: Tensor | None = None
 
     @classmethod
@@ -54,19 +54,19 @@ class NPComponent(ModulatedLinear):
         *,
         modulation_scale: float = 0.1,
         eight_bit: bool = False,
-        on_host: bool = False,
+        on_cpu: bool = False,
     ) -> NPComponent:
-        """From an nn.Linear or GPT-2's Conv1D, whose weight it shares unless `eight_bit`."""
+        """From an nn.Linear or GPT-2's Conv1D; shares its weight unless eight_bit."""
         made = cls.from_linear(linear, rank, eight_bit=eight_bit)
         assert isinstance(made, NPComponent)
-        made.modulation_scale, made.on_host = modulation_scale, on_host
+        made.modulation_scale, made.on_cpu = modulation_scale, on_cpu
         wide = torch.promote_types(made.A.dtype, torch.float32)
         made.A, made.B = (nn.Parameter(factor.detach().to(wide)) for factor in (made.A, made.B))
         made.reset_parameters()
         return made
 
     def modulation(self, attention: Tensor) -> Tensor:
-        """[..., d] -> [..., r], at most modulation_scale in size; computed in A's dtype."""
+        """[..., d] -> [..., r], in (-modulation_scale, modulation_scale); computed in A's dtype."""
         return self.modulation_scale * torch.tanh(attention.to(self.A.dtype) @ self.A)
 
     @contextmanager
@@ -81,22 +81,22 @@ class NPComponent(ModulatedLinear):
         """h [..., d], mod [..., r] or None -> [..., f]."""
         mod = self._current if mod is None else mod
         if mod is None:
-            return frozen_product(h, self.base_weight, self.bias)
+            return frozen_linear(h, self.base_weight, self.bias)
         return super().forward(h, mod)
 
     def compute_weight_delta(self, modulation: Tensor, token_idx: TokenIndex) -> Tensor:
-        """The change of W at the tokens asked for, [..., d, f]: to look at; training never makes one.
+        """dW of the given tokens, [..., d, f], for inspection; training never forms it.
 
-        `on_host` makes it in host memory, where A and B go with their history: they keep their gradients.
+        With on_cpu it is computed on the CPU; gradients still reach A and B.
         """
         A: Tensor = self.A
         B: Tensor = self.B
-        if self.on_host:
+        if self.on_cpu:
             A, B, modulation = A.cpu(), B.cpu(), modulation.cpu()
         return compute_weight_delta(A, B, modulation, token_idx)
 
     def penalty(self, mod: Tensor) -> Tensor:
-        """||dW||_F^2 per token, [...], without dW."""
+        """||dW||_F^2 per token, [...], without forming dW."""
         return self.weight_delta_norm(mod, squared=True)
 
 
@@ -105,19 +105,19 @@ class LayerLoss:
     total: Tensor  # matching + regularization * penalty
     matching: Tensor  # mean squared error
     penalty: Tensor  # mean over tokens of ||dW||_F^2
-    student: Tensor  # the student's output [B, S, d]; with its history only in a joint stream
+    student: Tensor  # output [B, S, d]; requires grad only with stream="joint"
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a family of layers calls its parts."""
+    """The names of a layer's submodules in a family of models."""
 
     family: str
     norm_1: str
     attention: str
     norm_2: str
     mlp: str
-    projection: str  # of the mlp: the one that is modulated
+    projection: str  # of the MLP, to be modulated
 
 
 LAYOUTS = (
@@ -127,7 +127,7 @@ LAYOUTS = (
 
 
 def layout_of(layer: nn.Module) -> Layout:
-    # More parts than these (a second norm after the MLP, say) would make another block than the maths has.
+    # A layer with further submodules, such as a norm after the MLP, computes something else.
     parts = {name for name, _ in layer.named_children()}
     for layout in LAYOUTS:
         named = {layout.norm_1, layout.attention, layout.norm_2, layout.mlp}
@@ -142,26 +142,28 @@ def layout_of(layer: nn.Module) -> Layout:
 
 
 @dataclass
-class Pass:
-    """What one forward pass through the model tells its converted layers, and what they report."""
+class PassState:
+    """State of one forward pass, shared by the model and its converted layers."""
 
-    role: str = "student"  # whose outputs: "student", "teacher", or "match" for the loss between them
-    stream: str = "teacher"  # whose output the next layer gets in a matching pass
+    role: str = "student"  # "student", "teacher", or "match" for the loss between the two
+    stream: str = "teacher"  # the input of the next layer in a matching pass, see NPTConfig
     token_mask: Tensor | None = None  # [B, S], which tokens count
     losses: list[LayerLoss] = field(default_factory=list)
-    recording: bool = False  # off while backward runs a layer a second time
+    recording: bool = False  # off while a checkpointed layer is recomputed
 
 
 class NPTLayer(nn.Module):
-    """Takes the place of a decoder layer, and is called like it."""
+    """Replaces a decoder layer, with the same signature."""
 
-    def __init__(self, layer: nn.Module, current: Pass, *, regularization: float, gradients: str) -> None:
+    def __init__(
+        self, layer: nn.Module, current: PassState, *, regularization: float, gradients: str
+    ) -> None:
         super().__init__()
         self.layer, self.layout = layer, layout_of(layer)
         self.current = current
         self.regularization, self.gradients = regularization, gradients
         self._signature = inspect.signature(layer.forward)
-        if hasattr(layer, "attention_type"):  # some models choose the mask by it
+        if hasattr(layer, "attention_type"):  # some models select the mask by it
             self.attention_type = layer.attention_type
 
     def part(self, name: str) -> nn.Module:
@@ -174,15 +176,15 @@ class NPTLayer(nn.Module):
         return component
 
     def forward(self, hidden_states: Tensor | tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-        """[B, S, d] -> [B, S, d], or a tuple that begins with it, where the original gives one."""
+        """[B, S, d] -> [B, S, d], or a tuple that starts with it if the original layer returns one."""
         h = _first(hidden_states)
         if self.current.role == "teacher":
             return self.layer(h, *args, **kwargs)
         if self.current.role == "student":
-            return self.student(h, self._attention_alone(h, args, kwargs))
+            return self.student(h, self._attention_only(h, args, kwargs))
         joint = self.current.stream == "joint"
         h = h if joint else h.detach()
-        output, attention = self._original(h, args, kwargs, keep=joint)
+        output, attention = self._original(h, args, kwargs, with_grad=joint)
         loss = matching_loss(self, h, attention, _first(output).detach())
         if self.current.recording:
             self.current.losses.append(loss)
@@ -199,20 +201,20 @@ class NPTLayer(nn.Module):
         return out
 
     def _original(
-        self, h: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool
+        self, h: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], with_grad: bool
     ) -> tuple[Any, Tensor]:
-        """The original layer's output, and what its attention gave on the way; `keep`: with its history."""
+        """The output of the original layer, and that of its attention."""
         seen: list[Tensor] = []
         hook = self.part("attention").register_forward_hook(lambda *call: seen.append(_first(call[-1])))
         try:
-            with torch.set_grad_enabled(keep and torch.is_grad_enabled()):
+            with torch.set_grad_enabled(with_grad and torch.is_grad_enabled()):
                 output = self.layer(h, *args, **kwargs)
         finally:
             hook.remove()
         return output, seen[0]
 
-    def _attention_alone(self, h: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Attention with the arguments the layer would give it: the student needs no MLP of the teacher's."""
+    def _attention_only(self, h: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Attention with the arguments that the layer would pass to it; the teacher's MLP is not needed."""
         bound = self._signature.bind(h, *args, **kwargs).arguments
         given = {**bound, **bound.get("kwargs", {})}
         given.pop("kwargs", None)
@@ -224,7 +226,7 @@ class NPTLayer(nn.Module):
 
 
 def _first(value: Any) -> Tensor:
-    """Hidden states arrive bare or, from some layers, as the first of a tuple."""
+    """Some layers take and return hidden states as the first element of a tuple."""
     first = value[0] if isinstance(value, tuple | list) else value
     assert isinstance(first, Tensor)
     return first
@@ -276,7 +278,7 @@ class _GradientsInForward(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class NPTOutput:
-    """`loss` in training: the mean over converted layers of matching error plus regulariser."""
+    """`loss` in training: the mean over converted layers of matching error plus regularization."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -288,11 +290,10 @@ register_dataclass(NPTOutput)
 
 
 class NPTModel(nn.Module):
-    """Trains A and B of each converted layer to give the original layer's output; the base is frozen.
+    """Trains A and B of each converted layer to match the output of the original layer; the base is frozen.
 
-    In training, model(input_ids) is one pass through teacher and student together: `.loss` is the matching
-    loss, and labels are not looked at. In evaluation it is the student as a language model: `.logits`, or
-    with labels its `.loss`.
+    In training, model(input_ids) runs teacher and student in one pass: `.loss` is the matching loss, and
+    labels are ignored. In evaluation the student is a language model: `.logits`, or with labels `.loss`.
     """
 
     def __init__(
@@ -309,17 +310,17 @@ class NPTModel(nn.Module):
         use_cpu_offload: bool = False,
         component: type[NPComponent] = NPComponent,
     ) -> None:
-        """`base` is changed: it belongs to this model from now on. `stream`, `gradients`: see NPTConfig.
+        """base: modified in place. stream, gradients: see NPTConfig.
 
-        layers: "upper_half", "all", a number (the last n), or their indices.
+        layers: "upper_half", "all", a number (the last n layers), or a list of indices.
         """
         super().__init__()
         self.base = base.requires_grad_(False).eval()
-        self.current = Pass(stream=stream)
+        self.current = PassState(stream=stream)
         blocks = _decoder_layers(base)
-        self.converted = chosen_layers(layers, len(blocks))
+        self.converted = layer_indices(layers, len(blocks))
         if use_8bit:
-            _check_not_quantised(base)
+            _check_not_quantized(base)
         for index, block in enumerate(blocks):
             if index in self.converted:
                 layout = layout_of(block)
@@ -329,18 +330,18 @@ class NPTModel(nn.Module):
                     rank,
                     modulation_scale=modulation_scale,
                     eight_bit=use_8bit,
-                    on_host=use_cpu_offload,
+                    on_cpu=use_cpu_offload,
                 )
                 setattr(mlp, layout.projection, made)
                 blocks[index] = NPTLayer(
                     block, self.current, regularization=regularization, gradients=gradients
                 )
             if use_8bit:
-                hold_in_8_bits(block)
+                quantize_linear_layers(block)
         self.train()
 
     def train(self, mode: bool = True) -> NPTModel:
-        """The base stays in evaluation: dropout would make the teacher's outputs random."""
+        """The base stays in eval mode: dropout would make the teacher random."""
         super().train(mode)
         self.base.eval()
         return self
@@ -367,7 +368,7 @@ class NPTModel(nn.Module):
         return NPTOutput(loss=loss)
 
     def match(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> NPTOutput:
-        """The matching loss. attention_mask [B, S]: tokens that are 0 there do not count."""
+        """The matching loss. attention_mask [B, S]: tokens with 0 are left out of the means."""
         current = self.current
         current.token_mask, current.losses, current.recording = attention_mask, [], True
         try:
@@ -382,7 +383,7 @@ class NPTModel(nn.Module):
         )
 
     def teacher_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """What the original model gives."""
+        """The logits of the original model."""
         logits: Tensor = _head(self.base)(self._hidden("teacher", input_ids, attention_mask))
         return logits
 
@@ -395,12 +396,12 @@ class NPTModel(nn.Module):
 
 
 def convert(base: nn.Module, layers: LayerChoice = "upper_half", rank: int = 16, **options: Any) -> NPTModel:
-    """A Hugging Face Llama- or GPT-2-like model, already loaded, with the chosen layers made plastic."""
+    """Convert the chosen layers of a loaded Hugging Face Llama- or GPT-2-like model."""
     return NPTModel(base, layers, rank, **options)
 
 
-def chosen_layers(choice: LayerChoice, count: int) -> tuple[int, ...]:
-    """The indices that a choice names, in a model of `count` layers."""
+def layer_indices(choice: LayerChoice, count: int) -> tuple[int, ...]:
+    """The indices of the chosen layers in a model of `count` layers."""
     valid = f"the model has layers 0 to {count - 1}"
     if choice == "all":
         return tuple(range(count))
@@ -408,7 +409,7 @@ def chosen_layers(choice: LayerChoice, count: int) -> tuple[int, ...]:
         return tuple(range(count // 2, count))
     if isinstance(choice, int) and not isinstance(choice, bool):
         if not 1 <= choice <= count:
-            raise UserError(f"convert_layers={choice}: cannot convert so many; {valid}")
+            raise UserError(f"convert_layers={choice} is more than there are; {valid}")
         return tuple(range(count - choice, count))
     if isinstance(choice, str) or not isinstance(choice, Sequence) or not choice:
         raise UserError(
@@ -440,6 +441,6 @@ def _head(base: nn.Module) -> Any:
     return head
 
 
-def _check_not_quantised(base: nn.Module) -> None:
+def _check_not_quantized(base: nn.Module) -> None:
     if getattr(base, "is_quantized", False):
-        raise UserError("use_8bit: the base is quantised already; load it in bfloat16, or leave use_8bit out")
+        raise UserError("use_8bit: the base is already quantized; load it in bfloat16, or leave use_8bit out")

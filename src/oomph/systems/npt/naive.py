@@ -1,4 +1,4 @@
-"""Field report 003, as it was: a weight delta [d, f] for every token, made, used, and kept by autograd.
+"""The naive form of report 003: a weight delta [d, f] for every token, which autograd saves.
 
 Legend: B batch, S tokens, d in, f out, r the rank.
 """
@@ -15,14 +15,16 @@ from oomph.systems.npt.model import NPComponent, NPTModel
 
 
 class WholeDelta(NPComponent):
-    """The original: one einsum makes the deltas of all tokens, [B, S, d, f]."""
+    """The original: one einsum computes the deltas of all tokens, [B, S, d, f]."""
 
     def forward(self, h: Tensor, mod: Tensor | None = None) -> Tensor:
         mod_BSr = self._current if mod is None else mod
         if mod_BSr is None:
             return super().forward(h)
-        weight_BSdf = _matrix(self).to(self.A.dtype) + self._deltas(mod_BSr)
-        return _biased(self, torch.einsum("bsd,bsdf->bsf", h.to(weight_BSdf.dtype), weight_BSdf)).to(h.dtype)
+        weight_BSdf = _dense_weight(self).to(self.A.dtype) + self._deltas(mod_BSr)
+        return _add_bias(self, torch.einsum("bsd,bsdf->bsf", h.to(weight_BSdf.dtype), weight_BSdf)).to(
+            h.dtype
+        )
 
     def penalty(self, mod: Tensor) -> Tensor:
         return self._deltas(mod).square().sum(dim=(-2, -1))
@@ -32,7 +34,7 @@ class WholeDelta(NPComponent):
 
 
 class DeltaPerToken(NPComponent):
-    """The report's fix: one token's delta [B, d, f] after the other. Autograd keeps each of them."""
+    """The report's fix: a loop over tokens, with one delta [B, d, f] each. Autograd saves all of them."""
 
     def forward(self, h: Tensor, mod: Tensor | None = None) -> Tensor:
         mod_BSr = self._current if mod is None else mod
@@ -40,9 +42,9 @@ class DeltaPerToken(NPComponent):
             return super().forward(h)
         outputs = []
         for token_idx in range(h.shape[1]):
-            weight_Bdf = _matrix(self).to(self.A.dtype) + self.compute_weight_delta(mod_BSr, token_idx)
+            weight_Bdf = _dense_weight(self).to(self.A.dtype) + self.compute_weight_delta(mod_BSr, token_idx)
             outputs.append(torch.einsum("bd,bdf->bf", h[:, token_idx].to(weight_Bdf.dtype), weight_Bdf))
-        return _biased(self, torch.stack(outputs, dim=1)).to(h.dtype)
+        return _add_bias(self, torch.stack(outputs, dim=1)).to(h.dtype)
 
 
 class OffloadedDeltaPerToken(DeltaPerToken):
@@ -60,18 +62,18 @@ COMPONENTS: dict[str, type[NPComponent]] = {
 
 
 def build(config: NPTConfig, component: str = "whole", *, seq_len: int | None = None) -> NPTModel:
-    """The model's parameters and outputs, with the report's memory. component: one of COMPONENTS.
+    """The same parameters and outputs as config.build(), with the report's memory use.
 
-    Converted layers follow one another in the autograd graph, as in the report. That is what makes it keep
-    each token's W + dW: the gradient of the layer's input needs them.
+    component: one of COMPONENTS. The hidden states keep their autograd graph from layer to layer, as in the
+    report: W + dW of every token is saved for the gradient of the layer's input.
     """
     return replace(config, stream="joint", gradients="backward").build(COMPONENTS[component])
 
 
-def _matrix(component: NPComponent) -> Tensor:
+def _dense_weight(component: NPComponent) -> Tensor:
     weight = component.base_weight
     return weight.dequantize() if isinstance(weight, Int8Weight) else weight
 
 
-def _biased(component: NPComponent, y: Tensor) -> Tensor:
+def _add_bias(component: NPComponent, y: Tensor) -> Tensor:
     return y if component.bias is None else y + component.bias

@@ -1,12 +1,12 @@
-"""Report 001's claims, worked out."""
+"""The claims of report 001."""
 
 from dataclasses import replace
 
-from oomph.systems.claims import Claim, gb, millions, whole
+from oomph.systems.claims import Claim, gb, millions
 from oomph.systems.pythia.config import PRESETS, create_pythia_70m
 from oomph.systems.pythia.naive import REPORT
 
-CAPPED, WORDS = 10_000, 50_000  # the report's vocabulary after its fix, and before
+CAPPED, WORDS = 10_000, 50_000  # the vocabulary after the report's fix, and before
 ADAM = 4  # parameters, gradients, two moments: each as large as the parameters
 
 
@@ -15,19 +15,19 @@ def total_params(vocab_size: int) -> int:
 
 
 def layer_params(preset: str = "report") -> int:
-    """Of one layer: what a seventh adds to six."""
+    """Of one layer: the difference that a seventh makes."""
     six = PRESETS[preset]
     return replace(six, num_layers=7).get_total_params() - six.get_total_params()
 
 
 def broadcast_bytes(batch: int, tokens: int) -> int:
-    """One product by broadcasting: [B, H, T, T, E] in fp32."""
+    """One product by broadcasting: [B, H, T, T, E], in fp32."""
     config = PRESETS["report"]
     return batch * tokens**2 * config.hidden_size * 4
 
 
 def broadcast_products() -> int:
-    """Two per layer: scores, and weights times values."""
+    """Two per layer: the scores, and attention weights times values."""
     return 2 * PRESETS["report"].num_layers
 
 
@@ -35,15 +35,15 @@ def identity_bytes(vocab_size: int) -> int:
     return 4 * vocab_size**2
 
 
-def blocks_seen(tokens: int) -> tuple[int, int]:
-    """(kept, all) of the report's sparse pattern, without the causal cut."""
+def attended_blocks(tokens: int) -> tuple[int, int]:
+    """(attended, total) blocks of the report's sparse pattern, without the causal mask."""
     pattern = create_pythia_70m(64, True, "meta")[1].pattern
     assert pattern is not None
     return pattern.count(tokens)
 
 
 def _cause() -> str:
-    total = broadcast_products() * broadcast_bytes(whole(REPORT["batch"]), whole(REPORT["tokens"]))
+    total = broadcast_products() * broadcast_bytes(REPORT.batch, REPORT.tokens)
     return (
         f"{broadcast_products()} products of {gb(broadcast_bytes(8, 512))}: {gb(total)}; "
         f"identity matrix {gb(identity_bytes(WORDS))}"
@@ -68,7 +68,7 @@ CLAIMS = (
         "~76M, 304 MB in fp32",
         lambda: f"{millions(total_params(CAPPED))}, {total_params(CAPPED) * 4 / 1e6:.0f} MB",
         "wrong",
-        "it follows from the 66M above",
+        "follows from the 66M above",
     ),
     Claim(
         "001",
@@ -76,7 +76,7 @@ CLAIMS = (
         "~70M",
         lambda: f"{PRESETS['pythia'].get_total_params():,} at 50,304 words",
         "wrong",
-        "70M is the published vocabulary's; a cap of 10,000 words trains a smaller model",
+        "70M needs the published vocabulary of 50,304; a cap of 10,000 words trains a smaller model",
     ),
     Claim(
         "001",
@@ -84,7 +84,7 @@ CLAIMS = (
         "200M+",
         lambda: millions(total_params(WORDS)),
         "wrong",
-        "200M never happened",
+        "no configuration of the report has 200M",
     ),
     Claim(
         "001",
@@ -96,21 +96,21 @@ CLAIMS = (
     ),
     Claim(
         "001",
-        "the same at the report's fixed shape, B=32, T=128",
+        "the same after the fix, B=32, T=128",
         "5-8 GB, and 3.2 GB further on",
         lambda: (
             f"{gb(ADAM * 4 * total_params(CAPPED))} of parameters, gradients and Adam; "
             f"{broadcast_products()} products of {gb(broadcast_bytes(32, 128))}"
         ),
         "wrong",
-        "two figures for one run; the products are still made by broadcasting",
+        "two figures for the same run; the products are still computed by broadcasting",
     ),
     Claim(
         "001",
         "--sparse saves attention at 128 tokens",
         "sparse attention",
-        lambda: ", ".join("{} of {} blocks at T={}".format(*blocks_seen(t), t) for t in (128, 256, 512)),
+        lambda: ", ".join("{} of {} blocks at T={}".format(*attended_blocks(t), t) for t in (128, 256, 512)),
         "wrong",
-        "with blocks of 64, all blocks of 128 tokens are neighbours: nothing is left out",
+        "with blocks of 64, all blocks of 128 tokens are neighbours: none is skipped",
     ),
 )

@@ -9,7 +9,7 @@ from oomph.systems.blocks import ACTIVATIONS, total_params
 from oomph.systems.config_checks import checking
 from oomph.systems.pythia.model import Pythia
 
-# The report's patterns: blocks to either side, and every how many-th block of the keys.
+# window: neighbouring blocks on either side; stride: every stride-th block of keys.
 PATTERNS = {
     "local": {"window": 1},
     "global": {"stride": 2},
@@ -19,11 +19,10 @@ PATTERNS = {
 
 @dataclass(frozen=True)
 class PythiaConfig:
-    """positions: "learned" (seq_len of them) or "rotary" (of `rotary_fraction` of each head; any length).
-
-    sparse: a pattern of blocks ("local", "global", "mixed"), or None. Where two blocks hold the sequence,
-    "local" is dense attention: at block_size 64 it begins to leave blocks out at 129 tokens.
-    dropout is that of the embeddings and of what attention and MLP add, not of attention's weights.
+    """positions: "learned" (seq_len of them) or "rotary" (on `rotary_fraction` of each head; any length).
+    sparse: a block pattern ("local", "global", "mixed"), or None. "local" equals dense attention up to two
+        blocks: with block_size 64 it skips blocks from 129 tokens on.
+    dropout: on the embeddings and the residual branches, not on attention weights.
     """
 
     vocab_size: int = 10_000
@@ -44,22 +43,22 @@ class PythiaConfig:
 
     def __post_init__(self) -> None:
         with checking(self) as check:
-            check.whole_numbers(
+            check.integers(
                 *("vocab_size", "seq_len", "hidden_size", "num_layers", "num_heads", "intermediate_size"),
                 "block_size",
             )
             check.multiple("hidden_size", "num_heads")
             check.booleans("parallel_residual", "attention_bias")
-            check.one_of("positions", ("learned", "rotary"))
-            check.one_of("activation", tuple(ACTIVATIONS))
-            check.one_of("sparse", (None, *PATTERNS))
-            check.number_from("dropout", 0, below=1)
-            check.number_from("norm_eps", 0)
-            check.number_from("rotary_fraction", 0)
-            if self.positions == "rotary" and check.fine("hidden_size", "num_heads", "rotary_fraction"):
+            check.choice("positions", ("learned", "rotary"))
+            check.choice("activation", tuple(ACTIVATIONS))
+            check.choice("sparse", (None, *PATTERNS))
+            check.number("dropout", 0, below=1)
+            check.number("norm_eps", 0)
+            check.number("rotary_fraction", 0)
+            if self.positions == "rotary" and check.valid("hidden_size", "num_heads", "rotary_fraction"):
                 turned = int(self.hidden_size // self.num_heads * self.rotary_fraction + 1e-6)
                 if not 0 < self.rotary_fraction <= 1 or turned < 2 or turned % 2:
-                    check.refuse("rotary_fraction", "give a fraction of the head that is an even number >= 2")
+                    check.reject("rotary_fraction", "give a fraction of the head that is an even number >= 2")
 
     @property
     def pattern(self) -> BlockPattern | None:
@@ -71,7 +70,7 @@ class PythiaConfig:
         return Pythia(self)
 
     def get_total_params(self) -> int:
-        """The parameters of the built model, counted."""
+        """The number of parameters of the built model."""
         return total_params(self.build)
 
 
@@ -94,9 +93,9 @@ def create_pythia_70m(
     use_sparse_attention: bool = False,
     device: torch.device | str | None = None,
 ) -> tuple[Pythia, PythiaConfig]:
-    """Report 001's function: the `report` preset, its sparse attention being the `local` pattern.
+    """The report's function: the `report` preset; its sparse attention is the `local` pattern.
 
-    With 10,000 words it has 29.2 million parameters; 70 million are those of 50,304 words.
+    The model has 29.2 million parameters with 10,000 words, and 70 million with 50,304.
     """
     config = replace(
         PRESETS["report"], vocab_size=vocab_size, sparse="local" if use_sparse_attention else None

@@ -1,4 +1,4 @@
-"""Pythia-70M in two forms: `report` (report 001's) and `pythia` (published); dense or block-sparse."""
+"""Pythia-70M (report 001), with dense or block-sparse attention."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _layer(c: PythiaConfig, rotary: RotaryEmbedding | None) -> Block:
         rotary=rotary,
         bias=c.attention_bias,
         pattern=c.pattern,
-        fused_projection=True,  # as the published model has it; the host has little to launch and little time
+        fused_projection=True,  # as in the published model; small layers are bound by kernel launches
     )
     mlp = MLP(c.hidden_size, c.intermediate_size, c.activation)
     return Block(

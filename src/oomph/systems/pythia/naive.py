@@ -1,4 +1,4 @@
-"""Report 001's failure: one-hot vectors cut from an identity of V x V, and matrix products by broadcasting.
+"""The naive form of report 001: one-hot vectors from a V x V identity, matrix products by broadcasting.
 
 Legend: B batch, H heads, T and S tokens, E head size, V vocabulary.
 """
@@ -11,30 +11,31 @@ from torch import Tensor, nn
 
 from oomph.ops.softmax_attention import BlockPattern
 from oomph.systems.blocks import CausalAttention, LanguageModelOutput, Residual
+from oomph.systems.claims import ReportedRun
 from oomph.systems.pythia.config import PythiaConfig
 from oomph.systems.pythia.model import Pythia
 
-# The report's batch of 8 on its 80 GB card, with every word of the data in the vocabulary.
-REPORT = {"gpu": "a100-80gb", "batch": 8, "tokens": 512, "vocab_size": 50_304}
+REPORT = ReportedRun("a100-80gb", "report", batch=8, tokens=512)
+REPORT_VOCAB_SIZE = 50_304  # every word of the data
 
 
 def one_hot(ids: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """[..., size], by way of size x size numbers: 10 GB for 50,304 words in fp32."""
+    """[..., size], through a size x size identity matrix: 10 GB for 50,304 words in fp32."""
     return torch.eye(size, dtype=dtype, device=ids.device)[ids]
 
 
 class OneHotEmbedding(nn.Embedding):
-    """An embedding by a product with one-hot vectors, which autograd keeps."""
+    """An embedding as a product with one-hot vectors, which autograd saves."""
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return one_hot(input_ids, self.num_embeddings, self.weight.dtype) @ self.weight
 
 
 def broadcast_matmul(left_BHTX: Tensor, right_BHXS: Tensor) -> Tensor:
-    """left @ right [B, H, T, S], as products of all pairs [B, H, T, S, X] that are then summed.
+    """left @ right [B, H, T, S], as the sum of an elementwise product [B, H, T, S, X].
 
-    Both operands are repeated to that shape first, because the report's elementwise kernels take whole arrays
-    only; autograd keeps the two.
+    Both operands are first copied to that shape, because the report's elementwise kernels need contiguous
+    arrays; autograd saves the two copies.
     """
     rows, columns = left_BHTX.unsqueeze(-2), right_BHXS.transpose(-2, -1).unsqueeze(-3)
     shape = (*left_BHTX.shape[:-1], right_BHXS.shape[-1], left_BHTX.shape[-1])
@@ -44,22 +45,22 @@ def broadcast_matmul(left_BHTX: Tensor, right_BHXS: Tensor) -> Tensor:
 def broadcast_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, pattern: BlockPattern | None
 ) -> Tensor:
-    """Eager attention with both products by broadcasting: two products [B, H, T, T, E] per layer.
+    """Eager attention with both matrix products by broadcasting: two tensors [B, H, T, T, E] per layer.
 
-    A pattern only masks: the report's sparse attention computed what it then left out.
+    A pattern is only a mask: the report's sparse attention computed all blocks.
     """
     tokens, keys = q.shape[-2], k.shape[-2]
-    seen_TS = torch.ones(tokens, keys, dtype=torch.bool, device=q.device)
+    mask_TS = torch.ones(tokens, keys, dtype=torch.bool, device=q.device)
     if causal:
-        seen_TS = seen_TS.tril(keys - tokens)
+        mask_TS = mask_TS.tril(keys - tokens)
     if pattern is not None:
-        seen_TS = seen_TS & _blocks_seen(pattern, keys, q.device)
+        mask_TS = mask_TS & _block_mask(pattern, keys, q.device)
     scores = broadcast_matmul(q, k.transpose(-2, -1)) * q.shape[-1] ** -0.5
-    weights = scores.masked_fill(~seen_TS, float("-inf")).softmax(-1)
+    weights = scores.masked_fill(~mask_TS, float("-inf")).softmax(-1)
     return broadcast_matmul(weights, v)
 
 
-def _blocks_seen(pattern: BlockPattern, tokens: int, device: torch.device) -> Tensor:
+def _block_mask(pattern: BlockPattern, tokens: int, device: torch.device) -> Tensor:
     total = -(-tokens // pattern.block)
     kept = [[key in pattern.key_blocks(query, total) for key in range(total)] for query in range(total)]
     blocks = torch.tensor(kept, device=device)
@@ -68,7 +69,7 @@ def _blocks_seen(pattern: BlockPattern, tokens: int, device: torch.device) -> Te
 
 
 class NaivePythia(Pythia):
-    """The model's parameters and outputs, by the report's operations."""
+    """The same parameters and outputs as Pythia, computed with the report's operations."""
 
     def __init__(self, config: PythiaConfig) -> None:
         super().__init__(config)
@@ -78,7 +79,7 @@ class NaivePythia(Pythia):
             attention = layer.attention
             assert isinstance(attention, Residual)
             assert isinstance(attention.inner, CausalAttention)
-            attention.inner.kernel = broadcast_attention
+            attention.inner.attention_function = broadcast_attention
 
     def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
         logits = F.linear(hidden_BTD, self.head_weight)
@@ -96,13 +97,13 @@ def build(config: PythiaConfig, *, seq_len: int | None = None) -> NaivePythia:
 
 
 def every_word(texts: Iterable[str]) -> dict[str, int]:
-    """The report's vocabulary: one entry for each word of the data, however rare."""
+    """The report's vocabulary before its fix: one entry for each distinct word of the data."""
     words = dict.fromkeys(word for text in texts for word in text.split())
     return {word: number for number, word in enumerate(words)}
 
 
 def all_batches(ids: Tensor, batch_size: int, seq_len: int) -> list[Tensor]:
-    """The report's batches: the whole data set, cut and copied before the first step."""
+    """The report's batches: the whole data set, copied into batches before the first step."""
     size = batch_size * seq_len
     return [
         ids[start : start + size].view(batch_size, seq_len).clone()
