@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from ce_cases import TINY, TOLERANCE, Inputs, assert_close, expected, inputs, leaves, numbers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import ArgumentError
 from oomph.nn.loss import LinearCrossEntropyLoss
@@ -211,17 +210,6 @@ def truth(i: Inputs) -> list[Tensor]:
 
 
 @every_way
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_graph_that_is_kept_gives_the_same_gradients_thrice(
-    dtype: torch.dtype, way: dict[str, Any]
-) -> None:
-    case = leaves(inputs(20, v=200, bias=True, dtype=dtype))
-    loss = loss_of(case, **way)
-    for _ in range(3):
-        assert_close(gradients(case, loss, retain_graph=True), truth(case), TOLERANCE[dtype])
-
-
-@every_way
 def test_backward_twice_accumulates_and_leaves_earlier_gradients_alone(way: dict[str, Any]) -> None:
     case = leaves(inputs(20, v=200, bias=True))
     loss = loss_of(case, **way)
@@ -246,23 +234,6 @@ def test_the_gradient_that_arrives_multiplies(factor: float, way: dict[str, Any]
         assert_close(ours, [factor * each for each in truth(case)], 1e-12)
 
 
-@every_way
-def test_two_losses_of_the_same_inputs_add_up(way: dict[str, Any]) -> None:
-    case = leaves(inputs(20, v=200, bias=True))
-    ours = gradients(case, 2 * loss_of(case, **way) + loss_of(case, **way))
-    assert_close(ours, [3 * each for each in truth(case)], 1e-12)
-
-
-@every_way
-def test_gradients_may_be_asked_for_one_at_a_time(way: dict[str, Any]) -> None:
-    case = leaves(inputs(20, v=200, bias=True))
-    loss = loss_of(case, **way)
-    ours = [
-        torch.autograd.grad(loss, each, retain_graph=True)[0] for each in (case.bias, case.weight, case.x)
-    ]
-    assert_close(ours, truth(case)[::-1], 1e-12)
-
-
 @pytest.mark.parametrize("num_valid", [None, 15])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("impl", ["plain", "chunked"])
@@ -280,35 +251,6 @@ def test_the_gradient_may_come_through_the_log_sum_exp_alone(
     kept = case.target != -100
     theirs = F.linear(case.x[kept], case.weight, case.bias).logsumexp(1).square().sum()
     assert_close(gradients(case, lse.square().sum()), gradients(case, theirs), 1e-12)
-
-
-@every_way
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints(use_reentrant: bool, way: dict[str, Any]) -> None:
-    case = leaves(inputs(20, v=200, bias=True))
-    before = torch.eye(6, dtype=torch.float64, requires_grad=True)
-
-    def head(x: Tensor) -> Tensor:
-        return loss_of(case.but(x=x @ before), **way)
-
-    checkpoint(head, case.x, use_reentrant=use_reentrant).backward()
-    ours = [case.x.grad, case.weight.grad, case.bias.grad]
-    assert_close(ours, truth(case), 1e-12)
-    assert_close([before.grad], [case.x.detach().t() @ truth(case)[0]], 1e-12)
-
-
-# The compiler itself looks at .grad of whatever it hands to a function it does not compile.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@every_way
-def test_a_compiled_program_gets_the_same_results(way: dict[str, Any]) -> None:
-    case = leaves(inputs(20, v=200, bias=True))
-
-    def step(x: Tensor, weight: Tensor) -> Tensor:
-        return 2 * loss_of(case.but(x=x * 1.0, weight=weight), **way)
-
-    torch._dynamo.reset()
-    loss = torch.compile(step, backend="eager")(case.x, case.weight)
-    assert_close(gradients(case, loss), [2 * each for each in truth(case)], 1e-12)
 
 
 @every_way
@@ -335,15 +277,6 @@ def test_under_autocast_x_may_be_half_and_the_weight_fp32(way: dict[str, Any]) -
     ours = gradients(case, scalar)
     assert [each.dtype for each in ours] == [torch.bfloat16, torch.float32, torch.float32]
     assert_close(ours, truth(case), TOLERANCE[torch.bfloat16])
-
-
-@pytest.mark.parametrize("way", WAYS[1:], ids=WAY_NAMES[1:])
-def test_gradients_of_gradients_are_refused(way: dict[str, Any]) -> None:
-    case = leaves(inputs(20, bias=True))
-    loss = loss_of(case, **way)
-    # Refused, not left out: a penalty on gradients would otherwise be a constant, unseen.
-    with pytest.raises((RuntimeError, ArgumentError), match="twice"):
-        (loss + gradients(case, loss, create_graph=True)[0].square().sum()).backward()
 
 
 def test_a_large_loss_scale_does_not_underflow_in_float16() -> None:
@@ -409,12 +342,6 @@ def test_a_head_that_is_no_linear_layer(head: Any) -> None:
     message = rf"lm_head must be a linear layer with a weight \[V, D\]; given: {type(head).__name__}"
     with pytest.raises(ArgumentError, match=message):
         compute_loss_chunked(case.x, case.target, head)
-
-
-def test_labels_of_another_shape_are_named() -> None:
-    case = inputs(3, 4)
-    with pytest.raises(ArgumentError, match=r"target must have x's leading shape \[3, 4\].* given: \[3, 3\]"):
-        compute_loss_chunked(case.x, case.target[:, 1:], head_of(case.weight, None))
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -485,12 +412,6 @@ def test_from_linear_shares_the_parameters(bias: bool) -> None:
 def test_from_an_embedding_as_tied_heads_have_it() -> None:
     table = nn.Embedding(13, 6)
     assert LinearCrossEntropyLoss.from_linear(table).weight is table.weight
-
-
-def test_shared_parameters_are_counted_once_in_a_model() -> None:
-    head = nn.Linear(6, 13)
-    model = nn.ModuleDict({"head": head, "loss": LinearCrossEntropyLoss.from_linear(head)})
-    assert len(list(model.parameters())) == 2
 
 
 @pytest.mark.parametrize("given", [nn.ReLU(), nn.Conv1d(6, 13, 1), None, torch.ones(13, 6)], ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from mlp_samples import NormalisedGated, PlainGated, assert_same, results, token
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from oomph.errors import ArgumentError
 from oomph.ops.mlp import MLPWeights, tiled_mlp
 from oomph.ops.mlp.autograd import TiledMLPConfig, mlp_in_tiles
 from oomph.ops.mlp.weights import ACTIVATIONS
@@ -182,14 +180,6 @@ def test_frozen_parts_cost_no_product_and_saved_tiles_two_fewer(
     assert counted.products == expected - 2 * saved_rows // 8  # over two tiles
 
 
-def test_without_gradients_nothing_is_saved() -> None:
-    w, x = weights(), tokens(16, 12)
-    with torch.no_grad():
-        out = tiled_mlp(w, x, tile=8)
-    assert out.grad_fn is None
-    assert_same([out], [tiled_mlp(w, x, impl="reference").detach()])
-
-
 def saved_beside_the_inputs(w: MLPWeights, x: torch.Tensor, **options: object) -> list[tuple[int, ...]]:
     """Shapes of what is saved for backward and was not given."""
     saved: list[torch.Tensor] = []
@@ -211,27 +201,6 @@ def test_saved_for_backward_are_the_inputs_and_gate_and_up_as_far_as_there_is_ro
     assert saved_beside_the_inputs(w, tokens(40, 12), memory_budget=8 * 480) == []
     frozen = MLPWeights(**{name: each.detach() for name, each in w.named().items()})
     assert saved_beside_the_inputs(frozen, tokens(40, 12).detach()) == []
-
-
-def test_backward_twice_gives_the_same_again() -> None:
-    w, x = weights(), tokens(16, 12)
-    inputs = [x, *w.named().values()]
-    loss = in_tiles(w, x, saved_rows=8).square().sum()
-    first = torch.autograd.grad(loss, inputs, retain_graph=True)
-    assert_same(torch.autograd.grad(loss, inputs), first)
-
-
-def test_checkpointing_and_compiling_around_it_change_nothing() -> None:
-    w, x = weights(), tokens(16, 12)
-    inputs = [x, *w.named().values()]
-    theirs = results(lambda: tiled_mlp(w, x, impl="reference"), inputs)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return tiled_mlp(w, x, tile=8)
-
-    assert_same(results(lambda: checkpoint(run, x, use_reentrant=False), inputs), theirs)
-    compiled: Callable[[torch.Tensor], torch.Tensor] = torch.compile(run, backend="eager")
-    assert_same(results(lambda: compiled(x), inputs), theirs)
 
 
 def test_under_autocast_products_are_in_bfloat16_and_gradients_in_the_dtype_of_what_they_belong_to() -> None:
@@ -384,17 +353,6 @@ def test_shapes_alone_can_be_asked_for_on_the_meta_device() -> None:
     assert tiled_mlp(module, torch.empty(2, 5, 12, device="meta")).shape == (2, 5, 12)
 
 
-@pytest.mark.parametrize("impl", ["chunked", "generic"])
-def test_a_gradient_of_gradients_is_refused_and_the_reference_gives_it(impl: str) -> None:
-    module, x = PlainGated().double(), tokens(5, 12)
-    # Of a plain sum too: the gradient that arrives has no graph then, and a penalty would be a constant.
-    for y in (tiled_mlp(module, x, impl=impl, tile=2), tiled_mlp(module, x, impl=impl, tile=2).square()):
-        with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
-            torch.autograd.grad(y.sum(), x, create_graph=True)
-    (grad,) = torch.autograd.grad(tiled_mlp(module, x, impl="reference").sum(), x, create_graph=True)
-    assert grad.requires_grad
-
-
 def test_known_mlps_can_be_called_too_and_no_tokens_are_fine() -> None:
     module = PlainGated().double()
     for shape in ((7, 12), (0, 12), (12,)):
@@ -402,11 +360,3 @@ def test_known_mlps_can_be_called_too_and_no_tokens_are_fine() -> None:
         inputs = [x, *module.parameters()]
         ours = results(lambda x=x: tiled_mlp(module, x, tile=2, impl="generic"), inputs)
         assert_same(ours, results(lambda x=x: module(x), inputs))
-
-
-def test_backward_twice_of_a_generic_function_gives_the_same_again() -> None:
-    module, x = NormalisedGated().double(), tokens(9, 12)
-    loss = tiled_mlp(module, x, tile=4).square().sum()
-    inputs = [x, *module.parameters()]
-    first = torch.autograd.grad(loss, inputs, retain_graph=True)
-    assert_same(torch.autograd.grad(loss, inputs), first)

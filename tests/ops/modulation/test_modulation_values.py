@@ -8,7 +8,6 @@ import pytest
 import torch
 from modulation_inputs import Inputs, inputs, relative_error
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import ArgumentError
 from oomph.ops.modulation import (
@@ -207,54 +206,6 @@ def test_no_features_give_the_bias_or_nothing(shape: dict[str, int]) -> None:
     right.sum().backward()
     for name, found in given.gradients().items():
         assert torch.equal(found, spec.gradients()[name]), name
-
-
-def test_retain_graph_gives_the_same_gradients_twice() -> None:
-    given = inputs().copy(torch.float64)
-    y = modulated_linear(*given.all())
-    leaves = [each for each in given.all() if each is not None]
-    first = torch.autograd.grad(loss(y), leaves, retain_graph=True)
-    second = torch.autograd.grad(loss(y), leaves)
-    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
-
-
-def test_a_gradient_of_gradients_is_refused_and_the_reference_gives_it() -> None:
-    given = inputs().copy(torch.float64)
-    # Of a plain sum too: the gradient that arrives has no graph then, and a penalty would be a constant.
-    for scalar in (modulated_linear(*given.all()).square().sum(), modulated_linear(*given.all()).sum()):
-        with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
-            torch.autograd.grad(scalar, given.A, create_graph=True)
-    y = modulated_linear(*given.all(), impl="reference")
-    (first,) = torch.autograd.grad(y.square().sum(), given.A, create_graph=True)
-    first.sum().backward()
-    assert given.B.grad is not None
-
-
-def test_without_gradients_nothing_is_recorded() -> None:
-    given = inputs().copy(torch.float64)
-    with torch.no_grad():
-        y = modulated_linear(*given.all())
-    assert not y.requires_grad
-    assert relative_error(y, spec(inputs())[0]) < 1e-13
-
-
-def test_checkpointing_gives_the_same_gradients() -> None:
-    given, plain = inputs().copy(torch.float64), inputs().copy(torch.float64)
-    loss(checkpoint(modulated_linear, *given.all(), use_reentrant=False)).backward()
-    loss(modulated_linear(*plain.all())).backward()
-    for name, gradient in given.gradients().items():
-        assert torch.equal(gradient, plain.gradients()[name])
-
-
-# The compiler looks at .grad of whatever crosses a graph break.
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_inside_a_compiled_function_the_answers_are_right() -> None:
-    given, plain = inputs().copy(torch.float64), inputs().copy(torch.float64)
-    compiled = torch.compile(lambda *each: modulated_linear(*each) * 2, backend="eager")
-    loss(compiled(*given.all())).backward()
-    loss(modulated_linear(*plain.all()) * 2).backward()
-    for name, gradient in given.gradients().items():
-        assert torch.equal(gradient, plain.gradients()[name])
 
 
 def test_each_column_errs_by_at_most_half_its_own_step() -> None:

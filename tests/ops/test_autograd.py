@@ -1,0 +1,155 @@
+"""What every op promises a training program: checkpoints, compile, repeated backward, no second derivative.
+
+An op adds a case: a function of leaves, which returns one tensor. Values and gradients against float64 are
+tested per op.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from oomph.errors import ArgumentError
+from oomph.ops import MLPWeights, linear_cross_entropy, modulated_linear, rotary, tiled_mlp
+
+Case = tuple[Callable[..., Tensor], list[Tensor]]
+# The compiler looks at .grad of whatever crosses a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def leaf(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def cross_entropy(**options: Any) -> Case:
+    target = torch.arange(20) % 7
+    target[3] = -100
+    loss = functools.partial(linear_cross_entropy, **options)
+    return lambda x, weight, bias: loss(x, weight, target, bias=bias), [leaf(20, 6), leaf(200, 6), leaf(200)]
+
+
+def mlp(**options: Any) -> Case:
+    def run(x: Tensor, up: Tensor, down: Tensor, gate: Tensor) -> Tensor:
+        return tiled_mlp(MLPWeights(up, down, gate), x, tile=8, **options)
+
+    return run, [leaf(20, 6), leaf(9, 6), leaf(6, 9), leaf(9, 6)]
+
+
+def product(**options: Any) -> Case:
+    from oomph.systems.pythia.tiled_matmul import tiled_matmul
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        c, statistic = tiled_matmul(a, b, epilogue="logsumexp", **options)
+        return c * statistic.unsqueeze(-1)
+
+    return run, [leaf(9, 8), leaf(8, 12)]
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "cross entropy, one tile": lambda: cross_entropy(impl="chunked"),
+    "cross entropy, small tiles": lambda: cross_entropy(impl="chunked", memory_budget=1),
+    "cross entropy, per token": lambda: cross_entropy(impl="chunked", reduction="none"),
+    "known MLP": lambda: mlp(impl="chunked"),
+    "generic MLP": lambda: mlp(impl="generic"),
+    "modulated linear": lambda: (
+        modulated_linear,
+        [leaf(2, 5, 7), leaf(7, 11), leaf(7, 3), leaf(3, 11), leaf(2, 5, 3), leaf(11)],
+    ),
+}
+if importlib.util.find_spec("triton") is not None:
+    CASES["tiled matmul"] = lambda: product(impl="chunked")
+# Linear in its input, so that second derivatives come for free.
+LINEAR: dict[str, Callable[[], Case]] = {
+    "rotary": lambda: (functools.partial(rotary, impl="chunked"), [leaf(1, 2, 6, 8)]),
+}
+every_op = pytest.mark.parametrize("case", [*CASES.values(), *LINEAR.values()], ids=[*CASES, *LINEAR])
+
+
+def gradients(result: Tensor, leaves: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 2, result.numel(), dtype=result.dtype).view(result.shape)
+    return torch.autograd.grad((result * weights).sum(), leaves, **options)
+
+
+def assert_equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@every_op
+def test_checkpointing_gives_the_same_gradients(case: Callable[[], Case]) -> None:
+    run, leaves = case()
+    expected = gradients(run(*leaves), leaves)
+    assert_equal(gradients(checkpoint(run, *leaves, use_reentrant=False), leaves), expected)
+    checkpoint(run, *leaves, use_reentrant=True).sum().backward()
+    assert_equal(tuple(each.grad for each in leaves), torch.autograd.grad(run(*leaves).sum(), leaves))
+
+
+@every_op
+def test_inside_a_compiled_function_results_are_the_same(case: Callable[[], Case]) -> None:
+    run, leaves = case()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, *others: run(x * 1.0, *others) * 2, backend="eager")
+    result = compiled(*leaves)
+    assert_equal((result,), (run(*leaves) * 2,))
+    assert_equal(gradients(result, leaves), gradients(run(*leaves) * 2, leaves))
+
+
+@every_op
+def test_backward_of_a_retained_graph_gives_the_same_three_times(case: Callable[[], Case]) -> None:
+    run, leaves = case()
+    result = run(*leaves)
+    first = gradients(result, leaves, retain_graph=True)
+    copies = tuple(each.clone() for each in first)
+    for _ in range(2):
+        assert_equal(gradients(result, leaves, retain_graph=True), copies)
+    assert_equal(first, copies)  # what was returned before is not overwritten
+
+
+@every_op
+def test_gradients_may_be_computed_for_one_input_at_a_time(case: Callable[[], Case]) -> None:
+    run, leaves = case()
+    result = run(*leaves)
+    together = gradients(result, leaves, retain_graph=True)
+    for each, expected in zip(leaves, together, strict=True):
+        assert_equal(gradients(result, [each], retain_graph=True), (expected,))
+
+
+@every_op
+def test_the_same_inputs_give_the_same_bits(case: Callable[[], Case]) -> None:
+    run, leaves = case()
+    one, two = (gradients(run(*leaves), leaves) for _ in range(2))
+    assert all(torch.equal(each, other) for each, other in zip(one, two, strict=True))
+
+
+@every_op
+def test_without_gradients_nothing_is_recorded(case: Callable[[], Case]) -> None:
+    run, leaves = case()
+    with torch.no_grad():
+        result = run(*leaves)
+    assert not result.requires_grad
+    assert_equal((result,), (run(*leaves),))
+    assert not run(*(each.detach() for each in leaves)).requires_grad
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_second_derivatives_are_refused_and_not_silently_zero(case: Callable[[], Case]) -> None:
+    run, leaves = case()
+    # Of a plain sum too: the incoming gradient has no graph then, and a penalty would be a constant.
+    for scalar in (run(*leaves).square().sum(), run(*leaves).sum()):
+        with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
+            torch.autograd.grad(scalar, leaves[0], create_graph=True)
+
+
+@pytest.mark.parametrize("case", LINEAR.values(), ids=LINEAR)
+def test_linear_ops_have_second_derivatives(case: Callable[[], Case]) -> None:
+    run, leaves = case()
+    assert torch.autograd.gradcheck(run, leaves)
+    assert torch.autograd.gradgradcheck(run, leaves)
