@@ -21,7 +21,7 @@ import torch
 import oomph
 from benchmarks import RESULTS
 from benchmarks.accuracy.rows import short_name
-from benchmarks.fixes.pairs import PATIENTS
+from benchmarks.fixes.pairs import MODELS
 from benchmarks.systems.entries import on_the_gpu
 from oomph.records import FixUse
 
@@ -59,11 +59,11 @@ def measure(models: Sequence[str], out: Path | None) -> int:
         return 2
     rows: list[dict[str, Any]] = []
     for name in models:
-        patient = PATIENTS[name]
-        for uses in ((), *patient.tries):
+        model = MODELS[name]
+        for uses in ((), *model.tries):
             began = time.perf_counter()
             try:
-                rows.append(_measured(name, uses, patient.workload))
+                rows.append(_measured(name, uses, model.workload))
             except Exception as error:  # one must not stop the others
                 print(f"{name} [{named(uses)}]: FAILED {type(error).__name__}: {error}"[:600], flush=True)
                 continue
@@ -99,9 +99,9 @@ def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
     bases: dict[str, tuple[Row, oomph.Prediction]] = {}
     rows: list[Row] = []
     for stored in known:
-        patient = PATIENTS[stored["model"]]
-        uses = next(uses for uses in ((), *patient.tries) if named(uses) == stored["fixes"])
-        prediction = oomph.predict(_fixed(uses, patient.workload), gpu=gpu)
+        model = MODELS[stored["model"]]
+        uses = next(uses for uses in ((), *model.tries) if named(uses) == stored["fixes"])
+        prediction = oomph.predict(_fixed(uses, model.workload), gpu=gpu)
         row = _judged(Row(**stored), prediction, bases.get(stored["model"]))
         if not uses:
             bases[stored["model"]] = row, prediction
@@ -169,16 +169,16 @@ def _store(path: Path, new: Sequence[dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("command", choices=("measure", "judge"))
-    parser.add_argument("models", nargs="*", help=f"of {', '.join(PATIENTS)} (default: all)")
+    parser.add_argument("models", nargs="*", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--gpu", default="h200", help="the GPU that the stored rows were measured on")
     given = parser.parse_args()
-    unknown = [name for name in given.models if name not in PATIENTS]
+    unknown = [name for name in given.models if name not in MODELS]
     if unknown:
-        print(f"error: there is no model {unknown[0]!r}; valid: {', '.join(PATIENTS)}", file=sys.stderr)
+        print(f"error: there is no model {unknown[0]!r}; valid: {', '.join(MODELS)}", file=sys.stderr)
         return 2
     if given.command == "measure":
-        return measure(given.models or list(PATIENTS), given.out)
+        return measure(given.models or list(MODELS), given.out)
     files = sorted(RESULTS.glob("fixes_*.json"))
     return judge(files, given.gpu, given.out or RESULTS / "fixes.csv")
 

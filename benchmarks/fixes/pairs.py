@@ -16,7 +16,7 @@ from oomph.records import FixUse
 
 
 @dataclass(frozen=True)
-class Patient:
+class MeasuredModel:
     workload: Workload
     tries: tuple[tuple[FixUse, ...], ...]  # each is one way of fixing it
 
@@ -153,8 +153,8 @@ VIT = {
     "num_labels": 1000,
 }
 
-PATIENTS: dict[str, Patient] = {
-    "qwen3-bf16": Patient(
+MODELS: dict[str, MeasuredModel] = {
+    "qwen3-bf16": MeasuredModel(
         Workload(
             hugging_face("Qwen3ForCausalLM", "Qwen3Config", **QWEN), tokens, optimizer=adamw,
             dtype="bfloat16", sizes={"B": 4, "T": 4096},
@@ -164,35 +164,35 @@ PATIENTS: dict[str, Patient] = {
             (LOSS, RECOMPUTE), (EIGHT,), (ROUNDED,), (IN_BACKWARD,), (FUSED,),
         ),
     ),
-    "llama-bf16": Patient(
+    "llama-bf16": MeasuredModel(
         Workload(
             hugging_face("LlamaForCausalLM", "LlamaConfig", **LLAMA), tokens, optimizer=adamw,
             dtype="bfloat16", sizes={"B": 8, "T": 2048},
         ),
         ((LOSS,), (RECOMPUTE,), (MLP,), (IN_BACKWARD, LOSS), (LOSS, RECOMPUTE, MLP), (ONE_BY_ONE,)),
     ),
-    "gpt2-eager-autocast": Patient(
+    "gpt2-eager-autocast": MeasuredModel(
         Workload(
             hugging_face("GPT2LMHeadModel", "GPT2Config", "eager", **GPT2), tokens, optimizer=adamw,
             autocast="bfloat16", sizes={"B": 8, "T": 1024},
         ),
         ((BACKEND,), (LOSS,), (RECOMPUTE,), (BACKEND, LOSS), (FUSED,)),
     ),
-    "bert-fp32": Patient(
+    "bert-fp32": MeasuredModel(
         Workload(
             hugging_face("BertForMaskedLM", "BertConfig", **BERT), tokens, optimizer=adamw,
             sizes={"B": 16, "T": 512},
         ),
         ((LOSS,), (RECOMPUTE,), (fix("autocast"),), (fix("bf16_parameters"),), (HALVES,)),
     ),
-    "vit-autocast": Patient(
+    "vit-autocast": MeasuredModel(
         Workload(
             hugging_face("ViTForImageClassification", "ViTConfig", **VIT), images, optimizer=adamw,
             autocast="bfloat16", sizes={"B": 128},
         ),
         ((RECOMPUTE,), (HALVES,), (OFFLOAD,)),
     ),
-    "hand-written-bf16": Patient(
+    "hand-written-bf16": MeasuredModel(
         Workload(
             partial(HandWritten, 50000, 1024, 16, 12, 2048), tokens, next_token_loss, adamw,
             dtype="bfloat16", sizes={"B": 4, "T": 2048},
