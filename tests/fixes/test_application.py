@@ -1,0 +1,408 @@
+"""Applying and undoing fixes, the ways to write them, models that are refused, and proposals."""
+
+import copy
+import gc
+import json
+import pickle
+import re
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
+from torch import nn
+
+import oomph
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.fixes import registry
+from oomph.fixes.registry import NAMES_ELSEWHERE, OLD_NAMES, Fix
+from oomph.records import FixUse, Proposal
+
+
+class Doubling(Fix):
+    """Doubles what a module returns, so that the order of application shows."""
+
+    name, kind, changes = "doubling", "training", "Doubles."
+
+    def change_model(self, model, journal, *, module="head", times=2):
+        journal.wrap_forward(model.get_submodule(module), _Times(times), module, f"times {times}")
+
+
+class Adding(Doubling):
+    name = "adding"
+
+    def change_model(self, model, journal, *, module="head", then_fail=False):
+        journal.wrap_forward(model.get_submodule(module), _plus_one, module, "plus 1")
+        if then_fail:
+            raise UserError("half-way")
+
+
+class Accumulating(Fix):
+    name, kind, changes = "accumulating", "exact", "Two passes."
+    excludes = {"adding": "one of them is enough"}  # noqa: RUF012
+
+    def change_workload(self, workload, *, passes=2):
+        return replace(workload, accumulate=passes)
+
+
+class Replacing(Fix):
+    name, kind, changes = "replacing", "training", "Zeros."
+
+    def change_model(self, model, journal):
+        journal.set(model.head, "weight", nn.Parameter(torch.zeros(2, 2)), "head", "zeros")
+
+
+class _Times:
+    def __init__(self, times):
+        self.times = times
+
+    def __call__(self, forward, *args):
+        return self.times * forward(*args)
+
+
+def _plus_one(forward, *args):
+    return forward(*args) + 1
+
+
+@pytest.fixture
+def _own_fixes(monkeypatch):
+    mine = (Doubling(), Adding(), Accumulating(), Replacing())
+    monkeypatch.setattr(registry, "_by_name", lambda: {fix.name: (i, fix) for i, fix in enumerate(mine)})
+
+
+own_fixes = pytest.mark.usefixtures("_own_fixes")
+
+
+def _model():
+    model = nn.Sequential()
+    model.add_module("head", nn.Identity())
+    return model
+
+
+# ------------------------------------------------------------------------------------------ live models
+
+
+@own_fixes
+def test_fixes_are_applied_in_the_order_of_the_registry():
+    for given in (["doubling", "adding"], ["adding", "doubling"]):
+        model = _model()
+        fixes.apply_to_model(given, model)
+        assert model(torch.tensor(3.0)) == 7  # 2 * 3 + 1
+
+
+@own_fixes
+def test_a_fix_is_not_applied_twice():
+    model = _model()
+    first = fixes.apply_to_model("doubling", model)
+    state = state_of(model)
+    assert [(change.fix, change.where, change.what) for change in first] == [("doubling", "head", "times 2")]
+    assert fixes.apply_to_model(["doubling", "doubling"], model) == ()
+    assert fixes.apply_to_model("doubling:times=2", model) == ()  # the default
+    assert state_of(model) == state
+    with pytest.raises(UserError, match=r"'doubling' is already applied with the options \{\}"):
+        fixes.apply_to_model("doubling:times=3", model)
+
+
+@own_fixes
+def test_a_failure_half_way_restores_the_model():
+    model = _model()
+    fixes.apply_to_model("doubling", model)
+    state = state_of(model)
+    with pytest.raises(UserError, match="half-way"):
+        fixes.apply_to_model(FixUse("adding", {"then_fail": True}), model)
+    assert state_of(model) == state
+    assert [change.fix for change in fixes.changes_in(model)] == ["doubling"]
+
+
+@own_fixes
+def test_a_fix_that_comes_too_late_is_refused():
+    model = _model()
+    fixes.apply_to_model("adding", model)
+    message = "'doubling' has to be applied before 'adding', which is already applied"
+    with pytest.raises(UserError, match=message):
+        fixes.apply_to_model("doubling", model)
+    with pytest.raises(UserError, match=message):
+        oomph.apply("doubling", oomph.apply("adding", workload()))
+    assert model(torch.tensor(3.0)) == 4
+
+
+@own_fixes
+def test_apply_takes_a_live_model_and_undo_restores_it():
+    model = _model()
+    state = state_of(model)
+    changed = oomph.apply(["doubling:times=4", "adding"], model)
+    assert [type(change) for change in changed] == [oomph.Change] * 2
+    assert model(torch.tensor(3.0)) == 13
+    for _ in range(2):
+        fixes.undo(model)
+        assert state_of(model) == state
+        assert fixes.changes_in(model) == ()
+    with pytest.raises(UserError, match="'accumulating' changes the step, not the model"):
+        oomph.apply("accumulating", model)
+    with pytest.raises(UserError, match="undo takes a model; Workload was given"):
+        fixes.undo(workload())
+
+
+@own_fixes
+def test_undo_after_a_move_moves_the_old_tensors():
+    model = nn.Sequential()
+    model.add_module("head", nn.Linear(2, 2))
+    weight, numbers = model.head.weight, model.head.weight.detach().clone()
+    fixes.apply_to_model("replacing", model)
+    model.to(torch.bfloat16)
+    fixes.undo(model)
+    assert model.head.weight is weight
+    assert torch.equal(model.head.weight, numbers.bfloat16())
+
+
+@own_fixes
+def test_undo_refuses_to_discard_what_replaced_a_fix():
+    model = _model()
+    fixes.apply_to_model(["doubling", "adding"], model)
+    ours = model.head.forward
+    model.head.forward = lambda x: -ours(x)
+    with pytest.raises(UserError, match="'forward' of 'head' was replaced after fix 'adding'"):
+        fixes.undo(model)
+    assert model(torch.tensor(3.0)) == -7
+    model.head.forward = ours
+    fixes.undo(model)
+    assert model(torch.tensor(3.0)) == 3
+
+
+@own_fixes
+def test_copies_of_a_model_with_fixes_call_their_own_modules_and_cannot_be_undone():
+    model = seeded(TinyLM)
+    fixes.apply_to_model("doubling", model)
+    twins = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    before = model(torch.tensor([[1, 2]])).detach()
+    with torch.no_grad():
+        model.head.weight.zero_()
+    for twin in twins:
+        assert torch.equal(twin(torch.tensor([[1, 2]])), before)
+    for other, message in (
+        *((twin, "the model is a copy of a model with fixes") for twin in twins),
+        (model.head, "'the model' has fixes that were applied to another model"),
+        (nn.Sequential(model), "'0' has fixes that were applied to another model"),
+    ):
+        for change in (fixes.undo, lambda other: fixes.apply_to_model("doubling", other)):
+            with pytest.raises(UserError, match=message):
+                change(other)
+
+
+@own_fixes
+def test_a_model_and_its_fixes_are_freed_together():
+    model = _model()
+    fixes.apply_to_model("doubling", model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@own_fixes
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: torch.compile(_model()), "the model is compiled"),
+        (lambda: nn.DataParallel(_model()), "wrapped in DataParallel"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "scripted by torch.jit"),
+    ],
+)
+def test_models_that_cannot_be_changed_are_refused(build, message):
+    with pytest.raises(UserError, match=message):
+        fixes.apply_to_model("doubling", build())
+
+
+# -------------------------------------------------------------------------------------------- workloads
+
+
+@own_fixes
+def test_a_workload_is_changed_without_touching_the_one_given():
+    work = workload()
+    fixed = oomph.apply(["accumulating:passes=4", FixUse("doubling", {"times": 3})], work)
+    assert (work.fixes, work.accumulate) == ((), 1)
+    uses = (FixUse("doubling", {"times": 3}), FixUse("accumulating", {"passes": 4}))
+    assert (fixed.accumulate, fixed.fixes) == (4, uses)
+    tokens = torch.tensor([[1, 2, 3]])
+    assert torch.equal(fixed.model()(tokens), 3 * work.model()(tokens))
+    assert oomph.apply("accumulating:passes=4", fixed) is fixed
+    twice = oomph.apply([{"fix": "adding"}], oomph.apply("doubling", work))
+    assert torch.equal(twice.model()(tokens), 2 * work.model()(tokens) + 1)
+
+
+@own_fixes
+def test_a_model_that_the_factory_returns_twice_is_changed_once_and_not_by_a_prediction():
+    model = seeded(TinyLM)
+    work = oomph.Workload(lambda: model, tiny_batch, plain_loss)
+    state, before = state_of(model), oomph.predict(work, gpu="h200").peak
+    oomph.predict(oomph.apply("doubling", work), gpu="h200")
+    fixes.verify("doubling", work)
+    assert state_of(model) == state
+    assert oomph.predict(work, gpu="h200").peak == before
+    tokens = torch.tensor([[1, 2, 3]])
+    once = 2 * model(tokens)
+    fixed = oomph.apply("doubling", work)
+    assert fixed.model() is fixed.model() is model
+    assert torch.equal(model(tokens), once)
+
+
+def test_micro_batches_of_a_workload_have_the_gradients_of_the_whole():
+    work, model, batch = workload(), seeded(TinyLM), tiny_batch("cpu", rows=5)
+    whole = gradients(model, plain_loss, batch)
+
+    def in_parts(model, batch):
+        passes = replace(work, micro_batches=oomph.MicroBatches(3)).passes(batch)
+        assert [part["tokens"].shape[0] for part, _ in passes] == [1, 2, 2]
+        return sum(plain_loss(model, part) * factor for part, factor in passes)
+
+    same_gradients(whole, gradients(model, in_parts, batch), 1e-5)
+    positions = {"positions": torch.arange(7), **batch}  # has other rows, and goes whole to each part
+    passes = replace(work, micro_batches=oomph.MicroBatches(5)).passes(positions)
+    assert [(part["positions"].shape[0], part["tokens"].shape[0]) for part, _ in passes] == [(7, 1)] * 5
+    with pytest.raises(UserError, match="a batch of 5 rows cannot be cut into 6 parts"):
+        replace(work, micro_batches=oomph.MicroBatches(6)).passes(batch)
+
+
+# ---------------------------------------------------------------------------------------- writing fixes
+
+
+@own_fixes
+def test_every_way_to_write_a_fix(tmp_path):
+    use = FixUse("doubling", {"times": 5})
+    row = {"fix": "doubling", "options": {"times": 5}, "saving": 3}
+    (tmp_path / "rows.json").write_text(json.dumps([row]))
+    (tmp_path / "object.json").write_text(json.dumps({"fixes": ["doubling:times=5"]}))
+
+    class Plan:
+        fixes = (use,)
+
+    for given in (
+        use,
+        "doubling:times=5",
+        " doubling : times = 5 ",
+        ["doubling:times=5"],
+        row,
+        Proposal("doubling", "training", "", ("head",), {"times": 5}),
+        Plan(),
+        str(tmp_path / "rows.json"),
+        [str(tmp_path / "object.json")],
+    ):
+        assert fixes.uses_of(given) == [use]
+    listed = fixes.uses_of('doubling:module=["a","b"],times=2')[0]
+    assert listed.options == {"module": ["a", "b"], "times": 2}
+
+
+@own_fixes
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("dubbling", "there is no fix 'dubbling'; did you mean 'doubling'?"),
+        ("zzz", "there is no fix 'zzz'; the fixes are doubling, adding, accumulating"),
+        ([{"fix": "doubling", "option": 3}], "a fix is given as"),
+        ("doubling:times", "'times' is not option=value"),
+        ("doubling:time=3", "fix 'doubling' has no option 'time'; its options are module, times"),
+        (["accumulating", "adding"], "cannot be combined: one of them is enough"),
+        (7, "fixes=7 is not valid"),
+        ("absent.json", "file 'absent.json' cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line(given, message):
+    with pytest.raises(UserError, match=r"^[^\n]*$") as caught:
+        oomph.apply(given, workload())
+    assert message in str(caught.value)
+
+
+def test_apply_refuses_what_is_neither_a_workload_nor_a_model():
+    with pytest.raises(UserError, match="a Workload or a model; int was given"):
+        oomph.apply("activation_checkpointing", 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gradient_checkpointing", "here that is 'activation_checkpointing'"),
+        ("Checkpointing", "here that is 'activation_checkpointing'"),
+        ("flash_attention", "here that is 'fused_attention' for attention in your own code, or 'attn_impl"),
+        ("gradient-accumulation", "here that is 'micro_batches'"),
+        ("activation-checkpointing", "did you mean 'activation_checkpointing'?"),
+        ("recompte", "did you mean 'activation_checkpointing'?"),
+    ],
+)
+def test_names_of_other_libraries_and_typos_get_a_hint(name, hint):
+    with pytest.raises(UserError) as error:
+        fixes.uses_of(name)
+    assert str(error.value).startswith(f"there is no fix {name!r}; {hint}")
+
+
+def test_hints_name_fixes_that_exist():
+    named = {name for here in NAMES_ELSEWHERE for name in re.findall(r"'(\w+)'", here)}
+    assert "optimizer_8bit" in named
+    assert named <= {fix.name for fix in fixes.all_fixes()}
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
+def test_an_old_name_works_and_warns(old, new):
+    with pytest.warns(FutureWarning, match=f"fix '{old}' is deprecated; use '{new}'"):
+        found = fixes.find(old)
+    assert found.name == new
+
+
+def test_an_old_name_in_a_record_becomes_the_new_one():
+    with pytest.warns(FutureWarning, match="'recompute' is deprecated"):
+        uses = fixes.uses_of([{"fix": "recompute", "options": {"keep": "products"}}])
+    assert uses == fixes.uses_of("activation_checkpointing:keep=products")
+
+
+# ------------------------------------------------------------------------------------------- proposals
+
+
+class CountingLoss:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, model, batch):
+        self.calls += 1
+        return plain_loss(model, batch)
+
+
+def accumulating(accumulate, loss=plain_loss):
+    return oomph.Workload(
+        lambda: seeded(lambda: TinyLM(vocabulary=512, layers=1)),
+        lambda device: tiny_batch(device, 4, 64, 512),
+        loss,
+        accumulate=accumulate,
+    )
+
+
+@pytest.mark.parametrize("name", ["micro_batches", "optimizer_cpu_offload", "bf16_parameters"])
+def test_many_accumulated_batches_are_predicted_from_two_and_three(name):
+    work = accumulating(8)
+    prediction = oomph.predict(work, gpu="h200")
+    found = fixes.propose(prediction, work, only=(name,))
+    assert found
+    for proposal in found[:1]:
+        exact = oomph.predict(oomph.apply(proposal, work), gpu="h200")
+        assert (proposal.peak, proposal.fits) == (exact.peak, exact.fits)
+        assert proposal.slowdown == pytest.approx(exact.step_seconds / prediction.step_seconds, rel=1e-6)
+
+
+def test_only_few_batches_are_traced_and_only_where_they_have_the_same_peak():
+    loss = CountingLoss()
+    for accumulate, other_peak, batches in ((8, 0, 2 + 2 + 3), (8, 512, 2 + 8), (5, 0, 5)):
+        work = accumulating(accumulate, loss)
+        prediction = oomph.predict(work, gpu="h200")
+        peak = replace(prediction.peak, allocated=prediction.peak.allocated + other_peak)
+        loss.calls = 0
+        fixes.propose(replace(prediction, peak=peak), work, only=("fused_optimizer",))
+        assert loss.calls == 3 * batches  # three steps each
+
+
+def test_the_limit_of_a_prediction_is_that_of_its_proposals():
+    work = accumulating(1)
+    prediction = oomph.predict(work, gpu="24GiB", max="1MiB")
+    assert prediction.fits is False
+    found = fixes.propose(prediction, work, only=("activation_checkpointing",))
+    assert {proposal.fits for proposal in found} <= {False}
