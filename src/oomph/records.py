@@ -231,7 +231,7 @@ FIX_KINDS: tuple[FixKind, ...] = FixKind.__args__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True)
 class FixUse:
-    """A fix and the options it is applied with: all that is needed to apply it again. JSON can hold it."""
+    """A fix and its options: all that is needed to apply it. Can be stored as JSON."""
 
     fix: str
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -251,7 +251,7 @@ class Proposal:
     saving: int | None = None  # bytes that the allocator reserves less, at the peak
     slowdown: float | None = None  # a step's time with the fix over that without, by a roofline
     fits: bool | None = None  # with the fix, on the prediction's card; None: no card, or not predicted
-    condition: str = ""  # what must be so for an exact fix to be exact, where nobody can know; "" for nothing
+    condition: str = ""  # that the user must check for the fix to be exact; "" where there is none
 
     @property
     def use(self) -> FixUse:
@@ -260,7 +260,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far apart a tensor is with the fixes and without, relative to its largest entry without."""
+    """The largest difference of a tensor with and without fixes, relative to its largest entry without."""
 
     name: str  # "loss of step 1", "gradient of blocks.0.mlp.fc.weight", "head.weight after 2 steps"
     error: float
@@ -268,16 +268,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether a Workload computes the same with fixes in."""
+    """A comparison of a Workload with and without fixes."""
 
     fixes: tuple[str, ...]
     kind: FixKind  # the least exact of the fixes'
     differences: tuple[Difference, ...]  # largest first
-    tolerance: float | None  # None: not judged, since the fixes change the numbers on purpose
+    tolerance: float | None  # None: the fixes change the numbers by design
 
     @property
     def holds(self) -> bool:
-        """Whether all is finite and, for exact fixes, the same."""
+        """Whether all differences are finite and, for exact fixes, within the tolerance."""
         most = float("inf") if self.tolerance is None else self.tolerance
         return all(each.error <= most and each.error < float("inf") for each in self.differences)
 

@@ -73,7 +73,7 @@ def test_the_prediction_says_what_does_not_fit_with_these_settings():
         ({"expandable_segments": 1}, "expandable_segments=1 is not valid; valid: true, false"),
         (
             {"max_split_size_mb": 20},
-            "max_split_size_mb=20 is not valid; valid: None, or a whole number",
+            "max_split_size_mb=20 is not valid; give a whole number >= 21",
         ),
         ({"max_split_size_mb": True}, "max_split_size_mb=True is not valid"),
         (

@@ -106,7 +106,7 @@ def test_a_model_without_blocks_is_not_proposed_to():
     [
         ({"ranks": 4}, "start the script with torchrun --nproc-per-node=4 and call"),
         ({}, "needs a process group: start the script with torchrun --nproc-per-node=N"),
-        ({"ranks": 0}, "ranks=0 is not valid; valid: a whole number >= 1"),
+        ({"ranks": 0}, "ranks=0 is not valid; give a whole number >= 1"),
         ({"reshard_after_forward": 1}, "reshard_after_forward=1 is not valid; valid: true, false"),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import (
     block_names,
@@ -22,7 +21,7 @@ from oomph.fixes.modules import (
     refuse_own_checkpointing,
 )
 from oomph.fixes.modules import blocks as blocks_of
-from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.fixes.registry import Fix, FixContext, Target, check_choice
 
 aten = torch.ops.aten
 KEEP = ("nothing", "products")
@@ -66,8 +65,7 @@ class ActivationCheckpointing(Fix):
     ) -> None:
         """`blocks`: names of modules ("layers.*.mlp" is one in each layer); by default every repeated block.
         `keep`: what is saved besides the inputs, "nothing" or "products"."""
-        if keep not in KEEP:
-            raise UserError(f"fix {self.name!r}: keep={keep!r} is not valid; valid: {', '.join(KEEP)}")
+        check_choice(self.name, "keep", keep, KEEP)
         refuse_own_checkpointing(model, self.name)
         names = block_names(model) if blocks is None else names_option(self.name, "blocks", blocks)
         if not names:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from oomph.errors import UserError
-from oomph.fixes.registry import Fix, FixContext, Target, check_flag
+from oomph.fixes.registry import Fix, FixContext, Target, check_flag, check_whole_number
 from oomph.prediction.allocator import AllocatorSettings
 from oomph.prediction.replay import replay
 from oomph.units import MiB
 from oomph.workload import Workload
 
-_SMALLEST_SPLIT = 20  # MiB; torch accepts only more
+_SMALLEST_SPLIT = 21  # MiB; torch refuses less
 _SPLITS_TRIED = (32, 64, 128, 256, 512, 1024)
 
 
@@ -46,13 +46,8 @@ class Allocator(Fix):
         PYTORCH_CUDA_ALLOC_CONF to its value."""
         check_flag(self.name, "expandable_segments", expandable_segments)
         split = max_split_size_mb
-        if split is not None and (
-            isinstance(split, bool) or not isinstance(split, int) or split <= _SMALLEST_SPLIT
-        ):
-            raise UserError(
-                f"fix {self.name!r}: max_split_size_mb={split!r} is not valid; valid: None, or a whole "
-                f"number above {_SMALLEST_SPLIT}"
-            )
+        if split is not None:
+            check_whole_number(self.name, "max_split_size_mb", split, _SMALLEST_SPLIT)
         if not expandable_segments and split is None:
             raise UserError(
                 f"fix {self.name!r}: nothing to set; give expandable_segments=True or max_split_size_mb"

@@ -18,7 +18,7 @@ from torch import nn
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import NamedModule, block_names, blocks, has_data
-from oomph.fixes.registry import Fix, FixContext, Target, check_flag
+from oomph.fixes.registry import Fix, FixContext, Target, check_flag, check_whole_number
 from oomph.records import Proposal
 from oomph.torch_internals import composable_module_state
 from oomph.units import format_bytes
@@ -61,8 +61,8 @@ class FSDP2(Fix):
         """`ranks`: the required size of the process group; by default any. `reshard_after_forward`: free a
         block's gathered parameters after forward, and gather them again in backward."""
         check_flag(self.name, "reshard_after_forward", reshard_after_forward)
-        if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
-            raise UserError(f"fix {self.name!r}: ranks={ranks!r} is not valid; valid: a whole number >= 1")
+        if ranks is not None:
+            check_whole_number(self.name, "ranks", ranks, 1)
         if not all(has_data(parameter) for parameter in model.parameters()):
             raise UserError(
                 "FSDP2 cannot be traced without its ranks; the saving is computed from parameters, gradients "

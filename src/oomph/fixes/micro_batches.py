@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.registry import Fix, FixContext, Target, check_flag
+from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_flag, check_whole_number
 from oomph.prediction import built
 from oomph.torch_internals import tree_flatten_with_path, tree_leaves
 from oomph.workload import MicroBatches, Workload, rows_of
@@ -68,11 +68,8 @@ class MicroBatching(Fix):
         rows. `labels`: the name or the position of the labels in the batch, where they have another name.
         `shifted`: the model drops each row's first label, as Hugging Face causal models do; by default
         decided by the class of the model, or of one inside it."""
-        if isinstance(parts, bool) or not isinstance(parts, int) or parts < 2:
-            raise UserError(f"fix {self.name!r}: parts={parts!r} is not valid; give a whole number >= 2")
-        if weights not in WEIGHTS:
-            valid = ", ".join(WEIGHTS)
-            raise UserError(f"fix {self.name!r}: weights={weights!r} is not valid; valid: {valid}")
+        check_whole_number(self.name, "parts", parts, 2)
+        check_choice(self.name, "weights", weights, WEIGHTS)
         if labels is not None and (isinstance(labels, bool) or not isinstance(labels, str | int)):
             raise UserError(f"fix {self.name!r}: labels={labels!r} is not valid; give a name or a position")
         if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):

@@ -239,6 +239,19 @@ def check_flag(fix: str, option: str, value: Any) -> None:
         raise UserError(f"fix {fix!r}: {option}={value!r} is not valid; valid: true, false")
 
 
+def check_choice(fix: str, option: str, value: Any, valid: Sequence[str]) -> None:
+    if value not in valid:
+        raise UserError(f"fix {fix!r}: {option}={value!r} is not valid; valid: {', '.join(valid)}")
+
+
+def check_whole_number(fix: str, option: str, value: Any, low: int, high: int | None = None) -> None:
+    """UserError unless `value` is an int of at least `low` and at most `high`."""
+    is_int = isinstance(value, int) and not isinstance(value, bool)
+    if not is_int or value < low or (high is not None and value > high):
+        valid = f"a whole number >= {low}" if high is None else f"{low} to {high}"
+        raise UserError(f"fix {fix!r}: {option}={value!r} is not valid; give {valid}")
+
+
 def _defaults(change: Callable[..., Any]) -> dict[str, Any]:
     parameters = inspect.signature(change).parameters.values()
     return {one.name: one.default for one in parameters if one.default is not one.empty}

@@ -13,7 +13,7 @@ from torch import nn
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import copy_configs, is_plain_linear
-from oomph.fixes.registry import Fix, FixContext, Target, example_batch
+from oomph.fixes.registry import Fix, FixContext, Target, check_whole_number, example_batch
 from oomph.prediction import built
 from oomph.torch_internals import tree_leaves, tree_map
 from oomph.workload import Changed, Workload, rows_of
@@ -69,10 +69,7 @@ class _SmallerSize(Fix):
             raise UserError(f"fix {self.name!r}: the batch holds no {self.missing}")
         if value is None:
             value = now // 2
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < now:
-            raise UserError(
-                f"fix {self.name!r}: value={value!r} is not valid; it is {now} now, so give 1 to {now - 1}"
-            )
+        check_whole_number(self.name, "value", value, 1, now - 1)
         if name is not None:
             return replace(workload, sizes={**(workload.sizes or {}), name: value})
         return replace(
@@ -185,10 +182,8 @@ class SmallerVocabulary(Fix):
                 journal.set(module, "padding_idx", unknown, name, f"padding_idx: {padding} to {unknown}")
 
     def _check(self, size: Any, unknown: Any) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 2:
-            raise UserError(f"fix {self.name!r}: size={size!r} is not valid; give a whole number >= 2")
-        if isinstance(unknown, bool) or not isinstance(unknown, int) or not 0 <= unknown < size:
-            raise UserError(f"fix {self.name!r}: unknown={unknown!r} is not valid; give 0 to {size - 1}")
+        check_whole_number(self.name, "size", size, 2)
+        check_whole_number(self.name, "unknown", unknown, 0, size - 1)
 
 
 class _Matrix(NamedTuple):
@@ -261,11 +256,7 @@ class FewerConvertedLayers(Fix):
     def change_workload(self, workload: Workload, *_: Any, layers: int) -> Workload:
         """`layers`: how many are converted, counted from the last."""
         changed = _with_config_value(workload, self.field, layers, self.name)
-        now = _converted_layers(built(workload))
-        if isinstance(layers, bool) or not isinstance(layers, int) or not 1 <= layers < now:
-            raise UserError(
-                f"fix {self.name!r}: layers={layers!r} is not valid; {now} are converted: give 1 to {now - 1}"
-            )
+        check_whole_number(self.name, "layers", layers, 1, _converted_layers(built(workload)) - 1)
         return changed
 
 

@@ -1,4 +1,4 @@
-"""Does a Workload compute the same with its fixes in? Run on the CPU, before and after, and compared."""
+"""Run a Workload on the CPU with and without fixes, and compare loss, gradients and parameters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from oomph.torch_internals import tree_map
 from oomph.units import GiB
 from oomph.workload import Workload
 
-_LARGEST = 4 * GiB  # of parameters; gradients and a second model come on top
+_LARGEST = 4 * GiB  # of parameters; gradients and a second model need as much again
 STEPS = 2
-# How far apart an exact fix may be, relative to a tensor's largest entry: float32's rounding, summed.
+# The largest difference of an exact fix, relative to a tensor's largest entry: accumulated float32 rounding.
 EXACT = 1e-4
-# Gradients that are zero but for rounding (of the keys' bias, say) are compared with the largest of all.
+# Gradients that are zero up to rounding (of a key's bias, say) are compared with the largest of all.
 _FLOOR = 1e-4
 
 
@@ -38,10 +38,10 @@ class Run:
 def verify(
     fixes: Fixes, workload: Workload, *, sizes: dict[str, int] | None = None, tolerance: float = EXACT
 ) -> Verification:
-    """Loss, every gradient and the parameters after two steps, without the fixes and with them, on the CPU.
+    """Compare losses, every gradient and the parameters after two steps, without the fixes and with them.
 
-    The model is built and run for real: give a small instance. `sizes` replaces some of the Workload's. Exact
-    fixes are run in float64 where the Workload is float32, so that rounding hides nothing.
+    The model is built and runs on the CPU: give a small instance. `sizes` replaces some of the Workload's
+    sizes. Exact fixes run in float64 where the Workload is float32, so that rounding hides nothing.
     """
     if sizes:
         workload = replace(workload, sizes={**(workload.sizes or {}), **sizes})
@@ -54,17 +54,17 @@ def verify(
     before = run(workload)
     if not all(loss.isfinite() for loss in before.losses):
         raise UserError(
-            "the workload's own loss is not finite, without any fix; there is nothing to compare with"
+            "the workload's own loss is not finite, without any fix, so there is nothing to compare with"
         )
     found = differences(before, run(apply(uses, workload)), comparable=kind != "training")
     return Verification(tuple(use.fix for use in uses), kind, found, tolerance if kind == "exact" else None)
 
 
 def widened(workload: Workload) -> Workload:
-    """In float64, if it is in float32."""
+    """The workload in float64, if it is in float32."""
     if workload.dtype not in (None, torch.float32) or workload.autocast is not None:
         return workload
-    return replace(workload, dtype=torch.float64, batch=_in_float64(workload.batch))
+    return replace(workload, dtype=torch.float64, batch=_float64_batch(workload.batch))
 
 
 def _check_size(workload: Workload) -> None:
@@ -76,7 +76,7 @@ def _check_size(workload: Workload) -> None:
         )
 
 
-def _in_float64(make: Callable[..., Any]) -> Callable[..., Any]:
+def _float64_batch(make: Callable[..., Any]) -> Callable[..., Any]:
     def batch(*args: Any, **sizes: int) -> Any:
         def wide(leaf: Any) -> Any:
             return leaf.double() if isinstance(leaf, Tensor) and leaf.dtype == torch.float32 else leaf
@@ -90,7 +90,7 @@ def run(workload: Workload, steps: int = STEPS) -> Run:
     device = torch.device("cpu")
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        model = workload.make_model(copy.deepcopy)  # it may be the user's own
+        model = workload.make_model(copy.deepcopy)  # the factory may return the user's own model
         if workload.dtype is not None:
             model = model.to(workload.dtype)  # type: ignore[arg-type]
         model.train()
@@ -101,7 +101,7 @@ def run(workload: Workload, steps: int = STEPS) -> Run:
         for step in range(steps):
             torch.manual_seed(2 + step)
             freed = getattr(optimizer, "updates_in_backward", False)
-            with _seen_gradients(model, freed) as seen:
+            with _collect_gradients(model, freed) as seen:
                 losses.append(_forward_and_backward(workload, model, batch))
             if step == 0:
                 gradients = seen
@@ -125,10 +125,10 @@ def _forward_and_backward(workload: Workload, model: nn.Module, batch: Any) -> T
 
 
 @contextlib.contextmanager
-def _seen_gradients(model: nn.Module, freed: bool) -> Iterator[dict[str, Tensor]]:
-    """The step's gradients by name, once it is over: from .grad, or as they passed where that is freed.
+def _collect_gradients(model: nn.Module, freed: bool) -> Iterator[dict[str, Tensor]]:
+    """Collects a step's gradients by name: from .grad, or by hooks where an optimizer frees .grad in backward.
 
-    A hook is a change: fixes leave parameters with hooks alone. So only where there is no other way.
+    Hooks are used only then, because fixes leave parameters with hooks alone.
     """
     passed: dict[str, Tensor] = {}
     found: dict[str, Tensor] = {}
@@ -152,13 +152,13 @@ def _seen_gradients(model: nn.Module, freed: bool) -> Iterator[dict[str, Tensor]
 
 
 def differences(before: Run, after: Run, comparable: bool) -> tuple[Difference, ...]:
-    """Largest first; `comparable`: gradients and parameters as well as losses."""
+    """Largest first. `comparable`: compare gradients and parameters, too."""
     return tuple(sorted(_differences(before, after, comparable), key=lambda each: -each.error))
 
 
 def _differences(before: Run, after: Run, comparable: bool) -> Iterator[Difference]:
     for step, (loss, new) in enumerate(zip(before.losses, after.losses, strict=True), 1):
-        yield Difference(f"loss of step {step}", _apart(loss, new))
+        yield Difference(f"loss of step {step}", _relative_difference(loss, new))
     if not comparable:
         return
     for what, old, new_ones in (
@@ -168,11 +168,11 @@ def _differences(before: Run, after: Run, comparable: bool) -> Iterator[Differen
         floor = _FLOOR * max((_largest(tensor) for tensor in old.values()), default=0.0)
         for name in dict.fromkeys([*old, *new_ones]):
             both = name in old and name in new_ones
-            error = _apart(old[name], new_ones[name], floor) if both else float("inf")
+            error = _relative_difference(old[name], new_ones[name], floor) if both else float("inf")
             yield Difference(what.format(name), error)
 
 
-def _apart(old: Tensor, new: Tensor, floor: float = 0.0) -> float:
+def _relative_difference(old: Tensor, new: Tensor, floor: float = 0.0) -> float:
     if old.shape != new.shape:
         return float("inf")
     off, size = _largest(new.double() - old.double()), max(_largest(old), floor)

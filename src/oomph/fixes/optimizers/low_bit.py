@@ -35,7 +35,7 @@ from oomph.fixes.optimizers.conversion import (
     with_converted_optimizer,
 )
 from oomph.fixes.precision import lacks_bfloat16
-from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.fixes.registry import Fix, FixContext, Target, check_choice
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.workload import Workload
 
@@ -46,7 +46,6 @@ _SMALLEST_QUANTIZED = 4096  # numbers; below, 8 bits save too little
 _SMALLEST_SCALE = 1e-12  # of a block of zeros
 _DECADES = 7
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROUNDED_STATES = ("bfloat16", "float32")
 kernels = Kernels("oomph.fixes.optimizers.kernels")
 
 State = dict[str, Any]
@@ -97,9 +96,7 @@ class StochasticRounding(Fix):
 
     def change_workload(self, workload: Workload, *_: Any, state: str = "bfloat16") -> Workload:
         """`state`: the dtype of averages and momentum; 8-bit ones stay 8-bit."""
-        if state not in _ROUNDED_STATES:
-            valid = ", ".join(_ROUNDED_STATES)
-            raise UserError(f"fix {self.name!r}: state={state!r} is not valid; valid: {valid}")
+        check_choice(self.name, "state", state, ("bfloat16", "float32"))
         convert = partial(to_low_bit, fix=self.name, state_format=state, stochastic=True, sgd=True)
         workload = with_converted_optimizer(workload, self.name, convert)
         return replace(workload, dtype=torch.bfloat16, autocast=None)
