@@ -17,7 +17,7 @@ heads, with R = (query heads per key/value head) x queries rows.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,8 +94,7 @@ class _ChunkedAttention(torch.autograd.Function):
 # Chunks ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _ChunkSizes:
+class _ChunkSizes(NamedTuple):
     """Batch entries x key/value heads (with all their query heads) x queries."""
 
     batch: int
@@ -295,108 +294,73 @@ def _to_kernel(tensor: Tensor) -> Tensor:
     return _contiguous_rows(tensor if tensor.dtype == torch.float64 else tensor.float())
 
 
-@dataclass(frozen=True, eq=False)
-class _KernelCall:
-    """One call of the kernel: some batch entries, all heads, one chunk of queries."""
-
-    a: AttentionArguments
-    batch: slice
-    chunk: _QueryChunk
-    padding_BK: Tensor | None
-    mask_buffers: Tensor | None  # [2, ...]: a locality bias is computed in place
-
-    def queries(self, tensor_BHQx: Tensor) -> Tensor:
-        return tensor_BHQx[self.batch, :, self.chunk.start : self.chunk.stop]
-
-    def keys(self, tensor_BGKx: Tensor) -> Tensor:
-        return self.chunk.take(tensor_BGKx[self.batch], 2)
-
-    def attn_mask(self) -> Tensor | None:
-        """[b, h, Q, K], each 1 or full, added to the scores; valid until the next call."""
-        a, chunk, dtype = self.a, self.chunk, _compute_dtype(self.a)
-        mask: Tensor | None = None
-        heads = slice(0, a.q.shape[1])
-        if a.bias is not None:
-            mask = _contiguous_rows(_bias_slice(a.bias, self.batch, heads, chunk).to(dtype))
-        elif self.mask_buffers is not None:
-            mask = self._locality_mask(self.mask_buffers)
-        elif a.bias_function is not None:
-            mask = _contiguous_rows(_to_4d(_bias_values(a, self.batch, heads, chunk)).to(dtype))
-        masked = _future(a, chunk)[None, None] if chunk.needs_causal_mask else None
-        if self.padding_BK is not None:
-            padding = ~chunk.take(self.padding_BK[self.batch], 1)[:, None, None, :]
-            masked = padding if masked is None else masked | padding
-        if masked is None:
-            return mask
-        if mask is None:
-            return torch.zeros(masked.shape, dtype=dtype).masked_fill_(masked, -math.inf)
-        if self.mask_buffers is None:  # may be a view of the caller's bias
-            return mask.masked_fill(masked, -math.inf)
-        return mask.masked_fill_(masked, -math.inf)
-
-    def _locality_mask(self, buffers: Tensor) -> Tensor:
-        bias, chunk = self.a.bias_function, self.chunk
-        assert isinstance(bias, LocalityBias)
-        shape = (1, chunk.stop - chunk.start, chunk.keys)
-        mask, difference = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-        t, s = (points[None] if points.dim() == 2 else points[self.batch] for points in bias.tensors)
-        bias.fill(mask, difference, t[..., chunk.start : chunk.stop], chunk.take(s, 2))
-        return mask[None]
-
-
-def _kernel_calls(a: AttentionArguments) -> list[_KernelCall]:
-    padding_BK = a.padding_mask()
+def _cpu_kernel_calls(a: AttentionArguments) -> Iterator[tuple[slice, _QueryChunk, Tensor | None]]:
+    """(batch entries, chunk, attn_mask) of each call, with all heads; a mask is valid until the next call."""
+    padding_BK, dtype = a.padding_mask(), _compute_dtype(a)
     batch = a.q.shape[0]
     # One batch entry at a time where the mask differs over the batch, so that the mask stays that small.
     step = 1 if padding_BK is not None or _bias_sizes(a)[0] > 1 else batch
     chunks = [chunk for chunk in _query_chunks(a, _cpu_kernel_queries(a)) if chunk.keys]
-    buffers, dtype = None, _compute_dtype(a)
+    buffers = None
     if isinstance(a.bias_function, LocalityBias) and all(t.dtype == dtype for t in a.bias_tensors):
         # Reused by every chunk: on a CPU, fresh pages cost as much as the computation.
         largest = max((chunk.keys * (chunk.stop - chunk.start) for chunk in chunks), default=0)
         buffers = a.q.new_empty((2, largest), dtype=dtype)
-    return [
-        _KernelCall(a, slice(start, start + step), chunk, padding_BK, buffers)
-        for start in range(0, batch, step)
-        for chunk in chunks
-    ]
+    for start in range(0, batch, step):
+        entries = slice(start, start + step)
+        for chunk in chunks:
+            yield entries, chunk, _cpu_kernel_mask(a, entries, chunk, padding_BK, buffers)
 
 
-def _is_whole(a: AttentionArguments, calls: list[_KernelCall]) -> bool:
-    """Whether one call computes everything, so that its result needs no copy."""
-    if len(calls) != 1:
-        return False
-    chunk, batch = calls[0].chunk, calls[0].batch
-    whole = chunk.index is None and (chunk.start, chunk.stop) == (0, a.queries) and chunk.keys == a.keys
-    return whole and batch.stop - batch.start == a.q.shape[0]
+def _cpu_kernel_mask(
+    a: AttentionArguments,
+    batch: slice,
+    chunk: _QueryChunk,
+    padding_BK: Tensor | None,
+    buffers: Tensor | None,
+) -> Tensor | None:
+    """[b, h, Q, K], each 1 or full, added to the scores."""
+    mask: Tensor | None = None
+    heads, dtype = slice(0, a.q.shape[1]), _compute_dtype(a)
+    if a.bias is not None:
+        mask = _contiguous_rows(_bias_slice(a.bias, batch, heads, chunk).to(dtype))
+    elif buffers is not None:
+        mask = _locality_bias_in(buffers, a, batch, chunk)
+    elif a.bias_function is not None:
+        mask = _contiguous_rows(_to_4d(_bias_values(a, batch, heads, chunk)).to(dtype))
+    masked = _future(a, chunk)[None, None] if chunk.needs_causal_mask else None
+    if padding_BK is not None:
+        padding = ~chunk.take(padding_BK[batch], 1)[:, None, None, :]
+        masked = padding if masked is None else masked | padding
+    if masked is None:
+        return mask
+    if mask is None:
+        return torch.zeros(masked.shape, dtype=dtype).masked_fill_(masked, -math.inf)
+    if buffers is None:  # may be a view of the caller's bias
+        return mask.masked_fill(masked, -math.inf)
+    return mask.masked_fill_(masked, -math.inf)
+
+
+def _locality_bias_in(buffers: Tensor, a: AttentionArguments, batch: slice, chunk: _QueryChunk) -> Tensor:
+    assert isinstance(a.bias_function, LocalityBias)
+    shape = (1, chunk.stop - chunk.start, chunk.keys)
+    bias_BQK, difference = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+    t, s = (points[None] if points.dim() == 2 else points[batch] for points in a.bias_tensors)
+    a.bias_function.fill(bias_BQK, difference, t[..., chunk.start : chunk.stop], chunk.take(s, 2))
+    return bias_BQK[None]
 
 
 def _cpu_kernel_forward(a: AttentionArguments) -> tuple[Tensor, Tensor]:
     """The result and the log-sum-exp of every row, which is 0 for a row without keys."""
     k, v = _to_kernel(a.k), _to_kernel(a.v)
-
-    def run(call: _KernelCall) -> tuple[Tensor, Tensor]:
-        part, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-            _to_kernel(call.queries(a.q)),
-            call.keys(k),
-            call.keys(v),
-            0.0,
-            False,
-            attn_mask=call.attn_mask(),
-            scale=a.scale,
-        )
-        return part, lse
-
-    calls = _kernel_calls(a)
-    if _is_whole(a, calls):
-        part, lse = run(calls[0])
-        return part.to(a.q.dtype), lse
     out = a.q.new_zeros(a.q.shape)
     lse_BHQ = out.new_zeros(a.q.shape[:3], dtype=k.dtype)
-    for call in calls:
-        part, lse = run(call)
-        call.queries(out).copy_(part)
-        call.queries(lse_BHQ).copy_(lse)
+    for batch, chunk, mask in _cpu_kernel_calls(a):
+        rows = (batch, slice(None), slice(chunk.start, chunk.stop))
+        keys, values = chunk.take(k[batch], 2), chunk.take(v[batch], 2)
+        out[rows], lse_BHQ[rows] = aten._scaled_dot_product_flash_attention_for_cpu(
+            _to_kernel(a.q[rows]), keys, values, 0.0, False, attn_mask=mask, scale=a.scale
+        )
     return out, lse_BHQ
 
 
@@ -404,32 +368,17 @@ def _cpu_kernel_backward(
     a: AttentionArguments, out: Tensor, lse_BHQ: Tensor, grad_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     k, v = _to_kernel(a.k), _to_kernel(a.v)
-
-    def run(call: _KernelCall) -> tuple[Tensor, Tensor, Tensor]:
-        part_q, part_k, part_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            _to_kernel(call.queries(grad_out)),
-            _to_kernel(call.queries(a.q)),
-            call.keys(k),
-            call.keys(v),
-            _to_kernel(call.queries(out)),
-            call.queries(lse_BHQ),
-            0.0,
-            False,
-            attn_mask=call.attn_mask(),
-            scale=a.scale,
-        )
-        return part_q, part_k, part_v
-
-    calls = _kernel_calls(a)
-    if _is_whole(a, calls):
-        grad_q, grad_k, grad_v = run(calls[0])
-        return grad_q.to(a.q.dtype), grad_k.to(a.k.dtype), grad_v.to(a.v.dtype)
     grad_q, grad_k, grad_v = torch.zeros_like(a.q), torch.zeros_like(k), torch.zeros_like(v)
-    for call in calls:
-        part_q, part_k, part_v = run(call)
-        call.queries(grad_q).copy_(part_q)
-        call.chunk.add(grad_k[call.batch], part_k, 2)
-        call.chunk.add(grad_v[call.batch], part_v, 2)
+    for batch, chunk, mask in _cpu_kernel_calls(a):
+        rows = (batch, slice(None), slice(chunk.start, chunk.stop))
+        keys, values = chunk.take(k[batch], 2), chunk.take(v[batch], 2)
+        inputs = (_to_kernel(grad_out[rows]), _to_kernel(a.q[rows]), keys, values, _to_kernel(out[rows]))
+        part_q, part_k, part_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *inputs, lse_BHQ[rows], 0.0, False, attn_mask=mask, scale=a.scale
+        )
+        grad_q[rows] = part_q
+        chunk.add(grad_k[batch], part_k, 2)
+        chunk.add(grad_v[batch], part_v, 2)
     return grad_q, grad_k.to(a.k.dtype), grad_v.to(a.v.dtype)
 
 
