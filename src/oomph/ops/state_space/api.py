@@ -24,7 +24,7 @@ def _choose(a: ScanArguments) -> Choice:
         a.impl,
         a.x,
         why_not_triton(a.x) or why_not_kernels(n, a.state_dtype),
-        kernels="one kernel each way, which holds the states in registers",
+        kernels="one kernel per pass, with the states in registers",
     )
     if choice.impl == "reference":
         return choice
@@ -58,7 +58,7 @@ def selective_scan(
     -> y [B, L, d], or (y, final state [B, d, n]) with `return_final_state`. delta_bias is added to delta
     first; `delta_softplus` then applies the softplus.
 
-    direction: "forward" from the first token on; "backward" from the last; "both" runs one scan each way and
+    direction: "forward" from the first token on; "backward" from the last; "both" runs one scan in each and
     sums them before the gate. Then delta, A, B, C, D, delta_bias and the states have a leading dimension of 2
     (forward, backward), and x is [B, L, d], shared, or has one too; z and y are [B, L, d]. Index t is token t
     in every tensor, whatever the direction: nothing is flipped.

@@ -64,7 +64,7 @@ def why_not_kernels(n: int, dtype: torch.dtype) -> str | None:
     if dtype == torch.float64:
         return "the kernels compute in float32, which is too little for float64"
     if n > _MAX_STATE:
-        return f"the state's n={n} is above {_MAX_STATE}, which the kernels are made for"
+        return f"the state's n={n} is above {_MAX_STATE}, the limit of the kernels"
     return None
 
 
