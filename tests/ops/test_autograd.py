@@ -17,7 +17,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import ArgumentError
-from oomph.ops import MLPWeights, linear_cross_entropy, modulated_linear, rotary, tiled_mlp
+from oomph.ops import (
+    MLPWeights,
+    attention,
+    linear_cross_entropy,
+    locality_bias,
+    modulated_linear,
+    nsa,
+    rotary,
+    selective_scan,
+    tiled_mlp,
+)
 
 Case = tuple[Callable[..., Tensor], list[Tensor]]
 # The compiler looks at .grad of whatever crosses a graph break.
@@ -53,7 +63,38 @@ def product(**options: Any) -> Case:
     return run, [leaf(9, 8), leaf(8, 12)]
 
 
+def dense_attention(**options: Any) -> Case:
+    run = functools.partial(attention, causal=True, impl="chunked", **options)
+    return run, [leaf(1, 2, 5, 4), leaf(1, 1, 7, 4), leaf(1, 1, 7, 4)]
+
+
+def biased_attention() -> Case:
+    run, leaves = dense_attention()
+    return lambda q, k, v, bias: run(q, k, v, bias=bias), [*leaves, leaf(2, 5, 7)]
+
+
+def sparse_attention() -> Case:
+    sizes = {"block_size": 4, "compress_block": 4, "compress_stride": 2, "top_n": 3, "window": 3}
+    run = functools.partial(nsa, compress="mean", impl="chunked", **sizes)
+    return run, [leaf(1, 20, 2, 4), *(leaf(1, 20, 1, 4) for _ in "kv"), *(leaf(1, 20, 2) for _ in range(3))]
+
+
+def scan() -> Case:
+    def run(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor) -> Tensor:
+        y = selective_scan(x, delta, -a.exp(), b, c, d, z=z, delta_softplus=True, chunk_size=4)
+        assert isinstance(y, Tensor)
+        return y
+
+    tokens = [leaf(2, 9, 3), leaf(2, 9, 3)]
+    return run, [*tokens, leaf(3, 2), leaf(2, 9, 2), leaf(2, 9, 2), leaf(3), leaf(2, 9, 3)]
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "attention": dense_attention,
+    "attention with a bias": biased_attention,
+    "attention to near points": lambda: dense_attention(
+        bias=locality_bias(leaf(5, 2).detach(), leaf(7, 2).detach())
+    ),
     "cross entropy, one tile": lambda: cross_entropy(impl="chunked"),
     "cross entropy, small tiles": lambda: cross_entropy(impl="chunked", memory_budget=1),
     "cross entropy, per token": lambda: cross_entropy(impl="chunked", reduction="none"),
@@ -63,6 +104,8 @@ CASES: dict[str, Callable[[], Case]] = {
         modulated_linear,
         [leaf(2, 5, 7), leaf(7, 11), leaf(7, 3), leaf(3, 11), leaf(2, 5, 3), leaf(11)],
     ),
+    "native sparse attention": sparse_attention,
+    "selective scan": scan,
 }
 if importlib.util.find_spec("triton") is not None:
     CASES["tiled matmul"] = lambda: product(impl="chunked")

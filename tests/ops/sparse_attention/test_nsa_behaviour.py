@@ -52,33 +52,6 @@ def test_frozen_inputs_and_a_second_backward():
     assert tensors[4].grad.shape == tensors[4].shape
 
 
-def test_no_grad():
-    tensors, _ = inputs(20)
-    tensors[0].requires_grad_()
-    with torch.no_grad():
-        assert not nsa(*tensors, compress="mean", **SMALL).requires_grad
-
-
-def test_second_derivatives_are_refused():
-    tensors, _ = inputs(20)
-    tensors[0].requires_grad_()
-    out = nsa(*tensors, compress="mean", **SMALL)
-    with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
-        torch.autograd.grad(out.sum(), tensors[0], create_graph=True)
-
-
-def test_checkpointing_gives_the_same_gradients():
-    tensors, grad = inputs(37)
-    tensors[0].requires_grad_()
-
-    def run(q):
-        return nsa(q, *tensors[1:], compress="mean", **SMALL)
-
-    plain = torch.autograd.grad(run(tensors[0]), tensors[0], grad)[0]
-    out = torch.utils.checkpoint.checkpoint(run, tensors[0], use_reentrant=False)
-    torch.testing.assert_close(torch.autograd.grad(out, tensors[0], grad)[0], plain)
-
-
 def test_autocast():
     tensors, _ = inputs(37, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -90,17 +63,6 @@ def test_autocast():
         mixed = [x.float() if at != number else x for at, x in enumerate(half)]
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(nsa(*mixed, *tensors[3:], compress="mean", **SMALL), out)
-
-
-def test_compiled_caller_gets_the_same_values():
-    tensors, _ = inputs(20)
-
-    @torch.compile(backend="eager")
-    def program(q):
-        return nsa(q * 2, *tensors[1:], compress="mean", **SMALL) + 1
-
-    expected = nsa(tensors[0] * 2, *tensors[1:], compress="mean", **SMALL) + 1
-    torch.testing.assert_close(program(tensors[0]), expected)
 
 
 # Memory, through oomph.predict
