@@ -25,10 +25,8 @@ def offloader_of(block):
     return block.forward.wrapper.keywords["offloader"]
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize(
-    "others", [[], ["activation_checkpointing"]], ids=["alone", "activation_checkpointing"]
-)
+@pytest.mark.parametrize("name", ["Llama", "T5", "TinyLM"])  # all others: test_architectures.py
+@pytest.mark.parametrize("others", [[], ["activation_checkpointing"]], ids=["alone", "checkpointed"])
 def test_gradients_are_the_same_bit_by_bit_and_undo_restores_the_model(name, others):
     work = ARCHITECTURES[name]()
     model, _ = prepared(work)

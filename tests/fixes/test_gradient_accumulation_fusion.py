@@ -42,12 +42,16 @@ def added(monkeypatch):
     return shapes
 
 
-LANGUAGE_MODELS = [name for name in ARCHITECTURES if name not in ("ViT", "Classifier")]
-
-
 @pytest.mark.parametrize(
     ("name", "with_fused_loss"),
-    [*((name, False) for name in ARCHITECTURES), *((name, True) for name in LANGUAGE_MODELS)],
+    [
+        ("GPT-NeoX", False),
+        ("ViT", False),
+        ("Classifier", False),
+        ("Gemma-2", True),
+        ("BERT", True),
+        ("T5", True),
+    ],
 )
 def test_gradients_are_the_same_and_undo_restores_the_model(name, with_fused_loss, added):
     work = ARCHITECTURES[name]()
@@ -282,12 +286,6 @@ def test_mistakes_are_told_and_change_nothing():
     names = {change.where for change in fixes.apply_to_model("gradient_accumulation_fusion", model)}
     assert "blocks.2.mlp.fc" in names
     assert not names & {"blocks.0.mlp.fc", "blocks.1.mlp.fc"}
-
-
-def test_it_excludes_updates_inside_backward():
-    work = workload()
-    with pytest.raises(UserError, match="cannot be combined: its hooks"):
-        fixes.apply(["gradient_accumulation_fusion", "optimizer_in_backward"], work)
 
 
 def test_a_copy_of_the_model_adds_to_its_own_gradients():

@@ -1,7 +1,6 @@
 """Fixes of the optimizer's step: the same parameters after real steps, less memory, honest refusals."""
 
 import gc
-import warnings
 from dataclasses import replace
 from functools import partial
 
@@ -53,8 +52,13 @@ def larger(**changes):
     return replace(work, **changes)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("fix", EXACT)
+@pytest.mark.parametrize(
+    ("fix", "name"),
+    [
+        *((fix, "adamw") for fix in EXACT),
+        *((fix, name) for fix in ("optimizer_in_backward", "optimizer_cpu_offload") for name in OPTIMIZERS),
+    ],
+)
 def test_three_steps_give_the_same_parameters(fix, name):
     work = replace(workload(layers=2), optimizer=OPTIMIZERS[name])
     same_parameters(trained(work)[0], trained(fixes.apply(fix, work))[0], 1e-5)
@@ -370,15 +374,3 @@ def test_gradients_are_freed_where_they_were_zeroed():
     after, optimizer = trained(fixes.apply("set_to_none", small))
     same_parameters(before, after, 0)
     assert all(p.grad is None for group in optimizer.param_groups for p in group["params"])
-
-
-def test_step_order_warnings_stay_quiet_with_schedulers():
-    work = fixes.apply("optimizer_in_backward", workload())
-    model = work.model()
-    optimizer = work.optimizer(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        plain_loss(model, tiny_batch("cpu")).backward()
-        optimizer.step()
-        scheduler.step()

@@ -126,7 +126,7 @@ def _forward_and_backward(workload: Workload, model: nn.Module, batch: Any) -> T
 
 @contextlib.contextmanager
 def _collect_gradients(model: nn.Module, freed: bool) -> Iterator[dict[str, Tensor]]:
-    """Collects a step's gradients by name: from .grad, or by hooks where an optimizer frees .grad in backward.
+    """A step's gradients by name: from .grad, or by hooks where an optimizer frees .grad in backward.
 
     Hooks are used only then, because fixes leave parameters with hooks alone.
     """
