@@ -1,30 +1,95 @@
-"""`oomph systems`, and the old name of the command."""
+"""`oomph systems`, its old name, and the launch scripts of the reports."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from oomph.cli.main import run
+from oomph.systems import SYSTEMS
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
-def test_systems_lists_the_five_systems(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["systems", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["systems"]
-    assert len(found) == 5
-    assert set(found[0]) == {"name", "report", "title", "naive", "model"}
+def test_all_systems_are_listed_with_both_forms(capsys):
     assert run(["systems"]) == 0
     out = capsys.readouterr().out
-    assert all(system["name"] in out for system in found)
+    assert out.isascii()
+    assert max(map(len, out.splitlines())) <= 100
+    assert all(name in out for name in SYSTEMS)
+    assert out.count("naive  ") == out.count("model  ") == 5
+    assert run(["systems", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [system["name"] for system in found["systems"]] == list(SYSTEMS)
+    assert set(found["systems"][0]) == {"name", "report", "title", "naive", "model"}
 
 
-def test_cases_is_the_old_name_with_its_keys_and_one_deprecation_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_claims_of_one_system_are_a_table(capsys):
+    assert run(["systems", "longctx"]) == 0
+    out = capsys.readouterr().out
+    assert out.isascii()
+    for word in ("claim", "derived", "verdict", "why", "37.09 GiB", "never measured"):
+        assert word in out
+    assert run(["systems", "003", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["system"]["name"] == "npt"
+    assert set(found["claims"][0]) == {"claim", "claimed", "derived", "verdict", "why"}
+
+
+def test_an_unknown_system_is_one_line_with_the_valid_names(capsys):
+    assert run(["systems", "mamba"]) == 2
+    assert "'mamba'; choose from hatchling, pythia, longctx, npt, ginr" in capsys.readouterr().err
+
+
+def test_cases_is_the_old_name_with_its_keys_and_one_deprecation_line(capsys):
     assert run(["cases", "--json"]) == 0
     old = capsys.readouterr()
     assert set(json.loads(old.out)["cases"][0]) == {"name", "report", "title", "sick", "healthy"}
     assert old.err == "oomph: oomph cases is deprecated; use oomph systems\n"
     assert run(["cases", "npt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["case"]["name"] == "npt"
+
+
+# ------------------------------------------------------------------------------------------- launch scripts
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """Runs a script with a stand-in for `oomph` that prints its arguments."""
+    command = tmp_path / "oomph"
+    command.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    command.chmod(0o755)
+
+    def run(script, *arguments):
+        path = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run([SCRIPTS / script, *arguments], env=path, capture_output=True, text=True)
+        return done.returncode, done.stdout.split(), done.stderr
+
+    return run
+
+
+def test_the_scripts_call_oomph_train(launch):
+    words = ["configs/hn_xs.yaml", "batch_tokens=2048"]
+    assert launch("run_pretrain.sh", *words) == (0, ["train", *words], "")
+    for mode in ("small", "optimized", "default"):
+        status, (command, config, steps), _ = launch("launch_optimized.sh", mode, "steps=3")
+        assert (status, command, steps) == (0, "train", "steps=3")
+        assert Path(config).is_file()
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        ("run_pretrain.sh", (), "CONFIG.yaml"),
+        ("launch_optimized.sh", ("large",), "small|optimized|default [key=value ...]   (given: 'large')"),
+    ],
+)
+def test_a_wrong_call_of_a_script_is_one_line(launch, script, arguments, message):
+    status, _, error = launch(script, *arguments)
+    assert status == 2
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,15 +1,13 @@
-"""Every claim of the reports, worked out: the figures of the arithmetic, and that predictions agree."""
+"""The derived figures behind the claims of the reports."""
 
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from oomph.cli.systems import run_systems
 from oomph.errors import UserError
 from oomph.systems import SYSTEMS, find_system
 from oomph.systems.claims import VERDICTS
@@ -77,13 +75,6 @@ def test_positions_that_bf16_can_tell_apart(tokens):
     assert longctx.distinct_bf16_positions(tokens) == torch.arange(tokens).bfloat16().unique().numel()
 
 
-def test_shifting_the_logits_of_one_row_is_no_copy_and_of_two_rows_is_one():
-    for rows, copied in ((1, False), (2, True)):
-        logits = torch.zeros(rows, 5, 3)
-        shifted = logits[..., :-1, :]
-        assert (shifted.contiguous().data_ptr() != shifted.data_ptr()) is copied
-
-
 def test_npt():
     assert npt.whole_delta_bytes() == 344 * GiB
     assert npt.whole_delta_bytes(14336) == 448 * GiB
@@ -117,31 +108,6 @@ def test_a_system_is_found_by_its_name_and_by_its_report():
     assert find_system("longctx") is find_system("002")
     with pytest.raises(UserError, match="no system 'mamba'; choose from hatchling, pythia"):
         find_system("mamba")
-
-
-def test_the_list_gives_both_forms_of_every_system(capsys):
-    assert run_systems(None, as_json=False) == 0
-    out = capsys.readouterr().out
-    assert out.isascii()
-    assert out.count("naive  ") == out.count("model  ") == 5
-    assert max(map(len, out.splitlines())) <= 100
-
-
-def test_a_system_is_printed_as_a_table_of_its_claims(capsys):
-    assert run_systems("longctx", as_json=False) == 0
-    out = capsys.readouterr().out
-    for word in ("claim", "derived", "verdict", "why", "37.09 GiB", "never measured"):
-        assert word in out
-    assert out.isascii()
-
-
-def test_both_can_be_had_as_one_json_object(capsys):
-    run_systems(None, as_json=True)
-    assert [system["name"] for system in json.loads(capsys.readouterr().out)["systems"]] == list(SYSTEMS)
-    run_systems("npt", as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["system"]["report"] == "003"
-    assert set(found["claims"][0]) == {"claim", "claimed", "derived", "verdict", "why"}
 
 
 def test_the_quality_of_ginrs_mixers_is_that_of_the_committed_runs() -> None:

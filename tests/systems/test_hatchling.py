@@ -6,26 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from language_models import (
-    assert_causal,
-    assert_loss_is_that_of_the_logits,
-    assert_same_function,
-    overfit,
-    text_batch,
-    tokens,
-)
+from text_batches import text_batch, tokens
 
 import oomph
-from oomph.errors import UserError
 from oomph.ops import kda
 from oomph.systems.blocks import CausalAttention
 from oomph.systems.hatchling import PRESETS, HatchlingConfig, KDABlock
 from oomph.systems.hatchling.naive import REPORT, NaiveHatchling
 
 TINY = PRESETS["tiny"]
-QUIET = replace(TINY, token_drop=0.0)
-FORMS = [QUIET, replace(QUIET, gate="kimi")]
-IDS = ["spiking", "kimi"]
+NO_DROP = replace(TINY, token_drop=0.0)
 
 
 @pytest.mark.parametrize(("name", "layers", "attentions"), [("hn_xs", 16, 4), ("hn_s", 32, 8)])
@@ -52,21 +42,9 @@ def test_hn_xs_is_built_as_the_report_has_it():
     assert PRESETS["hn_xs"].get_total_params() == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("config", FORMS, ids=IDS)
-def test_no_token_sees_a_later_one(config):
-    torch.manual_seed(0)
-    assert_causal(config.build(), config.vocab_size, 20)
-
-
-@pytest.mark.parametrize("config", FORMS, ids=IDS)
-def test_the_loss_is_that_of_the_logits_and_the_predictive_one(config):
-    torch.manual_seed(0)
-    assert_loss_is_that_of_the_logits(config.build(), config.vocab_size, 20)
-
-
 def test_the_predictive_loss_stops_at_its_target():
     torch.manual_seed(0)
-    model = replace(QUIET, predictive_weight=1.0).build().double()
+    model = replace(NO_DROP, predictive_weight=1.0).build().double()
     hidden = torch.randn(1, 2, 32, dtype=torch.float64, requires_grad=True)
     labels = torch.full((1, 2), -100)
     out = model.output(hidden, labels)
@@ -75,23 +53,14 @@ def test_the_predictive_loss_stops_at_its_target():
     out.loss.backward()
     assert hidden.grad[:, 0].abs().max() > 0
     assert hidden.grad[:, 1].abs().max() == 0
-    assert replace(QUIET, predictive_weight=0.0).build().predictor is None
+    assert replace(NO_DROP, predictive_weight=0.0).build().predictor is None
 
 
 def test_one_token_has_nothing_to_predict():
     ids = tokens(64, 2, 1)
-    out = QUIET.build()(ids, labels=ids)
+    out = NO_DROP.build()(ids, labels=ids)
     assert out.loss.item() == 0
     assert out.auxiliary_loss is None
-
-
-@pytest.mark.parametrize("gate", ["spiking", "kimi"])
-def test_a_batch_can_be_learnt_by_heart(gate):
-    torch.manual_seed(0)
-    config = replace(QUIET, gate=gate, predictive_weight=0.0, n_layers=2, attention_every=2)
-    first, last = overfit(config.build(), config.vocab_size, 12, 50, lr=1e-2)
-    assert first > 3.5
-    assert last < 0.5
 
 
 def test_dropped_tokens_make_training_random_and_evaluation_not():
@@ -107,17 +76,11 @@ def test_every_mode_and_chunk_size_computes_the_same(gate):
     results = []
     for mode, size in (("sequential", 16), ("chunked", 16), ("auto", None), ("scan", 5)):
         torch.manual_seed(0)
-        config = replace(QUIET, gate=gate, kda_mode=mode, kda_memory_chunk_size=size)
+        config = replace(NO_DROP, gate=gate, kda_mode=mode, kda_memory_chunk_size=size)
         with torch.no_grad():
             results.append(config.build().double()(tokens(64, 1, 33)).logits)
     for other in results[1:]:
         torch.testing.assert_close(other, results[0])
-
-
-@pytest.mark.parametrize("size", [None, 8])
-def test_the_naive_form_computes_the_same(size):
-    torch.manual_seed(0)
-    assert_same_function(NaiveHatchling(QUIET, size), QUIET.build(), tokens(64, 2, 21))
 
 
 def test_the_naive_form_makes_every_transition_at_once():
@@ -166,19 +129,3 @@ def test_on_the_reports_card_the_naive_form_fails_where_the_model_fits():
     model = one_pass(HatchlingConfig.build, backward=True)
     optimizer = 2 * 4 * config.get_total_params()
     assert model.peak.reserved + optimizer < 4 * 2**30  # of 23.6
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gate": "gru"}, "HatchlingConfig gate='gru' is not valid; choose from 'spiking', 'kimi'"),
-        ({"kda_mode": "fast"}, "kda_mode='fast' is not valid; choose from 'auto', 'chunked', 'sequential'"),
-        ({"kda_memory_chunk_size": 0}, "kda_memory_chunk_size=0 is not valid; give a whole number >= 1"),
-        ({"n_kv_heads": 3}, "n_heads=8 is not valid; give a multiple of n_kv_heads=3"),
-        ({"token_drop": 1}, "token_drop=1 is not valid; give a number >= 0 and < 1"),
-        ({"token_drop_layers": (5, 4)}, r"token_drop_layers=\(5, 4\) is not valid"),
-    ],
-)
-def test_a_config_says_what_is_wrong_with_it(changes, message):
-    with pytest.raises(UserError, match=message):
-        HatchlingConfig(**changes)
