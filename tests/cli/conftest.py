@@ -20,7 +20,7 @@ from oomph.training.loop.trainer import Outcome
 
 @dataclass
 class FakePredict:
-    """Stands in for the tracer: remembers what it was given, and gives back what it is told to."""
+    """Replaces the tracer: records its calls and returns `result`."""
 
     result: Prediction = field(default_factory=make_prediction)
     during: Callable[[Any], None] = lambda target: None
@@ -35,12 +35,12 @@ class FakePredict:
 @pytest.fixture
 def fake_predict(monkeypatch: pytest.MonkeyPatch) -> FakePredict:
     fake = FakePredict()
-    room = sys.modules.get("oomph.prediction")
-    if room is None:
-        room = ModuleType("oomph.prediction")
-        room.__path__ = []  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "oomph.prediction", room)
-    monkeypatch.setattr(room, "predict", fake, raising=False)
+    package = sys.modules.get("oomph.prediction")
+    if package is None:
+        package = ModuleType("oomph.prediction")
+        package.__path__ = []  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "oomph.prediction", package)
+    monkeypatch.setattr(package, "predict", fake, raising=False)
     return fake
 
 

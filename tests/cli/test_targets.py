@@ -1,11 +1,15 @@
+"""TARGET: files, modules and configs, with their overrides; and what is wrong with one."""
+
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from oomph.cli.targets import open_target, split_target
+from oomph.cli.main import run
+from oomph.cli.targets import open_target
 from oomph.errors import ProgramError, UserError
 from oomph.workload import Workload
 
@@ -76,59 +80,32 @@ def test_the_file_is_imported_rather_than_run_as_a_script(program):
         pass
 
 
-def test_a_target_without_a_colon_is_told_what_is_valid():
-    with pytest.raises(UserError, match=r"'train' has no colon; give file.py:name or package.module:name"):
-        split_target("train")
-
-
-def test_a_script_is_told_that_it_needs_a_name_today():
-    with pytest.raises(UserError, match=r"'train.py' is a whole script, which oomph cannot .*; give file"):
-        split_target("train.py")
-
-
-@pytest.mark.parametrize("target", [":name", "train.py:", "train.py:a b", "train.py:3"])
-def test_an_empty_or_impossible_name_is_refused(target):
-    with pytest.raises(UserError, match=r"is not valid; give file\.py:name"):
-        split_target(target)
-
-
-def test_a_file_that_is_not_there_suggests_its_neighbour(program):
-    program(WORKLOAD)
-    assert _refusal("trian.py:workload").startswith(
-        "file 'trian.py' does not exist (did you mean 'train.py'?); give file.py:name"
-    )
-
-
-def test_a_directory_is_not_a_file(program, tmp_path):
-    (tmp_path / "folder.py").mkdir()
-    assert "file 'folder.py' is a directory" in _refusal("folder.py:x")
-
-
-def test_a_file_that_is_not_python_is_refused(program):
-    program("hello", "a.txt")
-    assert "file './a.txt' is not a Python file" in _refusal("./a.txt:x")
-
-
-def test_a_module_that_is_not_there_is_the_users_mistake():
-    assert _refusal("nothing_of_test:x").startswith("module 'nothing_of_test' was not found; give")
-    assert "module 'json.nothing' was not found; give" in _refusal("json.nothing:x")
-    assert "module 'nopkg_.a.b' was not found (there is no 'nopkg_'); give" in _refusal("nopkg_.a.b:x")
-    assert "module 'a-b' is not a valid module name; give" in _refusal("a-b:x")
-
-
-def test_a_wrong_name_suggests_the_nearest(program):
-    program(WORKLOAD)
-    assert _refusal("train.py:worklod") == "train.py has no 'worklod'; did you mean 'workload'?"
-
-
-def test_a_wrong_name_near_nothing_lists_what_the_file_defines(program):
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("train", "'train' has no colon; give file.py:name or package.module:name"),
+        ("train.py", "'train.py' is a whole script"),
+        (":name", "':name' is not valid; give file.py:name"),
+        ("train.py:a b", "'train.py:a b' is not valid"),
+        ("train.py:3", "'train.py:3' is not valid"),
+        ("trian.py:workload", "file 'trian.py' does not exist (did you mean 'train.py'?); give file.py:name"),
+        ("./folder.py:x", "file './folder.py' is a directory"),
+        ("./a.txt:x", "file './a.txt' is not a Python file"),
+        ("nothing_of_test:x", "module 'nothing_of_test' was not found; give"),
+        ("json.nothing:x", "module 'json.nothing' was not found; give"),
+        ("nopkg_.a.b:x", "module 'nopkg_.a.b' was not found (there is no 'nopkg_'); give"),
+        ("a-b:x", "module 'a-b' is not a valid module name; give"),
+        ("train.py:worklod", "train.py has no 'worklod'; did you mean 'workload'?"),
+        ("train.py:zzz", "train.py has no 'zzz'; it defines workload, make"),
+        ("empty.py:zzz", "empty.py has no 'zzz'; it defines nothing that could be a target"),
+    ],
+)
+def test_a_target_that_is_not_there_is_one_line_with_what_is_valid(program, tmp_path, target, message):
     program(WORKLOAD + "import os\nclass Model: ...\ndef make(): ...\n")
-    assert _refusal("train.py:zzz") == "train.py has no 'zzz'; it defines workload, make"
-
-
-def test_a_wrong_name_in_an_empty_file_says_so(program):
-    program("")
-    assert _refusal("train.py:zzz") == "train.py has no 'zzz'; it defines nothing that could be a target"
+    program("", "empty.py")
+    program("hello", "a.txt")
+    (tmp_path / "folder.py").mkdir()
+    assert message in _refusal(target)
 
 
 @pytest.mark.parametrize(
@@ -186,3 +163,162 @@ def test_a_file_that_chooses_its_device_when_imported_chooses_the_gpu(tmp_path: 
     )
     with open_target(f"{file}:train") as target:
         assert target.__globals__["device"] == "cuda"  # type: ignore[union-attr]
+
+
+# ------------------------------------------------------------------------------------------- configs
+
+TINY = str(Path(__file__).parents[2] / "configs" / "longctx_tiny.yaml")
+
+
+def _error(capsys, *arguments: str) -> list[str]:
+    assert run(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err.splitlines()
+
+
+def test_a_config_is_a_workload_with_its_overrides_in():
+    with open_target(TINY, ["batch_size=3", "model.attention=nsa"]) as found:
+        assert isinstance(found, Workload)
+        assert found.sizes == {"B": 3, "T": 128}
+        assert found.model.config.attention == "nsa"  # type: ignore[attr-defined]
+
+
+def test_no_more_batches_of_a_step_are_traced_than_its_memory_needs():
+    with open_target(TINY, ["accumulation=16"]) as found:
+        assert isinstance(found, Workload)
+        assert found.accumulate == 2
+
+
+def test_predict_takes_a_config_and_overrides(fake_predict, capsys):
+    assert run(["predict", TINY, "seq_len=32", "--gpu", "rtx3090", "fixes=activation_checkpointing"]) == 0
+    ((target, options),) = fake_predict.calls
+    assert target.sizes["T"] == 32
+    assert [use.fix for use in target.fixes] == ["activation_checkpointing"]
+    assert options["gpu"] == "rtx3090"
+
+
+def test_a_configs_own_limit_is_that_of_its_prediction(fake_predict, capsys):
+    """The smaller of the two, as the run would have it."""
+    for more, limit in (([], "3GiB"), (["--max", "2GiB"], "2GiB"), (["--max", "4GiB"], "3GiB")):
+        fake_predict.calls.clear()
+        run(["predict", TINY, "training.memory_limit=3GiB", *more])
+        ((_, options),) = fake_predict.calls
+        assert options["max"] == limit
+
+
+def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
+    assert run(["predict", TINY, "--seq_len", "32", "--batch-size=3", "--gpu", "rtx3090", "--shuffle"]) == 0
+    ((target, options),) = fake_predict.calls
+    assert target.sizes == {"B": 3, "T": 32}
+    assert options["gpu"] == "rtx3090"
+    capsys.readouterr()
+    assert _error(capsys, "predict", TINY, "--gup", "rtx3090")[0].endswith(
+        "gup is not a key; the sections are model, data, optimizer, training, output; "
+        "besides them there are system, form, fixes (the nearest option to --gup is --gpu)"
+    )
+
+
+def test_fixes_on_the_command_line_come_on_top(fake_predict, capsys):
+    words = ["--fix", "fused_linear_cross_entropy", "fixes=activation_checkpointing"]
+    assert run(["predict", TINY, *words]) == 2
+    assert "has to be applied before 'activation_checkpointing'" in capsys.readouterr().err
+    words = ["--fix", "activation_checkpointing", "fixes=fused_linear_cross_entropy"]
+    assert run(["predict", TINY, *words]) == 0
+    assert [use.fix for use in fake_predict.calls[-1][0].fixes] == [
+        "fused_linear_cross_entropy",
+        "activation_checkpointing",
+    ]
+
+
+def test_fixes_and_verify_take_a_config_and_overrides(capsys):
+    small = ["seq_len=16", "batch_size=2"]
+    assert (
+        run(["fixes", TINY, *small, "--only", "activation_checkpointing", "--gpu", "rtx3090", "--json"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["schema"] == 1
+    assert run(["verify", TINY, "activation_checkpointing:keep=products", *small, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["holds"] is True
+    assert _error(capsys, "verify", TINY, *small) == [
+        "oomph: verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "config 'x.yaml' does not exist; give a .yaml file, e.g. in configs/"),
+        ("", "config 'x.yaml' is empty; it should say at least: system: pythia"),
+        ("[1]", "config 'x.yaml' holds a list; it should be a mapping, like `system: pythia`"),
+        ("a: 1\nb: [", "config 'x.yaml', line 2 is not valid YAML: expected the node content"),
+        ("system: mamba", "x.yaml: system = 'mamba' is not valid; Choose from hatchling, pythia, longctx"),
+        ("system: pythia\nepoch: 3", "x.yaml: epoch is not a key; did you mean 'training.epochs'?"),
+    ],
+)
+def test_a_wrong_config_is_one_line(program, capsys, text, message):
+    program("")
+    if text is not None:
+        program(text, "x.yaml")
+    (line,) = _error(capsys, "predict", "x.yaml")
+    assert line.startswith(f"oomph: {message}")
+
+
+def test_several_problems_are_a_line_each(program, capsys):
+    program("system: pythia\nmodel: {hiden_size: 3}\ntraining: {steps: many}\n", "x.yaml")
+    assert _error(capsys, "predict", "x.yaml", "clip=0") == [
+        "oomph: x.yaml has 3 problems:",
+        "  model.hiden_size is not a key; did you mean 'model.hidden_size'?",
+        "  training.steps = 'many' is not valid; give a whole number",
+        "  clip (which is training.clip) = 0 is not valid; give a number > 0",
+    ]
+
+
+def test_a_word_that_is_no_override_is_one_line(capsys):
+    assert _error(capsys, "predict", TINY, "nsa") == [
+        "oomph: 'nsa' is not an override; give key=value, --key value, or --flag"
+    ]
+
+
+@pytest.mark.parametrize("command", ["predict", "fixes", "verify"])
+def test_a_program_takes_no_overrides(program, capsys, command):
+    program("def step(): ...\n")
+    words = ["activation_checkpointing"] if command == "verify" else []
+    (line,) = _error(capsys, command, "train.py:step", *words, "a.b=1")
+    assert line == (
+        "oomph: target 'train.py:step' is a program, and 'a.b=1' is not a size of its Workload, such as B=4: "
+        "change the program, or give a .yaml file, whose keys can be overridden"
+    )
+
+
+SIZED = """
+import torch, oomph
+def batch(device, B, T): return torch.zeros(B, T, device=device)
+w = oomph.Workload(lambda: torch.nn.Linear(1, 1), batch, lambda m, b: m(b).sum(), sizes={"B": 8, "T": 64})
+def made(): return w
+unsized = oomph.Workload(lambda: torch.nn.Linear(1, 1), lambda device: None, lambda m, b: m(b).sum())
+def step(): return lambda: None
+"""
+
+
+@pytest.mark.parametrize("name", ["w", "made"])
+def test_sizes_of_a_workload_can_be_given(program, fake_predict, name):
+    program(SIZED)
+    assert run(["predict", f"train.py:{name}", "B=3"]) == 0
+    ((target, _),) = fake_predict.calls
+    assert target.sizes == {"B": 3, "T": 64}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["w", "C=3"], "the Workload has no size 'C'; its sizes are B=8, T=64"),
+        (["unsized", "B=3"], "the Workload has no size 'B'; its sizes are none; name them, as Workload("),
+        (["step", "B=3"], "target 'train.py:step' returned a function; fixes and sizes need a Workload"),
+        (["w", "B=0"], "target 'train.py:w' is a program, and 'B=0' is not a size of its Workload"),
+    ],
+)
+def test_sizes_that_a_program_does_not_have_are_refused(program, capsys, words, message):
+    program(SIZED)
+    name, *sizes = words
+    (line,) = _error(capsys, "predict", f"train.py:{name}", *sizes)
+    assert line.startswith(f"oomph: {message}")
