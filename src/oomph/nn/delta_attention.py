@@ -1,7 +1,7 @@
-"""Kimi Delta Attention as its authors define the layer (arXiv 2510.26692), around `oomph.ops` kda.
+"""Kimi Delta Attention as its authors define the layer (arXiv 2510.26692), and its short convolution.
 
-Legend: B batch, T tokens, H heads, D the size of a head's queries and keys, V that of its values, N packed
-sequences.
+Legend: B batch, T tokens, C channels, K taps, H heads, D head size of queries and keys, V that of values,
+N packed sequences.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,114 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.arguments import positive, positive_if_given
-from oomph.nn.short_convolution import Packing, ShortConvolution
-from oomph.nn.step_sizes import reset_step_bias
-from oomph.nn.token_functions import gated_head_norm, wide
+from oomph.nn.common import check_positive, check_positive_if_given, reset_step_bias, wide
 from oomph.ops import common
 from oomph.ops.delta_attention import kda
 from oomph.ops.delta_attention.api import IMPLS, MODES
+from oomph.ops.short_convolution import short_convolution
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
-# A new layer forgets at rates whose time constants are spread over this range of step sizes.
+# Initial decay: the range of exp(A_log), and of softplus(dt_bias).
 _STEP_RANGE = (0.001, 0.1)
 _RATE_RANGE = (1.0, 16.0)
 
 
 @dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of packed sequences once each sequence is preceded by its K - 1 earlier tokens."""
+
+    rows_T: Tensor
+    earlier_rows: Tensor  # [N * (K - 1)]
+    last_rows: Tensor  # [N * (K - 1)]
+    sequences: int
+
+    @classmethod
+    def from_cu_seqlens(cls, given: Tensor | Sequence[int], x_BTC: Tensor, taps: int) -> "PackedRows":
+        """Does not read the values of cu_seqlens, which would wait for the device."""
+        cu_seqlens = torch.as_tensor(given, device=x_BTC.device)
+        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
+            raise ArgumentError(
+                f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; valid: integers [N + 1], N >= 1"
+            )
+        if x_BTC.shape[0] != 1:
+            raise ArgumentError(f"with cu_seqlens x has B = 1; given: x {list(x_BTC.shape)}")
+        ends, before = cu_seqlens[1:].long(), taps - 1
+        sequences = ends.numel()
+        numbers_T = torch.arange(x_BTC.shape[1], device=ends.device)
+        rows_T = numbers_T + before * (1 + torch.searchsorted(ends, numbers_T, right=True))
+        counted_N = torch.arange(sequences, device=ends.device)
+        offsets = torch.arange(before, device=ends.device)
+        starts = cu_seqlens[:-1].long() + before * counted_N
+        last = ends + before * counted_N
+        return cls(
+            rows_T, (starts[:, None] + offsets).flatten(), (last[:, None] + offsets).flatten(), sequences
+        )
+
+
+class ShortConvolution(nn.Module):
+    """silu(conv(x)), row t from rows t - K + 1 .. t. The weight [C, 1, K] is that of a depthwise nn.Conv1d.
+
+    With `unit_size`, groups of so many channels are then scaled to length 1. Saved for backward: the input.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        kernel_size: int,
+        *,
+        unit_size: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive(channels=channels, kernel_size=kernel_size)
+        self.channels, self.kernel_size, self.unit_size = channels, kernel_size, unit_size
+        self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.weight, -(self.kernel_size**-0.5), self.kernel_size**-0.5)  # as nn.Conv1d
+
+    def forward(
+        self, x_BTC: Tensor, earlier_BKC: Tensor | None = None, packing: PackedRows | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x [B, T, C], the K - 1 tokens before it (zeros unless given) -> the result, the last K - 1 tokens.
+
+        Packed (B = 1): those tokens are [N, K - 1, C], of each sequence.
+        """
+        before = self.kernel_size - 1
+        sequences = x_BTC.shape[0] if packing is None else packing.sequences
+        expected = (sequences, before, self.channels)
+        if earlier_BKC is not None and tuple(earlier_BKC.shape) != expected:
+            raise ArgumentError(
+                f"the convolution's state has shape {list(earlier_BKC.shape)}; valid: {list(expected)}"
+            )
+        if packing is None:
+            if earlier_BKC is None:
+                joined = F.pad(x_BTC, (0, 0, before, 0))
+            else:
+                joined = torch.cat([earlier_BKC.to(x_BTC.dtype), x_BTC], dim=1)
+            # A copy, because a view of a few rows would keep all of them alive.
+            last = joined[:, joined.shape[1] - before :].clone()
+            return self._convolved(joined), last
+        joined = x_BTC.new_zeros(1, x_BTC.shape[1] + before * sequences, self.channels)
+        joined = joined.index_copy(1, packing.rows_T, x_BTC)
+        if earlier_BKC is not None:
+            flat = earlier_BKC.to(x_BTC.dtype).reshape(1, before * sequences, self.channels)
+            joined = joined.index_copy(1, packing.earlier_rows, flat)
+        last = joined.index_select(1, packing.last_rows).view(expected)
+        return self._convolved(joined).index_select(1, packing.rows_T - before), last
+
+    def _convolved(self, joined: Tensor) -> Tensor:
+        return short_convolution(joined, self.weight, unit_size=self.unit_size)
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, kernel_size={self.kernel_size}"
+
+
+@dataclass(frozen=True, eq=False)
 class KimiDeltaState:
-    """What a layer carries from token to token: a few tokens for the convolutions, and the memory.
+    """The state of a layer after some tokens: the last tokens of the convolutions, and the memory.
 
     conv_q, conv_k, conv_v [B, K - 1, ...]; memory [B, H, D, V] in float32. Of packed sequences, N for B.
     """
@@ -40,7 +131,7 @@ class KimiDeltaState:
     memory: Tensor
 
     def detach(self) -> "KimiDeltaState":
-        """The same numbers without their history: for training on one stretch of a text after another."""
+        """Detached tensors, for truncated backpropagation through time."""
         return KimiDeltaState(
             self.conv_q.detach(), self.conv_k.detach(), self.conv_v.detach(), self.memory.detach()
         )
@@ -78,7 +169,7 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         values = head_dim if value_head_dim is None else value_head_dim
         rank = values if gate_rank is None else gate_rank
-        positive(
+        check_positive(
             hidden_size=hidden_size,
             num_heads=num_heads,
             head_dim=head_dim,
@@ -86,7 +177,7 @@ class KimiDeltaAttention(nn.Module):
             gate_rank=rank,
             conv_size=conv_size,
         )
-        positive_if_given(memory_chunk_size=memory_chunk_size)
+        check_positive_if_given(memory_chunk_size=memory_chunk_size)
         common.parse_memory_budget(memory_budget)
         common.check_one_of("mode", mode, MODES)
         common.check_one_of("impl", impl, IMPLS)
@@ -117,12 +208,12 @@ class KimiDeltaAttention(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Those of this module itself; its children have their own, as torch's modules do."""
+        """Of this module only; submodules have their own."""
         self.reset_gate()
 
     @torch.no_grad()
     def reset_gate(self) -> None:
-        """First values of the decay: rates in 1..16, and softplus(dt_bias) spread in log over 0.001..0.1."""
+        """Rates exp(A_log) in 1..16, and softplus(dt_bias) log-uniform in 0.001..0.1."""
         self.A_log.uniform_(*_RATE_RANGE).log_()
         reset_step_bias(self.dt_bias, *_STEP_RANGE)
 
@@ -140,7 +231,7 @@ class KimiDeltaAttention(nn.Module):
         """
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ArgumentError(f"x has shape {list(x.shape)}; valid: [B, T, {self.hidden_size}]")
-        packing = None if cu_seqlens is None else Packing.of(cu_seqlens, x, self.conv_size)
+        packing = None if cu_seqlens is None else PackedRows.from_cu_seqlens(cu_seqlens, x, self.conv_size)
         earlier = (None, None, None) if state is None else (state.conv_q, state.conv_k, state.conv_v)
         q, conv_q = self.q_conv1d(self.q_proj(x), earlier[0], packing)
         k, conv_k = self.k_conv1d(self.k_proj(x), earlier[1], packing)
@@ -164,7 +255,7 @@ class KimiDeltaAttention(nn.Module):
 
     def _log_decay(self, x: Tensor) -> Tensor:
         f_BTHD = self._heads(self.f_proj(x))
-        return tokenwise_checkpoint(official_log_decay, (f_BTHD,), (self.A_log, self.dt_bias))
+        return tokenwise_checkpoint(log_decay, (f_BTHD,), (self.A_log, self.dt_bias))
 
     def _gated_norm(self, o_BTHV: Tensor, gate_BTHV: Tensor, weight: Tensor) -> Tensor:
         return gated_head_norm(o_BTHV, gate_BTHV, weight, self.norm_eps)
@@ -178,7 +269,14 @@ class KimiDeltaAttention(nn.Module):
         return f"{shown}, mode={self.mode!r}"
 
 
-def official_log_decay(f_BTHD: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+def gated_head_norm(x_BTHV: Tensor, gate_BTHV: Tensor, weight_V: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm of each head, times sigmoid(gate)."""
+    x, gate, weight = wide(x_BTHV), wide(gate_BTHV), wide(weight_V)
+    scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
+    return (x * scale * weight * torch.sigmoid(gate)).to(gate_BTHV.dtype)
+
+
+def log_decay(f_BTHD: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     """-exp(A_log) * softplus(f + dt_bias) in float32: A_log per head, dt_bias [H * D] per channel."""
     heads, size = f_BTHD.shape[-2:]
     step = F.softplus(wide(f_BTHD) + wide(dt_bias).view(heads, size))

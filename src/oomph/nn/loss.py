@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.arguments import check_positive
+from oomph.nn.common import check_positive
 from oomph.ops import common
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.cross_entropy.api import check_arguments

@@ -1,4 +1,4 @@
-"""The block of report 000: delta attention whose writes and decay are driven by spiking neurons.
+"""The block of report 000: Kimi Delta Attention whose writes and decay depend on spiking neurons.
 
 Legend: B batch, T tokens, H heads, D the size of a head's queries and keys, V that of its values.
 """
@@ -11,25 +11,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.arguments import positive, positive_if_given
-from oomph.nn.forward_fill import forward_fill
-from oomph.nn.short_convolution import ShortConvolution
-from oomph.nn.token_functions import head_norm, wide
+from oomph.nn.common import check_positive, check_positive_if_given, head_norm, wide
+from oomph.nn.delta_attention import ShortConvolution
 from oomph.ops import common
 from oomph.ops.common import explain
 from oomph.ops.delta_attention import kda
 from oomph.ops.delta_attention.api import IMPLS, MODES
-from oomph.ops.short_convolution.reference import unit_vectors
+from oomph.ops.short_convolution import unit_vectors
 from oomph.ops.spiking import lif_gate
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
 
 @dataclass(frozen=True, eq=False)
 class SpikingKDAState:
-    """What the block carries from token to token.
+    """The state of a block after some tokens.
 
-    conv [B, K - 1, hidden] the last tokens of the convolution, membrane [B, H, D] of the neurons, memory
-    [B, H, D, V] of the attention, output [B, H, V] the last one, which a dropped token would repeat.
+    conv [B, K - 1, hidden]: the last tokens of the convolution; membrane [B, H, D] of the neurons; memory
+    [B, H, D, V] of the attention; output [B, H, V]: the last one, which a dropped token repeats.
     """
 
     conv: Tensor
@@ -38,7 +36,7 @@ class SpikingKDAState:
     output: Tensor
 
     def detach(self) -> "SpikingKDAState":
-        """The same numbers without their history: for training on one stretch of a text after another."""
+        """Detached tensors, for truncated backpropagation through time."""
         return SpikingKDAState(
             self.conv.detach(), self.membrane.detach(), self.memory.detach(), self.output.detach()
         )
@@ -55,12 +53,11 @@ class SpikingKDABlock(nn.Module):
         dropped token: o repeats the last one that was not dropped, detached
         y = x + W_o RMSNorm(o) * sigmoid(U_2 silu(U_1 x)), the norm per head
 
-    The neurons integrate dropped tokens as any other. Silence is a fact, not a function: gradients reach the
-    neurons through a s and b s at tokens where their head is not silent, and back in time from there.
-    Tokens are dropped in training only, each by itself with probability `token_drop`.
+    The neurons integrate dropped tokens as any other. Silence has no gradient: gradients reach the neurons
+    through a s and b s at tokens where their head is not silent, and back in time from there. Tokens are
+    dropped in training only, independently with probability `token_drop`.
 
-    `y, state = block(x)`; giving the state to the next call continues the sequences. A model that adds a
-    predictive loss takes it from y, outside.
+    `y, state = block(x)`; passing the state to the next call continues the sequences.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class SpikingKDABlock(nn.Module):
         """gate_rank: of W_down W_up and U_2 U_1. mode and memory_chunk_size: those of kda."""
         super().__init__()
         values = head_dim if value_head_dim is None else value_head_dim
-        positive(
+        check_positive(
             hidden_size=hidden_size,
             num_heads=num_heads,
             head_dim=head_dim,
@@ -94,10 +91,10 @@ class SpikingKDABlock(nn.Module):
             gate_rank=gate_rank,
             conv_size=conv_size,
         )
-        positive_if_given(memory_chunk_size=memory_chunk_size)
+        check_positive_if_given(memory_chunk_size=memory_chunk_size)
         common.check_one_of("mode", mode, MODES)
         common.check_one_of("impl", impl, IMPLS)
-        # For the errors that wrong constants raise, now and not at the first token; nothing is computed.
+        # Raises the errors of wrong constants now, and computes nothing.
         explain(lif_gate, torch.empty(1, 0), decay=decay, threshold=threshold, surrogate_beta=surrogate_beta)
         if isinstance(token_drop, bool) or not isinstance(token_drop, int | float) or not 0 <= token_drop < 1:
             raise ArgumentError(f"token_drop={token_drop!r} is not valid; give a probability in [0, 1)")
@@ -125,7 +122,7 @@ class SpikingKDABlock(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Those of this module itself; its children have their own, as torch's modules do."""
+        """Of this module only; submodules have their own."""
         nn.init.zeros_(self.spike_decay)
         nn.init.zeros_(self.spike_write)
 
@@ -144,7 +141,7 @@ class SpikingKDABlock(nn.Module):
         awake_BTH = spikes.detach().bool().any(-1)
         if dropped_BT is not None:
             awake_BTH = awake_BTH & ~dropped_BT.unsqueeze(-1)
-        # Queries and keys at once: they are made alike, and a small model waits for the host.
+        # Queries and keys at once: fewer launches, which matters for small models.
         qk_BTND = tokenwise_checkpoint(
             unit_vectors, (self.qk_proj(h).unflatten(-1, (2 * self.num_heads, -1)),)
         )
@@ -158,14 +155,14 @@ class SpikingKDABlock(nn.Module):
             initial_state=None if state is None else state.memory,
             scale=1.0,
             mode=self.mode,
-            # A loop over tokens has no chunks; a configuration may change the mode and leave the size.
+            # mode="sequential" has no chunks; a config may change the mode and leave the size.
             memory_chunk_size=None if self.mode == "sequential" else self.memory_chunk_size,
             impl=self.impl,
         )
         before = None if state is None else state.output
         if dropped_BT is not None:
             o_BTHV = forward_fill(o_BTHV, dropped_BT, before)
-        y = self._added(x, o_BTHV)
+        y = self._residual(x, o_BTHV)
         return y, SpikingKDAState(conv, membrane, memory, self._last(o_BTHV, before))
 
     def _dropped(self, x: Tensor, given: Tensor | None) -> Tensor | None:
@@ -197,7 +194,7 @@ class SpikingKDABlock(nn.Module):
         beta_BTH = torch.sigmoid(wide(self.write_proj(h)) + wide(weighted_BTH))
         return torch.where(awake_BTH, beta_BTH, 0.0)
 
-    def _added(self, x: Tensor, o_BTHV: Tensor) -> Tensor:
+    def _residual(self, x: Tensor, o_BTHV: Tensor) -> Tensor:
         written = self.o_proj(head_norm(o_BTHV, self.o_norm).flatten(-2))
         return x + written * torch.sigmoid(self.gate_down(F.silu(self.gate_up(x))))
 
@@ -219,3 +216,25 @@ def spiking_log_decay(f_BTHD: Tensor, spikes: Tensor, awake_BTH: Tensor, a_HD: T
     """log sigmoid(f + a s) in float32, and exactly 0 where the head is not awake."""
     log_alpha = F.logsigmoid(wide(f_BTHD) + wide(a_HD) * wide(spikes))
     return torch.where(awake_BTH.unsqueeze(-1), log_alpha, 0.0)
+
+
+def forward_fill(x_BTX: Tensor, dropped_BT: Tensor, before_BX: Tensor | None = None) -> Tensor:
+    """x [B, T, ...] with each dropped row replaced by the last row before it that is kept, detached.
+
+    Rows dropped before any was kept get `before` [B, ...] (default zeros), detached too. The host does not
+    read the mask.
+    """
+    if x_BTX.shape[1] == 0:
+        return x_BTX
+    source = x_BTX.detach()
+    first = (
+        torch.zeros_like(source[:, :1]) if before_BX is None else before_BX.detach().to(x_BTX.dtype)[:, None]
+    )
+    numbers_T = torch.arange(x_BTX.shape[1], device=x_BTX.device)
+    # The largest number of a kept row so far; -1 while there is none.
+    last_BT = torch.where(dropped_BT, -1, numbers_T).cummax(dim=1).values
+    batch_B1 = torch.arange(x_BTX.shape[0], device=x_BTX.device)[:, None]
+    repeated = source[batch_B1, last_BT.clamp(min=0)]
+    trailing = (1,) * (x_BTX.dim() - 2)
+    repeated = torch.where((last_BT < 0).view(*last_BT.shape, *trailing), first, repeated)
+    return torch.where(dropped_BT.view(*dropped_BT.shape, *trailing), repeated, x_BTX)

@@ -1,8 +1,8 @@
-"""Functions of single tokens (norms, gates, short convolutions) of which only the inputs are kept.
+"""Activation checkpointing of functions of single tokens (norms, gates, short convolutions), in slices.
 
-Autograd would keep the float32 intermediates of every step of such a function. Here it runs on one slice of
-tokens after the other, keeps its inputs, and runs again in backward: a little arithmetic for a multiple of
-the memory.
+Autograd would save the float32 intermediates of every step of such a function. Here it runs on one slice of
+tokens after the other, saves its inputs only, and runs again in backward: a little arithmetic for a multiple
+of the memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,21 +29,21 @@ def tokenwise_checkpoint(
     """function(*tokens, *shared) [B, T, ...], where row t of the result depends on row t of `tokens` only.
 
     tokens: [B, T, ...] each. With `halo`, the first of them is [B, T + halo, ...] and row t of the result
-    depends on its rows t .. t + halo. shared: parameters, which the function may also know as attributes of
-    something, but only those given here get gradients. It must not draw random numbers.
+    depends on its rows t .. t + halo. shared: parameters; the function may reach others, but only these get
+    gradients. It must not draw random numbers. Saved for backward: tokens and shared.
     """
-    return _Recomputed.apply(function, halo, len(tokens), *tokens, *shared)  # type: ignore[no-any-return]
+    return _TokenwiseCheckpoint.apply(function, halo, len(tokens), *tokens, *shared)  # type: ignore[no-any-return]
 
 
-class _Recomputed(torch.autograd.Function):
+class _TokenwiseCheckpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Any, halo: int, count: int, *tensors: Tensor) -> Tensor:  # type: ignore[override]
         tokens, shared = tensors[:count], tensors[count:]
         ctx.save_for_backward(*tensors)
         ctx.function, ctx.halo, ctx.count = function, halo, count
-        result: Tensor | None = None
         length = tokens[0].shape[1] - halo
         slices = _slices(tokens[0], length)
+        result: Tensor | None = None
         with no_autocast(tokens[0]):
             if len(slices) == 1:
                 return function(*tensors)  # type: ignore[no-any-return]
@@ -58,55 +58,44 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         refuse_second_derivatives("this layer", "its gradients are computed by hand")
-        saved, count, halo = ctx.saved_tensors, ctx.count, ctx.halo
+        saved, count, halo, wanted = ctx.saved_tensors, ctx.count, ctx.halo, ctx.needs_input_grad[3:]
         tokens, shared = saved[:count], saved[count:]
-        wanted = ctx.needs_input_grad[3:]
         slices = _slices(tokens[0], grad.shape[1])
-        whole: list[Tensor | None] = [None] * count
-        sums: list[Tensor | None] = [None] * len(shared)
+        whole = len(slices) == 1
+        grads: list[Tensor | None] = [None] * len(saved)
         with no_autocast(grad), torch.enable_grad():
             for start, stop in slices:
-                of_slice = tokens if len(slices) == 1 else _rows(tokens, start, stop, halo)
-                rows = [
-                    each.detach().requires_grad_(want) for each, want in zip(of_slice, wanted, strict=False)
-                ]
-                own = [
-                    each.detach().requires_grad_(want)
-                    for each, want in zip(shared, wanted[count:], strict=True)
-                ]
-                part = ctx.function(*rows, *own)
-                trained = [each for each in (*rows, *own) if each.requires_grad]
-                grad_part = grad if len(slices) == 1 else grad[:, start:stop]
-                found = iter(torch.autograd.grad(part, trained, grad_part))
+                inputs = [*(tokens if whole else _rows(tokens, start, stop, halo)), *shared]
+                inputs = [x.detach().requires_grad_(want) for x, want in zip(inputs, wanted, strict=True)]
+                trained = [index for index, want in enumerate(wanted) if want]
+                part = ctx.function(*inputs)
+                found = torch.autograd.grad(
+                    part, [inputs[index] for index in trained], grad if whole else grad[:, start:stop]
+                )
                 del part
-                for index, each in enumerate(rows):
-                    if each.requires_grad and len(slices) == 1:
-                        whole[index] = next(found)
-                    elif each.requires_grad:
-                        if start == 0:
-                            whole[index] = torch.zeros_like(tokens[index])
-                        _place(whole[index], next(found), start, halo if index == 0 else 0)
-                for index, each in enumerate(own):
-                    if each.requires_grad:
-                        new, old = next(found), sums[index]
+                for index, new in zip(trained, found, strict=True):
+                    old = grads[index]
+                    if index >= count:  # a parameter: summed in float32 or wider
                         wide = torch.promote_types(new.dtype, torch.float32)
-                        sums[index] = new.to(wide) if old is None else old.add_(new)
-        grads = [
-            None if each is None else each.to(like.dtype) for each, like in zip(sums, shared, strict=True)
-        ]
-        return (None, None, None, *whole, *grads)
+                        grads[index] = new.to(wide) if old is None else old.add_(new)
+                    elif whole:
+                        grads[index] = new
+                    else:
+                        if old is None:
+                            old = grads[index] = torch.zeros_like(tokens[index])
+                        _add_rows(old, new, start, halo if index == 0 else 0)
+        shared_grads = (
+            None if each is None else each.to(x.dtype) for each, x in zip(grads[count:], shared, strict=True)
+        )
+        return (None, None, None, *grads[:count], *shared_grads)
 
 
 def _rows(tokens: Sequence[Tensor], start: int, stop: int, halo: int) -> list[Tensor]:
-    return [
-        each[:, start : stop + halo] if index == 0 else each[:, start:stop]
-        for index, each in enumerate(tokens)
-    ]
+    return [x[:, start : stop + halo] if index == 0 else x[:, start:stop] for index, x in enumerate(tokens)]
 
 
-def _place(whole: Tensor | None, part: Tensor, start: int, halo: int) -> None:
-    """Neighbouring slices share the halo's rows, whose gradients add up."""
-    assert whole is not None
+def _add_rows(whole: Tensor, part: Tensor, start: int, halo: int) -> None:
+    """Neighbouring slices share the rows of the halo, whose gradients add up."""
     whole[:, start : start + halo] += part[:, :halo]
     whole[:, start + halo : start + part.shape[1]].copy_(part[:, halo:])
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
+from oomph.nn.common import head_norm
 from oomph.nn.rotary import RotaryEmbedding
-from oomph.nn.token_functions import head_norm
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.rotary_embedding import RotaryTable
 from oomph.ops.softmax_attention import BlockPattern, attention

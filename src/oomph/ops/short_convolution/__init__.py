@@ -1,5 +1,5 @@
-"""A depthwise causal convolution over a few tokens, with SiLU and, if asked for, heads of length one."""
+"""Depthwise causal convolution over a few tokens with SiLU, and optionally unit-norm heads."""
 
-from oomph.ops.short_convolution.op import short_convolution
+from oomph.ops.short_convolution.api import short_convolution, unit_vectors
 
-__all__ = ["short_convolution"]
+__all__ = ["short_convolution", "unit_vectors"]

@@ -1,5 +1,5 @@
-"""A leaky integrate-and-fire gate over time, with a surrogate gradient."""
+"""Leaky integrate-and-fire gate over time, with a surrogate gradient."""
 
-from oomph.ops.spiking.op import lif_gate
+from oomph.ops.spiking.api import lif_gate
 
 __all__ = ["lif_gate"]

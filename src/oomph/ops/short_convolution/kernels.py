@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,assignment"
-"""The kernels of the short convolution. A program owns some channels (a whole unit) of a stretch of tokens.
+"""Triton kernels of the short convolution. A program has SIZE channels (a whole unit) of a range of tokens.
 
-Legend: T tokens, TAPS taps, T + TAPS - 1 rows given: row t + j meets tap j of token t. C channels, of which a
-program owns SIZE. Neighbouring tiles read a few rows of each other, from the cache.
+Legend: T tokens, C channels, T + TAPS - 1 rows of x: tap j of token t reads row t + j. Neighbouring tiles
+read a few rows of each other, from the cache.
 """
 
 import triton
@@ -10,8 +10,8 @@ import triton.language as tl
 
 
 @triton.jit
-def _before_silu(x_at, w_at, rows, x_t, live, inside, TAPS: tl.constexpr):
-    """The sums over taps of tokens `rows`; 0 where not live."""
+def _weighted_sum(x_at, w_at, rows, x_t, live, inside, TAPS: tl.constexpr):
+    """The sums over taps, before SiLU, of tokens `rows`; 0 where not live."""
     total = tl.load(x_at + rows * x_t, mask=live, other=0.0).to(tl.float32)
     total *= tl.load(w_at, mask=inside, other=0.0).to(tl.float32)
     for j in tl.static_range(1, TAPS):
@@ -21,30 +21,21 @@ def _before_silu(x_at, w_at, rows, x_t, live, inside, TAPS: tl.constexpr):
 
 
 @triton.jit
-def convolve(
-    x_ptr,
-    w_ptr,
-    y_ptr,
-    T,
-    C,
-    x_b,
-    x_t,
-    TAPS: tl.constexpr,
-    SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
-    EPSILON: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+def convolution_forward(
+    x_ptr, w_ptr, y_ptr, T, C,
+    x_b, x_t,
+    TAPS: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, EPSILON: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """y [B, T, C] = silu(conv(x)), and scaled to length 1 where UNIT."""
     blocks = tl.cdiv(T, BLOCK_T)
     b = (tl.program_id(0) // blocks).to(tl.int64)
     rows = ((tl.program_id(0) % blocks) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]
-    own = tl.arange(0, BLOCK_C)[None, :]
-    columns = tl.program_id(1) * SIZE + own
-    inside = (own < SIZE) & (columns < C)
+    index = tl.arange(0, BLOCK_C)[None, :]
+    columns = tl.program_id(1) * SIZE + index
+    inside = (index < SIZE) & (columns < C)
     live = (rows < T) & inside
-    z = _before_silu(x_ptr + b * x_b + columns, w_ptr + columns * TAPS, rows, x_t, live, inside, TAPS)
+    z = _weighted_sum(x_ptr + b * x_b + columns, w_ptr + columns * TAPS, rows, x_t, live, inside, TAPS)
     y = z * tl.sigmoid(z)
     if UNIT:
         y *= tl.rsqrt(tl.sum(y * y, axis=1) + EPSILON)[:, None]
@@ -52,38 +43,24 @@ def convolve(
 
 
 @triton.jit
-def pull_back(
-    x_ptr,
-    w_ptr,
-    grad_ptr,
-    grad_x_ptr,
-    partial_ptr,
-    T,
-    C,
-    x_b,
-    x_t,
-    grad_b,
-    grad_t,
-    TAPS: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    SIZE: tl.constexpr,
-    UNIT: tl.constexpr,
-    EPSILON: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-):
+def convolution_backward(
+    x_ptr, w_ptr, grad_ptr, grad_x_ptr, partial_ptr, T, C,
+    x_b, x_t, grad_b, grad_t,
+    TAPS: tl.constexpr, ROUNDS: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, EPSILON: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     """grad_x [B, T + TAPS - 1, C], and partial [programs, TAPS, C] of the weight's gradient.
 
-    Row r of x is met by the tokens r, r - 1, ..., r - TAPS + 1: what they send back is made again for each
-    row they meet, rather than exchanged between programs.
+    Row r of x is read by the tokens r, r - 1, ..., r - TAPS + 1. Their gradients are recomputed for each row
+    that they read, rather than exchanged between programs.
     """
     R = T + TAPS - 1
     blocks = tl.cdiv(R, BLOCK_T * ROUNDS)
     b = (tl.program_id(0) // blocks).to(tl.int64)
     first = (tl.program_id(0) % blocks) * BLOCK_T * ROUNDS
-    own = tl.arange(0, BLOCK_C)[None, :]
-    columns = tl.program_id(1) * SIZE + own
-    inside = (own < SIZE) & (columns < C)
+    index = tl.arange(0, BLOCK_C)[None, :]
+    columns = tl.program_id(1) * SIZE + index
+    inside = (index < SIZE) & (columns < C)
     x_at, w_at = x_ptr + b * x_b + columns, w_ptr + columns * TAPS
     sums = ()
     for _ in tl.static_range(TAPS):
@@ -94,7 +71,7 @@ def pull_back(
         for back in tl.static_range(TAPS):
             tokens = rows - back
             live = (tokens >= 0) & (tokens < T) & inside
-            z = _before_silu(x_at, w_at, tokens, x_t, live, inside, TAPS)
+            z = _weighted_sum(x_at, w_at, tokens, x_t, live, inside, TAPS)
             s = tl.sigmoid(z)
             g = tl.load(grad_ptr + b * grad_b + tokens * grad_t + columns, mask=live, other=0.0).to(
                 tl.float32

@@ -1,4 +1,4 @@
-"""The public lif_gate: the arguments checked, the implementation chosen, time walked through."""
+"""The public function `lif_gate`: checks the arguments, chooses an implementation, runs it."""
 
 import math
 
@@ -9,13 +9,10 @@ from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.common import Choice, choose_triton_or_torch, explained_by, log_choice, no_compile
 from oomph.ops.launch import is_fake, why_not_triton
-from oomph.ops.spiking import chunked, fused
-from oomph.ops.spiking.function import LIFGate
-from oomph.ops.spiking.problem import Engine, Neuron, wide_dtype
+from oomph.ops.spiking.autograd import LIFConstants, LIFGate, wide_dtype
 from oomph.ops.spiking.reference import lif_gate_reference
 
 IMPLS = ("auto", "reference", "chunked", "triton")
-_ENGINES: dict[str, Engine] = {"chunked": chunked, "triton": fused}
 
 
 def choose(
@@ -26,14 +23,13 @@ def choose(
     initial: Tensor | None,
     impl: str,
 ) -> Choice:
-    """What lif_gate would run with these arguments, and why."""
     common.check_one_of("impl", impl, IMPLS)
     _check(drive, decay, threshold, surrogate_beta, initial)
     return choose_triton_or_torch(
         impl,
         drive,
         why_not_triton(drive),
-        kernels="on CUDA one kernel walks through time, where a loop would start several a step",
+        kernels="on CUDA one kernel loops over time, where plain torch launches several per step",
         plain="a loop over time in plain torch",
     )
 
@@ -48,7 +44,7 @@ def lif_gate(
     initial: Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """A leaky integrate-and-fire neuron per channel: (spikes, membrane), defined in reference.py.
+    """A leaky integrate-and-fire neuron per channel: (spikes, membrane); reference.py has the definition.
 
     drive [B, T, ...], time second. spikes, of the same shape and dtype, are 0 or 1 (NaN from where the drive
     is NaN). membrane [B, ...] is the state after the last step and its reset, in float32 (float64 for float64
@@ -56,21 +52,20 @@ def lif_gate(
     With T = 0 it is `initial`, or zeros.
 
     decay in [0, 1]: a number, or a tensor that broadcasts to the trailing shape [...] and may be trained (its
-    values are checked on the CPU only, where looking at them does not wait for the device). threshold > 0.
+    values are checked on the CPU only, where reading them does not wait for the device). threshold > 0.
     The gradient of a spike by its membrane is that of sigmoid(surrogate_beta * (m - threshold)), and also
     flows through the reset.
 
-    Membranes are float32 or wider whatever the dtype, with the same roundings in every implementation. Kept
-    for backward: the slope of each spike in the dtype of the drive, as much as the drive itself, which is not
-    kept; as much again where decay is trained. A gradient of gradients is refused, except by
-    impl="reference".
+    Membranes are float32 or wider whatever the dtype, with the same roundings in every implementation. Saved
+    for backward: the slope of each spike in the dtype of the drive, as large as the drive, which is not
+    saved; as much again where decay is trained. Second derivatives are refused, except by impl="reference".
 
     impl: "auto", "chunked" (plain torch), "triton" (one kernel forward, one backward), "reference".
     """
     return _run(drive, decay, threshold, surrogate_beta, initial, impl)
 
 
-@no_compile  # a compiler would unroll time
+@no_compile  # the loop over time would be unrolled
 def _run(
     drive: Tensor,
     decay: float | Tensor,
@@ -89,14 +84,14 @@ def _run(
         decay_N = decay.to(wide_dtype(drive.dtype)).expand(trailing).reshape(channels).contiguous()
     else:
         constant = float(decay)
-    neuron = Neuron(constant, float(threshold), float(surrogate_beta))
+    constants = LIFConstants(constant, float(threshold), float(surrogate_beta))
     spikes_BTN, membrane_BN = LIFGate.apply(  # type: ignore[no-untyped-call]
         drive.reshape(batch, drive.shape[1], channels),
         decay_N,
         None if initial is None else initial.reshape(batch, channels),
-        neuron,
-        _ENGINES[choice.impl],
-        torch.is_grad_enabled(),  # asked here, because within an autograd function it is always off
+        constants,
+        choice.impl,
+        torch.is_grad_enabled(),  # here, because it is always off within an autograd function
     )
     return spikes_BTN.view(drive.shape), membrane_BN.view(batch, *trailing)
 
@@ -123,7 +118,7 @@ def _check(
                 f"decay has shape {list(decay.shape)}; valid for drive {list(drive.shape)}: a number, or a "
                 f"shape that broadcasts to {list(trailing)}"
             )
-        if _can_be_looked_at(decay) and not bool(((decay >= 0) & (decay <= 1)).all()):
+        if _is_readable(decay) and not bool(((decay >= 0) & (decay <= 1)).all()):
             raise ArgumentError("decay has values outside [0, 1]; valid: 0 <= decay <= 1")
     elif not _is_number(decay) or not 0 <= decay <= 1:
         raise ArgumentError(f"decay={decay!r} is not valid; give a number in [0, 1], or a tensor of them")
@@ -140,7 +135,7 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
     return all(own in (1, wanted) for own, wanted in pairs)
 
 
-def _can_be_looked_at(tensor: Tensor) -> bool:
+def _is_readable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not is_fake(tensor)
 
 

@@ -1,0 +1,422 @@
+"""lif_gate against its definition: values, surrogate gradients, precision, states, arguments, memory."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import oomph
+from oomph.errors import ArgumentError
+from oomph.ops.common import explain
+from oomph.ops.spiking import lif_gate
+
+NEURON = {"decay": 0.92, "threshold": 0.35, "surrogate_beta": 9.0}
+FAST = ["chunked", "triton"]
+
+
+def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def results(
+    impl: str,
+    shape: tuple[int, ...] = (2, 21, 3, 5),
+    dtype: torch.dtype = torch.float64,
+    *,
+    train: str = "drive decay initial",
+    decay_shape: tuple[int, ...] | None = None,
+    exact: bool = False,
+    device: str = "cpu",
+) -> dict[str, Tensor]:
+    """Spikes, membrane and the gradients of what `train` names, on the same numbers for every call.
+
+    `exact` computes in float64 on the numbers that `dtype` can hold.
+    """
+    used = torch.float64 if exact else dtype
+    given: dict[str, Tensor] = {
+        "drive": (0.4 * normal(*shape, seed=1)).to(dtype).to(device, used),
+        "initial": normal(shape[0], *shape[2:], seed=2).to(dtype).to(device, used),
+    }
+    options = dict(NEURON)
+    if decay_shape is not None:
+        decay = torch.rand(decay_shape, generator=torch.Generator().manual_seed(3)).double()
+        given["decay"] = decay.to(device)
+        options.pop("decay")
+    for name, each in given.items():
+        each.requires_grad_(name in train)
+    spikes, membrane = lif_gate(**given, impl=impl, **options)  # type: ignore[arg-type]
+    grads = [normal(*spikes.shape, seed=4).to(spikes), normal(*membrane.shape, seed=5).to(membrane)]
+    torch.autograd.backward([spikes, membrane], grads)
+    found = {"spikes": spikes, "membrane": membrane}
+    found |= {name: each.grad for name, each in given.items() if each.grad is not None}
+    return {name: each.detach().cpu() for name, each in found.items()}
+
+
+def relative_error(found: Tensor, right: Tensor) -> float:
+    return float((found.double() - right.double()).norm() / right.double().norm().clamp(min=1e-30))
+
+
+# Values and gradients --------------------------------------------------------------------------------
+
+
+def by_hand(drive: list[float], decay: float, theta: float, beta: float, start: float):
+    """Spikes, final membrane, and their derivatives by each drive, by `start` and by decay (the last two).
+
+    In plain numbers and forward mode: no tensor, no autograd, and nothing shared with the op.
+    """
+    inputs = len(drive) + 2
+    m, dm = start, [0.0] * inputs
+    dm[-2] = 1.0
+    spikes, dspikes = [], []
+    for t, now in enumerate(drive):
+        dm = [decay * each for each in dm]
+        dm[-1] += m
+        dm[t] += 1.0
+        m = decay * m + now
+        p = 1 / (1 + math.exp(-beta * (m - theta)))
+        spike = 1.0 if m > theta else 0.0
+        dspike = [beta * p * (1 - p) * each for each in dm]
+        m -= spike * theta
+        dm = [each - theta * d for each, d in zip(dm, dspike, strict=True)]
+        spikes.append(spike)
+        dspikes.append(dspike)
+    return spikes, m, dspikes, dm
+
+
+@pytest.mark.parametrize("impl", ["reference", "chunked"])
+def test_one_channel_and_every_derivative_by_hand(impl: str) -> None:
+    drive = (0.4 * normal(1, 12, seed=7)).requires_grad_()
+    initial = torch.tensor([0.2], dtype=torch.float64, requires_grad=True)
+    decay = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
+    spikes, membrane = lif_gate(
+        drive, decay=decay, threshold=0.35, surrogate_beta=9.0, initial=initial, impl=impl
+    )
+    right_spikes, right_m, dspikes, dm = by_hand(drive[0].tolist(), 0.9, 0.35, 9.0, 0.2)
+    assert spikes[0].tolist() == right_spikes
+    assert 0 < sum(right_spikes) < 12
+    assert membrane.item() == pytest.approx(right_m, rel=1e-14)
+    for output, right in [*zip(spikes[0], dspikes, strict=True), (membrane[0], dm)]:
+        grads = torch.autograd.grad(output, (drive, initial, decay), retain_graph=True)
+        found = torch.cat([each.reshape(-1) for each in grads])
+        torch.testing.assert_close(found, torch.tensor(right, dtype=torch.float64), rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 3, 1), (1, 127, 3), (1, 3, 257), (2, 18, 3, 5)], ids=str)
+def test_every_shape_matches_the_reference_in_float64(shape: tuple[int, ...], impl: str) -> None:
+    right, found = (results(each, shape, decay_shape=shape[2:] or None) for each in ("reference", impl))
+    assert found.keys() == right.keys()
+    assert torch.equal(found["spikes"], right["spikes"])
+    for name, each in found.items():
+        torch.testing.assert_close(each, right[name], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_lower_precision_rounds_slope_and_result_once(dtype: torch.dtype, impl: str) -> None:
+    # The interpreter truncates to bfloat16 where a GPU rounds; float32 is also summed in float32.
+    tolerance = 4 * torch.finfo(dtype).eps
+    found = results(impl, (1, 24, 3, 5), dtype, decay_shape=(3, 5))
+    right = results("reference", (1, 24, 3, 5), dtype, decay_shape=(3, 5), exact=True)
+    assert torch.equal(found["spikes"].double(), right["spikes"])
+    assert found["spikes"].dtype == found["drive"].dtype == found["initial"].dtype == dtype
+    assert found["membrane"].dtype == torch.float32
+    for name, each in found.items():
+        assert relative_error(each, right[name]) < tolerance, name
+
+
+def test_the_kernel_fires_at_the_same_steps_as_plain_torch() -> None:
+    one, two = (results(impl, (2, 24, 40), torch.float32) for impl in FAST)
+    assert torch.equal(one["spikes"], two["spikes"])
+    assert torch.equal(one["membrane"], two["membrane"])
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+def test_the_final_membrane_continues_the_sequence_with_gradients(impl: str) -> None:
+    def run(cuts: list[int]) -> list[Tensor]:
+        drive = (0.4 * normal(2, 20, 6, seed=3)).requires_grad_()
+        membrane, spikes = None, []
+        for part in drive.split(cuts, dim=1):
+            some, membrane = lif_gate(part, initial=membrane, impl=impl, **NEURON)
+            spikes.append(some)
+        whole = torch.cat(spikes, dim=1)
+        assert membrane is not None
+        ((whole * normal(2, 20, 6, seed=4)).sum() + membrane.sum()).backward()
+        assert drive.grad is not None
+        return [whole.detach(), membrane.detach(), drive.grad]
+
+    for one, two in zip(run([20]), run([7, 1, 12]), strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_causality(impl: str) -> None:
+    drive = normal(1, 30, 8, seed=1)
+    other = drive.clone()
+    other[:, 17:] += 1
+    one, two = (lif_gate(each, impl=impl, **NEURON)[0] for each in (drive, other))
+    assert torch.equal(one[:, :17], two[:, :17])
+    assert not torch.equal(one, two)
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_strided_drives_and_expanded_gradients(impl: str) -> None:
+    plain = (0.4 * normal(2, 9, 3, 5, seed=1)).requires_grad_()
+    strided = plain.detach().permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0).requires_grad_()
+    for drive in (plain, strided):
+        lif_gate(drive, impl=impl, **NEURON)[0].sum().backward()  # the gradient of a sum is expanded
+    torch.testing.assert_close(plain.grad, strided.grad)
+    sliced = torch.cat([plain.detach(), plain.detach()], dim=3)[..., :5]
+    assert torch.equal(lif_gate(sliced, impl=impl, **NEURON)[0], lif_gate(plain, impl=impl, **NEURON)[0])
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+def test_nan_fires_as_nan(impl: str) -> None:
+    drive = normal(1, 6, 3, seed=1, dtype=torch.float32)
+    drive[0, 2, 1] = math.nan
+    spikes, membrane = lif_gate(drive, impl=impl, **NEURON)
+    assert spikes[0, 2:, 1].isnan().all()
+    assert not spikes[0, :2].isnan().any()
+    assert not spikes[0, :, [0, 2]].isnan().any()
+    assert membrane[0].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+def test_empty_drives(impl: str) -> None:
+    initial = torch.randn(2, 3, requires_grad=True)
+    spikes, membrane = lif_gate(torch.zeros(2, 0, 3), initial=initial, impl=impl, **NEURON)
+    assert spikes.shape == (2, 0, 3)
+    assert torch.equal(membrane, initial)
+    membrane.sum().backward()
+    assert torch.equal(initial.grad, torch.ones(2, 3))
+    for shape in ((0, 4, 3), (2, 4, 0)):
+        spikes, membrane = lif_gate(torch.zeros(shape), impl=impl, **NEURON)
+        assert spikes.shape == shape
+        assert membrane.shape == (shape[0], shape[2])
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_extreme_drives_stay_finite(impl: str) -> None:
+    drive = torch.tensor([[1e4, -1e4, 6e4, 0.0, -6e4]], dtype=torch.float16).requires_grad_()
+    spikes, _ = lif_gate(drive, decay=0.5, threshold=0.35, surrogate_beta=1e6, impl=impl)
+    spikes.sum().backward()
+    assert drive.grad.isfinite().all()
+    assert spikes.tolist() == [[1, 0, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("decay", [0, 1.0])
+def test_a_decay_of_0_or_1(decay: float) -> None:
+    drive = 0.1 * normal(1, 20, 4).abs()
+    spikes, membrane = lif_gate(drive, decay=decay, threshold=0.35, surrogate_beta=9.0)
+    if decay == 0:
+        # Every step is independent.
+        assert torch.equal(spikes, (drive > 0.35).double())
+    else:
+        # Nothing leaks: the drive is in the spikes or still in the membrane.
+        torch.testing.assert_close(drive.sum(1), 0.35 * spikes.sum(1) + membrane)
+
+
+# In larger programs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", FAST)
+@pytest.mark.parametrize("train", ["drive", "initial", "decay"])
+def test_each_input_alone_gets_the_same_gradient(train: str, impl: str) -> None:
+    alone = results(impl, (1, 6, 3), train=train, decay_shape=(3,))
+    together = results(impl, (1, 6, 3), decay_shape=(3,))
+    assert set(alone) == {"spikes", "membrane", train}
+    torch.testing.assert_close(alone[train], together[train])
+
+
+@pytest.mark.parametrize("decay_shape", [(), (5,), (3, 1)], ids=str)
+def test_a_decay_that_broadcasts_gets_the_summed_gradient(decay_shape: tuple[int, ...]) -> None:
+    found, right = (results(each, decay_shape=decay_shape) for each in ("chunked", "reference"))
+    assert found["decay"].shape == decay_shape
+    torch.testing.assert_close(found["decay"], right["decay"])
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_backward_runs_twice_for_either_output_and_has_no_second_derivative(impl: str) -> None:
+    drive = (0.4 * normal(2, 9, 4)).requires_grad_()
+    spikes, membrane = lif_gate(drive, impl=impl, **NEURON)
+    first, again = (torch.autograd.grad(spikes.sum(), drive, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    by_membrane = torch.autograd.grad(membrane.sum(), drive, retain_graph=True)[0]
+    with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
+        torch.autograd.grad(spikes.sum(), drive, create_graph=True)
+    spikes, membrane = lif_gate(drive, impl="reference", **NEURON)
+    torch.testing.assert_close(by_membrane, torch.autograd.grad(membrane.sum(), drive, retain_graph=True)[0])
+    (grad,) = torch.autograd.grad(spikes.sum(), drive, create_graph=True)
+    assert torch.autograd.grad(grad.sum(), drive)[0].any()
+
+
+# The compiler looks at .grad of whatever crosses a graph break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_no_grad_autocast_checkpoint_and_compile() -> None:
+    drive = (0.4 * normal(2, 9, 4, dtype=torch.float32)).requires_grad_()
+    spikes, _ = lif_gate(drive, **NEURON)
+    (right,) = torch.autograd.grad(spikes.sum(), drive)
+    with torch.no_grad():
+        assert torch.equal(lif_gate(drive, **NEURON)[0], spikes)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        under, _ = lif_gate(drive, **NEURON)
+    assert under.dtype == torch.float32  # no matrix product here
+    assert torch.equal(under, spikes)
+    again, _ = torch.utils.checkpoint.checkpoint(
+        lambda each: lif_gate(each, **NEURON), drive, use_reentrant=False
+    )
+    assert torch.equal(torch.autograd.grad(again.sum(), drive)[0], right)
+    compiled = torch.compile(lambda x: 2 * lif_gate(x, **NEURON)[0], backend="eager")
+    compiled(drive).sum().backward()
+    torch.testing.assert_close(drive.grad, 2 * right)
+
+
+@pytest.mark.parametrize("impl", FAST)
+def test_saved_for_backward_is_the_size_of_the_drive_and_twice_that_with_a_trained_decay(impl: str) -> None:
+    def saved_bytes(**options: object) -> int:
+        storages: dict[int, int] = {}
+
+        def pack(each: Tensor) -> Tensor:
+            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+            return each
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            assert lif_gate(drive, impl=impl, **{**NEURON, **options})[0].requires_grad  # type: ignore[arg-type]
+        return sum(storages.values())
+
+    drive = normal(1, 8, 16, dtype=torch.bfloat16).requires_grad_()
+    assert saved_bytes() == drive.nbytes
+    assert saved_bytes(decay=torch.full((16,), 0.9, requires_grad=True)) == 2 * drive.nbytes + 16 * 4
+
+
+def test_the_predicted_memory_is_that_of_its_tensors() -> None:
+    def train():  # type: ignore[no-untyped-def]
+        drive = torch.randn(4, 64, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grad = torch.randn_like(drive)
+
+        def step() -> None:
+            spikes, _ = lif_gate(drive, **NEURON)
+            spikes.backward(grad)
+            drive.grad = None
+
+        return step
+
+    def infer():  # type: ignore[no-untyped-def]
+        drive = torch.randn(4, 64, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return lambda: torch.no_grad()(lif_gate)(drive, **NEURON)
+
+    size, state = 4 * 64 * 512 * 2, 4 * 512 * 4
+    # drive, the gradient of the spikes, spikes, slopes, the gradient; the final membrane, initial's gradient
+    assert oomph.predict(train, gpu="h200").peak.allocated == 5 * size + 2 * state
+    assert oomph.predict(infer, gpu="h200").peak.allocated == 2 * size + state
+
+
+# Arguments -------------------------------------------------------------------------------------------
+
+
+def test_the_choice_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = torch.zeros(1, 2, 3)
+    assert explain(lif_gate, drive, **NEURON).impl == "chunked"
+    assert "cpu" in explain(lif_gate, drive, **NEURON).reason
+    assert explain(lif_gate, drive, impl="triton", **NEURON).impl == "triton"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ArgumentError, match=r"impl='triton' cannot run: .*'chunked'"):
+        lif_gate(drive, impl="triton", **NEURON)
+
+
+BAD = [
+    ({"drive": torch.zeros(2, 3, dtype=torch.int64)}, "drive has dtype torch.int64; valid: float16"),
+    ({"drive": [1.0]}, "drive is a list, not a tensor"),
+    ({"drive": torch.zeros(3)}, r"drive has shape \[3\]; valid: \[B, T, ...\]"),
+    ({"decay": 1.01}, r"decay=1.01 is not valid; .*\[0, 1\]"),
+    ({"decay": float("nan")}, "decay=nan is not valid"),
+    ({"decay": None}, "decay=None is not valid"),
+    ({"decay": torch.tensor(1.5)}, r"decay has values outside \[0, 1\]"),
+    ({"decay": torch.tensor(float("nan"))}, r"decay has values outside \[0, 1\]"),
+    ({"decay": torch.zeros(2)}, r"decay has shape \[2\]; valid for drive \[2, 3, 4\]: a number, or .* \[4\]"),
+    ({"decay": torch.zeros(1, 4)}, r"decay has shape \[1, 4\]"),
+    ({"decay": torch.zeros(4, dtype=torch.int32)}, "decay has dtype torch.int32"),
+    ({"threshold": 0}, "threshold=0 is not valid; give a number > 0"),
+    ({"threshold": True}, "threshold=True is not valid"),
+    ({"threshold": float("inf")}, "threshold=inf is not valid"),
+    ({"surrogate_beta": "9"}, "surrogate_beta='9' is not valid"),
+    ({"initial": torch.zeros(2, 3, 4)}, r"initial has shape \[2, 3, 4\]; valid: \[B, ...\] = \[2, 4\]"),
+    ({"initial": torch.zeros(2, 4, device="meta")}, "one device"),
+    ({"impl": "cuda"}, "impl='cuda' is not valid; choose from 'auto', 'reference', 'chunked', 'triton'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_arguments(wrong: dict, message: str) -> None:
+    arguments = {"drive": torch.zeros(2, 3, 4), **NEURON, **wrong}
+    with pytest.raises(ArgumentError, match=message):
+        lif_gate(arguments.pop("drive"), **arguments)
+
+
+# On a GPU --------------------------------------------------------------------------------------------
+
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from oomph.ops.spiking.kernels import lif_forward
+
+constants = dict(before_ptr=None, initial_ptr=None, decay_ptr=None, HAS_INITIAL=False, HAS_DECAY=False,
+                 KEEP_SLOPE=True, KEEP_BEFORE=False, DOUBLE=False, BLOCK=64, STEPS=1)
+types = dict(membrane_ptr="*fp32", T="i32", N="i32", drive_b="i32", drive_t="i32", decay="fp64",
+             threshold="fp64", surrogate_beta="fp64")
+signature = {name: "constexpr" if name in constants else types.get(name, "*bf16")
+             for name in lif_forward.arg_names}
+source = ASTSource(lif_forward, signature, constexprs=constants)
+options = {"num_warps": 1, "enable_fp_fusion": False}
+print("fma.rn" in triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+def test_the_compiled_kernel_has_no_fused_multiply_add() -> None:
+    """It would round once where torch rounds twice, and fire at other steps."""
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.strip() == "False", done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGPU:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 53, 3, 41), (2, 257, 8, 64)], ids=str)
+    def test_spikes_are_those_of_the_cpu_and_gradients_agree(
+        self, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        right = results("reference", shape, dtype, decay_shape=shape[2:])
+        found = results("triton", shape, dtype, decay_shape=shape[2:], device="cuda")
+        assert torch.equal(found["spikes"], right["spikes"])
+        assert torch.equal(found["membrane"], right["membrane"])
+        for name in ("drive", "initial", "decay"):
+            assert relative_error(found[name], right[name]) < 2 * torch.finfo(dtype).eps + 1e-6, name
+
+    def test_the_predicted_peak_is_the_measured_one(self) -> None:
+        def train() -> Callable[[], None]:
+            drive = torch.randn(4, 512, 8, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            grad = torch.randn_like(drive)
+            return lambda: lif_gate(drive, **NEURON)[0].backward(grad)
+
+        predicted = oomph.predict(train, gpu="h200").peak.allocated
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step = train()
+        for _ in range(3):
+            step()
+        assert torch.cuda.max_memory_allocated() - before == pytest.approx(predicted, rel=0.01)
