@@ -270,6 +270,9 @@ _ELEMENTWISE = frozenset(
 
 def _elementwise(name: str, args: Args, kwargs: Kwargs) -> CausalMask | None:
     """Each entry of the result depends on the same entry of the arguments: computed for the two values."""
+    if name in ("eq", "ne") and isinstance(args[0], CausalMask) and args[1:] in ((0,), [0]):  # most frequent
+        below, above = ((value == args[1]) == (name == "eq") for value in (args[0].below, args[0].above))
+        return args[0].like(below=below, above=above, dtype=torch.bool)
     masks = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, CausalMask)]
     cut = [mask for mask in masks if not mask.is_constant]
     shapes = {mask.shape for mask in masks if mask.shape}

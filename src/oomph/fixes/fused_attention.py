@@ -278,7 +278,9 @@ class AttentionScores(Expression):
 
     def __init__(self, q: Tensor, k: Tensor, call: RecordedCall) -> None:
         self.q, self.k = q, k
-        lead = torch.broadcast_shapes(q.shape[:-2], k.shape[:-2])
+        lead = q.shape[:-2]
+        if lead != k.shape[:-2]:
+            lead = torch.broadcast_shapes(lead, k.shape[:-2])
         self.shape = torch.Size((*lead, q.shape[-2], k.shape[-2]))
         self.dtype = q.dtype
         self.scale = 1.0

@@ -245,8 +245,9 @@ class Expression:
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     """None where autocast is off."""
     kind = device.type
-    on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
+    if kind not in ("cpu", "cuda") and not torch.amp.is_autocast_available(kind):
+        return None
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 def _version(tensor: Tensor) -> int:
@@ -417,7 +418,7 @@ def lazy_call(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 def _with_expressions(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """The arguments as `follow` takes them: expressions, or the values of those that are computed."""
-    if any(isinstance(arg, list | tuple) for arg in args):
+    if any(isinstance(arg, list | tuple) and LazyTensor in map(type, arg) for arg in args):
         return tree_map(_expression_or_value, (tuple(args), dict(kwargs)))
     return (
         [_expression_or_value(arg) for arg in args],
@@ -587,15 +588,15 @@ class LazyForward:
     def _run(self, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         if any(isinstance(mode, self.mode) for mode in current_function_modes()):
             return forward(*args, **kwargs)
-        signature = call_signature(forward, args, kwargs)
-        if signature in self._unchanged:
+        if self._unchanged and call_signature(forward, args, kwargs) in self._unchanged:
             return forward(*args, **kwargs)
         with self.mode() as mode:
             result = forward(*args, **kwargs)
-        if not mode.changed_something and signature is not None:
+        if not mode.changed_something:
             if len(self._unchanged) >= 1000:  # every call differs: remembering is of no use
                 self._unchanged.clear()
-            self._unchanged.add(signature)
+            self._unchanged.add(call_signature(forward, args, kwargs))
+            self._unchanged.discard(None)
         return mode.returned(result) if isinstance(result, Tensor) else tree_map(mode.returned, result)
 
 
