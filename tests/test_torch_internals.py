@@ -1,0 +1,66 @@
+"""One module reaches into torch's private names, and says in one sentence what a release moved."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import oomph
+from oomph import torch_internals
+from oomph.prediction.tracer.fake_cuda import Patches
+from oomph.torch_internals import UnsupportedTorch, self_test
+
+SOURCE = Path(oomph.__file__).parent
+SENTENCE = r"torch \d+\.\d+\.\d+ moved {}; this oomph supports torch 2\.\d+ to 2\.\d+; [^\n]+$"
+
+
+def test_the_installed_torch_has_everything() -> None:
+    self_test()
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (torch.autograd.graph, "_engine_run_backward"),
+        (torch.nn.Module, "_apply"),
+        (torch.cuda, "_lazy_init"),
+    ],
+)
+def test_a_name_that_moved_is_reported_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+) -> None:
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(UnsupportedTorch, match=SENTENCE.format(f".*{name}")) as caught:
+        self_test()
+    assert caught.value.exit_status == 2
+
+
+def test_a_function_that_behaves_differently_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_internals, "current_autograd_node", lambda: None)
+    with pytest.raises(UnsupportedTorch, match="_current_autograd_node"):
+        self_test()
+
+
+def test_importing_a_name_that_moved_says_so() -> None:
+    with pytest.raises(UnsupportedTorch, match=SENTENCE.format("no_such_name")):
+        from oomph.torch_internals import no_such_name  # noqa: F401
+
+
+def test_no_patch_is_skipped_silently() -> None:
+    with Patches() as patches, pytest.raises(UnsupportedTorch, match=r"torch\.cuda\.no_such_function"):
+        patches.set(torch.cuda, "no_such_function", None)
+
+
+@pytest.mark.parametrize("package", ["prediction", "measurement"])
+def test_no_other_file_uses_private_names(package: str) -> None:
+    private = re.compile(r"(?<![\w\"`(])torch(?!\.ops)(?:\.[a-z]+)*\._(?!_)\w+")
+    found = [
+        f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
+        for path in (SOURCE / package).rglob("*.py")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if private.search(line)
+    ]
+    assert found == []
