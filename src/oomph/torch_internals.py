@@ -142,7 +142,7 @@ with _section():  # which autograd node allocates, and which forward op made the
 
 with _section():  # whether autograd holds the only reference to a gradient
     storage_use_count: Any = torch._C._storage_Use_Count  # type: ignore[attr-defined]
-    tensor_use_count: Any = torch.Tensor._use_count
+    tensor_use_count: Any = torch.Tensor._use_count  # type: ignore[attr-defined]
 
 with _section():  # CUDA autocast for tensors that are not really on CUDA
     AUTOCAST_CUDA: Any = torch._C.DispatchKey.AutocastCUDA
@@ -160,45 +160,48 @@ with _section():  # the base class of torch's losses
     Loss: Any = torch.nn.modules.loss._Loss
 
 with _section():  # the calls that run autograd's engine
-    ENGINE_RUN_BACKWARD: Any = (
+    ENGINE_RUN_BACKWARD: tuple[tuple[Any, str], ...] = (
         (torch.autograd.graph, "_engine_run_backward"),
         (torch.autograd, "_engine_run_backward"),
     )
 
 with _section():  # pack and unpack hooks are registered here
-    PUSH_SAVED_TENSORS_HOOKS: Any = (torch._C._autograd, "_push_saved_tensors_default_hooks")
+    PUSH_SAVED_TENSORS_HOOKS: tuple[Any, str] = (torch._C._autograd, "_push_saved_tensors_default_hooks")
 
 with _section():  # tensor types for which optimizers take the foreach path
-    FOREACH_SUPPORTED_TYPES: Any = (sys.modules["torch.optim.optimizer"], "_foreach_supported_types")
+    FOREACH_SUPPORTED_TYPES: tuple[Any, str] = (
+        sys.modules["torch.optim.optimizer"],
+        "_foreach_supported_types",
+    )
 
 with _section():  # nn.Module.to and its kin
-    MODULE_APPLY: Any = (torch.nn.Module, "_apply")
+    MODULE_APPLY: tuple[Any, str] = (torch.nn.Module, "_apply")
 
 with _section():  # whether torch's Python functions hand a call to a torch function mode
     disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
-    HAS_TORCH_FUNCTION: Any = (
+    HAS_TORCH_FUNCTION: tuple[tuple[Any, str], ...] = (
         (torch.nn.functional, "has_torch_function"),
         (torch.functional, "has_torch_function"),
         (torch._tensor, "has_torch_function"),
         (torch.autograd, "has_torch_function"),
     )
-    HAS_TORCH_FUNCTION_OF_ARGUMENTS: Any = tuple(
+    HAS_TORCH_FUNCTION_OF_ARGUMENTS: tuple[tuple[Any, str], ...] = tuple(
         (module, name)
         for module in (torch.nn.functional, torch.functional, torch._tensor)
         for name in ("has_torch_function_unary", "has_torch_function_variadic")
     )
 
 with _section():  # programs that ask whether they are traced look here
-    EXPORTED_FAKE_TENSOR: Any = (torch._subclasses, "FakeTensor")
+    EXPORTED_FAKE_TENSOR: tuple[Any, str] = (torch._subclasses, "FakeTensor")
 
 with _section():  # torch.cuda without a driver
-    CUDA_LAZY_INIT: Any = (torch.cuda, "_lazy_init")
-    CUDA_RECORD_MEMORY_HISTORY: Any = (torch.cuda.memory, "_record_memory_history")
+    CUDA_LAZY_INIT: tuple[Any, str] = (torch.cuda, "_lazy_init")
+    CUDA_RECORD_MEMORY_HISTORY: tuple[Any, str] = (torch.cuda.memory, "_record_memory_history")
 
 with _section():  # the device that checkpointing falls back on, remembered for the process
     from torch.utils.checkpoint import DefaultDeviceType
 
-    CHECKPOINT_DEFAULT_DEVICE: Any = (DefaultDeviceType, "_default_device_type")
+    CHECKPOINT_DEFAULT_DEVICE: tuple[Any, str] = (DefaultDeviceType, "_default_device_type")
 
 
 def compiled_frame_callback() -> tuple[Any, str] | None:

@@ -305,43 +305,12 @@ _NAMESPACE = "aten."
 
 # Ops whose result shares its input's storage; whether they are logged at all is a detail of the tracer.
 _VIEWS = frozenset(
-    {
-        "alias",
-        "as_strided",
-        "chunk",
-        "detach",
-        "diagonal",
-        "expand",
-        "expand_as",
-        "lift_fresh",
-        "movedim",
-        "narrow",
-        "permute",
-        "reshape",
-        "select",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "swapaxes",
-        "t",
-        "transpose",
-        "unbind",
-        "unfold",
-        "unsafe_chunk",
-        "unsafe_split",
-        "unsqueeze",
-        "view",
-        "view_as",
-        "view_as_complex",
-        "view_as_real",
-        "_reshape_alias",
-        "_unsafe_view",
-        "_conj",
-        "real",
-        "imag",
-        "detach_",
-    }
+    """
+    alias as_strided chunk detach diagonal expand expand_as lift_fresh movedim narrow permute reshape
+    select slice split split_with_sizes squeeze swapaxes t transpose unbind unfold unsafe_chunk
+    unsafe_split unsqueeze view view_as view_as_complex view_as_real _reshape_alias _unsafe_view _conj
+    real imag detach_
+    """.split()
 )
 # One op, two names: what a CPU trace calls an op that CUDA dispatches under another name.
 _SAME = {

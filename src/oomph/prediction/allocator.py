@@ -30,7 +30,7 @@ SEGMENT_STEP = 2 * MIB  # ... rounded up to a multiple of this
 OVERSIZE_SLACK = 20 * MIB  # a request that may not split a block takes one that is less than this larger
 
 FIRST_ADDRESS = 0x7F00_0000_0000  # about where CUDA's addresses lie
-ADDRESS_BITS = 52  # room for a petabyte of segments, and exact in viewers that count in doubles
+ADDRESS_BITS = 52  # a petabyte of segments, and exact in viewers that count in doubles
 
 SegmentListener = Callable[[str, int, int], None]
 
@@ -41,7 +41,7 @@ class OutOfMemory(Exception):
     def __init__(self, requested: int, segment: int) -> None:
         super().__init__(f"no room for {requested} bytes (a segment of {segment} bytes)")
         self.requested = requested
-        self.segment = segment  # what would have been asked of cudaMalloc
+        self.segment = segment  # the size of the segment that cudaMalloc could not give
 
 
 class Block:
@@ -130,7 +130,7 @@ def round_up(nbytes: int, step: int) -> int:
 
 
 def segment_size(size: int) -> int:
-    """What is asked of cudaMalloc for a rounded request that no cached block can serve."""
+    """The size of the new segment for a rounded request that no cached block can serve."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < OWN_SEGMENT:

@@ -95,7 +95,7 @@ def _notes_on_fixes(target: Workload | Callable[[], Any]) -> tuple[Note, ...]:
 def trace(
     target: Workload | Callable[[], Any], card: GPU, progress: program.Progress, log: OpLog | None = None
 ) -> Tracer:
-    """Run the target on the pretend GPU; its own failures come out as ProgramError."""
+    """Run the target on the fake GPU; its own failures come out as ProgramError."""
 
     def run(tracer: Tracer) -> Tracer:
         if isinstance(target, Workload):
@@ -118,7 +118,7 @@ def built(workload: Workload) -> torch.nn.Module:
 
 
 def called(function: Callable[[], Any]) -> Any:
-    """What the user's function returns, with a pretend GPU there if it asks for one."""
+    """What the user's function returns, run on a fake GPU."""
     return _traced(lambda tracer: function(), _card(None))
 
 

@@ -1,7 +1,7 @@
 """scaled_dot_product_attention as CUDA runs it: which backend is chosen, and the operators it then calls.
 
 The rules follow torch 2.11 built for CUDA 13 (sdp_utils.cpp and attention.cpp of ATen). A trace runs on
-tensors that only pretend to be on a GPU, so the choice cannot be left to torch: it would choose for a CPU.
+tensors that are on a fake GPU, so the choice cannot be left to torch: it would choose for a CPU.
 
 Query is [batch, heads, L, head size]; key and value are [batch, key/value heads, S, head size].
 """
@@ -287,7 +287,7 @@ def attention_like_cuda(
     """Run the operators, and so make the allocations, that CUDA's scaled_dot_product_attention would.
 
     Only aten operators are called; autograd's own formulas give the backward. Tensors are created from the
-    inputs (new_full, new_ones), never by bare factory functions, so that they inherit the pretended device.
+    inputs (new_full, new_ones), never by bare factory functions, so that they inherit the fake device.
     """
     call = AttentionCall(
         Operand.of(query),

@@ -1,4 +1,4 @@
-"""CUDA autocast for tensors that only pretend to be on a GPU.
+"""CUDA autocast for tensors that are on a fake GPU.
 
 A trace runs on fake CPU tensors that carry a GPU label of our own. Torch's CUDA autocast kernels exist in
 CPU builds too, but a CPU tensor never reaches them, and they cast nothing whose device is not really CUDA.
@@ -6,8 +6,8 @@ So for the duration of `cuda_autocast` two things change:
 
 - the CUDA autocast dispatch key is in force for every call of this thread (it still acts only where
   `torch.autocast("cuda")` is enabled, so torch's own switches, nesting and queries keep working unmodified);
-- each op on CUDA's lists has, under that key, a Python kernel that makes the same casts and asks
-  `is_on_gpu` instead of the device.
+- each op on CUDA's lists has, under that key, a Python kernel that makes the same casts and calls
+  `is_on_gpu` instead of reading the device.
 
 CPU autocast uses another key and is not touched: real CPU tensors under `torch.autocast("cpu")` behave as
 ever. One difference is left: a labelled tensor under an enabled `torch.autocast("cpu")` is cast too, which a
@@ -61,12 +61,13 @@ LOWER_PRECISION = _names(
     """
 )
 
-# Every floating-point argument is cast to float32. (rms_norm joined between torch 2.11 and 2.13.)
+# Every floating-point argument is cast to float32. (rms_norm joined after torch 2.11, linalg_matrix_sqrth
+# after 2.13.)
 FLOAT32 = _names(
     """
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
     pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
-    nuclear_norm nuclear_norm.dim dist pdist cdist renorm logsumexp cosine_similarity
+    linalg_matrix_sqrth nuclear_norm nuclear_norm.dim dist pdist cdist renorm logsumexp cosine_similarity
     poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss
     smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss
     triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits
@@ -128,7 +129,7 @@ def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
     library = new_library("aten", "IMPL")
     with ExitStack() as undo:
         undo.callback(_one_at_a_time.release)
-        undo.callback(casts.forget)
+        undo.callback(casts.clear)
         undo.callback(library._destroy)
         with warnings.catch_warnings():
             # Torch remarks, once per process, that a kernel is replaced. Here that is the purpose.
@@ -177,7 +178,7 @@ class _Casts:
         self.is_on_gpu = is_on_gpu
         self.kept = _WeightCasts()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Lets go of the caller's objects: torch never drops a Python kernel, even of a destroyed library."""
         self.is_on_gpu = _nothing_is_on_gpu
         self.kept.clear()

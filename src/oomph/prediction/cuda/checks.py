@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from oomph.deterministic import deterministic_required
-from oomph.prediction.cuda.rules import BoundArguments, bind, program_error
+from oomph.prediction.cuda.rules import BoundArguments, aten_ops, bind, program_error
 from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
@@ -181,18 +181,12 @@ _ALWAYS = """
 """
 
 
-def _op(name: str) -> OpOverload:
-    packet, overload = name.split(".")
-    found: OpOverload = getattr(getattr(aten, packet), overload)
-    return found
-
-
 def _takes_maxima(call: BoundArguments) -> bool:
     return bool(call["mode"] == _BAG_OF_MAXIMA)
 
 
 NONDETERMINISTIC: dict[OpOverload, Callable[[BoundArguments], bool]] = {
-    **dict.fromkeys(map(_op, _ALWAYS.split()), lambda call: True),
+    **dict.fromkeys(aten_ops(_ALWAYS), lambda call: True),
     aten.histc.default: lambda call: call["self"].dtype.is_floating_point,
     aten.bincount.default: lambda call: call["weights"] is not None,
     aten.nll_loss2d_forward.default: lambda call: call["reduction"] != _NOT_REDUCED,

@@ -9,33 +9,16 @@ from typing import Any, Protocol
 
 import torch
 
-from oomph.prediction.cuda.rules import Fake, cuda_kernel
+from oomph.prediction.cuda.rules import Fake, aten_ops, cuda_kernel
 from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
 
-_MATRIX_PRODUCTS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.addmm_.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
-    aten.baddbmm_.default,
-    aten.addbmm.default,
-    aten._addmm_activation.default,
-    aten.mv.default,
-    aten.addmv.default,
-    aten.dot.default,
-    aten._euclidean_dist.default,
-    aten._scaled_mm.default,
-    aten.mm.out,
-    aten.addmm.out,
-    aten.bmm.out,
-    aten.mm.dtype,
-    aten.mm.dtype_out,
-    aten.addmm.dtype,
-    aten.addmm.dtype_out,
-}
+_MATRIX_PRODUCTS = aten_ops("""
+    mm.default addmm.default addmm_.default bmm.default baddbmm.default baddbmm_.default addbmm.default
+    _addmm_activation.default mv.default addmv.default dot.default _euclidean_dist.default
+    _scaled_mm.default mm.out addmm.out bmm.out mm.dtype mm.dtype_out addmm.dtype addmm.dtype_out
+""")
 # cublasLt's own, beside cuBLAS's: the default of CUBLASLT_WORKSPACE_SIZE, as measured on an H200.
 _CUBLASLT_BYTES = 1 << 20
 

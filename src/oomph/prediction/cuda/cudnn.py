@@ -218,7 +218,7 @@ def _convolution_results(fake: Fake, func: OpOverload, args: Sequence[Any], kwar
 
 
 def in_memory_format(fake: Fake, out: Any, format: torch.memory_format) -> Any:
-    """The result in that memory format; None, a gradient that nobody asked for, stays None."""
+    """The result in that memory format; None (a gradient that is not needed) stays None."""
     if out is None or out.is_contiguous(memory_format=format):
         return out
     return fake(aten.empty_like.default, (out,), {"memory_format": format})

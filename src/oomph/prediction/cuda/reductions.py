@@ -31,7 +31,7 @@ _MAX_VALUES_PER_THREAD = 256
 
 @dataclass(frozen=True)
 class _Kernel:
-    """What the arithmetic asks of one kernel's template parameters."""
+    """The template parameters of one kernel that the arithmetic depends on."""
 
     accumulator: int  # bytes of a partial result
     input_vector: int = 4  # elements loaded at once when the reduced dimension is the fastest

@@ -80,6 +80,12 @@ def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Boun
     return bound
 
 
+def aten_ops(names: str) -> set[OpOverload]:
+    """The overloads that a list of names stands for: `mm.default sum.dim_IntList`."""
+    pairs = (name.split(".") for name in names.split())
+    return {getattr(getattr(torch.ops.aten, packet), overload) for packet, overload in pairs}
+
+
 def op_name(func: OpOverload) -> str:
     """`aten.mm`, `aten.sum.dim_IntList`"""
     return func.name().replace("::", ".")
@@ -131,7 +137,7 @@ class RuleGuard:
 
 
 class RuleContext(NamedTuple):
-    """What a rule above autograd may ask and report."""
+    """What rules above autograd need of a trace."""
 
     gpu: GPU
     on_gpu: Callable[[Any], bool]

@@ -19,6 +19,7 @@ from oomph.prediction.cuda.cublas import CublasWorkspaces
 from oomph.prediction.cuda.rules import (
     CUDA_KERNELS,
     HOST_OUTPUTS,
+    aten_ops,
     bind,
     is_program_error,
     op_name,
@@ -46,23 +47,15 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 
-# Ops that take tensors of two devices on purpose.
-_CROSS_DEVICE = {
-    aten.copy_.default,
-    aten._to_copy.default,
-    aten.index.Tensor,
-    aten.index_put.default,
-    aten.index_put_.default,
-    aten._index_put_impl_.default,
-    aten._unsafe_index.Tensor,
-    aten._unsafe_index_put.default,
-    aten.set_.source_Storage,
-    aten._pack_padded_sequence.default,  # takes the lengths on the host
-    # Fused attention's backward is handed the random seed, which the forward may leave on the host.
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-}
+# Ops that take tensors of two devices on purpose. _pack_padded_sequence takes the lengths on the host; fused
+# attention's backward takes the random seed, which the forward may leave on the host.
+_CROSS_DEVICE = aten_ops("""
+    copy_.default _to_copy.default index.Tensor index_put.default index_put_.default _index_put_impl_.default
+    _unsafe_index.Tensor _unsafe_index_put.default set_.source_Storage _pack_padded_sequence.default
+    _scaled_dot_product_efficient_attention_backward.default
+    _scaled_dot_product_flash_attention_backward.default
+    _scaled_dot_product_cudnn_attention_backward.default
+""")
 _FEW_TENSORS = 4  # an op on more of them goes through a list
 
 # Above this, a host tensor that the program asks for is fake. Below it, host data is real.
@@ -388,14 +381,10 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 # The formulas of gather, index, max and their like scatter a gradient into fresh zeros.
-_GRADIENT_SCATTERS = {
-    aten.scatter.src,
-    aten.scatter.value,
-    aten.scatter_add.default,
-    aten.index_put.default,
-    aten.index_add.default,
-    aten.masked_scatter.default,
-}
+_GRADIENT_SCATTERS = aten_ops("""
+    scatter.src scatter.value scatter_add.default index_put.default index_add.default
+    masked_scatter.default
+""")
 _ZEROS = {"aten.new_zeros", "aten.zeros", "aten.zeros_like"}
 
 

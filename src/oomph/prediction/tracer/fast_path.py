@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from oomph.prediction.cuda.rules import program_error
+from oomph.prediction.cuda.rules import aten_ops, program_error
 from oomph.torch_internals import (
     DisableTorchDispatch,
     FakeTensor,
@@ -28,35 +28,30 @@ _CPU = torch.device("cpu")
 _META = torch.device("meta")
 
 
-def _ops(names: str) -> set[OpOverload]:
-    pairs = (name.split(".") for name in names.split())
-    return {getattr(getattr(aten, packet), overload) for packet, overload in pairs}
-
-
-VIEWS = _ops("""
+VIEWS = aten_ops("""
     view.default _unsafe_view.default detach.default alias.default transpose.int t.default permute.default
     expand.default slice.Tensor select.int unsqueeze.default squeeze.dim squeeze.dims as_strided.default
     split.Tensor split_with_sizes.default unbind.int
 """)
-_PLAIN = VIEWS | _ops("""
+_PLAIN = VIEWS | aten_ops("""
     sum.default clone.default copy_.default cat.default
     _softmax.default _softmax_backward_data.default _log_softmax.default _log_softmax_backward_data.default
     empty_like.default zeros_like.default ones_like.default zero_.default fill_.Scalar baddbmm.default
     eq.Scalar ne.Scalar gt.Scalar lt.Scalar ge.Scalar le.Scalar
     add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
 """)
-_ELEMENTWISE = _ops("""
+_ELEMENTWISE = aten_ops("""
     add.Tensor sub.Tensor mul.Tensor div.Tensor mul.Scalar div.Scalar add.Scalar pow.Tensor_Scalar
     neg.default rsqrt.default sqrt.default exp.default cos.default sin.default
     tanh.default sigmoid.default silu.default gelu.default relu.default
     tanh_backward.default sigmoid_backward.default silu_backward.default gelu_backward.default
     threshold_backward.default
 """)
-_REDUCTIONS = _ops("mean.dim sum.dim_IntList")
-_PRODUCTS = _ops("mm.default addmm.default bmm.default")
-_PRODUCTS_INTO = _ops("mm.out addmm.out")
+_REDUCTIONS = aten_ops("mean.dim sum.dim_IntList")
+_PRODUCTS = aten_ops("mm.default addmm.default bmm.default")
+_PRODUCTS_INTO = aten_ops("mm.out addmm.out")
 # Results are thrown away or known: nothing to compute.
-_INITIALISERS = _ops("normal_.default uniform_.default bernoulli_.float random_.default")
+_INITIALISERS = aten_ops("normal_.default uniform_.default bernoulli_.float random_.default")
 
 
 class FastPath:

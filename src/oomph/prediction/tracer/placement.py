@@ -259,7 +259,7 @@ _HANDLERS: dict[Any, Handler] = {
 
 
 def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
-    """`tensor.device` gives the pretend device to the program, the true one to torch's own fake kernels."""
+    """`tensor.device` gives the fake device to the program, the true one to torch's own fake kernels."""
 
     def device(tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:

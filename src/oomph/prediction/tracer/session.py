@@ -152,7 +152,7 @@ def _format_scalars(patches: Patches) -> None:
 
 
 def _hide_fake_tensor(patches: Patches) -> None:
-    """Programs that ask whether they are traced take another path than in a real run; they are told no."""
+    """Programs that check for FakeTensor take another path than in a real run: give them another class."""
     patches.set(*EXPORTED_FAKE_TENSOR, type("FakeTensor", (), {}))
 
 

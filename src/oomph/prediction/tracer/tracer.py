@@ -66,7 +66,7 @@ class Tracer:
         self.phase: Phase = "setup"
         self.step = 0
         self.inside_dispatch = 0  # depth of our own dispatch, in which tensors show their true device
-        self.place: Place | None = None  # where the function being called was told to put its result
+        self.place: Place | None = None  # the device argument of the function being called
         self.batch: Any = None
         self.allocator: str | None = None  # as the Workload gives it
         self.log: OpLog | None = None

@@ -15,36 +15,22 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomph.prediction.cuda.rules import Fake, op_name
+from oomph.prediction.cuda.rules import Fake, aten_ops, op_name
 from oomph.torch_internals import FakeTensor, OpOverload
 
 aten = torch.ops.aten
 _MOST_ELEMENTS = 1 << 20  # beyond it a value costs more than it is worth
 _MOST_FLOATS = 1 << 17  # elements up to which floats are kept too: masks made of ones, positions
 
-_FACTORIES = {
-    aten.arange.default,
-    aten.arange.start,
-    aten.arange.start_step,
-    aten.zeros.default,
-    aten.ones.default,
-    aten.full.default,
-    aten.eye.default,
-    aten.scalar_tensor.default,
-    aten.tril_indices.default,
-    aten.triu_indices.default,
-}
+_FACTORIES = aten_ops("""
+    arange.default arange.start arange.start_step zeros.default ones.default full.default eye.default
+    scalar_tensor.default tril_indices.default triu_indices.default
+""")
 # The result is known whatever the values of the tensor it is made like.
-_FACTORIES_LIKE = {
-    aten.zeros_like.default,
-    aten.ones_like.default,
-    aten.full_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.zero_.default,
-    aten.fill_.Scalar,
-}
+_FACTORIES_LIKE = aten_ops("""
+    zeros_like.default ones_like.default full_like.default new_zeros.default new_ones.default
+    new_full.default zero_.default fill_.Scalar
+""")
 
 
 class KnownValues:
@@ -134,23 +120,11 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 # Ops whose result is one-hot along the same classes as their first argument.
-_KEEPS_CLASSES = {
-    aten.view.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.select.int,
-    aten.slice.Tensor,
-    aten.index.Tensor,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.clone.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten._to_copy.default,
-    aten.ne.Scalar,
-    aten.gt.Scalar,
-}
+_KEEPS_CLASSES = aten_ops("""
+    view.default permute.default transpose.int t.default select.int slice.Tensor index.Tensor
+    unsqueeze.default squeeze.dim clone.default detach.default alias.default _to_copy.default ne.Scalar
+    gt.Scalar
+""")
 
 
 class ValueEstimates:
@@ -191,7 +165,7 @@ class ValueEstimates:
         self._classes[mask] = [classes, 0]
 
     def propagate(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        """After an op: what its result tells about values."""
+        """After an op: what is known about the values of its result."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             # No gradient overflowed: the optimizer steps.
             self._values.set(args[1], torch.zeros(args[1].shape))

@@ -118,7 +118,7 @@ def tensors_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tenso
 
 
 class _OpTraits(NamedTuple):
-    """What there is to know of an op whatever its arguments."""
+    """Properties of an op that do not depend on its arguments."""
 
     free: bool
     first_is_read: bool
