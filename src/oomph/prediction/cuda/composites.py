@@ -157,7 +157,7 @@ class _FusedRmsNorm(torch.autograd.Function):
         context.count_kernel(grad, input, grads[0])
         context.count_kernel(grad, input, grads[1])
         rule = functools.partial(partial_sums, input, ctx.width, [weight], context.gpu)
-        sums = context.guard.call("temporaries", "aten.rms_norm", rule, list)
+        sums: list[int] = context.guard.call("temporaries", "aten.rms_norm", rule, list)
         held = [input.new_empty(size, dtype=torch.uint8) for size in sums if size > 0]
         del held
         return *grads, None, None

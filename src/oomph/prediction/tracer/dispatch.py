@@ -218,7 +218,8 @@ class DispatchMode(TorchDispatchMode):
             else:
                 tracer.record_result(tensor, name)
         guard.call("workspace", func, partial(self.workspaces.allocate, func, args), _nothing)
-        sizes = guard.call("temporaries", func, partial(temporaries_of, func, args, kwargs, tracer.gpu), list)
+        rule = partial(temporaries_of, func, args, kwargs, tracer.gpu)
+        sizes: list[int] = guard.call("temporaries", func, rule, list)
         self._record_temporaries(name, sizes)
 
     def _record_temporaries(self, name: str, sizes: list[int]) -> None:
@@ -307,7 +308,7 @@ class DispatchMode(TorchDispatchMode):
         """In place of a CUDA kernel's rule: the CPU's results, or else results like the first tensor."""
         try:
             return self.tracer.fake_mode.__torch_dispatch__(func, (), args, kwargs)
-        except (DynamicOutputShapeException, NotImplementedError):
+        except (DynamicOutputShapeException, NotImplementedError, TypeError):  # torch cannot fake the op
             return self._results_like_first_argument(func, args)
         except Exception as error:
             raise program_error(error)  # noqa: B904 (the same exception)
