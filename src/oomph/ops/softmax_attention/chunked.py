@@ -435,9 +435,10 @@ def _bmm(
 
 
 class _ScoreBuffers:
-    """Memory for two chunks of scores, reused by every chunk: on a CPU, fresh pages are slow."""
+    """Scores and weights of a chunk, in memory that all chunks reuse: on a CPU, fresh pages are slow."""
 
     def __init__(self, a: AttentionArguments, chunks: list[_QueryChunk]) -> None:
+        self.a, self.padding_BK = a, a.padding_mask()
         sizes = _chunk_sizes(a)
         rows = sizes.batch * sizes.heads * a.group
         largest = rows * max((chunk.keys * (chunk.stop - chunk.start) for chunk in chunks), default=0)
@@ -455,12 +456,37 @@ class _ScoreBuffers:
             rows_ZRx, scale = rows_ZRx * scale, 1.0
         return _bmm(rows_ZRx, columns_ZKx.transpose(1, 2), self.dtype, scale, out)
 
-    def softmax(self, scores_ZRK: Tensor, lse_ZR1: Tensor | None) -> Tensor:
-        """In the second buffer. With a known log-sum-exp it is faster, and overwrites the scores."""
-        out = self._weights[: scores_ZRK.numel()].view(scores_ZRK.shape)
-        if lse_ZR1 is None:
-            return torch.softmax(scores_ZRK, -1, out=out)
-        return torch.exp(scores_ZRK.sub_(lse_ZR1), out=out)
+    def weights(
+        self,
+        heads: _HeadSlice,
+        chunk: _QueryChunk,
+        q_ZRD: Tensor,
+        k_ZKD: Tensor,
+        lse_ZR1: Tensor | None = None,
+    ) -> Tensor:
+        """The softmax of one chunk, in the second buffer; rows without keys are zeros."""
+        a = self.a
+        scores_ZRK = self.scores(q_ZRD, k_ZKD, a.scale)
+        scores_BHQK = heads.unflatten(scores_ZRK, chunk)  # a view
+        if a.bias is not None:
+            scores_BHQK.add_(_bias_slice(a.bias, heads.batch, heads.query_heads, chunk))
+        elif a.bias_function is not None:
+            scores_BHQK.add_(_bias_values(a, heads.batch, heads.query_heads, chunk))
+        if chunk.causal_from is not None and chunk.needs_causal_mask:
+            future = _future(a, chunk, chunk.causal_from)
+            scores_BHQK[..., chunk.causal_from :].masked_fill_(future, -math.inf)
+        if self.padding_BK is not None:
+            allowed = chunk.take(self.padding_BK[heads.batch], 1)
+            scores_BHQK.masked_fill_(~allowed[:, None, None, :], -math.inf)
+        weights_ZRK = self._weights[: scores_ZRK.numel()].view(scores_ZRK.shape)
+        if lse_ZR1 is not None:
+            return torch.exp(scores_ZRK.sub_(lse_ZR1), out=weights_ZRK)
+        torch.softmax(scores_ZRK, -1, out=weights_ZRK)
+        biased = a.bias is not None or a.bias_function is not None  # which may be -inf in a whole row
+        if biased or a.has_padding or (a.causal and a.offset < 0):
+            no_key_ZR1 = scores_ZRK.amax(-1, keepdim=True) == -math.inf
+            weights_ZRK.masked_fill_(no_key_ZR1, 0.0)
+        return weights_ZRK
 
     def to_factor(self, scores_ZRK: Tensor) -> Tensor:
         """In the dtype of the factors of products; in the third buffer where that differs."""
@@ -476,46 +502,14 @@ def _forward(a: AttentionArguments) -> Tensor:
     dtype = _factor_dtype(a)
     chunks = [chunk for chunk in _query_chunks(a, _chunk_sizes(a).queries) if chunk.keys]
     buffers = _ScoreBuffers(a, chunks)
-    padding_BK = a.padding_mask()
     for heads in _head_slices(a):
         k_ZKD, v_ZKE = heads.matrices(a.k, dtype), heads.matrices(a.v, dtype)
         for chunk in chunks:
             q_ZRD = heads.rows(a.q, chunk).to(dtype)
-            weights_ZRK = _weights(a, buffers, heads, chunk, q_ZRD, chunk.take(k_ZKD, 1), padding_BK)
+            weights_ZRK = buffers.weights(heads, chunk, q_ZRD, chunk.take(k_ZKD, 1))
             out_ZRE = _bmm(buffers.to_factor(weights_ZRK), chunk.take(v_ZKE, 1), dtype)
             out[heads.batch, heads.query_heads, chunk.start : chunk.stop] = heads.unflatten(out_ZRE, chunk)
     return out
-
-
-def _weights(
-    a: AttentionArguments,
-    buffers: _ScoreBuffers,
-    heads: _HeadSlice,
-    chunk: _QueryChunk,
-    q_ZRD: Tensor,
-    k_ZKD: Tensor,
-    padding_BK: Tensor | None,
-    lse_ZR1: Tensor | None = None,
-) -> Tensor:
-    """The softmax of one chunk; rows without keys are zeros."""
-    scores_ZRK = buffers.scores(q_ZRD, k_ZKD, a.scale)
-    scores_BHQK = heads.unflatten(scores_ZRK, chunk)  # a view
-    if a.bias is not None:
-        scores_BHQK.add_(_bias_slice(a.bias, heads.batch, heads.query_heads, chunk))
-    elif a.bias_function is not None:
-        scores_BHQK.add_(_bias_values(a, heads.batch, heads.query_heads, chunk))
-    if chunk.causal_from is not None and chunk.needs_causal_mask:
-        future = _future(a, chunk, chunk.causal_from)
-        scores_BHQK[..., chunk.causal_from :].masked_fill_(future, -math.inf)
-    if padding_BK is not None:
-        allowed = chunk.take(padding_BK[heads.batch], 1)
-        scores_BHQK.masked_fill_(~allowed[:, None, None, :], -math.inf)
-    weights_ZRK = buffers.softmax(scores_ZRK, lse_ZR1)
-    biased = a.bias is not None or a.bias_function is not None  # which may be -inf in a whole row
-    if lse_ZR1 is None and (biased or a.has_padding or (a.causal and a.offset < 0)):
-        no_key_ZR1 = scores_ZRK.amax(-1, keepdim=True) == -math.inf
-        weights_ZRK.masked_fill_(no_key_ZR1, 0.0)
-    return weights_ZRK
 
 
 class _KeyGradient:
@@ -557,7 +551,6 @@ class _Backward:
         self.a, self.grad_out = a, grad_out
         self.lse_BHQ1 = None if lse_BHQ is None else lse_BHQ[..., None]
         self.dtype, self.factor_dtype = _compute_dtype(a), _factor_dtype(a)
-        self.padding_BK = a.padding_mask()
         want_q, want_k, want_v, want_bias, *self.want_tensors = wanted
         self.bias_tensors = [t for t, want in zip(a.bias_tensors, self.want_tensors, strict=True) if want]
         self.want_scores = want_q or want_k or want_bias or bool(self.bias_tensors)
@@ -574,7 +567,7 @@ class _Backward:
 
     def run(self) -> list[Tensor | None]:
         a = self.a
-        if 0 not in (a.q.numel(), a.keys):
+        if 0 not in (self.grad_out.numel(), a.keys):
             chunks = [chunk for chunk in _query_chunks(a, _chunk_sizes(a).queries) if chunk.keys]
             buffers = _ScoreBuffers(a, chunks)
             for heads in _head_slices(a):
@@ -612,7 +605,7 @@ class _Backward:
         k_ZkD = chunk.take(k_ZKD, 1)
         grad_out_ZRE = heads.rows(self.grad_out, chunk).to(dtype)
         lse_ZR1 = None if self.lse_BHQ1 is None else heads.rows(self.lse_BHQ1, chunk)
-        weights_ZRk = _weights(a, buffers, heads, chunk, q_ZRD, k_ZkD, self.padding_BK, lse_ZR1)
+        weights_ZRk = buffers.weights(heads, chunk, q_ZRD, k_ZkD, lse_ZR1)
         if grad_v is not None:
             grad_v.add(chunk, buffers.to_factor(weights_ZRk).transpose(1, 2), grad_out_ZRE)
         if not self.want_scores:

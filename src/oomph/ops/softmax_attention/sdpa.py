@@ -322,13 +322,6 @@ class GroupedBackward(NamedTuple):
     key_heads: int  # of a group
 
 
-class _ForwardAndBackward(NamedTuple):
-    """forward(q, k, v, call) -> out, lse, and more, of which backward needs the first six."""
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Any:
     return aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, True, 0.0, call.causal, False, scale=call.scale
@@ -363,10 +356,11 @@ def _cpu_backward(tensors: Any, lse: Tensor, rest: Any, call: GroupedBackward) -
     )
 
 
-_KERNELS = {
-    "cudnn": _ForwardAndBackward(_cudnn_forward, _cudnn_backward),
-    "flash": _ForwardAndBackward(_flash_forward, _flash_backward),
-    "cpu": _ForwardAndBackward(_cpu_forward, _cpu_backward),  # for tests without a GPU
+# forward(q, k, v, call) -> out, lse, and more, of which backward needs the first six.
+_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "cudnn": (_cudnn_forward, _cudnn_backward),
+    "flash": (_flash_forward, _flash_backward),
+    "cpu": (_cpu_forward, _cpu_backward),  # for tests without a GPU
 }
 
 
@@ -393,7 +387,8 @@ def attention_with_grouped_backward(q: Tensor, k: Tensor, v: Tensor, call: Group
 class _GroupedBackwardAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Tensor:
-        out, lse, *rest = _KERNELS[call.backend].forward(q, k, v, call)
+        forward, _ = _KERNELS[call.backend]
+        out, lse, *rest = forward(q, k, v, call)
         rest = rest[:6]  # cum_q, cum_k, max_q, max_k, seed, offset
         ctx.save_for_backward(q, k, v, out, lse, *(part for part in rest if isinstance(part, Tensor)))
         ctx.rest = [None if isinstance(part, Tensor) else (part,) for part in rest]
@@ -407,6 +402,7 @@ class _GroupedBackwardAttention(torch.autograd.Function):
         saved = iter(tensors)
         rest = tuple(next(saved) if part is None else part[0] for part in ctx.rest)
         call: GroupedBackward = ctx.call
+        _, backward = _KERNELS[call.backend]
         gradients = [torch.empty_like(x) for x in (q, k, v)]
         group = q.shape[1] // k.shape[1]
         for start in range(0, k.shape[1], call.key_heads):
@@ -414,7 +410,7 @@ class _GroupedBackwardAttention(torch.autograd.Function):
             queries = slice(keys.start * group, keys.stop * group)
             inputs = (grad[:, queries], q[:, queries], k[:, keys], v[:, keys], out[:, queries])
             # The kernels assume a contiguous log-sum-exp.
-            parts = _KERNELS[call.backend].backward(inputs, lse[:, queries].contiguous(), rest, call)
+            parts = backward(inputs, lse[:, queries].contiguous(), rest, call)
             for gradient, heads, part in zip(gradients, (queries, keys, keys), parts, strict=True):
                 gradient[:, heads].copy_(part)
         wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
