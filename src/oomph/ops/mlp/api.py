@@ -36,29 +36,30 @@ _CPU_ROWS = 256
 _ROW_BLOCK = 128
 
 
-def choose(
+def _choose(
     fn_or_module: FunctionOrModule,
     x: Tensor,
-    *,
-    tile: int | None = None,
-    memory_budget: str | int | None = None,
-    parameters: Iterable[Tensor] | None = None,
-    impl: str = "auto",
-) -> Choice:
-    """What `tiled_mlp` would do: impl, reason, and the sizes in settings.
+    parameters: Iterable[Tensor] | None,
+    tile: int | None,
+    memory_budget: str | int | None,
+    impl: str,
+) -> tuple[Choice, MLPWeights | None]:
+    """What `tiled_mlp` does, and the weights if it is a known MLP that is computed from them.
 
-    kind; tile: its rows; buffers: its bytes; kept: of how many rows gate and up are saved for backward.
+    The choice's settings: kind; tile: its rows; buffers: its bytes; kept: of how many rows gate and up are
+    saved for backward.
     """
     budget = _check_arguments(fn_or_module, x, tile, memory_budget, impl)
     if impl == "reference":
-        return Choice("reference", "asked for: the whole at once, in plain torch", {})
+        return Choice("reference", "asked for: the whole at once, in plain torch", {}), None
     weights, why_generic = _weights_of(fn_or_module, impl)
     tokens = x.shape[:-1].numel()
     if weights is None:
         row_bytes = _estimated_row_bytes(_parameters(fn_or_module, parameters), x)
         rows = _tile_rows(tokens, row_bytes, x.device.type, tile, budget)
         settings = {"kind": "generic", "tile": rows, "buffers": rows * row_bytes, "kept": 0}
-        return Choice("generic", f"each tile is computed by calling the function: {why_generic}", settings)
+        reason = f"each tile is computed by calling the function: {why_generic}"
+        return Choice("generic", reason, settings), None
     _check_fit(x, weights)
     hidden_bytes = max(weights.up.shape[0], 1) * _product_dtype(x, weights).itemsize
     matrices = 1 if weights.gate is None else 2
@@ -74,12 +75,14 @@ def choose(
             f"impl='triton' cannot run: {no_triton}; valid here: 'auto', 'chunked', 'generic'"
         )
     if impl == "triton" or (impl == "auto" and no_triton is None and x.device.type == "cuda"):
-        return Choice("triton", f"a known MLP, {weights.kind}; one kernel for the elementwise part", settings)
+        reason = f"a known MLP, {weights.kind}; one kernel for the elementwise part"
+        return Choice("triton", reason, settings), weights
     why = "asked for" if impl == "chunked" else no_triton or f"the tensors are on {x.device.type}"
-    return Choice("chunked", f"a known MLP, {weights.kind}; elementwise part in plain torch: {why}", settings)
+    reason = f"a known MLP, {weights.kind}; elementwise part in plain torch: {why}"
+    return Choice("chunked", reason, settings), weights
 
 
-@explained_by(choose)
+@explained_by(lambda **arguments: _choose(**arguments)[0])
 def tiled_mlp(
     fn_or_module: FunctionOrModule,
     x: Tensor,
@@ -152,13 +155,13 @@ def _run_in_tiles(
     options: dict[str, Any],
 ) -> Tensor:
     parameters = None if parameters is None else list(parameters)
-    choice = log_choice("tiled_mlp", choose(given, x, parameters=parameters, **options))
+    choice, weights = _choose(given, x, parameters, **options)
+    log_choice("tiled_mlp", choice)
     if choice.impl == "reference":
         return function(x)
     tile = choice.settings["tile"]
     if choice.impl == "generic":
         return checkpoint_in_tiles(function, x, _parameters(given, parameters), tile)
-    weights, _ = _weights_of(given, options["impl"])
     assert weights is not None
     config = TiledMLPConfig(
         weights.activation,
