@@ -1,4 +1,4 @@
-"""MLPs that never hold their hidden features for all tokens at once."""
+"""MLPs in tiles of tokens: the hidden activations of all tokens never exist at once."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from oomph.ops.mlp.weights import ACTIVATIONS
 
 
 class TiledMLP(nn.Module):
-    """Any MLP, run by `tiled_mlp`. The module it wraps is its only child, as `.module`."""
+    """Runs any MLP by `tiled_mlp`. The wrapped module is its only child, as `.module`."""
 
     def __init__(
         self,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
+from oomph.nn.common import check_positive
 from oomph.ops.modulation import (
     Int8Weight,
     TokenIndex,
@@ -20,8 +21,8 @@ from oomph.ops.modulation import (
 class ModulatedLinear(nn.Module):
     """y = h W + ((h A) * mod) B + bias: W and bias frozen, A [d, r] and B [r, f] trained, mod per token.
 
-    B starts at zero, so that the layer starts as the one it was made from; A starts normal with deviation
-    1 / sqrt(d). W keeps the memory of the layer it came from, or is in 8 bits (`weight_values`,
+    B is initialized to zero, so that the layer starts as the one it was made from; A is normal with standard
+    deviation 1 / sqrt(d). W shares the memory of the original layer, or is in 8 bits (`weight_values`,
     `weight_scale`).
     """
 
@@ -41,8 +42,7 @@ class ModulatedLinear(nn.Module):
     ) -> None:
         """`weight` [d, f]; a transposed view is kept as such. `dtype` of A and B: default the weight's."""
         super().__init__()
-        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-            raise ArgumentError(f"rank={rank!r} is not valid; give a whole number >= 1")
+        check_positive(rank=rank)
         if not isinstance(weight, Tensor | Int8Weight) or len(weight.shape) != 2:
             given = list(weight.shape) if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
             raise ArgumentError(
@@ -101,7 +101,7 @@ class ModulatedLinear(nn.Module):
         return modulated_linear(h, self.base_weight, self.A, self.B, mod, self.bias, impl=self.impl)
 
     def compute_weight_delta(self, mod: Tensor, token_idx: TokenIndex) -> Tensor:
-        """The change of W at the tokens asked for: [..., d, f]."""
+        """The change of W at the given tokens: [..., d, f]."""
         return compute_weight_delta(self.A, self.B, mod, token_idx)
 
     def weight_delta_norm(self, mod: Tensor, *, squared: bool = False) -> Tensor:
@@ -114,7 +114,7 @@ class ModulatedLinear(nn.Module):
         return f"{parts}, bias={self.bias is not None}, base={base}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ModulatedLinear":
-        # Moving the module to bfloat16 must not round the scales: they stand for whole columns of W.
+        # Moving the module to bfloat16 must not round the scales: each multiplies a whole column of W.
         exact = self.weight_scale
         super()._apply(fn, recurse)
         moved = self.weight_scale
@@ -129,7 +129,7 @@ def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """Known by its name and its width, so that transformers need not be installed."""
+    """By its name and its width, so that transformers need not be installed."""
     weight = module.weight
     return _name(module) == "Conv1D" and isinstance(weight, Tensor) and weight.shape[1] == module.nf
 
