@@ -58,7 +58,7 @@ def here(name: str, out: Path, alone: bool) -> int:
     import torch
 
     from oomph.training.config import load
-    from oomph.training.loop.metrics import read_metrics
+    from oomph.training.metrics import read_metrics
     from oomph.training.run import train
 
     run = RUNS[name]
@@ -168,7 +168,7 @@ def overhead(names: Sequence[str], out: Path | None) -> int:
 def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
     import oomph
     from oomph import gpus
-    from oomph.cli.train_display import share_of_peak
+    from oomph.cli.train import model_flops_utilization
     from oomph.training.config import load
     from oomph.training.workloads import predicted_workload
 
@@ -182,7 +182,7 @@ def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
             predicted = prediction.peak.allocated / 2**20
             row["predicted_mib"] = round(predicted, 1)
             row["recorded"] = config.training.cuda_graph
-            row["mfu"] = share_of_peak(config, prediction, gpus.find(gpu), row["tokens_per_second"])
+            row["mfu"] = model_flops_utilization(config, prediction, gpus.find(gpu), row["tokens_per_second"])
             row["error_percent"] = round(100 * (predicted / row["measured_mib"] - 1), 2)
             rows.append({key: _rounded(value) for key, value in row.items()})
             print(

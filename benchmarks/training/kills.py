@@ -31,12 +31,11 @@ import torchdata.stateful_dataloader  # noqa: F401  (imported before forking, no
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import RESULTS
-from oomph.training.checkpoints import find, load
+from oomph.training.checkpoint import find, load
 from oomph.training.config import TrainConfig, load_dict
-from oomph.training.loop.listener import Silent, StepReport
-from oomph.training.loop.metrics import read_metrics
+from oomph.training.config.reading import RUN_CONFIG
+from oomph.training.metrics import Callbacks, StepReport, read_metrics
 from oomph.training.run import train
-from oomph.training.run_folder import CONFIG
 
 OUT = RESULTS / "kills.csv"
 STEPS = 30
@@ -59,8 +58,8 @@ class Row:
     equal: bool
 
 
-class Shared(Silent):
-    """A listener whose numbers another process can read: the step, and where it was resumed."""
+class Shared(Callbacks):
+    """Callbacks whose numbers another process can read: the step, and where it was resumed."""
 
     _FORM = struct.Struct("qq")
 
@@ -76,11 +75,11 @@ class Shared(Silent):
         step, resumed = self._FORM.unpack(self.memory[:])
         return step, resumed
 
-    def stepped(self, report: StepReport) -> None:
+    def on_step(self, report: StepReport) -> None:
         self._step, self._resumed = report.step, max(self._resumed, 0)
         self._put()
 
-    def said(self, message: str) -> None:
+    def on_message(self, message: str) -> None:
         if message.startswith("no checkpoint yet"):
             self._resumed = 0
         elif message.startswith("resumed at step "):
@@ -161,7 +160,7 @@ def killed(config: TrainConfig, shared: Shared, draw: random.Random) -> bool:
     """Start or resume the run, and kill it. False: it ended before."""
     shared.clear()
     folder = Path(config.output.dir or "")
-    pid = in_child(lambda: train(config, resume=(folder / CONFIG).exists(), listener=shared))
+    pid = in_child(lambda: train(config, resume=(folder / RUN_CONFIG).exists(), callbacks=shared))
     began = time.perf_counter()
     if draw.random() > 0.2:  # else while it is being set up
         while shared.read()[0] < 0 and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -188,7 +187,9 @@ def one_run(folder: Path, seed: int, kills: int, shared: Shared) -> list[Row]:
         saving = bool(_unfinished(checkpoints) - left)
         rows.append(Row(seed, workers_of(seed), number, max(step, resumed, 0), step >= 0, saving, -1, False))
     shared.clear()
-    finished(in_child(lambda: train(config, resume=(folder / "killed" / CONFIG).exists(), listener=shared)))
+    finished(
+        in_child(lambda: train(config, resume=(folder / "killed" / RUN_CONFIG).exists(), callbacks=shared))
+    )
     rows = _resumed_at(rows, shared.read()[1])
     equal = same(folder / "straight", folder / "killed")
     return [replace(row, equal=equal) for row in rows]

@@ -14,11 +14,10 @@ import torch
 from benchmarks.training.runs import trained_tokenizer
 from oomph.training.config import load
 from oomph.training.data import open_data
-from oomph.training.loop.batches import moved
-from oomph.training.loop.listener import Silent
-from oomph.training.loop.metrics import Metrics
-from oomph.training.loop.trainer import Trainer
+from oomph.training.evaluation import to_device
+from oomph.training.metrics import Callbacks, MetricsWriter
 from oomph.training.run import device_of
+from oomph.training.trainer import Trainer
 from oomph.training.workloads import workload
 
 # Short blocks, many of them: how fast a host starts kernels changes by several percent within seconds.
@@ -38,29 +37,29 @@ def measured(config_file: Path, changes: Sequence[str]) -> dict[str, float]:
         device = device_of(config)
         with trained_tokenizer(config, Path(folder) / "run"):
             data = open_data(config, Path(folder) / "run", workers=1)
-        trainer = Trainer(config, workload(config), data, Path(folder) / "run", device, Silent())
-        trainer.metrics = Metrics(Path(folder) / "run", None)
-        batches = [moved(next(data.train), device) for _ in range(2)]
+        trainer = Trainer(config, workload(config), data, Path(folder) / "run", device, Callbacks())
+        trainer.metrics = MetricsWriter(Path(folder) / "run", None)
+        batches = [to_device(next(data.train), device) for _ in range(2)]
 
         def bare() -> None:
             """What any loop has to do."""
-            losses = [trainer.pass_(batch, 1 / len(batches)) for batch in batches]
+            losses = [trainer.forward_backward(batch, 1 / len(batches)) for batch in batches]
             assert losses
             if config.training.clip is not None:
-                torch.nn.utils.clip_grad_norm_(trainer.updates.trained, config.training.clip)
+                torch.nn.utils.clip_grad_norm_(trainer.optimizer_step.trained, config.training.clip)
             trainer.optimizer.step()
             trainer.optimizer.zero_grad(set_to_none=not config.training.cuda_graph)
 
         def fed() -> None:
             """The same with new batches, to tell what of the loop's cost is theirs."""
-            batches[:] = [moved(next(data.train), device) for _ in batches]
+            batches[:] = [to_device(next(data.train), device) for _ in batches]
             bare()
 
         def looped() -> None:
-            trainer._one_step()
-            trainer._read()
+            trainer.train_step()
+            trainer._report_results()
 
-        trainer.begin()
+        trainer.start_measuring()
         steps = {"bare": bare, "fed": fed, "loop": looped}
         times: dict[str, list[float]] = {name: [] for name in steps}
         launched: list[float] = []  # until the host is done: a GPU that is then still busy is the slower one

@@ -231,6 +231,22 @@ def clear_cublas_workspaces() -> None:
         torch._C._cuda_clearCublasWorkspaces()
 
 
+# ---------------------------------------------------------------------------------------------- training
+SIGCHLD_HANDLER = (torch.utils.data._utils.signal_handling, "_set_SIGCHLD_handler")
+
+
+@contextlib.contextmanager
+def without_sigchld_handler() -> Iterator[None]:
+    """A data loader opened here does not raise in the main thread when its worker process ends."""
+    owner, name = SIGCHLD_HANDLER
+    original = getattr(owner, name)
+    setattr(owner, name, lambda: None)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
 # ---------------------------------------------------------------------------------------------- command line
 
 
@@ -259,6 +275,7 @@ def self_test() -> None:
         CUDA_LAZY_INIT,
         CUDA_RECORD_MEMORY_HISTORY,
         CHECKPOINT_DEFAULT_DEVICE,
+        SIGCHLD_HANDLER,
         *filter(None, [compiled_frame_callback()]),
     ]
     for owner, name in pairs:

@@ -15,7 +15,7 @@ from oomph import gpus
 from oomph.cli import train_fit
 from oomph.records import Prediction
 from oomph.training import run as training_run
-from oomph.training.loop.trainer import Outcome
+from oomph.training.trainer import Outcome
 
 
 @dataclass
@@ -70,7 +70,7 @@ training: {steps: 4, save_every: 2, eval_every: 2, eval_batches: 1, log_every: 1
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """small.yaml in a fresh current directory, with its text beside it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("oomph.training.loop.samples._NEW", 3)
+    monkeypatch.setattr("oomph.training.evaluation.NEW_TOKENS", 3)
     (tmp_path / "text.txt").write_text("".join(f"line {n}: {n * n}\n" for n in range(500)))
     file = tmp_path / "small.yaml"
     file.write_text(SMALL_CONFIG)
@@ -93,4 +93,4 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_run, "device_of", lambda config: torch.device("cuda", 0))
-    monkeypatch.setattr(train_fit, "card_of", lambda device: gpus.find("rtx3090"))
+    monkeypatch.setattr(train_fit, "gpu_of", lambda device: gpus.find("rtx3090"))

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from oomph.cli.main import run
 from oomph.training import run as training_run
-from oomph.training.checkpoints import find, load
+from oomph.training.checkpoint import find, load
 from oomph.training.config import load as load_config
-from oomph.training.loop.metrics import read_metrics
+from oomph.training.metrics import read_metrics
 
 
 def test_a_small_config_trains_end_to_end(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +38,7 @@ def test_resume_goes_on_and_a_second_start_is_refused(
     assert run(["train", "small.yaml", "steps=2"]) == 0
     assert run(["train", "small.yaml"]) == 2
     err = capsys.readouterr().err
-    assert err.splitlines()[-1].startswith("oomph: runs/small holds a run already; go on with --resume")
+    assert err.splitlines()[-1].startswith("oomph: runs/small holds a run already; continue with --resume")
     assert run(["train", "small.yaml", "--resume"]) == 0
     assert "resumed at step 2" in capsys.readouterr().err
     assert find("runs/small/checkpoints").step == 4
@@ -154,7 +154,7 @@ def test_recorded_fixes_are_checked_like_those_of_a_config(
     assert err.count("\n") == 1
 
 
-def test_a_fix_that_is_no_file_is_told_where_it_belongs(
+def test_a_fix_that_is_not_a_file_names_the_other_way(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["train", "small.yaml", "--fixes", "activation_checkpointing"]) == 2
@@ -176,13 +176,14 @@ def test_exported_weights_are_those_of_the_last_step(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "told"), [("small.yaml", "exists already"), ("no/w.safetensors", "folder 'no' does not exist")]
+    ("file", "message"),
+    [("small.yaml", "exists already"), ("no/w.safetensors", "folder 'no' does not exist")],
 )
 def test_an_export_that_cannot_be_is_refused_before_the_training(
-    config: Path, capsys: pytest.CaptureFixture[str], file: str, told: str
+    config: Path, capsys: pytest.CaptureFixture[str], file: str, message: str
 ) -> None:
     assert run(["train", "small.yaml", "--export", file]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
@@ -191,11 +192,11 @@ def test_a_resumed_run_with_nothing_left_says_so(config: Path, capsys: pytest.Ca
     assert run(["train", "small.yaml", "--resume"]) == 0
     assert "the run is complete at step 4" in capsys.readouterr().err
     assert run(["train", "small.yaml", "steps=2", "--resume"]) == 2
-    told = "is at step 4, and training.steps is 2 (the run's own was 4); give training.steps=N with more"
-    assert told in capsys.readouterr().err
+    message = "is at step 4, and training.steps is 2 (at its start: 4); give training.steps=N with more"
+    assert message in capsys.readouterr().err
     assert load_config("runs/small/config.yaml").training.steps == 4
 
 
 def test_an_override_without_a_value_is_a_mistake(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["train", "small.yaml", "steps="]) == 2
-    assert "override 'steps=' has no value; write steps=null if none is meant" in capsys.readouterr().err
+    assert "override 'steps=' has no value; write steps=null for none" in capsys.readouterr().err

@@ -19,11 +19,11 @@ from rich.console import Console
 from small_prediction import GiB, make_prediction
 
 from oomph.cli.main import run
-from oomph.cli.train_display import TrainDisplay
+from oomph.cli.train import TrainDisplay
 from oomph.training import run as training_run
-from oomph.training.checkpoints import find
+from oomph.training.checkpoint import find
 from oomph.training.config import load
-from oomph.training.loop.metrics import read_metrics
+from oomph.training.metrics import read_metrics
 from oomph.training.workloads import workload
 
 
@@ -31,7 +31,7 @@ def out_of_memory(model: Any, batch: Any) -> torch.Tensor:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def test_running_out_of_memory_says_what_was_alive_and_what_to_change(
+def test_running_out_of_memory_says_what_was_in_use_and_what_to_change(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(
@@ -40,7 +40,7 @@ def test_running_out_of_memory_says_what_was_alive_and_what_to_change(
     assert run(["train", "small.yaml"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("oomph: out of memory (CUDA out of memory")
-    assert "alive were parameters" in last
+    assert "in use: parameters" in last
     assert "the state is saved at step 0" in last
     assert "see `oomph fixes small.yaml`" in last
 
@@ -52,7 +52,7 @@ def test_after_a_prediction_its_largest_lines_are_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    from oomph.training.loop.failures import OutOfMemory
+    from oomph.training.failures import OutOfMemory
 
     def train(*_: Any, **__: Any) -> None:
         raise OutOfMemory("CUDA out of memory.", [("parameters", 3 * GiB)], 7, "")
@@ -61,20 +61,20 @@ def test_after_a_prediction_its_largest_lines_are_named(
     monkeypatch.setattr(training_run, "train", train)
     assert run(["train", "small.yaml"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "alive were parameters 3.00 GiB; the state is saved at step 7" in last
-    assert "predicted were 2.00 GiB, most of it of a.py:3 2.00 GiB" in last
+    assert "in use: parameters 3.00 GiB; the state is saved at step 7" in last
+    assert "predicted: 2.00 GiB, most of it from a.py:3 2.00 GiB" in last
 
 
 def interrupting(monkeypatch: pytest.MonkeyPatch, step: int, times: int) -> None:
-    real = TrainDisplay.stepped
+    real = TrainDisplay.on_step
 
-    def stepped(self: TrainDisplay, report: Any) -> None:
+    def on_step(self: TrainDisplay, report: Any) -> None:
         real(self, report)
         if report.step == step:
             for _ in range(times):
                 os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(TrainDisplay, "stepped", stepped)
+    monkeypatch.setattr(TrainDisplay, "on_step", on_step)
 
 
 def test_control_c_saves_and_ends_with_130(
@@ -82,8 +82,8 @@ def test_control_c_saves_and_ends_with_130(
 ) -> None:
     interrupting(monkeypatch, 3, 1)
     assert run(["train", "small.yaml"]) == 130
-    told = "stopped by SIGINT after step 3; go on with: oomph train small.yaml --resume"
-    assert told in capsys.readouterr().err
+    message = "stopped by SIGINT after step 3; continue with: oomph train small.yaml --resume"
+    assert message in capsys.readouterr().err
     assert find("runs/small/checkpoints").step == 3
 
 
@@ -94,7 +94,7 @@ def test_control_c_twice_ends_at_once_with_130_and_no_traceback(
     assert run(["train", "small.yaml"]) == 130
     err = capsys.readouterr().err
     assert "Traceback" not in err
-    assert err.splitlines()[-1].startswith("ended at once; ")
+    assert err.splitlines()[-1].startswith("stopped at once; ")
     assert find("runs/small/checkpoints").step == 2
 
 
@@ -121,21 +121,21 @@ def test_a_signal_to_the_whole_group_reaches_the_worker_too_and_the_run_can_be_r
     assert [row["step"] for row in read_metrics("runs/small/metrics.jsonl")] == list(range(1, step + 3))
 
 
-def test_the_command_to_go_on_with_has_all_that_was_given(
+def test_the_command_to_resume_with_has_all_that_was_given(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.json").write_text('[{"fix": "activation_checkpointing"}]')
     interrupting(monkeypatch, 3, 1)
     words = ["small.yaml", "output.dir=runs/my run", "--fixes", "mine.json", "--export", "w.safetensors"]
     assert run(["train", *words, "--force"]) == 130
-    (told,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("stopped by"))
-    program, *again = shlex.split(told.partition("go on with: ")[2])
+    (line,) = (each for each in capsys.readouterr().err.splitlines() if each.startswith("stopped by"))
+    program, *again = shlex.split(line.partition("continue with: ")[2])
     assert program == "oomph"
     assert run(again) == 0
     assert Path("w.safetensors").exists()
 
 
-def test_where_nothing_is_saved_nothing_is_to_go_on_with(
+def test_without_checkpoints_there_is_nothing_to_resume(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     interrupting(monkeypatch, 3, 1)
@@ -207,9 +207,9 @@ cli.main()
 def test_a_long_sample_takes_two_lines_of_the_terminal(config: Path) -> None:
     screen = io.StringIO()
     with TrainDisplay(Console(file=screen, width=40), load("small.yaml"), None, None) as display:
-        display.sampled(3, "to be | or not")
-        display.sampled(3, "given " * 40 + "end | made " + "up " * 100)
-        display.sampled(3, "long/" * 40)
+        display.on_sample(3, "to be | or not")
+        display.on_sample(3, "given " * 40 + "end | made " + "up " * 100)
+        display.on_sample(3, "long/" * 40)
     short, long, file = screen.getvalue().splitlines()
     assert short == "sample at step 3: to be | or not"
     assert len(long) == 80
@@ -223,7 +223,7 @@ def test_a_name_with_braces_does_not_spoil_the_bar(config: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
     with TrainDisplay(console, replace(load("small.yaml"), name="my{1}"), None, None) as display:
-        display.advanced(1, 2.0)
+        display.on_progress(1, 2.0)
     assert "my{1}" in screen.getvalue()
 
 
@@ -236,5 +236,5 @@ class Gone(io.StringIO):
 
 def test_a_terminal_that_is_gone_does_not_end_the_training(config: Path) -> None:
     with TrainDisplay(Console(file=Gone()), load("small.yaml"), None, None) as display:
-        display.said("resumed at step 3")
-        display.evaluated(3, {"perplexity": 2.0})
+        display.on_message("resumed at step 3")
+        display.on_evaluation(3, {"perplexity": 2.0})

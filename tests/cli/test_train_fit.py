@@ -27,25 +27,25 @@ def test_what_does_not_fit_is_refused_with_what_would(
     err = " ".join(capsys.readouterr().err.split())
     assert "oomph: small does not fit: a step needs 2.00 GiB, and training.memory_limit is 1GiB" in err
     assert "What fits: 'fixes=[" in err
-    assert "recompute]' (2.00 GiB)" in err
+    assert "activation_checkpointing]' (2.00 GiB)" in err
     assert "--force" in err
     assert given == []
     assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("enough", ["nothing", "activation_checkpointing"])
-def test_recorded_passes_are_given_up_first_and_then_with_fixes(
+def test_cuda_graphs_are_given_up_first_and_then_with_fixes(
     config: Path, pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str], enough: str
 ) -> None:
     def during(target: Any) -> None:
-        recorded = getattr(target.optimizer, "gradients_must_stay", False)
+        captured = getattr(target.optimizer, "gradients_must_stay", False)
         has = enough == "nothing" or any(use.fix == enough for use in target.fixes)
-        fake_predict.result = make_prediction(not recorded and has)
+        fake_predict.result = make_prediction(not captured and has)
 
     fake_predict.during = during
     assert run(["train", "small.yaml", "training.memory_limit=1GiB", "training.cuda_graph=true"]) == 1
     err = " ".join(capsys.readouterr().err.split())
-    before = "What fits: " if enough == "nothing" else "recompute]' "
+    before = "What fits: " if enough == "nothing" else "activation_checkpointing]' "
     assert f"{before}training.cuda_graph=false (" in err
     assert ("fixes=[" in err) == (enough != "nothing")
 
@@ -75,7 +75,7 @@ def test_force_goes_on_and_shows_what_was_predicted(
     fake_predict.result = make_prediction(False)
     assert run(["train", "small.yaml", "--force"]) == 0
     assert len(given) == 1
-    assert "predicted peak 2.00 GiB allocated, 30.0 GiB of the GPU" in capsys.readouterr().err
+    assert "predicted peak: 2.00 GiB allocated, 30.0 GiB of the GPU" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_the_curriculum_of_hn_xs_is_the_reports():
     assert workload(config, stage=config.stages[0]).sizes == {"B": 16, "T": 256}
 
 
-def test_recorded_passes_are_predicted_with_gradients_that_stay():
+def test_cuda_graphs_are_predicted_with_gradients_that_stay():
     plain, recorded = (loaded("pythia_tiny", f"training.cuda_graph={on}") for on in ("false", "true"))
     model = workload(plain).make_model(lambda made: made)
     gradients = sum(each.nbytes for each in model.parameters())
@@ -97,11 +97,11 @@ def test_recorded_passes_are_predicted_with_gradients_that_stay():
     assert ends[1] - ends[0] == pytest.approx(gradients, rel=0.05)
 
 
-def test_gradients_that_recorded_passes_need_are_not_freed_by_a_fix():
+def test_gradients_that_cuda_graphs_need_are_not_freed_by_a_fix():
     config = loaded("pythia_tiny", "training.cuda_graph=true")
     step = predicted_workload(config)
     assert fixes.propose(oomph.predict(step), step, only=("set_to_none",)) == []
-    with pytest.raises(ConfigError, match="a pass with the fix 'set_to_none' cannot be recorded"):
+    with pytest.raises(ConfigError, match="a step with the fix 'set_to_none' cannot be captured"):
         loaded("pythia_tiny", "training.cuda_graph=true", "fixes=[set_to_none]")
 
 

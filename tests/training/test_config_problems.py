@@ -45,12 +45,12 @@ def file_error(tmp_path, text, name="x.yaml"):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "config 'x.yaml' is empty; it should say at least: system: pythia"),
-        ("# only this\n", "config 'x.yaml' is empty; it should say at least: system: pythia"),
+        ("", "config 'x.yaml' is empty; it needs at least: system: pythia"),
+        ("# only this\n", "config 'x.yaml' is empty; it needs at least: system: pythia"),
         ("- a\n", "config 'x.yaml' holds a list; it should be a mapping, like `system: pythia`"),
         ("word\n", "config 'x.yaml' holds one str; it should be a mapping, like `system: pythia`"),
         ("system: pythia\nmodel: [1\n", "config 'x.yaml', line 3 is not valid YAML: expected ',' or ']'"),
-        ("a: 1\n\nb: 2\na: 3\n", "config 'x.yaml', line 4 is not valid YAML: the key 'a' stands twice"),
+        ("a: 1\n\nb: 2\na: 3\n", "config 'x.yaml', line 4 is not valid YAML: the key 'a' is given twice"),
         ("system: !!python/object:os.system x\n", "config 'x.yaml', line 1 is not valid YAML: could not det"),
         ("model: {}\n", "x.yaml: system is missing; choose from hatchling, pythia, longctx, npt, ginr"),
         (
@@ -96,15 +96,15 @@ def test_all_problems_are_told_at_once():
     )
     text = "\n".join(found)
     for said in (
-        "lr (which is optimizer.learning_rate) = 'fast' is not valid; give a number",
+        "lr (which is optimizer.learning_rate) = 'fast' is not valid; it should be a valid number",
         "form = 'ill' is not valid; choose from 'model', 'naive'",
         "model.preset = '70m' is not valid; pythia has report, pythia",
         "model.hidden_size = 512 is not valid; give a multiple of num_heads=7",
         "model.hiden_size is not a key; did you mean 'model.hidden_size'?",
-        "data.batch_size = 0 is not valid; give a number >= 1",
-        "data.shuffle = 'yes' is not valid; give true or false",
+        "data.batch_size = 0 is not valid; it should be greater than or equal to 1",
+        "data.shuffle = 'yes' is not valid; it should be a valid boolean",
         "data.curriculum.0.batch_token is not a key; did you mean 'batch_tokens'?",
-        "training.schedule = 'cosin' is not valid; choose from 'constant', 'cosine' or 'linear'",
+        "training.schedule = 'cosin' is not valid; it should be 'constant', 'cosine' or 'linear'",
         "there is no fix 'recompte'; did you mean 'activation_checkpointing'?",
         "fix 'activation_checkpointing' has no option 'depth'",
     ):
@@ -114,7 +114,7 @@ def test_all_problems_are_told_at_once():
 def test_the_message_is_one_line_for_one_problem_and_a_list_for_several():
     with pytest.raises(ConfigError) as caught:
         load_dict({"system": "pythia"}, "mine", ["steps=0"])
-    one = "mine: steps (which is training.steps) = 0 is not valid; give a number >= 1"
+    one = "mine: steps (which is training.steps) = 0 is not valid; it should be greater than or equal to 1"
     assert str(caught.value) == one
     with pytest.raises(ConfigError) as caught:
         load_dict({"system": "pythia"}, "mine", ["steps=0", "keep=0"])
@@ -161,8 +161,8 @@ def test_an_unknown_key_is_told_its_nearest(system, key, hint):
             ["curriculum=[{seq_len: 8, batch_size: 2}, {seq_len: 16, batch_size: 1}]"],
             "data.curriculum.0.steps is missing; only the last stage",
         ),
-        (["data.vocab_size=20000"], "data.vocab_size = 20000 is not valid; the model knows 10000 tokens"),
-        (["data.tokenizer=bytes", "vocab_size=100"], "it has 260 tokens at least"),
+        (["data.vocab_size=20000"], "data.vocab_size = 20000 is not valid; the model has 10000 tokens"),
+        (["data.tokenizer=bytes", "vocab_size=100"], "it has at least 260 tokens"),
         (["fixes=[fused_optimizer, no_foreach]"], "'fused_optimizer' and 'no_foreach' cannot be combined"),
         (
             ["fixes=optimizer_in_backward", "clip=1"],
@@ -171,7 +171,7 @@ def test_an_unknown_key_is_told_its_nearest(system, key, hint):
         (["fixes=optimizer_in_backward", "accumulation=4"], "= 4 is not valid; with the fix 'optimizer_in"),
         (["fixes=3"], "fixes.0 = 3 is not valid; a fix is given as 3; give name"),
         (["model=3"], "model = 3 is not valid; give a mapping of keys"),
-        (["lr=.nan"], "give a finite number"),
+        (["lr=.nan"], "a finite number"),
         (["lr=[1"], "override 'lr=[1' is not valid YAML"),
         (["lr"], "override 'lr' is not key=value"),
     ],
@@ -198,7 +198,7 @@ def test_wrong_fields_inside_a_field_are_named_by_their_path():
     assert found[0] == (
         "model.optimization.us_8bit is not a key; did you mean 'model.optimization.use_8bit'?"
     )
-    assert "optimization.use_8bit) = 1 is not valid; give true or false" in found[1]
+    assert "optimization.use_8bit) = 1 is not valid; it should be a valid boolean" in found[1]
     assert "mixed_precision) = 'int4' is not valid; choose from 'no', 'bf16', 'fp16'" in found[2]
 
 
@@ -217,7 +217,7 @@ def test_a_word_that_is_no_override_is_refused(word):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.seq_len=1", "data.seq_len = 1 is not valid; give a number >= 2"),
+        ("data.seq_len=1", "data.seq_len = 1 is not valid; it should be greater than or equal to 2"),
         ("training.seed=99999999999999999999", "training.seed = 99999999999999999999 is not valid"),
         ("training.memory_limit=25000000000", "has no unit; a size is a number with a unit"),
     ],

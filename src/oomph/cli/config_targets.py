@@ -15,8 +15,7 @@ def is_config(target: str) -> bool:
 
 def check_config(target: str, overrides: Sequence[str]) -> None:
     """Raise for mistakes that show before the config, and torch with it, is loaded."""
-    from oomph.training.config.overrides import overrides_from_words, parse_override
-    from oomph.training.config.reading import check_file
+    from oomph.training.config.reading import check_file, overrides_from_words, parse_override
 
     check_file(target)
     for word in overrides_from_words(overrides):

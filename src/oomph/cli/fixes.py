@@ -99,7 +99,7 @@ class VerifyOptions:
 
 def run_verify(options: VerifyOptions) -> int:
     from oomph.fixes import uses_of, verify
-    from oomph.training.config.overrides import is_override
+    from oomph.training.config.reading import is_override
 
     overrides = tuple(word for word in options.words if is_override(word))
     words = [word for word in options.words if word not in overrides]

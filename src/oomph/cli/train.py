@@ -1,26 +1,31 @@
-"""`oomph train`: predict first, refuse what will not fit, then train with everything in sight."""
+"""`oomph train`: predict, refuse what does not fit, then train and show progress."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from oomph.cli.output import progress_display
 from oomph.errors import ExitStatus, UserError
 from oomph.report.labels import short_path
+from oomph.training.metrics import Callbacks, StepReport
 from oomph.units import format_bytes
 
 if TYPE_CHECKING:
+    from oomph.gpus import GPU
     from oomph.records import Prediction
+    from oomph.training.config import TrainConfig
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What stands on the command line. words: key=value, or --key value as the reports write them."""
+    """The command line. words: key=value, or --key value as in the reports."""
 
     config: str
     words: tuple[str, ...] = ()
@@ -34,48 +39,44 @@ def run_train(options: TrainOptions) -> int:
     """Returns the exit status."""
     from oomph.training.config import load, overrides_from_words
 
-    config = load(options.config, (*overrides_from_words(options.words), *_recorded(options.fixes)))
+    config = load(options.config, (*overrides_from_words(options.words), *_fixes_of_file(options.fixes)))
     console = Console(stderr=True)
 
-    from oomph.training.loop.failures import OutOfMemory
+    from oomph.training.failures import OutOfMemory
     from oomph.training.run import device_of, train
     from oomph.training.run_folder import check_folder, folder_of
 
     check_folder(config, folder_of(config), options.resume)
     device = device_of(config)
-    prediction = card = None
+    prediction = gpu = None
     if device.type == "cuda":
-        from oomph.cli.train_fit import card_of, fitting, refusal
+        from oomph.cli.train_fit import gpu_of, predict_config, refusal
 
-        card = card_of(device)
-
+        gpu = gpu_of(device)
         with progress_display(console) as report:
-            prediction = fitting(config, device, report)
+            prediction = predict_config(config, device, report)
             if prediction.fits is False and not options.force:
-                told = refusal(config, prediction, device, report)
-                console.print(told, markup=False, highlight=False, soft_wrap=True)
+                message = refusal(config, prediction, device, report)
+                console.print(message, markup=False, highlight=False, soft_wrap=True)
                 return ExitStatus.DOES_NOT_FIT
-    from oomph.cli.train_display import TrainDisplay
-
-    with TrainDisplay(console, config, prediction, card) as display:
+    with TrainDisplay(console, config, prediction, gpu) as display:
         try:
-            outcome = train(config, resume=options.resume, listener=display, export_to=options.export)
-        except KeyboardInterrupt:  # the second one; the first lets the step end
-            display.said("ended at once; what was saved before is as it was")
+            outcome = train(config, resume=options.resume, callbacks=display, export_to=options.export)
+        except KeyboardInterrupt:  # the second one; the first lets the step finish
+            display.on_message("stopped at once; earlier checkpoints are unchanged")
             return ExitStatus.INTERRUPTED
         except OutOfMemory as error:
             raise UserError(f"{error}; {_what_to_change(options.config, prediction)}") from error
     if outcome.stopped is not None:
-        again = f"go on with: {_again(options)}"
+        then = f"continue with: {_resume_command(options)}"
         if not config.training.save:
-            again = "nothing is saved, as training.save=false says"
-        display.said(f"stopped by {outcome.stopped} after step {outcome.step}; {again}")
+            then = "nothing is saved, as training.save=false says"
+        display.on_message(f"stopped by {outcome.stopped} after step {outcome.step}; {then}")
         return ExitStatus.INTERRUPTED
     return 0
 
 
-def _again(options: TrainOptions) -> str:
-    """The command that goes on where the run stopped."""
+def _resume_command(options: TrainOptions) -> str:
     words = ["oomph", "train", options.config, *options.words, "--resume"]
     if options.fixes is not None:
         words += ["--fixes", options.fixes]
@@ -86,8 +87,8 @@ def _again(options: TrainOptions) -> str:
     return shlex.join(words)
 
 
-def _recorded(file: str | None) -> tuple[str, ...]:
-    """The fixes of a file, which take the place of the config's and are checked with the rest of it."""
+def _fixes_of_file(file: str | None) -> tuple[str, ...]:
+    """The fixes of a file as an override: they replace the config's, and are checked with the rest of it."""
     from oomph.fixes import uses_of
 
     if file is None:
@@ -99,13 +100,124 @@ def _recorded(file: str | None) -> tuple[str, ...]:
 
 
 def _what_to_change(config: str, prediction: Prediction | None) -> str:
-    """After running out in spite of the prediction, or without one."""
-    told = f"see `oomph fixes {config}` for what would lower the peak, and what each change costs"
+    advice = f"see `oomph fixes {config}` for what would lower the peak, and what each change costs"
     if prediction is None:
-        return told
+        return advice
     lines = [
         f"{short_path(site.file)}:{site.line} {format_bytes(size)}" for site, size in prediction.by_line()[:3]
     ]
-    return (
-        f"predicted were {format_bytes(prediction.peak.allocated)}, most of it of {', '.join(lines)}; {told}"
-    )
+    peak = format_bytes(prediction.peak.allocated)
+    return f"predicted: {peak}, most of it from {', '.join(lines)}; {advice}"
+
+
+class TrainDisplay(Callbacks):
+    """A progress bar on a terminal, lines elsewhere; both on stderr."""
+
+    def __init__(
+        self, console: Console, config: TrainConfig, prediction: Prediction | None, gpu: GPU | None
+    ) -> None:
+        self.console, self.config, self.prediction, self.gpu = console, config, prediction, gpu
+        self._unit = "img" if config.system == "ginr" else "tok"
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> TrainDisplay:
+        if self.prediction is not None:
+            self.on_message(
+                f"predicted peak: {format_bytes(self.prediction.peak.allocated)} allocated, "
+                f"{format_bytes(self.prediction.peak.device)} of the GPU"
+            )
+        if self.console.is_terminal:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            self._bar = Progress(
+                TextColumn("{task.fields[name]}", markup=False),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}", markup=False),
+                TimeRemainingColumn(),
+                console=self.console,
+                refresh_per_second=4,
+            )
+            steps = self.config.training.steps
+            self._task = self._bar.add_task("starting", total=steps, name=self.config.name)
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            with suppress(OSError):  # the terminal may be closed
+                self._bar.stop()
+
+    def on_step(self, report: StepReport) -> None:
+        text = f"loss {report.loss:.4f}  {_rate(report.tokens_per_second)} {self._unit}/s"
+        mfu = model_flops_utilization(self.config, self.prediction, self.gpu, report.tokens_per_second)
+        if mfu is not None:
+            text += f"  MFU {100 * mfu:.0f} %"
+        if report.memory is not None and report.memory_peak is not None:
+            text += f"  memory {format_bytes(report.memory)} now, {format_bytes(report.memory_peak)} peak"
+            if self.prediction is not None:
+                text += f", {format_bytes(self.prediction.peak.allocated)} predicted"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=report.step, description=text)
+        else:
+            of = f"/{self.config.training.steps}" if self.config.training.steps else ""
+            self.on_message(f"step {report.step}{of}  {text}  lr {report.learning_rate:.2e}")
+
+    def on_progress(self, step: int, loss: float) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        shown = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        self.on_message(
+            f"evaluation at step {step}: {shown}"
+            if shown
+            else "no data held out to evaluate on; give more, or a larger data.validation"
+        )
+
+    def on_sample(self, step: int, sample: str) -> None:
+        start = f"sample at step {step}: "
+        self.on_message(start + shorten(" ".join(sample.split()), 2 * self.console.width - len(start)))
+
+    def on_message(self, message: str) -> None:
+        # A closed terminal must not end the training: the run's folder has everything.
+        with suppress(OSError):
+            self.console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+def shorten(sample: str, width: int) -> str:
+    """The end of the prompt and the start of the generated text; the metrics have both in full. A sample
+    without a bar between them is a file name, and stays whole."""
+    prompt, bar, generated = sample.partition(" | ")
+    if not bar or len(sample) <= width:
+        return sample
+    if len(prompt) > width // 3:
+        prompt = "..." + prompt[3 - width // 3 :]
+    text = prompt + bar + generated
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def model_flops_utilization(
+    config: TrainConfig, prediction: Prediction | None, gpu: GPU | None, tokens_per_second: float
+) -> float | None:
+    """MFU: the share of the GPU's nominal FLOPS that forward, and twice that for backward, take. Recomputed
+    work does not count."""
+    from oomph.training.workloads import PASSES_PREDICTED
+
+    peak = None if gpu is None else gpu.bf16_tflops
+    if prediction is None or prediction.work is None or not peak:
+        return None
+    stage = config.largest_stage
+    tokens = stage.tokens * min(stage.accumulate, PASSES_PREDICTED)  # of the predicted step
+    flops = 3 * prediction.work.forward.flops / tokens * tokens_per_second
+    return flops / (peak * 1e12)
+
+
+def _rate(number: float) -> str:
+    for limit, unit in ((1e6, "M"), (1e3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f}{unit}"
+    return f"{number:.1f}"

@@ -1,4 +1,4 @@
-"""Whether a config fits the GPU that it is about to run on, and if not, what would."""
+"""Whether a config fits the GPU it is about to run on and, if not, a change that does."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, float | None], None]
 
-# Tried one after the other, each with those before it, until the step fits; cheapest first.
+# Added one by one until the step fits; cheapest first.
 _EXACT = ("fused_linear_cross_entropy", "activation_checkpointing", "tiled_mlp", "activation_offloading")
 
 
-def fitting(config: TrainConfig, device: torch.device, report: Report) -> Prediction:
-    """The step at the config's largest shape, on this GPU or within the config's own limit."""
+def predict_config(config: TrainConfig, device: torch.device, report: Report) -> Prediction:
+    """Predict the step at the config's largest shape, on this GPU and within training.memory_limit."""
     from oomph.prediction import predict
     from oomph.training.workloads import predicted_workload
 
     return predict(
         predicted_workload(config),
-        gpu=card_of(device),
+        gpu=gpu_of(device),
         max=config.training.memory_limit,
         progress=report,
     )
 
 
 def refusal(config: TrainConfig, prediction: Prediction, device: torch.device, report: Report) -> str:
-    """One paragraph: what it needs, what there is, and the first change found that fits."""
-    told = (
+    """What the step needs, what there is, and the first change found that fits."""
+    problem = (
         f"oomph: {config.name} does not fit: a step needs {format_bytes(prediction.peak.reserved)}, and "
         f"{_limit(config, device)}"
     )
     found = _what_fits(config, device, report)
     if found is None:
         return (
-            f"{told}; {', '.join(_EXACT)} and smaller batches are not enough. `oomph fixes` knows more; "
-            "--force runs it all the same"
+            f"{problem}; {', '.join(_EXACT)} and smaller batches are not enough. See `oomph fixes`; "
+            "--force runs it anyway"
         )
     words, fits = found
     return (
-        f"{told}. What fits: {words} ({format_bytes(fits.peak.reserved)}). Add that to the command, or "
-        "--force to run it all the same"
+        f"{problem}. What fits: {words} ({format_bytes(fits.peak.reserved)}). Add that to the command, or "
+        "--force to run it anyway"
     )
 
 
 def _what_fits(config: TrainConfig, device: torch.device, report: Report) -> tuple[str, Prediction] | None:
     tried, also = list(config.fixes), ""
-    if config.training.cuda_graph:  # what recomputes or offloads cannot be recorded
+    if config.training.cuda_graph:  # recomputation and offloading cannot be captured
         config = replace(config, training=config.training.model_copy(update={"cuda_graph": False}))
         also = "training.cuda_graph=false"
-        prediction = _predicted(config, device, report, "trying passes that are not recorded")
+        prediction = _predicted(config, device, report, "trying without CUDA graphs")
         if prediction is not None and prediction.fits:
             return also, prediction
     for name in _EXACT:
@@ -98,15 +98,15 @@ def _smaller_batch(
 
 
 def _predicted(config: Any, device: torch.device, report: Report, what: str) -> Prediction | None:
-    """None where the change cannot be made in this model."""
+    """None if the change does not apply to this model."""
     try:
-        return fitting(config, device, lambda _, fraction: report(what, fraction))
+        return predict_config(config, device, lambda _, fraction: report(what, fraction))
     except UserError:
         return None
 
 
 def _override(fixes: Sequence[FixUse]) -> str:
-    """As it can be copied to a shell: of the config's list, only what has options needs quotes of its own."""
+    """Quoted for a shell; a fix with options also has quotes of its own."""
     return shlex.quote(f"fixes=[{', '.join(map(_word, fixes))}]")
 
 
@@ -127,8 +127,8 @@ def _limit(config: TrainConfig, device: torch.device) -> str:
     return f"{name} has {format_bytes(total)}"
 
 
-def card_of(device: torch.device) -> gpus.GPU:
-    """The GPU itself, with what the catalogue knows of its kind."""
+def gpu_of(device: torch.device) -> gpus.GPU:
+    """The GPU itself, with the catalogue's figures for its kind."""
     import torch
 
     found = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""The folder of a run: whether there is one, whose it is, and that one run at a time works in it."""
+"""The folder of a run: its config, its lock, and whether a run may write there."""
 
 from __future__ import annotations
 
@@ -7,23 +7,21 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from oomph.errors import UserError
+from oomph.training.config import TrainConfig, load_dict
+from oomph.training.config.reading import RUN_CONFIG, RUN_LOCK, is_run, read_mapping, to_yaml
 
-if TYPE_CHECKING:
-    from oomph.training.config import TrainConfig
-
-CONFIG, LOCK, METRICS, CHECKPOINTS = "config.yaml", "lock", "metrics.jsonl", "checkpoints"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK = (*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-# What may be given anew when a run goes on: where it ends (which a schedule follows) and what it tells.
-_FREE = {
+# What may change when a run is resumed: where it ends (which a schedule follows) and what it reports.
+_MAY_CHANGE = {
     ("output", "dir"),
+    ("data", "workers"),
     *(("training", key) for key in ("steps", "epochs", "eval_every", "eval_at_start", "eval_batches")),
     *(("training", key) for key in ("save_every", "save", "keep", "log_every", "device", "on_nan")),
     *(("training", key) for key in ("memory_limit", "deterministic")),
-    ("data", "workers"),
 }
 
 
@@ -31,42 +29,35 @@ def folder_of(config: TrainConfig) -> Path:
     return Path(config.output.dir or Path("runs") / config.name).expanduser()
 
 
-def is_run(folder: Path) -> bool:
-    """A config.yaml may be anybody's, and so may a folder of checkpoints."""
-    return (folder / CONFIG).exists() and any((folder / name).is_file() for name in (LOCK, METRICS))
-
-
 def check_folder(config: TrainConfig, folder: Path, resume: bool) -> None:
-    """A new run never writes over an old one; a resumed one is the run that it goes on with."""
+    """A new run never overwrites an old one; a resumed run has the config it was started with."""
     try:
         if is_run(folder):
             _check_is_the_same(config, folder, resume)
         else:
-            _check_is_free(folder, resume)
-    except OSError as problem:  # a name that is too long, a folder that may not be looked into
-        raise UserError(f"cannot use {folder}: {problem.strerror}; give another output.dir") from None
+            _check_is_unused(folder, resume)
+    except OSError as error:  # a name that is too long, a folder without permission
+        raise UserError(f"cannot use {folder}: {error.strerror}; give another output.dir") from None
 
 
 def _check_is_the_same(config: TrainConfig, folder: Path, resume: bool) -> None:
     if not resume:
-        raise UserError(f"{folder} holds a run already; go on with --resume, or give another output.dir")
+        raise UserError(f"{folder} holds a run already; continue with --resume, or give another output.dir")
     different = _differences(read_config(folder, config.name).to_dict(), config.to_dict())
     if different:
         raise UserError(
-            f"the run in {folder} was begun with another config: {'; '.join(different)}; "
-            f"go on with its own, `oomph train {folder / CONFIG} --resume`, or give another output.dir"
+            f"the run in {folder} was started with another config: {'; '.join(different)}; continue with its "
+            f"own, `oomph train {folder / RUN_CONFIG} --resume`, or give another output.dir"
         )
 
 
-def _check_is_free(folder: Path, resume: bool) -> None:
-    if (folder / CONFIG).exists():
+def _check_is_unused(folder: Path, resume: bool) -> None:
+    if (folder / RUN_CONFIG).exists():
         raise UserError(
-            f"{folder / CONFIG} is not of a run, and a run would write its own there; give another output.dir"
+            f"{folder / RUN_CONFIG} is not of a run, and a run would overwrite it; give another output.dir"
         )
-    if (folder / CHECKPOINTS).exists():
-        raise UserError(
-            f"{folder} holds checkpoints, and no {CONFIG} that says of what; give another output.dir"
-        )
+    if (folder / "checkpoints").exists():
+        raise UserError(f"{folder} holds checkpoints, and no {RUN_CONFIG}; give another output.dir")
     if resume:
         raise UserError(f"{folder} holds no run to resume; leave --resume out, or give output.dir")
 
@@ -74,62 +65,57 @@ def _check_is_free(folder: Path, resume: bool) -> None:
 def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[str]:
     found = []
     for key in {**old, **new}:
-        here = (*path, key)
-        then, now = old.get(key), new.get(key)
-        if isinstance(then, Mapping) and isinstance(now, Mapping):
-            found += _differences(then, now, here)
-        elif then != now and here not in _FREE:
-            found.append(f"{'.'.join(here)} was {then!r} and is {now!r}")
+        key_path = (*path, key)
+        before, now = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(now, Mapping):
+            found += _differences(before, now, key_path)
+        elif before != now and key_path not in _MAY_CHANGE:
+            found.append(f"{'.'.join(key_path)} was {before!r} and is {now!r}")
     return found
 
 
 @contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Two runs in one folder would delete each other's checkpoints.
+def lock_folder(folder: Path) -> Iterator[None]:
+    """One run at a time: two would delete each other's checkpoints.
 
-    The lock is the process's: it ends with it, however that ends, and a worker that reads data has none."""
+    The lock belongs to the process and ends with it, however that ends; a forked worker does not hold it."""
     import fcntl
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("w")
-    except OSError as problem:
-        raise UserError(f"cannot write in {folder}: {problem.strerror}; give another output.dir") from None
+        file = (folder / RUN_LOCK).open("w")
+    except OSError as error:
+        raise UserError(f"cannot write in {folder}: {error.strerror}; give another output.dir") from None
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise UserError(
-                f"another run is at work in {folder}; wait for it, or give another output.dir"
+                f"another run is using {folder}; wait for it, or give another output.dir"
             ) from None
         yield
 
 
 @contextmanager
-def one_line_of_the_disk(folder: Path) -> Iterator[None]:
-    """A disk that is full, read-only or broken is the user's to mend; other errors are as they are."""
+def disk_errors(folder: Path) -> Iterator[None]:
+    """One line for a disk that is full, read-only or broken; other errors are raised as they are."""
     try:
         yield
-    except OSError as problem:
-        if problem.errno not in _DISK:
+    except OSError as error:
+        if error.errno not in _DISK:
             raise
-        place = problem.filename or folder
-        advice = "; make room there, or give another output.dir" if problem.errno in _FULL else ""
-        raise UserError(f"the run in {folder} ended: {problem.strerror} ({place}){advice}") from problem
+        where = error.filename or folder
+        advice = "; make room there, or give another output.dir" if error.errno in _FULL else ""
+        raise UserError(f"the run in {folder} ended: {error.strerror} ({where}){advice}") from error
 
 
 def read_config(folder: Path, name: str) -> TrainConfig:
-    from oomph.training.config import load_dict
-    from oomph.training.config.reading import read_mapping
-
-    path = folder / CONFIG
+    path = folder / RUN_CONFIG
     return load_dict(read_mapping(path), name, source=str(path))
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
-    from oomph.training.config.reading import as_yaml
-
-    path = folder / CONFIG
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(as_yaml(config.to_dict()), encoding="utf-8")
-    os.replace(unfinished, path)
+    path = folder / RUN_CONFIG
+    partial = path.with_suffix(".partial")
+    partial.write_text(to_yaml(config.to_dict()), encoding="utf-8")
+    os.replace(partial, path)

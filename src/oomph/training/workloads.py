@@ -1,4 +1,4 @@
-"""A config as the Workload that it trains: what is predicted and measured before it is run."""
+"""A config as a Workload: the step that is predicted, measured and trained."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oomph.systems import SYSTEMS
 from oomph.training.config import OptimizerConfig, Stage, TrainConfig
 from oomph.workload import Workload
 
-PASSES_PREDICTED = 2  # from the second pass on a step allocates nothing new, and tracing all takes longer
+PASSES_PREDICTED = 2  # later passes of a step allocate nothing new
 
 
 def predicted_workload(config: TrainConfig) -> Workload:
@@ -27,9 +27,9 @@ def predicted_workload(config: TrainConfig) -> Workload:
 
 
 def workload(config: TrainConfig, *, stage: Stage | None = None, most_passes: int | None = None) -> Workload:
-    """One step at the config's largest shape (or at a stage's), on random data, with its fixes in.
+    """One step at the config's largest shape (or a stage's), on random data, with its fixes applied.
 
-    most_passes: at most so many batches per step.
+    most_passes: the most batches per step.
     """
     stage = stage or config.largest_stage
     passes = stage.accumulate if most_passes is None else min(stage.accumulate, most_passes)
@@ -67,16 +67,15 @@ class ModelFactory:
 
 @dataclass(frozen=True)
 class AdamW:
-    """Of those parameters that are trained: npt's base is frozen."""
+    """AdamW over the parameters that are trained: npt's base is frozen."""
 
     options: OptimizerConfig
 
     def __call__(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
         o = self.options
         trained = [param for param in params if param.requires_grad]
-        # Fused, it needs no temporaries, and leaves a step with infinite gradients out by itself, so that the
-        # host need not wait to see them.
-        # Meta stands for a GPU where fixes look for what they could change.
+        # Fused, it needs no temporaries, and skips a step with infinite gradients without the host looking.
+        # Fixes look for what they could change on meta, which stands for a GPU.
         devices = {param.device.type for param in trained}
         fused = devices in ({"cuda"}, {"meta"}) and all(param.is_floating_point() for param in trained)
         return torch.optim.AdamW(
@@ -91,10 +90,10 @@ class AdamW:
 
 @dataclass(frozen=True)
 class KeepsGradients:
-    """An optimizer that leaves gradients as zeros where they are: recorded passes add to them there."""
+    """An optimizer that zeroes gradients in place: a captured CUDA graph adds to them there."""
 
     make: Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-    gradients_must_stay: ClassVar[bool] = True  # so the fix that frees them is not proposed
+    gradients_must_stay: ClassVar[bool] = True  # so that set_to_none is not proposed
 
     def __call__(self, params: Iterable[Tensor]) -> torch.optim.Optimizer:
         optimizer = self.make(params)

@@ -1,14 +1,21 @@
-"""Configs of the five systems: YAML files, typed and checked as a whole, with overrides."""
+"""Configs of the five systems: YAML files with overrides, validated as a whole."""
 
-from oomph.training.config.data import CurriculumStage, DataConfig
-from oomph.training.config.loading import load, load_dict
-from oomph.training.config.overrides import overrides_from_words
-from oomph.training.config.problems import ConfigError
-from oomph.training.config.train_config import Stage, TrainConfig
-from oomph.training.config.training import OptimizerConfig, OutputConfig, TrainingConfig
+from oomph.training.config.loading import ConfigError, load, load_dict
+from oomph.training.config.reading import overrides_from_words
+from oomph.training.config.sections import (
+    Curriculum,
+    CurriculumStage,
+    DataConfig,
+    OptimizerConfig,
+    OutputConfig,
+    Stage,
+    TrainConfig,
+    TrainingConfig,
+)
 
 __all__ = [
     "ConfigError",
+    "Curriculum",
     "CurriculumStage",
     "DataConfig",
     "OptimizerConfig",

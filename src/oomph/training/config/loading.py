@@ -1,35 +1,96 @@
-"""A config from a file: read, overridden, checked as a whole, completed."""
+"""Load a config: resolve aliases, merge overrides, validate all sections, fill in defaults.
+
+All problems of a config are collected and reported together.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
-from oomph.errors import UserError
+from pydantic import TypeAdapter, ValidationError
+
+from oomph.errors import UserError, warn_deprecated
+from oomph.records import FixUse
 from oomph.systems import FORMS, SYSTEMS, System
-from oomph.training.config.completing import completed_data, completed_training, lengths_given
-from oomph.training.config.data import DataConfig
-from oomph.training.config.fix_list import read_fixes
-from oomph.training.config.given import canonical, flat, merged
-from oomph.training.config.model import read_model
-from oomph.training.config.overrides import parse_override
-from oomph.training.config.problems import ConfigError, Problems, nearest
-from oomph.training.config.reading import read_mapping
-from oomph.training.config.schema import Schema
-from oomph.training.config.section import AnySection, read_section
-from oomph.training.config.train_config import TrainConfig
-from oomph.training.config.training import OptimizerConfig, OutputConfig, TrainingConfig
-from oomph.training.run_folder import CONFIG, is_run
+from oomph.systems.config_checks import InvalidConfig
+from oomph.training.config.reading import RUN_CONFIG, is_run, nearest, parse_override, read_mapping
+from oomph.training.config.sections import (
+    SECTIONS,
+    CurriculumStage,
+    DataConfig,
+    OptimizerConfig,
+    OutputConfig,
+    Section,
+    TrainConfig,
+    TrainingConfig,
+    batch_rows,
+)
+
+# The reports' own names -> ours. The first one that the system has is meant.
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "accumulation": ("training.accumulate",),
+    "attention_type": ("model.attention",),
+    "batch_size": ("data.batch_size",),
+    "batch_tokens": ("data.batch_tokens",),
+    "context_length": ("data.seq_len",),
+    "curriculum": ("data.curriculum",),
+    "dataset": ("data.source",),
+    "gradient_accumulation_steps": ("training.accumulate",),
+    "gradient_checkpointing": ("training.gradient_checkpointing",),
+    "grad_clip": ("training.clip",),
+    "learning_rate": ("optimizer.learning_rate",),
+    "lr": ("optimizer.learning_rate",),
+    "max_length": ("data.seq_len",),
+    "memory_chunk_size": ("model.kda_memory_chunk_size",),
+    "model_size": ("model.preset",),
+    "num_epochs": ("training.epochs",),
+    "optimization.mixed_precision": ("model.optimization.mixed_precision",),
+    "optimization.use_8bit": ("model.optimization.use_8bit",),
+    "optimization.use_cpu_offload": ("model.optimization.use_cpu_offload",),
+    "seed": ("training.seed",),
+    "seq_len": ("data.seq_len",),
+    "use_sparse_attention": ("model.sparse",),
+    "vocab_size": ("model.vocab_size", "data.vocab_size"),
+}
+_TOP = ("system", "form", "fixes")
+_OLD_FORMS = {"sick": "naive", "healthy": "model"}
+# An override of one of a pair replaces the file's other.
+_EITHER = (("data.batch_size", "data.batch_tokens"), ("training.steps", "training.epochs"))
+_TEXT_KEYS = ("tokenizer", "vocab_size", "seq_len", "batch_tokens", "curriculum")
+_STEPS = 1000
+_LARGEST_BPE = 8192  # more is not learned well from the little text that a default run reads
+_BYTE_TOKENS = 260  # with tokens for unknown, padding, start and end
+_NOT_CAPTURABLE = (
+    *("activation_checkpointing", "activation_offloading"),
+    *("optimizer_in_backward", "optimizer_cpu_offload", "set_to_none"),
+)
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+class ConfigError(UserError):
+    """problems: one line each. The message is that line, or a heading and a list of them."""
+
+    def __init__(self, source: str, problems: Iterable[str]) -> None:
+        self.problems = tuple(problems)
+        if len(self.problems) == 1:
+            message = f"{source}: {self.problems[0]}"
+        else:
+            message = "\n  ".join([f"{source} has {len(self.problems)} problems:", *self.problems])
+        super().__init__(message)
 
 
 def load(path: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
-    """The config in a YAML file, with `key=value` overrides. All that is wrong with it is one UserError.
+    """The config in a YAML file, with `key=value` overrides. All problems are one ConfigError.
 
-    A run's own config.yaml means that run, wherever its folder lies now."""
+    A run's own config.yaml means that run, wherever its folder is now."""
     file, mapping = Path(path), read_mapping(path)
     name = file.stem
-    if file.name == CONFIG and is_run(file.parent):
+    if file.name == RUN_CONFIG and is_run(file.parent):
         name, mapping["output"] = file.parent.resolve().name, {"dir": str(file.parent)}
     return load_dict(mapping, name, overrides, source=str(path))
 
@@ -37,33 +98,79 @@ def load(path: str | Path, overrides: Iterable[str] = ()) -> TrainConfig:
 def load_dict(
     mapping: Mapping[str, Any], name: str, overrides: Iterable[str] = (), *, source: str | None = None
 ) -> TrainConfig:
-    """The same from what a file holds, e.g. TrainConfig.to_dict()."""
-    problems = Problems(source or name)
-    written = flat(mapping, problems)
-    changes = _parsed(overrides, problems)
-    schema = Schema(_system({**dict(written), **dict(changes)}, problems))
-    values = merged(canonical(written, schema, problems), canonical(changes, schema, problems))
-    config = _config(name, schema, values, problems)
+    """The same from a mapping, such as TrainConfig.to_dict()."""
+    problems = _Problems(source or name)
+    written = _flat(mapping, problems)
+    changes: dict[str, Any] = {}
+    for word in overrides:
+        try:
+            key, value = parse_override(word)
+            changes.update(_flat({key: value}, problems))
+        except UserError as error:
+            problems.add(str(error), "")
+    keys = ConfigKeys(_find_system({**written, **changes}, problems))
+    values = _merge(keys.resolve(written, problems), keys.resolve(changes, problems))
+    config = _build(name, keys, values, problems)
     problems.raise_any()
     return config
 
 
-def _parsed(overrides: Iterable[str], problems: Problems) -> list[tuple[str, Any]]:
+class _Problems:
+    """Collects one line for each key."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.written: dict[str, str] = {}  # key -> the name it was given by
+        self._lines: dict[str, str] = {}
+
+    def add(self, key: str, what: str) -> None:
+        """`what` follows the key: "is not a key; ..."."""
+        name = self.written.get(key, key)
+        shown = key if name == key else f"{name} (which is {key})"
+        self._lines.setdefault(key, f"{shown} {what}".rstrip())
+
+    def refuse(self, key: str, given: object, advice: str) -> None:
+        text = repr(given)
+        self.add(key, f"= {text if len(text) <= 60 else text[:57] + '...'} is not valid; {advice}")
+
+    def fine(self, *keys: str) -> bool:
+        return not any(key in self._lines for key in keys)
+
+    def raise_any(self) -> None:
+        if self._lines:
+            raise ConfigError(self.source, self._lines.values())
+
+
+# -------------------------------------------------------------------------------------------- keys
+
+
+def _flat(mapping: Mapping[str, Any], problems: _Problems) -> dict[str, Any]:
+    """Dotted keys. Below a section's keys, only `optimization` has keys of its own."""
     found: dict[str, Any] = {}
-    for word in overrides:
-        try:
-            key, value = parse_override(word)
-        except UserError as error:
-            problems.add(str(error), "")
-            continue
-        # A mapping, `model={preset: tiny}`, is its keys.
-        inner = {key[0]: value} if len(key) == 1 and isinstance(value, Mapping) else {".".join(key): value}
-        found.update(flat(inner, problems))
-    return list(found.items())
+
+    def below(section: str, value: Any) -> None:
+        if value is None:  # a heading with nothing under it
+            return
+        if not isinstance(value, Mapping):
+            problems.refuse(section, value, "give a mapping of keys")
+            return
+        for key, inner in value.items():
+            name = f"{section}.{key}"
+            if key == "optimization":
+                below(name, inner)
+            else:
+                found[name] = inner
+
+    for key, value in mapping.items():
+        if key in (*SECTIONS, "model", "optimization"):
+            below(key, value)
+        else:
+            found[key] = value
+    return found
 
 
-def _system(values: Mapping[str, Any], problems: Problems) -> System:
-    """Without it no other key can be judged, so that a wrong one is the only problem told."""
+def _find_system(values: Mapping[str, Any], problems: _Problems) -> System:
+    """Without it no other key can be checked, so it is the only problem reported."""
     given = values.get("system")
     if isinstance(given, str) and given in SYSTEMS:
         return SYSTEMS[given]
@@ -76,32 +183,369 @@ def _system(values: Mapping[str, Any], problems: Problems) -> System:
     raise ConfigError(problems.source, [what])
 
 
-def _config(name: str, schema: Schema, values: Mapping[str, Any], problems: Problems) -> TrainConfig:
+class ConfigKeys:
+    """The keys of a system's config. model: dotted key below `model` -> its type."""
+
+    def __init__(self, system: System) -> None:
+        self.system = system
+        self.model = dict(_typed_fields(system.config))
+        sections = [f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields]
+        self.all = (*_TOP, "model.preset", *(f"model.{key}" for key in self.model), *sections)
+
+    def find(self, key: str) -> str | None:
+        """The key that `key` means: itself, an alias, or the one key with that last part.
+
+        An alias may be given by itself or in any section, since the reports had sections of their own."""
+        if key in self.all:
+            return key
+        section, _, rest = key.partition(".")
+        name = rest if section in (*SECTIONS, "model") and rest else key
+        for target in ALIASES.get(name, ()):
+            if target in self.all:
+                return target
+        ends = [known for known in self.all if _last(known) == name] if name == key else []
+        return ends[0] if len(ends) == 1 else None
+
+    def hint(self, key: str) -> str:
+        """The nearest key, in its section or anywhere."""
+        section, _, name = key.rpartition(".")
+        inside = {_last(known): known for known in self.all if known.rpartition(".")[0] == section}
+        if not section:
+            inside |= {one: one for one in ("model", *SECTIONS)}
+        anywhere = {_last(known): known for known in self.all}
+        anywhere |= {alias: alias for alias in ALIASES if self.find(alias)}
+        known = {**anywhere, **inside}  # of two with the same name, the one in the section
+        close = nearest(name, known)
+        if close is not None:
+            meant = self.find(known[close]) or known[close]
+            name = f"{meant!r}" if _last(meant) == close else f"{close!r} (which is {meant!r})"
+            return f"did you mean {name}?"
+        if inside and section:
+            return f"the keys of {section!r} are {', '.join(inside)}"
+        return f"the sections are model, {', '.join(SECTIONS)}; besides them there are {', '.join(_TOP)}"
+
+    def resolve(self, written: Mapping[str, Any], problems: _Problems) -> dict[str, Any]:
+        """Values by our own keys. Two names of one key must agree."""
+        found: dict[str, Any] = {}
+        names: dict[str, str] = {}
+        for key, value in written.items():
+            target = self.find(key)
+            if target is None:
+                problems.add(key, f"is not a key; {self.hint(key)}")
+                continue
+            value = _converted(target, value)
+            if target in found and found[target] != value:
+                both = f"as {names[target]} = {found[target]!r} and as {key} = {value!r}"
+                problems.add(target, f"is given twice, {both}; give it once")
+                continue
+            found[target], names[target] = value, key
+            problems.written[target] = key
+        return found
+
+
+def _converted(target: str, value: Any) -> Any:
+    """Older words, and the report's sparse attention, which is on or off."""
+    if target == "form" and isinstance(value, str) and value in _OLD_FORMS:
+        warn_deprecated(f"form: {value}", f"form: {_OLD_FORMS[value]}")
+        return _OLD_FORMS[value]
+    if target == "model.sparse" and isinstance(value, bool):
+        return "local" if value else None
+    return value
+
+
+def _merge(file: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    left = dict(file)
+    for pair in _EITHER:
+        if any(overrides.get(key) is not None for key in pair):
+            for key in pair:
+                left.pop(key, None)
+    if "form" in overrides and overrides["form"] != file.get("form", "model"):
+        left.pop("fixes", None)  # they are for the file's own form
+    return {**left, **overrides}
+
+
+def _typed_fields(config: type[Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Fields of a model's config dataclass; those of a dataclass inside it by dotted names."""
+    hints = get_type_hints(config)
+    for field in fields(config):
+        hint = hints[field.name]
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from _typed_fields(hint, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", hint
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+# ---------------------------------------------------------------------------------------- sections
+
+
+def _build(name: str, keys: ConfigKeys, values: Mapping[str, Any], problems: _Problems) -> TrainConfig:
+    def below(section: str) -> dict[str, Any]:
+        start = f"{section}."
+        return {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
+
     def section(kind: type[AnySection], place: str) -> AnySection:
-        return read_section(kind, _below(values, place), place, problems)
+        return _read_section(kind, below(place), place, problems)
 
     form = values.get("form", "model")
     if form not in FORMS:
         problems.refuse("form", form, f"choose from {', '.join(map(repr, FORMS))}")
     data, training = section(DataConfig, "data"), section(TrainingConfig, "training")
     output = section(OutputConfig, "output")
-    model = _below(values, "model")
-    preset, model_config = read_model(schema, {**lengths_given(schema, data, model), **model}, problems)
-    training = completed_training(training, data, schema.system, problems)
+    model = below("model")
+    preset, model_config = _read_model(keys, {**_model_length(keys.system, data, model), **model}, problems)
+    training = _complete_training(training, data, keys.system, problems)
     return TrainConfig(
         name=name,
-        system=schema.system.name,
+        system=keys.system.name,
         form=str(form),
         preset=preset,
         model_config=model_config,
-        data=completed_data(data, training, schema.system, model_config, problems),
+        data=_complete_data(data, training, keys.system, model_config, problems),
         optimizer=section(OptimizerConfig, "optimizer"),
         training=training,
-        fixes=read_fixes(values.get("fixes"), training, problems),
+        fixes=_read_fixes(values.get("fixes"), training, problems),
         output=output if output.dir is not None else OutputConfig(dir=f"runs/{name}"),
     )
 
 
-def _below(values: Mapping[str, Any], section: str) -> dict[str, Any]:
-    start = f"{section}."
-    return {key.removeprefix(start): value for key, value in values.items() if key.startswith(start)}
+def _read_section(
+    kind: type[AnySection], values: Mapping[str, Any], name: str, problems: _Problems
+) -> AnySection:
+    """The section; values with problems are at their defaults."""
+    good = dict(values)
+    for _ in range(2):  # the second time without what was refused
+        try:
+            # As JSON: strict about numbers and strings, while a list may become a tuple.
+            return kind.model_validate_json(json.dumps(good, default=repr), strict=True)
+        except ValidationError as error:
+            for one in error.errors(include_url=False):
+                place = one["loc"]
+                key = ".".join(map(str, (name, *place)))
+                if one["type"] == "missing":
+                    problems.add(key, "is missing")
+                elif one["type"] == "extra_forbidden":
+                    known = kind.nested.get(str(place[0]), kind).model_fields
+                    close = nearest(str(place[-1]), known)
+                    hint = f"did you mean {close!r}?" if close else f"valid: {', '.join(known)}"
+                    problems.add(key, f"is not a key; {hint}")
+                else:
+                    problems.refuse(key, one["input"], _advice([one]))
+                good.pop(str(place[0]), None)
+    return kind()
+
+
+def _advice(errors: Iterable[Any]) -> str:
+    """What is valid, from pydantic's "Input should be ..."; for a union of types, all of them."""
+    messages = dict.fromkeys(str(error["msg"]) for error in errors)
+    kinds = [message.removeprefix("Input should be ") for message in messages]
+    return " or ".join(kinds) if kinds[0] in messages else f"it should be {' or '.join(kinds)}"
+
+
+def _read_model(keys: ConfigKeys, values: Mapping[str, Any], problems: _Problems) -> tuple[str, Any]:
+    """The preset's name and the model's config. values: dotted keys below `model`."""
+    system = keys.system
+    name = values.get("preset", system.preset)
+    if not isinstance(name, str) or name not in system.presets:
+        close = nearest(name, system.presets) if isinstance(name, str) else None
+        hint = f"did you mean {close!r}? " if close else ""
+        problems.refuse("model.preset", name, f"{hint}{system.name} has {', '.join(system.presets)}")
+        name = system.preset
+    right = {}
+    for key, hint in keys.model.items():
+        if key in values:
+            try:
+                text = json.dumps(values[key], default=repr)
+                right[key] = TypeAdapter(hint).validate_json(text, strict=True)
+            except ValidationError as error:
+                problems.refuse(f"model.{key}", values[key], _advice(error.errors(include_url=False)))
+    return name, _replace_fields(system.presets[name], right, "model", problems)
+
+
+def _replace_fields(config: Any, values: Mapping[str, Any], place: str, problems: _Problems) -> Any:
+    """`config` with new values, also in dataclasses inside it. Fields that it refuses stay as they were."""
+    own = {key: value for key, value in values.items() if "." not in key}
+    inner: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        field, dot, rest = key.partition(".")
+        if dot:
+            inner.setdefault(field, {})[rest] = value
+    for field, parts in inner.items():
+        own[field] = _replace_fields(getattr(config, field), parts, f"{place}.{field}", problems)
+    try:
+        return replace(config, **own)
+    except InvalidConfig as error:
+        for problem in error.problems:
+            problems.refuse(f"{place}.{problem.field}", problem.given, problem.advice)
+        refused = {problem.field for problem in error.problems}
+        right = {key: value for key, value in values.items() if key.partition(".")[0] not in refused}
+        return _replace_fields(config, right, place, problems) if len(right) < len(values) else config
+
+
+# ---------------------------------------------------------------------------- defaults and checks
+
+
+def _model_length(system: System, data: DataConfig, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The length that a model is made for follows the data's, unless it is given."""
+    field, longest = system.length, _longest(data)
+    if field is None or longest is None or field in model:
+        return {}
+    name = model.get("preset", system.preset)
+    preset = system.presets.get(name) if isinstance(name, str) else None
+    # Learned positions are as many as there are tokens; elsewhere a longer context costs nothing.
+    least = 0 if field == "seq_len" or preset is None else getattr(preset, field)
+    return {field: max(longest, least)}
+
+
+def _complete_training(
+    training: TrainingConfig, data: DataConfig, system: System, problems: _Problems
+) -> TrainingConfig:
+    if training.steps is not None and training.epochs is not None:
+        problems.refuse("training.epochs", training.epochs, f"training.steps is {training.steps}: give one")
+    if system.name == "npt" and training.dtype is not None:
+        advice = "npt's base has its own: give model.optimization.mixed_precision"
+        problems.refuse("training.dtype", training.dtype, advice)
+    if training.dtype == "bfloat16" and training.autocast == "float16":
+        advice = 'the parameters are bfloat16: give one of the two, or autocast="bfloat16"'
+        problems.refuse("training.autocast", training.autocast, advice)
+    if training.steps is None and training.epochs is None:
+        lengths = [stage.steps for stage in data.curriculum or ()]
+        known = [steps for steps in lengths if steps is not None]
+        steps = sum(known) if known and len(known) == len(lengths) else _STEPS
+        training = training.model_copy(update={"steps": steps})
+    return training
+
+
+def _complete_data(
+    data: DataConfig, training: TrainingConfig, system: System, model: Any, problems: _Problems
+) -> DataConfig:
+    if data.seed is None:
+        data = data.model_copy(update={"seed": training.seed})
+    if not system.has_text:
+        for key in _TEXT_KEYS:
+            if getattr(data, key) is not None:
+                problems.refuse(f"data.{key}", getattr(data, key), f"{system.name} reads images")
+        update = {"source": data.source or "photographs", "batch_size": data.batch_size or 1}
+        return data.model_copy(update=update)
+    if data.curriculum is None:
+        seq_len = data.seq_len or (getattr(model, system.length) if system.length else system.seq_len)
+        rows = _checked_rows(data, seq_len, "data", problems) or 1
+        data = data.model_copy(update={"seq_len": seq_len, "batch_size": rows})
+    else:
+        data = _complete_curriculum(data, training, problems)
+    longest = _longest(data) or 0
+    if system.length is not None and getattr(model, "positions", "learned") == "learned":
+        most = getattr(model, system.length)
+        if longest > most and problems.fine(f"model.{system.length}", "data.seq_len"):
+            advice = f"the model is made for model.{system.length} = {most}: give no more, or change that too"
+            problems.refuse("data.seq_len", longest, advice)
+    return _complete_tokenizer(data, system, model, problems)
+
+
+def _complete_curriculum(data: DataConfig, training: TrainingConfig, problems: _Problems) -> DataConfig:
+    if not data.curriculum:
+        problems.refuse("data.curriculum", [], "give at least one stage, or null")
+        return data.model_copy(update={"seq_len": 2, "batch_size": 1})
+    stages = []
+    for number, stage in enumerate(data.curriculum):
+        place = f"data.curriculum.{number}"
+        rows = _checked_rows(stage, stage.seq_len, place, problems)
+        if rows is None:
+            problems.add(f"{place}.batch_tokens", "is missing; give batch_tokens or batch_size")
+        if stage.steps is None and number < len(data.curriculum) - 1:
+            problems.add(f"{place}.steps", "is missing; only the last stage lasts to the end")
+        update = {"batch_size": rows or 1, "batch_tokens": stage.batch_tokens or (rows or 1) * stage.seq_len}
+        update["accumulate"] = stage.accumulate or training.accumulate
+        stages.append(stage.model_copy(update=update))
+    largest = max(stages, key=lambda stage: (stage.seq_len * (stage.batch_size or 1), stage.seq_len))
+    shape = {"seq_len": largest.seq_len, "batch_size": largest.batch_size, "batch_tokens": None}
+    for key, value in shape.items():
+        given = getattr(data, key)
+        if given is not None and given != value:
+            advice = "the curriculum says that: change its stages, or give data.curriculum=null too"
+            problems.refuse(f"data.{key}", given, advice)
+    return data.model_copy(update={"curriculum": tuple(stages), **shape})
+
+
+def _checked_rows(
+    shape: DataConfig | CurriculumStage, seq_len: int, place: str, problems: _Problems
+) -> int | None:
+    """Sequences in a batch, None if it is not given."""
+    size, tokens = shape.batch_size, shape.batch_tokens
+    if tokens is not None and tokens < seq_len:
+        problems.refuse(f"{place}.batch_tokens", tokens, f"one sequence has {seq_len} tokens")
+        return 1
+    rows = batch_rows(size, tokens, seq_len)
+    if size is not None and size != rows:
+        advice = f"with batch_tokens={tokens} it is {rows}: give one of them"
+        problems.refuse(f"{place}.batch_size", size, advice)
+    return rows
+
+
+def _complete_tokenizer(data: DataConfig, system: System, model: Any, problems: _Problems) -> DataConfig:
+    tokenizer = data.tokenizer or system.tokenizer
+    try:
+        vocabulary = int(model.vocab_size)
+    except UserError as error:  # npt reads it from a folder of weights
+        problems.add("model.weights", f"do not give the size of the vocabulary; {error}")
+        return data
+    default = {"bpe": min(vocabulary, _LARGEST_BPE), "bytes": min(vocabulary, _BYTE_TOKENS)}
+    if data.vocab_size is not None and data.vocab_size > vocabulary:
+        problems.refuse("data.vocab_size", data.vocab_size, f"the model has {vocabulary} tokens")
+    if tokenizer != "words" and min(vocabulary, data.vocab_size or vocabulary) < _BYTE_TOKENS:
+        advice = (
+            f"it has at least {_BYTE_TOKENS} tokens, and the model or data.vocab_size fewer; give 'words'"
+        )
+        problems.refuse("data.tokenizer", tokenizer, advice)
+    update = {
+        "source": data.source or "stdlib",
+        "tokenizer": tokenizer,
+        "vocab_size": data.vocab_size or default.get(str(tokenizer), vocabulary),
+    }
+    return data.model_copy(update=update)
+
+
+def _longest(data: DataConfig) -> int | None:
+    return max(stage.seq_len for stage in data.curriculum) if data.curriculum else data.seq_len
+
+
+# ------------------------------------------------------------------------------------------- fixes
+
+
+def _read_fixes(given: Any, training: TrainingConfig, problems: _Problems) -> tuple[FixUse, ...]:
+    """A list of names with options, as after `--fix`, or of {fix: ..., options: ...}."""
+    # Imports torch, which a config that does not exist need not wait for.
+    from oomph.fixes import uses_of
+    from oomph.fixes.registry import conflict, same_use
+
+    uses: list[FixUse] = []
+    for number, one in enumerate([] if given is None else given if isinstance(given, list) else [given]):
+        try:
+            uses += uses_of([one])
+        except UserError as error:
+            problems.add(f"fixes.{number}", f"= {one!r} is not valid; {error}")
+    if training.gradient_checkpointing and not any(use.fix == "activation_checkpointing" for use in uses):
+        uses.append(FixUse("activation_checkpointing"))
+    for use, other in combinations(uses, 2):
+        if not same_use(use, other) and (why := conflict(use, other)):
+            both = use.fix if use.fix == other.fix else f"{use.fix}.{other.fix}"
+            problems.add(f"fixes.{both}", f"cannot be combined; {why}")
+    names = {use.fix for use in uses}
+    if "optimizer_in_backward" in names:
+        why = "with the fix 'optimizer_in_backward' no gradient is left at the end of backward"
+        if training.clip is not None:
+            problems.refuse("training.clip", training.clip, f"{why}; give null")
+        if training.accumulate > 1:
+            problems.refuse("training.accumulate", training.accumulate, f"{why}; give 1")
+    if training.cuda_graph:
+        # These synchronize, copy to the host or free the gradients that a replay adds to.
+        for name in (name for name in _NOT_CAPTURABLE if name in names):
+            advice = f"a step with the fix {name!r} cannot be captured: give false, or leave the fix out"
+            problems.refuse("training.cuda_graph", True, advice)
+        if training.autocast == "float16":
+            advice = "float16 changes the loss scale at every step: give bfloat16"
+            problems.refuse("training.cuda_graph", True, advice)
+    return tuple(uses)

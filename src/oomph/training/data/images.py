@@ -1,62 +1,63 @@
-"""Batches of images: drawn by number, so that a place in the order is one number.
+"""Batches of images, drawn by number, so that a position in the data is one number.
 
 Shapes: B batch size, C channels, S side.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import IterableDataset
 
 from oomph.errors import UserError
-from oomph.training.data.needs import need
-from oomph.training.data.packing import Batch
-from oomph.training.data.permutation import Permutation, Split
-from oomph.training.data.stages import Schedule
+from oomph.training.config import Curriculum
+from oomph.training.data.sources import Permutation, Split, mixed_bits
+from oomph.training.libraries import need
+
+_PHOTOGRAPHS = ("china.jpg", "flower.jpg")
+_HELD_OUT = 0.2  # the right-hand part of each photograph; training never reads a pixel of it
+_CROP_SCALES = (1, 2, 3, 4)  # sides of a crop, in sides of the image it becomes
 
 
 class Images(Protocol):
-    """Images by number, [C, S, S] float32 in [0, 1]; those of training and of validation share nothing."""
+    """Images by number, [C, S, S] float32 in [0, 1]. training_size: images of an epoch."""
 
     @property
     def name(self) -> str: ...
     @property
-    def training_size(self) -> int:
-        """Images of one epoch."""
-        ...
-
+    def training_size(self) -> int: ...
     @property
     def validation_size(self) -> int: ...
     def training(self, epoch: int, index: int) -> torch.Tensor: ...
     def validation(self, index: int) -> torch.Tensor: ...
 
 
-class ImageBatches(IterableDataset[Batch]):
-    """{"images": float32 [B, C, S, S]}, endless unless `epochs` is given. It is its own iterator."""
+class ImageBatches(IterableDataset[dict[str, torch.Tensor]]):
+    """Batches {"images": float32 [B, C, S, S]}, endless unless `epochs` is given. It is its own iterator."""
 
     def __init__(
-        self, images: Images, schedule: Schedule, shuffle: bool, seed: int, epochs: int | None
+        self, images: Images, curriculum: Curriculum, shuffle: bool, seed: int, epochs: int | None
     ) -> None:
-        self.images = images
-        self.schedule = schedule
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epochs = epochs
+        self.images, self.curriculum, self.shuffle = images, curriculum, shuffle
+        self.seed, self.epochs = seed, epochs
         self._batch = self._image = 0
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         return self
 
-    def __next__(self) -> Batch:
-        stage, _ = self.schedule.at(self._batch)
+    def __next__(self) -> dict[str, torch.Tensor]:
+        stage, _ = self.curriculum.at_batch(self._batch)
         last = self._image + stage.batch_size
         if self.epochs is not None and last > self.epochs * self.images.training_size:
             raise StopIteration
-        images_BCSS = torch.stack([self._drawn(number) for number in range(self._image, last)])
+        images_BCSS = torch.stack([self._image_of(number) for number in range(self._image, last)])
         self._batch, self._image = self._batch + 1, last
         return {"images": images_BCSS}
 
@@ -66,14 +67,14 @@ class ImageBatches(IterableDataset[Batch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batch, self._image = int(state["batch"]), int(state["image"])
 
-    def _drawn(self, number: int) -> torch.Tensor:
+    def _image_of(self, number: int) -> torch.Tensor:
         epoch, index = divmod(number, self.images.training_size)
         if self.shuffle:
             index = Permutation(self.images.training_size, self.seed, epoch)[index]
         return self.images.training(epoch, index)
 
 
-def validation_batches(images: Images, batch_size: int) -> Iterator[Batch]:
+def validation_images(images: Images, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
     for first in range(0, images.validation_size, batch_size):
         last = min(first + batch_size, images.validation_size)
         yield {"images": torch.stack([images.validation(index) for index in range(first, last)])}
@@ -81,7 +82,7 @@ def validation_batches(images: Images, batch_size: int) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class TableImages:
-    """Rows of a table, each with a picture of PIL's in `column`."""
+    """Rows of a table with a PIL image in `column`."""
 
     name: str
     table: Any
@@ -111,16 +112,75 @@ class TableImages:
 
 
 def pixels(picture: Any) -> torch.Tensor:
-    """[3, S, S] float32 in [0, 1] of a picture of PIL's."""
+    """[3, S, S] float32 in [0, 1] of a PIL image."""
     picture = picture.convert("RGB")
     bytes_SSC = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     return bytes_SSC.view(picture.height, picture.width, 3).permute(2, 0, 1).to(torch.float32) / 255
 
 
-def check_enough(images: Images, schedule: Schedule, epochs: int | None) -> None:
-    most = max(stage.batch_size for stage in schedule.stages)
-    if epochs is not None and most > epochs * images.training_size:
+class Photographs:
+    """The two photographs inside scikit-learn: real images without a network.
+
+    Square crops at several scales, half of them mirrored, shrunk to size x size; new ones each epoch."""
+
+    name = "photographs"
+    training_size = 8192
+    validation_size = 512
+
+    def __init__(self, size: int, seed: int = 0, folder: Path | None = None) -> None:
+        self.size, self.seed = size, seed
+        self._folder = folder or _sklearn_images()
+        held_out = min(int(picture.width * _HELD_OUT) for picture in self._pictures)
+        largest = min(held_out, *(picture.height for picture in self._pictures))
+        if size > largest:
+            raise UserError(f"image_size={size} is too large for the photographs; give at most {largest}")
+
+    def training(self, epoch: int, index: int) -> torch.Tensor:
+        return pixels(self._crop(random.Random(mixed_bits(self.seed, epoch, index)), held_out=False))
+
+    def validation(self, index: int) -> torch.Tensor:
+        # Independent of the run's seed: every run is measured on the same crops.
+        return pixels(self._crop(random.Random(mixed_bits(1 << 40, index)), held_out=True))
+
+    def region(self, picture: Any, held_out: bool) -> tuple[int, int]:
+        """The columns, from and up to, that a crop may touch."""
+        border = picture.width - int(picture.width * _HELD_OUT)
+        return (border, picture.width) if held_out else (0, border)
+
+    def _crop(self, draw: random.Random, held_out: bool) -> Any:
+        picture = self._pictures[draw.randrange(len(self._pictures))]
+        first, last = self.region(picture, held_out)
+        fitting = [scale for scale in _CROP_SCALES if scale * self.size <= min(last - first, picture.height)]
+        side = self.size * draw.choice(fitting)
+        left = draw.randint(first, last - side)
+        top = draw.randint(0, picture.height - side)
+        # Cut before it is shrunk: a filter over the border would read pixels of the other side.
+        crop = picture.crop((left, top, left + side, top + side))
+        image = need("PIL.Image", "the photographs")
+        if side != self.size:
+            crop = crop.resize((self.size, self.size), image.Resampling.BOX)
+        return crop.transpose(image.Transpose.FLIP_LEFT_RIGHT) if draw.random() < 0.5 else crop
+
+    @cached_property
+    def _pictures(self) -> list[Any]:
+        image = need("PIL.Image", "the photographs")
+        pictures = []
+        for name in _PHOTOGRAPHS:
+            with image.open(self._folder / name) as file:
+                pictures.append(file.convert("RGB"))
+        return pictures
+
+
+def _sklearn_images() -> Path:
+    """Found without importing scikit-learn, which takes seconds."""
+    spec = find_spec("sklearn")
+    if spec is None or not spec.submodule_search_locations:
         raise UserError(
-            f"batch_size={most} is larger than the data: {images.name} has {images.training_size} images for "
-            f"training, {epochs} epochs of them; give a smaller batch or more epochs"
+            "the photographs are inside the package scikit-learn, which is not installed; "
+            "pip install 'oomph[train]'"
         )
+    folder = Path(spec.submodule_search_locations[0], "datasets", "images")
+    missing = [name for name in _PHOTOGRAPHS if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"this scikit-learn has no photograph {missing[0]} in {folder}")
+    return folder

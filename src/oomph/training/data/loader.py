@@ -1,4 +1,4 @@
-"""Batches through torchdata's stateful loader, in this process or in one of its own."""
+"""Batches through torchdata's StatefulDataLoader, in this process or in a worker process."""
 
 from __future__ import annotations
 
@@ -12,42 +12,44 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from oomph.errors import UserError
-from oomph.training.data.needs import need
-from oomph.training.data.packing import Batch
-from oomph.training.signals import STOPPING
+from oomph.torch_internals import without_sigchld_handler
+from oomph.training.libraries import need
 
-_BATCHES_AHEAD = 8  # of a worker: those of a step or two
-_POSITION = "oomph_position"  # under which the loader's own state holds ours
+# Ctrl-C, a scheduler's, and that of a closed terminal, which Windows does not have.
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+)
+_PREFETCH = 8  # batches of a worker: those of a step or two
+_POSITION = "oomph_position"  # the key of our state inside the loader's
+
+Batch = dict[str, torch.Tensor]
 
 
-class Stateful(Protocol):
-    """A data set of whole batches that is its own iterator and knows where it stands."""
+class StatefulDataset(Protocol):
+    """A data set of whole batches that is its own iterator."""
 
     def __next__(self) -> Batch: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-Dataset = TypeVar("Dataset", bound=Stateful)
-
-
 @dataclass(frozen=True)
-class _Failure:
-    """A user's mistake met in a worker. Raised there, it would arrive with a traceback around it."""
+class _WorkerError:
+    """A UserError in a worker. Raised there, it would arrive wrapped in a traceback."""
 
     message: str
 
 
 @dataclass(frozen=True)
-class _Plain:
-    """A batch from a worker, as bytes. A tensor would come as a file in shared memory, of which containers
-    have little, with a connection made for each."""
+class _WorkerBatch:
+    """A batch as numpy arrays. Tensors would arrive through shared memory, of which containers have little,
+    with a connection for each."""
 
     arrays: dict[str, Any]
 
@@ -55,26 +57,27 @@ class _Plain:
         return {name: torch.from_numpy(array) for name, array in self.arrays.items()}
 
     def pin_memory(self) -> Batch:
-        """The loader's thread looks for this name."""
+        """Called by the loader's pinning thread."""
         return {name: tensor.pin_memory() for name, tensor in self.tensors().items()}
 
 
-class _Reported(IterableDataset[Any], Generic[Dataset]):
+class _WorkerDataset(IterableDataset[Any]):
     """The data set as the loader sees it."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: StatefulDataset) -> None:
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch | _Plain | _Failure:
+    def __next__(self) -> Batch | _WorkerBatch | _WorkerError:
         if get_worker_info() is None:
             return next(self.dataset)  # type: ignore[call-overload, no-any-return]
         try:
-            return _Plain({name: tensor.numpy() for name, tensor in next(self.dataset).items()})  # type: ignore[call-overload]
+            batch = next(self.dataset)  # type: ignore[call-overload]
         except UserError as error:
-            return _Failure(str(error))
+            return _WorkerError(str(error))
+        return _WorkerBatch({name: tensor.numpy() for name, tensor in batch.items()})
 
     def state_dict(self) -> dict[str, Any]:
         return {_POSITION: self.dataset.state_dict()}
@@ -83,39 +86,36 @@ class _Reported(IterableDataset[Any], Generic[Dataset]):
         self.dataset.load_state_dict(state[_POSITION])
 
 
-def _left_to_the_run(run: int, worker: int) -> None:
-    """A signal that stops a run goes to all its processes. The run needs its batches until its step is done,
-    and then ends the worker itself. `run`: its process."""
-    for number in STOPPING:
+def _set_up_worker(parent: int, worker: int) -> None:
+    """Ignore stop signals, which go to all processes of a run: the run needs its batches until its step is
+    done, and then ends the worker. End if the run is killed."""
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(run,), daemon=True).start()
-    # Threads that are at work in a library's own code must not meet an interpreter that is taken apart.
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    # Threads inside native code must not run while the interpreter is torn down.
     atexit.register(os._exit, 0)
 
 
-def _end_with(run: int) -> None:
-    """A run that was killed ends no worker, and one whose batches nobody reads would wait for ever."""
-    while os.getppid() == run:
-        time.sleep(1)
-    os._exit(1)
+class Batches:
+    """The batches of a training loop. Iterating again continues where it stopped.
 
-
-class Batches(Generic[Dataset]):
-    """What a training loop iterates over. Iterating again goes on where it stopped.
-
-    The state is that of the data set alone, so a run that read in its own process can go on with a worker,
-    and the other way round. `identity`: what must be the same when a state is loaded.
+    The state is that of the data set alone, so a run may change the number of workers. identity: what must be
+    the same when a state is loaded.
     """
 
-    def __init__(self, dataset: Dataset, workers: int, identity: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: StatefulDataset, workers: int, identity: Mapping[str, Any]) -> None:
         self._loaders = need("torchdata.stateful_dataloader", "loading data")
-        self._dataset = dataset
-        self._workers = workers
-        self._identity = dict(identity)
+        self._dataset, self._workers, self._identity = dataset, workers, dict(identity)
         self._loader: Any = None
         self._iterator: Any = None
         self.opened_by = os.getpid()
-        _OPENED.add(self)
+        _OPEN.add(self)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -131,100 +131,84 @@ class Batches(Generic[Dataset]):
             if self._iterator is not None:
                 self._iterator._shutdown = True  # a thread that waits for the rest of a batch never ends
             raise UserError(
-                f"the process that reads the data ended ({str(error).splitlines()[0].rstrip('.')}); go on "
+                f"the process that reads the data ended ({str(error).splitlines()[0].rstrip('.')}); continue "
                 "with --resume, and data.workers=0 if the host has too little memory for it"
             ) from error
-        if isinstance(batch, _Failure):
+        if isinstance(batch, _WorkerError):
             raise UserError(batch.message)
-        return batch.tensors() if isinstance(batch, _Plain) else batch
+        return batch.tensors() if isinstance(batch, _WorkerBatch) else batch
 
     def state_dict(self) -> dict[str, Any]:
-        """A few numbers: where the next batch starts. Of the batches handed out, not of those read ahead."""
-        loader = self._loader
-        position = self._dataset.state_dict() if loader is None else _found(loader.state_dict())
+        """The position after the batches handed out, not after those prefetched."""
+        position = self._dataset.state_dict()
+        if self._loader is not None:
+            position = _find(self._loader.state_dict(), _POSITION)
         return {"identity": dict(self._identity), "position": dict(position)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, now in self._identity.items():
-            then = state["identity"].get(name)
-            if then != now:
+            before = state["identity"].get(name)
+            if before != now:
                 raise UserError(
-                    f"the data are not those of the checkpoint: {name} was {then!r} and is {now!r}; "
+                    f"the data are not those of the checkpoint: {name} was {before!r} and is {now!r}; "
                     "resume with the same data, or start a new run"
                 )
         self.close()
         self._dataset.load_state_dict(dict(state["position"]))
 
-    def _open(self) -> None:
-        if self._workers:
-            # The tokenizers' threads do not survive a fork, and the library would say so each time.
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        with warnings.catch_warnings():
-            # torchdata 0.11 calls a counter that newer versions of torch no longer keep.
-            warnings.filterwarnings("ignore", ".*set_vital", UserWarning)
-            # A loader draws a seed for its workers when it is opened. It must not be the training's generator
-            # that it draws from: a resumed run opens one more, and would have other dropout from there on.
-            self._loader = self._loaders.StatefulDataLoader(
-                _Reported(self._dataset),
-                batch_size=None,
-                num_workers=self._workers,
-                prefetch_factor=_BATCHES_AHEAD if self._workers else None,
-                # On a GPU: a thread takes batches from the worker and makes them ready to be copied there.
-                pin_memory=bool(self._workers) and torch.cuda.is_initialized(),
-                generator=torch.Generator().manual_seed(0),
-                worker_init_fn=partial(_left_to_the_run, os.getpid()) if self._workers else None,
-            )
-        self._iterator = self._started()
-
-    def _started(self) -> Iterator[Any]:
-        """Without torch's watch over its workers, which raises in whatever the main thread is doing when one
-        ends. Asking for a batch finds it out as well, and is where there is a step to go back to."""
-        handling = torch.utils.data._utils.signal_handling
-        watch = handling._set_SIGCHLD_handler
-        handling._set_SIGCHLD_handler = _nothing
-        try:
-            started: Any = iter(self._loader)
-        finally:
-            handling._set_SIGCHLD_handler = watch
-        if self._workers and not self._loader.pin_memory:
-            # Only the worker writes there. While our own end is open, the rest of a batch that it was killed
-            # over would be waited for without end.
-            started._worker_result_queue._writer.close()
-        return started  # type: ignore[no-any-return]
-
     def close(self) -> None:
-        """Ends the worker. The next batch would start at the state loaded last."""
+        """End the worker. The next batch starts at the state loaded last."""
         workers = getattr(self._iterator, "_workers", ())
         self._iterator = self._loader = None
         for worker in workers:
-            worker.kill()  # one that is busy with a batch was asked in vain
+            worker.kill()  # it does not answer a request while it makes a batch
+
+    def _open(self) -> None:
+        if self._workers:
+            # The tokenizers library's threads do not survive a fork, and it would warn each time.
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls a counter that newer torch versions do not have.
+            warnings.filterwarnings("ignore", ".*set_vital", UserWarning)
+            self._loader = self._loaders.StatefulDataLoader(
+                _WorkerDataset(self._dataset),
+                batch_size=None,
+                num_workers=self._workers,
+                prefetch_factor=_PREFETCH if self._workers else None,
+                pin_memory=bool(self._workers) and torch.cuda.is_initialized(),
+                # A loader draws a seed when it is opened. From the training's generator, a resumed run, which
+                # opens one more, would have other dropout from there on.
+                generator=torch.Generator().manual_seed(0),
+                worker_init_fn=partial(_set_up_worker, os.getpid()) if self._workers else None,
+            )
+        # torch's handler raises in whatever the main thread is doing when a worker ends. Asking for a batch
+        # finds that out too, and there the state before the step can be saved.
+        with without_sigchld_handler():
+            self._iterator = iter(self._loader)
+        if self._workers and not self._loader.pin_memory:
+            # Only the worker writes there. With our end open, we would wait for ever for the rest of a batch
+            # that a killed worker was sending.
+            self._iterator._worker_result_queue._writer.close()
 
 
-_OPENED: weakref.WeakSet[Batches[Any]] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[Batches] = weakref.WeakSet()
 
 
 @atexit.register
 def _close_all() -> None:
-    """A program that ends waits for its processes, and a worker leaves signals to the run."""
-    for batches in list(_OPENED):
-        if batches.opened_by == os.getpid():  # not in a child that was forked, whose worker it is not
+    """A program that ends waits for its child processes, and a worker ignores signals."""
+    for batches in list(_OPEN):
+        if batches.opened_by == os.getpid():  # not in a forked child
             batches.close()
 
 
-def _nothing() -> None:
-    pass
-
-
-def _found(state: Any) -> dict[str, Any]:
-    """Our position in the loader's state, which nests it differently with and without a worker."""
-    for value in _dicts_below(state):
-        if _POSITION in value:
-            return value[_POSITION]  # type: ignore[no-any-return]
-    raise KeyError(_POSITION)
-
-
-def _dicts_below(state: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(state, dict):
-        yield state
-        for value in state.values():
-            yield from _dicts_below(value)
+def _find(state: Any, key: str) -> Any:
+    """The value of `key` in the loader's state, which is nested differently with and without a worker."""
+    pending = [state]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict):
+            if key in value:
+                return value[key]
+            pending += value.values()
+    raise KeyError(key)

@@ -1,0 +1,281 @@
+"""The sections of a training config, as pydantic models, and the complete config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from oomph.errors import UserError
+from oomph.records import FixUse
+from oomph.units import parse_bytes
+
+Count = Annotated[int, Field(ge=1)]
+Length = Annotated[int, Field(ge=2)]  # a single token has nothing to be predicted from
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+# Before a Literal of dtypes: the usual short names.
+DtypeName = BeforeValidator(lambda value: _SHORT.get(value, value) if isinstance(value, str) else value)
+
+
+def _check_size(value: str | None) -> str | None:
+    if value is not None:
+        try:
+            parse_bytes(value)
+        except UserError as error:
+            raise PydanticCustomError("size", "{why}", {"why": str(error)}) from None
+    return value
+
+
+# "24GiB". A bare number passes as text, so that the error says that its unit is missing.
+Size = Annotated[
+    str | None,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    AfterValidator(_check_size),
+]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    # Keys whose values are lists of sections.
+    nested: ClassVar[Mapping[str, type[Section]]] = {}
+
+
+class CurriculumStage(Section):
+    """steps: optimizer steps; only the last stage may leave it out. accumulate: training.accumulate by
+    default. batch_size may be given instead of batch_tokens, which is divided by seq_len."""
+
+    seq_len: Length
+    batch_tokens: Count | None = None
+    batch_size: Count | None = None
+    steps: Count | None = None
+    accumulate: Count | None = None
+
+
+class DataConfig(Section):
+    """In a loaded config every default is filled in.
+
+    source: "stdlib" (Python's own source files), "photographs" (of scikit-learn; ginr), a file, folder or
+        glob of text, JSONL or parquet, or the name of a hub data set. field: the one that holds the text.
+    vocab_size: tokens that the tokenizer learns at most; the model's vocabulary may be larger.
+    seq_len, batch_size: with a curriculum, those of its largest stage.
+    shuffle_window: sequences that are shuffled with each other. validation: the fraction held out.
+    workers: 1 reads in a process of its own, 0 in the training process; default 1 on a GPU.
+    """
+
+    nested: ClassVar[Mapping[str, type[Section]]] = {"curriculum": CurriculumStage}
+
+    source: str | None = None
+    field: str = "text"
+    tokenizer: Literal["words", "bpe", "bytes"] | None = None
+    vocab_size: Count | None = None
+    seq_len: Length | None = None
+    batch_size: Count | None = None
+    batch_tokens: Count | None = None
+    curriculum: tuple[CurriculumStage, ...] | None = None
+    shuffle: bool = True
+    shuffle_window: Count = 1024
+    seed: Seed | None = None
+    validation: Fraction = 0.02
+    workers: Annotated[int, Field(ge=0, le=1)] | None = None
+
+
+class OptimizerConfig(Section):
+    """AdamW. Other forms of it (8-bit, fused, in backward) are fixes."""
+
+    learning_rate: Positive = 3e-4
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+
+
+class TrainingConfig(Section):
+    """In a loaded config either steps or epochs is set.
+
+    steps: optimizer steps. accumulate: batches per step.
+    dtype: of the parameters; by default as the model makes them, float32 (npt: model.optimization).
+    warmup: steps until the learning rate is full. min_learning_rate: the end of the schedule, as a fraction.
+    eval_every, save_every: steps; null is at the end only. eval_at_start: also before the first step.
+    keep: checkpoints kept. save: false writes no checkpoints.
+    device: by default a GPU if there is one. on_nan: what to do with a step whose loss is not finite.
+    gradient_checkpointing: the fix "activation_checkpointing".
+    cuda_graph: capture forward and backward as a CUDA graph; for models so small that kernel launches
+        dominate.
+    deterministic: bitwise reproducible; a GPU's attention backward is not by default.
+    memory_limit: such as "23GiB"; this process uses no more of the GPU.
+    """
+
+    steps: Count | None = None
+    epochs: Count | None = None
+    accumulate: Count = 1
+    dtype: Annotated[Literal["float32", "bfloat16"] | None, DtypeName] = None
+    autocast: Annotated[Literal["bfloat16", "float16"] | None, DtypeName] = None
+    clip: Positive | None = None
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    warmup: Annotated[int, Field(ge=0)] = 0
+    min_learning_rate: Annotated[float, Field(ge=0, le=1)] = 0.0
+    eval_every: Count | None = 200
+    eval_at_start: bool = False
+    eval_batches: Count = 20
+    save_every: Count | None = 500
+    keep: Count = 3
+    log_every: Count = 10
+    seed: Seed = 0
+    device: str | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+    gradient_checkpointing: bool = False
+    save: bool = True
+    cuda_graph: bool = False
+    deterministic: bool = False
+    memory_limit: Size = None
+
+
+class OutputConfig(Section):
+    """dir: where a run writes; by default runs/<the config's name>."""
+
+    dir: str | None = None
+
+
+SECTIONS: Mapping[str, type[Section]] = {
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "training": TrainingConfig,
+    "output": OutputConfig,
+}
+
+
+# -------------------------------------------------------------------------------------- curriculum
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the training with batches of one shape. seq_len None: images. steps None: to the end."""
+
+    seq_len: int | None
+    batch_size: int
+    accumulate: int = 1
+    steps: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens (or images) of a batch."""
+        return self.batch_size * (self.seq_len or 1)
+
+    @property
+    def batches(self) -> int | None:
+        return None if self.steps is None else self.steps * self.accumulate
+
+
+@dataclass(frozen=True)
+class Curriculum:
+    """Stages in order; the last one does not end."""
+
+    stages: tuple[Stage, ...]
+
+    def stage_number(self, step: int) -> int:
+        """Which stage the step after `step` others belongs to."""
+        for number, stage in enumerate(self.stages[:-1]):
+            if stage.steps is None or step < stage.steps:
+                return number
+            step -= stage.steps
+        return len(self.stages) - 1
+
+    def at_step(self, step: int) -> Stage:
+        return self.stages[self.stage_number(step)]
+
+    def at_batch(self, batch: int) -> tuple[Stage, int | None]:
+        """The stage of a batch number, and how many batches it has from there on; None: no end."""
+        for stage in self.stages[:-1]:
+            if stage.batches is None:
+                return stage, None
+            if batch < stage.batches:
+                return stage, stage.batches - batch
+            batch -= stage.batches
+        return self.stages[-1], None
+
+    @property
+    def largest(self) -> Stage:
+        """The stage with the most tokens in a batch; of several, the one with the longest sequences."""
+        return max(self.stages, key=lambda stage: (stage.tokens, stage.seq_len or 0))
+
+    @property
+    def longest(self) -> int:
+        return max(stage.seq_len or 0 for stage in self.stages)
+
+    def identity(self) -> list[list[int | None]]:
+        """What a position in the data depends on. The length of the last stage is not part of it."""
+        shapes = [[stage.seq_len, stage.batch_size, stage.batches] for stage in self.stages]
+        shapes[-1][2] = None
+        return shapes
+
+
+def batch_rows(batch_size: int | None, batch_tokens: int | None, seq_len: int) -> int | None:
+    """Sequences in a batch, given as such or as tokens."""
+    return batch_size if batch_tokens is None else batch_tokens // seq_len
+
+
+# ----------------------------------------------------------------------------------- whole config
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """A complete, validated config. name: of its file. preset: what model_config started from."""
+
+    name: str
+    system: str
+    form: str
+    preset: str
+    model_config: Any
+    data: DataConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    fixes: tuple[FixUse, ...]
+    output: OutputConfig
+
+    @cached_property
+    def curriculum(self) -> Curriculum:
+        """One stage if the config has no curriculum."""
+        data, accumulate = self.data, self.training.accumulate
+        if data.curriculum is None:
+            assert data.batch_size is not None
+            return Curriculum((Stage(data.seq_len, data.batch_size, accumulate),))
+        return Curriculum(
+            tuple(
+                Stage(stage.seq_len, stage.batch_size or 1, stage.accumulate or accumulate, stage.steps)
+                for stage in data.curriculum
+            )
+        )
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.curriculum.stages
+
+    @property
+    def largest_stage(self) -> Stage:
+        return self.curriculum.largest
+
+    def to_dict(self) -> dict[str, Any]:
+        """All keys and values, for JSON or YAML; `load_dict` makes the same config of it."""
+        sections = {name: getattr(self, name).model_dump(mode="json") for name in SECTIONS}
+        return {
+            "system": self.system,
+            "form": self.form,
+            "model": {"preset": self.preset, **_plain(asdict(self.model_config))},
+            **sections,
+            "fixes": [{"fix": use.fix, "options": _plain(dict(use.options))} for use in self.fixes],
+        }
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,1 +1,0 @@
-"""The training loop: steps, schedule, evaluation, and what happens when something goes wrong."""

@@ -1,0 +1,212 @@
+"""Checkpoints that are corrupt, foreign or planted: one clear line each, and nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from oomph.errors import UserError
+from oomph.training import checkpoint
+from oomph.training.checkpoint import Checkpoint, CheckpointError, Checkpoints, find, load
+
+TENSORS = "model-00001-of-00001.safetensors"
+FILES = ["manifest.json", "state.json", TENSORS]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Checkpoint:
+    checkpoints = Checkpoints(tmp_path / "run")
+    model = {"weight": torch.randn(4, 3), "bias": torch.zeros(4), "scale": torch.ones(())}
+    checkpoints.save(7, {"model": model, "optimizer": {0: torch.ones(2)}, "step": 7})
+    checkpoints.close()
+    return find(tmp_path / "run")
+
+
+def sign(folder: Path) -> None:
+    """Make the manifest agree with the files, as whoever plants one would."""
+    (folder / "manifest.json").unlink()
+    checkpoint._write_manifest(folder, 7)
+
+
+class Planted:
+    def __init__(self, witness: Path) -> None:
+        self.witness = witness
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return open, (str(self.witness), "w")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_pickle_planted_in_any_file_is_refused_and_not_executed(
+    saved: Checkpoint, tmp_path: Path, name: str
+) -> None:
+    witness = tmp_path / "executed"
+    planted = pickle.dumps(Planted(witness))
+    pickle.loads(planted).close()
+    assert witness.exists()  # it would be, if it were unpickled
+    witness.unlink()
+
+    (saved.folder / ".metadata").write_bytes(planted)
+    assert load(find(saved.folder))["step"] == 7  # an extra file is not read
+    (saved.folder / ".metadata").unlink()
+    (saved.folder / name).write_bytes(planted)
+    if name != "manifest.json":
+        sign(saved.folder)
+    with pytest.raises(CheckpointError, match=r"is not JSON|is malformed") as caught:
+        load(find(saved.folder))
+    assert str(saved.folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not witness.exists()
+
+
+def test_nothing_is_unpickled_on_the_way(saved: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("unpickled")
+
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, never)
+    monkeypatch.setattr(torch, "load", never)
+    assert load(find(saved.folder))["step"] == 7
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_flipped_bit_or_a_truncated_file_is_found(saved: Checkpoint, name: str) -> None:
+    file = saved.folder / name
+    whole = file.read_bytes()
+    for position in range(0, len(whole), max(len(whole) // 40, 1)):
+        changed = bytearray(whole)
+        changed[position] ^= 4
+        file.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=f"{name} "):
+            find(saved.folder)
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=f"{name} is corrupt"):
+            find(saved.folder)
+    file.unlink()
+    with pytest.raises(UserError, match=rf"{name} is missing; delete|holds no checkpoint"):
+        find(saved.folder)
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        [],
+        3,
+        {"x": {"$tensor": "model.other"}},
+        {"x": {"$code": "print()"}},
+        {"x": {"$dtype": "load"}},
+        {"x": {"$dict": [[["a", "b"], 1]]}},
+        {"x": {"$dict": [[1, 2, 3]]}},
+        {"x": {"$subclass": "os.system", "tensors": {}, "context": []}},
+        {"x": {"$subclass": "OptimState8bit"}},
+        {"x": {"$tensor": "model.weight", "dtype": "float32", "shape": [4, 3], "strides": [90, 1]}},
+        {"x": {"$tensor": "model.weight", "dtype": "complex128", "shape": [1 << 50], "strides": [1]}},
+    ],
+    ids=str,
+)
+def test_a_structure_that_save_did_not_write_is_refused(saved: Checkpoint, structure: Any) -> None:
+    if isinstance(structure, dict):
+        names = ["model.bias", "model.scale", "optimizer.0", "model.weight"]
+        structure = {**structure, "all": [{"$tensor": name} for name in names]}
+    (saved.folder / "state.json").write_text(json.dumps(structure))
+    sign(saved.folder)
+    with pytest.raises(CheckpointError, match="is malformed"):
+        load(find(saved.folder))
+
+
+def test_endless_nesting_is_refused(saved: Checkpoint) -> None:
+    (saved.folder / "state.json").write_text("[" * 100_000 + "]" * 100_000)
+    sign(saved.folder)
+    with pytest.raises(CheckpointError, match="is not JSON"):
+        load(find(saved.folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda header: header["model.weight"].update(data_offsets=[0, 1 << 40]),
+        lambda header: header["model.weight"].update(shape=[4, -3]),
+        lambda header: header["model.weight"].update(dtype="PICKLE"),
+        lambda header: header.pop("model.weight"),
+        lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="{}"),
+    ],
+)
+def test_a_header_that_lies_is_refused(saved: Checkpoint, change: Callable[[Any], Any]) -> None:
+    file = saved.folder / TENSORS
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    sign(saved.folder)
+    with pytest.raises(CheckpointError, match="is malformed"):
+        load(find(saved.folder))
+
+
+def test_no_file_that_the_manifest_does_not_name_is_read(saved: Checkpoint) -> None:
+    path = saved.folder / "manifest.json"
+    text = path.read_text()
+    manifest = json.loads(text)
+    manifest["files"]["../../secret"] = manifest["files"].pop("state.json")
+    del manifest["sha256"]
+    path.write_text(json.dumps({**manifest, "sha256": checkpoint._own_hash(manifest)}))
+    with pytest.raises(CheckpointError, match="does not name a step and its files"):
+        find(saved.folder)
+    path.write_text(text)
+    (saved.folder / "other.safetensors").write_bytes((saved.folder / TENSORS).read_bytes())
+    with pytest.raises(CheckpointError, match="does not name a step and its files"):
+        find(saved.folder)
+
+
+def test_another_version_of_the_format_is_named(saved: Checkpoint) -> None:
+    path = saved.folder / "manifest.json"
+    text = path.read_text()
+    for version in (1, 3):
+        path.write_text(text.replace('"version": 2', f'"version": {version}'))
+        with pytest.raises(CheckpointError, match=rf"version {version} of the format, and .* reads 2"):
+            find(saved.folder)
+
+
+def test_foreign_files_and_folders_are_called_what_they_are(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(1)}, tmp_path / "model.pt")
+    (tmp_path / "old.pt").write_bytes(pickle.dumps({}))
+    (tmp_path / "model.safetensors").write_bytes(bytes(8))
+    (tmp_path / "notes.txt").write_text("hello")
+    dcp.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "json").mkdir()
+    (tmp_path / "json" / "manifest.json").write_text('{"name": "an app"}')
+    for name, message in {
+        "model.pt": "is a file of torch.save or pickle, which may execute code",
+        "old.pt": "is a file of torch.save or pickle",
+        "model.safetensors": "is weights without an optimizer or a data position",
+        "notes.txt": "is a file; a checkpoint of oomph is a folder like step-00000100",
+        "dcp": "torch.distributed.checkpoint's default storage, whose .metadata is a pickle",
+        "json": "is not the manifest of a checkpoint of oomph",
+        "": "holds no checkpoint of oomph",
+        "nowhere": "does not exist; a checkpoint is a folder like step-00000100",
+    }.items():
+        with pytest.raises(UserError, match=message) as caught:
+            find(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+def test_another_models_checkpoint_names_what_differs_and_fills_nothing(saved: Checkpoint) -> None:
+    own = {"weight": torch.full((4, 5), 9.0), "bias": torch.full((4,), 9.0).half()}
+    own |= {f"layer.{number}": torch.ones(1) for number in range(5)}
+    with pytest.raises(UserError) as caught:
+        load(saved, into={"model": own})
+    message = str(caught.value)
+    assert "missing from it: model.layer.0, model.layer.1, model.layer.2 and 2 more" in message
+    assert "model.scale" in message
+    assert "model.weight is [4, 3] float32 there and [4, 5] float32 here" in message
+    assert "model.bias is [4] float32 there and [4] float16 here" in message
+    assert own["weight"].eq(9).all()

@@ -1,0 +1,125 @@
+"""Words, BPE and bytes: their special tokens, their caps, and the way back to text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from corpora import opened
+
+from oomph.errors import UserError
+from oomph.training.data import Tokenizer
+from oomph.training.data.sources import Split, open_text
+from oomph.training.data.tokenizers import SPECIALS, Bytes, learn, sample
+
+TEXT = "the cat and the dog and the bird (one, two)\n" * 40 + "a rare zebra\n" * 3
+STRANGE = "naïve 日本語 🎈 \t tabs\r\n  <eos> <unk> <pad>\n\n\x7f end "
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+def learned(kind: str, size: int | None, source: Path) -> Tokenizer:
+    corpus = open_text(str(source))
+    return learn(kind, size, corpus, Split(corpus.blocks, 0.0))
+
+
+def test_words_are_the_most_frequent_ones_and_the_rest_is_unknown(source: Path) -> None:
+    words = learned("words", 7, source)
+    assert words.vocab_size == 7
+    assert (words.unk, words.pad, words.sos, words.eos) == (0, 1, 2, 3)
+    assert words.decode(words.encode("the cat and zebra")) == "the and"
+    assert words.encode("zebra") == [words.unk]
+    assert words.encode("the <unk> and") == [words.encode("the")[0], words.unk, words.encode("and")[0]]
+
+
+@pytest.mark.parametrize(("kind", "size"), [("bpe", 270), ("bytes", None)])
+def test_bpe_and_bytes_give_back_any_text_exactly(source: Path, kind: str, size: int | None) -> None:
+    tokenizer = learned(kind, size, source)
+    for text in (TEXT, STRANGE, "", "x"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize(("kind", "size"), [("bpe", 270), ("bytes", None), ("words", 12)])
+def test_text_never_becomes_the_mark_of_a_document(
+    source: Path, tmp_path: Path, kind: str, size: int | None
+) -> None:
+    tokenizer = learned(kind, size, source)
+    tokenizer.save(tmp_path / "saved.json")
+    for each in (tokenizer, Tokenizer.load(tmp_path / "saved.json")):
+        assert not {each.pad, each.sos, each.eos} & set(each.encode("<sos> <pad> <eos>"))
+        assert len({each.unk, each.pad, each.sos, each.eos}) == len(SPECIALS)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("bpe", 270), ("bytes", None), ("words", 12)])
+def test_a_saved_tokenizer_is_the_same_when_loaded(
+    source: Path, tmp_path: Path, kind: str, size: int | None
+) -> None:
+    tokenizer = learned(kind, size, source)
+    tokenizer.save(tmp_path / "saved.json")
+    loaded = Tokenizer.load(tmp_path / "saved.json")
+    assert (loaded.kind, loaded.vocab_size) == (tokenizer.kind, tokenizer.vocab_size)
+    assert loaded.encode(TEXT + STRANGE) == tokenizer.encode(TEXT + STRANGE)
+
+
+def test_the_run_s_folder_keeps_the_tokenizer_and_refuses_another_one(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = opened(source, folder, tokenizer="bpe", vocab_size=270)
+    before = (folder / "tokenizer.json").read_bytes()
+    again = opened(source, folder, tokenizer="bpe", vocab_size=270)
+    assert first.tokenizer is not None
+    assert again.tokenizer is not None
+    assert again.tokenizer.encode(TEXT) == first.tokenizer.encode(TEXT)
+    assert (folder / "tokenizer.json").read_bytes() == before
+    message = r"tokenizer.json was made with vocab_size=270, and the config asks for 271; use another folder"
+    with pytest.raises(UserError, match=message):
+        opened(source, folder, tokenizer="bpe", vocab_size=271)
+
+
+def test_large_data_are_sampled_evenly_and_validation_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("".join(f"{number:07d}\n" for number in range(50_000)))
+    corpus = open_text(str(path))
+    split = Split(corpus.blocks, 0.1)
+    lines = [int(line) for piece in sample(corpus, split, 100_000) for line in piece.split()]
+    assert 8 * len(lines) == pytest.approx(90_000, rel=0.2)
+    assert {line // 10_000 for line in lines} == set(range(5))
+    held = {
+        line
+        for i in range(split.held_out)
+        for doc in corpus.read(split.validation(i))
+        for line in doc.split()
+    }
+    assert not {f"{line:07d}" for line in lines} & held
+
+
+def test_a_vocabulary_larger_than_the_data_says_how_many_words_there_are(source: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        learned("words", 10_000, source)
+    assert str(caught.value) == (
+        f"vocab_size=10000 is larger than the data: {source} has 13 different words, 17 with "
+        "<unk> <pad> <sos> <eos>; give vocab_size <= 17"
+    )
+    assert learned("words", 17, source).vocab_size == 17
+    with pytest.raises(
+        UserError, match=r"has \d+ different tokens that BPE can form.*give vocab_size <= \d+$"
+    ):
+        learned("bpe", 10_000, source)
+
+
+def test_a_vocabulary_that_is_too_small_and_an_unknown_kind_say_what_is_valid(source: Path) -> None:
+    with pytest.raises(UserError, match=r"^vocab_size=100 is too small for bpe; give at least 260$"):
+        learned("bpe", 100, source)
+    with pytest.raises(UserError, match=r"^tokenizer='letters' is not valid; choose from words, bpe, bytes$"):
+        learned("letters", 100, source)
+    with pytest.raises(UserError, match=r"is not a tokenizer that oomph saved: FileNotFoundError$"):
+        Tokenizer.load(source.with_name("none.json"))
+
+
+def test_bytes_are_256_and_the_special_tokens() -> None:
+    assert Bytes().vocab_size == 260
+    assert Bytes().encode("aé") == [97, 0xC3, 0xA9]

@@ -1,0 +1,117 @@
+"""The same bits at every run: what training.deterministic asks of torch, and gives."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import assert_equal_runs, config_of, shared_folder, trained
+
+from oomph.errors import UserError
+from oomph.training.checkpoint import find
+from oomph.training.trainer import Trainer
+from oomph.training.workloads import workload
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+DETERMINISTIC = "training.deterministic=true"
+
+
+def test_torch_is_asked_for_the_length_of_the_run_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen: list[tuple[Any, ...]] = []
+    begin = Trainer.start_measuring
+
+    def asked() -> tuple[Any, ...]:
+        fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        on = torch.are_deterministic_algorithms_enabled()
+        return on, fills, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+    def watched(trainer: Trainer) -> None:
+        seen.append(asked())
+        begin(trainer)
+
+    monkeypatch.setattr(Trainer, "start_measuring", watched)
+    before = asked()
+    trained(tmp_path / "plain", ["training.steps=1"])
+    trained(tmp_path / "exact", ["training.steps=1", DETERMINISTIC])
+    assert seen == [before, (True, False, ":4096:8")]
+    assert asked() == before == (False, True, None)
+
+
+def test_the_step_that_is_predicted_is_deterministic_too(tmp_path: Path) -> None:
+    assert not workload(config_of(tmp_path / "run")).deterministic
+    assert workload(config_of(tmp_path / "run", [DETERMINISTIC, "fixes=[optimizer_8bit]"])).deterministic
+
+
+REFUSED = "median CUDA with indices output does not have a deterministic implementation, but you set"
+TOO_LATE = "... this operation is not deterministic because it uses CuBLAS and you have CUDA >= 10.2. ..."
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "told"),
+    [
+        (REFUSED, r"torch has none for median CUDA with indices output$"),
+        (TOO_LATE, r"start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8$"),
+    ],
+)
+def test_what_torch_refuses_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_torch: str, told: str
+) -> None:
+    def fails(trainer: Trainer, batches: Any) -> Any:
+        raise RuntimeError(of_torch)
+
+    monkeypatch.setattr(Trainer, "_loss_and_gradients", fails)
+    with pytest.raises(UserError, match=told):
+        trained(tmp_path / "run", [DETERMINISTIC])
+    with pytest.raises(RuntimeError, match="determinis"):  # nobody asked: it is torch's own
+        trained(tmp_path / "plain")
+
+
+def test_what_an_evaluation_refuses_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: Any) -> Any:
+        raise RuntimeError(REFUSED)
+
+    monkeypatch.setattr("oomph.training.trainer.evaluate", fails)
+    with pytest.raises(UserError, match="torch has none for median"):
+        trained(tmp_path / "run", [DETERMINISTIC, "training.eval_every=4"])
+    assert find(tmp_path / "run" / "checkpoints").step == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("longctx_tiny", "data.seq_len=2048", "data.batch_size=2", "training.autocast=bfloat16"),
+        ("pythia_tiny", "training.cuda_graph=true", "training.autocast=bfloat16", "training.accumulate=2"),
+    ],
+    ids=lambda value: value[0],
+)
+def test_a_resumed_run_on_a_gpu_is_the_run_that_was_never_interrupted(
+    tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
+    """In processes of their own: once cuBLAS has been used, torch no longer asks how it is to work."""
+    config, *changes = overrides
+    changes += [f"data.source={shared_folder() / 'text.txt'}", "data.tokenizer=bytes", "data.vocab_size=null"]
+    changes += ["training.steps=6", "training.save_every=3", "training.log_every=1", DETERMINISTIC]
+
+    def run(folder: Path, *more: str) -> None:
+        command = [sys.executable, "-m", "oomph", "train", str(CONFIGS / f"{config}.yaml"), *changes]
+        done = subprocess.run(
+            [*command, f"output.dir={folder}", *more], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+
+    run(tmp_path / "straight")
+    shutil.copytree(tmp_path / "straight", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-00000006")
+    run(tmp_path / "resumed", "--resume")
+    assert_equal_runs(tmp_path / "straight", tmp_path / "resumed")

@@ -1,0 +1,364 @@
+"""The numbers of a run: learning rates, throughput, evaluation, metrics on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_runs import Recorder, differences, rows_of, state_of, trained, uninterrupted
+from torch import nn
+
+from oomph.errors import UserError
+from oomph.training.config import TrainingConfig
+from oomph.training.evaluation import evaluate
+from oomph.training.metrics import MetricsWriter, Throughput, read_metrics
+from oomph.training.step import Precision, StepResults, Update
+from oomph.training.trainer import learning_rate_scale
+
+CPU = torch.device("cpu")
+PLAIN = Precision(CPU, None)
+
+
+# ------------------------------------------------------------------------------------------ schedule
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "least", "steps", "scales"),
+    [
+        ("constant", 0, 0.0, 4, [1, 1, 1, 1]),
+        ("constant", 4, 0.0, 10, [0.25, 0.5, 0.75, 1, 1, 1]),
+        ("linear", 0, 0.0, 5, [1, 0.75, 0.5, 0.25, 0]),
+        ("linear", 2, 0.2, 7, [0.5, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        ("linear", 0, 0.1, 3, [1, 0.55, 0.1, 0.1, 0.1]),  # past the end
+        ("cosine", 0, 0.0, 5, [1, 0.5 + math.sqrt(0.5) / 2, 0.5, 0.146447, 0]),
+        ("cosine", 1, 0.1, 4, [1, 1, 0.55, 0.1]),
+        ("cosine", 2, 0.0, None, [0.5, 1, 1, 1]),  # epochs: the end is not known
+        ("linear", 3, 0.0, 3, [1 / 3, 2 / 3, 1, 1]),  # no step after the warm-up
+    ],
+)
+def test_learning_rate_schedules(
+    schedule: Any, warmup: int, least: float, steps: int | None, scales: list[float]
+) -> None:
+    training = TrainingConfig(schedule=schedule, warmup=warmup, min_learning_rate=least, steps=steps)
+    found = [learning_rate_scale(training, step) for step in range(len(scales))]
+    assert found == pytest.approx(scales, abs=1e-6)
+
+
+def test_the_learning_rates_of_a_run_follow_its_schedule() -> None:
+    logged = [row["learning_rate"] for row in rows_of(uninterrupted())]
+    training = TrainingConfig(schedule="cosine", warmup=2, steps=6)
+    assert logged == [pytest.approx(0.01 * learning_rate_scale(training, step)) for step in range(6)]
+
+
+# ---------------------------------------------------------------------------------------- throughput
+
+
+class FakeEvent:
+    """A CUDA event of a device whose clock is given."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.time = FakeEvent.clock
+
+    def query(self) -> bool:
+        return False
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1000 * (end.time - self.time)
+
+
+def test_the_throughput_of_results_that_arrive_late_is_that_of_their_own_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last results of a run are read one right after the other; the steps took a second each."""
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    results = StepResults(torch.device("cuda"))
+    update = Update(None, torch.tensor(0.0))
+    rates = []
+    throughput = Throughput()
+    for step in range(1, 6):
+        FakeEvent.clock = float(step)
+        results.put(step, torch.tensor(1.0), update, None)
+        arrived = results.take(wait=step == 5)
+        for result in arrived:
+            throughput.add(100, result.seconds)
+            rates.append(throughput.rate())
+    assert rates == [100.0] * 5
+    assert throughput.rate() == 100.0  # repeated without new steps
+
+
+def test_evaluations_and_saves_do_not_count_as_time_of_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+
+    def slow(*_: Any, **__: Any) -> dict[str, float]:
+        clock[0] += 100
+        return {}
+
+    monkeypatch.setattr("oomph.training.step.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("oomph.training.trainer.evaluate", slow)
+    put = StepResults.put
+
+    def timed(self: StepResults, *given: Any) -> None:
+        clock[0] += 2
+        put(self, *given)
+
+    monkeypatch.setattr(StepResults, "put", timed)
+    events = Recorder()
+    trained(tmp_path / "run", ["training.eval_every=2", "training.save_every=3"], callbacks=events)
+    assert {report.tokens_per_second for report in events.reports} == {16.0}  # 2 x 16 tokens in 2 s
+
+
+def test_results_come_in_order_with_the_norm_only_if_there_is_one() -> None:
+    results = StepResults(CPU)
+    results.put(1, torch.tensor(1.0), Update(None, torch.tensor(0.0)), ["a"])
+    results.put(2, torch.tensor(math.nan), Update(torch.tensor(3.0), torch.tensor(1.0)), ["b"])
+    first, second = results.take()
+    assert (first.step, first.loss, first.grad_norm, first.skipped) == (1, 1.0, None, False)
+    assert (second.step, second.grad_norm, second.skipped, second.batches) == (2, 3.0, True, ["b"])
+    assert results.take() == []
+
+
+# ---------------------------------------------------------------------------------------- evaluation
+
+
+@pytest.mark.parametrize("system", ["pythia", "ginr"])
+def test_evaluation_does_not_disturb_the_training(tmp_path: Path, system: str) -> None:
+    trained(tmp_path / "often", ["training.eval_every=1", "training.eval_at_start=true"], system)
+    once = uninterrupted((), system)
+    assert differences(state_of(tmp_path / "often"), state_of(once)) == []
+    assert rows_of(tmp_path / "often") == rows_of(once)
+    assert [row["step"] for row in rows_of(tmp_path / "often", "evaluation")] == list(range(7))
+    assert len(rows_of(once, "evaluation")) == 1
+
+
+class FixedLosses(nn.Module):
+    """Returns known losses, one per call, and draws a random number each time."""
+
+    def __init__(self, losses: list[float], **more: float) -> None:
+        super().__init__()
+        self.losses, self.more = iter(losses), more
+        self.modes: list[bool] = []
+
+    def forward(self, **batch: torch.Tensor) -> SimpleNamespace:
+        torch.rand(())
+        self.modes.append(self.training)
+        return SimpleNamespace(loss=torch.tensor(next(self.losses)), **self.more)
+
+
+def text_batch(*shape: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros(*shape, dtype=torch.int64)
+    return {"input_ids": ids, "labels": ids}
+
+
+def test_perplexity_is_that_of_the_mean_loss_over_tokens() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    model = FixedLosses([2.0, 4.0, 100.0])
+    found = evaluate(model, [text_batch(3, 8), text_batch(1, 8), text_batch(1, 8)], 2, CPU, PLAIN)
+    assert found["loss"] == pytest.approx((3 * 2.0 + 4.0) / 4)
+    assert found["perplexity"] == pytest.approx(math.exp(2.5))
+    assert model.modes == [False, False]
+    assert model.training
+    assert torch.equal(torch.rand(2), expected)  # the training's random numbers are as before
+    huge = evaluate(FixedLosses([5000.0]), [text_batch(1, 8)], 1, CPU, PLAIN)
+    assert math.isfinite(huge["perplexity"])
+
+
+def test_psnr_is_that_of_the_mean_error() -> None:
+    batches = [{"images": torch.zeros(2, 3, 4, 4)} for _ in range(2)]
+    found = evaluate(FixedLosses([0.01, 0.03], psnr=0.0), batches, 9, CPU, PLAIN)
+    assert found["psnr"] == pytest.approx(-10 * math.log10(0.02))
+    assert found["loss"] == pytest.approx(0.02)
+
+
+def test_an_evaluation_counts_predicted_tokens_not_padding() -> None:
+    class FirstToken(nn.Module):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(loss=input_ids[0, 0].float())
+
+    whole = torch.tensor([[2, 2, 2, 2, 2]])
+    padded = torch.tensor([[8, 8, 0, 0, 0]])
+    labels = torch.tensor([[8, 8, -100, -100, -100]])
+    alone = torch.tensor([[100, -100, -100, -100, -100]])  # a last token, which nothing predicts
+    single = torch.tensor([[9]])
+    batches = [(whole, whole), (padded, labels), (alone, alone), (single, single)]
+    given = [{"input_ids": ids, "labels": wanted} for ids, wanted in batches]
+    found = evaluate(FirstToken(), given, 9, CPU, PLAIN)
+    assert found["loss"] == pytest.approx((4 * 2 + 1 * 8) / 5)
+
+
+def test_nothing_held_out_gives_no_metrics(tmp_path: Path) -> None:
+    events = Recorder()
+    changes = ["data.validation=0", "training.steps=1"]
+    assert trained(tmp_path / "run", changes, callbacks=events).evaluation == {}
+    assert rows_of(tmp_path / "run", "evaluation") == []
+    documents = tmp_path / "long.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"{n} words " * 2000}) + "\n" for n in range(4)))
+    changes = [f"data.source={documents}", "data.validation=0.02", "training.steps=1"]
+    assert trained(tmp_path / "empty", changes, callbacks=events).evaluation == {}
+    assert events.evaluations == [(1, {})]
+
+
+def test_npt_reports_its_matching_error_beside_the_students_loss() -> None:
+    (row,) = rows_of(uninterrupted((), "npt"), "evaluation")
+    assert row["matching"] > 0
+    assert row["perplexity"] == pytest.approx(math.exp(row["language_loss"]))
+
+
+def test_samples_are_a_picture_or_a_prompt_and_its_continuation(tmp_path: Path) -> None:
+    from PIL import Image
+
+    events = Recorder()
+    trained(tmp_path / "images", ["training.steps=1"], "ginr", callbacks=events)
+    ((step, file),) = events.samples
+    assert step == 1
+    with Image.open(file) as picture:
+        assert picture.size == (2 * 8 * 3, 2 * 8 * 3)  # two images, above and below, enlarged
+    (row,) = rows_of(uninterrupted(), "sample")
+    assert " | " in row["text"]
+
+
+def test_a_model_with_logits_that_are_not_finite_has_no_sample_but_a_checkpoint(tmp_path: Path) -> None:
+    diverging = ["optimizer.learning_rate=1e30", "training.clip=null", "training.steps=1"]
+    trained(tmp_path / "run", [*diverging, "training.warmup=0"])
+    (sample,) = rows_of(tmp_path / "run", "sample")
+    assert sample["text"].endswith("| (nothing: the logits are not finite)")
+    assert state_of(tmp_path / "run")["step"] == 1
+
+
+# ------------------------------------------------------------------------------------------- metrics
+
+
+def test_rows_are_written_every_few_steps_and_for_the_first_and_the_last(tmp_path: Path) -> None:
+    events = Recorder()
+    trained(tmp_path / "run", ["training.log_every=4", "training.steps=9"], callbacks=events)
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 4, 8, 9]
+    assert [report.step for report in events.reports] == [1, 4, 8, 9]
+    changes = ["training.steps=null", "training.epochs=1", "training.log_every=7", "data.batch_size=16"]
+    last = trained(tmp_path / "epoch", changes).step
+    assert last % 7
+    assert [row["step"] for row in rows_of(tmp_path / "epoch")] == [1, *range(7, last, 7), last]
+
+
+def test_a_row_has_speed_and_norm_and_on_a_cpu_no_memory() -> None:
+    row = read_metrics(uninterrupted() / "metrics.jsonl")[-1]
+    assert row["tokens_per_second"] > 0
+    assert row["grad_norm"] > 0
+    assert "memory" not in row
+
+
+def test_rows_after_the_step_resumed_at_are_removed_and_a_torn_line_too(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path, None)
+    for step in range(1, 6):
+        metrics.write("train", step, {"loss": float(step)})
+    metrics.close()
+    with metrics.path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert [row["step"] for row in read_metrics(metrics.path)] == [1, 2, 3, 4, 5]
+    again = MetricsWriter(tmp_path, 3)
+    again.write("train", 4, {"loss": 40.0, "grad_norm": None})
+    again.close()
+    assert [row["loss"] for row in read_metrics(metrics.path)] == [1, 2, 3, 40]
+    assert "grad_norm" not in read_metrics(metrics.path)[-1]
+    MetricsWriter(tmp_path, None).close()  # a new run
+    assert read_metrics(metrics.path) == []
+
+
+def test_numbers_that_are_not_finite_are_valid_json_and_numbers_again(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path, None)
+    metrics.write("evaluation", 3, {"loss": math.nan, "perplexity": math.inf, "matching": 0.5})
+
+    def refuse(word: str) -> float:
+        raise AssertionError(word)
+
+    line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert (line["loss"], line["perplexity"]) == ("nan", "inf")
+    found = metrics.find("evaluation", 3)
+    metrics.close()
+    assert found is not None
+    assert math.isnan(found["loss"])
+    assert (found["perplexity"], found["matching"]) == (math.inf, 0.5)
+    assert metrics.find("evaluation", 4) is None
+
+
+def test_tensorboard_has_the_same_numbers_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(uninterrupted() / "tensorboard"))
+    events.Reload()
+    assert {"train/loss", "train/learning_rate", "evaluation/perplexity"} <= set(events.Tags()["scalars"])
+    written = [row["loss"] for row in rows_of(uninterrupted())]
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(written)
+    for losses in ((9.0, 8.0, 7.0), (5.0, 4.0)):  # killed before its first checkpoint, and started again
+        metrics = MetricsWriter(tmp_path, None)
+        for step, loss in enumerate(losses, 1):
+            metrics.write("train", step, {"loss": loss})
+        metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 5.0), (2, 4.0)]
+
+
+def test_steps_before_an_evaluation_are_reported_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = StepResults.take
+    monkeypatch.setattr(StepResults, "take", lambda self, wait=False: take(self) if wait else [])
+    trained(tmp_path / "run", ["training.eval_every=4"])
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    reported = [(row["kind"], row["step"]) for row in rows if row["kind"] != "sample"]
+    steps = [("train", step) for step in range(1, 7)]
+    assert reported == [*steps[:4], ("evaluation", 4), *steps[4:], ("evaluation", 6)]
+
+
+def test_closing_metrics_on_a_full_disk_does_not_raise_again(tmp_path: Path) -> None:
+    metrics = MetricsWriter(tmp_path, None)
+    metrics._file.close()
+    metrics._file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115
+    with pytest.raises(OSError, match="No space left"):
+        metrics.write("train", 1, {"loss": 1.0})
+    metrics.close()
+
+
+# ------------------------------------------------------------------------------------------ warnings
+
+
+def test_what_is_valid_but_perhaps_not_intended_is_said(tmp_path: Path) -> None:
+    def messages(name: str, *overrides: str, system: str = "pythia") -> str:
+        events = Recorder()
+        trained(tmp_path / name, [*overrides, "training.eval_batches=1"], system, callbacks=events)
+        return "\n".join(events.messages)
+
+    short = "training.steps=1"
+    for name in ("autocast", "dtype"):
+        assert f"training.{name}=bfloat16: many CPUs emulate it" in messages(
+            name, short, f"training.{name}=bfloat16"
+        )
+    warmup = messages("warmup", "training.steps=2", "training.warmup=3")
+    assert "training.warmup=3 is more than training.steps=2" in warmup
+    quiet = messages("quiet", "training.steps=2", "training.warmup=2")
+    assert "emulate" not in quiet
+    assert "warmup" not in quiet
+    stage = messages("stage", "training.steps=4", system="hatchling")
+    assert "training.steps=4 ends in stage 2 of the curriculum's 3" in stage
+    assert "ends in stage" not in messages("whole", "training.steps=5", system="hatchling")
+
+
+def test_images_are_not_given_to_a_model_of_text(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'photographs' has images, and pythia reads text"):
+        trained(tmp_path / "run", ["data.source=photographs"])

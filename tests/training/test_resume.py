@@ -1,0 +1,284 @@
+"""A run that was interrupted and resumed is the run that was not: weights, optimizer, losses, metrics."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import (
+    Recorder,
+    assert_equal_runs,
+    config_of,
+    differences,
+    out_of_memory,
+    rows_of,
+    state_of,
+    trained,
+    uninterrupted,
+    with_fault,
+)
+
+from oomph.training.checkpoint import Checkpoints
+from oomph.training.failures import OutOfMemory
+from oomph.training.metrics import StepReport
+from oomph.training.run import train
+from oomph.training.trainer import StopSignals
+from oomph.training.workloads import AdamW
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS, FIRST = 6, 3
+IN_BACKWARD = "fixes=[optimizer_in_backward, stochastic_rounding, optimizer_8bit]"
+
+
+class SendsSignals(Recorder):
+    """Sends signals to its own process when a step is logged."""
+
+    def __init__(self, step: int, *signals: signal.Signals) -> None:
+        super().__init__()
+        self.step, self.signals = step, signals or (signal.SIGTERM,)
+
+    def on_step(self, report: StepReport) -> None:
+        super().on_step(report)
+        if report.step == self.step:
+            for number in self.signals:
+                os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("system", "overrides"),
+    [
+        ("pythia", ()),
+        ("hatchling", ()),
+        ("longctx", ()),
+        ("ginr", ()),
+        ("npt", ()),
+        ("pythia", ("fixes=[fused_optimizer]",)),
+        ("pythia", ("fixes=[optimizer_8bit]", "training.dtype=bfloat16")),
+        ("pythia", ("fixes=[stochastic_rounding]", "training.dtype=bfloat16")),
+        ("pythia", ("fixes=[optimizer_in_backward]", "training.clip=null")),
+        ("pythia", (IN_BACKWARD, "training.dtype=bfloat16", "training.clip=null")),
+        ("pythia", ("fixes=[optimizer_cpu_offload]",)),
+        ("pythia", ("fixes=[activation_checkpointing]", "model.num_layers=2")),
+        ("pythia", ("fixes=['micro_batches:parts=2']",)),
+        ("pythia", ("training.autocast=float16",)),
+        ("pythia", ("training.accumulate=3", "training.schedule=linear", "data.shuffle=false")),
+        ("pythia", ("data.workers=1",)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
+)
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(
+    tmp_path: Path, system: str, overrides: tuple[str, ...]
+) -> None:
+    """The first part ends by a signal, so the schedule is that of the whole."""
+    config = config_of(tmp_path / "parts", overrides, system)
+    stopped = train(config, callbacks=SendsSignals(FIRST))
+    assert (stopped.step, stopped.stopped) == (FIRST, "SIGTERM")
+    assert train(config, resume=True).step == STEPS
+    assert_equal_runs(uninterrupted(overrides, system), tmp_path / "parts")
+    assert [row["step"] for row in rows_of(tmp_path / "parts")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("system", ["pythia", "ginr"])
+def test_two_seeds_differ_so_equality_means_something(tmp_path: Path, system: str) -> None:
+    trained(tmp_path / "other", ["training.seed=1"], system)
+    found = differences(state_of(uninterrupted((), system)), state_of(tmp_path / "other"))
+    assert any("'model'" in name for name in found)
+
+
+def test_without_the_generators_state_dropout_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oomph.training.trainer.set_rng_state", lambda state: None)
+    config = config_of(tmp_path / "parts")
+    train(config, callbacks=SendsSignals(FIRST))
+    train(config, resume=True)
+    assert differences(state_of(uninterrupted()), state_of(tmp_path / "parts"))
+
+
+def test_a_run_resumed_at_every_step_is_the_same(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "parts")
+    for step in range(1, STEPS + 1):
+        train(config, resume=step > 1, callbacks=SendsSignals(step))
+    assert train(config, resume=True).stopped is None
+    assert differences(state_of(uninterrupted()), state_of(tmp_path / "parts")) == []
+    assert rows_of(uninterrupted()) == rows_of(tmp_path / "parts")
+
+
+def test_a_finished_run_that_is_resumed_changes_nothing(tmp_path: Path) -> None:
+    first = trained(tmp_path / "run", ["training.steps=2"])
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "checkpoints").rglob("*")}
+    again = trained(tmp_path / "run", ["training.steps=2"], resume=True)
+    assert again == first
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluation")] == [2]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "checkpoints").rglob("*")} == files
+
+
+def test_a_finished_run_continues_with_more_steps_and_with_a_worker(tmp_path: Path) -> None:
+    constant = ("training.schedule=constant", "training.warmup=0")
+    trained(tmp_path / "parts", [*constant, "training.steps=4"])
+    trained(tmp_path / "parts", [*constant, "data.workers=1"], resume=True)
+    assert differences(state_of(uninterrupted(constant)), state_of(tmp_path / "parts")) == []
+    assert [row["step"] for row in rows_of(tmp_path / "parts", "evaluation")] == [4, STEPS]
+
+
+def test_epochs_end_where_they_end_without_interruption(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("".join(f"{number}\n" for number in range(30)))
+    epochs = [f"data.source={text}", "training.steps=null", "training.epochs=2", "data.validation=0"]
+    config = config_of(tmp_path / "straight", epochs)
+    straight = train(config)
+    assert straight.step > 3
+    parts = replace(config, output=config.output.model_copy(update={"dir": str(tmp_path / "parts")}))
+    train(parts, callbacks=SendsSignals(2))
+    assert train(parts, resume=True).step == straight.step
+    assert_equal_runs(tmp_path / "straight", tmp_path / "parts")
+
+
+def test_what_a_checkpoint_holds() -> None:
+    scaled = state_of(uninterrupted(("training.autocast=float16",)))
+    assert scaled["scaler"]["scale"] > 0
+    eight_bit = state_of(uninterrupted(("fixes=[optimizer_8bit]", "training.dtype=bfloat16")))
+    kept = eight_bit["optimizer"]["state"][0]
+    assert kept["exp_avg"].dtype == torch.uint8
+    assert kept["exp_avg_scale"].dtype == torch.float32
+
+
+def test_how_many_checkpoints_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path / "run", ["training.save_every=1", "training.keep=2"])
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["step-00000005", "step-00000006"]
+    trained(tmp_path / "none", ["training.save=false", "training.save_every=1", "training.steps=2"])
+    assert not (tmp_path / "none" / "checkpoints").exists()
+    saves: list[int] = []
+    real = Checkpoints.save
+    monkeypatch.setattr(
+        Checkpoints, "save", lambda self, step, state: (saves.append(step), real(self, step, state))[1]
+    )
+    train(config_of(tmp_path / "stopped", ["training.save_every=2"]), callbacks=SendsSignals(4))
+    assert saves == [2, 4]  # stopped where it saves anyway, it saves once
+
+
+def test_a_run_that_was_not_fused_continues_with_an_optimizer_that_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run that was started on a CPU and continues on a GPU."""
+    constant = ("training.schedule=constant", "training.warmup=0")
+    trained(tmp_path / "run", [*constant, "training.steps=3"])
+    plain = AdamW.__call__
+
+    def fused(self: AdamW, params: Any) -> torch.optim.Optimizer:
+        (group,) = plain(self, params).param_groups
+        options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        return torch.optim.AdamW(group["params"], **options, fused=True)
+
+    monkeypatch.setattr(AdamW, "__call__", fused)
+    trained(tmp_path / "run", constant, resume=True)
+    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    assert losses == pytest.approx([row["loss"] for row in rows_of(uninterrupted(constant))])
+
+
+def test_an_evaluation_at_the_start_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the run continues from a checkpoint of its very start."""
+    with_fault(monkeypatch, out_of_memory, 1)
+    with pytest.raises(OutOfMemory):
+        trained(tmp_path / "run", ["training.eval_at_start=true"])
+    monkeypatch.undo()
+    trained(tmp_path / "run", ["training.eval_at_start=true"], resume=True)
+    assert [row["step"] for row in rows_of(tmp_path / "run", "evaluation")] == [0, 6]
+
+
+# ------------------------------------------------------------------------------------------- signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, number: signal.Signals) -> None:
+    """Also with a worker process, which gets the signal too."""
+    config = config_of(tmp_path / "run", ["data.workers=1"])
+    events = SendsSignals(3, number)
+    stopped = train(config, callbacks=events)
+    assert (stopped.step, stopped.stopped) == (3, number.name)
+    assert events.reports[-1].step == 3
+    assert "step 3 is saved in" in events.messages[-1]
+    assert state_of(tmp_path / "run")["step"] == 3
+
+
+def test_a_second_signal_ends_at_once_and_leaves_complete_checkpoints(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", ["training.save_every=2"])
+    with pytest.raises(KeyboardInterrupt):
+        train(config, callbacks=SendsSignals(5, signal.SIGINT, signal.SIGINT))
+    newest = Checkpoints(tmp_path / "run" / "checkpoints").latest()
+    assert newest is not None
+    assert newest.step == 4
+    assert not newest.skipped
+    train(config, resume=True)
+    assert_equal_runs(uninterrupted(), tmp_path / "run")
+
+
+def test_signal_handlers_are_restored_and_left_alone_in_other_threads(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with StopSignals():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    found = []
+
+    def work() -> None:
+        with StopSignals() as signals:
+            found.append((signals.received, signal.getsignal(signal.SIGINT)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [(None, before[0])]
+
+
+def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        assert train(config_of(tmp_path / "run"), callbacks=SendsSignals(2, signal.SIGHUP)).stopped is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+class SendsSignalAtEvaluation(Recorder):
+    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_in_the_last_evaluation_has_nothing_left_to_stop(tmp_path: Path) -> None:
+    outcome = trained(tmp_path / "run", callbacks=SendsSignalAtEvaluation())
+    assert (outcome.step, outcome.stopped) == (6, None)
+    assert outcome.evaluation
+
+
+def test_weights_of_a_stopped_run_are_not_exported(tmp_path: Path) -> None:
+    file = tmp_path / "weights.safetensors"
+    events = SendsSignals(2, signal.SIGINT)
+    trained(tmp_path / "run", callbacks=events, export_to=str(file))
+    assert not file.exists()
+    assert any("no weights are written" in message for message in events.messages)
+    trained(tmp_path / "run", resume=True, export_to=str(file))
+    assert file.exists()
+
+
+def test_kill_9_at_random_moments_changes_nothing_of_a_run(tmp_path: Path) -> None:
+    """Also while a checkpoint is being written."""
+    out = tmp_path / "kills.csv"
+    options = ["--kills", "4", "--per-run", "4", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.training.kills", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    with out.open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 4
+    assert all(row["equal"] == "True" for row in rows)
+    # Saved at every step or every other: only the steps since, and what was being written, are lost.
+    assert all(0 <= int(row["killed_at"]) - int(row["resumed_at"]) <= 4 for row in rows)
