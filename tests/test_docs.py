@@ -49,7 +49,7 @@ def test_generated_tables_equal_the_committed_rows() -> None:
 
 
 def test_every_config_key_and_fix_is_documented() -> None:
-    from oomph.fixes.catalogue import all_fixes
+    from oomph.fixes.registry import all_fixes
     from oomph.systems import SYSTEMS
     from oomph.training.config.loading import ALIASES, ConfigKeys
 
