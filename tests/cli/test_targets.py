@@ -248,7 +248,7 @@ def test_fixes_and_verify_take_a_config_and_overrides(capsys):
     ("text", "message"),
     [
         (None, "config 'x.yaml' does not exist; give a .yaml file, e.g. in configs/"),
-        ("", "config 'x.yaml' is empty; it should say at least: system: pythia"),
+        ("", "config 'x.yaml' is empty; it needs at least: system: pythia"),
         ("[1]", "config 'x.yaml' holds a list; it should be a mapping, like `system: pythia`"),
         ("a: 1\nb: [", "config 'x.yaml', line 2 is not valid YAML: expected the node content"),
         ("system: mamba", "x.yaml: system = 'mamba' is not valid; Choose from hatchling, pythia, longctx"),
@@ -268,8 +268,8 @@ def test_several_problems_are_a_line_each(program, capsys):
     assert _error(capsys, "predict", "x.yaml", "clip=0") == [
         "oomph: x.yaml has 3 problems:",
         "  model.hiden_size is not a key; did you mean 'model.hidden_size'?",
-        "  training.steps = 'many' is not valid; give a whole number",
-        "  clip (which is training.clip) = 0 is not valid; give a number > 0",
+        "  training.steps = 'many' is not valid; it should be a valid integer",
+        "  clip (which is training.clip) = 0 is not valid; it should be greater than 0",
     ]
 
 
