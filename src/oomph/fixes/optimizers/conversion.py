@@ -50,8 +50,8 @@ def with_converted_optimizer(workload: Workload, fix: str, convert: Convert) -> 
     return replace(workload, optimizer=ConvertedOptimizer(workload.optimizer, convert))
 
 
-def replace_optimizer(original: Optimizer) -> None:
-    """Keep a scheduler that is bound to `original` from warning that original.step() was not called."""
+def mark_as_stepped(original: Optimizer) -> None:
+    """Keep a scheduler that is bound to `original` from warning that its step() was never called."""
     original._opt_called = True  # type: ignore[attr-defined]
 
 

@@ -17,8 +17,8 @@ from oomph.fixes.optimizers.conversion import (
     check_independent_updates,
     hyperparameter,
     kind_of,
+    mark_as_stepped,
     move_hooks,
-    replace_optimizer,
     with_converted_optimizer,
 )
 from oomph.fixes.optimizers.low_bit import LowBitOptimizer
@@ -89,7 +89,7 @@ class CPUOffloadOptimizer(Optimizer):
 
     def __init__(self, original: Optimizer, staging: int, fix: str) -> None:
         super().__init__(original.param_groups, original.defaults)
-        replace_optimizer(original)
+        mark_as_stepped(original)
         move_hooks(original, self)
         self.fix, self.staging = fix, staging
         # The same optimizer, except for the parameters that it steps.

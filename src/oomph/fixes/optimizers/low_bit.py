@@ -30,8 +30,8 @@ from oomph.errors import UserError
 from oomph.fixes.optimizers.conversion import (
     hyperparameter,
     kind_of,
+    mark_as_stepped,
     move_hooks,
-    replace_optimizer,
     with_converted_optimizer,
 )
 from oomph.fixes.precision import lacks_bfloat16
@@ -136,7 +136,7 @@ class LowBitOptimizer(Optimizer):
     def __init__(self, original: Optimizer, state_format: str, stochastic: bool, fix: str) -> None:
         self.fix = fix
         super().__init__(original.param_groups, original.defaults)
-        replace_optimizer(original)
+        mark_as_stepped(original)
         move_hooks(original, self)
         self.state_format, self.stochastic = state_format, stochastic
         self.table: Tensor | None = None  # of 8-bit codes, on the parameters' device
