@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
@@ -199,7 +198,8 @@ def shifts_labels(model: nn.Module) -> bool:
 
 def _batch_norm(model: nn.Module) -> str | None:
     """The first module that uses statistics over the rows of a batch."""
-    return next((name for name, module in model.named_modules() if isinstance(module, _BatchNorm)), None)
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    return next((name for name, module in model.named_modules() if isinstance(module, kinds)), None)
 
 
 def _remarks(model: nn.Module) -> list[str]:
