@@ -1,4 +1,4 @@
-"""A language model as one writes it after a tutorial, too large for its card; and a small one for `verify`.
+"""A language model as in many tutorials, too large for its GPU; and a small one for `oomph verify`.
 
 oomph fixes examples/fixes.py:workload --gpu rtx4090
 oomph predict examples/fixes.py:workload --gpu rtx4090 --fix fused_attention --fix fused_linear_cross_entropy

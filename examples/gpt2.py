@@ -1,4 +1,4 @@
-"""Fine-tune GPT-2 on a gaming card: will it fit?
+"""Fine-tune GPT-2 on a 24 GB consumer GPU: does it fit?
 
 oomph predict examples/gpt2.py:workload --gpu rtx3090
 """

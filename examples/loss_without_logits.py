@@ -1,4 +1,4 @@
-"""The same small language model twice: the usual loss, and one that never holds the logits.
+"""The same small language model with the usual loss, and with a loss that never holds the logits.
 
 oomph predict examples/loss_without_logits.py:plain --gpu rtx4090
 oomph predict examples/loss_without_logits.py:fused --gpu rtx4090

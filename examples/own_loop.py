@@ -1,4 +1,4 @@
-"""A training loop of one's own, with nothing of oomph in it: a function that sets up and returns the step.
+"""A training loop that does not import oomph: a function that sets up and returns the step.
 
 oomph predict examples/own_loop.py:training --max 8GiB
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Report 003's launcher: scripts/launch_optimized.sh small|optimized|default [key=value ...]
+# The launcher of report 003: scripts/launch_optimized.sh small|optimized|default [key=value ...]
 set -euo pipefail
 mode=${1:-}
 case "$mode" in

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Report 000's launcher: scripts/run_pretrain.sh configs/hn_xs.yaml [key=value ...]
+# The launcher of report 000: scripts/run_pretrain.sh configs/hn_xs.yaml [key=value ...]
 set -euo pipefail
 if [ $# -lt 1 ]; then
     echo "usage: $0 CONFIG.yaml [key=value ...]   e.g. $0 configs/hn_xs.yaml" >&2

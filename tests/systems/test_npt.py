@@ -10,6 +10,7 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.systems.npt import PRESETS, NPComponent, NPTModel, NPTOptimization, convert, naive
+from oomph.systems.npt.base_model import load_base
 from oomph.systems.npt.frozen_linear import Int8Linear
 from oomph.systems.npt.model import layer_indices, matching_loss
 
@@ -105,8 +106,6 @@ def test_only_the_factors_are_trained_and_the_base_stays_as_it_was(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_converted_model_gives_the_originals_logits_as_its_teacher(family):
-    from oomph.systems.npt.base_model import load_base
-
     torch.manual_seed(0)
     base = load_base(family, None, torch.float32).eval()
     expected = base(tokens()).logits
@@ -242,22 +241,17 @@ def test_dropout_of_the_base_stays_off_in_training():
     assert not any(each.training for each in model.base.modules() if isinstance(each, nn.Dropout))
 
 
-def test_hidden_states_may_arrive_as_a_tuple():
-    model = built("gpt2-tiny")
+def test_hidden_states_may_be_a_tuple():
+    model = built("gpt2-tiny", stream="student")
     layer = model.np_layers[0]
     h = torch.randn(1, 3, 64, dtype=torch.float64)
     model.current.role = "match"
-    assert torch.equal(layer(h), layer((h, None)))
-
-
-def test_a_layer_that_returns_a_tuple_still_returns_one():
-    model = built("gpt2-tiny", stream="student")
-    layer = model.np_layers[0]
+    expected = layer(h)
+    assert torch.equal(layer((h, None)), expected)
     original = layer.layer.forward
     layer.layer.forward = lambda *args, **kwargs: (original(*args, **kwargs), "cache")
-    model.current.role = "match"
-    hidden, cache = layer(torch.randn(1, 3, 64, dtype=torch.float64))
-    assert hidden.shape == (1, 3, 64)
+    hidden, cache = layer(h)
+    assert torch.equal(hidden, expected)
     assert cache == "cache"
 
 
@@ -300,42 +294,27 @@ def test_a_delta_made_on_the_host_keeps_the_gradient_of_both_factors():
         assert factor.grad.abs().sum() > 0
 
 
-def test_offloaded_activations_keep_the_gradient_of_both_factors():
+@pytest.mark.parametrize("fix", ["activation_offloading", "activation_checkpointing"])
+def test_fixes_applied_from_outside_give_the_same_gradients(fix):
     options = {"stream": "joint", "gradients": "backward"}
     model = built(convert_layers="all", **options)
-    fixes.apply_to_model("activation_offloading", model)
-    assert_same(gradients(model, tokens()), gradients(built(convert_layers="all", **options), tokens()))
-
-
-def test_recomputed_layers_give_the_same_gradients():
-    options = {"stream": "joint", "gradients": "backward"}
-    model = built(convert_layers="all", **options)
-    fixes.apply_to_model("activation_checkpointing", model)
+    fixes.apply_to_model(fix, model)
     assert_same(gradients(model, tokens()), gradients(built(convert_layers="all", **options), tokens()))
     assert model.current.losses == []
 
 
 def test_weights_are_read_from_a_local_folder(tmp_path):
-    torch.manual_seed(0)
-    first = TINY.build()
-    from oomph.systems.npt.base_model import load_base
-
     base = load_base("llama-tiny", None, torch.float32)
     base.save_pretrained(tmp_path)
-    model = replace(TINY, weights=str(tmp_path)).build()
-    torch.testing.assert_close(model.teacher_logits(tokens()), base.eval()(tokens()).logits)
-    assert not torch.equal(model.teacher_logits(tokens()), first.teacher_logits(tokens()))
-
-
-def test_a_model_of_stored_weights_can_be_asked_for_its_shape_alone(tmp_path):
-    from oomph.systems.npt.base_model import load_base
-
-    load_base("llama-tiny", None, torch.float32).save_pretrained(tmp_path)
     config = replace(TINY, weights=str(tmp_path))
-    with torch.device("meta"):
+    model = config.build()
+    torch.testing.assert_close(model.teacher_logits(tokens()), base.eval()(tokens()).logits)
+    with torch.device("meta"):  # only the shape is read
         shape = config.build()
     assert all(each.is_meta for each in shape.parameters())
-    assert [each.shape for each in shape.parameters()] == [each.shape for each in config.build().parameters()]
+    assert [each.shape for each in shape.parameters()] == [each.shape for each in model.parameters()]
+    with pytest.raises(UserError, match="weights='nowhere' is not a folder"):
+        replace(TINY, weights="nowhere").build()
 
 
 def test_layers_are_chosen_by_half_number_or_index():
@@ -366,11 +345,6 @@ def test_models_of_another_build_are_refused():
     other.layers = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
     with pytest.raises(UserError, match="a Sequential made of 0 cannot be converted; valid: Llama-like"):
         NPTModel(other)
-
-
-def test_a_missing_folder_is_named():
-    with pytest.raises(UserError, match="weights='nowhere' is not a folder"):
-        replace(TINY, weights="nowhere").build()
 
 
 # ------------------------------------------------------------------------------------------- memory

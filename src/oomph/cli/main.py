@@ -30,7 +30,8 @@ _TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a key of a 
 app = typer.Typer(
     name="oomph",
     help="Will it fit? Predict the GPU memory of a training step, without a GPU.",
-    epilog="Exit status: 0 fits, 1 does not fit, 2 invalid input, 3 the traced program failed.",
+    epilog="Exit status: 0 fits, 1 does not fit, 2 invalid input, 3 the traced program failed, "
+    "70 a bug in oomph, 130 interrupted.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -88,7 +89,7 @@ def predict(
         ),
     ] = None,
 ) -> int:
-    """Predict the memory of one training step: does it fit, and which lines hold the peak."""
+    """Predict the memory of a training step. Report whether it fits and which lines hold the peak."""
     from oomph.cli.predict import PredictOptions, run_predict
 
     options = PredictOptions(target, gpu, max, json, snapshot, tuple(fix or ()), tuple(overrides or ()))
@@ -109,7 +110,7 @@ def fixes(
     only: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> int:
-    """List fixes that lower the peak: what each changes, saves and costs."""
+    """List fixes that lower the peak. For a target: what each one saves and costs."""
     from oomph.cli.fixes import FixesOptions, run_fixes
 
     return run_fixes(FixesOptions(target, gpu, allow, tuple(only or ()), json, tuple(overrides or ())))
@@ -128,7 +129,7 @@ def verify(
     sizes: Annotated[str, typer.Option(metavar="B=1,T=16", help="Override sizes of the Workload.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """Check on the CPU that fixes do not change loss and gradients. Exit status 1 if they do."""
+    """Check fixes on the CPU. Exit status 1 if loss or gradients change."""
     from oomph.cli.fixes import VerifyOptions, run_verify
 
     return run_verify(VerifyOptions(target, tuple(words or ()), sizes, json))
@@ -151,7 +152,7 @@ def train(
         str | None, typer.Option(metavar="FILE", help="Write the final weights as safetensors.")
     ] = None,
 ) -> int:
-    """Train a config; key=value or --key value after it override the file."""
+    """Train a config. key=value or --key value override the file."""
     from oomph.cli.train import TrainOptions, run_train
 
     return run_train(TrainOptions(config, tuple(context.args), resume, force, fixes, export))
@@ -168,7 +169,7 @@ def systems(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """List the five reference systems, or check the claims of one system's report."""
+    """List the reference systems. For one: check the claims of its report."""
     from oomph.cli.systems import run_check, run_systems
 
     return run_check(name) if check else run_systems(name, json)
