@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oomph.ops.common import accumulates_into_grad, can_accumulate_into_grad, refuse_second_derivatives
-from oomph.ops.cross_entropy.chunked import GradientBuffers, TiledLoss, run_over_tiles
+from oomph.ops.cross_entropy.chunked import GradientBuffers, TiledLoss, compute_over_tiles
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions
 from oomph.ops.cross_entropy.rows import TokenRows, scale_in_place, token_losses
 
@@ -69,7 +69,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         gradients = GradientBuffers()
         if gradients_in_forward:
             gradients = _gradient_buffers(x_ND, weight_VD, bias_V, loss)
-        stats = run_over_tiles(x_ND, weight_VD, bias_V, rows, loss, gradients)
+        stats = compute_over_tiles(x_ND, weight_VD, bias_V, rows, loss, gradients)
         losses = token_losses(stats, rows, loss.options)
         ctx.rows, ctx.loss = rows, loss
         ctx.gradients = gradients if gradients_in_forward else None
@@ -117,7 +117,7 @@ def _recompute_gradients(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | 
     into = owner.grad if owner is not None and loss.needs_grad[1] and accumulates_into_grad(owner) else None
     gradients = _gradient_buffers(x_ND, weight_VD, bias_V, loss, into)
     scaled = rows.scaled_by(grad_loss)
-    run_over_tiles(x_ND, weight_VD, bias_V, scaled, loss, gradients, lse_N=lse_N, grad_lse_N=grad_lse)
+    compute_over_tiles(x_ND, weight_VD, bias_V, scaled, loss, gradients, lse_N=lse_N, grad_lse_N=grad_lse)
     return gradients
 
 

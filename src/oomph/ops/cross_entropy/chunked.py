@@ -113,7 +113,7 @@ class GradientBuffers:
     adds_to_weight: bool = False  # weight_VD already holds a gradient
 
 
-def run_over_tiles(
+def compute_over_tiles(
     x_ND: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
@@ -167,32 +167,24 @@ def run_over_tiles(
             grad_x_RD = _rows_of(gradients.x_ND, part)
         elif grad_x_buffer is not None:
             grad_x_RD = _rows_of(grad_x_buffer, slice(0, x_RD.shape[0]))
-        # Backwards: the buffer still holds the last tile.
+        # Backwards: the buffer still holds the last tile. The gradient overwrites the logits.
         for start in reversed(starts):
             if lse_N is not None or start != starts[-1]:
                 logits_RC = _compute_logits(x_RD, weight_VD, bias_V, start, starts.step, buffer)
             if lse_N is not None or not single_pass:
                 todo = SoftmaxPass(start, find_lse=False, write_gradient=True, grad_lse=grad_lse_R)
                 softmax_rows(logits_RC, rows_R, stats_R, loss.options, todo)
-            classes = slice(start, start + logits_RC.shape[1])
             if grad_x_RD is not None:
-                add = start != starts[-1]
-                # The few unaligned classes first: rounding their small share costs least.
-                for some in _aligned_classes(logits_RC):
-                    weight_CD = _rows_of(_rows_of(weight_VD, classes), some)
-                    matmul_into(grad_x_RD, _columns_of(logits_RC, some), weight_CD, add=add)
-                    add = True
+                weight_CD = _rows_of(weight_VD, slice(start, start + starts.step))
+                _add_grad_x(grad_x_RD, logits_RC, weight_CD, add=start != starts[-1])
             if gradients.bias_V is not None:
-                grad_bias_C = _rows_of(gradients.bias_V, classes)
+                grad_bias_C = _rows_of(gradients.bias_V, slice(start, start + starts.step))
                 grad_bias_C.add_(logits_RC.sum(0, dtype=gradients.bias_V.dtype))
             if gradients.weight_VD is not None:
                 if stats_R.target_gradient is not None:
                     row_ops.clear_targets(logits_RC, rows_R, start)
-                grad_weight_CD = _rows_of(gradients.weight_VD, classes)
-                for some in _aligned_classes(logits_RC):
-                    gradient_CR = _columns_of(logits_RC, some).t()
-                    add = gradients.adds_to_weight or first > 0
-                    matmul_into(_rows_of(grad_weight_CD, some), gradient_CR, x_RD, add=add)
+                grad_weight_CD = _rows_of(gradients.weight_VD, slice(start, start + starts.step))
+                _add_grad_weight(grad_weight_CD, logits_RC, x_RD, add=gradients.adds_to_weight or first > 0)
         if gradients.x_ND is not None and grad_x_RD is not None and grad_x_buffer is not None:
             if rows_R.index is None:
                 _rows_of(gradients.x_ND, part).copy_(grad_x_RD)
@@ -246,6 +238,18 @@ def _compute_logits(
             bias_C = _rows_of(_rows_of(bias_V, slice(start, start + width)), some)
             torch.addmm(bias_C, x_RD, some_weight.t(), out=out)
     return logits_RC
+
+
+def _add_grad_x(grad_x_RD: Tensor, gradient_RC: Tensor, weight_CD: Tensor, *, add: bool) -> None:
+    # The few unaligned classes first: rounding their small share costs least.
+    for some in _aligned_classes(gradient_RC):
+        matmul_into(grad_x_RD, _columns_of(gradient_RC, some), _rows_of(weight_CD, some), add=add)
+        add = True
+
+
+def _add_grad_weight(grad_weight_CD: Tensor, gradient_RC: Tensor, x_RD: Tensor, *, add: bool) -> None:
+    for some in _aligned_classes(gradient_RC):
+        matmul_into(_rows_of(grad_weight_CD, some), _columns_of(gradient_RC, some).t(), x_RD, add=add)
 
 
 def _aligned_classes(logits_RC: Tensor) -> list[slice]:
