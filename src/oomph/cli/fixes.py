@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from oomph import gpus
-from oomph.cli.config_targets import config_limit
 from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
-from oomph.cli.targets import check_target, open_target, workload_of
+from oomph.cli.targets import check_target, config_limit, open_target, workload_of
 from oomph.errors import UserError
 from oomph.records import FIX_KINDS, FixKind
 from oomph.report.fixes import (

@@ -9,9 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from oomph import gpus, units
-from oomph.cli.config_targets import config_limit, is_config
 from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
-from oomph.cli.targets import check_target, open_target, workload_of
+from oomph.cli.targets import check_target, config_limit, is_config, open_target, workload_of
 from oomph.errors import ExitStatus, ProgramError, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_to_json

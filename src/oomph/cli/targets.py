@@ -18,11 +18,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from oomph.cli.config_targets import check_config, is_config, open_config
 from oomph.errors import OomphError, ProgramError, UserError
 from oomph.report.labels import short_path
 
 if TYPE_CHECKING:
+    from oomph.training.config import TrainConfig
     from oomph.workload import Workload
 
 VALID = (
@@ -37,7 +37,11 @@ _OOMPH = str(Path(__file__).resolve().parents[1]) + os.sep
 def check_target(target: str, overrides: Sequence[str] = ()) -> None:
     """Raise for mistakes that show before torch is imported, which takes seconds."""
     if is_config(target):
-        check_config(target, overrides)
+        from oomph.training.config.reading import check_file, overrides_from_words, parse_override
+
+        check_file(target)
+        for word in overrides_from_words(overrides):
+            parse_override(word)
         return
     split_target(target)
     for word in overrides:
@@ -55,7 +59,9 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
     """
     check_target(target, overrides)
     if is_config(target):
-        yield open_config(target, overrides)
+        from oomph.training.workloads import predicted_workload
+
+        yield predicted_workload(_load_config(target, overrides))
         return
     source, name = split_target(target)
     path, modules = list(sys.path), set(sys.modules)
@@ -70,6 +76,21 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
             for taken in _module_names(source):
                 if taken not in modules:
                     sys.modules.pop(taken, None)
+
+
+def is_config(target: str) -> bool:
+    return target.endswith((".yaml", ".yml"))
+
+
+def config_limit(target: str, overrides: Sequence[str]) -> str | None:
+    """training.memory_limit of a config; None for a program."""
+    return _load_config(target, overrides).training.memory_limit if is_config(target) else None
+
+
+def _load_config(target: str, overrides: Sequence[str]) -> TrainConfig:
+    from oomph.training.config import load, overrides_from_words
+
+    return load(target, overrides_from_words(overrides))
 
 
 def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
