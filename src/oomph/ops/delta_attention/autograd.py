@@ -22,7 +22,7 @@ from oomph.ops.delta_attention.chunked import (
     saved_numbers_per_token,
 )
 from oomph.ops.delta_attention.intra_chunk import Workspace
-from oomph.ops.delta_attention.launch import KernelInputs, KernelSizes, kernel_sizes, new_states
+from oomph.ops.delta_attention.launch import KDALauncher, KernelInputs, KernelSizes, kernel_sizes, new_states
 from oomph.ops.delta_attention.segments import Segment, SegmentPlan
 
 # Plain torch -----------------------------------------------------------------------------------------
@@ -238,13 +238,13 @@ def _triton_forward(
     segment_states = None
     if count:
         segment_states = new_states(inputs, sizes, count * sizes.batch).unflatten(0, (count, sizes.batch))
-    scratch = launch.forward_scratch(inputs, sizes, o)
+    kernels = KDALauncher(inputs, sizes, launch.forward_scratch(inputs, sizes, o))
     for index in range(sizes.segments):
         segment = sizes.segment_chunks(index)
-        launch.prepare_chunks(inputs, sizes, scratch, segment)
+        kernels.prepare_chunks(segment)
         before = final if segment_states is None else segment_states[(index - 1) % count]
         after = final if segment_states is None else segment_states[index % count]
-        launch.forward_states(inputs, sizes, scratch, segment, before, outputs=(o, after, final))
+        kernels.forward_states(segment, before, outputs=(o, after, final))
     return o, final, segment_states
 
 
@@ -270,6 +270,7 @@ def _triton_backward(
     if grad_final is not None:
         grad_final = grad_final.contiguous()
     scratch = launch.backward_scratch(inputs, sizes, grads)
+    kernels = KDALauncher(inputs, sizes, scratch)
     grad_v_new = torch.empty_like(scratch.u)
     states, grad_states = launch.new_chunk_states(inputs, sizes)
     # With one segment no state is carried, and the kernels do not read this argument.
@@ -278,21 +279,18 @@ def _triton_backward(
         carried = new_states(inputs, sizes, 2 * sizes.batch).chunk(2)  # type: ignore[assignment]
     for index in reversed(range(sizes.segments)):
         segment = sizes.segment_chunks(index)
-        launch.prepare_chunks(inputs, sizes, scratch, segment)
+        kernels.prepare_chunks(segment)
         before = segment_states[index - 1] if segment_states is not None and index else scratch.decay
-        launch.forward_states(inputs, sizes, scratch, segment, before, chunk_states=states)
+        kernels.forward_states(segment, before, chunk_states=states)
         # Two buffers in turn: with packed sequences, one program reads the carried gradient of a sequence
         # where another stores that of the next.
         before_and_after = carried[index % 2], carried[1 - index % 2]
-        launch.backward_states(
-            inputs, sizes, scratch, segment, grad_o, grad_v_new, grad_states, grad_initial,
-            before_and_after, grad_final,
-        )  # fmt: skip
+        kernels.backward_states(
+            segment, grad_o, grad_v_new, grad_states, grad_initial, before_and_after, grad_final
+        )
         if any(needs[:5]):
-            launch.backward_values(inputs, sizes, scratch, segment, grad_o, grad_v_new, grads[2], beta_parts)
+            kernels.backward_values(segment, grad_o, grad_v_new, grads[2], beta_parts)
         if any(needs[index] for index in (0, 1, 3, 4)):
-            launch.backward_keys(
-                inputs, sizes, scratch, segment, grad_o, grad_v_new, (states, grad_states), grads, beta_parts
-            )
+            kernels.backward_keys(segment, grad_o, grad_v_new, (states, grad_states), grads, beta_parts)
     grad_beta = None if beta_parts is None else beta_parts.sum(0).to(inputs.beta.dtype)
     return *grads, grad_beta, grad_initial

@@ -260,174 +260,224 @@ def kernel_memory_costs(inputs: tuple[Tensor, ...], with_backward: bool) -> Memo
 # Launches --------------------------------------------------------------------------------------------
 
 
-def prepare_chunks(
-    inputs: KernelInputs, sizes: KernelSizes, scratch: ScratchTensors, segment: ChunkRange
-) -> None:
-    """All of the segment's chunks that does not depend on the state."""
-    _INTRA.launch(
-        "prepare_chunks",
-        (segment.chunks * sizes.batch * sizes.heads,),
-        *inputs.tensors,
-        scratch.w, scratch.kg, scratch.qg, scratch.u, scratch.Aqk, scratch.Akk_inv, scratch.decay,
-        scratch.bounded,
-        *_chunk_tables(sizes),
-        inputs.scale,
-        segment.first, segment.chunks, sizes.tokens, sizes.heads, *scratch.rows,
-        *inputs.strides("01234"),
-        DK=sizes.dk,
-        BLOCK_K=min(_PREPARE_TILE.keys, _power_of_two(sizes.dk)),
-        LEVELS=sizes.levels,
-        PARTS=_parts(inputs.log_alpha.dtype),
-        WHOLE_KEYS=scratch.whole_keys,
-        STORE_INVERSE=scratch.Akk_inv is not None,
-        LIMIT=_BOUNDED_LIMIT[inputs.k.dtype],
-        **_value_block(sizes, _PREPARE_TILE),
-        **_cost(sizes, segment, key_products=3, value_products=1, inversion=True),
-        **_common(inputs, sizes, scratch, _PREPARE_TILE),
-    )  # fmt: skip
+@dataclass(frozen=True)
+class KDALauncher:
+    """Launches the kernels of one segment after the other."""
 
+    inputs: KernelInputs
+    sizes: KernelSizes
+    scratch: ScratchTensors
 
-def forward_states(
-    inputs: KernelInputs,
-    sizes: KernelSizes,
-    scratch: ScratchTensors,
-    segment: ChunkRange,
-    before: Tensor,
-    *,
-    outputs: tuple[Tensor, Tensor, Tensor] | None = None,
-    chunk_states: Tensor | None = None,
-) -> None:
-    """The state recurrence over the segment's chunks, from the state `before` it.
-
-    Forward passes `outputs`: o, the state after the segment, the final state. Backward passes `chunk_states`,
-    which gets the state before every chunk, and u becomes v_new.
-    """
-    o, after, final = (None, None, None) if outputs is None else outputs
-    _STATES.launch(
-        "forward_states",
-        (_state_programs(sizes, _FORWARD_TILE),),
-        scratch.w, scratch.kg, scratch.qg, scratch.u, scratch.Aqk, scratch.decay,
-        o,
-        chunk_states,
-        inputs.initial_state, before, after, final,
-        *_sequence_tables(sizes),
-        segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
-        DK=sizes.dk,
-        BLOCK_K=_power_of_two(sizes.dk),
-        WHOLE_KEYS=scratch.whole_keys,
-        HAS_INITIAL=inputs.initial_state is not None,
-        OUTPUT=o is not None,
-        **_value_block(sizes, _FORWARD_TILE),
-        **_cost(sizes, segment, state_products=2 + (o is not None), value_products=int(o is not None)),
-        **_common(inputs, sizes, scratch, _state_tile(inputs, sizes, _FORWARD_TILE)),
-    )  # fmt: skip
-
-
-def backward_states(
-    inputs: KernelInputs,
-    sizes: KernelSizes,
-    scratch: ScratchTensors,
-    segment: ChunkRange,
-    grad_o: Tensor,
-    grad_v_new: Tensor,
-    grad_states: Tensor,
-    grad_initial: Tensor | None,
-    carried: tuple[Tensor, Tensor],
-    grad_final: Tensor | None,
-) -> None:
-    """The recurrence of the state's gradient, from the segment's last chunk to its first.
-
-    carried: the gradients of the states before and after the segment.
-    """
-    _STATES.launch(
-        "backward_states",
-        (_state_programs(sizes, _BACKWARD_TILE),),
-        scratch.w, scratch.kg, scratch.qg, scratch.Aqk, scratch.decay,
-        grad_o, grad_v_new, grad_states, grad_initial, *carried, grad_final,
-        *_sequence_tables(sizes),
-        segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
-        DK=sizes.dk,
-        BLOCK_K=_power_of_two(sizes.dk),
-        WHOLE_KEYS=scratch.whole_keys,
-        HAS_FINAL=grad_final is not None,
-        HAS_INITIAL=grad_initial is not None,
-        **_value_block(sizes, _BACKWARD_TILE),
-        **_cost(sizes, segment, state_products=3, value_products=1),
-        **_common(inputs, sizes, scratch, _state_tile(inputs, sizes, _BACKWARD_TILE)),
-    )  # fmt: skip
-
-
-def backward_values(
-    inputs: KernelInputs,
-    sizes: KernelSizes,
-    scratch: ScratchTensors,
-    segment: ChunkRange,
-    grad_o: Tensor,
-    grad_v_new: Tensor,
-    grad_v: Tensor | None,
-    beta_parts: Tensor | None,
-) -> None:
-    """The gradient of v, and what backward_keys needs: grad_v_new, Aqk and Akk_inv are overwritten."""
-    _BACKWARD.launch(
-        "intra_chunk_backward_values",
-        (segment.chunks * sizes.batch * sizes.heads,),
-        inputs.v, inputs.beta,
-        grad_o, scratch.u, grad_v_new, scratch.Aqk, scratch.Akk_inv,
-        grad_v, beta_parts,
-        *_chunk_tables(sizes),
-        inputs.scale,
-        segment.first, segment.chunks, sizes.tokens, sizes.heads, scratch.rows[1],
-        *inputs.strides("24"),
-        GRAD_V=grad_v is not None,
-        GRAD_BETA=beta_parts is not None,
-        **_value_block(sizes, _VALUES_TILE),
-        **_cost(sizes, segment, value_products=3),
-        **_common(inputs, sizes, scratch, _VALUES_TILE),
-    )  # fmt: skip
-
-
-def backward_keys(
-    inputs: KernelInputs,
-    sizes: KernelSizes,
-    scratch: ScratchTensors,
-    segment: ChunkRange,
-    grad_o: Tensor,
-    grad_v_new: Tensor,
-    chunk_states: tuple[Tensor, Tensor],
-    grads: Sequence[Tensor | None],
-    beta_parts: Tensor | None,
-) -> None:
-    """The gradients of q, k and log_alpha: one launch for bounded chunks, one for the others."""
-    grad_q, grad_k, _, grad_la = grads
-    for bounded in (True, False):
-        _BACKWARD.launch(
-            "intra_chunk_backward_keys",
-            (segment.chunks * sizes.batch * sizes.heads * _key_slices(sizes.dk),),
-            inputs.q, inputs.k, inputs.log_alpha, inputs.beta,
-            grad_o, scratch.u, grad_v_new,
-            *chunk_states, scratch.Aqk, scratch.Akk_inv, scratch.decay, scratch.bounded,
-            grad_q, grad_k, grad_la, beta_parts,
-            *_chunk_tables(sizes),
+    def prepare_chunks(self, segment: ChunkRange) -> None:
+        """What does not depend on the state, for all chunks of the segment."""
+        inputs, sizes, scratch = self.inputs, self.sizes, self.scratch
+        _INTRA.launch(
+            "prepare_chunks",
+            (segment.chunks * sizes.batch * sizes.heads,),
+            *inputs.tensors,
+            scratch.w, scratch.kg, scratch.qg, scratch.u, scratch.Aqk, scratch.Akk_inv, scratch.decay,
+            scratch.bounded,
+            *self._chunk_tables(),
             inputs.scale,
-            segment.first, segment.chunks, sizes.tokens, sizes.heads, scratch.rows[1],
-            sizes.batch * sizes.tokens * sizes.heads,
-            *inputs.strides("0134"),
+            segment.first, segment.chunks, sizes.tokens, sizes.heads, *scratch.rows,
+            *inputs.strides("01234"),
             DK=sizes.dk,
-            BLOCK_K=min(_KEYS_TILE.keys, _power_of_two(sizes.dk)),
+            BLOCK_K=min(_PREPARE_TILE.keys, _power_of_two(sizes.dk)),
             LEVELS=sizes.levels,
             PARTS=_parts(inputs.log_alpha.dtype),
-            # Sums of gradients cancel: they keep twice the bits of the result, where possible.
-            GRADIENT_PARTS=_parts(inputs.k.dtype, extra=1),
-            GRAD_Q=grad_q is not None,
-            GRAD_K=grad_k is not None,
-            GRAD_LA=grad_la is not None,
-            GRAD_BETA=beta_parts is not None,
-            BOUNDED=bounded,
-            **_value_block(sizes, _KEYS_TILE),
-            # Other chunks are rare.
-            **(_cost(sizes, segment, state_products=3, key_products=4) if bounded else {"passes": 0.0}),
-            **_common(inputs, sizes, scratch, _KEYS_TILE),
+            WHOLE_KEYS=scratch.whole_keys,
+            STORE_INVERSE=scratch.Akk_inv is not None,
+            LIMIT=_BOUNDED_LIMIT[inputs.k.dtype],
+            **self._value_block(_PREPARE_TILE),
+            **self._cost(segment, key_products=3, value_products=1, inversion=True),
+            **self._common(_PREPARE_TILE),
         )  # fmt: skip
+
+    def forward_states(
+        self,
+        segment: ChunkRange,
+        before: Tensor,
+        *,
+        outputs: tuple[Tensor, Tensor, Tensor] | None = None,
+        chunk_states: Tensor | None = None,
+    ) -> None:
+        """The state recurrence over the segment's chunks, from the state `before` it.
+
+        Forward passes `outputs`: o, the state after the segment, the final state. Backward passes
+        `chunk_states`, which gets the state before every chunk, and u becomes v_new.
+        """
+        inputs, sizes, scratch = self.inputs, self.sizes, self.scratch
+        o, after, final = (None, None, None) if outputs is None else outputs
+        _STATES.launch(
+            "forward_states",
+            (self._state_programs(_FORWARD_TILE),),
+            scratch.w, scratch.kg, scratch.qg, scratch.u, scratch.Aqk, scratch.decay,
+            o, chunk_states, inputs.initial_state, before, after, final,
+            *self._sequence_tables(),
+            segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
+            DK=sizes.dk,
+            BLOCK_K=_power_of_two(sizes.dk),
+            WHOLE_KEYS=scratch.whole_keys,
+            HAS_INITIAL=inputs.initial_state is not None,
+            OUTPUT=o is not None,
+            **self._value_block(_FORWARD_TILE),
+            **self._cost(segment, state_products=2 + (o is not None), value_products=int(o is not None)),
+            **self._common(self._state_tile(_FORWARD_TILE)),
+        )  # fmt: skip
+
+    def backward_states(
+        self,
+        segment: ChunkRange,
+        grad_o: Tensor,
+        grad_v_new: Tensor,
+        grad_states: Tensor,
+        grad_initial: Tensor | None,
+        carried: tuple[Tensor, Tensor],
+        grad_final: Tensor | None,
+    ) -> None:
+        """The recurrence of the state's gradient, from the segment's last chunk to its first.
+
+        carried: the gradients of the states before and after the segment.
+        """
+        sizes, scratch = self.sizes, self.scratch
+        _STATES.launch(
+            "backward_states",
+            (self._state_programs(_BACKWARD_TILE),),
+            scratch.w, scratch.kg, scratch.qg, scratch.Aqk, scratch.decay,
+            grad_o, grad_v_new, grad_states, grad_initial, *carried, grad_final,
+            *self._sequence_tables(),
+            segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
+            DK=sizes.dk,
+            BLOCK_K=_power_of_two(sizes.dk),
+            WHOLE_KEYS=scratch.whole_keys,
+            HAS_FINAL=grad_final is not None,
+            HAS_INITIAL=grad_initial is not None,
+            **self._value_block(_BACKWARD_TILE),
+            **self._cost(segment, state_products=3, value_products=1),
+            **self._common(self._state_tile(_BACKWARD_TILE)),
+        )  # fmt: skip
+
+    def backward_values(
+        self,
+        segment: ChunkRange,
+        grad_o: Tensor,
+        grad_v_new: Tensor,
+        grad_v: Tensor | None,
+        beta_parts: Tensor | None,
+    ) -> None:
+        """The gradient of v, and what backward_keys needs: grad_v_new, Aqk and Akk_inv are overwritten."""
+        inputs, sizes, scratch = self.inputs, self.sizes, self.scratch
+        _BACKWARD.launch(
+            "intra_chunk_backward_values",
+            (segment.chunks * sizes.batch * sizes.heads,),
+            inputs.v, inputs.beta,
+            grad_o, scratch.u, grad_v_new, scratch.Aqk, scratch.Akk_inv,
+            grad_v, beta_parts,
+            *self._chunk_tables(),
+            inputs.scale,
+            segment.first, segment.chunks, sizes.tokens, sizes.heads, scratch.rows[1],
+            *inputs.strides("24"),
+            GRAD_V=grad_v is not None,
+            GRAD_BETA=beta_parts is not None,
+            **self._value_block(_VALUES_TILE),
+            **self._cost(segment, value_products=3),
+            **self._common(_VALUES_TILE),
+        )  # fmt: skip
+
+    def backward_keys(
+        self,
+        segment: ChunkRange,
+        grad_o: Tensor,
+        grad_v_new: Tensor,
+        chunk_states: tuple[Tensor, Tensor],
+        grads: Sequence[Tensor | None],
+        beta_parts: Tensor | None,
+    ) -> None:
+        """The gradients of q, k and log_alpha: one launch for bounded chunks, one for the others."""
+        inputs, sizes, scratch = self.inputs, self.sizes, self.scratch
+        grad_q, grad_k, _, grad_la = grads
+        for bounded in (True, False):
+            _BACKWARD.launch(
+                "intra_chunk_backward_keys",
+                (segment.chunks * sizes.batch * sizes.heads * _key_slices(sizes.dk),),
+                inputs.q, inputs.k, inputs.log_alpha, inputs.beta,
+                grad_o, scratch.u, grad_v_new,
+                *chunk_states, scratch.Aqk, scratch.Akk_inv, scratch.decay, scratch.bounded,
+                grad_q, grad_k, grad_la, beta_parts,
+                *self._chunk_tables(),
+                inputs.scale,
+                segment.first, segment.chunks, sizes.tokens, sizes.heads, scratch.rows[1],
+                sizes.batch * sizes.tokens * sizes.heads,
+                *inputs.strides("0134"),
+                DK=sizes.dk,
+                BLOCK_K=min(_KEYS_TILE.keys, _power_of_two(sizes.dk)),
+                LEVELS=sizes.levels,
+                PARTS=_parts(inputs.log_alpha.dtype),
+                # Sums of gradients cancel: they keep twice the bits of the result, where possible.
+                GRADIENT_PARTS=_parts(inputs.k.dtype, extra=1),
+                GRAD_Q=grad_q is not None,
+                GRAD_K=grad_k is not None,
+                GRAD_LA=grad_la is not None,
+                GRAD_BETA=beta_parts is not None,
+                BOUNDED=bounded,
+                **self._value_block(_KEYS_TILE),
+                # Other chunks are rare.
+                **(self._cost(segment, state_products=3, key_products=4) if bounded else {"passes": 0.0}),
+                **self._common(_KEYS_TILE),
+            )  # fmt: skip
+
+    def _state_programs(self, tile: KDATileSizes) -> int:
+        return (
+            self.sizes.sequences * self.sizes.heads * -(-self.sizes.dv // self._value_block(tile)["BLOCK_V"])
+        )
+
+    def _state_tile(self, tile: KDATileSizes) -> KDATileSizes:
+        """Large states take more warps, and their tiles leave no room for a second stage."""
+        if self.sizes.dk > 128:
+            return KDATileSizes(tile.keys, tile.values, 8, 1)
+        if self.inputs.k.element_size() > 2:
+            return KDATileSizes(tile.keys, tile.values, tile.warps, 1)
+        return tile
+
+    def _value_block(self, tile: KDATileSizes) -> dict[str, int]:
+        return {"DV": self.sizes.dv, "BLOCK_V": min(tile.values, _power_of_two(self.sizes.dv))}
+
+    def _cost(
+        self,
+        segment: ChunkRange,
+        state_products: int = 0,
+        key_products: int = 0,
+        value_products: int = 0,
+        inversion: bool = False,
+    ) -> dict[str, float]:
+        """For predictions of time: matrix products per chunk, and the share of the tensors that is read.
+
+        With a state: chunk x dk x dv. Between tokens: chunk x chunk, over the key or value channels.
+        """
+        each = state_products * CHUNK * self.sizes.dk * self.sizes.dv
+        each += CHUNK * CHUNK * (key_products * self.sizes.dk + value_products * self.sizes.dv)
+        each += 2 * self.sizes.levels * CHUNK**3 if inversion else 0
+        flops = 2.0 * segment.chunks * self.sizes.batch * self.sizes.heads * each
+        return {"flops": flops, "passes": segment.chunks / self.sizes.chunks, "efficiency": _EFFICIENCY}
+
+    def _common(self, tile: KDATileSizes) -> dict[str, Any]:
+        return {
+            "CHUNK": CHUNK,
+            # Three products of 11-bit parts keep float32's precision; for 16-bit inputs only X is concerned.
+            "PRECISION": "tf32x3" if self.inputs.k.dtype == torch.float32 else "tf32",
+            "PACKED": self.sizes.packed is not None,
+            "WHOLE_VALUES": self.scratch.whole_values,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    def _chunk_tables(self) -> tuple[Tensor | None, ...]:
+        return (
+            (None, None) if self.sizes.packed is None else (self.sizes.packed.start, self.sizes.packed.rows)
+        )
+
+    def _sequence_tables(self) -> tuple[Tensor | None, ...]:
+        return *self._chunk_tables(), None if self.sizes.packed is None else self.sizes.packed.sequence_chunk
 
 
 def new_beta_parts(inputs: KernelInputs, sizes: KernelSizes) -> Tensor:
@@ -439,66 +489,8 @@ def _key_slices(dk: int) -> int:
     return -(-dk // min(_KEYS_TILE.keys, _power_of_two(dk)))
 
 
-def _state_programs(sizes: KernelSizes, tile: KDATileSizes) -> int:
-    return sizes.sequences * sizes.heads * -(-sizes.dv // _value_block(sizes, tile)["BLOCK_V"])
-
-
-def _state_tile(inputs: KernelInputs, sizes: KernelSizes, tile: KDATileSizes) -> KDATileSizes:
-    """Large states take more warps, and their tiles leave no room for a second stage."""
-    if sizes.dk > 128:
-        return KDATileSizes(tile.keys, tile.values, 8, 1)
-    if inputs.k.element_size() > 2:
-        return KDATileSizes(tile.keys, tile.values, tile.warps, 1)
-    return tile
-
-
-def _value_block(sizes: KernelSizes, tile: KDATileSizes) -> dict[str, int]:
-    return {"DV": sizes.dv, "BLOCK_V": min(tile.values, _power_of_two(sizes.dv))}
-
-
-def _cost(
-    sizes: KernelSizes,
-    segment: ChunkRange,
-    state_products: int = 0,
-    key_products: int = 0,
-    value_products: int = 0,
-    inversion: bool = False,
-) -> dict[str, float]:
-    """For predictions of time: matrix products per chunk, and the share of the tensors that is read.
-
-    With a state: chunk x dk x dv. Between tokens: chunk x chunk, over the key or value channels.
-    """
-    each = state_products * CHUNK * sizes.dk * sizes.dv
-    each += CHUNK * CHUNK * (key_products * sizes.dk + value_products * sizes.dv)
-    each += 2 * sizes.levels * CHUNK**3 if inversion else 0
-    flops = 2.0 * segment.chunks * sizes.batch * sizes.heads * each
-    return {"flops": flops, "passes": segment.chunks / sizes.chunks, "efficiency": _EFFICIENCY}
-
-
-def _common(
-    inputs: KernelInputs, sizes: KernelSizes, scratch: ScratchTensors, tile: KDATileSizes
-) -> dict[str, Any]:
-    return {
-        "CHUNK": CHUNK,
-        # Three products of 11-bit parts keep float32's precision; for 16-bit inputs only X is concerned.
-        "PRECISION": "tf32x3" if inputs.k.dtype == torch.float32 else "tf32",
-        "PACKED": sizes.packed is not None,
-        "WHOLE_VALUES": scratch.whole_values,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
-
-
 def _parts(dtype: torch.dtype, extra: int = 0) -> int:
     """Into how many bfloat16 numbers a value is split where sums must be exact; 0 in the interpreter."""
     if interpreted():
         return 0
     return min(3, {torch.bfloat16: 1, torch.float16: 2}.get(dtype, 3) + extra)
-
-
-def _chunk_tables(sizes: KernelSizes) -> tuple[Tensor | None, ...]:
-    return (None, None) if sizes.packed is None else (sizes.packed.start, sizes.packed.rows)
-
-
-def _sequence_tables(sizes: KernelSizes) -> tuple[Tensor | None, ...]:
-    return *_chunk_tables(sizes), None if sizes.packed is None else sizes.packed.sequence_chunk
