@@ -23,7 +23,7 @@ def test_every_name_that_is_offered_is_there(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_type_checkers_are_told_of_the_same_names(package: str) -> None:
+def test_type_checkers_see_the_same_names(package: str) -> None:
     module = importlib.import_module(package)
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())

@@ -113,5 +113,5 @@ def test_what_is_printed_can_be_read_back_to_within_the_printed_digits() -> None
         assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.05)
 
 
-def test_one_thing_is_told_in_the_singular() -> None:
+def test_one_thing_is_in_the_singular() -> None:
     assert [counted(number, "token") for number in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]

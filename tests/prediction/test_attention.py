@@ -135,11 +135,6 @@ def test_a_last_dimension_that_is_not_contiguous_falls_to_math() -> None:
     assert choose_backend(attention, SdpaSettings())[0] is Backend.MATH
 
 
-def test_three_dimensions_fall_to_math() -> None:
-    flat = operand(8, 1024, 64)
-    assert choose_backend(AttentionCall(flat, flat, flat), SdpaSettings())[0] is Backend.MATH
-
-
 def test_sdpa_kernel_restricts_the_choice() -> None:
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert choose_backend(attention_call())[0] is Backend.EFFICIENT
@@ -308,18 +303,6 @@ def test_a_mask_with_a_gradient_gets_one_of_its_own_shape() -> None:
     assert (2, 8, 96, 96) in log.made["_scaled_dot_product_efficient_attention_backward"]
 
 
-def test_flash_pads_the_head_and_gives_the_original_size_back() -> None:
-    with fake(A100) as log:
-        q, k, v = (torch.randn(2, 8, 128, 100, dtype=BF16, requires_grad=True) for _ in range(3))
-        out = attention_like_cuda(q, k, v, capability=A100.capability)
-        assert tuple(out.shape) == (2, 8, 128, 100)
-        out.sum().backward()
-        assert q.grad is not None
-        assert tuple(q.grad.shape) == (2, 8, 128, 100)
-    assert log.ops.count("constant_pad_nd") >= 3
-    assert log.made["_scaled_dot_product_flash_attention"][0] == (2, 8, 128, 104)
-
-
 def test_flash_backward_takes_a_float32_accumulator_and_copies_to_rows_first() -> None:
     with fake(A100) as log:
         q, k, v = (torch.randn(2, 8, 1000, 80, dtype=BF16, requires_grad=True) for _ in range(3))
@@ -354,13 +337,6 @@ def test_flash_splits_the_keys_when_there_are_few_rows() -> None:
     assert partial == 128 * sums
     assert sums % (8 * 64 * 4) == 0
     assert sums > 8 * 64 * 4
-
-
-def test_efficient_seeds_stay_on_the_host() -> None:
-    with fake() as log:
-        q, k, v = (torch.randn(2, 8, 100, 64) for _ in range(3))
-        attention_like_cuda(q, k, v, capability=H200.capability)
-    assert log.made["_scaled_dot_product_efficient_attention"] == [(2, 8, 100, 64), (2, 8, 0)]
 
 
 def test_cudnn_keeps_no_log_sum_exp_without_a_backward() -> None:

@@ -142,11 +142,6 @@ def test_a_limit_below_the_peak_refuses_a_request_and_names_it(stack):
     assert prediction.peak == stack.peak  # what it would need does not depend on what there is
 
 
-def test_the_exact_reserved_peak_is_enough(stack):
-    most = max(moment.reserved for moment in stack.timeline)
-    assert oomph.predict(stack_workload(), max=most).fits is True
-
-
 def test_cached_segments_are_released_before_a_request_is_refused():
     def train() -> Any:
         def step() -> None:

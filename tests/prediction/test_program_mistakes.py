@@ -119,7 +119,7 @@ def test_a_model_that_cannot_be_built_gives_its_own_line_and_cause():
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-def test_a_program_that_puts_nothing_on_the_gpu_is_told_so() -> None:
+def test_a_program_that_puts_nothing_on_the_gpu_is_an_error() -> None:
     with pytest.raises(UserError, match="put nothing on the GPU"):
         oomph.predict(lambda: torch.randn(3))
 

@@ -84,11 +84,6 @@ def test_of_equal_peaks_the_first_is_reported() -> None:
     assert (result.peak_step, result.peak_event) == (1, 1)
 
 
-def test_other_marks_do_not_begin_a_step() -> None:
-    result = run("forward |1 +0 backward stepping -0 optimizer", [30 * MIB])
-    assert [step.step for step in result.steps] == [1]
-
-
 def test_the_alive_at_the_peak_come_largest_first_and_add_up_to_it() -> None:
     # 0 leaves 11 MiB of its segment; 1 gets all of it although it asks for 10.5.
     result = run("+0 +1 +2 +3 -2 +4", [9 * MIB, 10 * MIB + MIB // 2, 100, 0, 600_000])
@@ -98,11 +93,6 @@ def test_the_alive_at_the_peak_come_largest_first_and_add_up_to_it() -> None:
         (600_064, 4),
     ]
     assert sum(alive.bytes for alive in result.at_peak) == result.peak_allocated == 20 * MIB + 600_064
-
-
-def test_a_request_for_nothing_leaves_no_trace() -> None:
-    result = run("+0 -0", [0], record=True)
-    assert (result.peak_allocated, result.peak_reserved, result.trace) == (0, 0, ())
 
 
 def test_the_timeline_has_a_moment_for_every_allocation_and_free() -> None:
@@ -120,12 +110,6 @@ def test_the_replay_stops_at_the_request_that_does_not_fit() -> None:
     assert (result.peak_allocated, result.peak_reserved) == (60 * MIB, 60 * MIB)
     assert len(result.timeline) == 2
     assert result.steps == (StepPeak(step=1, allocated=60 * MIB, reserved=60 * MIB, end=60 * MIB),)
-
-
-def test_a_refusal_before_the_first_step_reports_what_was_reached() -> None:
-    result = run("+0 +1 |1 +2", [30 * MIB, 90 * MIB, 1], limit=100 * MIB)
-    assert (result.refused, result.steps, result.peak_step) == (1, (), 0)
-    assert (result.peak_allocated, result.peak_event) == (30 * MIB, 0)
 
 
 def test_a_run_that_fits_only_after_a_release_is_not_refused() -> None:

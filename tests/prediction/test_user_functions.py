@@ -40,16 +40,16 @@ def setup() -> Callable[[], None]:
     return Training().step
 
 
-def test_a_loop_of_ones_own_is_traced_whole_and_whoever_waits_is_told_of_the_short_way() -> None:
+def test_a_training_loop_is_traced_whole_and_the_progress_text_names_the_faster_way() -> None:
     def training() -> None:
         own = Training()
         for _ in range(5):
             own.step()
 
-    told: list[str] = []
-    prediction = oomph.predict(training, gpu="h200", progress=lambda text, share: told.append(text))
+    texts: list[str] = []
+    prediction = oomph.predict(training, gpu="h200", progress=lambda text, share: texts.append(text))
     assert prediction.peak.allocated == oomph.predict(setup, gpu="h200").peak.allocated
-    said = [text for text in told if "a function that returns its step is traced for three" in text]
+    said = [text for text in texts if "a function that returns its step is traced for three" in text]
     assert [text.split(";")[0] for text in said] == [
         "running the program, optimizer step 4",
         "running the program, optimizer step 5",
@@ -83,23 +83,6 @@ def test_a_stream_of_the_programs_own_is_noted_once_with_its_line(enter: str) ->
     assert "as if all streams were one" in note.text
     assert note.site is not None
     assert note.site.line == line_of(setup, f"# {enter}")
-
-
-def test_the_current_stream_and_the_default_one_are_nothing_to_note() -> None:
-    def setup() -> Callable[[], None]:
-        own = Training()
-
-        def step() -> None:
-            torch.cuda.Stream().wait_stream(torch.cuda.current_stream())
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),
-                torch.cuda.stream(torch.cuda.default_stream()),
-            ):
-                own.step()
-
-        return step
-
-    assert oomph.predict(setup, gpu="h200").notes == ()
 
 
 def test_numbers_read_from_the_gpu_are_noted_once_with_the_first_line() -> None:

@@ -237,7 +237,7 @@ def test_ops_are_given_to_the_stream_that_is_current():
     assert inside == still_inside != 0
 
 
-def test_waits_between_streams_are_told_in_the_programs_order():
+def test_waits_between_streams_are_reported_in_program_order():
     def program() -> Callable[[], Any]:
         x, host, side = on_gpu(1024, 256), torch.empty(1024, 256), torch.cuda.Stream()
 

@@ -1,6 +1,6 @@
-"""Each program has one planted memory bottleneck; the line that is blamed must be that one.
+"""Each program has one planted memory bottleneck; the top line at the peak must be that one.
 
-The programs stand in programs/, written as people write them; the guilty line ends in `# PLANTED`.
+The programs are in programs/; the line that causes the bottleneck ends in `# PLANTED`.
 """
 
 from __future__ import annotations
