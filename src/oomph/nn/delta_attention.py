@@ -20,7 +20,7 @@ from oomph.ops.delta_attention.api import IMPLS, MODES
 from oomph.ops.short_convolution import short_convolution
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
-# Initial decay: the range of exp(A_log), and of softplus(dt_bias).
+# Ranges of the initial softplus(dt_bias) and exp(A_log).
 _STEP_RANGE = (0.001, 0.1)
 _RATE_RANGE = (1.0, 16.0)
 

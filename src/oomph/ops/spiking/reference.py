@@ -1,4 +1,4 @@
-"""The leaky integrate-and-fire gate as it is defined, a step at a time; autograd keeps every step.
+"""The leaky integrate-and-fire gate by definition, one step at a time; autograd saves every step.
 
 Per channel, with the membrane m starting at `initial` (or 0):
 
