@@ -138,7 +138,7 @@ def test_it_is_not_proposed_where_it_does_not_apply(name):
     assert list(fixes.find("attn_implementation").targets(context)) == []
 
 
-def test_mistakes_are_told_and_change_nothing():
+def test_invalid_options_are_reported_and_change_nothing():
     def refused(model, words, **options):
         state = state_of(model)
         with pytest.raises(UserError, match=words):

@@ -55,19 +55,19 @@ def work(kind, tokens=256, **options):
 
 @pytest.mark.parametrize("kind", [KimiDeltaAttention, SpikingKDABlock])
 def test_a_scan_is_proposed_to_become_chunks(kind):
-    sick = work(kind, mode="scan")
-    prediction = oomph.predict(sick, gpu="h200")
-    (proposal,) = fixes.propose(prediction, sick, only=("chunkwise_kda",))
+    scanning = work(kind, mode="scan")
+    prediction = oomph.predict(scanning, gpu="h200")
+    (proposal,) = fixes.propose(prediction, scanning, only=("chunkwise_kda",))
     assert proposal.where == ("layers.0", "layers.1")
     assert proposal.saving > prediction.peak.reserved * 0.7
 
 
 def test_smaller_chunks_are_priced_and_a_model_without_such_layers_gets_no_proposal():
-    healthy = work(KimiDeltaAttention, tokens=4096)
-    (proposal,) = fixes.propose(oomph.predict(healthy, gpu="h200"), healthy, only=("chunkwise_kda",))
+    whole = work(KimiDeltaAttention, tokens=4096)
+    (proposal,) = fixes.propose(oomph.predict(whole, gpu="h200"), whole, only=("chunkwise_kda",))
     assert proposal.options["memory_chunk_size"] == 512
     assert proposal.saving > 0
-    chunked = oomph.apply(proposal, healthy)
+    chunked = oomph.apply(proposal, whole)
     assert fixes.propose(oomph.predict(chunked, gpu="h200"), chunked, only=("chunkwise_kda",)) == []
     other = oomph.Workload(lambda: nn.Linear(4, 4), lambda device: torch.ones(2, 4, device=device), loss)
     assert fixes.propose(oomph.predict(other, gpu="h200"), other, only=("chunkwise_kda",)) == []
@@ -92,7 +92,7 @@ def test_a_budget_makes_way_for_a_size(x):
         ({"modules": ["layers.0.q_proj"]}, r"'layers\.0\.q_proj' is a Linear, not a KimiDeltaAttention or"),
     ],
 )
-def test_mistakes_are_told_and_change_nothing(options, message):
+def test_invalid_options_are_reported_and_change_nothing(options, message):
     model = Layers(KimiDeltaAttention)
     state = state_of(model)
     with pytest.raises(UserError, match=message):
@@ -100,8 +100,8 @@ def test_mistakes_are_told_and_change_nothing(options, message):
     assert state_of(model) == state
 
 
-def test_layers_that_it_cannot_help_are_told():
+def test_layers_without_chunks_are_refused():
     with pytest.raises(UserError, match="the model has no KimiDeltaAttention or SpikingKDABlock"):
         fixes.apply_to_model("chunkwise_kda", nn.Linear(2, 2))
-    with pytest.raises(UserError, match=r"'layers\.0' has impl='reference', which goes token by token"):
+    with pytest.raises(UserError, match=r"'layers\.0' has impl='reference', which runs token by token"):
         fixes.apply_to_model("chunkwise_kda", Layers(KimiDeltaAttention, impl="reference"))

@@ -561,7 +561,7 @@ def test_it_is_not_proposed_where_it_would_not_help(build):
     assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("fused_attention",)) == []
 
 
-def test_mistakes_are_told_and_change_nothing():
+def test_invalid_options_are_reported_and_change_nothing():
     model = seeded(TinyLM)
     state = state_of(model)
     with pytest.raises(UserError, match="modules='blocks' is not valid; valid: a list of module names"):

@@ -264,7 +264,7 @@ def test_a_prediction_computes_logits_that_are_read():
     assert (4, 24, 97) in shapes[1] or (96, 97) in shapes[1]
 
 
-def test_mistakes_are_told_and_change_nothing():
+def test_invalid_options_are_reported_and_change_nothing():
     model = seeded(TinyLM)
     state = state_of(model)
 
@@ -463,7 +463,7 @@ def test_no_target_at_all_is_nan_as_before_and_has_no_gradient():
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
 
-def test_mistakes_in_the_loss_are_told_by_torch():
+def test_errors_in_the_loss_are_reported_by_torch():
     model, (x, y) = fixed(), batch_of(torch.float32)
     with pytest.raises(RuntimeError, match="Expected target size"):
         F.cross_entropy(model(x).mT, y[:, :2])

@@ -242,7 +242,7 @@ def test_it_is_not_proposed_for_a_language_model_and_leaves_it_as_it_is():
     same_gradients(before, gradients(model, plain_loss, batch), 0)
 
 
-def test_mistakes_are_told_and_change_nothing():
+def test_invalid_options_are_reported_and_change_nothing():
     model = seeded(lambda: Model(report))
     state = state_of(model)
     with pytest.raises(UserError, match="the model has no module 'delta'"):

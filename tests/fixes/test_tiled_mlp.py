@@ -217,7 +217,7 @@ def test_what_cannot_be_tiled_is_refused_and_the_model_left_as_it_was(name, mess
         ({"tiles": 3}, "has no option 'tiles'; its options are modules, tile, memory_budget"),
     ],
 )
-def test_mistakes_in_options_are_told(options, message):
+def test_invalid_options_are_reported(options, message):
     with pytest.raises(UserError, match=message):
         fixes.apply_to_model(FixUse("tiled_mlp", options), seeded(TinyLM))
 

@@ -1,4 +1,4 @@
-"""Hugging Face models whose attention is written out are told to use a fused kernel instead."""
+"""Sets `attn_implementation` of Hugging Face models that use eager attention to a fused kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from oomph.fixes.modules import NamedModule, copy_configs
 from oomph.fixes.registry import Fix, FixContext, Target
 
 _EAGER = ("eager", None)
-# What transformers knows besides, needs packages and kernels that may be missing; it says so itself.
+# transformers reports itself where a package or a kernel is missing.
 IMPLEMENTATIONS = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # Parts of the names of dropout that is not applied to attention weights.
 _OTHER_DROPOUT = ("resid", "hidden", "output", "proj", "path", "activation", "embd", "layer")
@@ -28,11 +28,11 @@ class AttnImplementation(Fix):
     def targets(self, context: FixContext) -> Iterable[Target]:
         eager = [model for model in _models(context.model) if _is_eager(model.module)]
         prefixes = tuple(f"{name}." if name else "" for name, _ in eager)
-        if not eager or any(_objection(model.module, "sdpa", False) for model in eager):
+        if not eager or any(_obstacle(model.module, "sdpa", False) for model in eager):
             return
         where = {module for module in attention_matrices(context.prediction) if module.startswith(prefixes)}
         if where:
-            yield Target(tuple(sorted(where, key=_natural)), {"implementation": "sdpa"})
+            yield Target(tuple(sorted(where, key=_by_number)), {"implementation": "sdpa"})
 
     def change_model(
         self,
@@ -63,15 +63,15 @@ class AttnImplementation(Fix):
             set_to = config._attn_implementation
             raise UserError(f"fix {self.name!r}: attention is not eager; it is {set_to!r} already")
         for each in eager:
-            objection = _objection(each.module, implementation, other_random_numbers)
-            if objection is not None:
-                raise UserError(f"fix {self.name!r}: {objection}")
+            obstacle = _obstacle(each.module, implementation, other_random_numbers)
+            if obstacle is not None:
+                raise UserError(f"fix {self.name!r}: {obstacle}")
         copy_configs(model, journal)
         _set_implementation(model, journal, implementation)
 
 
 def _models(model: nn.Module) -> Iterator[NamedModule]:
-    """The Hugging Face models in it (itself, and those inside): what has a config and knows of backends."""
+    """The Hugging Face models in it: itself and those inside."""
     for name, module in model.named_modules():
         if hasattr(module, "_supports_sdpa") and hasattr(module, "config"):
             yield NamedModule(name, module)
@@ -81,8 +81,8 @@ def _is_eager(model: nn.Module) -> bool:
     return getattr(model.config, "_attn_implementation", "") in _EAGER
 
 
-def _objection(model: Any, implementation: str, other_random_numbers: bool) -> str | None:
-    """Why this model cannot have it, in one line."""
+def _obstacle(model: Any, implementation: str, other_random_numbers: bool) -> str | None:
+    """Why this model cannot use the implementation, in one line."""
     kind = type(model).__name__
     if not model._can_set_attn_implementation():
         return f"{kind} does not let its attention be chosen"
@@ -100,7 +100,7 @@ def _objection(model: Any, implementation: str, other_random_numbers: bool) -> s
             return f"{kind} caps its attention scores (attn_logit_softcapping={cap}), which sdpa leaves out"
         rate = attention_dropout(module)
         if rate and implementation == "flex_attention":
-            return f"{kind} has attention dropout of {rate}, which flex_attention does not know"
+            return f"{kind} has attention dropout of {rate}, which flex_attention does not support"
         if rate and not other_random_numbers:
             return (
                 f"{kind} has attention dropout of {rate}, for which a fused kernel draws other random "
@@ -139,11 +139,11 @@ def _set_implementation(model: nn.Module, journal: Journal, implementation: str)
     for name, module in model.named_modules():
         for attribute, value in list(vars(module).items()):
             set_in(value, f"{name}.{attribute}".lstrip("."))
-        # Some models remember it besides.
+        # Some modules keep a copy of it.
         if vars(module).get("_attn_implementation", "") in _EAGER:
             journal.set(module, "_attn_implementation", implementation, name, "_attn_implementation")
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
-    """In the order of their numbers: layers.2 before layers.10."""
+def _by_number(name: str) -> list[tuple[int, str]]:
+    """A sort key: layers.2 before layers.10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]

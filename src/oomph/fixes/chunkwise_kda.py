@@ -1,4 +1,4 @@
-"""Delta attention by chunks: our layers, told how to run."""
+"""Sets the mode and the chunk size of Kimi delta attention layers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from oomph.nn import KimiDeltaAttention, SpikingKDABlock
 from oomph.ops.delta_attention.api import MODES
 
 _LAYERS = (KimiDeltaAttention, SpikingKDABlock)
-_WASTEFUL = ("scan", "sequential")  # a matrix per token, or a state per token, is kept for backward
-_SMALL_CHUNK = 512  # tokens: below it the states between the parts take what the parts save
+_PER_TOKEN = ("scan", "sequential")  # modes that save a matrix or a state per token for backward
+_SMALL_CHUNK = 512  # tokens: with fewer, the states between chunks take what the chunks save
 
 
 class ChunkwiseKDA(Fix):
@@ -26,19 +26,19 @@ class ChunkwiseKDA(Fix):
 
     def targets(self, context: FixContext) -> Iterable[Target]:
         layers = [layer for layer in _layers(context.model) if layer.module.impl != "reference"]
-        wasteful = tuple(name for name, module in layers if module.mode in _WASTEFUL)
-        if wasteful:
-            yield Target(wasteful, {"modules": list(wasteful)})
+        per_token = tuple(name for name, module in layers if module.mode in _PER_TOKEN)
+        if per_token:
+            yield Target(per_token, {"modules": list(per_token)})
         whole = tuple(
             name
             for name, module in layers
-            if module.mode not in _WASTEFUL
+            if module.mode not in _PER_TOKEN
             and (module.memory_chunk_size is None or module.memory_chunk_size > _SMALL_CHUNK)
             and getattr(module, "memory_budget", None) is None
         )
         if whole:
             options = {"modules": list(whole), "memory_chunk_size": _SMALL_CHUNK}
-            yield Target(whole, options, "smaller parts at a time; the states between them are kept")
+            yield Target(whole, options, "smaller chunks; the states between them are saved")
 
     def change_model(
         self,
@@ -69,7 +69,7 @@ class ChunkwiseKDA(Fix):
         for name, module in layers:
             if module.impl == "reference":
                 raise UserError(
-                    f"fix {self.name!r}: {name!r} has impl='reference', which goes token by token; "
+                    f"fix {self.name!r}: {name!r} has impl='reference', which runs token by token; "
                     "build it with impl='auto'"
                 )
             journal.set(module, "mode", mode, name, f"mode={mode!r} instead of {module.mode!r}")
@@ -77,7 +77,7 @@ class ChunkwiseKDA(Fix):
             journal.set(module, "memory_chunk_size", size, name, what)
             # A budget takes the place of a size, and only chunks can meet one.
             budget = getattr(module, "memory_budget", None)
-            if budget is not None and (size is not None or mode in _WASTEFUL):
+            if budget is not None and (size is not None or mode in _PER_TOKEN):
                 journal.set(module, "memory_budget", None, name, f"no memory_budget instead of {budget!r}")
 
 
