@@ -99,7 +99,8 @@ class _Block(nn.Module):
 
     def __init__(self, mode: str, chunk: int | None = None) -> None:
         super().__init__()
-        self.block = hatchling.KDABlock(512, 8, 64, mode=mode, memory_chunk_size=chunk)
+        config = replace(hatchling.PRESETS["hn_xs"], kda_mode=mode)
+        self.block = hatchling.KDABlock(config, memory_chunk_size=chunk)
 
     def forward(self, x: torch.Tensor) -> Any:
         return SimpleNamespace(loss=self.block(x).float().square().mean())

@@ -5,7 +5,7 @@ Legend: B batch, T tokens, D hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,50 +32,27 @@ class KDABlock(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        *,
-        gate: str = "spiking",
-        gate_rank: int = 256,
-        lam: float = 0.92,
-        theta: float = 0.35,
-        surrogate: float = 9.0,
-        token_drop: float = 0.0,
-        norm_eps: float = 1e-6,
-        mode: str = "auto",
-        memory_chunk_size: int | None = None,
+        self, config: HatchlingConfig, *, token_drop: float = 0.0, memory_chunk_size: int | None = None
     ) -> None:
         super().__init__()
+        c = config
+        shape = (c.d_model, c.n_heads, c.head_dim)
         # The sequential mode has no chunks; a config may change the mode and leave the size.
-        size = None if mode == "sequential" else memory_chunk_size
+        size = None if c.kda_mode == "sequential" else memory_chunk_size
+        shared: dict[str, Any] = {
+            "gate_rank": c.gate_rank,
+            "norm_eps": c.norm_eps,
+            "mode": c.kda_mode,
+            "memory_chunk_size": size,
+        }
         self.norm: nn.Module | None = None
-        if gate == "spiking":
-            self.inner: nn.Module = SpikingKDABlock(
-                hidden_size,
-                num_heads,
-                head_dim,
-                gate_rank=gate_rank,
-                decay=lam,
-                threshold=theta,
-                surrogate_beta=surrogate,
-                token_drop=token_drop,
-                norm_eps=norm_eps,
-                mode=mode,
-                memory_chunk_size=size,
-            )
+        self.inner: nn.Module
+        if c.gate == "spiking":
+            neurons: dict[str, Any] = {"decay": c.lam, "threshold": c.theta, "surrogate_beta": c.surrogate}
+            self.inner = SpikingKDABlock(*shape, **neurons, token_drop=token_drop, **shared)
         else:
-            self.norm = nn.RMSNorm(hidden_size, eps=norm_eps)
-            self.inner = KimiDeltaAttention(
-                hidden_size,
-                num_heads,
-                head_dim,
-                gate_rank=gate_rank,
-                norm_eps=norm_eps,
-                mode=mode,
-                memory_chunk_size=size,
-            )
+            self.norm = nn.RMSNorm(c.d_model, eps=c.norm_eps)
+            self.inner = KimiDeltaAttention(*shape, **shared)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.norm is None:  # SpikingKDABlock has its own norm and residual connection
@@ -115,18 +92,6 @@ def _layer(c: HatchlingConfig, number: int) -> Block:
         inner = CausalAttention(c.d_model, c.n_heads, c.n_kv_heads, c.head_dim)
         attention = Residual(nn.RMSNorm(c.d_model, eps=c.norm_eps), inner)
     else:
-        attention = KDABlock(
-            c.d_model,
-            c.n_heads,
-            c.head_dim,
-            gate=c.gate,
-            gate_rank=c.gate_rank,
-            lam=c.lam,
-            theta=c.theta,
-            surrogate=c.surrogate,
-            token_drop=c.token_drop if c.drops_tokens(number) else 0.0,
-            norm_eps=c.norm_eps,
-            mode=c.kda_mode,
-            memory_chunk_size=c.kda_memory_chunk_size,
-        )
+        token_drop = c.token_drop if c.drops_tokens(number) else 0.0
+        attention = KDABlock(c, token_drop=token_drop, memory_chunk_size=c.kda_memory_chunk_size)
     return Block(attention, Residual(nn.RMSNorm(c.d_model, eps=c.norm_eps), GatedMLP(c.d_model, c.d_ff)))
