@@ -29,6 +29,7 @@ from oomph.ops.launch import is_fake
 from oomph.torch_internals import current_dispatch_mode
 
 Number = bool | int | float
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _CONTENT = "_oomph_mask"  # attribute of a tensor whose content is known, with the version it is known of
 
 
@@ -98,6 +99,9 @@ class CausalMask(Expression):
             return self.like() if name == "__deepcopy__" else (_rebuild, made)
         if name in ("to", "cuda", "cpu", "type_as"):
             return self._to(name, args, kwargs)
+        if func == _SET_DATA and isinstance(args[1], CausalMask) and args[1].dtype == self.dtype:
+            self._device = args[1].device  # how FSDP moves a module's buffers
+            return None
         others = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor | Expression)]
         if not all(isinstance(other, CausalMask) for other in others):
             return NotImplemented

@@ -305,7 +305,8 @@ class LazyTensor(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return self.expression.device
+        value = self.expression._value
+        return self.expression.device if value is None else value.device
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
