@@ -48,8 +48,14 @@ class KDABlock(nn.Module):
         self.norm: nn.Module | None = None
         self.inner: nn.Module
         if c.gate == "spiking":
-            neurons: dict[str, Any] = {"decay": c.lam, "threshold": c.theta, "surrogate_beta": c.surrogate}
-            self.inner = SpikingKDABlock(*shape, **neurons, token_drop=token_drop, **shared)
+            self.inner = SpikingKDABlock(
+                *shape,
+                decay=c.lam,
+                threshold=c.theta,
+                surrogate_beta=c.surrogate,
+                token_drop=token_drop,
+                **shared,
+            )
         else:
             self.norm = nn.RMSNorm(c.d_model, eps=c.norm_eps)
             self.inner = KimiDeltaAttention(*shape, **shared)
