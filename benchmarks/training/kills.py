@@ -39,7 +39,7 @@ from oomph.training.run import train
 
 OUT = RESULTS / "kills.csv"
 STEPS = 30
-_LONGEST = 0.25  # seconds after the first step in which the kill comes
+_MOST_STEPS, _LONGEST = 5, 0.1  # the kill comes so many steps after the first, and so many seconds
 
 
 @dataclass(frozen=True)
@@ -163,8 +163,14 @@ def killed(config: TrainConfig, shared: Shared, draw: random.Random) -> bool:
     pid = in_child(lambda: train(config, resume=(folder / RUN_CONFIG).exists(), callbacks=shared))
     began = time.perf_counter()
     if draw.random() > 0.2:  # else while it is being set up
-        while shared.read()[0] < 0 and os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        first, more = -1, draw.randrange(_MOST_STEPS)
+
+        def running() -> bool:
+            return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+        while (first < 0 or shared.read()[0] < first + more) and running():
             time.sleep(0.0005)
+            first = shared.read()[0] if first < 0 else first
         time.sleep(draw.uniform(0, _LONGEST))
     else:
         time.sleep(draw.uniform(0, max(0.02, time.perf_counter() - began + 0.1)))
