@@ -44,9 +44,11 @@ def test_a_function_that_behaves_differently_is_reported(monkeypatch: pytest.Mon
         self_test()
 
 
-def test_importing_a_name_that_moved_says_so() -> None:
-    with pytest.raises(UnsupportedTorch, match=SENTENCE.format("no_such_name")):
-        from oomph.torch_internals import no_such_name  # noqa: F401
+def test_importing_a_name_that_moved_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch_internals, "FakeTensor")
+    with pytest.raises(UnsupportedTorch, match=SENTENCE.format("FakeTensor")):
+        from oomph.torch_internals import FakeTensor  # noqa: F401
+    assert not hasattr(torch_internals, "no_such_name")
 
 
 def test_no_patch_is_skipped_silently() -> None:

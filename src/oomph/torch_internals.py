@@ -43,9 +43,9 @@ def _section() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    raise UnsupportedTorch(_moved[0] if _moved else name)
+    if name in __all__:  # its section failed
+        raise UnsupportedTorch(_moved[0] if _moved else name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 # ---------------------------------------------------------------------------------------------- several users
