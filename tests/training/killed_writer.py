@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 
 from oomph.training.checkpoint import Checkpoints, load
 
-SIZE = 200_000  # numbers: long enough to write that a kill often comes in between
+SIZE = 1000
 
 
 def state_of(step: int) -> dict[str, Any]:
@@ -51,40 +49,6 @@ def check(checkpoints: Checkpoints) -> int:
     assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
     assert torch.equal(state["optimizer"][0], expected["optimizer"][0])
     return found.step
-
-
-def at_random_moments(folder: Path, times: int) -> dict[str, Any]:
-    said = folder / "said"
-    said.mkdir(parents=True)
-    found = {"leftovers": 0, "last": 0, "kills": 0}
-
-    def work() -> None:
-        checkpoints = Checkpoints(folder, keep=2)
-        step = check(checkpoints)
-        (said / "resumed").touch()
-        while True:
-            step += 1
-            checkpoints.save(step, state_of(step))
-            if step % 2:
-                checkpoints.wait()
-            (said / str(step if step % 2 else step - 1)).touch()
-
-    for number in range(times):
-        pid = in_child(work)
-        while not (said / "resumed").exists():
-            time.sleep(0.001)
-        time.sleep(random.Random(number).uniform(0, 0.12))
-        os.kill(pid, signal.SIGKILL)
-        assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
-        (said / "resumed").unlink()
-        found["kills"] += 1
-        found["leftovers"] += len(list(folder.glob(".saving-*")))
-        complete = max((int(path.name) for path in said.iterdir()), default=0)
-        step = check(Checkpoints(folder))
-        assert step >= complete, f"{complete} was complete, {step} is the newest"
-        assert step >= found["last"]
-        found["last"] = step
-    return found
 
 
 def at_every_call(folder: Path) -> dict[str, Any]:
@@ -126,7 +90,4 @@ def at_every_call(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    where = Path(sys.argv[1])
-    random_moments = at_random_moments(where / "random", 20)
-    SIZE = 1000
-    print(json.dumps({"random": random_moments, "calls": at_every_call(where / "calls")}))
+    print(json.dumps(at_every_call(Path(sys.argv[1]))))

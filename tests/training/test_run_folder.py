@@ -270,7 +270,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(
 HOLDER = """
 import sys
 from pathlib import Path
-from oomph.training.run_folder import lock_folder
+from oomph.training.run import lock_folder
 with lock_folder(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -43,8 +43,7 @@ def run_train(options: TrainOptions) -> int:
     console = Console(stderr=True)
 
     from oomph.training.failures import OutOfMemory
-    from oomph.training.run import device_of, train
-    from oomph.training.run_folder import check_folder, folder_of
+    from oomph.training.run import check_folder, device_of, folder_of, train
 
     check_folder(config, folder_of(config), options.resume)
     device = device_of(config)
