@@ -303,6 +303,95 @@ KERNELS: dict[str, Callable[[], Step]] = {
 }
 
 
+def mask(share: float, *shape: int) -> Callable[[], torch.Tensor]:
+    """True for about this share of the elements."""
+    return lambda: torch.rand(*shape, device="cuda") < share
+
+
+def counts(most: int, n: int) -> Callable[[], torch.Tensor]:
+    return lambda: torch.randint(0, most + 1, (n,), device="cuda")
+
+
+def weight_average() -> Step:
+    model = nn.Sequential(nn.Linear(2048, 4096), nn.Linear(4096, 2048)).to("cuda")
+    average = optim.swa_utils.AveragedModel(model)
+    return lambda: average.update_parameters(model)
+
+
+def assign(tensor: torch.Tensor, where: torch.Tensor, value: Any) -> torch.Tensor:
+    tensor[where] = value
+    return tensor
+
+
+M = 1 << 22
+# The size of a result, or of what a kernel allocates for itself, depends on values.
+KERNELS |= {
+    "nonzero all": of(torch.nonzero, mask(1.1, M)),
+    "nonzero half": of(torch.nonzero, mask(0.5, M)),
+    "nonzero 2d": of(torch.nonzero, mask(1.1, 2048, 2048)),
+    "nonzero float": of(torch.nonzero, x(M, grad=False)),
+    "nonzero_static": of(lambda a: torch.nonzero_static(a, size=1 << 20), mask(0.5, M)),
+    "where one argument": of(lambda a: torch.where(a)[0], mask(1.1, 2048, 2048)),
+    "count_nonzero": of(torch.count_nonzero, mask(0.5, M)),
+    "masked_select all": of(torch.masked_select, x(M), mask(1.1, M)),
+    "masked_select half": of(torch.masked_select, x(M), mask(0.5, M)),
+    "masked_select broadcast": of(torch.masked_select, x(2048, 2048), mask(1.1, 2048)),
+    "index by mask all": of(lambda a, m: a[m], x(2048, 2048), mask(1.1, 2048, 2048)),
+    "index by mask half": of(lambda a, m: a[m], x(2048, 2048), mask(0.5, 2048, 2048)),
+    "index rows by mask": of(lambda a, m: a[m], x(4096, 1024), mask(1.1, 4096)),
+    "index rows by mask bf16": of(lambda a, m: a[m], x(4096, 1024, dtype=bf16), mask(0.5, 4096)),
+    "index columns by mask": of(lambda a, m: a[:, m], x(4096, 1024), mask(1.1, 1024)),
+    "index by mask and ids": of(lambda a, m, n: a[m][:, n], x(4096, 1024), mask(1.1, 4096), i(1024, 512)),
+    "assign number by mask": of(lambda a, m: assign(a, m, 0.0), x(M, grad=False), mask(1.1, M)),
+    "assign values by mask": of(
+        lambda a, m, v: assign(a, m, v[: int(m.sum())]), x(M, grad=False), mask(1.1, M), x(M, grad=False)
+    ),
+    "assign rows by mask": of(lambda a, m: assign(a, m, 1.0), x(4096, 1024, grad=False), mask(1.1, 4096)),
+    "index_put mask accumulate": of(
+        lambda a, m, v: a.index_put((m,), v, accumulate=True), x(M), mask(1.1, M), lambda: rand(1)
+    ),
+    "masked_scatter": of(lambda a, m, v: a.masked_scatter(m, v), x(M), mask(0.5, M), x(M)),
+    "masked_fill": of(lambda a, m: a.masked_fill(m, 0.0), x(M), mask(0.5, M)),
+    "repeat_interleave counts": of(
+        lambda a, n: a.repeat_interleave(n, dim=0), x(4096, 1024), counts(4, 4096)
+    ),
+    "repeat_interleave number": of(lambda a: a.repeat_interleave(3, dim=0), x(4096, 1024)),
+    "repeat_interleave output_size": of(
+        lambda a: a.repeat_interleave(torch.full((4096,), 2, device="cuda"), dim=0, output_size=8192),
+        x(4096, 1024),
+    ),
+    "repeat_interleave ids": of(torch.repeat_interleave, counts(4, 1 << 20)),
+    "unique": of(torch.unique, i(1 << 20, M)),
+    "unique few": of(torch.unique, i(100, M)),
+    "unique float": of(torch.unique, x(M, grad=False)),
+    "unique inverse counts": of(
+        lambda n: torch.unique(n, return_inverse=True, return_counts=True), i(1 << 20, M)
+    ),
+    "unique rows": of(lambda n: torch.unique(n, dim=0), i(10, 65536, 16)),
+    "unique rows inverse": of(
+        lambda n: torch.unique(n, dim=0, return_inverse=True, return_counts=True), i(10, 65536, 16)
+    ),
+    "unique_consecutive": of(torch.unique_consecutive, i(4, M)),
+    "unique_consecutive inverse": of(
+        lambda n: torch.unique_consecutive(n, return_inverse=True, return_counts=True), i(4, M)
+    ),
+    "unique_consecutive rows": of(lambda n: torch.unique_consecutive(n, dim=0), i(4, 65536, 16)),
+    "bincount": of(torch.bincount, i(1 << 20, M)),
+    "bincount weights": of(lambda n, w: torch.bincount(n, w), i(1 << 20, M), x(M, grad=False)),
+    "histc": of(lambda a: torch.histc(a, 1000), x(M, grad=False)),
+    "one_hot unknown classes": of(F.one_hot, i(1000, 8192)),
+    "one_hot classes": of(lambda n: F.one_hot(n, 1000), i(1000, 8192)),
+    "multinomial": of(lambda a: torch.multinomial(a.softmax(-1), 1), x(512, 32000, grad=False)),
+    "multinomial many": of(
+        lambda a: torch.multinomial(a.softmax(-1), 64, replacement=True), x(512, 32000, grad=False)
+    ),
+    "argwhere": of(torch.argwhere, mask(1.1, 2048, 1024)),
+    "tensor_split": of(lambda a: torch.tensor_split(a, torch.tensor([100, 1000]))[0], x(4096, 1024)),
+    "searchsorted": of(torch.searchsorted, lambda: rand(M, grad=False).sort().values, x(M, grad=False)),
+    "weight average": weight_average,
+}
+
+
 def measure(out: Path) -> None:
     import oomph
 
