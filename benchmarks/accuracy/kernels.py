@@ -351,7 +351,6 @@ KERNELS |= {
         lambda a, m, v: a.index_put((m,), v, accumulate=True), x(M), mask(1.1, M), lambda: rand(1)
     ),
     "masked_scatter": of(lambda a, m, v: a.masked_scatter(m, v), x(M), mask(0.5, M), x(M)),
-    "masked_fill": of(lambda a, m: a.masked_fill(m, 0.0), x(M), mask(0.5, M)),
     "repeat_interleave counts": of(
         lambda a, n: a.repeat_interleave(n, dim=0), x(4096, 1024), counts(4, 4096)
     ),
