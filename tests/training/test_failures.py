@@ -183,7 +183,7 @@ def test_weights_that_are_not_finite_are_never_saved(
 
 def test_weights_that_are_not_finite_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_fault(monkeypatch, nan_gradients, 3)
-    message = "weights of step 4 are not finite, and are not saved; no checkpoint is there; training.clip=1.0"
+    message = "weights of step 4 are not finite, and are not saved; there is no checkpoint; training.clip=1.0"
     with pytest.raises(NotFinite, match=message):
         trained(tmp_path / "run", ["training.clip=null", "training.on_nan=skip"])
 

@@ -267,7 +267,7 @@ def newest(folder: Path) -> Checkpoint | None:
         first, *more = skipped.values()
         older = f" (and {len(more)} older)" if more else ""
         raise CheckpointError(
-            f"no checkpoint in {folder} can be used: {first}{older}; to start anew, give another output.dir"
+            f"no checkpoint in {folder} can be used: {first}{older}; to start again, give another output.dir"
         )
     return None
 

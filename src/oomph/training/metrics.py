@@ -71,7 +71,7 @@ class MetricsWriter:
     """`metrics.jsonl` and, where it is installed, `tensorboard/` in the run's folder.
 
     A resumed run writes again from the checkpoint's step on. Rows of later steps, written before the run was
-    stopped, are removed first, so that each step is there once.
+    stopped, are removed first, so that each step has one row.
     """
 
     def __init__(self, folder: Path, resumed_at: int | None) -> None:

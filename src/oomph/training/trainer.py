@@ -295,7 +295,7 @@ class Trainer:
             return
         message = f"the weights of step {self.step} are not finite, and are not saved; "
         saved = self._saved_at
-        message += "no checkpoint is there" if saved is None else f"--resume continues at step {saved}"
+        message += "there is no checkpoint" if saved is None else f"--resume continues at step {saved}"
         if self.optimizer_step.clip is None and not self.optimizer_step.in_backward:
             message += "; training.clip=1.0 skips updates that are not finite"
         raise NotFinite(message)
