@@ -304,7 +304,7 @@ def _check_fake_tensors() -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     check_attribute(mode, "in_kernel_invocation")
     with mode:
-        made = torch.empty(2, 3)
+        made = torch.empty(2, 3, device="cpu")  # also under another default device
     if type(made) is not FakeTensor or made.fake_device.type != "cpu":
         raise UnsupportedTorch("FakeTensorMode")
     if storage_id(made.untyped_storage()) != storage_id(made.view(6).untyped_storage()):
@@ -321,7 +321,7 @@ def _check_autograd_nodes() -> None:
             return func(*args, **(kwargs or {}))
 
     with torch.inference_mode(False), torch.enable_grad():
-        loss = torch.ones(2, requires_grad=True).exp().sum()
+        loss = torch.ones(2, device="cpu", requires_grad=True).exp().sum()
         newest = get_sequence_nr() - 1
         node: Any = loss.grad_fn
         if node._sequence_nr() != newest:
@@ -345,6 +345,7 @@ __all__ = [
     "HAS_TORCH_FUNCTION_OF_ARGUMENTS",
     "MODULE_APPLY",
     "PUSH_SAVED_TENSORS_HOOKS",
+    "SIGCHLD_HANDLER",
     "DisableTorchDispatch",
     "DisableTorchFunctionSubclass",
     "DispatchKeySet",
@@ -400,4 +401,5 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "will_engine_execute_node",
+    "without_sigchld_handler",
 ]

@@ -50,8 +50,9 @@ def train(
     check_folder(config, folder, resume)
     if export_to is not None:
         _check_export(export_to)
+    step = workload(config)
     with torch.device("meta"):  # the model and the fixes refuse a config before data are read
-        workload(config).make_model(lambda made: made)
+        step.make_model(lambda made: made)
     with lock_folder(folder):
         check_folder(config, folder, resume)  # another run may have started and ended since
         with disk_errors(folder), deterministic_algorithms(config.training.deterministic):
