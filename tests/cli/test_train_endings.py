@@ -98,9 +98,8 @@ def test_control_c_twice_ends_at_once_with_130_and_no_traceback(
     assert find("runs/small/checkpoints").step == 2
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_to_the_whole_group_reaches_the_worker_too_and_the_run_can_be_resumed(
-    config: Path, name: str
+    config: Path,
 ) -> None:
     """The program itself; a terminal, or a scheduler, sends the signal to every process of the group."""
     words = ["small.yaml", "save_every=100000", "data.workers=1"]
@@ -110,10 +109,10 @@ def test_a_signal_to_the_whole_group_reaches_the_worker_too_and_the_run_can_be_r
         for line in process.stderr:
             if line.startswith("step 3/"):
                 break
-        os.killpg(process.pid, getattr(signal, name))
+        os.killpg(process.pid, signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(60) == 130, rest
-    assert f"stopped by {name} after step" in rest
+    assert "stopped by SIGINT after step" in rest
     assert "Traceback" not in rest
     step = find("runs/small/checkpoints").step
     assert step >= 3
