@@ -84,9 +84,6 @@ def dynamo_config_patch(**options: Any) -> contextlib.AbstractContextManager[Non
 
 # ---------------------------------------------------------------------------------------------- fixes
 
-with _section():  # FSDP2's state of each module, kept beside it
-    from torch.distributed._composable_state import _module_state_mapping as composable_module_state
-
 with _section():  # whether a selective checkpoint counts ops
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as current_dispatch_modes
 
@@ -361,7 +358,6 @@ __all__ = [
     "check_attribute",
     "clear_cublas_workspaces",
     "compiled_frame_callback",
-    "composable_module_state",
     "current_autograd_node",
     "current_dispatch_mode",
     "current_dispatch_modes",

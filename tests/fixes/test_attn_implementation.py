@@ -149,7 +149,7 @@ def test_invalid_options_are_reported_and_change_nothing():
     refused(
         llama, "implementation='fast' is not valid; valid: sdpa, flash_attention_2", implementation="fast"
     )
-    refused(llama, "other_random_numbers=1 is not valid; valid: True, False", other_random_numbers=1)
+    refused(llama, "other_random_numbers=1 is not valid; valid: true, false", other_random_numbers=1)
     refused(seeded(TinyLM), "TinyLM holds no Hugging Face model")
     refused(ARCHITECTURES["Llama"]().model(), "attention is not eager; it is 'sdpa' already")
     refused(eager("Gemma-2").model(), "caps its attention scores .*, which sdpa leaves out")

@@ -86,7 +86,7 @@ def test_a_budget_makes_way_for_a_size(x):
     ("options", "message"),
     [
         ({"mode": "fast"}, "mode='fast' is not valid; valid: auto, sequential, scan, chunked"),
-        ({"memory_chunk_size": 0}, "memory_chunk_size=0 is not valid; valid: None, or a whole number >= 1"),
+        ({"memory_chunk_size": 0}, "memory_chunk_size=0 is not valid; give a whole number >= 1"),
         ({"memory_chunk_size": 8, "mode": "sequential"}, "mode='sequential' has no chunks"),
         ({"modules": ["layers.7"]}, r"the model has no module 'layers\.7'"),
         ({"modules": ["layers.0.q_proj"]}, r"'layers\.0\.q_proj' is a Linear, not a KimiDeltaAttention or"),

@@ -1,4 +1,4 @@
-"""FSDP2 on two processes: the same loss and gradients as the whole model, and the whole model back."""
+"""FSDP2 on two processes: the same loss and gradients as the whole model."""
 
 import socket
 
@@ -28,7 +28,7 @@ def on_rank(rank, port, told):
 
 
 def _compared(rank, options):
-    """How far the sharded model's loss and gradients are from the whole one's; what undo left different."""
+    """How far the sharded model's loss and gradients are from the whole one's."""
     batch = {name: rows[rank * 2 : rank * 2 + 2] for name, rows in tiny_batch("cpu").items()}
     whole = seeded(TinyLM)
     loss, grads = gradients(whole, plain_loss, batch)
@@ -36,8 +36,6 @@ def _compared(rank, options):
         dist.all_reduce(grad)
         grad /= 2
     model = seeded(TinyLM)
-    state = state_of(model)
-    numbers = {name: one.clone() for name, one in model.state_dict().items()}
     changed = fixes.apply_to_model(FixUse("fsdp2", options), model)
     local = sum(one.to_local().numel() for one in model.parameters())
     new_loss = plain_loss(model, batch)
@@ -46,22 +44,17 @@ def _compared(rank, options):
         ((one.grad.full_tensor() - grads[name]).abs().max() / grads[name].abs().max()).item()
         for name, one in model.named_parameters()
     ]
-    fixes.undo(model)
-    same = state_of(model) == state
-    same_numbers = all(torch.equal(one, numbers[name]) for name, one in model.state_dict().items())
-    again = plain_loss(model, batch)
+    with pytest.raises(UserError, match="'fsdp2' cannot be undone in a model; build the model again"):
+        fixes.undo(model)
     return {
         "loss": abs((new_loss.detach() - loss).item()),
         "gradients": max(off),
         "part": local / sum(one.numel() for one in model.parameters()),
-        "state": same,
-        "numbers": same_numbers,
-        "again": abs((again.detach() - loss).item()),
         "where": [change.where for change in changed],
     }
 
 
-def test_two_ranks_compute_what_one_does_and_undo_restores_the_model():
+def test_two_ranks_compute_what_one_does_and_undo_is_refused():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -72,9 +65,6 @@ def test_two_ranks_compute_what_one_does_and_undo_restores_the_model():
         assert found["loss"] < 1e-6
         assert found["gradients"] < 1e-5
         assert found["part"] < 0.55
-        assert found["state"]
-        assert found["numbers"]
-        assert found["again"] == 0
         assert found["where"] == ["", "blocks.0", "blocks.1", "blocks.2"]
 
 

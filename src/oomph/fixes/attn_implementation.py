@@ -11,7 +11,7 @@ from oomph.errors import UserError
 from oomph.fixes.fused_attention import attention_matrices
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import NamedModule, copy_configs
-from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_flag
 
 _EAGER = ("eager", None)
 # transformers reports itself where a package or a kernel is missing.
@@ -44,16 +44,8 @@ class AttnImplementation(Fix):
     ) -> None:
         """`implementation`: as transformers' attn_implementation. `other_random_numbers`: allow it where
         attention dropout is on; the same dropout then draws other numbers, so that steps differ by chance."""
-        if implementation not in IMPLEMENTATIONS:
-            raise UserError(
-                f"fix {self.name!r}: implementation={implementation!r} is not valid; "
-                f"valid: {', '.join(IMPLEMENTATIONS)}"
-            )
-        if not isinstance(other_random_numbers, bool):
-            raise UserError(
-                f"fix {self.name!r}: other_random_numbers={other_random_numbers!r} is not valid; "
-                "valid: True, False"
-            )
+        check_choice(self.name, "implementation", implementation, IMPLEMENTATIONS)
+        check_flag(self.name, "other_random_numbers", other_random_numbers)
         found = list(_models(model))
         if not found:
             raise UserError(f"fix {self.name!r}: {type(model).__name__} holds no Hugging Face model")

@@ -10,7 +10,7 @@ from torch import nn
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import module_at
-from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_whole_number
 from oomph.nn import KimiDeltaAttention, SpikingKDABlock
 from oomph.ops.delta_attention.api import MODES
 
@@ -50,14 +50,10 @@ class ChunkwiseKDA(Fix):
         modules: Sequence[str] | None = None,
     ) -> None:
         """mode and memory_chunk_size are those of oomph.ops.kda. `modules`: names; by default all layers."""
-        if mode not in MODES:
-            raise UserError(f"fix {self.name!r}: mode={mode!r} is not valid; valid: {', '.join(MODES)}")
+        check_choice(self.name, "mode", mode, MODES)
         size = memory_chunk_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-            raise UserError(
-                f"fix {self.name!r}: memory_chunk_size={size!r} is not valid; "
-                "valid: None, or a whole number >= 1"
-            )
+        if size is not None:
+            check_whole_number(self.name, "memory_chunk_size", size, 1)
         if size is not None and mode == "sequential":
             raise UserError(
                 f"fix {self.name!r}: mode='sequential' has no chunks; leave memory_chunk_size out"

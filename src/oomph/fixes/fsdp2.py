@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -20,7 +18,6 @@ from oomph.fixes.journal import Journal
 from oomph.fixes.modules import NamedModule, block_names, blocks, has_data
 from oomph.fixes.registry import Fix, FixContext, Target, check_flag, check_whole_number
 from oomph.records import Proposal
-from oomph.torch_internals import composable_module_state
 from oomph.units import format_bytes
 
 _SHARDED_STAGES = ("parameters", "gradients", "optimizer state")
@@ -84,13 +81,16 @@ class FSDP2(Fix):
 def _shard(model: nn.Module, journal: Journal, reshard_after_forward: bool) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    unsharded = _UnshardedModel(model)
-    journal.record("", f"parameters over {dist.get_world_size()} ranks", unsharded.restore)
+    what = f"parameters over {dist.get_world_size()} ranks"
+    journal.record("", what, undo=lambda: None, check=_refuse_undo)
     for name, block in blocks_with_own_parameters(blocks(model)):
         fully_shard(block, reshard_after_forward=reshard_after_forward)
         journal.record(name, "gathers its parameters when it runs", lambda: None)
     fully_shard(model, reshard_after_forward=reshard_after_forward)
-    unsharded.free_parameters()
+
+
+def _refuse_undo(_: object) -> None:
+    raise UserError("fix 'fsdp2' cannot be undone in a model; build the model again")
 
 
 def blocks_with_own_parameters(groups: list[list[NamedModule]]) -> list[NamedModule]:
@@ -99,61 +99,6 @@ def blocks_with_own_parameters(groups: list[list[NamedModule]]) -> list[NamedMod
     members = [member for group in groups for member in group]
     owners = Counter(id(each) for member in members for each in member.module.parameters())
     return [each for each in members if all(owners[id(one)] == 1 for one in each.module.parameters())]
-
-
-class _UnshardedModel:
-    """What is needed to undo: the modules' classes and attributes, but not the parameters' values."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [(module, type(module), _attributes(module)) for module in model.modules()]
-        self._parameters = [
-            (module, name, parameter)
-            for module in model.modules()
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        self._devices = {id(parameter): parameter.device for _, _, parameter in self._parameters}
-
-    def free_parameters(self) -> None:
-        """Held until undo, they would take the memory that sharding saves."""
-        for _, _, parameter in self._parameters:
-            parameter.data = parameter.data.new_empty(0)
-
-    def restore(self) -> None:
-        """Collective: all ranks call it at the same time, and each gets the full parameters."""
-        from torch.distributed.tensor import DTensor
-
-        full: dict[int, torch.Tensor] = {}
-        for module, name, parameter in self._parameters:
-            now = module._parameters.get(name)
-            if isinstance(now, DTensor) and id(parameter) not in full:
-                full[id(parameter)] = now.detach().full_tensor().to(self._devices[id(parameter)])
-        for module, kind, attributes in self._modules:
-            module.__class__ = kind
-            _restore_attributes(module, attributes)
-            composable_module_state.pop(module, None)  # torch keeps FSDP2's state beside the module
-        for _, _, parameter in self._parameters:
-            if id(parameter) in full:
-                parameter.data = full[id(parameter)]
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Attributes by name; of dictionaries (parameters, hooks) also the contents."""
-    return {
-        name: (value, dict(value) if isinstance(value, dict) else None)
-        for name, value in vars(module).items()
-    }
-
-
-def _restore_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    own = vars(module)
-    for name in [name for name in own if name not in attributes]:
-        del own[name]
-    for name, (value, contents) in attributes.items():
-        own[name] = value
-        if contents is not None:
-            value.clear()
-            value.update(contents)
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -15,8 +15,6 @@ from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.torch_internals import FakeTensor
 
-_SUGGESTIONS = 3
-_MOST_OF_A_MODEL = 0.7
 _CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's, timm's
 
 
@@ -147,8 +145,7 @@ def _expand_wildcards(model: nn.Module, names: Sequence[str], fix: str) -> list[
         if "*" not in name:
             found.append(name)
             continue
-        parts = [re.escape(part).replace(r"\*", "[^.]*") for part in name.split(".")]
-        pattern = re.compile(r"\.".join(parts))
+        pattern = re.compile(re.escape(name).replace(r"\*", "[^.]*"))
         matching = [known for known, _ in model.named_modules() if pattern.fullmatch(known)]
         if not matching:
             raise UserError(f"fix {fix!r}: the model has no module like {name!r}")
@@ -161,23 +158,16 @@ def no_blocks_error(model: nn.Module, fix: str) -> UserError:
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
-        if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if name and _has_children(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
     }
     total = sum(parameter.numel() for parameter in model.parameters())
-    largest = sorted((name for name in sizes if sizes[name]), key=lambda name: -sizes[name])
-    with_children = [name for name in largest if _has_children(model.get_submodule(name))]
     # A module that holds nearly the whole model saves nothing: its recomputation needs the same peak.
-    named = [name for name in with_children if sizes[name] <= _MOST_OF_A_MODEL * total] or with_children
-    shown = (named or largest)[:_SUGGESTIONS]
+    shown = [name for name in sorted(sizes, key=lambda name: -sizes[name]) if sizes[name] <= 0.7 * total][:3]
     problem = f"fix {fix!r}: no list of blocks found"
     if not shown:
-        return UserError(f"{problem}, and no module in the model has parameters")
-    listed = ", ".join(shown)
-    if named:
-        return UserError(f"{problem}; name modules, such as blocks={shown[0]} (the largest are {listed})")
+        return UserError(f"{problem}, and no module to name instead; make the blocks modules of their own")
     return UserError(
-        f"{problem}: the model's own forward does the work, and no module in it has children (the largest "
-        f"are {listed}); make the blocks modules of their own"
+        f"{problem}; name modules, such as blocks={shown[0]} (the largest are {', '.join(shown)})"
     )
 
 

@@ -7,8 +7,6 @@ a model. A forward that writes a shared buffer, and a state dict in which shared
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -156,16 +154,11 @@ def _equal_buffers(model: nn.Module, names: list[str] | None) -> list[list[_Buff
     """Groups of two or more buffers that are different tensors with equal values."""
     alike: dict[Any, list[list[_Buffer]]] = {}
     seen: set[int] = set()
-    written: dict[type, frozenset[str]] = {}
     for path, module in model.named_modules():
         for name, tensor in module._buffers.items():
             if tensor is None or id(tensor) in seen or not (names is None or name in names):
                 continue
             if not _may_be_shared(module, name, tensor):
-                continue
-            if type(module) not in written:
-                written[type(module)] = _written_attributes(type(module))
-            if name in written[type(module)]:
                 continue
             seen.add(id(tensor))
             buffer = _Buffer(path, module, name)
@@ -189,27 +182,6 @@ def _may_be_shared(module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and _nbytes(tensor) >= _SMALLEST_SHARED
     )
-
-
-def _written_attributes(kind: type[nn.Module]) -> frozenset[str]:
-    """Attributes that the class's source writes in place: self.x[...] = , self.x += , self.x.copy_().
-
-    A heuristic that keeps caches out; a write that it misses raises an error in forward.
-    """
-    names: set[str] = set()
-    for base in kind.__mro__:
-        if base is nn.Module:
-            break
-        try:
-            code = [value for name, value in vars(base).items() if not name.startswith("__")]
-            source = "".join(inspect.getsource(one) for one in code if inspect.isfunction(one))
-        except OSError:
-            continue
-        names.update(re.findall(r"self\.(\w+)\s*\[[^=\n]*\]\s*[-+*/|&]?=(?!=)", source))
-        names.update(re.findall(r"self\.(\w+)\s*[-+*/|&]=", source))
-        names.update(re.findall(r"self\.(\w+)(?:\[[^\n]*\])?\.(?:data\.)?\w*[a-z0-9]_\(", source))
-        names.update(re.findall(r"out\s*=\s*self\.(\w+)", source))
-    return frozenset(names)
 
 
 def _equal(one: _Buffer, other: _Buffer) -> bool:
