@@ -1,7 +1,6 @@
-"""Every two fixes that may be combined are: numbers hold, undo restores the model, twice is once."""
+"""Every two fixes compose or are refused: gradients hold, undo restores the model, twice is once."""
 
-import itertools
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 
 import pytest
@@ -16,8 +15,8 @@ from oomph.fixes.registry import conflict
 from oomph.fixes.verification import EXACT, differences, run, widened
 from oomph.records import FixUse
 
-# Shard needs a process group, the others a model that is made from a config; they have tests of their own.
-ELSEWHERE = {"fsdp2", "fewer_converted_layers", "cheaper_mixing"}
+# They need a process group, a model made from a config, or a Hugging Face model.
+ELSEWHERE = {"fsdp2", "fewer_converted_layers", "cheaper_mixing", "attn_implementation"}
 # For the tiny model: what has no default, or one that a tiny model falls short of.
 OPTIONS = {
     "smaller_vocabulary": {"size": 40},
@@ -26,17 +25,28 @@ OPTIONS = {
     "chunkwise_kda": {"memory_chunk_size": 8},
     "gradient_accumulation_fusion": {"modules": ["blocks.0.mlp.fc", "head"]},
 }
-HUGGING_FACE = {"attn_implementation"}
-NAMES = [fix.name for fix in fixes.all_fixes() if fix.name not in ELSEWHERE]
-OWN = [name for name in NAMES if name not in HUGGING_FACE]
+USES = {
+    fix.name: FixUse(fix.name, OPTIONS.get(fix.name, {}))
+    for fix in fixes.all_fixes()
+    if fix.name not in ELSEWHERE
+}
+# Of fixes that leave the model alone, these are run with each of those that change it.
+REPRESENTATIVES = {"autocast", "micro_batches", "optimizer_in_backward"}
 
 
-def use(name):
-    return FixUse(name, OPTIONS.get(name, {}))
+@cache
+def changed_fields(name):
+    """What a fix changes in a Workload."""
+    before = workload()
+    after = oomph.apply(USES[name], before)
+    names = {field.name for field in fields(before)} - {"fixes"}
+    return {name for name in names if getattr(before, name) != getattr(after, name)}
 
 
-def combinable(names):
-    return not any(conflict(use(a), use(b)) for a, b in itertools.combinations(names, 2))
+def interact(one, other):
+    if changed_fields(one) & changed_fields(other):
+        return True
+    return bool({one, other} & REPRESENTATIVES) and "model" in changed_fields(one) | changed_fields(other)
 
 
 @cache
@@ -49,54 +59,56 @@ def check_numbers(names):
     kinds = {fixes.find(name).kind for name in names}
     kind = next(kind for kind in ("training", "precision", "exact") if kind in kinds)
     work = widened(workload()) if kind == "exact" else workload()
-    after = run(oomph.apply([use(name) for name in names], work), steps=1)
+    after = run(oomph.apply([USES[name] for name in names], work), steps=1)
     found = differences(unfixed(kind), after, comparable=kind != "training")
+    assert found[0].error < float("inf"), found[:5]
     if kind == "exact":
         assert found[0].error <= EXACT, found[:5]
-    assert found[0].error < float("inf"), found[:5]
     if kind == "precision":  # bfloat16 and 8 bits move a loss by little
         assert max(each.error for each in found if each.name.startswith("loss")) < 0.02
 
 
 def check_undo(names, model):
-    """The fixes of the model alone: those of the step never touch it."""
-    found = [fixes.find(name) for name in names]
-    of_model = [use(fix.name) for fix in found if fix.changes_model and not fix.only_in_workloads]
+    of_model = [name for name in names if "model" in changed_fields(name) and name != "micro_batches"]
     before = state_of(model)
-    changed = fixes.apply_to_model(of_model, model)
-    assert {change.fix for change in changed} == {each.fix for each in of_model}
+    changed = fixes.apply_to_model([USES[name] for name in of_model], model)
+    assert {change.fix for change in changed} == set(of_model)
     after = state_of(model)
-    assert fixes.apply_to_model(of_model, model) == ()
+    assert fixes.apply_to_model([USES[name] for name in of_model], model) == ()
     assert state_of(model) == after
     fixes.undo(model)
     assert state_of(model) == before
 
 
-@pytest.mark.parametrize("first", OWN)
-def test_every_fix_goes_with_every_other_that_it_does_not_exclude(first):
+@pytest.mark.parametrize("first", USES)
+def test_every_fix_composes_with_every_other_that_it_does_not_exclude(first):
     check_numbers([first])
     model = seeded(Everything)
     check_undo([first], model)
-    for second in OWN[OWN.index(first) + 1 :]:
-        if combinable((first, second)):
-            check_numbers((second, first))  # the order given is not the order applied
-            check_undo((first, second), model)
-        else:
+    for second in list(USES)[list(USES).index(first) + 1 :]:
+        if conflict(USES[first], USES[second]):
             with pytest.raises(UserError, match="cannot be combined"):
-                oomph.apply([use(first), use(second)], workload())
+                oomph.apply([USES[first], USES[second]], workload())
+        elif interact(first, second):
+            check_numbers((second, first))  # the order given is not the order applied
+            if "model" in changed_fields(first) & changed_fields(second):
+                check_undo((first, second), model)
+        else:
+            both = oomph.apply([USES[second], USES[first]], workload())
+            assert {use.fix for use in both.fixes} == {first, second}
 
 
 def test_all_exact_fixes_at_once():
     together: list[str] = []
-    for name in OWN:
-        if fixes.find(name).kind == "exact" and combinable((*together, name)):
+    for name in USES:
+        if fixes.find(name).kind == "exact" and not any(conflict(USES[name], USES[one]) for one in together):
             together.append(name)
     assert len(together) >= 13
     check_numbers(together)
     check_undo(together, seeded(Everything))
 
 
-def test_a_hugging_face_model_takes_its_fixes_with_the_backend_of_attention():
+def test_a_hugging_face_model_takes_its_fixes_with_attn_implementation():
     work = ARCHITECTURES["Llama"]()
     build = work.model
 
@@ -106,15 +118,12 @@ def test_a_hugging_face_model_takes_its_fixes_with_the_backend_of_attention():
         return model
 
     work = replace(work, model=eager)
-    for other in (
-        "fused_linear_cross_entropy",
-        "activation_checkpointing",
-        "tiled_mlp",
-        "activation_offloading",
-        "micro_batches",
-    ):
-        found = fixes.verify(["attn_implementation", other], work)
-        assert found.holds, found.differences[:5]
-    check_undo(
-        ["attn_implementation", "fused_linear_cross_entropy", "activation_checkpointing"], prepared(work)[0]
-    )
+    of_model = ["attn_implementation", "fused_linear_cross_entropy", "activation_checkpointing", "tiled_mlp"]
+    of_model.append("activation_offloading")
+    found = fixes.verify([*of_model, "micro_batches"], work)
+    assert found.holds, found.differences[:5]
+    model, _ = prepared(work)
+    before = state_of(model)
+    fixes.apply_to_model(of_model, model)
+    fixes.undo(model)
+    assert state_of(model) == before
