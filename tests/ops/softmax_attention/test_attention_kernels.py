@@ -67,15 +67,21 @@ def test_patterns(pattern, causal):
     compare(*tensors(50, 50, heads=1), pattern=pattern, causal=causal)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(13, 40), (40, 13), (1, 37)])
-@pytest.mark.parametrize("pattern", [None, mixed(0, 2, 16)])
-def test_causal_with_different_lengths(queries, keys, pattern):
-    compare(*tensors(queries, keys, heads=1), pattern=pattern, causal=True)
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(13, 60), (40, 13)])
-def test_pattern_without_causality_with_different_lengths(queries, keys):
-    compare(*tensors(queries, keys, heads=1), pattern=mixed(1, 3, 16))
+@pytest.mark.parametrize(
+    ("queries", "keys", "pattern", "causal"),
+    [
+        (13, 40, None, True),
+        (40, 13, None, True),
+        (1, 37, None, True),
+        (13, 40, mixed(0, 2, 16), True),
+        (40, 13, mixed(0, 2, 16), True),
+        (1, 37, mixed(0, 2, 16), True),
+        (13, 60, mixed(1, 3, 16), False),
+        (40, 13, mixed(1, 3, 16), False),
+    ],
+)
+def test_different_lengths(queries, keys, pattern, causal):
+    compare(*tensors(queries, keys, heads=1), pattern=pattern, causal=causal)
 
 
 @pytest.mark.parametrize(("pattern", "causal"), [(None, False), (None, True), (global_(2, 16), True)])
@@ -208,13 +214,12 @@ def test_auto_never_chooses_the_interpreter():
 @pytest.mark.parametrize("points", [False, True])
 def test_tiles_divide_every_block(dtype, head, points):
     for block in (16, 32, 48, 64, 128, 192, 512):
-        chosen = tile_configs(dtype, head, block, points=points)
-        for tile in (chosen.forward, chosen.dq):
-            assert block % tile.queries == 0
-        for tile in (chosen.forward, chosen.dq, chosen.dkdv):
+        forward, dq, dkdv = tile_configs(dtype, head, block, points=points)
+        assert block % forward.queries == block % dq.queries == 0
+        for tile in (forward, dq, dkdv):
             assert block % tile.keys == 0
             assert min(tile.queries, tile.keys) >= 16
-    for tile in vars(tile_configs(dtype, head, None, points=points)).values():
+    for tile in tile_configs(dtype, head, None, points=points):
         assert 128 % tile.queries == 128 % tile.keys == 0
 
 

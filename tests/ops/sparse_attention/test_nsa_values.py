@@ -58,21 +58,6 @@ def test_inputs_need_not_be_contiguous():
     assert_close(call(turned, grad.expand_as(grad), "chunked", **SMALL), expected, 1e-12)
 
 
-def test_gradient_of_a_learned_compressor():
-    tensors, grad = inputs(37)
-    weight = torch.randn(8, dtype=torch.float64, requires_grad=True)
-    found = []
-    for impl in ("chunked", "reference"):
-        out = nsa(
-            *tensors,
-            compress=lambda blocks: torch.einsum("bnlhd,l->bnhd", blocks, weight),
-            impl=impl,
-            **SMALL,
-        )
-        found.append(torch.autograd.grad(out, weight, grad)[0])
-    torch.testing.assert_close(*found)
-
-
 # The definition
 
 
@@ -94,12 +79,6 @@ def test_importance_counts_shared_strides():
         [0, 1, 1],
         [0, 0, 2],
     ]
-
-
-def test_importance_is_summed_over_the_heads_of_a_group():
-    weights = torch.rand(1, 2, 3, 5, 7, dtype=torch.float64)
-    per_head = sum(importance(weights[:, :, g : g + 1], 128, config()) for g in range(3))
-    torch.testing.assert_close(importance(weights, 128, config()), per_head)
 
 
 def test_the_first_block_and_the_two_latest_are_always_selected():

@@ -43,42 +43,37 @@ class TileConfig:
         return TileConfig(queries, min(self.keys, side), warps, self.stages)
 
 
-@dataclass(frozen=True)
-class TileConfigs:
-    forward: TileConfig
-    dq: TileConfig
-    dkdv: TileConfig
-
-
 def tile_configs(
     dtype: torch.dtype, head_size: int, block: int | None, *, points: bool = False
-) -> TileConfigs:
-    """For heads of `head_size` and a pattern's block (None: no pattern), with or without points."""
-    largest = _largest_tiles(dtype, head_size, points)
+) -> tuple[TileConfig, TileConfig, TileConfig]:
+    """Of forward, dq, and dk with dv, for a pattern's block (None: no pattern), with or without points."""
+    forward, dq, dkdv = _largest_tiles(dtype, head_size, points)
     if block is None:
-        return largest
-    return TileConfigs(
-        largest.forward.fit_block(block, align_queries=True),
-        largest.dq.fit_block(block, align_queries=True),
-        largest.dkdv.fit_block(block, align_queries=False),
+        return forward, dq, dkdv
+    return (
+        forward.fit_block(block, align_queries=True),
+        dq.fit_block(block, align_queries=True),
+        dkdv.fit_block(block, align_queries=False),
     )
 
 
-def _largest_tiles(dtype: torch.dtype, head_size: int, points: bool) -> TileConfigs:
+def _largest_tiles(
+    dtype: torch.dtype, head_size: int, points: bool
+) -> tuple[TileConfig, TileConfig, TileConfig]:
     # The largest that fit into the registers of an H200 with little or no spilling.
     if dtype == torch.float32:  # exact products, without tensor cores
         if head_size <= 64:
-            return TileConfigs(*[TileConfig(32, 32, 4, 1)] * 3)
+            return (TileConfig(32, 32, 4, 1),) * 3
         if head_size <= 128:
-            return TileConfigs(TileConfig(16, 32, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 32, 4, 1))
-        return TileConfigs(*[TileConfig(16, 16, 4, 1)] * 3)
+            return TileConfig(16, 32, 4, 1), TileConfig(16, 32, 4, 1), TileConfig(32, 32, 4, 1)
+        return (TileConfig(16, 16, 4, 1),) * 3
     if head_size <= 64 and points:  # distances take registers; sizes by measurement
-        return TileConfigs(TileConfig(128, 64, 4, 3), TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 2))
+        return TileConfig(128, 64, 4, 3), TileConfig(64, 128, 4, 2), TileConfig(64, 64, 4, 2)
     if head_size <= 64:
-        return TileConfigs(TileConfig(128, 64, 4, 3), TileConfig(128, 64, 8, 2), TileConfig(64, 128, 8, 2))
+        return TileConfig(128, 64, 4, 3), TileConfig(128, 64, 8, 2), TileConfig(64, 128, 8, 2)
     if head_size <= 128:
-        return TileConfigs(TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2))
-    return TileConfigs(TileConfig(64, 32, 4, 2), TileConfig(64, 32, 8, 2), TileConfig(16, 64, 8, 2))
+        return TileConfig(128, 64, 8, 3), TileConfig(128, 64, 8, 2), TileConfig(32, 128, 8, 2)
+    return TileConfig(64, 32, 4, 2), TileConfig(64, 32, 8, 2), TileConfig(16, 64, 8, 2)
 
 
 def why_not_kernels(a: AttentionArguments) -> str | None:
@@ -128,7 +123,7 @@ class _TritonAttention(torch.autograd.Function):
         out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
         lse_BHQ = q.new_empty(q.shape[:3], dtype=torch.float32)
         launch = _LaunchArguments(a, q, k, v)
-        tile = launch.tiles.forward
+        tile = launch.tiles[0]
         _KERNELS.launch(
             "attention_forward",
             (launch.query_programs(tile),),
@@ -162,7 +157,7 @@ class _TritonAttention(torch.autograd.Function):
         rest = (lse_BHQ, delta_BHQ, *launch.common)
         dq = dk = dv = None
         if want_q:
-            dq, tile = torch.empty_like(q), launch.tiles.dq
+            dq, tile = torch.empty_like(q), launch.tiles[1]
             _KERNELS.launch(
                 "attention_dq",
                 (launch.query_programs(tile),),
@@ -171,7 +166,7 @@ class _TritonAttention(torch.autograd.Function):
                 **launch.constants(tile),
             )
         if want_k or want_v:
-            dk, dv, tile = torch.empty_like(k), torch.empty_like(v), launch.tiles.dkdv
+            dk, dv, tile = torch.empty_like(k), torch.empty_like(v), launch.tiles[2]
             _KERNELS.launch(
                 "attention_dkdv",
                 (launch.key_programs(tile),),

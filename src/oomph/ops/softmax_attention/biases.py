@@ -40,11 +40,6 @@ class LocalityBias:
     def tensors(self) -> tuple[Tensor, Tensor]:
         return (self.query_points, self.key_points)
 
-    @property
-    def is_batched(self) -> bool:
-        """Whether the bias differs over the batch."""
-        return 3 in (self.query_points.dim(), self.key_points.dim())
-
     def __call__(self, b: Tensor, h: Tensor, q_index: Tensor, k_index: Tensor) -> Tensor:
         t, s = self.query_points, self.key_points
         distance: Tensor | None = None

@@ -4,11 +4,10 @@ A chunk holds whole rows of the softmax, so chunks need no merging. Scores, weig
 float64 for float64 inputs. On a GPU the factors of products keep half precision; elsewhere they are fp32 too.
 
 On a CPU a chunk runs in ATen's flash-attention kernel, with its bias and masks as attn_mask: up to 1.5 times
-as fast as products and a softmax in torch. That kernel returns no gradient of the mask, so the backward of a
-bias that needs a gradient runs in torch.
+as fast as products and a softmax in torch. That kernel returns no gradient of the mask, so calls with a bias
+that needs a gradient run in torch.
 
-Saved for backward: q, k, v, the bias; on a CPU also the log-sum-exp of every row and, where backward runs in
-ATen's kernel, the result.
+Saved for backward: q, k, v, the bias; for ATen's kernel also the result and the log-sum-exp of every row.
 
 B batch, H query heads, G key/value heads, Q and K lengths. Products are batched over Z = batch x key/value
 heads, with R = (query heads per key/value head) x queries rows.
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from oomph.ops.common import no_compile, refuse_second_derivatives
 from oomph.ops.launch import is_fake
-from oomph.ops.softmax_attention.arguments import AttentionArguments
+from oomph.ops.softmax_attention.arguments import AttentionArguments, to_4d
 from oomph.ops.softmax_attention.biases import LocalityBias
 from oomph.units import MiB
 
@@ -41,13 +40,14 @@ _MASK_BUFFERS = 3  # attn_mask and the temporaries of its evaluation
 
 @no_compile
 def chunked(a: AttentionArguments) -> Tensor:
-    out: Tensor = _ChunkedAttention.apply(a, a.q, a.k, a.v, a.bias, *a.bias_tensors)  # type: ignore[no-untyped-call]
+    tensors = (a.q, a.k, a.v, a.bias, *a.bias_tensors)
+    out: Tensor = _ChunkedAttention.apply(a, _fits_cpu_kernel(a), *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
 def chunk_settings(a: AttentionArguments) -> dict[str, int]:
     """The sizes of a chunk, for `explain`."""
-    if _fits_cpu_kernel(a) and not a.bias_needs_grad:
+    if _fits_cpu_kernel(a):
         return {"queries": _cpu_kernel_queries(a)}
     sizes = _chunk_sizes(a)
     return {"batch": sizes.batch, "key_value_heads": sizes.heads, "queries": sizes.queries}
@@ -55,25 +55,17 @@ def chunk_settings(a: AttentionArguments) -> dict[str, int]:
 
 class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        a: AttentionArguments,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        *bias_tensors: Tensor,
-    ) -> Tensor:
-        lse_BHQ: Tensor | None = None
-        with torch.autocast(q.device.type, enabled=False):
-            if _fits_cpu_kernel(a):
+    def forward(ctx: Any, a: AttentionArguments, use_cpu_kernel: bool, *tensors: Tensor | None) -> Tensor:
+        q, k, v, bias, *bias_tensors = tensors
+        saved_out = lse_BHQ = None
+        with torch.autocast(a.q.device.type, enabled=False):
+            if use_cpu_kernel:
                 out, lse_BHQ = _cpu_kernel_forward(a)
+                saved_out = out
             else:
-                out = _forward(a)
-        ctx.use_cpu_kernel = lse_BHQ is not None and not any(ctx.needs_input_grad[4:])
+                out = _torch_forward(a)
         ctx.arguments = a.without_tensors()
         # The bias function holds its tensors; saved as well, autograd detects in-place changes to them.
-        saved_out = out if ctx.use_cpu_kernel else None
         ctx.save_for_backward(q, k, v, saved_out, lse_BHQ, bias, a.key_lengths, a.key_mask, *bias_tensors)
         return out
 
@@ -82,13 +74,12 @@ class _ChunkedAttention(torch.autograd.Function):
         refuse_second_derivatives("attention")
         q, k, v, out, lse_BHQ, bias, key_lengths, key_mask, *_ = ctx.saved_tensors
         a = replace(ctx.arguments, q=q, k=k, v=v, bias=bias, key_lengths=key_lengths, key_mask=key_mask)
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
         with torch.autocast(q.device.type, enabled=False):
-            if not ctx.use_cpu_kernel:
-                return None, *_Backward(a, grad_out, lse_BHQ, wanted).run()
-            gradients = _cpu_kernel_backward(a, out, lse_BHQ, grad_out)
-        pairs = zip(gradients, wanted[:3], strict=True)
-        return None, *(gradient if want else None for gradient, want in pairs), *(None for _ in wanted[3:])
+            if lse_BHQ is None:
+                return None, None, *_torch_backward(a, grad_out, wanted)
+            gradients = (*_cpu_kernel_backward(a, out, lse_BHQ, grad_out), *(None for _ in wanted[3:]))
+        return None, None, *(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
 
 
 # Chunks ----------------------------------------------------------------------------------------------
@@ -217,30 +208,28 @@ def _factor_dtype(a: AttentionArguments) -> torch.dtype:
     return a.q.dtype if a.q.device.type == "cuda" else _compute_dtype(a)
 
 
-def _bias_slice(bias_BHQK: Tensor, batch: slice, query_heads: slice, chunk: _QueryChunk) -> Tensor:
-    """The chunk's part of a bias (or of its gradient); dimensions of size 1 stay."""
-    b, h, q, k = (size > 1 for size in bias_BHQK.shape)
-    part = bias_BHQK[
-        batch if b else slice(None),
-        query_heads if h else slice(None),
-        slice(chunk.start, chunk.stop) if q else slice(None),
+def _bias_rows(bias_BHQK: Tensor, batch: slice, query_heads: slice, chunk: _QueryChunk) -> Tensor:
+    """The chunk's rows of a bias or of its gradient, a view; dimensions of size 1 stay."""
+    spans = (batch, query_heads, slice(chunk.start, chunk.stop))
+    return bias_BHQK[
+        tuple(span if size > 1 else slice(None) for span, size in zip(spans, bias_BHQK.shape, strict=False))
     ]
-    return chunk.take(part, 3) if k else part
 
 
-def _bias_values(a: AttentionArguments, batch: slice, query_heads: slice, chunk: _QueryChunk) -> Tensor:
-    """The bias function's values for a chunk."""
-    assert a.bias_function is not None
-    device = a.q.device
-
-    def index(span: slice, *shape: int) -> Tensor:
-        return torch.arange(span.start, span.stop, device=device).view(shape)
-
+def _bias_values(
+    a: AttentionArguments, batch: slice, query_heads: slice, chunk: _QueryChunk
+) -> Tensor | None:
+    """The bias of a chunk, which broadcasts to its scores; None where there is none."""
+    if a.bias is not None:
+        rows = _bias_rows(a.bias, batch, query_heads, chunk)
+        return chunk.take(rows, 3) if a.bias.shape[3] > 1 else rows
+    if a.bias_function is None:
+        return None
+    spans = (batch, query_heads, slice(chunk.start, chunk.stop))
+    indices = [torch.arange(span.start, span.stop, device=a.q.device) for span in spans]
+    b, h, q_index, k_index = (*indices, chunk.key_index(a.q.device))
     return a.bias_function(
-        index(batch, -1, 1, 1, 1),
-        index(query_heads, 1, -1, 1, 1),
-        index(slice(chunk.start, chunk.stop), 1, 1, -1, 1),
-        chunk.key_index(device).view(1, 1, 1, -1),
+        b.view(-1, 1, 1, 1), h.view(1, -1, 1, 1), q_index.view(1, 1, -1, 1), k_index.view(1, 1, 1, -1)
     )
 
 
@@ -255,7 +244,7 @@ def _future(a: AttentionArguments, chunk: _QueryChunk, first: int = 0) -> Tensor
 
 def _fits_cpu_kernel(a: AttentionArguments) -> bool:
     on_cpu = a.q.device.type == "cpu" and not is_fake(a.q)
-    return on_cpu and a.q.shape[3] == a.v.shape[3] and 0 not in (a.q.numel(), a.k.numel())
+    return on_cpu and a.q.shape[3] == a.v.shape[3] and not a.has_empty and not a.bias_needs_grad
 
 
 def _cpu_kernel_queries(a: AttentionArguments) -> int:
@@ -269,65 +258,58 @@ def _cpu_kernel_queries(a: AttentionArguments) -> int:
 
 def _bias_sizes(a: AttentionArguments) -> tuple[int, int]:
     """(batch entries, heads) over which the bias differs. A function is evaluated at one query and key."""
-    if a.bias is not None:
-        return a.bias.shape[0], a.bias.shape[1]
-    if a.bias_function is None:
-        return 1, 1
-    if isinstance(a.bias_function, LocalityBias):
-        return (a.q.shape[0] if a.bias_function.is_batched else 1), 1
-    batch, heads = (torch.arange(size) for size in a.q.shape[:2])
-    one = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
-    values = _to_4d(a.bias_function(batch.view(-1, 1, 1, 1), heads.view(1, -1, 1, 1), one, one))
-    return values.shape[0], values.shape[1]
+    bias = a.bias
+    if a.bias_function is not None:
+        batch, heads = (torch.arange(size) for size in a.q.shape[:2])
+        one = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+        bias = to_4d(a.bias_function(batch.view(-1, 1, 1, 1), heads.view(1, -1, 1, 1), one, one))
+    return (1, 1) if bias is None else (bias.shape[0], bias.shape[1])
 
 
-def _to_4d(values: Tensor) -> Tensor:
-    return values.reshape((1,) * (4 - values.dim()) + tuple(values.shape)) if values.dim() < 4 else values
-
-
-def _contiguous_rows(tensor: Tensor) -> Tensor:
-    """The kernel ignores the stride within a row."""
+def _to_kernel(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """With contiguous rows: the kernel ignores the stride within a row."""
+    tensor = tensor.to(dtype)
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _to_kernel(tensor: Tensor) -> Tensor:
-    return _contiguous_rows(tensor if tensor.dtype == torch.float64 else tensor.float())
+class _CpuKernelCall(NamedTuple):
+    rows: tuple[slice, slice, slice]  # batch entries, all heads, queries
+    chunk: _QueryChunk
+    tensors: tuple[Tensor, Tensor, Tensor]  # q, k, v of the chunk
+    options: dict[str, Any]
 
 
-def _cpu_kernel_calls(a: AttentionArguments) -> Iterator[tuple[slice, _QueryChunk, Tensor | None]]:
-    """(batch entries, chunk, attn_mask) of each call, with all heads; a mask is valid until the next call."""
+def _cpu_kernel_calls(a: AttentionArguments) -> Iterator[_CpuKernelCall]:
+    """The calls of forward and of backward; a call's mask is valid until the next one."""
     padding_BK, dtype = a.padding_mask(), _compute_dtype(a)
-    batch = a.q.shape[0]
+    k, v = _to_kernel(a.k, dtype), _to_kernel(a.v, dtype)
     # One batch entry at a time where the mask differs over the batch, so that the mask stays that small.
-    step = 1 if padding_BK is not None or _bias_sizes(a)[0] > 1 else batch
+    step = 1 if padding_BK is not None or _bias_sizes(a)[0] > 1 else a.q.shape[0]
     chunks = [chunk for chunk in _query_chunks(a, _cpu_kernel_queries(a)) if chunk.keys]
     buffers = None
     if isinstance(a.bias_function, LocalityBias) and all(t.dtype == dtype for t in a.bias_tensors):
         # Reused by every chunk: on a CPU, fresh pages cost as much as the computation.
         largest = max((chunk.keys * (chunk.stop - chunk.start) for chunk in chunks), default=0)
         buffers = a.q.new_empty((2, largest), dtype=dtype)
-    for start in range(0, batch, step):
-        entries = slice(start, start + step)
+    for start in range(0, a.q.shape[0], step):
+        batch = slice(start, start + step)
         for chunk in chunks:
-            yield entries, chunk, _cpu_kernel_mask(a, entries, chunk, padding_BK, buffers)
+            rows = (batch, slice(None), slice(chunk.start, chunk.stop))
+            tensors = (_to_kernel(a.q[rows], dtype), chunk.take(k[batch], 2), chunk.take(v[batch], 2))
+            mask = _cpu_kernel_mask(a, batch, chunk, padding_BK, buffers)
+            yield _CpuKernelCall(rows, chunk, tensors, {"attn_mask": mask, "scale": a.scale})
 
 
 def _cpu_kernel_mask(
-    a: AttentionArguments,
-    batch: slice,
-    chunk: _QueryChunk,
-    padding_BK: Tensor | None,
-    buffers: Tensor | None,
+    a: AttentionArguments, batch: slice, chunk: _QueryChunk, padding_BK: Tensor | None, buffers: Tensor | None
 ) -> Tensor | None:
     """[b, h, Q, K], each 1 or full, added to the scores."""
-    mask: Tensor | None = None
-    heads, dtype = slice(0, a.q.shape[1]), _compute_dtype(a)
-    if a.bias is not None:
-        mask = _contiguous_rows(_bias_slice(a.bias, batch, heads, chunk).to(dtype))
-    elif buffers is not None:
-        mask = _locality_bias_in(buffers, a, batch, chunk)
-    elif a.bias_function is not None:
-        mask = _contiguous_rows(_to_4d(_bias_values(a, batch, heads, chunk)).to(dtype))
+    dtype = _compute_dtype(a)
+    if buffers is not None:
+        mask: Tensor | None = _locality_bias_in(buffers, a, batch, chunk)
+    else:
+        bias = _bias_values(a, batch, slice(0, a.q.shape[1]), chunk)
+        mask = None if bias is None else _to_kernel(to_4d(bias), dtype)
     masked = _future(a, chunk)[None, None] if chunk.needs_causal_mask else None
     if padding_BK is not None:
         padding = ~chunk.take(padding_BK[batch], 1)[:, None, None, :]
@@ -352,33 +334,27 @@ def _locality_bias_in(buffers: Tensor, a: AttentionArguments, batch: slice, chun
 
 def _cpu_kernel_forward(a: AttentionArguments) -> tuple[Tensor, Tensor]:
     """The result and the log-sum-exp of every row, which is 0 for a row without keys."""
-    k, v = _to_kernel(a.k), _to_kernel(a.v)
     out = a.q.new_zeros(a.q.shape)
-    lse_BHQ = out.new_zeros(a.q.shape[:3], dtype=k.dtype)
-    for batch, chunk, mask in _cpu_kernel_calls(a):
-        rows = (batch, slice(None), slice(chunk.start, chunk.stop))
-        keys, values = chunk.take(k[batch], 2), chunk.take(v[batch], 2)
-        out[rows], lse_BHQ[rows] = aten._scaled_dot_product_flash_attention_for_cpu(
-            _to_kernel(a.q[rows]), keys, values, 0.0, False, attn_mask=mask, scale=a.scale
-        )
+    lse_BHQ = out.new_zeros(a.q.shape[:3], dtype=_compute_dtype(a))
+    for rows, _, tensors, options in _cpu_kernel_calls(a):
+        results = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, False, **options)
+        out[rows], lse_BHQ[rows] = results
     return out, lse_BHQ
 
 
 def _cpu_kernel_backward(
     a: AttentionArguments, out: Tensor, lse_BHQ: Tensor, grad_out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    k, v = _to_kernel(a.k), _to_kernel(a.v)
-    grad_q, grad_k, grad_v = torch.zeros_like(a.q), torch.zeros_like(k), torch.zeros_like(v)
-    for batch, chunk, mask in _cpu_kernel_calls(a):
-        rows = (batch, slice(None), slice(chunk.start, chunk.stop))
-        keys, values = chunk.take(k[batch], 2), chunk.take(v[batch], 2)
-        inputs = (_to_kernel(grad_out[rows]), _to_kernel(a.q[rows]), keys, values, _to_kernel(out[rows]))
-        part_q, part_k, part_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *inputs, lse_BHQ[rows], 0.0, False, attn_mask=mask, scale=a.scale
+    dtype = _compute_dtype(a)
+    grad_q = torch.zeros_like(a.q)
+    grad_k, grad_v = (torch.zeros_like(x, dtype=dtype) for x in (a.k, a.v))
+    for rows, chunk, tensors, options in _cpu_kernel_calls(a):
+        grad_rows, out_rows = _to_kernel(grad_out[rows], dtype), _to_kernel(out[rows], dtype)
+        grad_q[rows], part_k, part_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_rows, *tensors, out_rows, lse_BHQ[rows], 0.0, False, **options
         )
-        grad_q[rows] = part_q
-        chunk.add(grad_k[batch], part_k, 2)
-        chunk.add(grad_v[batch], part_v, 2)
+        chunk.add(grad_k[rows[0]], part_k, 2)
+        chunk.add(grad_v[rows[0]], part_v, 2)
     return grad_q, grad_k.to(a.k.dtype), grad_v.to(a.v.dtype)
 
 
@@ -421,21 +397,17 @@ def _head_slices(a: AttentionArguments) -> Iterator[_HeadSlice]:
             yield _HeadSlice(slice(b, batch), slice(g, heads), a.group)
 
 
-def _bmm(
-    a_ZRx: Tensor, b_ZxC: Tensor, dtype: torch.dtype, scale: float = 1.0, out: Tensor | None = None
-) -> Tensor:
-    """a @ b * scale in `dtype`, which may be wider than that of the factors."""
-    if out is None:
-        out = a_ZRx.new_empty((a_ZRx.shape[0], a_ZRx.shape[1], b_ZxC.shape[2]), dtype=dtype)
-    if dtype == a_ZRx.dtype:
-        torch.bmm(a_ZRx, b_ZxC, out=out)  # not baddbmm: on a CPU it multiplies one matrix at a time
-    else:
-        torch.bmm(a_ZRx, b_ZxC, out_dtype=dtype, out=out)
-    return out if scale == 1.0 else out.mul_(scale)
+def _bmm(a_ZRx: Tensor, b_ZxC: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """a @ b in `dtype`, which may be wider than that of the factors."""
+    wider = {} if dtype == a_ZRx.dtype else {"out_dtype": dtype}
+    return torch.bmm(a_ZRx, b_ZxC, out=out, **wider)  # type: ignore[call-overload,no-any-return]
 
 
 class _ScoreBuffers:
-    """Scores and weights of a chunk, in memory that all chunks reuse: on a CPU, fresh pages are slow."""
+    """Scores and weights of a chunk, in memory that all chunks reuse.
+
+    Causal chunks grow: allocated one by one, each would take a new segment of a GPU's memory.
+    """
 
     def __init__(self, a: AttentionArguments, chunks: list[_QueryChunk]) -> None:
         self.a, self.padding_BK = a, a.padding_mask()
@@ -447,31 +419,20 @@ class _ScoreBuffers:
         factor = _factor_dtype(a)
         self._factor = None if factor == self.dtype else a.q.new_empty(largest, dtype=factor)
 
-    def scores(self, rows_ZRx: Tensor, columns_ZKx: Tensor, scale: float = 1.0) -> Tensor:
-        """rows @ columns^T * scale, in the first buffer."""
+    def scores(self, rows_ZRx: Tensor, columns_ZKx: Tensor) -> Tensor:
+        """rows @ columns^T, in the first buffer."""
         shape = (rows_ZRx.shape[0], rows_ZRx.shape[1], columns_ZKx.shape[1])
         out = self._scores[: math.prod(shape)].view(shape)
-        if rows_ZRx.dtype == self.dtype and scale != 1.0:
-            # Scale the smaller operand; in half precision this would round it.
-            rows_ZRx, scale = rows_ZRx * scale, 1.0
-        return _bmm(rows_ZRx, columns_ZKx.transpose(1, 2), self.dtype, scale, out)
+        return _bmm(rows_ZRx, columns_ZKx.transpose(1, 2), self.dtype, out)
 
-    def weights(
-        self,
-        heads: _HeadSlice,
-        chunk: _QueryChunk,
-        q_ZRD: Tensor,
-        k_ZKD: Tensor,
-        lse_ZR1: Tensor | None = None,
-    ) -> Tensor:
+    def weights(self, heads: _HeadSlice, chunk: _QueryChunk, q_ZRD: Tensor, k_ZKD: Tensor) -> Tensor:
         """The softmax of one chunk, in the second buffer; rows without keys are zeros."""
         a = self.a
-        scores_ZRK = self.scores(q_ZRD, k_ZKD, a.scale)
+        scores_ZRK = self.scores(q_ZRD, k_ZKD).mul_(a.scale)
         scores_BHQK = heads.unflatten(scores_ZRK, chunk)  # a view
-        if a.bias is not None:
-            scores_BHQK.add_(_bias_slice(a.bias, heads.batch, heads.query_heads, chunk))
-        elif a.bias_function is not None:
-            scores_BHQK.add_(_bias_values(a, heads.batch, heads.query_heads, chunk))
+        bias = _bias_values(a, heads.batch, heads.query_heads, chunk)
+        if bias is not None:
+            scores_BHQK.add_(bias)
         if chunk.causal_from is not None and chunk.needs_causal_mask:
             future = _future(a, chunk, chunk.causal_from)
             scores_BHQK[..., chunk.causal_from :].masked_fill_(future, -math.inf)
@@ -479,11 +440,9 @@ class _ScoreBuffers:
             allowed = chunk.take(self.padding_BK[heads.batch], 1)
             scores_BHQK.masked_fill_(~allowed[:, None, None, :], -math.inf)
         weights_ZRK = self._weights[: scores_ZRK.numel()].view(scores_ZRK.shape)
-        if lse_ZR1 is not None:
-            return torch.exp(scores_ZRK.sub_(lse_ZR1), out=weights_ZRK)
         torch.softmax(scores_ZRK, -1, out=weights_ZRK)
-        biased = a.bias is not None or a.bias_function is not None  # which may be -inf in a whole row
-        if biased or a.has_padding or (a.causal and a.offset < 0):
+        # A bias may be -inf in a whole row.
+        if bias is not None or a.has_padding or (a.causal and a.offset < 0):
             no_key_ZR1 = scores_ZRK.amax(-1, keepdim=True) == -math.inf
             weights_ZRK.masked_fill_(no_key_ZR1, 0.0)
         return weights_ZRK
@@ -495,7 +454,7 @@ class _ScoreBuffers:
         return self._factor[: scores_ZRK.numel()].view(scores_ZRK.shape).copy_(scores_ZRK)
 
 
-def _forward(a: AttentionArguments) -> Tensor:
+def _torch_forward(a: AttentionArguments) -> Tensor:
     out = a.q.new_zeros((*a.q.shape[:3], a.v.shape[3]))
     if 0 in (out.numel(), a.keys):
         return out
@@ -512,142 +471,100 @@ def _forward(a: AttentionArguments) -> Tensor:
     return out
 
 
-class _KeyGradient:
-    """The gradient of k or v for one slice of heads, accumulated in the compute dtype.
-
-    In place where that is the gradient's own dtype: a copy would grow with the number of keys.
-    """
-
-    def __init__(self, grad_BGKx: Tensor, heads: _HeadSlice, dtype: torch.dtype) -> None:
-        self.grad = grad_BGKx[heads.batch, heads.heads]
-        batch, head = self.grad.stride()[:2]
-        is_flat = self.grad.shape[0] == 1 or batch == head * self.grad.shape[1]
-        self.in_place = is_flat and self.grad.dtype == dtype
-        if self.in_place:
-            self.sum_ZKx = self.grad.flatten(0, 1)  # a view
-        else:
-            shape = (self.grad.shape[0] * self.grad.shape[1], *self.grad.shape[2:])
-            self.sum_ZKx = self.grad.new_zeros(shape, dtype=dtype)
-
-    def add(self, chunk: _QueryChunk, a_ZkR: Tensor, b_ZRx: Tensor, scale: float = 1.0) -> None:
-        """sum[the chunk's keys] += a @ b * scale"""
-        if chunk.index is None and self.sum_ZKx.shape[0] == 1 and self.sum_ZKx.dtype == a_ZkR.dtype:
-            # Without a temporary for the product.
-            chunk.take(self.sum_ZKx, 1)[0].addmm_(a_ZkR[0], b_ZRx[0], alpha=scale)
-        else:
-            chunk.add(self.sum_ZKx, _bmm(a_ZkR, b_ZRx, self.sum_ZKx.dtype, scale), 1)
-
-    def finish(self) -> None:
-        if not self.in_place:
-            self.grad.copy_(self.sum_ZKx.view(self.grad.shape))
-
-
-class _Backward:
-    """One backward pass: the wanted gradients, filled chunk by chunk."""
-
-    def __init__(
-        self, a: AttentionArguments, grad_out: Tensor, lse_BHQ: Tensor | None, wanted: tuple[bool, ...]
-    ) -> None:
-        self.a, self.grad_out = a, grad_out
-        self.lse_BHQ1 = None if lse_BHQ is None else lse_BHQ[..., None]
-        self.dtype, self.factor_dtype = _compute_dtype(a), _factor_dtype(a)
-        want_q, want_k, want_v, want_bias, *self.want_tensors = wanted
-        self.bias_tensors = [t for t, want in zip(a.bias_tensors, self.want_tensors, strict=True) if want]
-        self.want_scores = want_q or want_k or want_bias or bool(self.bias_tensors)
-        self.grad_q = torch.zeros_like(a.q) if want_q else None
-        self.grad_k = torch.zeros_like(a.k) if want_k else None
-        self.grad_v = torch.zeros_like(a.v) if want_v else None
-        self.grad_bias: Tensor | None = None
-        if want_bias and a.bias is not None:
-            self.grad_bias = torch.zeros_like(a.bias, dtype=self.dtype)
-        # Sums over many chunks: in half precision they would stop growing.
-        self.grad_tensors = [
-            torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32)) for t in self.bias_tensors
-        ]
-
-    def run(self) -> list[Tensor | None]:
-        a = self.a
-        if 0 not in (self.grad_out.numel(), a.keys):
-            chunks = [chunk for chunk in _query_chunks(a, _chunk_sizes(a).queries) if chunk.keys]
-            buffers = _ScoreBuffers(a, chunks)
-            for heads in _head_slices(a):
-                self._add_heads(buffers, heads, chunks)
-        grad_bias = None if self.grad_bias is None or a.bias is None else self.grad_bias.to(a.bias.dtype)
-        rest = (total.to(t.dtype) for total, t in zip(self.grad_tensors, self.bias_tensors, strict=True))
-        grad_tensors = [next(rest) if want else None for want in self.want_tensors]
-        return [self.grad_q, self.grad_k, self.grad_v, grad_bias, *grad_tensors]
-
-    def _add_heads(self, buffers: _ScoreBuffers, heads: _HeadSlice, chunks: list[_QueryChunk]) -> None:
-        k_ZKD = heads.matrices(self.a.k, self.factor_dtype)
-        v_ZKE = heads.matrices(self.a.v, self.factor_dtype)
-        grad_k, grad_v = (
-            None if grad is None else _KeyGradient(grad, heads, self.dtype)
-            for grad in (self.grad_k, self.grad_v)
+def _torch_backward(
+    a: AttentionArguments, grad_out: Tensor, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    grad_q, grad_k, grad_v = (
+        torch.zeros_like(x) if want else None for x, want in zip((a.q, a.k, a.v), wanted, strict=False)
+    )
+    bias_gradients = _BiasGradients(a, wanted[3:])
+    if 0 in (grad_out.numel(), a.keys):
+        return grad_q, grad_k, grad_v, *bias_gradients.result()
+    dtype = _factor_dtype(a)
+    chunks = [chunk for chunk in _query_chunks(a, _chunk_sizes(a).queries) if chunk.keys]
+    buffers = _ScoreBuffers(a, chunks)
+    for heads in _head_slices(a):
+        k_ZKD, v_ZKE = heads.matrices(a.k, dtype), heads.matrices(a.v, dtype)
+        grads = [None if grad is None else grad[heads.batch, heads.heads] for grad in (grad_k, grad_v)]
+        # In place where that is the gradient's own dtype: a copy would grow with the number of keys.
+        sum_k, sum_v = (
+            grad
+            if grad is None or grad.dtype == buffers.dtype
+            else torch.zeros_like(grad, dtype=buffers.dtype)
+            for grad in grads
         )
         for chunk in chunks:
-            self._add_chunk(buffers, heads, chunk, k_ZKD, v_ZKE, grad_k, grad_v)
-        for grad in (grad_k, grad_v):
-            if grad is not None:
-                grad.finish()
+            q_ZRD, k_ZkD = heads.rows(a.q, chunk).to(dtype), chunk.take(k_ZKD, 1)
+            grad_out_ZRE = heads.rows(grad_out, chunk).to(dtype)
+            weights_ZRk = buffers.weights(heads, chunk, q_ZRD, k_ZkD)
+            if sum_v is not None:
+                _add_product(sum_v, chunk, buffers.to_factor(weights_ZRk), grad_out_ZRE, 1.0)
+            if not any((*wanted[:2], *wanted[3:])):
+                continue
+            grad_ZRk = buffers.scores(grad_out_ZRE, chunk.take(v_ZKE, 1))  # overwrites the scores
+            # Of the softmax, in place: w * (g - sum(w * g)).
+            grad_ZRk.mul_(weights_ZRk)
+            total_ZR1 = grad_ZRk.sum(-1, keepdim=True)
+            grad_ZRk.addcmul_(weights_ZRk, total_ZR1, value=-1.0)
+            factor_ZRk = buffers.to_factor(grad_ZRk)
+            if grad_q is not None:
+                rows = grad_q[heads.batch, heads.query_heads, chunk.start : chunk.stop]
+                rows.copy_(heads.unflatten(_bmm(factor_ZRk, k_ZkD, dtype).mul_(a.scale), chunk))
+            if sum_k is not None:
+                _add_product(sum_k, chunk, factor_ZRk, q_ZRD, a.scale)
+            bias_gradients.add(heads, chunk, heads.unflatten(grad_ZRk, chunk))
+        for grad, total in zip(grads, (sum_k, sum_v), strict=True):
+            if grad is not None and total is not None and total is not grad:
+                grad.copy_(total)
+    return grad_q, grad_k, grad_v, *bias_gradients.result()
 
-    def _add_chunk(
-        self,
-        buffers: _ScoreBuffers,
-        heads: _HeadSlice,
-        chunk: _QueryChunk,
-        k_ZKD: Tensor,
-        v_ZKE: Tensor,
-        grad_k: _KeyGradient | None,
-        grad_v: _KeyGradient | None,
-    ) -> None:
-        a, dtype = self.a, self.factor_dtype
-        q_ZRD = heads.rows(a.q, chunk).to(dtype)
-        k_ZkD = chunk.take(k_ZKD, 1)
-        grad_out_ZRE = heads.rows(self.grad_out, chunk).to(dtype)
-        lse_ZR1 = None if self.lse_BHQ1 is None else heads.rows(self.lse_BHQ1, chunk)
-        weights_ZRk = buffers.weights(heads, chunk, q_ZRD, k_ZkD, lse_ZR1)
-        if grad_v is not None:
-            grad_v.add(chunk, buffers.to_factor(weights_ZRk).transpose(1, 2), grad_out_ZRE)
-        if not self.want_scores:
+
+def _add_product(total: Tensor, chunk: _QueryChunk, a_ZRk: Tensor, b_ZRx: Tensor, scale: float) -> None:
+    """total [batch, key/value heads, K, x] += a^T @ b * scale at the chunk's keys."""
+    a_ZkR = a_ZRk.transpose(1, 2)
+    if chunk.index is None and a_ZkR.shape[0] == 1 and total.dtype == a_ZkR.dtype:
+        # Without a temporary for the product, which would grow with the number of keys.
+        chunk.take(total[0, 0], 0).addmm_(a_ZkR[0], b_ZRx[0], alpha=scale)
+    else:
+        product = _bmm(a_ZkR, b_ZRx, total.dtype).mul_(scale)
+        chunk.add(total, product.unflatten(0, total.shape[:2]), 2)
+
+
+class _BiasGradients:
+    """Gradients of the bias, or of the tensors that a bias function lists, summed over chunks.
+
+    The sums are in at least fp32: in half precision they would stop growing.
+    """
+
+    def __init__(self, a: AttentionArguments, wanted: tuple[bool, ...]) -> None:
+        self.a, self.wanted = a, wanted
+        self.tensors = [
+            x for x, want in zip((a.bias, *a.bias_tensors), wanted, strict=True) if want and x is not None
+        ]
+        self.sums = [
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, _compute_dtype(a))) for x in self.tensors
+        ]
+
+    def add(self, heads: _HeadSlice, chunk: _QueryChunk, grad_BHQK: Tensor) -> None:
+        if not self.sums:
             return
-        grad_ZRk = buffers.scores(grad_out_ZRE, chunk.take(v_ZKE, 1))  # overwrites the scores
-        # Of the softmax, in place: w * (g - sum(w * g)).
-        grad_ZRk.mul_(weights_ZRk)
-        total_ZR1 = grad_ZRk.sum(-1, keepdim=True)
-        grad_ZRk.addcmul_(weights_ZRk, total_ZR1, value=-1.0)
-        factor_ZRk = (
-            buffers.to_factor(grad_ZRk) if self.grad_q is not None or grad_k is not None else grad_ZRk
-        )
-        if self.grad_q is not None:
-            grad_q_ZRD = _bmm(factor_ZRk, k_ZkD, dtype, a.scale)
-            rows = self.grad_q[heads.batch, heads.query_heads, chunk.start : chunk.stop]
-            rows.copy_(heads.unflatten(grad_q_ZRD, chunk))
-        if grad_k is not None:
-            grad_k.add(chunk, factor_ZRk.transpose(1, 2), q_ZRD, a.scale)
-        if self.grad_bias is not None:
-            self._add_to_bias(self.grad_bias, heads, chunk, heads.unflatten(grad_ZRk, chunk))
-        if self.bias_tensors:
-            self._add_to_bias_tensors(heads, chunk, heads.unflatten(grad_ZRk, chunk))
-
-    @staticmethod
-    def _add_to_bias(total: Tensor, heads: _HeadSlice, chunk: _QueryChunk, grad_BHQK: Tensor) -> None:
-        broadcast = [dim for dim, size in enumerate(total.shape) if size == 1]
-        part = grad_BHQK.sum(broadcast, keepdim=True) if broadcast else grad_BHQK
-        batch = heads.batch if total.shape[0] > 1 else slice(None)
-        head = heads.query_heads if total.shape[1] > 1 else slice(None)
-        query = slice(chunk.start, chunk.stop) if total.shape[2] > 1 else slice(None)
-        if total.shape[3] > 1:
-            chunk.add(total[batch, head, query], part, 3)
-        else:
-            total[batch, head, query].add_(part)
-
-    def _add_to_bias_tensors(self, heads: _HeadSlice, chunk: _QueryChunk, grad_BHQK: Tensor) -> None:
+        if self.a.bias is not None:
+            rows = _bias_rows(self.sums[0], heads.batch, heads.query_heads, chunk)
+            broadcast = [dim for dim, size in enumerate(self.a.bias.shape) if size == 1]
+            part = grad_BHQK.sum(broadcast, keepdim=True) if broadcast else grad_BHQK
+            chunk.add(rows, part, 3) if rows.shape[3] > 1 else rows.add_(part)
+            return
         with torch.enable_grad():
             values = _bias_values(self.a, heads.batch, heads.query_heads, chunk)
+        assert values is not None
         if not values.requires_grad:
             return
         grad = grad_BHQK.sum_to_size(values.shape).to(values.dtype)
-        parts = torch.autograd.grad(values, self.bias_tensors, grad, allow_unused=True)
-        for total, part in zip(self.grad_tensors, parts, strict=True):
+        parts = torch.autograd.grad(values, self.tensors, grad, allow_unused=True)
+        for total, part in zip(self.sums, parts, strict=True):
             if part is not None:
                 total.add_(part)
+
+    def result(self) -> list[Tensor | None]:
+        sums = (total.to(x.dtype) for total, x in zip(self.sums, self.tensors, strict=True))
+        return [next(sums) if want else None for want in self.wanted]

@@ -6,7 +6,7 @@ scaled_dot_product_attention: exact zeros for queries without keys, and a backwa
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -180,14 +180,14 @@ def _run(a: AttentionArguments, q: Tensor, backend: str) -> Tensor:
         out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=a.scale)[0]
         return out[..., :head_size]
     if backend == "cudnn" and (a.bias is not None or a.has_padding):
-        return _cudnn_with_bias(q, k, v, _additive_mask(a), a.scale)[..., :head_size]
+        kernel = FusedKernel("cudnn", False, a.scale, k.shape[1])
+        return fused_attention(q, k, v, _additive_mask(a), kernel)[..., :head_size]
     if grouped and backend == "efficient":  # it has no grouped heads; the copies are of the size of q
         k, v, grouped = k.repeat_interleave(a.group, 1), v.repeat_interleave(a.group, 1), False
     if backend in ("cudnn", "flash") and a.is_plain and torch.is_grad_enabled():
         heads = key_heads_per_group(q, k)
         if heads < k.shape[1] and any(x.requires_grad for x in (q, k, v)):
-            call = GroupedBackward(a.masks_future, a.scale, backend, heads)
-            out = attention_with_grouped_backward(q, k, v, call)
+            out = fused_attention(q, k, v, None, FusedKernel(backend, a.masks_future, a.scale, heads))
             return out if v.shape[3] == head_size else out[..., :head_size]
     mask, has_key = _boolean_mask(a)
     with _allow_only(backend):
@@ -244,70 +244,28 @@ def _allow_only(backend: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
     if torch.compiler.is_compiling():
         return sdpa_kernel([_SDPA_BACKENDS[backend]])
-    return _AllowOnly(backend)
+    return _switched_to(backend)
 
 
-class _AllowOnly:
-    def __init__(self, backend: str) -> None:
-        self.backend = backend
-        self.restore: list[tuple[Callable[[bool], None], bool]] = []
-
-    def __enter__(self) -> None:
-        for name, (is_enabled, enable) in _SWITCHES.items():
-            was_enabled = is_enabled()
-            if was_enabled != (name == self.backend):
-                self.restore.append((enable, was_enabled))
-                enable(not was_enabled)
-
-    def __exit__(self, *_: object) -> None:
-        for enable, was_enabled in self.restore:
-            enable(was_enabled)
+@contextlib.contextmanager
+def _switched_to(backend: str) -> Iterator[None]:
+    before = {name: is_enabled() for name, (is_enabled, _) in _SWITCHES.items()}
+    changed = [name for name, was_enabled in before.items() if was_enabled != (name == backend)]
+    for name in changed:
+        _SWITCHES[name][1](name == backend)
+    try:
+        yield
+    finally:
+        for name in changed:
+            _SWITCHES[name][1](before[name])
 
 
-# cuDNN with a bias -----------------------------------------------------------------------------------
-
-
-@no_compile
-def _cudnn_with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-    """softmax(q k^T * scale + bias) v. The bias has 4 dimensions, 1 or full, q's dtype and no gradient."""
-    out: Tensor = _CudnnWithBias.apply(q, k, v, bias, scale)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _CudnnWithBias(torch.autograd.Function):
-    """cuDNN returns an average of all values for a row of -inf. Here such a row becomes zero and its
-    log-sum-exp +inf, so that in backward its weights exp(score - inf), and all its gradients, are 0."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
-        needs_backward = any(ctx.needs_input_grad)
-        results = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, bias, needs_backward, 0.0, False, False, scale=scale
-        )
-        out, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = results
-        no_key = bias.amax(-1, keepdim=True) == -math.inf
-        out.masked_fill_(no_key, 0.0)
-        if needs_backward:
-            lse.view(*q.shape[:3], 1).masked_fill_(no_key, math.inf)
-            ctx.save_for_backward(q, k, v, bias, out, lse, cum_q, cum_k, seed, offset)
-            ctx.max_q, ctx.max_k, ctx.scale = max_q, max_k, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives("attention")
-        q, k, v, bias, out, lse, cum_q, cum_k, seed, offset = ctx.saved_tensors
-        rest = (lse, seed, offset, bias, cum_q, cum_k, ctx.max_q, ctx.max_k, 0.0, False)
-        gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            grad_out, q, k, v, out, *rest, scale=ctx.scale
-        )
-        wanted = [g if want else None for g, want in zip(gradients, ctx.needs_input_grad[:3], strict=True)]
-        return *wanted, None, None
-
-
-# Backward by groups of heads -------------------------------------------------------------------------
+# ATen's kernels, called directly ---------------------------------------------------------------------
 #
-# In backward the fused kernels hold float32 sums of q's size, and the gradients of k and v once per query
+# For two reasons. cuDNN returns an average of all values for a row of -inf in the bias. Here such a row
+# becomes zero and its log-sum-exp +inf: in backward its weights exp(score - inf) and its gradients are 0.
+#
+# And in backward the fused kernels hold float32 sums of q's size, and the gradients of k and v once per query
 # head: at 131,072 tokens and 32 heads of 80 that is 2.5 GiB, beside gradients of 0.9. Heads are independent,
 # so the same kernels run on one group of key/value heads at a time and hold that for one group. (With
 # deterministic algorithms flash holds a sum per multiprocessor, whatever the group: little is saved then.)
@@ -315,103 +273,95 @@ class _CudnnWithBias(torch.autograd.Function):
 _GROUP_BYTES = 512 * MiB  # smaller groups would launch more kernels and save little
 
 
-class GroupedBackward(NamedTuple):
+class FusedKernel(NamedTuple):
+    backend: str  # "cudnn", "flash", or for tests "cpu"
     causal: bool
     scale: float
-    backend: str
-    key_heads: int  # of a group
+    key_heads: int  # of a group in backward
 
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, needs_backward: bool) -> Any:
+        """out, lse, and more, of which backward needs the first six."""
+        if self.backend == "cudnn":
+            options = (bias, needs_backward, 0.0, self.causal, False)
+            return aten._scaled_dot_product_cudnn_attention(q, k, v, *options, scale=self.scale)
+        if self.backend == "flash":
+            return aten._scaled_dot_product_flash_attention(
+                q, k, v, 0.0, self.causal, False, scale=self.scale
+            )
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, self.causal, scale=self.scale)
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Any:
-    return aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, call.causal, False, scale=call.scale
-    )
-
-
-def _cudnn_backward(tensors: Any, lse: Tensor, rest: Any, call: GroupedBackward) -> Any:
-    *lengths, seed, offset = rest
-    return aten._scaled_dot_product_cudnn_attention_backward(
-        *tensors, lse, seed, offset, None, *lengths, 0.0, call.causal, scale=call.scale
-    )
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Any:
-    return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, call.causal, False, scale=call.scale)
-
-
-def _flash_backward(tensors: Any, lse: Tensor, rest: Any, call: GroupedBackward) -> Any:
-    *lengths, seed, offset = rest
-    return aten._scaled_dot_product_flash_attention_backward(
-        *tensors, lse, *lengths, 0.0, call.causal, seed, offset, scale=call.scale
-    )
-
-
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Any:
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.causal, scale=call.scale)
-
-
-def _cpu_backward(tensors: Any, lse: Tensor, rest: Any, call: GroupedBackward) -> Any:
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *tensors, lse, 0.0, call.causal, scale=call.scale
-    )
-
-
-# forward(q, k, v, call) -> out, lse, and more, of which backward needs the first six.
-_KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "cudnn": (_cudnn_forward, _cudnn_backward),
-    "flash": (_flash_forward, _flash_backward),
-    "cpu": (_cpu_forward, _cpu_backward),  # for tests without a GPU
-}
+    def backward(self, tensors: Any, bias: Tensor | None, lse: Tensor, rest: Any) -> Any:
+        """Of tensors (grad, q, k, v, out): the gradients of q, k and v, maybe followed by others."""
+        if self.backend == "cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tensors, lse, 0.0, self.causal, scale=self.scale
+            )
+        *lengths, seed, offset = rest
+        if self.backend == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention_backward(
+                *tensors, lse, seed, offset, bias, *lengths, 0.0, self.causal, scale=self.scale
+            )
+        return aten._scaled_dot_product_flash_attention_backward(
+            *tensors, lse, *lengths, 0.0, self.causal, seed, offset, scale=self.scale
+        )
 
 
 def key_heads_per_group(q: Tensor, k: Tensor) -> int:
     """The key/value heads of a group: all of them where backward needs little memory anyway."""
     heads = k.shape[1]
-    per_head = (
-        q.numel() // max(1, heads) * (4 + 2 * q.element_size())
-    )  # the sums for q; k's and v's gradients
-    return max(
-        size
-        for size in range(1, heads + 1)
-        if heads % size == 0 and (size == 1 or size * per_head <= _GROUP_BYTES)
-    )
+    per_head = q.numel() // max(1, heads) * (4 + 2 * q.element_size())  # sums for q; k's and v's gradients
+    sizes = (size for size in range(heads, 1, -1) if heads % size == 0 and size * per_head <= _GROUP_BYTES)
+    return next(sizes, 1)
 
 
 @no_compile
-def attention_with_grouped_backward(q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Tensor:
-    """softmax(q k^T * scale) v, [B, H, T, D]; backward runs `call.key_heads` key/value heads at a time."""
-    out: Tensor = _GroupedBackwardAttention.apply(q, k, v, call)  # type: ignore[no-untyped-call]
+def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kernel: FusedKernel) -> Tensor:
+    """softmax(q k^T * scale + bias) v, [B, H, T, D]; backward runs `kernel.key_heads` heads at a time.
+
+    A bias, for cuDNN and all heads at once, has 4 dimensions, 1 or full, q's dtype and no gradient.
+    """
+    out: Tensor = _FusedAttention.apply(q, k, v, bias, kernel)  # type: ignore[no-untyped-call]
     return out
 
 
-class _GroupedBackwardAttention(torch.autograd.Function):
+class _FusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: GroupedBackward) -> Tensor:
-        forward, _ = _KERNELS[call.backend]
-        out, lse, *rest = forward(q, k, v, call)
-        rest = rest[:6]  # cum_q, cum_k, max_q, max_k, seed, offset
-        ctx.save_for_backward(q, k, v, out, lse, *(part for part in rest if isinstance(part, Tensor)))
-        ctx.rest = [None if isinstance(part, Tensor) else (part,) for part in rest]
-        ctx.call = call
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kernel: FusedKernel
+    ) -> Tensor:
+        needs_backward = any(ctx.needs_input_grad)
+        out, lse, *rest = kernel.forward(q, k, v, bias, needs_backward)
+        if bias is not None:
+            no_key = bias.amax(-1, keepdim=True) == -math.inf
+            out.masked_fill_(no_key, 0.0)
+            if needs_backward:
+                lse.view(*q.shape[:3], 1).masked_fill_(no_key, math.inf)
+        if needs_backward:
+            rest = rest[:6]  # cum_q, cum_k, max_q, max_k, seed, offset
+            ctx.save_for_backward(q, k, v, out, lse, bias, *(x for x in rest if isinstance(x, Tensor)))
+            ctx.rest = [None if isinstance(x, Tensor) else (x,) for x in rest]
+            ctx.kernel = kernel
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("attention")
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        q, k, v, out, lse, bias, *tensors = ctx.saved_tensors
         saved = iter(tensors)
-        rest = tuple(next(saved) if part is None else part[0] for part in ctx.rest)
-        call: GroupedBackward = ctx.call
-        _, backward = _KERNELS[call.backend]
-        gradients = [torch.empty_like(x) for x in (q, k, v)]
-        group = q.shape[1] // k.shape[1]
-        for start in range(0, k.shape[1], call.key_heads):
-            keys = slice(start, min(start + call.key_heads, k.shape[1]))
-            queries = slice(keys.start * group, keys.stop * group)
-            inputs = (grad[:, queries], q[:, queries], k[:, keys], v[:, keys], out[:, queries])
-            # The kernels assume a contiguous log-sum-exp.
-            parts = backward(inputs, lse[:, queries].contiguous(), rest, call)
-            for gradient, heads, part in zip(gradients, (queries, keys, keys), parts, strict=True):
-                gradient[:, heads].copy_(part)
+        rest = tuple(next(saved) if x is None else x[0] for x in ctx.rest)
+        kernel: FusedKernel = ctx.kernel
+        if kernel.key_heads >= k.shape[1]:
+            gradients = kernel.backward((grad, q, k, v, out), bias, lse, rest)
+        else:
+            gradients = [torch.empty_like(x) for x in (q, k, v)]
+            group = q.shape[1] // k.shape[1]
+            for start in range(0, k.shape[1], kernel.key_heads):
+                keys = slice(start, min(start + kernel.key_heads, k.shape[1]))
+                queries = slice(keys.start * group, keys.stop * group)
+                inputs = (grad[:, queries], q[:, queries], k[:, keys], v[:, keys], out[:, queries])
+                # The kernels assume a contiguous log-sum-exp.
+                parts = kernel.backward(inputs, None, lse[:, queries].contiguous(), rest)
+                for gradient, heads, part in zip(gradients, (queries, keys, keys), parts, strict=True):
+                    gradient[:, heads].copy_(part)
         wanted = zip(gradients, ctx.needs_input_grad[:3], strict=True)
-        return *(gradient if want else None for gradient, want in wanted), None
+        return *(gradient if want else None for gradient, want in wanted), None, None

@@ -28,34 +28,27 @@ from oomph.ops.sparse_attention.autograd import SparseAttention, why_not_kernels
 from oomph.ops.sparse_attention.chunked import ChunkedSparseAttention, tokens_per_chunk
 from oomph.ops.sparse_attention.reference import reference
 
-Gates = tuple[Tensor, Tensor, Tensor]
 
-
-def _explain(
+def _check_and_choose(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     gate_cmp: Tensor,
     gate_slc: Tensor,
     gate_win: Tensor,
+    *,
     compress: Compress,
     impl: str,
     **options: Any,
-) -> Choice:
-    return _check_and_choose(q, k, v, (gate_cmp, gate_slc, gate_win), compress, impl, options)[1]
-
-
-def _check_and_choose(
-    q: Tensor, k: Tensor, v: Tensor, gates: Gates, compress: Compress, impl: str, options: dict[str, Any]
 ) -> tuple[NSAConfig, Choice]:
     common.check_one_of("impl", impl, IMPLS)
-    check_tensors(q, k, v, *gates)
+    check_tensors(q, k, v, gate_cmp, gate_slc, gate_win)
     check_compress(compress)
     config = NSAConfig.create(q.shape[3], **options)
     return config, _choose(q, k, config, impl)
 
 
-@explained_by(_explain)
+@explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
 def nsa(
     q: Tensor,
     k: Tensor,
@@ -94,15 +87,10 @@ def nsa(
     saved for backward. First derivatives only. `oomph.ops.explain(nsa, ...)` says what would run and why.
     """
     gates = (gate_cmp, gate_slc, gate_win)
-    options = {
-        "block_size": block_size,
-        "compress_block": compress_block,
-        "compress_stride": compress_stride,
-        "top_n": top_n,
-        "window": window,
-        "scale": scale,
-    }
-    config, choice = _check_and_choose(q, k, v, gates, compress, impl, options)
+    config, choice = _check_and_choose(
+        q, k, v, *gates, compress=compress, block_size=block_size, compress_block=compress_block,
+        compress_stride=compress_stride, top_n=top_n, window=window, scale=scale, impl=impl,
+    )  # fmt: skip
     log_choice("nsa", choice)
     dtype = matmul_dtype(q)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -122,7 +110,7 @@ def _run(impl: str, tensors: tuple[Tensor, ...], config: NSAConfig) -> Tensor:
         # Read here, because inside an autograd function gradients are always disabled.
         out = SparseAttention.apply(*tensors, config, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     else:
-        out = ChunkedSparseAttention.apply(*tensors, config)  # type: ignore[no-untyped-call]
+        out = ChunkedSparseAttention.apply(config, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -143,7 +131,7 @@ def _choose(q: Tensor, k: Tensor, config: NSAConfig, impl: str) -> Choice:
     return Choice("chunked", f"no kernel of ours ({reason or 'the interpreter is for tests'})", settings)
 
 
-def _empty_result(q: Tensor, k: Tensor, v: Tensor, gates: Gates) -> Tensor:
+def _empty_result(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...]) -> Tensor:
     """The empty result, with every input in its graph."""
     out = q * gates[0][..., None]
     for other in (k, v, *(gate[..., None] for gate in gates)):

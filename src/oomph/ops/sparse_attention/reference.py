@@ -1,7 +1,8 @@
 """What `nsa` computes, written with whole matrices: the specification that tests compare to.
 
 B batch, T tokens, H key/value heads, G query heads of each (q head h * G + g reads k/v head h), D head size,
-N compressed blocks, S selectable blocks.
+S tokens of the keys, N compressed blocks, P selectable blocks. The queries may be a chunk of the sequence,
+from token `start` on; keys and compressed blocks are then those up to its end.
 
 A token t attends, through one softmax each, to
     compression: compressed block j, if its last token j * stride + compress_block - 1 is not after t;
@@ -16,6 +17,8 @@ one before are always selected; then the most important, the lower index first w
 top_n. Blocks that begin after t are never selected. The selection has no gradient.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,32 +27,36 @@ from oomph.ops.sparse_attention.arguments import NSAConfig
 
 def reference(
     q_BTQD: Tensor,
-    k_BTHD: Tensor,
-    v_BTHD: Tensor,
-    gates_BTQ: tuple[Tensor, Tensor, Tensor],
+    k_BSHD: Tensor,
+    v_BSHD: Tensor,
+    gates_BTQ: Sequence[Tensor],
     ck_BNHD: Tensor,
     cv_BNHD: Tensor,
     config: NSAConfig,
-    chosen_BHTS: Tensor | None = None,
+    *,
+    start: int = 0,
+    chosen_BHTP: Tensor | None = None,
 ) -> Tensor:
-    """O(T^2) memory. `chosen_BHTS` (True: selected) replaces the selection, for tests."""
+    """O(T S) memory. `chosen_BHTP` (True: selected) replaces the selection, for tests."""
     B, T, heads, D = q_BTQD.shape
-    H = k_BTHD.shape[2]
+    H, S = k_BSHD.shape[2], k_BSHD.shape[1]
     q_BHGTD = q_BTQD.reshape(B, T, H, heads // H, D).permute(0, 2, 3, 1, 4)
-    t_T1 = torch.arange(T, device=q_BTQD.device)[:, None]
-    s_T = torch.arange(T, device=q_BTQD.device)
+    t_T1 = torch.arange(start, start + T, device=q_BTQD.device)[:, None]
+    s_S = torch.arange(S, device=q_BTQD.device)
 
     start_N = torch.arange(ck_BNHD.shape[1], device=q_BTQD.device) * config.compress_stride
     last_N = start_N + config.compress_block - 1
     compressed_BHGTD, weights_BHGTN = _attend(q_BHGTD, ck_BNHD, cv_BNHD, last_N <= t_T1, config.scale)
 
-    if chosen_BHTS is None:
-        chosen_BHTS = select_blocks(importance(weights_BHGTN.detach(), T, config), config)
-    visible_BHTT = chosen_BHTS[..., s_T // config.block_size] & (s_T <= t_T1)
-    selected_BHGTD, _ = _attend(q_BHGTD, k_BTHD, v_BTHD, visible_BHTT[:, :, None], config.scale)
+    if chosen_BHTP is None:
+        chosen_BHTP = select_blocks(importance(weights_BHGTN.detach(), S, config), config, start)
+    visible_BHTS = chosen_BHTP[..., s_S // config.block_size] & (s_S <= t_T1)
+    selected_BHGTD, _ = _attend(q_BHGTD, k_BSHD, v_BSHD, visible_BHTS[:, :, None], config.scale)
 
-    near_TT = (s_T <= t_T1) & (s_T > t_T1 - config.window)
-    windowed_BHGTD, _ = _attend(q_BHGTD, k_BTHD, v_BTHD, near_TT, config.scale)
+    near_TS = (s_S <= t_T1) & (s_S > t_T1 - config.window)
+    first = max(0, start - config.window + 1)  # keys before it are in no window
+    window = (k_BSHD[:, first:], v_BSHD[:, first:], near_TS[:, first:])
+    windowed_BHGTD, _ = _attend(q_BHGTD, *window, config.scale)
 
     branches = (compressed_BHGTD, selected_BHGTD, windowed_BHGTD)
     out = q_BTQD.new_zeros(q_BTQD.shape)
@@ -72,24 +79,28 @@ def _attend(
 
 
 def importance(weights_BHGTN: Tensor, tokens: int, config: NSAConfig) -> Tensor:
-    """[B, H, T, S]: the weight that a group of heads gives to the strides of each block."""
-    count, blocks = weights_BHGTN.shape[-1], config.blocks(tokens)
-    start_N1 = torch.arange(count, device=weights_BHGTN.device)[:, None]
-    start_S = torch.arange(blocks, device=weights_BHGTN.device) * config.strides_per_block
-    first = torch.maximum(start_N1, start_S)
-    last = torch.minimum(start_N1 + config.strides_per_compressed, start_S + config.strides_per_block)
-    shared_NS = (last - first).clamp(min=0).to(weights_BHGTN.dtype)
-    return torch.einsum("bhgtn,ns->bhts", weights_BHGTN, shared_NS)
+    """[B, H, T, P]: the weight that a group of heads gives to the strides of each block of the tokens."""
+    weights_BHTN = weights_BHGTN.sum(2)
+    count, blocks = weights_BHTN.shape[-1], config.blocks(tokens)
+    # A stride has the weight of all compressed blocks that cover it; a block has that of its strides.
+    strides = blocks * config.strides_per_block
+    size = max(strides, count + config.strides_per_compressed)
+    covered = weights_BHTN.new_zeros((*weights_BHTN.shape[:-1], size))
+    for shift in range(config.strides_per_compressed):
+        covered[..., shift : shift + count] += weights_BHTN
+    return covered[..., :strides].unflatten(-1, (blocks, config.strides_per_block)).sum(-1)
 
 
-def select_blocks(importance_BHTS: Tensor, config: NSAConfig) -> Tensor:
-    """[B, H, T, S], True where a block is selected."""
-    T, blocks = importance_BHTS.shape[-2:]
-    b_S = torch.arange(blocks, device=importance_BHTS.device)
-    current_T1 = (torch.arange(T, device=importance_BHTS.device) // config.block_size)[:, None]
-    always_TS = (b_S == 0) | (b_S == current_T1) | (b_S == current_T1 - 1)
-    causal_TS = b_S <= current_T1
-    rank = importance_BHTS.masked_fill(always_TS, torch.inf).masked_fill(~causal_TS, -torch.inf)
+def select_blocks(importance_BHTP: Tensor, config: NSAConfig, start: int = 0) -> Tensor:
+    """[B, H, T, P], True where a block is selected; the first token is `start`."""
+    T, blocks = importance_BHTP.shape[-2:]
+    b_P = torch.arange(blocks, device=importance_BHTP.device)
+    t_T1 = torch.arange(start, start + T, device=importance_BHTP.device)[:, None]
+    current_T1 = t_T1 // config.block_size
+    always_TP = (b_P == 0) | (b_P == current_T1) | (b_P == current_T1 - 1)
+    causal_TP = b_P <= current_T1
+    rank = importance_BHTP.masked_fill(always_TP, torch.inf).masked_fill(~causal_TP, -torch.inf)
+    # A stable sort keeps the lower index first where importances are equal.
     order = rank.sort(dim=-1, descending=True, stable=True).indices[..., : config.top_n]
-    chosen = torch.zeros_like(rank, dtype=torch.bool).scatter_(-1, order, True)
-    return chosen & causal_TS
+    chosen = torch.zeros_like(rank, dtype=torch.bool)
+    return chosen.scatter_(-1, order, torch.ones_like(order, dtype=torch.bool)) & causal_TP
