@@ -61,7 +61,7 @@ def test_half_precision_is_rounded_only_at_the_ends(monkeypatch):
 
 @interpreted
 def test_several_blocks_of_channels(monkeypatch):
-    tile = autograd.StateTile(channels=2, n=2, warps=1, step=4, registers=128)
+    tile = autograd.StateTile(channels=2, n=2, warps=1)
     monkeypatch.setattr(autograd, "state_tile", lambda d, n: tile)
     right, found = both_of(inputs(1, 5, 3, 2), 1, monkeypatch)
     assert worst_error(found, right) < 3e-6

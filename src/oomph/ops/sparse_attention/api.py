@@ -108,7 +108,7 @@ def _run(impl: str, tensors: tuple[Tensor, ...], config: NSAConfig) -> Tensor:
     out: Tensor
     if impl == "triton":
         # Read here, because inside an autograd function gradients are always disabled.
-        out = SparseAttention.apply(*tensors, config, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
+        out = SparseAttention.apply(config, torch.is_grad_enabled(), *tensors)  # type: ignore[no-untyped-call]
     else:
         out = ChunkedSparseAttention.apply(config, *tensors)  # type: ignore[no-untyped-call]
     return out

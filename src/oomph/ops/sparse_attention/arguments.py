@@ -31,33 +31,26 @@ class NSAConfig:
     window: int
     scale: float
 
+    def __post_init__(self) -> None:
+        _check_int("compress_stride", self.compress_stride, 1)
+        _check_int("compress_block", self.compress_block, 1)
+        _check_int("block_size", self.block_size, 1)
+        _check_int("top_n", self.top_n, 3, "the first block and the two latest are always among them")
+        _check_int("window", self.window, 1, "the token itself is in it")
+        for name in ("block_size", "compress_block"):
+            if getattr(self, name) % self.compress_stride:
+                multiple = f"a multiple of compress_stride={self.compress_stride}"
+                raise ArgumentError(f"{name}={getattr(self, name)} is not {multiple}")
+
     @staticmethod
-    def create(
-        head_dim: int,
-        *,
-        block_size: int,
-        compress_block: int,
-        compress_stride: int,
-        top_n: int,
-        window: int,
-        scale: float | None = None,
-    ) -> "NSAConfig":
-        """Check the options; `scale` defaults to 1/sqrt(head_dim)."""
-        _check_int("compress_stride", compress_stride, 1)
-        _check_int("compress_block", compress_block, 1)
-        _check_int("block_size", block_size, 1)
-        _check_int("top_n", top_n, 3, "the first block and the two latest are always among them")
-        _check_int("window", window, 1, "the token itself is in it")
-        for name, given in (("block_size", block_size), ("compress_block", compress_block)):
-            if given % compress_stride:
-                raise ArgumentError(f"{name}={given} is not a multiple of compress_stride={compress_stride}")
+    def create(head_dim: int, *, scale: float | None = None, **sizes: int) -> "NSAConfig":
+        """`scale` defaults to 1/sqrt(head_dim)."""
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim)
         elif isinstance(scale, bool) or not isinstance(scale, int | float) or not 0.0 < scale < math.inf:
-            raise ArgumentError(
-                f"scale={scale!r} is not valid; a finite number above 0, or None for 1/sqrt(head size)"
-            )
-        return NSAConfig(block_size, compress_block, compress_stride, top_n, window, float(scale))
+            valid = "a finite number above 0, or None for 1/sqrt(head size)"
+            raise ArgumentError(f"scale={scale!r} is not valid; {valid}")
+        return NSAConfig(**sizes, scale=float(scale))
 
     def compressed_blocks(self, tokens: int) -> int:
         """Compressed blocks that lie entirely in the sequence."""

@@ -58,25 +58,14 @@ def why_not_kernels(q: Tensor, k: Tensor, dtype: torch.dtype, config: NSAConfig)
 
 class SparseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        ck: Tensor,
-        cv: Tensor,
-        gate_cmp: Tensor,
-        gate_slc: Tensor,
-        gate_win: Tensor,
-        config: NSAConfig,
-        grad_enabled: bool,
-    ) -> Tensor:
-        q, k, v, ck, cv = (_contiguous_rows(x) for x in (q, k, v, ck, cv))
-        gates = (gate_cmp.contiguous(), gate_slc.contiguous(), gate_win.contiguous())
+    def forward(ctx: Any, config: NSAConfig, grad_enabled: bool, *tensors: Tensor) -> Tensor:
+        q, k, v, ck, cv = (_contiguous_rows(x) for x in tensors[:5])
+        gates = [gate.contiguous() for gate in tensors[5:]]
         needs_backward = grad_enabled and any(ctx.needs_input_grad)
-        compressed, lse_cmp = _window_forward(q, ck, cv, _compressed_band(config), config.scale)
+        compressed_band, window_band = _bands(q, config)
+        compressed, lse_cmp = _BandAttention(q, ck, cv, compressed_band, config.scale).forward()
         chosen = selection.select_blocks(q, ck, lse_cmp, config)
-        windowed, lse_win = _window_forward(q, k, v, sliding_window(q, config), config.scale)
+        windowed, lse_win = _BandAttention(q, k, v, window_band, config.scale).forward()
         selected_attention = SelectedAttention(q, k, v, chosen, config, backward=False)
         out, selected, lse_slc = selected_attention.forward(compressed, windowed, gates, keep=needs_backward)
         ctx.save_for_backward(
@@ -92,22 +81,24 @@ class SparseAttention(torch.autograd.Function):
         gate_cmp, gate_slc, gate_win, compressed, selected, windowed, *saved = saved
         lse_cmp, lse_slc, lse_win, chosen = saved
         config: NSAConfig = ctx.config
-        want_q, want_k, want_v, want_ck, want_cv, *want_gates, _, _ = ctx.needs_input_grad
+        _, _, want_q, want_k, want_v, want_ck, want_cv, *want_gates = ctx.needs_input_grad
         grad = _contiguous_rows(grad)
         delta_cmp, delta_slc, delta_win = selection.branch_deltas(grad, compressed, selected, windowed)
         rows_cmp = RowValues(lse_cmp, delta_cmp, _heads_first(gate_cmp))
         rows_win = RowValues(lse_win, delta_win, _heads_first(gate_win))
         rows_slc = RowValues(lse_slc, delta_slc, gate_slc)
-        band, window, scale = _compressed_band(config), sliding_window(q, config), config.scale
+        compressed_band, window_band = _bands(q, config)
+        compressed_attention = _BandAttention(q, ck, cv, compressed_band, config.scale)
+        window_attention = _BandAttention(q, k, v, window_band, config.scale)
         dq = dk = dv = dck = dcv = None
         if want_q:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            _window_dq(dq, q, ck, cv, grad, rows_cmp, band, scale, add=False)
-            _window_dq(dq, q, k, v, grad, rows_win, window, scale, add=True)
+            compressed_attention.write_dq(dq, grad, rows_cmp, add=False)
+            window_attention.write_dq(dq, grad, rows_win, add=True)
         if (want_ck or want_cv) and ck.numel():
-            dck, dcv = _window_dkdv(q, ck, cv, grad, rows_cmp, band, scale, split=True)
+            dck, dcv = compressed_attention.dkdv(grad, rows_cmp, split=True)
         if want_k or want_v:
-            dk, dv = _window_dkdv(q, k, v, grad, rows_win, window, scale, split=False)
+            dk, dv = window_attention.dkdv(grad, rows_win, split=False)
         if want_q or want_k or want_v:
             selected_attention = SelectedAttention(q, k, v, chosen, config, backward=True)
             if dq is not None:
@@ -115,6 +106,8 @@ class SparseAttention(torch.autograd.Function):
             if dk is not None and dv is not None:
                 selected_attention.add_dkdv(dk, dv, grad, rows_slc)
         return (
+            None,
+            None,
             dq,
             dk if want_k else None,
             dv if want_v else None,
@@ -123,8 +116,6 @@ class SparseAttention(torch.autograd.Function):
             delta_cmp.transpose(1, 2).to(gate_cmp.dtype) if want_gates[0] else None,
             delta_slc.to(gate_slc.dtype) if want_gates[1] else None,
             delta_win.transpose(1, 2).to(gate_win.dtype) if want_gates[2] else None,
-            None,
-            None,
         )
 
 
@@ -149,23 +140,12 @@ class KeyBand:
     stride: int = 1
     window: int = 0  # in tokens; 0: no limit
 
-    def constants(self, head_dim: int) -> dict[str, Any]:
-        return {
-            "SPAN": self.span,
-            "STRIDE": self.stride,
-            "WINDOW": self.window,
-            "BLOCK_D": power_of_two(head_dim, MIN_TILE),
-            "PRECISION": "ieee",
-        }
 
-
-def _compressed_band(config: NSAConfig) -> KeyBand:
-    return KeyBand(config.compress_block, config.compress_stride)
-
-
-def sliding_window(q: Tensor, config: NSAConfig) -> KeyBand:
+def _bands(q: Tensor, config: NSAConfig) -> tuple[KeyBand, KeyBand]:
+    """Of the compressed and of the sliding-window branch."""
     # No limit where the window covers all tokens: it is a compile-time constant, and lengths share kernels.
-    return KeyBand(window=config.window if config.window < q.shape[1] else 0)
+    window = config.window if config.window < q.shape[1] else 0
+    return KeyBand(config.compress_block, config.compress_stride), KeyBand(window=window)
 
 
 def _window_tiles(dtype: torch.dtype, head_dim: int) -> tuple[TileConfig, TileConfig, TileConfig]:
@@ -181,89 +161,73 @@ def _window_tiles(dtype: torch.dtype, head_dim: int) -> tuple[TileConfig, TileCo
     return TileConfig(64, 32, 4, 2), TileConfig(64, 32, 8, 2), TileConfig(16, 64, 8, 2)
 
 
-def _window_forward(q: Tensor, k: Tensor, v: Tensor, band: KeyBand, scale: float) -> tuple[Tensor, Tensor]:
-    """The result [B, T, Q, D] and its log-sum-exp [B, Q, T]."""
-    batch, tokens, heads, head_dim = q.shape
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=q.device)
-    tile = _window_tiles(q.dtype, head_dim)[0]
-    _KERNELS.launch(
-        "window_forward",
-        (cdiv(tokens, tile.rows) * batch * heads,),
-        *(*strided(q), *strided(k), *strided(v), out, lse, *_sizes(q, k), scale * LOG2_E),
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        **band.constants(head_dim),
-        **tile.launch_options,
-    )
-    return out, lse
+class _BandAttention:
+    """Attention of q to a band of keys k and values v: the launches of one branch."""
 
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, band: KeyBand, scale: float) -> None:
+        self.q, self.k, self.band, self.scale = q, k, band, scale
+        self.inputs = (*strided(q), *strided(k), *strided(v))
+        self.tiles = _window_tiles(q.dtype, q.shape[3])
 
-def _window_dq(
-    dq: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    rows: RowValues,
-    band: KeyBand,
-    scale: float,
-    *,
-    add: bool,
-) -> None:
-    """Write dq, or add to it."""
-    batch, tokens, heads, head_dim = q.shape
-    tile = _window_tiles(q.dtype, head_dim)[1]
-    _KERNELS.launch(
-        "window_dq",
-        (cdiv(tokens, tile.rows) * batch * heads,),
-        *(*strided(q), *strided(k), *strided(v), *strided(grad), dq),
-        *(rows.lse, rows.delta, rows.gate, *_sizes(q, k), scale * LOG2_E, scale),
-        ADD=add,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        **band.constants(head_dim),
-        **tile.launch_options,
-    )
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """The result [B, T, Q, D] and its log-sum-exp [B, Q, T]."""
+        batch, tokens, heads, _ = self.q.shape
+        out = torch.empty(self.q.shape, dtype=self.q.dtype, device=self.q.device)
+        lse = torch.empty((batch, heads, tokens), dtype=torch.float32, device=self.q.device)
+        tile = self.tiles[0]
+        self._launch("window_forward", tile, cdiv(tokens, tile.rows) * batch * heads, (out, lse))
+        return out, lse
 
+    def write_dq(self, dq: Tensor, grad: Tensor, rows: RowValues, *, add: bool) -> None:
+        """Write dq, or add to it."""
+        batch, tokens, heads, _ = self.q.shape
+        tile = self.tiles[1]
+        programs = cdiv(tokens, tile.rows) * batch * heads
+        self._launch("window_dq", tile, programs, (*strided(grad), dq, *rows), self.scale, ADD=add)
 
-def _window_dkdv(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad: Tensor,
-    rows: RowValues,
-    band: KeyBand,
-    scale: float,
-    *,
-    split: bool,
-) -> tuple[Tensor, Tensor]:
-    """dk and dv. `split`: a program per query head, for few keys that many tokens attend to; then a sum."""
-    batch, _, heads, head_dim = q.shape
-    n_keys, key_heads = k.shape[1:3]
-    group = heads // key_heads
-    split = split and group > 1
-    shape = (batch, n_keys, heads if split else key_heads, head_dim)
-    dtype = torch.float32 if split else k.dtype
-    dk, dv = (torch.empty(shape, dtype=dtype, device=k.device) for _ in "kv")
-    tile = _window_tiles(q.dtype, head_dim)[2]
-    _KERNELS.launch(
-        "window_dkdv",
-        (cdiv(n_keys, tile.columns) * batch * shape[2],),
-        *(*strided(q), *strided(k), *strided(v), *strided(grad), dk, dv),
-        *(rows.lse, rows.delta, rows.gate, *_sizes(q, k), scale * LOG2_E, scale),
-        HEADS=1 if split else group,
-        BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns,
-        **band.constants(head_dim),
-        **tile.launch_options,
-    )
-    if not split:
-        return dk, dv
-    grouped = (batch, n_keys, key_heads, group, head_dim)
-    dk = dk.view(grouped).sum(3).to(k.dtype)
-    return dk, dv.view(grouped).sum(3).to(v.dtype)
+    def dkdv(self, grad: Tensor, rows: RowValues, *, split: bool) -> tuple[Tensor, Tensor]:
+        """dk and dv. `split`: a program per query head, where many tokens attend to few keys; then a sum."""
+        batch, _, heads, head_dim = self.q.shape
+        n_keys, key_heads = self.k.shape[1:3]
+        group = heads // key_heads
+        split = split and group > 1
+        shape = (batch, n_keys, heads if split else key_heads, head_dim)
+        dtype = torch.float32 if split else self.k.dtype
+        dk, dv = (torch.empty(shape, dtype=dtype, device=self.k.device) for _ in "kv")
+        tile = self.tiles[2]
+        programs, members = cdiv(n_keys, tile.columns) * batch * shape[2], 1 if split else group
+        self._launch(
+            "window_dkdv", tile, programs, (*strided(grad), dk, dv, *rows), self.scale, HEADS=members
+        )
+        if not split:
+            return dk, dv
+        grouped = (batch, n_keys, key_heads, group, head_dim)
+        dk = dk.view(grouped).sum(3).to(self.k.dtype)
+        return dk, dv.view(grouped).sum(3).to(self.k.dtype)
 
-
-def _sizes(q: Tensor, k: Tensor) -> tuple[int, ...]:
-    return q.shape[1], k.shape[1], q.shape[2], q.shape[2] // k.shape[2], q.shape[3]
+    def _launch(
+        self,
+        name: str,
+        tile: TileConfig,
+        programs: int,
+        tensors: Any,
+        *natural_scale: float,
+        **constants: Any,
+    ) -> None:
+        _, tokens, heads, head_dim = self.q.shape
+        n_keys, key_heads = self.k.shape[1:3]
+        _KERNELS.launch(
+            name,
+            (programs,),
+            *(*self.inputs, *tensors, tokens, n_keys, heads, heads // key_heads, head_dim),
+            *(self.scale * LOG2_E, *natural_scale),
+            SPAN=self.band.span,
+            STRIDE=self.band.stride,
+            WINDOW=self.band.window,
+            BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns,
+            BLOCK_D=power_of_two(head_dim, MIN_TILE),
+            PRECISION="ieee",
+            **constants,
+            **tile.launch_options,
+        )

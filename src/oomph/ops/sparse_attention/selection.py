@@ -4,9 +4,9 @@ B batch, T tokens, H key/value heads, Q query heads, Z = B * H.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ class TileConfig:
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
-@dataclass(frozen=True, eq=False)
-class RowValues:
+class RowValues(NamedTuple):
     """Per token and query head: [B, T, Q] for the selection, [B, Q, T] in float32 for the other branches."""
 
     lse: Tensor
@@ -288,7 +287,7 @@ class SelectedAttention:
         self.inputs = (*strided(q), *strided(k), *strided(v))
 
     def forward(
-        self, compressed: Tensor, windowed: Tensor, gates: tuple[Tensor, Tensor, Tensor], *, keep: bool
+        self, compressed: Tensor, windowed: Tensor, gates: Sequence[Tensor], *, keep: bool
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """The gated sum of all branches, the selected branch's result (if `keep`), its lse [B, T, Q]."""
         q = self.q
@@ -325,7 +324,7 @@ class SelectedAttention:
             _KERNELS.launch(
                 "selected_dq",
                 (items[0].shape[-1] * self.batch * self.key_heads,),
-                *(*self.inputs, *strided(grad), parts, rows.lse, rows.delta, rows.gate),
+                *(*self.inputs, *strided(grad), parts, *rows),
                 *(self.index.pairs_ZP, *items, *sizes, scale * LOG2_E, scale, items[0].shape[-1]),
                 **self._constants(tile),
             )
@@ -348,7 +347,7 @@ class SelectedAttention:
         _KERNELS.launch(
             "selected_dkdv",
             (work.count * z,),
-            *(*self.inputs, *strided(grad), dk, dv, partial, rows.lse, rows.delta, rows.gate),
+            *(*self.inputs, *strided(grad), dk, dv, partial, *rows),
             *(self.index.pairs_ZP, work.block, work.first, work.last),
             *(self.tokens, self.heads, self.group, self.index.blocks, self.head_dim),
             *(scale * LOG2_E, scale, work.count, beyond),

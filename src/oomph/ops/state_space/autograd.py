@@ -23,8 +23,10 @@ from oomph.ops.state_space.arguments import PerInput, ScanInputs, ScanOptions, S
 _KERNELS = Kernels("oomph.ops.state_space.kernels")
 # 64 channels of it are 16 warps; beyond, the partial sums of dB and dC would outgrow everything else.
 _MAX_STATE = 64
-# Chunks are multiples of the tokens that a kernel loads at a time.
-_MAX_STEP = 8
+_STEP = 4  # tokens that a kernel loads at a time
+_CHUNK_MULTIPLE = 8  # of _STEP
+# Per thread, at most: all programs of a usual size, 2048 warps on 132 SMs, run at once.
+_REGISTERS = 128
 # Programs that fill a GPU. A constant, because segments take memory and a prediction must see the same.
 _PROGRAMS = 1024
 # Segments cost one more pass over the inputs; fewer are not worth it.
@@ -69,7 +71,7 @@ def why_not_kernels(n: int, dtype: torch.dtype) -> str | None:
 
 
 def round_up_chunk(chunk: int) -> int:
-    return -(-chunk // _MAX_STEP) * _MAX_STEP
+    return -(-chunk // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -79,22 +81,17 @@ class StateTile:
     channels: int
     n: int
     warps: int
-    step: int  # tokens loaded at a time
-    registers: int  # per thread, at most
 
     def blocks(self, d: int) -> int:
         return -(-d // self.channels)
 
 
 def state_tile(d: int, n: int) -> StateTile:
-    """Wide in channels, because the partial sums of dB and dC take n / channels of x's size each.
-
-    Registers are limited so that all programs of a usual size run at once: 2048 warps on 132 SMs.
-    """
+    """Wide in channels, because the partial sums of dB and dC take n / channels of x's size each."""
     padded_n = _power_of_two(n)
     channels = min(64, _power_of_two(d))
     warps = max(1, channels * padded_n // 256)
-    return StateTile(channels, padded_n, warps, step=4, registers=128)
+    return StateTile(channels, padded_n, warps)
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ class _Grid:
     @property
     def constants(self) -> dict[str, int]:
         tile = self.tile
-        return {"BD": tile.channels, "N": tile.n, "num_warps": tile.warps, "maxnreg": tile.registers}
+        return {"BD": tile.channels, "N": tile.n, "num_warps": tile.warps, "maxnreg": _REGISTERS}
 
 
 def triton_forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -154,7 +151,7 @@ def triton_forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Te
         REVERSE=options.reverse_first,
         SOFTPLUS=options.softplus,
         K=options.chunk,
-        S=grid.tile.step,
+        S=_STEP,
         passes=_time_in_passes(x, sizes.n),
         **grid.constants,
     )
@@ -206,7 +203,7 @@ def triton_backward(
                 inputs, options, sizes, grid, g_BLd.unsqueeze(0), C, g_final, gradient=True
             )
         tile = grid.tile
-        scratch_shape = (grid.programs, options.chunk // tile.step, tile.channels, tile.n)
+        scratch_shape = (grid.programs, options.chunk // _STEP, tile.channels, tile.n)
         scratch = x.new_empty(scratch_shape, dtype=torch.float32)
         _KERNELS.launch(
             "scan_backward",
@@ -221,7 +218,7 @@ def triton_backward(
             SHARED_X=x.shape[0] == 1,
             SOFTPLUS=options.softplus,
             K=options.chunk,
-            S=tile.step,
+            S=_STEP,
             passes=_time_in_passes(x, n),
             **grid.constants,
         )

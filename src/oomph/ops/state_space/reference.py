@@ -5,6 +5,8 @@
 "backward" scans from the last token to the first. "both" sums one scan of each kind.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,26 +32,17 @@ def selective_scan(
     if delta_softplus:
         delta = F.softplus(delta)
     if direction == "both":
-        results = [
-            _scan(
-                x if x.dim() == 3 else x[i],
-                delta[i],
-                A[i],
-                B[i],
-                C[i],
-                None if D is None else D[i],
-                None if initial_state is None else initial_state[i],
-                reverse=i == 1,
-            )
-            for i in (0, 1)
-        ]
+        pairs = (x.expand(2, *x.shape[-3:]), delta, A, B, C, D, initial_state)
+        halves: list[list[Any]] = [[None if each is None else each[i] for each in pairs] for i in (0, 1)]
+        results = [_scan(i == 1, *halves[i]) for i in (0, 1)]
         y, state = results[0][0] + results[1][0], torch.stack([results[0][1], results[1][1]])
     else:
-        y, state = _scan(x, delta, A, B, C, D, initial_state, reverse=direction == "backward")
+        y, state = _scan(direction == "backward", x, delta, A, B, C, D, initial_state)
     return (y if z is None else y * F.silu(z)), state
 
 
 def _scan(
+    reverse: bool,
     x: Tensor,
     delta: Tensor,
     A: Tensor,
@@ -57,7 +50,6 @@ def _scan(
     C: Tensor,
     D: Tensor | None,
     initial_state: Tensor | None,
-    reverse: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, length, d = x.shape
     h = x.new_zeros(batch, d, A.shape[1]) if initial_state is None else initial_state
