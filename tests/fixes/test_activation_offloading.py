@@ -7,14 +7,12 @@ import weakref
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, loss_and_gradients, prepared
 from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.activation_offloading import PinnedBufferPool
 from oomph.records import FixUse
 from oomph.units import MiB
 
@@ -25,14 +23,12 @@ def offloader_of(block):
     return block.forward.wrapper.keywords["offloader"]
 
 
-@pytest.mark.parametrize("name", ["Llama", "T5", "TinyLM"])  # all others: test_architectures.py
 @pytest.mark.parametrize("others", [[], ["activation_checkpointing"]], ids=["alone", "checkpointed"])
-def test_gradients_are_the_same_bit_by_bit_and_undo_restores_the_model(name, others):
-    work = ARCHITECTURES[name]()
-    model, _ = prepared(work)
-    before, state = loss_and_gradients(work, model), state_of(model)
+def test_gradients_are_the_same_bit_by_bit_and_undo_restores_the_model(others):
+    model, batch = seeded(TinyLM), tiny_batch("cpu")
+    before, state = gradients(model, plain_loss, batch), state_of(model)
     fixes.apply_to_model([EVERYTHING, *others], model)
-    same_gradients(before, loss_and_gradients(work, model), 0)
+    same_gradients(before, gradients(model, plain_loss, batch), 0)
     fixes.undo(model)
     assert state_of(model) == state
 
@@ -230,18 +226,6 @@ def test_recomputed_blocks_leave_their_inputs_to_the_host():
 def test_a_model_of_two_blocks_has_nothing_to_offload():
     work = workload(layers=2)
     assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("activation_offloading",)) == []
-
-
-def test_buffers_are_powers_of_two_and_are_used_again():
-    pool = PinnedBufferPool()
-    for size, buffers in ((640 * MiB, [512, 128]), (1, [1]), (3 * MiB + 1, [4])):
-        assert [buffer.numel() // MiB for buffer in pool.take(size, pinned=False)] == buffers
-    pool = PinnedBufferPool()
-    taken = pool.take(3 * MiB, pinned=False)
-    pool.give_back(taken, pinned=False)
-    (again,) = pool.take(2 * MiB, pinned=False)
-    assert again is taken[0]
-    assert pool.bytes == 3 * MiB
 
 
 @pytest.mark.parametrize(

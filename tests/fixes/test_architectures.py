@@ -9,16 +9,11 @@ from oomph.errors import UserError
 from oomph.fixes.registry import FixContext
 from oomph.records import FixUse
 
-# Attention has its own tests over these, from eager attention on.
-USES = {
-    "activation_checkpointing": {},
-    "activation_offloading": {"smallest": 1},
-    "fused_linear_cross_entropy": {},
-    "tiled_mlp": {"tile": 7},
-    "micro_batches": {},
-}
-# These do not depend on the architecture; they have tests of their own.
+USES = {"activation_checkpointing": {}, "activation_offloading": {"smallest": 1}, "micro_batches": {}}
+# These do not depend on the architecture, or their own tests run every architecture.
 ELSEWHERE = {
+    "fused_linear_cross_entropy",
+    "tiled_mlp",
     "fsdp2",
     "allocator",
     "fused_optimizer",
@@ -28,10 +23,6 @@ ELSEWHERE = {
 }
 # What there is nothing to do about, or nothing that would be exact; it says so.
 REFUSED = {
-    ("fused_linear_cross_entropy", "ViT"): "no linear head as wide as its vocabulary",
-    ("fused_linear_cross_entropy", "Classifier"): "no linear head as wide as its vocabulary",
-    ("tiled_mlp", "RotaryLM"): "no MLPs that are found",
-    ("tiled_mlp", "Classifier"): "no MLPs that are found",
     ("micro_batches", "Classifier"): "normalises by the statistics of the batch",
 }
 

@@ -33,8 +33,9 @@ def x():
 
 
 @pytest.mark.parametrize("kind", [KimiDeltaAttention, SpikingKDABlock])
-@pytest.mark.parametrize("mode", ["scan", "sequential"])
-@pytest.mark.parametrize("options", [{}, {"mode": "chunked", "memory_chunk_size": 16}])
+@pytest.mark.parametrize(
+    ("mode", "options"), [("scan", {}), ("sequential", {"mode": "chunked", "memory_chunk_size": 16})]
+)
 def test_gradients_are_the_same_and_undo_restores_the_model(kind, mode, options, x):
     model = seeded(lambda: Layers(kind, mode=mode)).double()
     before, state = gradients(model, loss, x), state_of(model)

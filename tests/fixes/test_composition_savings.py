@@ -33,8 +33,6 @@ class OneForward(nn.Module):
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         self.queries, self.project = nn.Parameter(torch.randn(64, WIDTH)), nn.Linear(WIDTH, WIDTH)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.1)
-        self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlps = nn.ModuleList(MLP() for _ in range(3))
 
     def forward(self, tokens, targets):
@@ -43,8 +41,6 @@ class OneForward(nn.Module):
         later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
         scores = (x @ x.transpose(1, 2) / WIDTH**0.5).masked_fill(later, float("-inf"))
         x = x + scores.softmax(-1) @ x
-        delta = self.left(x)[..., None] * self.right(x)[..., None, :]
-        x = x + 0.1 * torch.einsum("btoi,bti->bto", self.weight + delta, x)
         for mlp in self.mlps:
             x = x + mlp(x)
         logits = self.head(x)
@@ -76,11 +72,8 @@ def workload(gives):
 AROUND = {
     "fused_attention": FixUse("fused_attention", {"modules": [""]}),
     "hoist_batch_invariant": FixUse("hoist_batch_invariant"),
-    "modulated_linear": FixUse("modulated_linear", {"modules": [""]}),
     "activation_checkpointing": FixUse("activation_checkpointing", {"blocks": [""]}),
     "activation_offloading": FixUse("activation_offloading", {"blocks": ["", "mlps.0"]}),
-    "tiled_mlp": FixUse("tiled_mlp"),
-    "autocast": FixUse("autocast"),
 }
 
 
@@ -108,9 +101,8 @@ def test_logits_stay_away_though_another_fix_is_around_the_whole_model(other, gi
     assert not logits_made([AROUND[other], "fused_linear_cross_entropy"], work)
 
 
-@pytest.mark.parametrize("other", ["fused_attention", "hoist_batch_invariant"])
-def test_both_savings_are_had_and_the_numbers_hold(other):
-    work = workload("logits")
+def test_both_savings_are_had_and_the_numbers_hold():
+    work, other = workload("logits"), "fused_attention"
 
     def saved(*uses):
         return plain - oomph.predict(oomph.apply(uses, work)).peak.allocated

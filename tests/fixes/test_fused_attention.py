@@ -567,7 +567,7 @@ def test_it_is_not_proposed_where_it_would_not_help(build):
 def test_invalid_options_are_reported_and_change_nothing():
     model = seeded(TinyLM)
     state = state_of(model)
-    with pytest.raises(UserError, match="modules='blocks' is not valid; valid: a list of module names"):
+    with pytest.raises(UserError, match="'blocks' is a ModuleList, which has no forward"):
         fixes.apply_to_model(FixUse("fused_attention", {"modules": "blocks"}), model)
     modules = ["blocks.0.attention", "blocks.9"]
     with pytest.raises(UserError, match=r"has no module 'blocks\.9'"):

@@ -242,7 +242,7 @@ def test_it_is_proposed_where_logits_are_large_and_lowers_the_peak():
     assert not fixes.propose(oomph.predict(small, gpu="h200"), small, only=(fix.name,))
 
 
-@pytest.mark.parametrize("name", ["Gemma-2", "BERT", "T5", "RotaryLM"])
+@pytest.mark.parametrize("name", ["Gemma-2", "RotaryLM"])
 def test_predictions_run_it(name):
     workload = ARCHITECTURES[name]()
     after = oomph.predict(fixes.apply(FIX, workload), gpu="h200")

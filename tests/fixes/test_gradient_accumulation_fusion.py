@@ -44,7 +44,7 @@ def added(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "with_fused_loss"),
-    [("ViT", False), ("Classifier", False), ("Gemma-2", True), ("BERT", True), ("T5", True)],
+    [("Classifier", False), ("T5", True)],
 )
 def test_gradients_are_the_same_and_undo_restores_the_model(name, with_fused_loss, added):
     work = ARCHITECTURES[name]()
@@ -144,16 +144,6 @@ def test_inside_a_checkpoint(reentrant, added):
     fixes.apply_to_model("gradient_accumulation_fusion", model)
     same_pass(before, summed(model, loss, x), 1e-12)
     assert len(added) == PASSES - 1
-
-
-def test_the_gradient_of_the_input_and_frozen_inputs():
-    model, x = linear(torch.float64)
-    expected = torch.autograd.grad(square(model, x.requires_grad_()), x)
-    fixes.apply_to_model("gradient_accumulation_fusion", model)
-    for _ in range(2):
-        x.grad = None
-        square(model, x).backward()
-        torch.testing.assert_close(x.grad, expected[0])
 
 
 def test_gradients_that_are_handed_out_leave_grad_alone():

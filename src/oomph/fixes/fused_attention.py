@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dis
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -42,8 +41,9 @@ from oomph.fixes.lazy_tensor import (
     einsum_operands,
     has_mode,
     may_write,
+    program_line,
 )
-from oomph.fixes.modules import module_at
+from oomph.fixes.modules import blocks_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops.launch import is_fake
 from oomph.ops.softmax_attention import attention
@@ -76,23 +76,15 @@ class FusedAttention(Fix):
     ) -> None:
         """`modules`: whose forward computes attention; by default all whose own code mentions a softmax and a
         product. Other parts of the forward run as they are written."""
-        if isinstance(modules, str) or not isinstance(modules, Sequence | None):
-            raise UserError(
-                f"fix {self.name!r}: modules={modules!r} is not valid; valid: a list of module names, or None"
-            )
-        names = (
-            list(modules)
-            if modules is not None
-            else [name for name, module in model.named_modules() if _mentions_attention(module)]
-        )
+        if modules is None:
+            names = [name for name, module in model.named_modules() if _mentions_attention(module)]
+        else:
+            names = names_option(self.name, "modules", modules)
         if not names:
             raise UserError(
                 f"fix {self.name!r}: no module computes attention in its own code; name some in modules=[...]"
             )
-        found: dict[nn.Module, str] = {}
-        for name in names:
-            found.setdefault(module_at(model, name, self.name), name)
-        for module, name in found.items():
+        for name, module in blocks_at(model, names, self.name).items():
             release_mask_buffers(module, name, journal)
             journal.wrap_forward(module, LazyForward(AttentionMode), name, "attention is fused")
 
@@ -322,13 +314,9 @@ class AttentionScores(Expression):
         only_read = self.is_weights and name not in (*_PRODUCTS, "masked_fill", "dropout")
         if is_plain_product or only_read:
             return
-        frame: Any = sys._getframe(1)
-        while frame.f_back and frame.f_globals.get("__name__", "").startswith(("torch.", "oomph.")):
-            frame = frame.f_back
-        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         warnings.warn(
-            f"fix 'fused_attention': {line}: {name} of attention scores is not fused, and the matrix "
-            f"{list(self.shape)} is computed; use F.scaled_dot_product_attention or "
+            f"fix 'fused_attention': {program_line()}: {name} of attention scores is not fused, and the "
+            f"matrix {list(self.shape)} is computed; use F.scaled_dot_product_attention or "
             "oomph.ops.attention(q, k, v, causal=..., bias=..., key_mask=..., scale=...) there",
             stacklevel=2,
         )

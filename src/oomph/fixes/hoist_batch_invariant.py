@@ -11,7 +11,6 @@ statistics), the rest runs on the whole batch. The forward runs once; nothing is
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,8 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.errors import OomphError, UserError
 from oomph.fixes.journal import Journal, WrappedForward
-from oomph.fixes.lazy_tensor import Args, Kwargs, LazyForward, LazyMode, writes_by_name
-from oomph.fixes.modules import NamedModule, common_parent, module_at, repeated_submodules
+from oomph.fixes.lazy_tensor import Args, Kwargs, LazyForward, LazyMode, program_line, writes_by_name
+from oomph.fixes.modules import NamedModule, blocks_at, common_parent, modules_with_own_code, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.prediction import predict
 from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map
@@ -53,18 +52,16 @@ class HoistBatchInvariant(Fix):
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
     ) -> None:
         """`modules`: whose forward is searched for such work; by default the whole model."""
-        wrapped: set[nn.Module] = set()
-        for name in [""] if modules is None else modules:
-            root = module_at(model, name, self.name)
-            # Blocks inside as well: a checkpoint calls them again in backward, and must compute the same.
-            for own, module in [NamedModule("", root), *repeated_submodules(root)]:
-                if module not in wrapped and _has_forward(module):
-                    wrapped.add(module)
-                    path = ".".join(part for part in (name, own) if part)
-                    what = "rows that are the same are computed once"
-                    journal.wrap_forward(module, LazyForward(BatchInvariantMode), path, what)
-        if not wrapped:
-            raise UserError(f"fix {self.name!r}: no modules were named; leave modules out for all")
+        names = [""] if modules is None else names_option(self.name, "modules", modules)
+        # Modules inside as well: a checkpoint calls them again in backward, and must compute the same.
+        found = {
+            inner: f"{name}.{own}".strip(".")
+            for name, module in blocks_at(model, names, self.name).items()
+            for own, inner in [NamedModule("", module), *modules_with_own_code(module)]
+        }
+        for module, name in found.items():
+            what = "rows that are the same are computed once"
+            journal.wrap_forward(module, LazyForward(BatchInvariantMode), name, what)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -216,13 +213,9 @@ class BatchInvariantMode(LazyMode):
 
 
 def _refused_write(name: str) -> str:
-    frame: Any = sys._getframe(3)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "oomph.")):
-        frame = frame.f_back
-    line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return (
-        f"fix 'hoist_batch_invariant': {line}: {name} writes into a tensor that holds one row for the whole "
-        "batch; write it out of place, or name other modules=[...]"
+        f"fix 'hoist_batch_invariant': {program_line()}: {name} writes into a tensor that holds one row for "
+        "the whole batch; write it out of place, or name other modules=[...]"
     )
 
 

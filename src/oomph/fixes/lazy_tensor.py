@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -83,6 +84,14 @@ def may_write(name: str, args: Args, kwargs: Kwargs) -> bool:
     if writes_by_name(name) or name in _ATTRIBUTE_WRITES or kwargs.get("out") is not None:
         return True
     return name in _INPLACE_OPTION and any(value is True for value in (*args, *kwargs.values()))
+
+
+def program_line() -> str:
+    """ "file:line" of the program's own code that is running."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "oomph.")):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
 def einsum_operands(args: Args, kwargs: Kwargs) -> tuple[list[str], str, list[Any]] | None:

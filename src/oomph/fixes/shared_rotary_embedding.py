@@ -107,42 +107,38 @@ class ForwardCache:
     """The results of the forward that is running; None outside of a forward."""
 
     def __init__(self) -> None:
-        self.results: list[_CachedResult] | None = None
+        self.results: list[_Call] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"results": None}
 
 
-class _CachedResult:
-    def __init__(self, arguments: _Arguments, read: set[int], result: Any) -> None:
-        self.arguments, self.read, self.result = arguments, read, result
-        self.versions = _versions(result)
+class _Call:
+    """Arguments of one call, and its result. Holds the tensors, so that no other tensor takes their id."""
 
-    def matches(self, arguments: _Arguments) -> bool:
-        """The same arguments, and the result was not modified in place."""
-        return self.arguments.match(arguments, self.read) and self.versions == _versions(self.result)
-
-
-class _Arguments:
-    """The arguments of one call. Holds the tensors, so that no other tensor can take their id."""
+    read: set[int]  # which of the tensors' numbers the result depends on, by index
+    result: Any
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        leaves, self.structure = tree_flatten((args, kwargs))
+        leaves, structure = tree_flatten((args, kwargs))
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.others = [type(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        others = [type(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        autocast = [(torch.is_autocast_enabled(on), torch.get_autocast_dtype(on)) for on in ("cpu", "cuda")]
+        self.rest = structure, others, autocast
         self.versions = _versions(self.tensors)
-        self.autocast = tuple(
-            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")
-        )
 
-    def match(self, other: _Arguments, read: set[int]) -> bool:
-        """Tensors whose numbers were read must be the same and unmodified; others the same in metadata."""
+    def keep(self, read: set[int], result: Any) -> None:
+        self.read, self.result, self.result_versions = read, result, _versions(result)
+
+    def answers(self, other: _Call) -> bool:
+        """Tensors whose numbers were read are the same and unmodified, others the same in metadata; and the
+        result was not modified in place."""
         return (
-            (self.structure, self.autocast) == (other.structure, other.autocast)
-            and self.others == other.others
+            self.rest == other.rest
+            and self.result_versions == _versions(self.result)
             and all(
                 (one is two and self.versions[index] == other.versions[index])
-                if index in read
+                if index in self.read
                 else (one.shape, one.dtype, one.device) == (two.shape, two.dtype, two.device)
                 for index, (one, two) in enumerate(zip(self.tensors, other.tensors, strict=True))
             )
@@ -178,15 +174,16 @@ def _with_cache(forward: Callable[..., Any], *args: Any, cache: ForwardCache, **
 def _cached(forward: Callable[..., Any], *args: Any, cache: ForwardCache, **kwargs: Any) -> Any:
     if cache.results is None or torch.is_inference_mode_enabled() or _in_selective_checkpoint():
         return forward(*args, **kwargs)
-    arguments = _Arguments(args, kwargs)
+    call = _Call(args, kwargs)
     for known in cache.results:
-        if known.matches(arguments):
+        if known.answers(call):
             return known.result
-    with _RecordReads(arguments.tensors) as recorded:
+    with _RecordReads(call.tensors) as recorded:
         result = forward(*args, **kwargs)
     has_gradient = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(result))
-    if not has_gradient and not any(arguments.tensors[index].requires_grad for index in recorded.read):
-        cache.results.append(_CachedResult(arguments, recorded.read, result))
+    if not has_gradient and not any(call.tensors[index].requires_grad for index in recorded.read):
+        call.keep(recorded.read, result)
+        cache.results.append(call)
     return result
 
 
