@@ -157,10 +157,10 @@ def training(results: Path = RESULTS) -> str:
     if not rows:
         return ""
     lines = [
-        f"Measured on one {rows[0]['gpu']} (`benchmarks.training`). The loss is the mean over a tenth "
-        "of the steps at either end; speed is in tokens, for ginr in images, in brackets where runs shared "
-        "the GPU. The allocator does not count what replays of recorded passes (`training.cuda_graph`) use: "
-        "theirs is what is allocated beside them and what a pass took while it was recorded.",
+        f"Measured on one {rows[0]['gpu']} (`benchmarks.training`). The loss is the mean over a tenth of the "
+        "steps at either end; speed is in tokens, for ginr in images, in brackets where runs shared the GPU. "
+        "The allocator does not count what replays of CUDA graphs use (`training.cuda_graph`): their peak is "
+        "what is allocated beside the graphs plus what a pass used while it was captured.",
         "",
         "| run | steps | per step | per second | peak | predicted | loss | held out |",
         "|---|---:|---:|---:|---:|---:|---:|---:|",
@@ -183,30 +183,6 @@ def training(results: Path = RESULTS) -> str:
 def _speed(row: Mapping[str, str]) -> str:
     speed = f"{float(row['tokens_per_second']):,.0f}"
     return f"({speed})" if row.get("alone") == "False" else speed
-
-
-def training_in_short(results: Path = RESULTS, docs: Path = ROOT / "docs") -> str:
-    """A sentence or two and the picture; nothing while no run is stored."""
-    rows = stored(results / "training.csv")
-    if not rows:
-        return ""
-    errors = [float(row["error_percent"]) for row in rows]
-    falling = sum(_falls(row) for row in rows)
-    told = (
-        f"{len(rows)} runs of these configs on one {rows[0]['gpu']}: the loss falls in {falling} of them "
-        "(npt's by little, on held-out batches that are looked at before and after), "
-        f"the peak is predicted within {abs(worst(errors)):.1f} % (median {median(errors):.2f} %). "
-    )
-    costs = stored(results / "training_overhead_h200.csv")
-    if costs:
-        shipped = [float(row["percent"]) for row in costs if "," not in row["config"]]
-        others = [float(row["percent"]) for row in costs if "," in row["config"]]
-        told += f"The loop costs at most {max(shipped):.2f} % over the bare step of {len(shipped)} configs"
-        told += f" (up to {max(others):.1f} % where the GPU waits for the host). "
-    lines = [f"{told}The rows are in [docs/training.md](docs/training.md)."]
-    if (docs / "training.svg").exists():
-        lines += ["", "![loss curves of the configs](docs/training.svg)"]
-    return "\n".join(lines)
 
 
 def _falls(row: Mapping[str, str]) -> bool:

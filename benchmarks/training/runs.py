@@ -59,7 +59,7 @@ _RUNS = (
     Run("npt_default 8-bit", "npt_default", (*_NPT, "training.steps=50", "use_8bit=true")),
     Run("npt_optimized", "npt_optimized", (*_NPT, "training.steps=100")),
     Run("npt_small", "npt_small", (*_NPT, "training.steps=100")),
-    Run("npt_small, not recorded", "npt_small", (*_NPT, "training.steps=100", "training.cuda_graph=false")),
+    Run("npt_small, no CUDA graphs", "npt_small", (*_NPT, "training.steps=100", "training.cuda_graph=false")),
     Run("longctx_0.6b", "longctx_0.6b", ("training.steps=50", "training.accumulate=1")),
     Run(
         "longctx_4b",
@@ -100,13 +100,13 @@ _RUNS += tuple(
 )
 RUNS = {run.name: run for run in _RUNS}
 
-_NOT_RECORDED = ("training.cuda_graph=false",)
+_NO_CUDA_GRAPHS = ("training.cuda_graph=false",)
 _OVERHEADS = (
     Run("hn_xs", "hn_xs", ("data.seq_len=256", "data.batch_size=16")),
     Run("pythia_70m_published", "pythia_70m_published"),
-    Run("pythia_70m_published, not recorded", "pythia_70m_published", _NOT_RECORDED),
+    Run("pythia_70m_published, no CUDA graphs", "pythia_70m_published", _NO_CUDA_GRAPHS),
     Run("ginr", "ginr"),
-    Run("ginr, not recorded", "ginr", _NOT_RECORDED),
+    Run("ginr, no CUDA graphs", "ginr", _NO_CUDA_GRAPHS),
 )
 OVERHEADS = {run.name: run for run in _OVERHEADS}  # what the loop itself costs, in steps of two batches
 
