@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
-import pytest
-
-from oomph.measurement.divergence import AlignedRows, align, compare, main, render, short_name
-from oomph.measurement.oplog import OpRow, write_rows
+from oomph.measurement.divergence import AlignedRows, align, compare, render, short_name
+from oomph.measurement.oplog import OpRow
 
 
 def log(*ops: tuple[str, int], phase: str = "step 1 forward", start: int = 0) -> list[OpRow]:
@@ -135,19 +132,3 @@ def test_the_text_begins_with_the_peaks_and_the_first_differences() -> None:
     assert lines[0] == "4 measured ops, 3 predicted, 3 aligned (views left out)"
     assert "measured highest: 7,680 B at row 3 [step 1 forward] clone" in lines[1]
     assert text.index("first differences") < text.index("by op, most bytes first")
-
-
-def test_the_command_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("measured", "predicted"):
-        write_rows(tmp_path / f"{name}.jsonl.gz", log(*LAYER))
-    assert main([str(tmp_path / "measured.jsonl.gz"), str(tmp_path / "predicted.jsonl.gz")]) == 0
-    assert "no differences" in capsys.readouterr().out
-
-
-def test_a_file_that_is_no_log_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("hello")
-    assert main([str(tmp_path / "a.txt"), str(tmp_path / "a.txt")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert "is not an op log" in error
-    assert error.count("\n") == 1

@@ -1,6 +1,6 @@
 """Compare a measured op log with a predicted one, largest differences first.
 
-A developer's tool: `python -m oomph.measurement.divergence measured.jsonl.gz predicted.jsonl.gz`.
+A developer's tool: `oomph diverge TARGET measured.jsonl.gz`.
 
 The logs are aligned by op and outputs, in time that grows with their length. A plain longest common
 subsequence is quadratic and too slow for the tens of thousands of rows of a large model. Two logs of one
@@ -10,16 +10,12 @@ way ahead for the place at which they agree again.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from pathlib import Path
 from typing import Literal, NamedTuple
 
-from oomph.errors import UserError
-from oomph.measurement.oplog import OpRow, read_rows
+from oomph.measurement.oplog import OpRow
 from oomph.units import counted
 
 Aspect = Literal["only measured", "only predicted", "outputs", "net", "requested", "high", "between ops"]
@@ -268,35 +264,6 @@ def _drift_line(drift: Drift) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m oomph.measurement.divergence",
-        description="Compare the op log of a real GPU run with the predicted one.",
-    )
-    parser.add_argument("measured", type=Path, help="op log of a GPU run (.jsonl.gz)")
-    parser.add_argument("predicted", type=Path, help="op log of the prediction (.jsonl.gz)")
-    parser.add_argument("--limit", type=int, default=20, help="lines per section (default 20)")
-    parser.add_argument("--phase", default="", help='only phases that begin so, e.g. "step 2"')
-    given = parser.parse_args(arguments)
-    try:
-        logs = [_read(path, given.phase) for path in (given.measured, given.predicted)]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_status
-    print(render(compare(*logs), given.limit))
-    return 0
-
-
-def _read(path: Path, phase: str) -> list[OpRow]:
-    try:
-        rows = read_rows(path)
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"{path} is not an op log ({error}); give a .jsonl.gz written by record_ops"
-        ) from None
-    return [row for row in rows if row.phase.startswith(phase)]
-
-
 # ---------------------------------------------------------------------------------------- alignment
 
 _WINDOW = 400  # rows looked ahead on each side: more than a transformer block's forward or backward
@@ -351,7 +318,7 @@ def is_view(row: OpRow) -> bool:
 
 
 def align(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> list[AlignedRows]:
-    """AlignedRowss in program order; each row of either log appears exactly once."""
+    """In program order; each row of either log appears exactly once."""
     if _phases(measured) == _phases(predicted):
         return _by_phase(measured, predicted)
     return _walk(measured, predicted, 0, 0)
@@ -439,7 +406,3 @@ def _fill(a: list[Key], b: list[Key], m_at: int, p_at: int) -> Iterable[AlignedR
 def _one_sided(a: Iterable[int], b: Iterable[int], m_at: int, p_at: int) -> Iterable[AlignedRows]:
     yield from (AlignedRows(m_at + x, None) for x in a)
     yield from (AlignedRows(None, p_at + y) for y in b)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

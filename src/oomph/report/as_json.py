@@ -46,14 +46,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "at_peak": [_alive(alive) for alive in prediction.at_peak],
         "timeline": [moment._asdict() for moment in downsample(prediction.timeline, _TIMELINE_POINTS)],
         "findings": [],
-        "notes": [
-            {
-                "text": note.text,
-                "file": note.site.file if note.site else None,
-                "line": note.site.line if note.site else None,
-            }
-            for note in prediction.notes
-        ],
+        "notes": [{"text": note.text, **_file_and_line(note.site)} for note in prediction.notes],
         "seconds": round(prediction.seconds, 3),
         "step_seconds": prediction.step_seconds,
     }
@@ -97,7 +90,9 @@ def _allocation(one: Allocation) -> dict[str, Any]:
     }
 
 
+def _file_and_line(site: Site | None) -> dict[str, Any]:
+    return {"file": site and site.file, "line": site and site.line}
+
+
 def _site(site: Site | None) -> dict[str, Any]:
-    if site is None:
-        return {"file": None, "line": None, "function": None}
-    return {"file": site.file, "line": site.line, "function": site.function}
+    return {**_file_and_line(site), "function": site and site.function}

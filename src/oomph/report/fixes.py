@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oomph.records import FixKind, Peak, Prediction, Proposal, Verification
-from oomph.report.terminal import verdict
+from oomph.report.terminal import strip_lines, verdict
 from oomph.units import format_bytes
 
 _LONGEST_LIST = 30  # characters
@@ -85,7 +85,7 @@ def proposals_text(
         missing = [kind for kind in ("precision", "training") if kind not in kinds]
         if missing:
             console.print(f"\nNot shown: fixes that change the numbers (--allow {','.join(missing)}).")
-    return _trimmed(capture.get())
+    return strip_lines(capture.get())
 
 
 def all_fixes_text(rows: Sequence[tuple[str, str, str]], console: Console) -> str:
@@ -96,7 +96,7 @@ def all_fixes_text(rows: Sequence[tuple[str, str, str]], console: Console) -> st
     with console.capture() as capture:
         console.print(table)
         console.print("\n`oomph fixes TARGET` lists those that apply, with what each saves and costs.")
-    return _trimmed(capture.get())
+    return strip_lines(capture.get())
 
 
 def _table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
@@ -182,10 +182,6 @@ def _sentences(proposals: Sequence[Proposal]) -> dict[str, list[tuple[str, str]]
     if notes:
         found["notes"] = notes
     return {heading: list(sentences) for heading, sentences in found.items()}
-
-
-def _trimmed(text: str) -> str:
-    return "".join(line.rstrip() + "\n" for line in text.splitlines())
 
 
 def verification_text(found: Verification) -> str:

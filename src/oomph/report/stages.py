@@ -10,11 +10,11 @@ from __future__ import annotations
 import bisect
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from oomph.records import Alive, Allocation, Event, Prediction
-from oomph.report.labels import TensorGroup, group_tensors
+from oomph.report.labels import group_tensors
 from oomph.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -70,29 +70,7 @@ def stage_table(prediction: Prediction) -> list[StageRow] | None:
 
 def stage_table_to_json(rows: Sequence[StageRow] | None) -> list[dict[str, Any]] | None:
     """Plain data, sizes in bytes: the value of "forward_stages"."""
-    if rows is None:
-        return None
-    return [
-        {
-            "stage": row.stage,
-            "allocated": row.allocated,
-            "change": row.change,
-            "freed": row.freed,
-            "added": [
-                {
-                    "what": one.what,
-                    "bytes": one.bytes,
-                    "requested": one.requested,
-                    "count": one.count,
-                    "shape": list(one.shape),
-                    "dtype": one.dtype,
-                    "module": one.module,
-                }
-                for one in row.added
-            ],
-        }
-        for row in rows
-    ]
+    return None if rows is None else [asdict(row) for row in rows]
 
 
 def stage_table_text(rows: Sequence[StageRow], console: Console) -> str:
@@ -100,6 +78,8 @@ def stage_table_text(rows: Sequence[StageRow], console: Console) -> str:
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
+
+    from oomph.report.terminal import strip_lines
 
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
@@ -113,7 +93,7 @@ def stage_table_text(rows: Sequence[StageRow], console: Console) -> str:
         console.print()
         console.print(Text("Allocated memory over the first step", "bold"))
         console.print(Padding(table, (0, 0, 0, 2)))
-    return "".join(line.rstrip() + "\n" for line in capture.get().splitlines())
+    return strip_lines(capture.get())
 
 
 def added_text(row: StageRow) -> str:
@@ -331,10 +311,7 @@ def _additions(new: Sequence[Alive]) -> tuple[Addition, ...]:
             requested = sum(alive.allocation.bytes for alive in of_kind)
             additions.append(Addition(blocks, len(of_kind), (), "", "", what, requested))
     groups = group_tensors(alive for alive in new if alive.allocation.kind not in held)
-    additions += [_addition(group) for group in groups]
+    for group in groups:
+        ops = ", ".join(op.removeprefix("aten.") for op in group.ops)
+        additions.append(Addition(group.bytes, group.count, group.shape, group.dtype, group.module, ops))
     return tuple(sorted(additions, key=lambda one: -one.bytes))
-
-
-def _addition(group: TensorGroup) -> Addition:
-    ops = ", ".join(op.removeprefix("aten.") for op in group.ops)
-    return Addition(group.bytes, group.count, group.shape, group.dtype, group.module, ops)

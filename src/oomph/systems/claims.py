@@ -24,7 +24,6 @@ class ReportedRun:
 class Claim:
     """`derive` computes the figure and returns it as text; nothing in it is copied from the report."""
 
-    report: str  # "002"
     text: str  # the subject of the claim
     claimed: str
     derive: Callable[[], str]

@@ -52,7 +52,6 @@ def gain_db(mixing: str, other: str) -> float:
 
 CLAIMS = (
     Claim(
-        "004",
         "one attention matrix",
         "2GB",
         lambda: gib(attention_matrix_bytes()),
@@ -60,7 +59,6 @@ CLAIMS = (
         "64 x 8 x 1,024 x 1,024 x 4 bytes; the unit is GiB",
     ),
     Claim(
-        "004",
         "all attention matrices of the decoder",
         "~18GB, nine of them",
         lambda: (
@@ -71,7 +69,6 @@ CLAIMS = (
         "the printed code has one attention per branch: five in all",
     ),
     Claim(
-        "004",
         "gradients double it",
         "~36GB",
         lambda: f"{gib((attentions(3) + 2) * attention_matrix_bytes())}: nine, and two temporary ones",
@@ -79,7 +76,6 @@ CLAIMS = (
         "the gradient of one matrix is freed before that of the next is computed",
     ),
     Claim(
-        "004",
         "a feed-forward saves for backward",
         "~0.1GB",
         lambda: gib(feed_forward_saved()),
@@ -87,7 +83,6 @@ CLAIMS = (
         "four tensors of width 2,048 and two of 512",
     ),
     Claim(
-        "004",
         "solution 1, feed-forward only",
         "18GB -> 0.5GB, ~5GB in all",
         lambda: f"{reduction_by_solution_1():.0%} less; {gib(solution_1_saved())} saved by the blocks alone",
@@ -95,7 +90,6 @@ CLAIMS = (
         "a feed-forward saves about as much as attention: it still fails on 40 GiB",
     ),
     Claim(
-        "004",
         "solution 2, cross-attention to 256 latents",
         "18GB -> 4.5GB",
         lambda: gib(attentions(3) * attention_matrix_bytes(CONFIG.num_latents)),
@@ -103,7 +97,6 @@ CLAIMS = (
         "for the matrices; the feed-forwards save 2.25 GiB each",
     ),
     Claim(
-        "004",
         "quality of solution 1",
         "-1 to -2 dB, +3 to +5 dB over residual blocks",
         lambda: f"{gain_db('feedforward', 'self'):+.1f} dB, {gain_db('feedforward', 'residual'):+.1f} dB",

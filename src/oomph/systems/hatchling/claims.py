@@ -30,7 +30,6 @@ def concatenated_chunks() -> int:
 
 CLAIMS = (
     Claim(
-        "000",
         "elements of one [B, T, H, dk, dk] tensor",
         "134M, ~268 MB in fp16",
         lambda: f"{transition_elements():,}; {transition_bytes(2) / 1e6:.0f} MB = {mib(transition_bytes(2))}",
@@ -38,7 +37,6 @@ CLAIMS = (
         "16 x 256 x 8 x 64 x 64, 2 bytes each",
     ),
     Claim(
-        "000",
         "the allocation that failed",
         "512 MiB, while a tensor is said to take 268 MB",
         lambda: f"{mib(transition_bytes(4))} in fp32",
@@ -46,7 +44,6 @@ CLAIMS = (
         "512 MiB is one of these tensors in fp32: the line did not run in fp16",
     ),
     Claim(
-        "000",
         "peak of that operation",
         "~536 MB",
         lambda: f"{mib(alive_at_failure())}",
@@ -54,7 +51,6 @@ CLAIMS = (
         "decay_diag, forget_rank1, their difference and the writes are alive together, in fp32",
     ),
     Claim(
-        "000",
         "chunks of 64 tokens take 4x less",
         "~536 MB -> ~134 MB",
         lambda: f"{mib(concatenated_chunks())} when the chunks of one tensor are concatenated",
@@ -62,7 +58,6 @@ CLAIMS = (
         "the chunks are concatenated to the full size, and autograd saves the outer products of each",
     ),
     Claim(
-        "000",
         "slowdown of the chunks",
         "~5 % slower",
         lambda: "not derivable",

@@ -62,7 +62,6 @@ def sharded_gib(gpus: int = 2) -> float:
 
 CLAIMS = (
     Claim(
-        "002",
         "logits at 131,072 tokens",
         "37.09 GB",
         lambda: gib(logits_bytes(TOKENS)),
@@ -70,7 +69,6 @@ CLAIMS = (
         "131,072 x 151,936 x 2 bytes; the unit is GiB",
     ),
     Claim(
-        "002",
         "logits at 4,096 and at 40,000 tokens",
         "1.16 GB, 11.32 GB",
         lambda: f"{gib(logits_bytes(4096))}, {gib(logits_bytes(40_000))}",
@@ -78,7 +76,6 @@ CLAIMS = (
         "the unit is GiB",
     ),
     Claim(
-        "002",
         "the loss needs",
         "111 GB",
         lambda: f"{gib(loss_forward_bytes())} in forward, {gib(loss_backward_bytes())} in backward",
@@ -88,7 +85,6 @@ CLAIMS = (
         f"{gib(loss_forward_bytes(2))} in forward for the same tokens",
     ),
     Claim(
-        "002",
         "model parameters",
         "8.72 GB",
         lambda: f"{gib(SPARSE_PARAMS * BF16)} + {gib(duplicate_rope_bytes())} of rotary caches",
@@ -96,7 +92,6 @@ CLAIMS = (
         "each of the 36 layers has its own copy of the rotary cache",
     ),
     Claim(
-        "002",
         "after full forward, all layer activations",
         "62.97 GB",
         lambda: f"{AFTER_FIRST_LAYER:.2f} + {gib(logits_bytes(TOKENS))} of logits",
@@ -104,7 +99,6 @@ CLAIMS = (
         "layers 2 to 36 add nothing: the report measured under no_grad",
     ),
     Claim(
-        "002",
         "chunking the loss saves in training",
         "~37-74 GB",
         lambda: f"{gib(saved_by_chunked_loss())} saved for backward, as without chunks",
@@ -112,7 +106,6 @@ CLAIMS = (
         "no chunk is recomputed, so the log-softmax of each is saved for backward; only the peak falls",
     ),
     Claim(
-        "002",
         "two GPUs with FSDP",
         "68 GB -> ~34 GB each",
         lambda: f"{sharded_gib():.1f} GiB each",
@@ -120,7 +113,6 @@ CLAIMS = (
         "FSDP shards parameters, gradients and optimizer state; activations are not sharded",
     ),
     Claim(
-        "002",
         "the rotary cache is fixed",
         "positions on the right device",
         lambda: f"{distinct_bf16_positions(TOKENS):,} distinct positions of {TOKENS:,}",
@@ -128,7 +120,6 @@ CLAIMS = (
         "positions have the dtype of inv_freq: in bf16 they are wrong from 257 on",
     ),
     Claim(
-        "002",
         "slowdown of the chunks",
         "5-10 % slower",
         lambda: "not derivable",

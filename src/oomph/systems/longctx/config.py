@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from oomph.systems.blocks import total_params
 from oomph.systems.config_checks import checking, find_preset
@@ -63,14 +64,11 @@ class LongContextConfig:
         return total_params(self.build)
 
 
+_QWEN3: dict[str, Any] = {"qk_norm": True, "rope_theta": 1e6}
+# hidden_size, num_layers, num_heads, num_kv_heads, head_dim, intermediate_size
 PRESETS: dict[str, LongContextConfig] = {
     "tiny": LongContextConfig(
-        hidden_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=128,
+        *(64, 2, 4, 2, 16, 128),
         vocab_size=256,
         nsa_block_size=16,
         nsa_compress_block=8,
@@ -78,44 +76,8 @@ PRESETS: dict[str, LongContextConfig] = {
         nsa_top_n=4,
         nsa_window=16,
     ),
-    "0.6B": LongContextConfig(
-        hidden_size=1024,
-        num_layers=28,
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=3072,
-        tie_word_embeddings=True,
-        qk_norm=True,
-        rope_theta=1e6,
-    ),
-    "4B": LongContextConfig(
-        hidden_size=2560,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=80,
-        intermediate_size=9216,
-    ),
-    "qwen3-4B": LongContextConfig(
-        hidden_size=2560,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=9728,
-        tie_word_embeddings=True,
-        qk_norm=True,
-        rope_theta=1e6,
-    ),
-    "8B": LongContextConfig(
-        hidden_size=4096,
-        num_layers=36,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        intermediate_size=12288,
-        qk_norm=True,
-        rope_theta=1e6,
-    ),
+    "0.6B": LongContextConfig(1024, 28, 16, 8, 128, 3072, tie_word_embeddings=True, **_QWEN3),
+    "4B": LongContextConfig(2560, 36, 32, 8, 80, 9216),
+    "qwen3-4B": LongContextConfig(2560, 36, 32, 8, 128, 9728, tie_word_embeddings=True, **_QWEN3),
+    "8B": LongContextConfig(4096, 36, 32, 8, 128, 12288, **_QWEN3),
 }

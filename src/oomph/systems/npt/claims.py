@@ -28,7 +28,6 @@ def model_bytes() -> int:
 
 CLAIMS = (
     Claim(
-        "003",
         "the weight delta of all tokens",
         "~448 GB at d_ffn 11008",
         lambda: f"{gib(whole_delta_bytes())}; {gib(whole_delta_bytes(D_FFN_8B))} at d_ffn {D_FFN_8B}",
@@ -36,7 +35,6 @@ CLAIMS = (
         "448 GiB is right for the d_ffn of Llama-3.1-8B, not for the one in the report",
     ),
     Claim(
-        "003",
         "modulation factors",
         "~32 KB",
         lambda: f"{modulation_elements():,} elements, {modulation_elements() * FP32 // 1024} KiB",
@@ -44,7 +42,6 @@ CLAIMS = (
         "the report gives the number of elements as bytes",
     ),
     Claim(
-        "003",
         "one token's delta",
         "~180 MB",
         lambda: f"{mib(token_delta_bytes(1))} at B=1, {mib(token_delta_bytes(BATCH))} at B={BATCH}",
@@ -52,7 +49,6 @@ CLAIMS = (
         "right for one row (180 MB = 172 MiB); the shape given has four",
     ),
     Claim(
-        "003",
         "token by token instead of all at once",
         "<1 GB, >400x less",
         lambda: f"{gib(TOKENS * token_delta_bytes(BATCH))} saved per layer",
@@ -60,7 +56,6 @@ CLAIMS = (
         "autograd saves W + dW of every token for the gradient of the layer's input",
     ),
     Claim(
-        "003",
         "deltas computed on the CPU",
         "frees GPU memory",
         lambda: "no gradient reaches B through detach()",
@@ -68,7 +63,6 @@ CLAIMS = (
         "detach() cuts B off from training; without it, autograd saves the deltas on the GPU again",
     ),
     Claim(
-        "003",
         "efficient forward pass, no delta at all",
         "h @ W + (h @ A) * mod @ B",
         lambda: f"{model_bytes() // 1024} KiB besides the output",

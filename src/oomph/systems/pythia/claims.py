@@ -52,7 +52,6 @@ def _cause() -> str:
 
 CLAIMS = (
     Claim(
-        "001",
         "parameters of the six layers",
         "6 x 11M = 66M",
         lambda: (
@@ -63,7 +62,6 @@ CLAIMS = (
         "4 d^2 of attention and 8 d^2 of MLP at d 512 are 3.15M; the published layers have more biases",
     ),
     Claim(
-        "001",
         "the model with 10,000 words",
         "~76M, 304 MB in fp32",
         lambda: f"{millions(total_params(CAPPED))}, {total_params(CAPPED) * 4 / 1e6:.0f} MB",
@@ -71,7 +69,6 @@ CLAIMS = (
         "follows from the 66M above",
     ),
     Claim(
-        "001",
         "the cap makes it the 70M model",
         "~70M",
         lambda: f"{PRESETS['pythia'].get_total_params():,} at 50,304 words",
@@ -79,7 +76,6 @@ CLAIMS = (
         "70M needs the published vocabulary of 50,304; a cap of 10,000 words trains a smaller model",
     ),
     Claim(
-        "001",
         "the model with 50,000 words",
         "200M+",
         lambda: millions(total_params(WORDS)),
@@ -87,7 +83,6 @@ CLAIMS = (
         "no configuration of the report has 200M",
     ),
     Claim(
-        "001",
         "40 GB+ are gradients and optimizer state",
         "40GB+",
         lambda: f"{gb(ADAM * 4 * total_params(WORDS))} with parameters; {_cause()}",
@@ -95,7 +90,6 @@ CLAIMS = (
         "at B=8, T=512 the products by broadcasting alone pass 40 GB",
     ),
     Claim(
-        "001",
         "the same after the fix, B=32, T=128",
         "5-8 GB, and 3.2 GB further on",
         lambda: (
@@ -106,7 +100,6 @@ CLAIMS = (
         "two figures for the same run; the products are still computed by broadcasting",
     ),
     Claim(
-        "001",
         "--sparse saves attention at 128 tokens",
         "sparse attention",
         lambda: ", ".join("{} of {} blocks at T={}".format(*attended_blocks(t), t) for t in (128, 256, 512)),
