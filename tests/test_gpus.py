@@ -27,6 +27,10 @@ def test_every_row_is_plausible_and_has_a_source(card) -> None:  # type: ignore[
     assert 200 * 10**9 < card.bandwidth < 10**13
     assert 200 * MiB <= card.context <= 1024 * MiB
     assert card.source.startswith(("measured", "reported by users' logs", "estimated: "))
+    assert 5 < card.fp32_tflops < 200
+    assert 0 < card.fp64_tflops <= card.fp32_tflops
+    assert card.tf32_tflops >= 0.99 * card.fp32_tflops
+    assert card.bf16_tflops is None or card.bf16_tflops >= 1.9 * card.fp32_tflops
 
 
 @pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
@@ -41,13 +45,10 @@ def test_a_card_is_found_by_its_name_and_by_its_title(card) -> None:  # type: ig
     ("text", "name"),
     [
         ("RTX 3090", "rtx3090"),
-        ("rtx-3090", "rtx3090"),
         ("3090", "rtx3090"),
         ("3090 ti", "rtx3090ti"),
         ("NVIDIA GeForce RTX 3090", "rtx3090"),
-        ("GeForce RTX 3090 Ti", "rtx3090ti"),
         ("RTX 3090 24GB", "rtx3090"),
-        ("RTX 3080", "rtx3080"),
         ("1080ti", "gtx1080ti"),
         ("A100-80GB", "a100-80gb"),
         ("a100 80g", "a100-80gb"),
@@ -56,12 +57,9 @@ def test_a_card_is_found_by_its_name_and_by_its_title(card) -> None:  # type: ig
         ("H100 SXM", "h100-80gb"),
         ("NVIDIA H100 80GB HBM3", "h100-80gb"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H200", "h200"),
         ("H200 141GB", "h200"),
-        ("Tesla T4", "t4"),
         ("T4 16GB", "t4"),
         ("Tesla V100-SXM2-16GB", "v100-16gb"),
-        ("RTX A6000", "a6000"),
         ("rtx-a6000", "a6000"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
@@ -123,8 +121,7 @@ def test_nonsense_is_refused_in_one_line(text: str) -> None:
 def test_a_size_stands_for_a_card_of_that_memory_modelled_as_sm_90(text: str, name: str, memory: int) -> None:
     card = find(text)
     assert (card.name, card.memory, card.capability) == (name, memory, (9, 0))
-    assert card.bf16_tflops is None
-    assert card.bandwidth is None
+    assert card.bf16_tflops is card.fp32_tflops is card.fp64_tflops is card.bandwidth is None
     assert "sm_90" in card.source
 
 
@@ -134,10 +131,6 @@ def test_a_size_stands_for_a_card_of_that_memory_modelled_as_sm_90(text: str, na
 def test_a_wrong_size_is_explained_as_a_size(text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         find(text)
-
-
-def test_the_rtx_3090_offers_the_memory_that_torch_reports_not_the_nominal_24_gib() -> None:
-    assert 23.5 * GiB < find("rtx3090").memory < 23.7 * GiB
 
 
 def test_only_ampere_and_later_have_bf16_tensor_cores() -> None:
@@ -173,6 +166,7 @@ def test_a_real_device_gets_its_catalogue_entry_with_its_own_memory(
         ("NVIDIA GeForce RTX 4070 Laptop GPU", 8188 * MiB, (8, 9)),  # not the desktop card
         ("NVIDIA GeForce RTX 3080", 12117 * MiB, (8, 6)),  # the 12 GB variant, under the same name
         ("NVIDIA GB10", 122502 * MiB, (12, 1)),
+        ("Tesla K80", 11441 * MiB, (3, 7)),
     ],
 )
 def test_a_device_outside_the_catalogue_is_described_by_its_own_properties(
@@ -186,18 +180,6 @@ def test_a_device_outside_the_catalogue_is_described_by_its_own_properties(
     assert card.context >= 200 * MiB
 
 
-def test_a_device_of_an_old_generation_still_has_a_context() -> None:
-    assert for_device("Tesla K80", 11441 * MiB, (3, 7)).context > 0
-
-
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
-def test_rates_are_in_order_of_precision(card) -> None:  # type: ignore[no-untyped-def]
-    assert 5 < card.fp32_tflops < 200
-    assert 0 < card.fp64_tflops <= card.fp32_tflops
-    assert card.tf32_tflops >= 0.99 * card.fp32_tflops
-    assert card.bf16_tflops is None or card.bf16_tflops >= 1.9 * card.fp32_tflops
-
-
 def test_rates_of_the_h200_are_those_of_its_data_sheet() -> None:
     card = find("h200")
     assert (card.fp32_tflops, card.fp64_tflops, card.tf32_tflops) == (67, 67, 989 / 2)
@@ -208,8 +190,3 @@ def test_the_host_link_follows_the_generation() -> None:
     speeds = [find(name).host_link for name in ("t4", "rtx3090", "rtx4090", "h100-80gb", "rtx5090")]
     assert speeds == sorted(speeds)
     assert speeds[0] < speeds[1] < speeds[-1]
-
-
-def test_a_card_of_which_only_the_size_is_known_has_no_rates() -> None:
-    card = find("24GiB")
-    assert (card.bf16_tflops, card.fp32_tflops, card.tf32_tflops, card.fp64_tflops) == (None,) * 4

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 
-import oomph
 from oomph import torch_internals
 from oomph.prediction.tracer.fake_cuda import Patches
 from oomph.torch_internals import UnsupportedTorch, self_test
 
-SOURCE = Path(oomph.__file__).parent
 SENTENCE = r"torch \d+\.\d+\.\d+ moved {}; this oomph supports torch 2\.\d+ to 2\.\d+; [^\n]+$"
 
 
@@ -54,15 +49,3 @@ def test_importing_a_name_that_moved_says_so(monkeypatch: pytest.MonkeyPatch) ->
 def test_no_patch_is_skipped_silently() -> None:
     with Patches() as patches, pytest.raises(UnsupportedTorch, match=r"torch\.cuda\.no_such_function"):
         patches.set(torch.cuda, "no_such_function", None)
-
-
-@pytest.mark.parametrize("package", ["prediction", "measurement"])
-def test_no_other_file_uses_private_names(package: str) -> None:
-    private = re.compile(r"(?<![\w\"`(])torch(?!\.ops)(?:\.[a-z]+)*\._(?!_)\w+")
-    found = [
-        f"{path.relative_to(SOURCE)}:{number}: {line.strip()}"
-        for path in (SOURCE / package).rglob("*.py")
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if private.search(line)
-    ]
-    assert found == []

@@ -16,24 +16,12 @@ from oomph.prediction.allocator import (
     Block,
     CachingAllocator,
     OutOfMemory,
-    Segment,
     allocator_settings,
 )
 from oomph.prediction.expandable_segments import ExpandableAllocator
 
 KIB = 1024
 MIB = 1024 * KIB
-
-
-def blocks_of(segment: Segment) -> list[tuple[int, bool]]:
-    return [(block.size, block.allocated) for block in segment.blocks]
-
-
-def test_one_byte_takes_512_bytes_of_a_2_mib_segment() -> None:
-    allocator = CachingAllocator()
-    block = allocator.malloc(1)
-    assert (block.size, block.requested) == (512, 1)
-    assert (allocator.allocated, allocator.reserved) == (512, 2 * MIB)
 
 
 @pytest.mark.parametrize(("nbytes", "size"), [(511, 512), (512, 512), (513, 1024), (1_000_000, 1_000_448)])
@@ -61,20 +49,6 @@ def test_the_size_of_a_new_segment_follows_from_the_request(nbytes: int, reserve
     assert allocator.reserved == reserved
 
 
-def test_a_remainder_of_exactly_1_mib_stays_with_a_large_block() -> None:
-    allocator = CachingAllocator()
-    block = allocator.malloc(11 * MIB)
-    assert (block.size, allocator.allocated, allocator.reserved) == (12 * MIB, 12 * MIB, 12 * MIB)
-
-
-def test_a_remainder_above_1_mib_is_split_off_a_large_block() -> None:
-    allocator = CachingAllocator()
-    block = allocator.malloc(11 * MIB - 512)
-    assert (block.size, allocator.allocated) == (11 * MIB - 512, 11 * MIB - 512)
-    (segment,) = allocator.segments()
-    assert blocks_of(segment) == [(11 * MIB - 512, True), (1 * MIB + 512, False)]
-
-
 def test_a_free_11_mib_block_serves_10_5_mib_unsplit_and_counts_whole() -> None:
     allocator = CachingAllocator()
     allocator.malloc(9 * MIB)  # leaves 11 MiB of a 20 MiB segment
@@ -83,40 +57,6 @@ def test_a_free_11_mib_block_serves_10_5_mib_unsplit_and_counts_whole() -> None:
     assert (allocator.allocated, allocator.reserved) == (20 * MIB, 20 * MIB)
     allocator.free(block)
     assert allocator.allocated == 9 * MIB
-
-
-def test_best_fit_takes_the_smallest_block_that_is_large_enough() -> None:
-    allocator = CachingAllocator()
-    held = [allocator.malloc(size * MIB) for size in (40, 30, 50)]
-    smallest = held[1].address
-    for block in held:
-        allocator.free(block)
-    assert allocator.malloc(30 * MIB).address == smallest
-    assert allocator.reserved == 120 * MIB
-
-
-def test_of_equal_blocks_the_one_at_the_lowest_address_which_is_the_newest_is_taken() -> None:
-    allocator = CachingAllocator()
-    first, second = allocator.malloc(30 * MIB), allocator.malloc(30 * MIB)
-    assert second.address < first.address
-    allocator.free(second)
-    allocator.free(first)
-    assert allocator.malloc(30 * MIB) is second
-
-
-def test_a_freed_block_joins_the_free_blocks_on_both_sides() -> None:
-    allocator = CachingAllocator()
-    blocks = [allocator.malloc(6 * MIB) for _ in range(3)]
-    (segment,) = allocator.segments()
-    assert blocks_of(segment) == [(6 * MIB, True)] * 3 + [(2 * MIB, False)]
-    allocator.free(blocks[0])
-    allocator.free(blocks[2])
-    (segment,) = allocator.segments()
-    assert blocks_of(segment) == [(6 * MIB, False), (6 * MIB, True), (8 * MIB, False)]
-    allocator.free(blocks[1])
-    (segment,) = allocator.segments()
-    assert blocks_of(segment) == [(20 * MIB, False)]
-    assert allocator.malloc(19 * MIB + 1).address == segment.address
 
 
 def test_at_the_limit_unused_segments_are_released_and_the_request_is_tried_again() -> None:
@@ -243,7 +183,7 @@ def test_every_request_gets_the_block_that_a_plain_search_by_the_rules_finds(see
     assert shuffled_run(seed)[0] == plain_run(seed)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_blocks_tile_their_segments_and_no_two_free_blocks_are_neighbours(seed: int) -> None:
     _, allocator = shuffled_run(seed, limit=800 * MIB)
     segments = allocator.segments()
@@ -288,33 +228,6 @@ def test_a_small_request_maps_one_page_of_2_mib_and_a_large_one_pages_of_20_mib(
     assert allocator.reserved == 22 * MIB
     allocator.malloc(50 * MIB)  # 19 MiB are left of the page; two more are mapped
     assert allocator.reserved == 62 * MIB
-
-
-def test_the_free_end_is_extended_by_what_is_missing_only() -> None:
-    allocator = ExpandableAllocator()
-    kept, freed = allocator.malloc(30 * MIB), allocator.malloc(10 * MIB)
-    allocator.free(freed)
-    grown = allocator.malloc(25 * MIB)  # 10 MiB are there
-    assert allocator.reserved == 60 * MIB
-    assert grown.address == kept.address + kept.size
-
-
-def test_a_block_is_split_down_to_512_bytes_in_the_large_pool_too() -> None:
-    allocator = ExpandableAllocator()
-    assert allocator.malloc(20 * MIB - 512).size == 20 * MIB - 512
-    assert [len(segment.blocks) for segment in allocator.segments()] == [2]
-
-
-def test_the_end_which_can_grow_is_used_last() -> None:
-    """A hole of 30 MiB is taken rather than the free 20 MiB at the end, though it fits worse."""
-    allocator = ExpandableAllocator()
-    hole = allocator.malloc(30 * MIB)
-    allocator.malloc(30 * MIB)
-    end = allocator.malloc(20 * MIB)
-    where = hole.address
-    allocator.free(hole)
-    allocator.free(end)
-    assert allocator.malloc(5 * MIB).address == where
 
 
 def test_growing_sequences_tile_one_arena_where_segments_pile_up() -> None:

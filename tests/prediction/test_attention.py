@@ -155,9 +155,6 @@ def test_no_allowed_backend_is_an_error_that_says_why() -> None:
         choose_backend(attention_call(FP32))
 
 
-V100, A100, H200 = (gpus.find(name) for name in ("v100-16gb", "a100-40gb", "h200"))
-
-
 class OpLog(TorchDispatchMode):
     """Every operator with its temporaries, the shapes of the outputs that take device memory, and all
     allocations (> 0) and frees (< 0) in the order in which the predictor books them."""

@@ -102,21 +102,11 @@ def test_a_target_that_is_neither_workload_nor_function_is_the_users_mistake():
 
 
 def test_a_model_that_raises_gives_its_own_line_and_cause():
-    with pytest.raises(ProgramError, match="RuntimeError") as caught:
+    with pytest.raises(ProgramError, match=r"shapes cannot be multiplied \(32x63 and 64x64\)") as caught:
         oomph.predict(workload(Broken))
     assert (caught.value.file, caught.value.line) == (__file__, line_of(Broken.forward, "return"))
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert caught.value.exit_status == 3
-
-
-def test_a_model_that_cannot_be_built_gives_its_own_line_and_cause():
-    def build() -> nn.Module:
-        raise KeyError("no such size")
-
-    with pytest.raises(ProgramError, match="no such size") as caught:
-        oomph.predict(workload(build))
-    assert caught.value.line == line_of(build, "raise")
-    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_a_program_that_puts_nothing_on_the_gpu_is_an_error() -> None:
@@ -146,14 +136,6 @@ def test_the_default_loss_says_what_it_needs() -> None:
 def test_a_batch_function_that_does_not_take_the_device_is_refused_at_once() -> None:
     with pytest.raises(UserError, match="write batch=lambda device"):
         Workload(lambda: nn.Linear(4, 4), lambda: None)
-
-
-def test_a_shape_mismatch_reads_as_on_a_gpu() -> None:
-    def wrong(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch[:, :32]).sum()
-
-    with pytest.raises(ProgramError, match=r"mat1 and mat2 shapes cannot be multiplied \(32x32 and 64x64\)"):
-        oomph.predict(workload(loss=wrong))
 
 
 BF16 = torch.bfloat16
@@ -282,14 +264,3 @@ TAKEN: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("name", TAKEN)
 def test_what_cuda_takes_is_taken(name: str) -> None:
     assert run(TAKEN[name]).peak.allocated > 0
-
-
-def test_the_failure_has_the_programs_own_line() -> None:
-    def program() -> None:
-        layer = nn.Linear(8, 8, device="cuda", dtype=BF16)
-        x = torch.randn(4, 8, device="cuda")
-        layer(x)  # forgot to cast
-
-    with pytest.raises(ProgramError, match="must have the same dtype") as failed:
-        oomph.predict(program, gpu="h200")
-    assert (failed.value.file, failed.value.line) == (__file__, line_of(program, "forgot to cast"))

@@ -183,10 +183,6 @@ MISTAKES: dict[str, Callable[[torch.Tensor], Any]] = {
     "layer_norm": lambda x: F.layer_norm(x, (7,)),
     "conv2d": lambda x: F.conv2d(x[None, None], torch.ones(1, 2, 3, 3, device="cuda")),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None, :, :4], x[None]),
-    "matmul": lambda x: x @ x,
-    "view": lambda x: x.view(3, -1),
-    "mixed devices": lambda x: x + torch.ones(4, 8),
-    "mixed dtypes": lambda x: F.linear(x, torch.ones(8, 8, device="cuda", dtype=BF16)),
 }
 
 

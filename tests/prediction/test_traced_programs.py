@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.nn.functional as F
 from small_programs import MiB, line_of, mean_square, notes_of, predict_step, workload
@@ -207,12 +208,19 @@ def test_a_storage_that_grows_is_counted_at_its_new_size() -> None:
     assert peak_of(lambda: torch.empty(0, device="cuda").resize_(64 * MiB)) == 256
 
 
-def test_a_result_written_into_an_empty_tensor_is_counted() -> None:
+@pytest.mark.parametrize(
+    ("write", "workspace"),
+    [(torch.add, 0), (torch.mm, 32), (lambda a, b, out: torch.addmm(a, a, b, out=out), 32)],
+)
+@pytest.mark.parametrize(("rows", "total"), [(0, 8), (1024, 8), (2048, 12)])
+def test_a_result_is_written_into_a_given_tensor_which_grows_if_it_has_to(
+    write: Any, workspace: int, rows: int, total: int
+) -> None:
     def program() -> None:
         square = torch.randn(1024, 1024, device="cuda")
-        torch.add(square, 1, out=torch.empty(0, device="cuda"))
+        write(square, square, out=torch.empty(rows, 1024, device="cuda")[:1024])
 
-    assert peak_of(program) == 8
+    assert peak_of(program) == total + workspace
 
 
 def test_a_storage_resized_to_nothing_is_free() -> None:

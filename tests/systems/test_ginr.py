@@ -85,10 +85,9 @@ def test_the_naive_form_gives_the_same_pixels_and_gradients(mixing):
 
 
 @pytest.mark.parametrize("mixing", ["cross", "feedforward", "residual"])
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_queries_in_chunks_give_what_they_give_at_once(mixing, chunk):
+def test_queries_in_chunks_give_what_they_give_at_once(mixing):
     whole = replace(TINY, query_mixing=mixing).build().double()
-    parts = replace(TINY, query_mixing=mixing, query_chunk=chunk).build().double()
+    parts = replace(TINY, query_mixing=mixing, query_chunk=7).build().double()
     parts.load_state_dict(whole.state_dict())
     assert_same(gradients(parts, images()), gradients(whole, images()))
 

@@ -206,14 +206,6 @@ def test_padding_does_not_count():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_student_alone_computes_what_it_computes_beside_the_teacher(family):
-    model = built(family, stream="student")
-    torch.testing.assert_close(
-        model._hidden("student", tokens(), None), model._hidden("match", tokens(), None)
-    )
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_the_student_is_causal(family):
     model = built(family).eval()
     ids = tokens(1, 8)
