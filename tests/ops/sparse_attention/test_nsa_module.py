@@ -182,9 +182,6 @@ BAD = [
     (lambda: layer(compression="max"), "compression='max' is not valid; choose from 'mlp', 'mean'"),
     (lambda: NativeSparseAttention(12, 3, 2, 4), "num_heads=3 is not a multiple of num_kv_heads=2"),
     (lambda: layer(compress_block=5), "compress_block=5 is not a multiple of compress_stride=2"),
-    (lambda: layer(window=0), "window=0 is not valid"),
-    (lambda: layer(top_n=2), "top_n=2 is not valid; a whole number of at least 3"),
-    (lambda: layer(block_size=5), "block_size=5 is not a multiple of compress_stride=2"),
     (lambda: layer(impl="fast"), "impl='fast' is not valid"),
     (lambda: layer(rotary="yes"), "rotary is a str; valid: an oomph.nn.RotaryEmbedding or None"),
     (

@@ -60,14 +60,6 @@ def test_initialisation_is_that_of_mamba():
     assert block.dt_proj.abs().max() <= 4**-0.5
 
 
-def test_every_output_depends_on_every_token():
-    block = BidirectionalMamba(8, d_state=4)
-    h = torch.randn(1, 20, 8, requires_grad=True)
-    for token in (0, 10, 19):
-        (grad,) = torch.autograd.grad(block(h)[0, token].sum(), h)
-        assert (grad[0].abs().sum(dim=-1) > 0).all()
-
-
 @pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 8)])
 def test_no_rows_or_tokens(shape):
     y = BidirectionalMamba(8)(torch.zeros(shape))
