@@ -7,7 +7,6 @@ tested per op.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -51,16 +50,6 @@ def mlp(**options: Any) -> Case:
         return tiled_mlp(MLPWeights(up, down, gate), x, tile=8, **options)
 
     return run, [leaf(20, 6), leaf(9, 6), leaf(6, 9), leaf(9, 6)]
-
-
-def product(**options: Any) -> Case:
-    from oomph.systems.pythia.tiled_matmul import tiled_matmul
-
-    def run(a: Tensor, b: Tensor) -> Tensor:
-        c, statistic = tiled_matmul(a, b, epilogue="logsumexp", **options)
-        return c * statistic.unsqueeze(-1)
-
-    return run, [leaf(9, 8), leaf(8, 12)]
 
 
 def dense_attention(**options: Any) -> Case:
@@ -107,8 +96,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "native sparse attention": sparse_attention,
     "selective scan": scan,
 }
-if importlib.util.find_spec("triton") is not None:
-    CASES["tiled matmul"] = lambda: product(impl="chunked")
 # Linear in its input, so that second derivatives come for free.
 LINEAR: dict[str, Callable[[], Case]] = {
     "rotary": lambda: (functools.partial(rotary, impl="chunked"), [leaf(1, 2, 6, 8)]),

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def"
 """A matrix product in tiles, to be read from top to bottom. Report 001 has a 16 x 16 version of it.
 
-The kernel comes first, then the plain-torch version, gradients and the public function. Needs Triton.
+The kernel comes first, then its launch, the plain-torch version, gradients and the function. Needs Triton.
 
 **The task.** c = a @ b with a [M, K] and b [K, N]. Each of the M*N outputs is a sum over K, so the arithmetic
 is 2*M*N*K operations. If every output fetched its own row of a and column of b, 2*M*N*K numbers would have to
@@ -24,7 +24,7 @@ neighbouring addresses, all of every sector is used. The compiler lays the threa
 1, whichever it is, so a transposed b costs little; an input without a stride of 1 costs a sector a number.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,28 +34,19 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops.common import (
-    Choice,
-    autocast_enabled,
     check_floating,
     check_one_of,
     check_same_device,
     check_same_dtype,
-    choose_triton_or_torch,
-    explained_by,
-    log_choice,
     no_autocast,
     no_compile,
     refuse_second_derivatives,
 )
 from oomph.ops.launch import Kernels, why_not_triton
-from oomph.units import MiB
 
-IMPLS = ("auto", "reference", "chunked", "triton")
-EPILOGUES = (None, "rowmax", "logsumexp")
 _KERNELS = Kernels(__name__)
 _ROWS_PER_COMBINING_PROGRAM = 128
 _SIDES = (16, 32, 64, 128, 256)  # tl.dot takes powers of two from 16 on
-_BLOCK_BYTES = 16 * MiB  # of the unrounded product, in plain torch
 
 
 @triton.jit
@@ -80,7 +71,7 @@ def matmul_tile(
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
     GROUP: tl.constexpr,
-    EPILOGUE: tl.constexpr,  # "none", "rowmax" or "logsumexp"
+    EPILOGUE: tl.constexpr,  # is the log-sum-exp of each row wanted?
     STORE: tl.constexpr,  # is the product itself wanted?
 ):
     # ---- Which tile does this program compute? Programs are numbered, and start in about that order.
@@ -134,18 +125,13 @@ def matmul_tile(
     # columns, so it writes one partial result for each row, and `combine_partials` makes one number of them.
     # Programs could instead add to one number atomically, but then the order of the additions, and with it
     # the last digit, would change from run to run.
-    if EPILOGUE != "none":
-        seen = tl.where(column_is_real[None, :], sums, float("-inf"))  # the zeros past the edge must not win
+    if EPILOGUE:
+        seen = tl.where(column_is_real[None, :], sums, float("-inf"))  # zeros past the edge do not count
         largest = tl.max(seen, axis=1)
-        if EPILOGUE == "rowmax":
-            # tl.max passes over NaN; a NaN in the row has to come out.
-            nans = tl.max((seen != seen).to(tl.int32), axis=1)
-            part = tl.where(nans > 0, float("nan"), largest)
-        else:
-            # log(sum(exp(x))) as m + log(sum(exp(x - m))), whose exponentials cannot overflow. inf - inf is
-            # NaN, so an infinite m is not subtracted; the result is then that infinity, as it should be.
-            base = tl.where((largest == float("inf")) | (largest == float("-inf")), 0.0, largest)
-            part = base + tl.log(tl.sum(tl.exp(seen - base[:, None]), axis=1))
+        # log(sum(exp(x))) as m + log(sum(exp(x - m))), whose exponentials cannot overflow. inf - inf is NaN,
+        # so an infinite m is not subtracted; the result is then that infinity, as it should be.
+        base = tl.where((largest == float("inf")) | (largest == float("-inf")), 0.0, largest)
+        part = base + tl.log(tl.sum(tl.exp(seen - base[:, None]), axis=1))
         # partials is [batch, tiles_across, M]: neighbouring rows are neighbours in memory (coalesced).
         place = (group * tiles_across + tile_column) * M + rows
         tl.store(partials + place, part, mask=row_is_real)
@@ -158,16 +144,8 @@ def matmul_tile(
 
 
 @triton.jit
-def combine_partials(
-    partials,
-    statistic,
-    M,
-    parts,
-    row_blocks,
-    ROWS: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-):
-    """One number for each row out of its partial results, always in the same order."""
+def combine_partials(partials, lse, M, parts, row_blocks, ROWS: tl.constexpr):
+    """One log-sum-exp for each row out of its partial ones, always in the same order."""
     program = tl.program_id(0)
     group = (program // row_blocks).to(tl.int64)
     rows = (program % row_blocks) * ROWS + tl.arange(0, ROWS)
@@ -175,16 +153,12 @@ def combine_partials(
     total = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
     for i in range(parts):
         part = tl.load(partials + (group * parts + i) * M + rows, mask=real, other=float("-inf"))
-        if EPILOGUE == "rowmax":
-            # Comparisons with NaN are false: written so that a NaN on either side is what stays.
-            total = tl.where((part > total) | (part != part), part, total)
-        else:
-            larger = tl.maximum(total, part)
-            base = tl.where((larger == float("inf")) | (larger == float("-inf")), 0.0, larger)
-            joined = base + tl.log(tl.exp(total - base) + tl.exp(part - base))
-            # tl.maximum may pass over NaN; the sum of the exponentials would not, unless base hid it.
-            total = tl.where((part != part) | (total != total), float("nan"), joined)
-    tl.store(statistic + group * M + rows, total, mask=real)
+        larger = tl.maximum(total, part)
+        base = tl.where((larger == float("inf")) | (larger == float("-inf")), 0.0, larger)
+        joined = base + tl.log(tl.exp(total - base) + tl.exp(part - base))
+        # tl.maximum may pass over NaN; the sum of the exponentials would not, unless base hid it.
+        total = tl.where((part != part) | (total != total), float("nan"), joined)
+    tl.store(lse + group * M + rows, total, mask=real)
 
 
 # The shape of a tile, and the kernel's launch -------------------------------------------------------
@@ -207,24 +181,12 @@ class MatmulTile:
     stages: int = 3
 
     def __post_init__(self) -> None:
-        if self.m not in _SIDES or self.n not in _SIDES or self.k not in _SIDES:
-            raise ArgumentError(f"tile {self.m}x{self.n}x{self.k} is not valid; each side is one of {_SIDES}")
-        if self.warps not in (1, 2, 4, 8, 16) or self.stages not in range(1, 9) or self.group < 1:
-            raise ArgumentError(
-                f"{self!r} is not valid; warps is 1, 2, 4, 8 or 16, stages 1 to 8, group at least 1"
-            )
+        if not {self.m, self.n, self.k} <= set(_SIDES):
+            raise ArgumentError(f"{self!r} is not valid; each side is one of {_SIDES}")
 
 
-def _resolve_tile(tile: MatmulTile | int | None, dtype: torch.dtype, rows: int) -> MatmulTile:
-    """A tile as given, a square one by its side, or the largest whose sums fit the registers."""
-    if isinstance(tile, MatmulTile):
-        return tile
-    if tile is not None:
-        if isinstance(tile, bool) or not isinstance(tile, int) or tile not in _SIDES:
-            raise ArgumentError(f"tile={tile!r} is not valid; give a MatmulTile or a side, one of {_SIDES}")
-        # About as many outputs for each thread as keep it busy: 8 at side 16, 64 at side 128.
-        warps = {16: 1, 32: 2, 64: 4}.get(tile, 8)
-        return MatmulTile(tile, tile, min(tile, 64), warps=warps, stages=3 if tile < 256 else 2)
+def _default_tile(dtype: torch.dtype, rows: int) -> MatmulTile:
+    """The largest tile whose sums fit the registers."""
     if dtype == torch.float32:  # without tensor cores: registers, not bandwidth, are the limit
         m, k = (64, 16) if rows > 32 else (16, 32)
         return MatmulTile(m, 64, k, warps=4, stages=3)
@@ -234,14 +196,14 @@ def _resolve_tile(tile: MatmulTile | int | None, dtype: torch.dtype, rows: int) 
 
 
 def _matmul_triton(
-    a_GMK: Tensor, b_GKN: Tensor, tile: MatmulTile, epilogue: str | None, return_product: bool
+    a_GMK: Tensor, b_GKN: Tensor, tile: MatmulTile, with_lse: bool, return_product: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     (groups, rows, inner), columns = a_GMK.shape, b_GKN.shape[2]
     down, across = -(-rows // tile.m), -(-columns // tile.n)
     c = a_GMK.new_empty(groups, rows, columns) if return_product else None
-    statistic = partials = None
-    if epilogue is not None:
-        statistic = a_GMK.new_empty(groups, rows, dtype=torch.float32)
+    lse = partials = None
+    if with_lse:
+        lse = a_GMK.new_empty(groups, rows, dtype=torch.float32)
         partials = a_GMK.new_empty(groups, across, rows, dtype=torch.float32)
     if groups * down * across > 0:
         _KERNELS.launch(
@@ -259,22 +221,19 @@ def _matmul_triton(
             TILE_N=tile.n,
             TILE_K=tile.k,
             GROUP=tile.group,
-            EPILOGUE=epilogue or "none",
+            EPILOGUE=with_lse,
             STORE=return_product,
             flops=2.0 * groups * rows * columns * inner,
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
-    if statistic is not None and partials is not None and statistic.numel() > 0:
+    if lse is not None and lse.numel() > 0:
         row_blocks = -(-rows // _ROWS_PER_COMBINING_PROGRAM)
+        arguments = (partials, lse, rows, across, row_blocks)
         _KERNELS.launch(
-            "combine_partials",
-            (groups * row_blocks,),
-            *(partials, statistic, rows, across, row_blocks),
-            ROWS=_ROWS_PER_COMBINING_PROGRAM,
-            EPILOGUE=epilogue,
+            "combine_partials", (groups * row_blocks,), *arguments, ROWS=_ROWS_PER_COMBINING_PROGRAM
         )
-    return c, statistic
+    return c, lse
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
@@ -285,209 +244,98 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 # Plain torch, and gradients --------------------------------------------------------------------------
 
 
-def matmul_reference(a: Tensor, b: Tensor, epilogue: str | None) -> tuple[Tensor, Tensor | None]:
-    """a [..., M, K] @ b [..., K, N] in float32 (float64 for float64), rounded once; the statistic [..., M].
-
-    The statistic is of the unrounded product and stays in its dtype. Over no columns it is -inf.
-    """
+def matmul_reference(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """a @ b in float32 (float64 for float64), rounded once; the log-sum-exp of each unrounded row."""
     wide = torch.promote_types(a.dtype, torch.float32)
     product = a.to(wide) @ b.to(wide)
-    return product.to(a.dtype), None if epilogue is None else _row_statistic(product, epilogue)
-
-
-def _row_statistic(product: Tensor, epilogue: str) -> Tensor:
-    if product.shape[-1] == 0:
-        return product.new_full(product.shape[:-1], float("-inf"))
-    return product.max(dim=-1).values if epilogue == "rowmax" else product.logsumexp(dim=-1)
-
-
-def _matmul_chunked(
-    a_GMK: Tensor, b_GKN: Tensor, epilogue: str | None, return_product: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """Block by block: the unrounded product never exists as a whole."""
-    if epilogue is None:
-        return torch.bmm(a_GMK, b_GKN), None
-    (groups, rows, _), columns = a_GMK.shape, b_GKN.shape[2]
-    wide = torch.promote_types(a_GMK.dtype, torch.float32)
-    c = a_GMK.new_empty(groups, rows, columns) if return_product else None
-    statistic = a_GMK.new_full((groups, rows), float("-inf"), dtype=wide)
-    column_step = max(1, min(columns, 2048))
-    row_step = max(1, min(rows, _BLOCK_BYTES // (column_step * wide.itemsize)))
-    for g in range(groups):
-        # Columns outside: so each block of b is widened once.
-        for n in range(0, columns, column_step):
-            b = b_GKN[g, :, n : n + column_step].to(wide)
-            for m in range(0, rows, row_step):
-                product = a_GMK[g, m : m + row_step].to(wide) @ b
-                if c is not None:
-                    c[g, m : m + row_step, n : n + column_step].copy_(product)
-                part = _row_statistic(product, epilogue)
-                del product  # before the next block is computed
-                total = statistic[g, m : m + row_step]
-                (torch.maximum if epilogue == "rowmax" else torch.logaddexp)(total, part, out=total)
-    return c, statistic
+    return product.to(a.dtype), product.logsumexp(dim=-1)
 
 
 class _Matmul(torch.autograd.Function):
-    """(c, statistic) of [G, M, K] and [G, K, N]; what was not asked for is None. tile None: plain torch."""
+    """(c, log-sum-exp) of [G, M, K] and [G, K, N]; what was not asked for is None."""
 
     @staticmethod
     def forward(
-        ctx: Any, a: Tensor, b: Tensor, tile: MatmulTile | None, epilogue: str | None, return_product: bool
+        ctx: Any, a: Tensor, b: Tensor, tile: MatmulTile, with_lse: bool, return_product: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        with no_autocast(a):
-            if tile is None:
-                c, statistic = _matmul_chunked(a, b, epilogue, return_product)
-            else:
-                c, statistic = _matmul_triton(a, b, tile, epilogue, return_product)
-        ctx.save_for_backward(a, b, statistic)
-        ctx.epilogue = epilogue
+        c, lse = _matmul_triton(a, b, tile, with_lse, return_product)
+        ctx.save_for_backward(a, b, lse)
         ctx.set_materialize_grads(False)
-        return c, statistic
+        return c, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_c: Tensor | None, grad_statistic: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_c: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("tiled_matmul")
-        a, b, statistic = ctx.saved_tensors
-        needs_a, needs_b = ctx.needs_input_grad[:2]
-        grad_a = grad_b = None
+        a, b, lse = ctx.saved_tensors
+        dtype = a.dtype
         with no_autocast(a):
-            if grad_statistic is not None:
-                grad_a, grad_b = _statistic_gradients(
-                    a, b, statistic, grad_c, grad_statistic, ctx.epilogue, needs_a, needs_b
-                )
-            elif grad_c is not None:
-                grad_a = torch.bmm(grad_c, b.mT) if needs_a else None
-                grad_b = torch.bmm(a.mT, grad_c) if needs_b else None
+            if grad_lse is not None:
+                # The gradient of a log-sum-exp is the softmax: the product is computed again, in float32.
+                a, b = a.to(lse.dtype), b.to(lse.dtype)
+                softmax = torch.bmm(a, b).sub_(lse.unsqueeze(-1)).exp_()
+                grad = softmax.mul_(grad_lse.unsqueeze(-1))
+                grad_c = grad if grad_c is None else grad.add_(grad_c)
+            if grad_c is None:
+                return (None,) * 5
+            grad_a = torch.bmm(grad_c, b.mT).to(dtype) if ctx.needs_input_grad[0] else None
+            grad_b = torch.bmm(a.mT, grad_c).to(dtype) if ctx.needs_input_grad[1] else None
         return grad_a, grad_b, None, None, None
 
 
-def _statistic_gradients(
-    a_GMK: Tensor,
-    b_GKN: Tensor,
-    statistic_GM: Tensor,
-    grad_c_GMN: Tensor | None,
-    grad_statistic_GM: Tensor,
-    epilogue: str,
-    needs_a: bool,
-    needs_b: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """The product is computed again, a block of rows at a time, in float32 (float64 for float64)."""
-    (groups, rows, inner), columns = a_GMK.shape, b_GKN.shape[2]
-    wide = statistic_GM.dtype
-    grad_a = torch.empty_like(a_GMK) if needs_a else None
-    grad_b = torch.empty_like(b_GKN) if needs_b else None
-    row_step = max(1, _BLOCK_BYTES // max(1, columns * wide.itemsize))
-    for g in range(groups):
-        b = b_GKN[g].to(wide)
-        sum_b = torch.zeros(inner, columns, dtype=wide, device=b.device) if needs_b else None
-        for m in range(0, rows, row_step):
-            part = slice(m, m + row_step)
-            a = a_GMK[g, part].to(wide)
-            grad = a @ b  # overwritten by its gradient
-            grad_M1 = grad_statistic_GM[g, part].unsqueeze(1)
-            if epilogue == "logsumexp":
-                grad.sub_(statistic_GM[g, part].unsqueeze(1)).exp_().mul_(grad_M1)  # the softmax, scaled
-            elif columns > 0:
-                largest = grad.argmax(dim=1, keepdim=True)
-                grad.zero_().scatter_(1, largest, grad_M1.to(wide))
-            if grad_c_GMN is not None:
-                grad += grad_c_GMN[g, part]
-            if grad_a is not None:
-                grad_a[g, part].copy_(grad @ b.t())
-            if sum_b is not None:
-                sum_b.addmm_(a.t(), grad)
-            del grad
-        if grad_b is not None and sum_b is not None:
-            grad_b[g].copy_(sum_b)
-    return grad_a, grad_b
-
-
-# The public function ---------------------------------------------------------------------------------
-
-
-def _choose(a: Tensor, b: Tensor, tile: MatmulTile | int | None, impl: str, **_: Any) -> Choice:
-    check_one_of("impl", impl, IMPLS)
-    check_floating(a=a, b=b)
-    dtype = _product_dtype(a, b)
-    obstacle = why_not_triton(a)
-    if obstacle is None and dtype == torch.float64:
-        obstacle = "the kernel adds in float32, and the inputs are float64"
-    size = _resolve_tile(tile, dtype, a.shape[-2] if a.dim() > 1 else 0)
-    reason = "the tiled kernel, row statistics in its epilogue (for the product alone take torch.matmul)"
-    choice = choose_triton_or_torch(impl, a, obstacle, kernels=reason)
-    return replace(choice, settings={"tile": size}) if choice.impl == "triton" else choice
-
-
-@explained_by(_choose)
 @no_compile
 def tiled_matmul(
     a: Tensor,
     b: Tensor,
     *,
-    tile: MatmulTile | int | None = None,
+    tile: MatmulTile | None = None,
     epilogue: str | None = None,
     return_product: bool = True,
     impl: str = "auto",
 ) -> Any:
-    """a @ b by a small tiled kernel, with a row statistic from the same pass.
+    """a @ b by a small tiled kernel, with the log-sum-exp of each row from the same pass.
 
     a: [M, K] or [..., M, K]. b: [K, N], or [..., K, N] with a's leading dimensions. Any sizes and strides.
-    epilogue: "rowmax" or "logsumexp" of each row of the product, [..., M]: of the unrounded sums, in float32,
-    the same on every run; over no columns it is -inf; NaN in a row propagates.
-    Returns c; or (c, statistic); or the statistic alone with return_product=False, when the product is never
-    stored: one number for each row and column of tiles is stored instead.
-    tile: a MatmulTile, or the side of a square one (16 is report 001's); used by the kernel alone.
+    epilogue: "logsumexp" of each row of the product, [..., M]: of the unrounded sums, in float32, the same on
+    every run; over no columns it is -inf; NaN in a row propagates.
+    Returns c; or (c, lse); or lse alone with return_product=False, when the product is never stored: one
+    number for each row and column of tiles is stored instead.
+    impl: "triton", "reference" (plain torch), or "auto": Triton on CUDA, for all but float64.
 
-    Sums are float32 (float64 for float64, in plain torch). Under autocast inputs are cast as torch.matmul's
-    are. Differentiable once. Saved for backward: a, b and the statistic. Without epilogue the gradients are
-    two plain products; with one, the product is computed again in float32 by blocks of rows. The gradient of
-    "rowmax" goes to one largest element of each row, which of several equal ones is not specified; that of
-    "logsumexp" is the softmax of the row, NaN where the row's logsumexp is -inf.
+    Sums are float32 (float64 for float64, in plain torch). Differentiable once. Saved for backward: a, b and
+    lse. Without epilogue the gradients are two plain products; with one, the product is computed again.
     """
-    _check(a, b, epilogue, return_product)
-    dtype = _product_dtype(a, b)
-    if dtype != a.dtype or autocast_enabled(a):
-        a, b = a.to(dtype), b.to(dtype)
-    check_same_dtype(a=a, b=b)
-    choice = log_choice("tiled_matmul", _choose(a, b, tile, impl))
+    _check(a, b, epilogue, return_product, impl)
+    obstacle = why_not_triton(a)
+    if obstacle is None and a.dtype == torch.float64:
+        obstacle = "the kernel adds in float32, and the inputs are float64"
+    if impl == "triton" and obstacle:
+        raise ArgumentError(f"impl='triton' cannot run: {obstacle}; choose 'auto' or 'reference'")
     lead, (rows, inner), columns = a.shape[:-2], a.shape[-2:], b.shape[-1]
     if b.dim() == 2:  # one b for all: the rows of all of a in one product
         a_GMK, b_GKN = a.reshape(1, lead.numel() * rows, inner), b.unsqueeze(0)
     else:
         a_GMK, b_GKN = a.reshape(lead.numel(), rows, inner), b.reshape(lead.numel(), inner, columns)
-    if choice.impl == "reference":
-        with no_autocast(a):
-            c, statistic = matmul_reference(a_GMK, b_GKN, epilogue)
+    if impl == "triton" or (impl == "auto" and a.device.type == "cuda" and obstacle is None):
+        tile = tile or _default_tile(a.dtype, rows)
+        c, lse = _Matmul.apply(a_GMK, b_GKN, tile, epilogue is not None, return_product)
     else:
-        c, statistic = _Matmul.apply(a_GMK, b_GKN, choice.settings.get("tile"), epilogue, return_product)
-    results = []
-    if return_product and c is not None:
-        results.append(c.reshape(*lead, rows, columns))
-    if statistic is not None:
-        results.append(statistic.reshape(*lead, rows))
-    return results[0] if len(results) == 1 else tuple(results)
+        with no_autocast(a):
+            c, lse = matmul_reference(a_GMK, b_GKN)
+    if epilogue is None:
+        return c.reshape(*lead, rows, columns)
+    lse = lse.reshape(*lead, rows)
+    return (c.reshape(*lead, rows, columns), lse) if return_product else lse
 
 
-def _product_dtype(a: Tensor, b: Tensor) -> torch.dtype:
-    """a's dtype, or what autocast casts torch.matmul's inputs to."""
-    if autocast_enabled(a) and torch.float64 not in (a.dtype, b.dtype):
-        return torch.get_autocast_dtype(a.device.type)
-    return a.dtype
-
-
-def _check(a: Tensor, b: Tensor, epilogue: str | None, return_product: bool) -> None:
+def _check(a: Tensor, b: Tensor, epilogue: str | None, return_product: bool, impl: str) -> None:
+    check_one_of("impl", impl, ("auto", "reference", "triton"))
+    check_one_of("epilogue", epilogue, (None, "logsumexp"))
     check_floating(a=a, b=b)
     check_same_device(a=a, b=b)
-    check_one_of("epilogue", epilogue, EPILOGUES)
-    given = f"a has shape {list(a.shape)} and b {list(b.shape)}"
-    if a.dim() < 2 or b.dim() < 2:
-        raise ArgumentError(f"{given}; valid: [..., M, K] and [K, N] or [..., K, N]")
-    if a.shape[-1] != b.shape[-2]:
-        raise ArgumentError(f"{given}; the last of a and the last but one of b must be equal")
-    if b.dim() > 2 and a.shape[:-2] != b.shape[:-2]:
-        raise ArgumentError(f"{given}; b is [K, N] or has a's leading dimensions")
+    check_same_dtype(a=a, b=b)
+    matrices = a.dim() >= 2 and b.dim() >= 2 and a.shape[-1] == b.shape[-2]
+    if not matrices or (b.dim() > 2 and a.shape[:-2] != b.shape[:-2]):
+        given = f"a has shape {list(a.shape)} and b {list(b.shape)}"
+        raise ArgumentError(f"{given}; valid: a [..., M, K] and b [K, N], or b with a's leading dimensions")
     if not return_product and epilogue is None:
-        raise ArgumentError(
-            "return_product=False leaves nothing to return; give epilogue='rowmax' or 'logsumexp'"
-        )
+        raise ArgumentError("return_product=False leaves nothing to return; give epilogue='logsumexp'")
