@@ -1,8 +1,7 @@
 """The public op: arguments are checked, the implementation and tile are chosen, a module's hooks run once."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -129,21 +128,26 @@ def tiled_mlp(
 def _run(
     given: FunctionOrModule, x: Tensor, parameters: Iterable[Tensor] | None, options: dict[str, Any]
 ) -> Tensor:
-    if isinstance(given, MLPWeights):
-        return _run_in_tiles(given, functools.partial(mlp_reference, given), x, parameters, options)
     if not isinstance(given, nn.Module):
-        return _run_in_tiles(given, given, x, parameters, options)
+        function = functools.partial(mlp_reference, given) if isinstance(given, MLPWeights) else given
+        return _run_in_tiles(given, function, x, parameters, options)
     _check_arguments(given, x, **options)
-    forward_on_instance = vars(given).get("forward")
-    forward = given.forward
+    # The instance (not its class) gets another forward for this call, so that its hooks run around all tiles.
+    attributes, forward = vars(given), given.forward
+    own = {"forward": attributes["forward"]} if "forward" in attributes else {}
 
     def tiled_forward(x_given: Tensor) -> Tensor:
         # Inside the call: FSDP2 has gathered the parameters by now, and may have changed x's dtype.
-        with _instance_forward(given, forward_on_instance):
-            return _run_in_tiles(given, forward, x_given, parameters, options)
+        del attributes["forward"]
+        attributes.update(own)
+        return _run_in_tiles(given, forward, x_given, parameters, options)
 
-    with _instance_forward(given, tiled_forward):
+    attributes["forward"] = tiled_forward
+    try:
         out: Tensor = given(x)
+    finally:
+        attributes.pop("forward", None)
+        attributes.update(own)
     return out
 
 
@@ -159,36 +163,12 @@ def _run_in_tiles(
     log_choice("tiled_mlp", choice)
     if choice.impl == "reference":
         return function(x)
-    tile = choice.settings["tile"]
-    if choice.impl == "generic":
+    tile, saved_rows = choice.settings["tile"], choice.settings["kept"]
+    if weights is None:
         return checkpoint_in_tiles(function, x, _parameters(given, parameters), tile)
-    assert weights is not None
-    config = TiledMLPConfig(
-        weights.activation,
-        tile,
-        choice.settings["kept"],
-        _product_dtype(x, weights),
-        use_triton=choice.impl == "triton",
-    )
+    use_triton = choice.impl == "triton"
+    config = TiledMLPConfig(weights.activation, tile, saved_rows, _product_dtype(x, weights), use_triton)
     return mlp_in_tiles(weights, x, config)
-
-
-@contextlib.contextmanager
-def _instance_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Give this instance (not its class) another forward for a while; None means the class's own."""
-    before = vars(module).get("forward")
-    _set_forward(module, forward)
-    try:
-        yield
-    finally:
-        _set_forward(module, before)
-
-
-def _set_forward(module: nn.Module, forward: Any) -> None:
-    if forward is None:
-        vars(module).pop("forward", None)
-    else:
-        vars(module)["forward"] = forward
 
 
 def _weights_of(given: FunctionOrModule, impl: str) -> tuple[MLPWeights | None, str]:

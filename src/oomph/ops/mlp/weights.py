@@ -109,34 +109,29 @@ def recognise(module: nn.Module) -> MLPWeights:
     """The weights of a module that computes `down(act(up x))` or `down(act(gate x) * up x)`.
 
     Raises NotRecognised for all others. A candidate holds two or three linear layers and no other tensors.
-    Attribute names prove nothing, so its class's forward runs once, with small random float64 weights in
-    place of its own: the module is an MLP if the results equal the formula's. The weights returned are the
+    Attribute names prove nothing: the MLPs of Falcon-H1, Gemma 3n and DeepSeek-V4 have Llama's names, and
+    scale, drop or clamp hidden features. So the class's forward runs once, with small random float64 weights
+    in place of its own: the module is an MLP if the result is the formula's. The weights returned are the
     module's at this moment.
     """
-    matrices = _linear_layers(module)
+    layers = _linear_layers(module)
     # By the last layer, not by the module: a copy of the module's attributes shares its result.
-    cache = _formulas.setdefault(matrices[-1], {})
+    cache = _formulas.setdefault(layers[-1], {})
     key = tuple(
         (type(inner), *(item for item in vars(inner).items() if isinstance(item[1], _PLAIN_VALUES)))
         for inner in module.modules()
     )
     if key not in cache:
-        cache[key] = _find_formula(module, matrices)
+        # Without modes that trace, predict or replace operations: the check is no part of the program.
+        no_modes = torch_internals.disable_torch_function(), torch_internals.disable_dispatch_modes()
+        with no_modes[0], no_modes[1], torch.no_grad(), torch.random.fork_rng(devices=()):
+            cache[key] = _find_formula(module, layers)
     if cache[key] is None:
         raise NotRecognised(
             f"{type(module).__name__} does not compute down(act(up x)) or down(act(gate x) * up x)"
         )
     order, activation = cache[key]
-    up, down, *gate = (matrices[index] for index in order)
-    return MLPWeights(
-        up=_weight(up),
-        down=_weight(down),
-        gate=_weight(gate[0]) if gate else None,
-        up_bias=up.bias,
-        gate_bias=gate[0].bias if gate else None,
-        down_bias=down.bias,
-        activation=activation,
-    )
+    return _as_weights([layers[index] for index in order], activation)
 
 
 # Per last linear layer and state of the module: which layer is up, down (and gate), and the activation.
@@ -152,33 +147,17 @@ def _linear_layers(module: nn.Module) -> list[Any]:
         if "forward" in vars(inner) or (inner is not module and any(getattr(inner, h) for h in _HOOKS)):
             raise NotRecognised(f"{name or 'the module'} has hooks or a forward on the instance")
         tensors = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
-        if not tensors:
-            continue
-        if type(inner) is not nn.Linear and not _is_conv1d(inner):
+        if tensors and type(inner) is not nn.Linear and not _is_conv1d(inner):
             raise NotRecognised(f"{name or 'the module'} is a {type(inner).__name__} with tensors of its own")
         for tensor in tensors:
             # A DTensor, a quantized tensor and the like have matrix products of their own.
             if type(tensor) not in (Tensor, nn.Parameter) and not is_fake(tensor):
                 raise NotRecognised(f"{name} holds a {type(tensor).__name__}")
-        layers.append(inner)
+        if tensors:
+            layers.append(inner)
     if len(layers) not in (2, 3):
         raise NotRecognised(f"{type(module).__name__} has {len(layers)} linear layers, not 2 or 3")
     return layers
-
-
-def _find_formula(module: nn.Module, layers: Sequence[nn.Module]) -> tuple[tuple[int, ...], str] | None:
-    shapes = [tuple(_weight(layer).shape) for layer in layers]
-    for order in itertools.permutations(range(len(layers))):
-        up, down, *gate = (shapes[index] for index in order)
-        if down[1] != up[0] or (gate and gate[0] != up):
-            continue
-        # Without modes that trace, predict or replace operations: the check is no part of the program.
-        no_modes = torch_internals.disable_torch_function(), torch_internals.disable_dispatch_modes()
-        with no_modes[0], no_modes[1], torch.no_grad(), torch.random.fork_rng(devices=()):
-            activation = _matching_activation(module, layers, order)
-        if activation is not None:
-            return order, activation
-    return None
 
 
 class _SmallLinear(nn.Module):
@@ -192,31 +171,28 @@ class _SmallLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def _matching_activation(module: nn.Module, layers: Sequence[Any], order: tuple[int, ...]) -> str | None:
+def _find_formula(module: nn.Module, layers: Sequence[Any]) -> tuple[tuple[int, ...], str] | None:
     generator = torch.Generator("cpu").manual_seed(0)
 
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    d, f, out = 3, 5, 4
-    replaced: dict[nn.Module, nn.Module] = {}
-    tensors: dict[str, Any] = {}
-    shapes = {"up": (f, d), "down": (out, f), "gate": (f, d)}
-    for name, index in zip(shapes, order, strict=False):
-        tensors[name] = random(*shapes[name])
-        tensors[f"{name}_bias"] = None if layers[index].bias is None else random(shapes[name][0])
-        replaced[layers[index]] = _SmallLinear(tensors[name], tensors[f"{name}_bias"])
+    # Square matrices, so that one run serves whichever layer is up, down or gate.
+    small = [_SmallLinear(random(5, 5), None if layer.bias is None else random(5)) for layer in layers]
     # Tokens of many magnitudes, so that a clamp shows.
-    x = random(2, 4, d) * torch.tensor([0.1, 1.0, 30.0, 1000.0], dtype=torch.float64, device="cpu")[:, None]
+    x = random(2, 4, 5) * torch.tensor([0.1, 1.0, 30.0, 1000.0], dtype=torch.float64, device="cpu")[:, None]
     try:
+        replaced = dict(zip(layers, small, strict=True))
         result = type(module).forward(_copy_with(module, replaced), x)
     except Exception:
         return None  # it takes other arguments, or depends on its sizes
-    for activation in ACTIVATIONS:
-        expected = mlp_reference(MLPWeights(**tensors, activation=activation), x)
-        same_form = isinstance(result, Tensor) and (result.shape, result.dtype) == (expected.shape, x.dtype)
-        if same_form and torch.allclose(result, expected, rtol=1e-10, atol=1e-10):
-            return activation
+    if not isinstance(result, Tensor) or (result.shape, result.dtype) != (x.shape, x.dtype):
+        return None
+    for order in itertools.permutations(range(len(layers))):
+        for activation in ACTIVATIONS:
+            expected = mlp_reference(_as_weights([small[index] for index in order], activation), x)
+            if torch.allclose(result, expected, rtol=1e-10, atol=1e-10):
+                return order, activation
     return None
 
 
@@ -233,9 +209,11 @@ def _copy_with(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> Any:
     return copied
 
 
-def _weight(layer: Any) -> Tensor:
-    weight: Tensor = layer.weight
-    return weight.t() if _is_conv1d(layer) else weight
+def _as_weights(layers: Sequence[Any], activation: str) -> MLPWeights:
+    """From up, down and perhaps gate."""
+    matrices = [layer.weight.t() if _is_conv1d(layer) else layer.weight for layer in layers]
+    (up, down, *gate), (up_bias, down_bias, *gate_bias) = matrices, [layer.bias for layer in layers]
+    return MLPWeights(up, down, *(gate or [None]), up_bias, *(gate_bias or [None]), down_bias, activation)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
