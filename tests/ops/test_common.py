@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomph.ops.common import matmul_dtype, no_autocast, no_compile
+from oomph.ops.common import Choice, log_choice, matmul_dtype, no_autocast, no_compile
 from oomph.ops.launch import Kernels
 
 KERNELS = Kernels("a.module.that.does.not.exist")
@@ -130,3 +131,11 @@ def test_without_a_compiler_it_is_the_function_itself():
         return x
 
     no_compile(called_from)(torch.ones(1))
+
+
+def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    reason = f"a reason that no other test gives: {id(caplog)}"
+    with caplog.at_level(logging.INFO, logger="oomph.ops"):
+        for _ in range(2):
+            log_choice("an op", Choice("chunked", reason))
+    assert caplog.messages == [f"an op: chunked ({reason})"]

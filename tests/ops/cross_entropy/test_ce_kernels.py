@@ -71,8 +71,10 @@ def test_the_gradient_of_a_half_precision_weight_over_several_blocks_of_rows(dty
         check(case, impl="triton", memory_budget=TINY, **options)
 
 
-def test_strides_do_not_matter() -> None:
-    whole = inputs(20, dtype=torch.float32, bias=True)
+@pytest.mark.parametrize("num_valid", [None, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+def test_strides_do_not_matter(dtype: torch.dtype, num_valid: int | None) -> None:
+    whole = inputs(20, dtype=dtype, bias=True)
     case = Inputs(
         x=whole.x.t().contiguous().t(),
         weight=whole.weight.t().contiguous().t(),
@@ -80,14 +82,7 @@ def test_strides_do_not_matter() -> None:
         bias=whole.bias.repeat_interleave(2)[::2],
     )
     extra: dict[str, Any] = {"class_weight": numbers(26).float()[::2], "token_weight": numbers(1).expand(20)}
-    check(case, impl="triton", label_smoothing=0.1, memory_budget=TINY, **extra)
-
-
-@pytest.mark.parametrize("num_valid", [None, 17])
-def test_a_transposed_x_in_half_precision_over_several_blocks(num_valid: int | None) -> None:
-    case = inputs(20, dtype=HALF)
-    case = case.but(x=case.x.t().contiguous().t())
-    check(case, impl="triton", memory_budget=TINY, num_valid=num_valid)
+    check(case, impl="triton", label_smoothing=0.1, memory_budget=TINY, num_valid=num_valid, **extra)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from ce_cases import TINY, TOLERANCE, Inputs, assert_close, check, expected, inputs, leaves, numbers, run
+from ce_cases import TINY, Inputs, assert_close, check, expected, inputs, leaves, numbers, run
 from torch import Tensor
 
 from oomph.errors import ArgumentError
@@ -48,47 +48,24 @@ def test_the_reference_is_torchs_cross_entropy(
     assert_close(by_hand(i, (ours * factor).sum()), by_hand(i, (theirs * factor).sum()), 1e-13)
 
 
-def test_z_loss_adds_the_squared_log_sum_exp_of_kept_tokens() -> None:
-    i = leaves(inputs(20, bias=True))
-    kept = i.target != -100
-    logits = logits_of(i)[kept]
-    theirs = F.cross_entropy(logits, i.target[kept]) + 0.3 * logits.logsumexp(1).square().mean()
-    assert_close(by_reference(i, z_loss=0.3), by_hand(i, theirs), 1e-13)
-
-
-def test_softcap_bounds_the_logits() -> None:
-    i = leaves(inputs(20, bias=True))
-    theirs = F.cross_entropy(1.5 * torch.tanh(logits_of(i) / 1.5), i.target)
-    assert_close(by_reference(i, softcap=1.5), by_hand(i, theirs), 1e-13)
-
-
-def test_token_weights_make_a_weighted_mean() -> None:
-    i, token_weight = leaves(inputs(20, bias=True)), numbers(20)
-    losses = F.cross_entropy(logits_of(i), i.target, reduction="none")
-    total = token_weight[i.target != -100].sum()
-    theirs = (losses * token_weight).sum() / total
-    assert_close(by_reference(i, token_weight=token_weight), by_hand(i, theirs), 1e-13)
-
-
-def test_shift_compares_each_position_with_the_next_target() -> None:
+def test_the_additions_of_the_reference_are_what_they_say() -> None:
     i, token_weight = leaves(inputs(4, 5, bias=True)), numbers(4, 5)
-    logits, target = logits_of(i)[:, :-1].reshape(-1, 13), i.target[:, 1:].reshape(-1)
-    assert_close(by_reference(i, shift=True), by_hand(i, F.cross_entropy(logits, target)), 1e-13)
-    weights = token_weight[:, 1:].reshape(-1)
-    theirs = (F.cross_entropy(logits, target, reduction="none") * weights).sum()
+    kept, logits = i.target != -100, logits_of(i)
+    losses = F.cross_entropy(logits.view(20, 13), i.target.view(20), reduction="none").view(4, 5)
+    mean, lse = losses.sum() / kept.sum(), logits.logsumexp(-1)
+    theirs = mean + 0.3 * lse[kept].square().mean()
+    assert_close(by_reference(i, z_loss=0.3), by_hand(i, theirs), 1e-13)
+    theirs = F.cross_entropy(1.5 * torch.tanh(logits[kept] / 1.5), i.target[kept])
+    assert_close(by_reference(i, softcap=1.5), by_hand(i, theirs), 1e-13)
+    theirs = (losses * token_weight).sum() / token_weight[kept].sum()
+    assert_close(by_reference(i, token_weight=token_weight), by_hand(i, theirs), 1e-13)
+    next_losses = F.cross_entropy(
+        logits[:, :-1].reshape(16, 13), i.target[:, 1:].reshape(16), reduction="none"
+    )
+    theirs = (next_losses * token_weight[:, 1:].reshape(16)).sum()
     ours = by_reference(i, shift=True, token_weight=token_weight, reduction="sum")
     assert_close(ours, by_hand(i, theirs), 1e-13)
-
-
-def test_the_log_sum_exp_is_that_of_the_logits_and_zero_where_ignored() -> None:
-    i = inputs(20, bias=True)
-    theirs = torch.where(i.target != -100, logits_of(i).logsumexp(1), 0.0)
-    assert_close([expected(i).lse], [theirs], 1e-13)
-
-
-def test_where_nothing_is_kept_the_reference_is_zero_with_zero_gradients() -> None:
-    i = leaves(inputs(4, bias=True).but(target=torch.full((4,), -100)))
-    assert all(not each.any() for each in by_reference(i))
+    assert_close([expected(i).lse], [torch.where(kept, lse, 0.0).detach()], 1e-13)
 
 
 LEADING, CLASSES = (4, 5), 13
@@ -104,7 +81,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "z-loss": {"z_loss": 0.2},
     "softcap": {"softcap": 1.5},
     "class weight": {"class_weight": numbers(CLASSES)},
-    "token weight": {"token_weight": numbers(*LEADING, seed=3)},
+    "token weight": {"token_weight": numbers(*LEADING, seed=3) * (torch.arange(20).view(LEADING) % 4 > 0)},
     "shift": {"shift": True},
     "num_valid": {"num_valid": 17},
 }
@@ -117,9 +94,12 @@ WAYS: list[dict[str, Any]] = [
     {"impl": "chunked", "memory_budget": TINY},
 ]
 every_way = pytest.mark.parametrize("way", WAYS, ids=["plain", "one tile", "small tiles"])
+every_impl = pytest.mark.parametrize(
+    "way", [*WAYS, {"impl": "reference"}], ids=["plain", "one tile", "small tiles", "reference"]
+)
 
 
-@every_way
+@every_impl
 @pytest.mark.parametrize("through_lse", [False, True], ids=["loss", "loss and lse"])
 @pytest.mark.parametrize("name", ALONE)
 def test_an_option_alone(name: str, through_lse: bool, way: dict[str, Any]) -> None:
@@ -161,14 +141,6 @@ def test_options_together_in_blocks_of_rows_and_of_classes(seed: int) -> None:
     check(case, through_lse=seed % 3 == 0, impl="chunked", memory_budget=TINY, **options)
 
 
-def test_small_budgets_give_what_one_block_gives() -> None:
-    case = inputs(300, v=300, d=4, bias=True)
-    whole = run(case, impl="chunked")
-    assert_close(whole.all, expected(case).all, 1e-11)
-    for budget in (1, "64KiB", "256KiB", "800KiB", "1MiB"):
-        assert_close(run(case, impl="chunked", memory_budget=budget).all, whole.all, 1e-13)
-
-
 @every_way
 @pytest.mark.parametrize("num_valid", [13, 19, 1000])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -176,23 +148,6 @@ def test_num_valid_may_be_exact_or_too_large(num_valid: int, reduction: str, way
     case = inputs(20)
     assert int((case.target != -100).sum()) == 13
     check(case, num_valid=num_valid, reduction=reduction, through_lse=True, **way)
-
-
-@every_way
-def test_a_token_of_weight_zero_counts_as_if_ignored(way: dict[str, Any]) -> None:
-    case, token_weight = inputs(20, ignored=None), numbers(20)
-    token_weight[::4] = 0.0
-    without = case.target.clone()
-    without[::4] = -100
-    weighted = run(case, token_weight=token_weight, **way)
-    ignored = run(case.but(target=without), token_weight=token_weight, **way)
-    assert_close([weighted.loss, *weighted.gradients[:2]], [ignored.loss, *ignored.gradients[:2]], 1e-13)
-
-
-def test_the_reference_can_be_asked_for_by_name() -> None:
-    options: dict[str, Any] = {"shift": True, "token_weight": numbers(*LEADING), "z_loss": 0.1}
-    for reduction in ("mean", "sum", "none"):
-        check(inputs(*LEADING, bias=True), impl="reference", reduction=reduction, **options)
 
 
 @every_way
@@ -246,19 +201,13 @@ def test_strides_do_not_matter(options: dict[str, Any], way: dict[str, Any]) -> 
     case = whole.but(
         x=whole.x.t().contiguous().t(),
         weight=torch.cat((whole.weight, whole.weight), 1)[:, : whole.weight.shape[1]],
-        target=whole.target.repeat_interleave(2)[::2],
+        target=whole.target.int().repeat_interleave(2)[::2],
         bias=whole.bias.repeat_interleave(2)[::2],
     )
     extra = {"class_weight": numbers(26)[::2], "token_weight": numbers(1).expand(20), "label_smoothing": 0.1}
     assert not any(each.is_contiguous() for each in (case.x, case.weight, case.target, case.bias))
     same = check(case, **extra, **options, **way)
     assert_close(same.all, run(whole, **extra, **options, **way).all, 1e-13)
-
-
-@every_way
-def test_int32_targets(way: dict[str, Any]) -> None:
-    case = inputs(4, 5)
-    check(case.but(target=case.target.int()), shift=True, **way)
 
 
 @every_way
@@ -292,47 +241,6 @@ def test_where_all_targets_are_ignored_loss_and_gradients_are_zero(
 def test_a_mean_over_weights_of_zero_is_zero(weights: dict[str, Any], way: dict[str, Any]) -> None:
     ours = run(inputs(5), **weights, **way)
     assert all(not each.any() for each in (ours.loss, *ours.gradients[:2]))
-
-
-def test_sizes_of_weights_need_not_be_those_of_the_inputs() -> None:
-    """Weights per class and per token may be of any floating dtype."""
-    case = inputs(20, dtype=torch.float32)
-    for dtype in (torch.float64, torch.bfloat16):
-        options = {"class_weight": numbers(13, dtype=dtype), "token_weight": numbers(20, dtype=dtype)}
-        for way in WAYS:
-            ours = run(case, **options, **way)
-            assert_close(ours.all, expected(case, **options).all, TOLERANCE[torch.float32])
-
-
-def test_no_result_depends_on_memory_outside_the_tensors() -> None:
-    """x, weight and target lie between NaNs and impossible targets."""
-    whole = inputs(20, ignored=None)
-
-    def embedded(tensor: torch.Tensor, poison: float) -> torch.Tensor:
-        larger = torch.full((tensor.shape[0] + 2, *(size + 2 for size in tensor.shape[1:])), poison).to(
-            tensor
-        )
-        inside = larger[tuple(slice(1, -1) for _ in tensor.shape)]
-        inside.copy_(tensor)
-        return inside
-
-    case = whole.but(
-        x=embedded(whole.x, float("nan")),
-        weight=embedded(whole.weight, float("nan")),
-        target=embedded(whole.target, 1e9),
-    )
-    for way in WAYS:
-        check(case, **way)
-
-
-def test_the_loss_alone_comes_back_unless_the_log_sum_exp_is_asked_for() -> None:
-    case = inputs(5)
-    for way in WAYS:
-        loss = linear_cross_entropy(case.x, case.weight, case.target, **way)
-        both = linear_cross_entropy(case.x, case.weight, case.target, return_lse=True, **way)
-        assert isinstance(loss, torch.Tensor)
-        assert isinstance(both, tuple)
-        assert torch.equal(both[0], loss)
 
 
 NAN, INF = float("nan"), float("inf")
@@ -383,17 +291,8 @@ def test_check_names_the_wrong_target_and_the_valid_ones(wrong: int) -> None:
     for way in [*WAYS, {"impl": "auto"}, {"impl": "reference"}]:
         with pytest.raises(ArgumentError, match=message):
             linear_cross_entropy(case.x, case.weight, case.target, check=True, **way)
-
-
-def test_check_lets_right_targets_pass_and_looks_at_no_target_that_shift_drops() -> None:
-    case = inputs(20)
-    case.target[0] = 99
-    run(case, check=True, shift=True)
-    with pytest.raises(ArgumentError, match="target 99 is out of range"):
-        run(case, check=True)
-
-
-def test_check_compares_num_valid_with_the_targets() -> None:
+    case.target[0], case.target[3] = wrong, 2
+    run(case, check=True, shift=True)  # shift drops the first target
     with pytest.raises(ArgumentError, match="num_valid=12, but 13 targets are valid; give 13 or more"):
         run(inputs(20), check=True, num_valid=12)
     run(inputs(20), check=True, num_valid=13)
@@ -401,7 +300,7 @@ def test_check_compares_num_valid_with_the_targets() -> None:
 
 @every_way
 @pytest.mark.parametrize("num_valid", [0, 1, 12])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_where_more_targets_are_kept_than_announced_the_loss_is_nan(
     num_valid: int, reduction: str, way: dict[str, Any]
 ) -> None:
@@ -409,15 +308,6 @@ def test_where_more_targets_are_kept_than_announced_the_loss_is_nan(
     loss = linear_cross_entropy(
         case.x, case.weight, case.target, num_valid=num_valid, reduction=reduction, **way
     )
-    assert loss.isnan()
-
-
-@every_way
-@pytest.mark.parametrize("num_valid", [1, 12])
-def test_per_token_a_num_valid_that_is_too_small_is_seen_in_the_sum(
-    num_valid: int, way: dict[str, Any]
-) -> None:
-    loss = run(inputs(20), num_valid=num_valid, reduction="none", **way).loss
     assert loss.sum().isnan()
 
 
@@ -563,11 +453,3 @@ def test_dx_is_as_exact_in_blocks_of_rows_and_classes(kind: str) -> None:
     dx, dw = errors_of(rounded_case(kind, torch.bfloat16, 48, 32, 300), impl="chunked", memory_budget=TINY)
     assert dx[0] <= FACTOR * dx[1] + NOISE
     assert dw[0] <= 2.0 * dw[1]
-
-
-@pytest.mark.parametrize("impl", ["plain", "chunked"])
-def test_the_loss_of_half_precision_inputs_is_exact_to_the_rounding_of_the_logits(impl: str) -> None:
-    i = rounded_case("peaked", torch.bfloat16, 128, 32, 300)
-    loss = linear_cross_entropy(i.x, i.weight, i.target, impl=impl)
-    naive = F.cross_entropy(F.linear(i.x, i.weight).float(), i.target)
-    torch.testing.assert_close(loss, naive, rtol=1e-5, atol=1e-6)

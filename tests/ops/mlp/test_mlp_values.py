@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from mlp_samples import NormalisedGated, PlainGated, assert_same, results, tokens, weights
+from mlp_samples import NormalisedGated, assert_same, results, tokens, weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,11 +40,12 @@ def test_every_number_of_tokens_and_every_tile_gives_the_same(count: int, impl: 
         assert_same(results(lambda tile=tile: tiled_mlp(w, x, tile=tile, impl=impl), inputs), theirs)
 
 
-@pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 3, 5, 12), (0, 12), (2, 0, 12)])
-def test_leading_dimensions_are_kept_and_may_be_empty(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("impl", ["chunked", "generic"])
+@pytest.mark.parametrize("shape", [(12,), (2, 3, 5, 12), (0, 12), (2, 0, 12)])
+def test_leading_dimensions_are_kept_and_may_be_empty(shape: tuple[int, ...], impl: str) -> None:
     w, x = weights(bias=True), tokens(*shape)
     inputs = [x, *w.named().values()]
-    ours = results(lambda: tiled_mlp(w, x, tile=2), inputs)
+    ours = results(lambda: tiled_mlp(w, x, tile=2, impl=impl), inputs)
     assert ours[0].shape == (*shape[:-1], 9)
     assert_same(ours, results(lambda: tiled_mlp(w, x, impl="reference"), inputs))
 
@@ -351,12 +352,3 @@ def test_parameter_gradients_are_summed_in_fp32_after_one_rounding_per_tile() ->
 def test_shapes_alone_can_be_asked_for_on_the_meta_device() -> None:
     module = NormalisedGated().to("meta")
     assert tiled_mlp(module, torch.empty(2, 5, 12, device="meta")).shape == (2, 5, 12)
-
-
-def test_known_mlps_can_be_called_too_and_no_tokens_are_fine() -> None:
-    module = PlainGated().double()
-    for shape in ((7, 12), (0, 12), (12,)):
-        x = tokens(*shape)
-        inputs = [x, *module.parameters()]
-        ours = results(lambda x=x: tiled_mlp(module, x, tile=2, impl="generic"), inputs)
-        assert_same(ours, results(lambda x=x: module(x), inputs))

@@ -39,8 +39,6 @@ def call(**changes: Any) -> None:
         ({"B": torch.ones(11)}, r"B \[11\] and mod .* do not fit together; valid: A \[d, r\]"),
         ({"A": torch.ones(7, 0), "B": torch.ones(0, 11), "mod": torch.ones(0)}, "with r >= 1"),
         ({"mod": torch.ones(2, 4, 3)}, r"mod \[2, 4, 3\] does not broadcast to the tokens of h \[2, 5, 7\]"),
-        ({"mod": torch.ones(1, 2, 5, 3)}, "does not broadcast to the tokens of h"),
-        ({"mod": torch.tensor(1.0)}, "do not fit together"),
         ({"bias": torch.ones(7)}, r"bias has shape \[7\]; valid: \[11\]"),
         ({"h": torch.ones(2, 5, 7, dtype=torch.int64)}, "h has dtype torch.int64; valid: float16"),
         ({"A": [1.0]}, "A is a list, not a tensor"),
@@ -327,11 +325,7 @@ def test_it_can_leave_the_meta_device() -> None:
     module.to_empty(device="cpu")
     assert module.weight_scale.dtype == torch.float32
     assert module.weight_scale.device.type == "cpu"
-
-
-def test_it_can_be_made_in_8_bits_on_the_meta_device() -> None:
     made = ModulatedLinear.from_linear(nn.Linear(6, 8, device="meta"), 2, eight_bit=True)
-    assert made.weight_values is not None
     assert made.weight_values.is_meta
 
 
@@ -345,12 +339,6 @@ def test_the_deltas_and_their_norms_are_those_of_its_own_factors() -> None:
     torch.testing.assert_close(
         module.weight_delta_norm(mod, squared=True)[:, 4], delta.square().sum((1, 2)), rtol=1e-5, atol=1e-5
     )
-
-
-def test_it_says_what_it_is() -> None:
-    module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=True)
-    expected = "ModulatedLinear(in_features=7, out_features=11, rank=3, bias=True, base=8-bit)"
-    assert repr(module) == expected
 
 
 def test_what_is_no_linear_layer_is_refused() -> None:

@@ -63,15 +63,12 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_float64_gives_the_spec_to_the_last_digits(shape: dict) -> None:
-    check(inputs(**shape), torch.float64, "chunked", 1e-13)
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_float32_gives_the_spec_for_every_implementation(impl: str, shape: dict) -> None:
+def test_values_and_gradients_are_the_specs(impl: str, shape: dict) -> None:
     check(inputs(**shape), torch.float32, impl, 3e-6)
+    if impl == "chunked":
+        check(inputs(**shape), torch.float64, impl, 1e-13)
 
 
 @pytest.mark.parametrize(
@@ -153,35 +150,12 @@ def test_nan_reaches_its_own_token_only(impl: str) -> None:
     assert not y[[0, 1, 3]].isnan().any()
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_the_same_inputs_give_the_same_bits(impl: str) -> None:
-    results = []
-    for _ in range(2):
-        given = inputs(lead=(90,), dtype=torch.float32).copy(torch.float32)
-        modulated_linear(*given.all(), impl=impl).square().sum().backward()
-        results.append(given.gradients())
-    for name, gradient in results[0].items():
-        assert torch.equal(gradient, results[1][name])
-
-
 def test_gradients_have_the_dtype_of_their_inputs() -> None:
     given = inputs(dtype=torch.float32).copy(torch.float32)
     y = modulated_linear(given.h.bfloat16(), *given.all()[1:])
     assert y.dtype == torch.bfloat16
     y.sum().backward()
     assert {each.dtype for each in given.gradients().values()} == {torch.float32}
-    _, right = spec(inputs(dtype=torch.float32))
-    assert right.keys() == given.gradients().keys()
-
-
-def test_a_frozen_bfloat16_weight_serves_float32_hidden_states_exactly() -> None:
-    given = inputs()
-    given.weight = given.weight.bfloat16().double()
-    right, _ = spec(given)
-    found = given.copy(torch.float32)
-    y = modulated_linear(found.h, given.weight.bfloat16(), found.A, found.B, found.mod, found.bias)
-    assert y.dtype == torch.float32
-    assert relative_error(y, right) < 1e-6
 
 
 def test_under_autocast_the_products_and_the_result_are_bfloat16() -> None:
@@ -215,11 +189,6 @@ def test_each_column_errs_by_at_most_half_its_own_step() -> None:
     assert stored.scale.dtype == torch.float32
     assert ((stored.dequantize() - weight).abs() <= stored.scale / 2 * (1 + 1e-5)).all()
     assert torch.equal(stored.values.abs().amax(dim=0), torch.full((30,), 127, dtype=torch.int8))
-
-
-def test_halves_round_to_even_and_the_largest_of_either_sign_is_127() -> None:
-    weight = torch.tensor([[127.0], [0.5], [1.5], [-2.5], [-127.0]])
-    assert quantize_int8(weight).values.flatten().tolist() == [127, 0, 2, -2, -127]
 
 
 def test_a_column_of_zeros_or_of_vanishing_numbers_stays_finite() -> None:
@@ -315,7 +284,11 @@ def test_a_torchao_tensor_is_dequantised_for_each_product() -> None:
         ),
         (torch.zeros(2, 3, dtype=torch.int8), torch.ones(3, dtype=torch.int8), r"scale is torch.int8 \[3\]"),
         (torch.zeros(2, 3, dtype=torch.int8), torch.ones(3, device="meta"), "values on cpu, scale on meta"),
-        (torch.zeros(2, 3, dtype=torch.int8), torch.ones(3, requires_grad=True), "scale requires a gradient"),
+        (
+            torch.zeros(2, 3, dtype=torch.int8),
+            torch.ones(3, requires_grad=True),
+            "trained; valid: .*frozen",
+        ),
     ],
 )
 def test_an_8_bit_weight_that_cannot_be_is_refused(values: Tensor, scale: Tensor, message: str) -> None:
@@ -367,6 +340,8 @@ def test_one_modulation_for_all_has_one_delta() -> None:
     given = inputs(mod_lead=())
     found = compute_weight_delta(given.A, given.B, given.mod, ())
     torch.testing.assert_close(found, every_delta(given.A, given.B, given.mod))
+    with pytest.raises(ArgumentError, match=r"has no tokens to choose from; give token_idx=\(\)"):
+        compute_weight_delta(given.A, given.B, given.mod, 0)
 
 
 def test_a_token_times_its_own_weight_is_what_the_op_gives() -> None:
@@ -400,12 +375,6 @@ def test_a_token_that_is_not_there_is_refused(token_idx: Any, message: str) -> N
     given = inputs()
     with pytest.raises(ArgumentError, match=message):
         compute_weight_delta(given.A, given.B, given.mod, token_idx)
-
-
-def test_a_modulation_without_tokens_asks_for_an_empty_tuple() -> None:
-    given = inputs(mod_lead=())
-    with pytest.raises(ArgumentError, match=r"has no tokens to choose from; give token_idx=\(\)"):
-        compute_weight_delta(given.A, given.B, given.mod, 0)
 
 
 @pytest.mark.parametrize("lead", [(), (4,), (2, 5), (0,)])

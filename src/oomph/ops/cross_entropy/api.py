@@ -188,18 +188,18 @@ def _run(
         )
         with no_autocast(x):
             value, row_lse = LinearCrossEntropy.apply(x_ND, weight, bias, rows, tiled_loss)
+
+    def per_token(values_N: Tensor) -> Tensor:
+        values = values_N.reshape(target.shape)
+        # With shift, the last position of each sequence has no target.
+        return values[..., :-1] if options.shift else values
+
     if options.reduction == "none":
-        value = _per_token(value, target, options)
+        value = per_token(value)
     if not options.return_lse:
         return value
     assert row_lse is not None
-    return value, _per_token(row_lse, target, options)
-
-
-def _per_token(values_N: Tensor, target: Tensor, options: CrossEntropyOptions) -> Tensor:
-    values = values_N.reshape(target.shape)
-    # With shift, the last position of each sequence has no target.
-    return values[..., :-1] if options.shift else values
+    return value, per_token(row_lse)
 
 
 def _vocab_shard(weight: Tensor) -> vocab_parallel.VocabShard | None:
@@ -317,36 +317,33 @@ def _check_shapes(
         )
     if options.shift and target.dim() < 1:
         raise ArgumentError("shift=True needs a sequence dimension: x [..., T, hidden size], target [..., T]")
-    for name, tensor in (("bias", bias), ("class_weight", options.class_weight)):
-        if tensor is not None and tensor.shape != (n_classes,):
-            raise ArgumentError(f"{name} must be [{n_classes}], one per class; given: {list(tensor.shape)}")
-    token_weight = options.token_weight
-    if token_weight is not None and token_weight.shape != target.shape:
-        raise ArgumentError(
-            f"token_weight must be {list(target.shape)}, one per target; given: {list(token_weight.shape)}"
-        )
+    for name, tensor, shape, what in (
+        ("bias", bias, (n_classes,), "class"),
+        ("class_weight", options.class_weight, (n_classes,), "class"),
+        ("token_weight", options.token_weight, target.shape, "target"),
+    ):
+        if tensor is not None and tensor.shape != shape:
+            raise ArgumentError(f"{name} must be {list(shape)}, one per {what}; given: {list(tensor.shape)}")
 
 
 def _check_numbers(options: CrossEntropyOptions) -> None:
-    smoothing, softcap, num_valid = options.label_smoothing, options.softcap, options.num_valid
-    if not (_is_number(smoothing) and 0.0 <= smoothing <= 1.0):
-        raise ArgumentError(f"label_smoothing={smoothing!r} is not valid; choose a number from 0 to 1")
-    if not (_is_number(options.z_loss) and options.z_loss >= 0):
-        raise ArgumentError(f"z_loss={options.z_loss!r} is not valid; choose 0 or a positive number")
-    if softcap is not None and not (_is_number(softcap) and softcap > 0):
-        raise ArgumentError(f"softcap={softcap!r} is not valid; choose a positive number, or None for no cap")
-    if isinstance(options.ignore_index, bool) or not isinstance(options.ignore_index, Integral):
-        raise ArgumentError(f"ignore_index={options.ignore_index!r} is not valid; give a whole number")
-    if num_valid is not None and (
-        isinstance(num_valid, bool) or not isinstance(num_valid, int) or num_valid < 0
+    def is_a(kind: Any, value: Any) -> bool:
+        return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+
+    smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
+    for name, is_valid, valid in (
+        ("label_smoothing", is_a(Real, smoothing) and 0.0 <= smoothing <= 1.0, "a number from 0 to 1"),
+        ("z_loss", is_a(Real, z_loss) and z_loss >= 0, "0 or a positive number"),
+        ("softcap", softcap is None or (is_a(Real, softcap) and softcap > 0), "a positive number, or None"),
+        ("ignore_index", is_a(Integral, options.ignore_index), "a whole number"),
+        (
+            "num_valid",
+            options.num_valid is None or (is_a(int, options.num_valid) and options.num_valid >= 0),
+            "the number of valid targets as an int, or None",
+        ),
     ):
-        raise ArgumentError(
-            f"num_valid={num_valid!r} is not valid; give the number of valid targets as an int, or None"
-        )
-
-
-def _is_number(given: object) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool) and math.isfinite(given)
+        if not is_valid:
+            raise ArgumentError(f"{name}={getattr(options, name)!r} is not valid; choose {valid}")
 
 
 def _check_values(target: Tensor, n_classes: int, options: CrossEntropyOptions) -> None:

@@ -163,10 +163,10 @@ def compute_over_tiles(
         if not with_gradient:
             continue
         grad_x_RD = None
-        if gradients.x_ND is not None and grad_x_buffer is None:
-            grad_x_RD = _rows_of(gradients.x_ND, part)
-        elif grad_x_buffer is not None:
+        if grad_x_buffer is not None:
             grad_x_RD = _rows_of(grad_x_buffer, slice(0, x_RD.shape[0]))
+        elif gradients.x_ND is not None:
+            grad_x_RD = _rows_of(gradients.x_ND, part)
         # Backwards: the buffer still holds the last tile. The gradient overwrites the logits.
         for start in reversed(starts):
             if lse_N is not None or start != starts[-1]:

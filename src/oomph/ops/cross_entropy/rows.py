@@ -28,7 +28,7 @@ class TokenRows:
     n_classes: int  # of the whole vocabulary
     index: Tensor | None = None  # int64: the row of x for each entry; None: entry n is x[n]
 
-    def __getitem__(self, part: slice) -> "TokenRows":
+    def __getitem__(self, part: slice | Tensor) -> "TokenRows":
         return replace(
             self,
             target=self.target[part],
@@ -98,10 +98,11 @@ def make_token_rows(
     """
     class_weight = None if options.class_weight is None else options.class_weight.to(dtype).contiguous()
     weight_total = None
-    if options.label_smoothing and class_weight is None:
-        weight_total = torch.full((1,), float(n_classes), dtype=dtype, device=target.device)
-    elif options.label_smoothing and class_weight is not None:
-        weight_total = class_weight.sum().reshape(1)
+    if options.label_smoothing:
+        if class_weight is None:
+            weight_total = target.new_full((1,), n_classes, dtype=dtype)
+        else:
+            weight_total = class_weight.sum().reshape(1)
     make = _token_rows_triton if triton else _token_rows_torch
     values = make(target, n_classes, first_class, options, class_weight, dtype)
     if class_weight is not None and last_class is not None:
@@ -187,14 +188,7 @@ def _drop_ignored(rows: TokenRows, num_valid: int) -> TokenRows:
     index = index[: max(1, num_valid)]
     # Valid tokens beyond num_valid would be dropped silently: the loss is NaN instead.
     scale = torch.where(rows.valid.sum() > num_valid, torch.nan, rows.scale)
-    return replace(
-        rows,
-        target=rows.target[index],
-        valid=rows.valid[index],
-        scale=scale[index],
-        target_weight=None if rows.target_weight is None else rows.target_weight[index],
-        index=index,
-    )
+    return replace(replace(rows, scale=scale)[index], index=index)
 
 
 # Softmax of a tile of logits -------------------------------------------------------------------------

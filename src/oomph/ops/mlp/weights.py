@@ -212,8 +212,11 @@ def _copy_with(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> Any:
 def _as_weights(layers: Sequence[Any], activation: str) -> MLPWeights:
     """From up, down and perhaps gate."""
     matrices = [layer.weight.t() if _is_conv1d(layer) else layer.weight for layer in layers]
-    (up, down, *gate), (up_bias, down_bias, *gate_bias) = matrices, [layer.bias for layer in layers]
-    return MLPWeights(up, down, *(gate or [None]), up_bias, *(gate_bias or [None]), down_bias, activation)
+    tensors = dict(zip(("up", "down", "gate"), matrices, strict=False))
+    tensors |= dict(
+        zip(("up_bias", "down_bias", "gate_bias"), (layer.bias for layer in layers), strict=False)
+    )
+    return MLPWeights(**tensors, activation=activation)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ tokens are never computed.
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -98,18 +98,14 @@ def modulated_linear(
     choice = log_choice("modulated_linear", choose(h, weight, A, B, mod, bias, impl))
     dtype = matmul_dtype(h)
     if choice.impl == "reference":
-        whole = weight.dequantize(dtype) if isinstance(weight, Int8Weight) else _whole(weight, dtype)
+        whole = weight.dequantize() if isinstance(weight, Int8Weight) or is_torchao(weight) else weight
         others = (None if each is None else each.to(dtype) for each in (A, B, mod, bias))
-        return modulated_linear_reference(h.to(dtype), whole, *others)  # type: ignore[arg-type]
+        return modulated_linear_reference(h.to(dtype), whole.to(dtype), *others)  # type: ignore[arg-type]
     stored, scale = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
     result: Tensor = autograd.ModulatedLinear.apply(
         h.to(dtype), stored, scale, A, B, mod, bias, choice.impl == "triton"
     )
     return result
-
-
-def _whole(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return (weight.dequantize() if is_torchao(weight) else weight).to(dtype)
 
 
 def _why_not_supported(h: Tensor, rank: int) -> str | None:
@@ -209,7 +205,13 @@ def _check_arguments(
 ) -> None:
     common.check_floating(h=h, A=A, B=B, mod=mod)
     common.check_floating_if_given(bias=bias)
-    _check_weight(weight)
+    stored = weight.values if isinstance(weight, Int8Weight) else weight
+    if stored is weight and not is_torchao(weight) and getattr(weight, "dtype", None) not in common.FLOATS:
+        given = f"has dtype {weight.dtype}" if isinstance(weight, Tensor) else f"is a {type(weight).__name__}"
+        valid = "a float tensor [d, f], an Int8Weight (quantize_int8(weight)), or a frozen torchao tensor"
+        raise ArgumentError(f"weight {given}; valid: {valid}")
+    if is_torchao(stored) and stored.requires_grad:
+        raise ArgumentError("weight is quantised but requires a gradient; valid: a frozen weight")
     _check_factors(A, B, mod)
     d, f = A.shape[0], B.shape[1]
     if h.dim() < 1 or h.shape[-1] != d or tuple(weight.shape) != (d, f):
@@ -220,32 +222,13 @@ def _check_arguments(
         )
     if bias is not None and tuple(bias.shape) != (f,):
         raise ArgumentError(f"bias has shape {list(bias.shape)}; valid: [{f}]")
-    if not _broadcasts(mod.shape[:-1], h.shape[:-1]):
+    sizes = zip(reversed(mod.shape[:-1]), reversed(h.shape[:-1]), strict=False)
+    if mod.dim() > h.dim() or not all(size in (1, wanted) for size, wanted in sizes):
         raise ArgumentError(
             f"mod {list(mod.shape)} does not broadcast to the tokens of h {list(h.shape)}; valid: leading "
             "dimensions like h's, or 1, or none"
         )
-    stored = weight.values if isinstance(weight, Int8Weight) else weight
     common.check_same_device(h=h, weight=stored, A=A, B=B, mod=mod, bias=bias)
-
-
-def _check_weight(weight: object) -> None:
-    if isinstance(weight, Int8Weight):
-        return
-    valid = "a float tensor [d, f], an Int8Weight (quantize_int8(weight)), or a frozen torchao tensor"
-    if not isinstance(weight, Tensor):
-        raise ArgumentError(f"weight is a {type(weight).__name__}; valid: {valid}")
-    if is_torchao(weight):
-        if weight.requires_grad:
-            raise ArgumentError("weight is quantised but requires a gradient; valid: a frozen weight")
-    elif weight.dtype not in common.FLOATS:
-        raise ArgumentError(f"weight has dtype {weight.dtype}; valid: {valid}")
-
-
-def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:
-    return len(shape) <= len(to) and all(
-        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(to), strict=False)
-    )
 
 
 def _check_index(index: object, size: int) -> int | slice | list[int] | Tensor:
@@ -262,10 +245,10 @@ def _check_index(index: object, size: int) -> int | slice | list[int] | Tensor:
 
 
 def _check_number(index: object, size: int) -> int:
-    try:
-        number = operator.index(index)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(f"token_idx {index!r} is not valid; give ints, a list or a tuple") from None
-    if isinstance(index, bool) or not -size <= number < size:
+    # SupportsIndex: ints, NumPy's, and tensors of one integer.
+    if isinstance(index, bool) or not isinstance(index, SupportsIndex):
+        raise ArgumentError(f"token_idx {index!r} is not valid; give ints, a list or a tuple")
+    number = operator.index(index)
+    if not -size <= number < size:
         raise ArgumentError(f"token_idx {index!r} is not valid; the tokens are 0 to {size - 1}")
     return number

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops.common import matmul_into
+from oomph.ops.common import check_same_device, matmul_into
 from oomph.ops.launch import is_fake
 from oomph.units import MiB
 
@@ -33,14 +33,10 @@ class Int8Weight:
         if values.dtype != torch.int8 or values.dim() != 2:
             given = f"{values.dtype} {list(values.shape)}"
             raise ArgumentError(f"Int8Weight values are {given}; valid: torch.int8 [d, f]")
-        if not scale.is_floating_point() or scale.shape != values.shape[1:]:
-            given = f"{scale.dtype} {list(scale.shape)}"
-            raise ArgumentError(f"Int8Weight scale is {given}; valid: float [{values.shape[1]}]")
-        if values.device != scale.device:
-            given = f"values on {values.device}, scale on {scale.device}"
-            raise ArgumentError(f"Int8Weight tensors must be on one device; given: {given}")
-        if scale.requires_grad:
-            raise ArgumentError("Int8Weight scale requires a gradient; an 8-bit weight is frozen: detach it")
+        if not scale.is_floating_point() or scale.shape != values.shape[1:] or scale.requires_grad:
+            given = f"{scale.dtype} {list(scale.shape)}{', trained' if scale.requires_grad else ''}"
+            raise ArgumentError(f"Int8Weight scale is {given}; valid: float [{values.shape[1]}], frozen")
+        check_same_device(values=values, scale=scale)
 
     @property
     def shape(self) -> torch.Size:
@@ -73,13 +69,8 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
     for start, stop in _spans(weight.shape[1], weight.shape[0] * 4):
         columns = weight[:, start:stop].to(torch.float32, copy=True)
         # A norm, because abs() would make a copy of the columns.
-        largest = (
-            torch.linalg.vector_norm(columns, math.inf, dim=0)
-            if len(weight)
-            else columns.new_zeros(stop - start)
-        )
+        step = torch.linalg.vector_norm(columns, math.inf, dim=0) / 127 if len(weight) else columns.sum(0)
         # A step of zero (no weight, or one too small for float32) would divide zero by zero.
-        step = largest / 127
         step = step.masked_fill_(step == 0, 1.0)
         values[:, start:stop] = columns.div_(step).round_().clamp_(-127, 127)
         del columns  # before the next are made

@@ -106,11 +106,7 @@ def rotary(
     traced, which the compiler fuses and whose autograd also saves cos and sin only.
     """
     check_one_of("impl", impl, IMPLS)
-    _check_dims("q", q, heads_first)
-    if k is not None:
-        _check_dims("k", k, heads_first)
-        _check_pair(q, k, heads_first)
-    _check_heads(q.shape[-3 if heads_first else -2], turned_heads, k)
+    _check_tensors(q, k, heads_first, turned_heads)
     dim = rotary_dim(q.shape[-1], fraction)
     table = _make_or_check_table(q, heads_first, positions, table, theta, scaling, dim)
     options = _RotationOptions(interleaved, heads_first, turned_heads, impl)
@@ -251,37 +247,33 @@ def rotary_dim(head_dim: int, fraction: float) -> int:
 # Checks ----------------------------------------------------------------------------------------------
 
 
-def _check_dims(name: str, x: Tensor, heads_first: bool) -> None:
-    check_floating(**{name: x})
-    if x.dim() not in (3, 4):
-        layout = "[B, H, T, D] or [H, T, D]" if heads_first else "[B, T, H, D] or [T, H, D]"
-        raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: {layout}")
+def _check_tensors(q: Tensor, k: Tensor | None, heads_first: bool, turned_heads: int | None) -> None:
+    for name, x in {"q": q}.items() if k is None else {"q": q, "k": k}.items():
+        check_floating(**{name: x})
+        if x.dim() not in (3, 4):
+            layout = "[B, H, T, D] or [H, T, D]" if heads_first else "[B, T, H, D] or [T, H, D]"
+            raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: {layout}")
+    if k is not None:
+        check_same_device(q=q, k=k)
+        check_same_dtype(q=q, k=k)
+        if _sizes(q, heads_first) != _sizes(k, heads_first):
+            raise ArgumentError(
+                f"q has (B, T, D) = {_sizes(q, heads_first)} and k {_sizes(k, heads_first)}; only their "
+                "number of heads may differ (check heads_first, or rotate k in a call of its own)"
+            )
+    if turned_heads is None:
+        return
+    if k is not None:
+        raise ArgumentError("turned_heads is for q alone, of which it takes a part; leave k out")
+    heads = q.shape[-3 if heads_first else -2]
+    if isinstance(turned_heads, bool) or not isinstance(turned_heads, int) or not 0 < turned_heads <= heads:
+        raise ArgumentError(f"turned_heads={turned_heads!r} is not valid; q has heads 1 to {heads}")
 
 
 def _sizes(x: Tensor, heads_first: bool) -> tuple[int, int, int]:
     """B (1 where it is missing), T and D."""
     shape = x.shape
     return shape[0] if len(shape) == 4 else 1, shape[-2 if heads_first else -3], shape[-1]
-
-
-def _check_pair(q: Tensor, k: Tensor, heads_first: bool) -> None:
-    check_same_device(q=q, k=k)
-    check_same_dtype(q=q, k=k)
-    sizes_of_q, sizes_of_k = _sizes(q, heads_first), _sizes(k, heads_first)
-    if sizes_of_q != sizes_of_k:
-        raise ArgumentError(
-            f"q has (B, T, D) = {sizes_of_q} and k {sizes_of_k}; only their "
-            "number of heads may differ (check heads_first, or rotate k in a call of its own)"
-        )
-
-
-def _check_heads(heads: int, turned_heads: int | None, k: Tensor | None) -> None:
-    if turned_heads is None:
-        return
-    if k is not None:
-        raise ArgumentError("turned_heads is for q alone, of which it takes a part; leave k out")
-    if isinstance(turned_heads, bool) or not isinstance(turned_heads, int) or not 0 < turned_heads <= heads:
-        raise ArgumentError(f"turned_heads={turned_heads!r} is not valid; q has heads 1 to {heads}")
 
 
 def _make_or_check_table(
@@ -322,7 +314,7 @@ def _check_table(
         )
     valid = ((tokens, dim // 2), (1, tokens, dim // 2), (batch, tokens, dim // 2))
     for name, part in (("cos", table.cos), ("sin", table.sin)):
-        if part.shape not in valid:
+        if part.shape not in valid or part.shape != table.cos.shape:
             raise ArgumentError(
                 f"table.{name} has shape {list(part.shape)}; valid for B={batch}, T={tokens} and {dim} "
                 f"rotated numbers: {list(valid[0])} or {list(valid[2])} (check fraction and heads_first)"
@@ -333,9 +325,5 @@ def _check_table(
                 "table cast?)"
             )
         if part.requires_grad:
-            raise ArgumentError(
-                f"table.{name} requires a gradient, which rotary does not compute; pass it detached"
-            )
-    if table.cos.shape != table.sin.shape:
-        raise ArgumentError(f"table.cos has shape {list(table.cos.shape)} and sin {list(table.sin.shape)}")
+            raise ArgumentError(f"table.{name} requires a gradient, which rotary does not compute; detach it")
     check_same_device(q=q, table=table.cos, sin=table.sin)
