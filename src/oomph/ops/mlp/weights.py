@@ -212,11 +212,9 @@ def _copy_with(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> Any:
 def _as_weights(layers: Sequence[Any], activation: str) -> MLPWeights:
     """From up, down and perhaps gate."""
     matrices = [layer.weight.t() if _is_conv1d(layer) else layer.weight for layer in layers]
-    tensors = dict(zip(("up", "down", "gate"), matrices, strict=False))
-    tensors |= dict(
-        zip(("up_bias", "down_bias", "gate_bias"), (layer.bias for layer in layers), strict=False)
-    )
-    return MLPWeights(**tensors, activation=activation)
+    names = ("up", "down", "gate")[: len(layers)]
+    biases = {f"{name}_bias": layer.bias for name, layer in zip(names, layers, strict=True)}
+    return MLPWeights(**dict(zip(names, matrices, strict=True)), **biases, activation=activation)
 
 
 def _is_conv1d(module: nn.Module) -> bool:
