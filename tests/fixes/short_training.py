@@ -1,5 +1,7 @@
 """Real steps on the CPU: what a workload's parameters become, with a fix and without."""
 
+from functools import cached_property
+
 import torch
 
 import oomph
@@ -37,7 +39,21 @@ def proposed(name: str, workload: oomph.Workload):
     return fixes.propose(oomph.predict(workload, gpu="h200"), workload, only=(name,))
 
 
+class _PredictedIfRead:
+    """A prediction that is made when an attribute is read: most fixes read the model and the optimizer."""
+
+    def __init__(self, workload: oomph.Workload) -> None:
+        self.workload = workload
+
+    def __getattr__(self, name: str):
+        return getattr(self._prediction, name)
+
+    @cached_property
+    def _prediction(self):
+        return oomph.predict(self.workload, gpu="h200")
+
+
 def not_found(name: str, workload: oomph.Workload):
     """Does the fix say that it does not apply? What it looks at needs no large model."""
-    context = FixContext(oomph.predict(workload, gpu="h200"), workload)
+    context = FixContext(_PredictedIfRead(workload), workload)
     return fixes.find(name).proposals(context) == []

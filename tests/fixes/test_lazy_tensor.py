@@ -66,14 +66,14 @@ def chain(seed):
 
 def test_chains_of_calls_on_masks():
     lazy = 0
-    for seed in range(1000):
+    for seed in range(300):
         expected = chain(seed)
         with AttentionMode():
             found = chain(seed)
         lazy += isinstance(found, LazyTensor) and not found.expression.computed
         assert found.dtype == expected.dtype, seed
         assert torch.equal(found.clone().nan_to_num(7), expected.nan_to_num(7)), seed
-    assert lazy > 200
+    assert lazy > 60
 
 
 def test_a_mask_and_its_views_share_what_is_written():
