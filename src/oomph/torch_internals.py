@@ -171,6 +171,12 @@ with _section():  # tensor types for which optimizers take the foreach path
         "_foreach_supported_types",
     )
 
+with _section():  # the devices by which a weight average chooses the foreach path
+    AVERAGE_GROUP_TENSORS: tuple[Any, str] = (
+        sys.modules["torch.optim.swa_utils"],
+        "_group_tensors_by_device_and_dtype",
+    )
+
 with _section():  # nn.Module.to and its kin
     MODULE_APPLY: tuple[Any, str] = (torch.nn.Module, "_apply")
 
@@ -264,6 +270,7 @@ def self_test() -> None:
     pairs = [
         *ENGINE_RUN_BACKWARD,
         PUSH_SAVED_TENSORS_HOOKS,
+        AVERAGE_GROUP_TENSORS,
         FOREACH_SUPPORTED_TYPES,
         MODULE_APPLY,
         *HAS_TORCH_FUNCTION,
@@ -331,6 +338,7 @@ def _check_autograd_nodes() -> None:
 
 __all__ = [
     "AUTOCAST_CUDA",
+    "AVERAGE_GROUP_TENSORS",
     "CHECKPOINT_DEFAULT_DEVICE",
     "CUDA_LAZY_INIT",
     "CUDA_RECORD_MEMORY_HISTORY",

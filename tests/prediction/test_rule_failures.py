@@ -121,7 +121,10 @@ def results_of_unknown_size() -> None:
     x = torch.randn(4, 8, device="cuda")
     mask = x > 0
     mask.nonzero(), x[mask], x.masked_select(mask), x.unique(), x.unique(dim=0), x.unique_consecutive()
-    torch.repeat_interleave(torch.randint(1, 3, (4,), device="cuda"))
+    x.cpu()[mask.cpu()], x.cpu().masked_select(mask.cpu())
+    torch.ops.aten._unique(x), torch.ops.aten.unique_dim_consecutive(x, 0), torch.linalg.lstsq(x, x)
+    counts = torch.randint(1, 3, (4,), device="cuda")
+    torch.repeat_interleave(counts), torch.bincount(counts)
     lengths = torch.randint(1, 3, (2,), device="cuda")
     targets = torch.randint(1, 5, (2, 3), device="cuda")
     torch.ops.aten._ctc_loss.Tensor(torch.randn(6, 2, 5, device="cuda"), targets, lengths, lengths)

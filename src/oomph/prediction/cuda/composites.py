@@ -98,6 +98,8 @@ def _log_softmax(context: RuleContext, call: BoundArguments) -> Any:
 @composite(aten.one_hot.default)
 def _one_hot(context: RuleContext, call: BoundArguments) -> Any:
     ids, classes = call["self"], call["num_classes"]
+    if classes == -1 and ids.numel() > 0:
+        classes = context.count_classes(ids, "aten.one_hot")
     if classes <= 0:
         return NotImplemented
     out = ids.new_zeros((*ids.shape, classes))

@@ -1,10 +1,11 @@
-"""Memory that CUDA's sorts, scans, look-ups and scatters take and no output shows.
+"""Memory that CUDA's sorts, scans, look-ups, selections and scatters take and no output shows.
 
 Sources, in ATen's native/cuda: Embedding.cu, EmbeddingBag.cu, EmbeddingBackwardKernel.cu, Sort.cpp,
-SortStable.cu, TensorTopK.cu, ScanUtils.cuh, Indexing.cu; and CUB's radix sort, whose temporary holds
-alternate buffers for keys and values and a little per tile. Embeddings, sorts, topk and scans come out
-exactly as measured on an H200 with torch 2.11. CUB's share per tile, at most 3 % of its temporary, is assumed
-to be the same on other GPUs.
+SortStable.cu, TensorTopK.cu, ScanUtils.cuh, Indexing.cu, Nonzero.cu, IndexKernel.cpp, Unique.cu,
+UniqueCub.cu, SummaryOps.cu, MultinomialKernel.cu; native/Repeat.h, native/Distributions.cpp; and CUB's
+radix sort, whose temporary holds alternate buffers for keys and values and a little per tile. The figures
+come out exactly as measured on an H200 with torch 2.11. CUB's share per tile, at most 3 % of its temporary,
+is assumed to be the same on other GPUs.
 """
 
 from __future__ import annotations
@@ -46,20 +47,41 @@ def _cub_layout(*parts: int) -> int:
 def radix_sort_bytes(items: int, key: int, value: int, bits: int | None = None) -> int:
     """CUB's temporary for sorting so many keys of `key` bytes with values of `value` bytes (0: none)."""
     passes = math.ceil((8 * key if bits is None else max(bits, 1)) / 8)
-    tiles = math.ceil(items / _ONESWEEP_TILE[key])
+    tiles = math.ceil(items / (_ONESWEEP_TILE if value else _ONESWEEP_TILE_KEYS)[key])
     alternate = (items * key, items * value) if passes > 1 else (0, 0)
     return _cub_layout(passes * _DIGITS * 8, tiles * _DIGITS * 4, *alternate, passes * 4)
 
 
 # Items that one block sorts, by the bytes of a key. Measured on an H200, with values of eight bytes.
 _ONESWEEP_TILE = {8: 4608, 4: 5376, 2: 5632, 1: 5632}
+# The same without values; keys of two bytes and of one are not measured.
+_ONESWEEP_TILE_KEYS = {8: 5760, 4: 6912, 2: 5632, 1: 5632}
 
 
 def scan_bytes(items: int, size: int = _INDEX) -> int:
     """CUB's temporary for a scan or a selection: a descriptor per tile, small beside the items. The tiles are
     those measured on an H200 for scans of float32 and selections of int64."""
     tile, descriptor = (4096, 16) if size > 4 else (1920, 8)
+    return _tile_states(items, tile, descriptor)
+
+
+def _tile_states(items: int, tile: int, descriptor: int) -> int:
     return _cub_layout(1, (math.ceil(items / tile) + 32) * descriptor)
+
+
+def select_bytes(items: int) -> int:
+    """CUB's temporary for DeviceSelect::Flagged and ::Unique, which count in 32 bits."""
+    return _tile_states(items, 4096, 8)
+
+
+def mask_scan_bytes(items: int) -> int:
+    """CUB's temporary for the int64 prefix sum of a mask."""
+    return _tile_states(items, 896, 16)
+
+
+def run_length_bytes(items: int) -> int:
+    """CUB's temporary for DeviceRunLengthEncode."""
+    return _tile_states(items, 768, 16)
 
 
 # Embeddings
@@ -188,8 +210,8 @@ def _index_put(call: BoundArguments, gpu: GPU) -> list[int]:
     if not (call["accumulate"] or torch.are_deterministic_algorithms_enabled()):
         return []
     given = [index for index in call["indices"] if index is not None]
-    if any(index.dtype in (torch.bool, torch.uint8) for index in given) or not given:
-        return []  # a mask: how many it selects is not known here
+    if not given:
+        return []
     n = math.prod(torch.broadcast_shapes(*(index.shape for index in given)))
     indexed = [dim for dim, index in enumerate(call["indices"]) if index is not None]
     return _sorted_put(call["self"], call["values"], n, indexed)
@@ -245,3 +267,105 @@ def _sorted_put(target: Tensor, values: Tensor, n: int, indexed: list[int]) -> l
         events.append(_nbytes(target))
     bits = max(target.numel() // max(slices, 1), 1).bit_length()
     return [*events, span, span, span, radix_sort_bytes(n, _INDEX, _INDEX, bits)]
+
+
+# Selections: nonzero, masks, unique values, counts
+
+
+@temporaries(aten.nonzero.default)
+def _nonzero(call: BoundArguments, gpu: GPU) -> list[int]:
+    """Nonzero.cu: a count per chunk of 2^30 elements, and CUB's selection of one chunk."""
+    tensor = call["self"]
+    chunk = 1 << 30 if tensor.numel() >= 2**31 - 1 else max(tensor.numel(), 1)
+    chunks = math.ceil(tensor.numel() / chunk)
+    return [contiguous_copy_bytes(tensor), 4 * chunks, select_bytes(min(chunk, tensor.numel()))]
+
+
+@temporaries(aten.nonzero_static.default)
+def _nonzero_static(call: BoundArguments, gpu: GPU) -> list[int]:
+    """Nonzero.cu: a count per block, and their running sum."""
+    tensor = call["self"]
+    block = 512 * 16
+    wanted = gpu.multiprocessors * (2 if tensor.element_size() == 1 else 1)
+    rounds = max(math.ceil(math.ceil(tensor.numel() / block) / wanted), 1)
+    blocks = math.ceil(tensor.numel() / (rounds * block))
+    return [contiguous_copy_bytes(tensor), blocks * 4, blocks * 8]
+
+
+@temporaries(aten.masked_scatter.default, aten.masked_scatter_.default)
+def _masked_scatter(call: BoundArguments, gpu: GPU) -> list[int]:
+    """IndexKernel.cpp: a prefix sum of the mask in int64. So it is in backward of masked_select."""
+    mask, source = call["mask"], call["source"]
+    shape = torch.broadcast_shapes(call["self"].shape, mask.shape)
+    n = math.prod(shape)
+    copy = n if mask.shape != shape or not mask.is_contiguous() else 0
+    scan = mask_scan_bytes(n)
+    return [n * _INDEX, copy, scan, -scan, contiguous_copy_bytes(source)]
+
+
+@temporaries(aten._unique.default, aten._unique2.default, aten.unique_consecutive.default)
+def _unique(call: BoundArguments, gpu: GPU) -> list[int]:
+    """UniqueCub.cu. The results are as long as the input, and are shortened without being reallocated."""
+    if call.get("dim") is not None:
+        return _unique_rows(call, gpu)
+    tensor = call["self"]
+    consecutive, inverse = "sorted" not in call, call["return_inverse"]
+    counts = call.get("return_counts", False)
+    if tensor.numel() == 0 or (tensor.dtype == torch.bool and not consecutive):
+        return []
+    n, key = tensor.numel(), tensor.element_size()
+    span = n * _INDEX
+    kept = [contiguous_copy_bytes(tensor)]
+    if not consecutive:
+        kept += [n * key, span if inverse else 0]  # sorted, and where each came from
+    results = n * key + span * (inverse + counts)
+    # The largest of three stages, less what is alive beside it in this list: the sort, the running count of
+    # new values, and the selection.
+    stages = [_SCALAR + (run_length_bytes(n) if counts else select_bytes(n))]
+    if not consecutive:
+        stages.append(span * inverse + radix_sort_bytes(n, key, _INDEX if inverse else 0) - results)
+    if inverse:
+        stages.append(span + (n * 4 if consecutive else span) + scan_bytes(n) - results)
+    return [*kept, max(stages)]
+
+
+@temporaries(aten.unique_dim.default, aten.unique_dim_consecutive.default)
+def _unique_rows(call: BoundArguments, gpu: GPU) -> list[int]:
+    """Unique.cu: row numbers are sorted by the rows they stand for, and the rows are selected last."""
+    tensor, dim = call["self"], call["dim"] % max(call["self"].dim(), 1)
+    rows = tensor.size(dim) if tensor.dim() else 1
+    span = rows * _INDEX
+    numbers = [contiguous_copy_bytes(tensor.transpose(dim, 0) if tensor.dim() else tensor), span]
+    sort = span + scan_bytes(rows)  # a merge sort's second buffer
+    inverse = 2 * span + scan_bytes(rows) if call["return_inverse"] else 0
+    counts = 2 * span + scan_bytes(rows) if call["return_counts"] else 0
+    results = _nbytes(tensor) + span * (call["return_inverse"] + call["return_counts"])
+    return [*numbers, max(max(sort, inverse, counts + span * call["return_inverse"]) - results, 0)]
+
+
+@temporaries(aten.repeat_interleave.Tensor)
+def _repeat_interleave(call: BoundArguments, gpu: GPU) -> list[int]:
+    """Repeat.h: the running sum of the counts in int64."""
+    repeats = call["repeats"]
+    return [repeats.numel() * _INDEX, contiguous_copy_bytes(repeats)]
+
+
+@temporaries(aten.bincount.default)
+def _bincount(call: BoundArguments, gpu: GPU) -> list[int]:
+    """SummaryOps.cu: weights other than float32 become float64."""
+    weights = call["weights"]
+    return [] if weights is None or weights.dtype in (torch.float32, torch.float64) else [8 * weights.numel()]
+
+
+@temporaries(aten.multinomial.default)
+def _multinomial(call: BoundArguments, gpu: GPU) -> list[int]:
+    """MultinomialKernel.cu with replacement: the distribution, normalized, and its running sum. Else
+    Distributions.cpp: one random number per category, of which the largest win."""
+    weights, samples = call["self"], call["num_samples"]
+    if call["replacement"] and samples > 1:
+        return [_nbytes(weights)] * 3
+    if samples == 1:
+        return [_nbytes(weights)]
+    rows = weights.numel() // max(weights.size(-1), 1)
+    best = rows * samples * weights.element_size()
+    return [_nbytes(weights), best, *_topk({"self": weights, "dim": -1}, gpu)]

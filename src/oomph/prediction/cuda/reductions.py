@@ -281,10 +281,11 @@ def _sum(call: BoundArguments, gpu: GPU) -> list[int]:
 
 @temporaries(aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
 def _count(call: BoundArguments, gpu: GPU) -> list[int]:
-    """A mask, then its sum as int64."""
+    """A mask, unless the input is one, then its sum as int64 (TensorAdvancedIndexing.cpp)."""
     tensor = call["self"]
     strides, cast = _contiguous(tensor, torch.int64)
-    return [tensor.numel(), *cast, *reduction_buffers(tensor.shape, strides, _dims(call), torch.int64, gpu)]
+    mask = 0 if tensor.dtype == torch.bool else tensor.numel()
+    return [mask, *cast, *reduction_buffers(tensor.shape, strides, _dims(call), torch.int64, gpu)]
 
 
 @temporaries(aten.logsumexp.default)

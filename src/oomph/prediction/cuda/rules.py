@@ -144,4 +144,5 @@ class RuleContext(NamedTuple):
     guard: RuleGuard
     count_kernel: Callable[..., None]  # (*tensors, flops=, kind=): a CUDA kernel that no traced op stands for
     note_one_hot: Callable[[torch.Tensor, int], None]
+    count_classes: Callable[[torch.Tensor, str], int]  # (ids, op): one more than the largest id
     held: list[torch.Tensor]  # device memory that a library keeps until the process ends

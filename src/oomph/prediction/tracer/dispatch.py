@@ -6,6 +6,7 @@ works as always: data loaders, seeds and `.item()` on the host give what they gi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -56,6 +57,12 @@ _CROSS_DEVICE = aten_ops("""
     _scaled_dot_product_flash_attention_backward.default
     _scaled_dot_product_cudnn_attention_backward.default
 """)
+_ASSIGNS_BY_INDEX = aten_ops("""
+    index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default
+""")
+_TAKES_MASKS = aten_ops("index.Tensor _unsafe_index.Tensor") | _ASSIGNS_BY_INDEX
+_EQUALITY = aten_ops("equal.default allclose.default")
+_INT64 = {"dtype": torch.int64}
 _FEW_TENSORS = 4  # an op on more of them goes through a list
 
 # Above this, a host tensor that the program asks for is fake. Below it, host data is real.
@@ -135,13 +142,103 @@ class DispatchMode(TorchDispatchMode):
         if func is aten._local_scalar_dense.default:
             tracer.work.synchronize(tracer.phase)
             return tracer.estimates.scalar(args[0])
-        if func is aten.equal.default:
+        if func in _EQUALITY:
             tracer.work.synchronize(tracer.phase)
             return tracer.estimates.equality(*args[:2])
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self._count_copy(func, args, kwargs, tensors)
             return self._copy_into_real(args[0], args[1])
+        if func is aten.masked_scatter_backward.default:
+            return self._masked_scatter_backward(*args)
+        if func is aten.masked_select.default:
+            func, args = aten.index.Tensor, self._indexed_by_mask(*args)
+        if func in _TAKES_MASKS and any(map(_is_mask, args[1])):
+            return self._run_with_masks(func, args, kwargs)
         return self._run_gpu_op(func, args, kwargs, tensors, gpu)
+
+    # -- masks ----------------------------------------------------------------------------------------
+
+    def _indexed_by_mask(self, tensor: torch.Tensor, mask: torch.Tensor) -> Sequence[Any]:
+        """masked_select as CUDA does it (native/cuda/IndexKernel.cpp): both are expanded, then indexed."""
+        shape = list(torch.broadcast_shapes(tensor.shape, mask.shape) or (1,))
+        expanded = [self._fake(aten.expand.default, (each, shape), {}) for each in (tensor, mask)]
+        self._propagate_values(aten.expand.default, (mask, shape), {}, [mask], expanded[1])
+        self.tracer.estimates.propagate(aten.expand.default, (mask, shape), expanded[1])
+        return expanded[0], [expanded[1]]
+
+    def _masked_scatter_backward(
+        self, grad: torch.Tensor, mask: torch.Tensor, sizes: Sequence[int]
+    ) -> torch.Tensor:
+        """The gradient of the source: what the mask selects, and zeros for the rest (native/
+        TensorAdvancedIndexing.cpp). The mask selects no more elements than the source has."""
+        args = self._indexed_by_mask(grad, mask)
+        elements = math.prod(sizes)
+        self.tracer.estimates.state_selected(args[1][0], min(elements, args[1][0].numel()))
+        selected = self._run_with_masks(aten.index.Tensor, args, {})
+        if selected.numel() < elements:
+            rest = elements - selected.numel()
+            zeros = self._run(aten.new_zeros.default, (selected, [rest]), {})
+            selected = self._run(aten.cat.default, ([selected, zeros], 0), {})
+        return self._run(aten.view.default, (selected, sizes), {})
+
+    def _run_with_masks(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Index or assign by masks. CUDA makes index lists of them with nonzero (native/IndexingUtils.h).
+
+        An assignment that sorts frees the lists once they are one linear index (native/cuda/Indexing.cu).
+        """
+        call = bind(func, args, kwargs)
+        assigns = func in _ASSIGNS_BY_INDEX
+        if assigns and self._is_masked_fill(call):
+            tensors = list(tensors_in(args, kwargs))
+            return self._run_gpu_op(func, args, kwargs, tensors, tensors)
+        sorts = assigns and (call["accumulate"] or torch.are_deterministic_algorithms_enabled())
+        if assigns:
+            self._state_selected(call)
+        indices: list[Any] = []
+        for index in args[1]:
+            if not _is_mask(index):
+                indices.append(index)
+                continue
+            self._check_mask(args[0], index, len(indices))
+            self.tracer.estimates.share_evenly(index)
+            found = self._run_gpu_op(aten.nonzero.default, (index,), {}, [index], [index])
+            if found.shape[1:] != (index.dim(),):  # the rule for nonzero failed
+                found = self._fake(aten.new_empty.default, (index, [index.numel(), index.dim()]), _INT64)
+            columns = self._fake(aten.unbind.int, (found, 1), {})
+            if sorts:
+                self._record_temporaries(op_name(func), [found.shape[0] * 8] * 3)
+                columns = [self._fake(aten.empty_like.default, (column,), {}) for column in columns]
+            indices += columns
+            del found, columns
+        plain = (args[0], indices, *args[2:])
+        tensors = list(tensors_in(args if assigns else plain, kwargs))
+        if assigns:  # the values may be fewer than the mask is assumed to select
+            return self._run_gpu_op(func, args, kwargs, tensors, tensors, plain)
+        return self._run_gpu_op(func, plain, kwargs, tensors, tensors)
+
+    def _is_masked_fill(self, call: Mapping[str, Any]) -> bool:
+        """A number of the host, assigned by one mask, is filled in (native/TensorAdvancedIndexing.cpp)."""
+        given = [index for index in call["indices"] if index is not None]
+        number = call["values"].numel() == 1 and not self.tracer.on_gpu(call["values"])
+        return number and not call["accumulate"] and len(given) == 1
+
+    def _state_selected(self, call: Mapping[str, Any]) -> None:
+        """x[mask] = values: the mask selects as many elements as there are values."""
+        target, values = call["self"], call["values"]
+        if len(call["indices"]) != 1 or values.dim() != 1 + target.dim() - call["indices"][0].dim():
+            return
+        if values.shape[0] > 1:
+            self.tracer.estimates.state_selected(call["indices"][0], values.shape[0])
+
+    def _check_mask(self, tensor: torch.Tensor, mask: torch.Tensor, first: int) -> None:
+        shape = tensor.shape[first : first + mask.dim()]
+        if shape != mask.shape:
+            raise program_error(
+                IndexError(
+                    f"The shape of the mask {list(mask.shape)} at index {first} does not match the shape of "
+                    f"the indexed tensor {list(tensor.shape)}"
+                )
+            )
 
     # -- ops on the GPU -------------------------------------------------------------------------------
 
@@ -152,7 +249,9 @@ class DispatchMode(TorchDispatchMode):
         kwargs: dict[str, Any],
         tensors: Sequence[torch.Tensor],
         gpu: Sequence[torch.Tensor],
+        expanded: Sequence[Any] | None = None,
     ) -> Any:
+        """`expanded`: the arguments as the rule for temporaries sees them, with index lists for masks."""
         tracer, guard = self.tracer, self.tracer.guard
         guard.call("dtype check", func, partial(check_dtypes, func, args, kwargs), _nothing)
         first_event = len(tracer.recorder.events)
@@ -171,7 +270,7 @@ class DispatchMode(TorchDispatchMode):
         self._propagate_values(func, args, kwargs, tensors, out)
         guard.call("values", func, partial(tracer.estimates.propagate, func, args, out), _nothing)
         if tracer.place != "host":
-            self._record_results(func, args, kwargs, tensors, out)
+            self._record_results(func, expanded or args, kwargs, tensors, out)
             self._check_deterministic(func, args, kwargs)
         if tracer.work.counting and not self._count_copy(func, args, kwargs, gpu):
             rule = partial(tracer.work.op, func, args, kwargs, tensors, out, tracer.phase)
@@ -375,6 +474,10 @@ def _may_be_large(func: OpOverload, kwargs: dict[str, Any], tensors: Sequence[to
     if any(tensor.is_meta for tensor in tensors) or (asked is not None and asked.type == "meta"):
         return False
     return not tensors or max(map(_bytes_of, tensors)) > _MAY_GROW
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:

@@ -13,10 +13,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oomph.prediction.tracer.attribution import find_site
-from oomph.prediction.tracer.fake_cuda import Patches
+from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.placement import PlacementMode
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.torch_internals import (
+    AVERAGE_GROUP_TENSORS,
     ENGINE_RUN_BACKWARD,
     FOREACH_SUPPORTED_TYPES,
     HAS_TORCH_FUNCTION,
@@ -84,6 +85,15 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
     """Everything inside an optimizer's step is the optimizer step; what it keeps is its state."""
     # torch takes the foreach path on CUDA for plain tensors only; ours stand for such.
     patches.set(*FOREACH_SUPPORTED_TYPES, [*getattr(*FOREACH_SUPPORTED_TYPES), FakeTensor])
+    group_tensors = getattr(*AVERAGE_GROUP_TENSORS)
+
+    def group_by_fake_device(tensors: Any, *args: Any) -> Any:
+        return {
+            (DEVICE if tracer.on_gpu(group[0][0][0]) else device, dtype): group
+            for (device, dtype), group in group_tensors(tensors, *args).items()
+        }
+
+    patches.set(*AVERAGE_GROUP_TENSORS, group_by_fake_device)
     running: list[contextlib.AbstractContextManager[None]] = []
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

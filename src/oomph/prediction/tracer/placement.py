@@ -240,7 +240,22 @@ def _nothing(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, A
 
 
 _T = torch.Tensor
+
+
+def _setitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """A number that is assigned to a tensor of the GPU stays on the host; masks are then filled in place."""
+    target, index, value = args
+    parts = index if isinstance(index, tuple) else (index,)
+    masked = any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
+    if tracer.on_gpu(target) and masked and isinstance(value, (bool, int, float, complex)):
+        with tracer.placing("host"):
+            value = torch.full((), value, dtype=target.dtype)
+    with tracer.placing("gpu" if tracer.on_gpu(target) and tracer.place is None else tracer.place):
+        return func(target, index, value)
+
+
 _HANDLERS: dict[Any, Handler] = {
+    _T.__setitem__: _setitem,
     _T.to: _to,
     _T.cuda: _cuda,
     _T.cpu: _cpu,

@@ -58,7 +58,13 @@ class Tracer:
         self.estimates = ValueEstimates(self.values, self.note, self.note_once)
         self.work = WorkMeter(gpu)
         self.rule_context = RuleContext(
-            gpu, self.on_gpu, self.guard, self.count_kernel, self.estimates.mark_one_hot, held=[]
+            gpu,
+            self.on_gpu,
+            self.guard,
+            self.count_kernel,
+            self.estimates.mark_one_hot,
+            self.estimates.count_classes,
+            held=[],
         )
         self.optimizer_steps = 0  # so far, of all optimizers
         self.on_optimizer_step: Callable[[], None] | None = None
