@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -35,12 +33,7 @@ class FakePredict:
 @pytest.fixture
 def fake_predict(monkeypatch: pytest.MonkeyPatch) -> FakePredict:
     fake = FakePredict()
-    package = sys.modules.get("oomph.prediction")
-    if package is None:
-        package = ModuleType("oomph.prediction")
-        package.__path__ = []  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, "oomph.prediction", package)
-    monkeypatch.setattr(package, "predict", fake, raising=False)
+    monkeypatch.setattr("oomph.prediction.predict", fake)
     return fake
 
 

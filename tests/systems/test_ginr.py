@@ -117,12 +117,6 @@ def test_frequencies_grow_with_sigma():
     assert narrow.std().item() == pytest.approx(2.0, rel=0.05)
 
 
-def test_features_change_from_pixel_to_pixel():
-    features = FourierFeatures(64, 8.0)(positions(32))
-    assert features.shape == (1024, 64)
-    assert features.std(dim=0).min() > 0.3
-
-
 def test_latents_near_a_position_weigh_more_than_those_far_away():
     model = replace(TINY, locality=1e4, processor_depth=0).build().double().eval()
     latents = model.encode(images(1))

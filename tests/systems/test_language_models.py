@@ -64,15 +64,16 @@ def test_the_loss_is_that_of_the_shifted_logits_without_ignored_labels(config):
     torch.testing.assert_close(out.loss, expected)
 
 
-@every_config
-def test_a_small_batch_can_be_overfitted(config):
+@pytest.mark.parametrize("name", ["hatchling kimi", "pythia published", "longctx nsa"])
+def test_a_small_batch_can_be_overfitted(name):
+    config = CONFIGS[name]
     # Hatchling learns slower: two layers, and no auxiliary loss.
     slower = {"n_layers": 2, "attention_every": 2, "predictive_weight": 0.0}
     model = (replace(config, **slower) if config.__class__ is hatchling.HatchlingConfig else config).build()
     ids = tokens(config.vocab_size, 2, 14)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
-    for _ in range(50):
+    while len(losses) < 50 and min(losses, default=9) >= 0.5:
         loss = model(ids, labels=ids).loss
         loss.backward()
         optimizer.step()
