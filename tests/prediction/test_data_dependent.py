@@ -91,8 +91,22 @@ def test_bounds_of_random_ids_and_of_positions_are_used() -> None:
 
     notes = notes_of(program)
     assert shapes == [(10,), (128, 10), (600,), (100,)]
-    assert "6 each, the most" in notes
+    assert "6 times each, the most" in notes
     assert "one per element is assumed" in notes
+
+
+def test_repeats_by_counts_of_tokens_give_one_row_per_token() -> None:
+    def program() -> None:
+        chosen = torch.randn(64, 8, device="cuda").topk(2, dim=-1).indices
+        experts = torch.arange(8, device="cuda")
+        for counts in (
+            torch.bincount(chosen.flatten(), minlength=8),
+            F.one_hot(chosen, 8).sum(dim=(0, 1)),
+            chosen.flatten().unique(return_counts=True)[1][:8],
+        ):
+            assert experts.repeat_interleave(counts.to(torch.int32)).shape == (128,)
+
+    assert "together 128 times" in notes_of(program)
 
 
 def test_one_mask_selects_the_same_number_of_elements_each_time() -> None:

@@ -145,6 +145,10 @@ _KEEPS_VALUES = aten_ops("""
     expand.default
 """)
 _KEEPS_CLASSES = _KEEPS_VALUES | aten_ops("ne.Scalar gt.Scalar")
+# Sums, and ops that select or keep elements, keep an upper bound of the sum of all elements.
+_KEEPS_TOTAL = (_KEEPS_VALUES - aten_ops("index.Tensor expand.default")) | aten_ops(
+    "sum.default sum.dim_IntList"
+)
 # The position of the argument that bounds random whole numbers.
 _HIGH = {
     aten.randint.default: 0,
@@ -182,6 +186,7 @@ class ValueEstimates:
         self._note_once = note_once
         self._one_hot = WeakIdKeyDictionary()  # one-hot mask -> its _OneHot
         self._bounds = WeakIdKeyDictionary()  # whole numbers -> one more than the largest they can be
+        self._totals = WeakIdKeyDictionary()  # counts -> the most that their sum can be
         self._stated = WeakIdKeyDictionary()  # mask -> how many elements the program says it selects
 
     def scalar(self, tensor: torch.Tensor) -> bool | int | float:
@@ -230,8 +235,15 @@ class ValueEstimates:
             self._bounds[out] = int(args[_HIGH[func]])
         elif func in _POSITIONS:
             self._bound_positions(func, args, out)
-        elif func in _KEEPS_CLASSES:
-            if args[0] in self._one_hot:
+        elif func is aten.bincount.default:
+            self._totals[out] = args[0].numel()
+        elif func is aten._unique2.default:
+            self._totals[out[2]] = args[0].numel()
+        elif func in _KEEPS_CLASSES or func in _KEEPS_TOTAL:
+            total = self._total(args[0]) if func in _KEEPS_TOTAL else None
+            if total is not None:
+                self._totals[out] = total
+            if func in _KEEPS_CLASSES and args[0] in self._one_hot:
                 self._one_hot[out] = self._one_hot[args[0]]  # one count for all views of the mask
             if func in _KEEPS_VALUES and args[0] in self._bounds:
                 self._bounds[out] = self._bounds[args[0]]
@@ -265,6 +277,15 @@ class ValueEstimates:
         if numbers.dtype in (torch.bool, torch.uint8):
             return 2 if numbers.dtype == torch.bool else 256
         return None if self._values.is_overwritten(numbers) else self._bounds.get(numbers)
+
+    def _total(self, counts: torch.Tensor) -> int | None:
+        """The most that the sum of the counts can be: each element is counted once."""
+        one_hot = self._one_hot.get(counts)
+        if one_hot is not None and counts.numel() == one_hot.elements:
+            return int(one_hot.elements // one_hot.classes)
+        if counts.dtype == torch.bool:
+            return int(counts.numel())
+        return None if self._values.is_overwritten(counts) else self._totals.get(counts)
 
     def data_dependent_result(
         self, fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
@@ -414,10 +435,14 @@ class ValueEstimates:
         if known is not None:
             total = len(known[0])
         elif total is None:
-            bound = self._bound(repeats)
-            times = 1 if bound is None else max(bound - 1, 0)
-            total = repeats.numel() * times
-            rule = "one each is assumed" if bound is None else f"{times} each, the most, are assumed"
+            bound, total = self._bound(repeats), self._total(repeats)
+            if total is not None:
+                rule = f"together {total} times, the most, is assumed"
+            elif bound is not None:
+                total = repeats.numel() * max(bound - 1, 0)
+                rule = f"{max(bound - 1, 0)} times each, the most, is assumed"
+            else:
+                total, rule = repeats.numel(), "once each is assumed"
             self._note(
                 f"aten.repeat_interleave: how often each element is repeated depends on values; {rule} "
                 "(output_size= states the size)"
