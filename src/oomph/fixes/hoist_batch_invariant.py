@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomph.errors import OomphError, UserError
 from oomph.fixes.journal import Journal, WrappedForward
 from oomph.fixes.lazy_tensor import Args, Kwargs, LazyForward, LazyMode, program_line, writes_by_name
-from oomph.fixes.modules import NamedModule, blocks_at, common_parent, modules_with_own_code, names_option
+from oomph.fixes.modules import NamedModule, blocks_at, common_parent, names_option, repeated_submodules
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.prediction import predict
 from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map
@@ -57,7 +57,8 @@ class HoistBatchInvariant(Fix):
         found = {
             inner: f"{name}.{own}".strip(".")
             for name, module in blocks_at(model, names, self.name).items()
-            for own, inner in [NamedModule("", module), *modules_with_own_code(module)]
+            for own, inner in [NamedModule("", module), *repeated_submodules(module)]
+            if _has_forward(inner)
         }
         for module, name in found.items():
             what = "rows that are the same are computed once"

@@ -75,13 +75,15 @@ def _has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def modules_with_own_code(module: nn.Module) -> list[NamedModule]:
-    """The module itself, and those inside it that are not torch's own classes, or are a Sequential."""
-    return [
-        NamedModule(name, inner)
-        for name, inner in module.named_modules()
-        if not type(inner).__module__.startswith("torch.") or isinstance(inner, nn.Sequential)
-    ]
+def repeated_submodules(module: nn.Module) -> list[NamedModule]:
+    """The members of module lists inside a module that have children of their own."""
+    found: dict[int, NamedModule] = {}
+    for name, owner in module.named_modules():
+        if isinstance(owner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            for own, member in owner.named_children():
+                if not isinstance(member, nn.ModuleList | nn.ModuleDict) and _has_children(member):
+                    found.setdefault(id(member), NamedModule(_join(name, own), member))
+    return list(found.values())
 
 
 def common_parent(model: nn.Module, names: Sequence[str]) -> NamedModule:
