@@ -61,7 +61,7 @@ def at_every_call(folder: Path) -> dict[str, Any]:
         checkpoints.close()
 
         def work(here: Path = here, number: int = number) -> None:
-            checkpoints = Checkpoints(here, keep=1, asynchronous=False)
+            checkpoints = Checkpoints(here, keep=1)
             calls = 0
 
             def count(event: str, arguments: tuple[Any, ...]) -> None:
@@ -73,6 +73,7 @@ def at_every_call(folder: Path) -> dict[str, Any]:
 
             sys.addaudithook(count)
             checkpoints.save(2, state_of(2))
+            checkpoints.wait()
 
         status = os.waitpid(in_child(work), 0)[1]
         again = Checkpoints(here, keep=1)

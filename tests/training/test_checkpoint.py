@@ -19,8 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oomph.errors import ArgumentError, UserError
-from oomph.fixes.optimizers.low_bit import to_low_bit
+from oomph.errors import UserError
 from oomph.training import checkpoint
 from oomph.training.checkpoint import CheckpointError, Checkpoints, find, load
 from oomph.training.checkpoint_state import rng_state, set_rng_state
@@ -32,10 +31,11 @@ DTYPES = [
     *(torch.uint64, torch.bool),
 ]
 STATE = {"x": torch.arange(1000)}
+KILLED_WRITER = str(Path(__file__).with_name("killed_writer.py"))
 
 
-def save_and_load(folder: Path, state: dict[str, Any], asynchronous: bool = True) -> dict[str, Any]:
-    checkpoints = Checkpoints(folder, asynchronous=asynchronous)
+def save_and_load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    checkpoints = Checkpoints(folder)
     checkpoints.save(1, state)
     checkpoints.close()
     return load(find(folder))
@@ -58,8 +58,10 @@ def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
 # ------------------------------------------------------------------------------------- round trip
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
+def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 1000)  # many files
     state = {}
     for dtype in DTYPES:
         state[str(dtype)] = {
@@ -72,11 +74,14 @@ def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(tmp_path: Path,
         }
     matrix = state["torch.complex64"]["matrix"]
     state["complex"] = {"conjugate": matrix.conj(), "negative": matrix.conj().imag}
-    found = save_and_load(tmp_path, state, asynchronous)
+    found = save_and_load(tmp_path, state)
+    assert len(list((tmp_path / "step-00000001").glob("*.safetensors"))) > 3
     for dtype_name, tensors in state.items():
         assert list(found[dtype_name]) == list(tensors)
         for name, tensor in tensors.items():
             assert same_bits(found[dtype_name][name], tensor), (dtype_name, name)
+            if name == "transposed":  # 8-bit optimizer state is quantized by blocks of memory
+                assert found[dtype_name][name].stride() == tensor.stride()
 
 
 def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
@@ -96,83 +101,13 @@ def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
     assert save_and_load(tmp_path / "a" / "b", {}) == {}
 
 
-def test_tensors_in_many_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 100)
-    state = {"model": {f"layer.{number}": torch.full((10,), number) for number in range(4)}}
-    found = save_and_load(tmp_path, state)
-    assert len(list((tmp_path / "step-00000001").glob("*.safetensors"))) == 4
-    assert all(torch.equal(found["model"][name], tensor) for name, tensor in state["model"].items())
-
-
 def test_tied_tensors_are_written_once_and_share_memory_again(tmp_path: Path) -> None:
     weight = nn.Parameter(torch.randn(1000))
     found = save_and_load(tmp_path, {"model": {"embedding": weight, "head": weight}, "slice": weight[:10]})
     assert found["model"]["embedding"] is found["model"]["head"]
     assert torch.equal(found["slice"], weight[:10])
-    assert find(tmp_path).size < 2 * 4000
-
-
-def test_a_dense_layout_comes_back_because_8_bit_state_is_quantized_by_blocks(tmp_path: Path) -> None:
-    tensor = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    found = save_and_load(tmp_path, {"x": tensor})["x"]
-    assert found.stride() == tensor.stride()
-    assert torch.equal(found, tensor)
-
-
-def test_training_resumes_bit_for_bit_with_the_8_bit_optimizer(tmp_path: Path) -> None:
-    def build() -> tuple[nn.Module, Any]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(80, 80), nn.GELU(), nn.Linear(80, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return model, to_low_bit(
-            optimizer, fix="optimizer_8bit", state_format="8bit", stochastic=False, sgd=False
-        )
-
-    def steps(model: nn.Module, optimizer: Any, numbers: range) -> None:
-        for number in numbers:
-            x = torch.randn(4, 80, generator=torch.Generator().manual_seed(number))
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    model, optimizer = build()
-    steps(model, optimizer, range(3))
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    assert any(t.dtype is torch.uint8 for t in state["optimizer"]["state"][0].values() if t is not None)
-    checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(3, state)
-    steps(model, optimizer, range(3, 6))
-    checkpoints.close()
-
-    again, other = build()
-    found = load(find(tmp_path), into={"model": again.state_dict()})
-    other.load_state_dict(found["optimizer"])
-    steps(again, other, range(3, 6))
-    for one, two in zip(model.parameters(), again.parameters(), strict=True):
-        assert same_bits(one.detach(), two.detach())
-
-
-def test_torchao_optimizer_state_comes_back_as_it_was(tmp_path: Path) -> None:
-    module = pytest.importorskip("torchao.optim.subclass_8bit")
-    codes = torch.randint(256, (4, 256), dtype=torch.uint8)
-    state = module.OptimState8bit(codes, torch.rand(4), torch.rand(256), True, torch.float32)
-    found = save_and_load(tmp_path, {"state": {0: {"exp_avg": state}}})["state"][0]["exp_avg"]
-    assert type(found) is type(state)
-    assert (found.signed, found.dtype, found.shape) == (True, torch.float32, state.shape)
-    for name in ("codes", "scale", "qmap"):
-        assert torch.equal(getattr(found, name), getattr(state, name))
-
-
-def test_what_is_saved_is_the_state_at_the_time_of_the_call(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    state: dict[str, Any] = {"x": torch.zeros(2_000_000), "list": [1]}
-    checkpoints.save(1, state)
-    state["x"].fill_(7)
-    state["list"].append(2)
-    checkpoints.close()
-    found = load(find(tmp_path))
-    assert found["x"].count_nonzero() == 0
-    assert found["list"] == [1]
+    (file,) = find(tmp_path).folder.glob("*.safetensors")
+    assert file.stat().st_size < 2 * 4000
 
 
 def test_loading_into_a_state_fills_its_own_tensors(tmp_path: Path) -> None:
@@ -213,47 +148,25 @@ def test_every_random_number_generator_continues_where_it_was(tmp_path: Path) ->
         set_rng_state({"python": [1, [], None]})
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (object(), "cannot save a.0: it is a object; a checkpoint holds tensors"),
-        ({1, 2}, "cannot save a.0: it is a set"),
-        (torch.ones(2, device="meta"), "cannot save a.0: it is on the meta device"),
-        (torch.eye(2).to_sparse(), "cannot save a.0: it is torch.sparse_coo"),
-        ({(1, 2): 3}, "cannot save a.0: its keys"),
-    ],
-)
-def test_what_cannot_be_saved_is_named(tmp_path: Path, value: Any, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Checkpoints(tmp_path).save(1, {"a": [value]})
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_bad_arguments(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
     recursive: dict[str, Any] = {}
     recursive["self"] = recursive
-    with pytest.raises(UserError, match="contains itself"):
-        Checkpoints(tmp_path).save(1, recursive)
-    for step in (-1, True, 1.0, "1"):
-        with pytest.raises(ArgumentError, match="number of steps done"):
-            Checkpoints(tmp_path).save(step, {})  # type: ignore[arg-type]
-    for keep in (0, -1, True, "3"):
-        with pytest.raises(ArgumentError, match="number of checkpoints to keep"):
-            Checkpoints(tmp_path, keep=keep)  # type: ignore[arg-type]
+    sparse, meta = torch.eye(2).to_sparse(), torch.ones(2, device="meta")
+    for value in (object(), {1, 2}, meta, sparse, {(1, 2): 3}, recursive):
+        with pytest.raises(UserError, match=r"cannot save a\.0|contains itself"):
+            Checkpoints(tmp_path).save(1, {"a": [value]})
+    assert list(tmp_path.iterdir()) == []
     (tmp_path / "x").write_text("")
-    with pytest.raises(UserError, match="x is a file; checkpoints need a folder"):
-        Checkpoints(tmp_path / "x")
     with pytest.raises(UserError, match="cannot make the folder"):
         Checkpoints(tmp_path / "x" / "y").save(1, {})
-    assert Checkpoints(tmp_path / "none").latest() is None
 
 
 # --------------------------------------------------------------------------------------- rotation
 
 
-def save(checkpoints: Checkpoints, *steps: int) -> None:
+def save(checkpoints: Checkpoints, *steps: int, size: int = 3) -> None:
     for step in steps:
-        checkpoints.save(step, {"x": torch.full((3,), float(step))})
+        checkpoints.save(step, {"x": torch.full((size,), float(step))})
     checkpoints.wait()
 
 
@@ -293,8 +206,9 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert load(find(tmp_path))["x"] == 8.0
 
 
-def test_corrupt_newer_checkpoints_are_skipped_and_named(tmp_path: Path) -> None:
+def test_corrupt_newer_checkpoints_are_skipped_and_only_corrupt_ones_are_an_error(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.latest() is None
     save(checkpoints, 1, 2, 3)
     file = corrupt(tmp_path, 3)
     (tmp_path / "step-00000002" / "manifest.json").write_text("{")
@@ -302,16 +216,10 @@ def test_corrupt_newer_checkpoints_are_skipped_and_named(tmp_path: Path) -> None
     assert latest is not None
     assert latest.step == 1
     first, second = latest.skipped.values()
-    assert first == f"{file} is corrupt: its contents do not match their hash"
+    assert first.startswith(f"{file} is corrupt")
     assert "manifest.json is corrupt" in second
-
-
-def test_only_corrupt_ones_are_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    save(checkpoints, 1, 2)
     corrupt(tmp_path, 1)
-    corrupt(tmp_path, 2)
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*step-00000002.*\(and 1 older\)"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*step-00000003.*\(and 2 older\)"):
         checkpoints.latest()
 
 
@@ -327,13 +235,6 @@ def test_rotation_does_not_count_corrupt_checkpoints(tmp_path: Path) -> None:
     assert steps_of(checkpoints) == [3, 4, 5]
     save(checkpoints, 3)
     assert load(find(tmp_path / "step-00000003-2"))["x"].tolist() == [3, 3, 3]
-
-
-def test_leftovers_of_a_killed_save_are_removed_by_the_next(tmp_path: Path) -> None:
-    for name in (".saving-step-00000001", ".deleting-step-00000001", "notes.1"):
-        (tmp_path / name).mkdir()
-    save(Checkpoints(tmp_path), 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.1", "step-00000002"]
 
 
 def test_a_half_deleted_folder_is_not_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,43 +262,20 @@ def fsync_fails(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     monkeypatch.setattr(os, "fsync", fails)
 
 
-def test_a_full_disk_is_found_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["before", "while writing"])
+def test_a_full_disk_leaves_the_checkpoints_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    save(checkpoints, 1)
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=1024))
-    with pytest.raises(UserError, match=r"step 2: it needs 1.0 MiB .* 3.0 KiB \(3072 bytes\) free") as caught:
-        checkpoints.save(2, STATE)
-    assert "--resume" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_disk_that_fills_while_writing_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
-) -> None:
-    checkpoints = Checkpoints(tmp_path, asynchronous=asynchronous)
-    save(checkpoints, 1)
-    with monkeypatch.context() as patches:
-        fsync_fails(patches, 28)
-        with pytest.raises(UserError, match=r"no room on disk for the checkpoint of step 2"):
-            save(checkpoints, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    save(checkpoints, 3)
-    assert steps_of(checkpoints) == [1, 3]
-
-
-def test_a_write_that_the_system_stops_half_way_leaves_nothing_behind(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    if when == "before":
+        monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=1024))
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        checkpoints.save(2, {"x": torch.zeros(1 << 20)})
-        with pytest.raises(UserError, match=r"no room on disk .* step 2: it needs 5.0 MiB"):
-            checkpoints.wait()
+        with pytest.raises(UserError, match=r"no room on disk .* step 2: it needs 5.0 MiB .*--resume"):
+            save(checkpoints, 2, size=1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -430,13 +308,19 @@ def test_save_returns_before_the_disk_is_done_and_the_next_one_waits(
 
     monkeypatch.setattr(os, "rename", slow)
     checkpoints = Checkpoints(tmp_path)
-    checkpoints.save(1, STATE)
+    state: dict[str, Any] = {"x": torch.zeros(1000), "list": [1]}
+    checkpoints.save(1, state)
+    state["x"].fill_(7)  # what is saved is the state at the time of the call
+    state["list"].append(2)
     assert checkpoints.all() == []
     threading.Timer(0.05, gate.set).start()
     checkpoints.save(2, STATE)
     assert steps_of(checkpoints)[:1] == [1]
     checkpoints.close()
     assert steps_of(checkpoints) == [1, 2]
+    found = load(find(tmp_path / "step-00000001"))
+    assert found["x"].count_nonzero() == 0
+    assert found["list"] == [1]
 
 
 def test_without_host_memory_for_a_copy_the_checkpoint_is_written_before_save_returns(
@@ -453,50 +337,40 @@ def test_without_host_memory_for_a_copy_the_checkpoint_is_written_before_save_re
     assert steps_of(checkpoints) == [1]
 
 
-def test_a_program_that_ends_without_close_finishes_its_checkpoint(tmp_path: Path) -> None:
-    script = f"""
-import torch
-from oomph.training.checkpoint import Checkpoints
-Checkpoints({str(tmp_path)!r}).save(1, {{"x": torch.ones(3_000_000)}})
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=True, timeout=60, capture_output=True, text=True
-    )
-    assert done.stderr == ""
-    assert steps_of(Checkpoints(tmp_path)) == [1]
-
-
 # -------------------------------------------------------------------------------------------- GPU
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_gpu_tensors_changed_right_after_save_are_saved_as_they_were(
-    tmp_path: Path, asynchronous: bool
+def test_gpu_tensors_changed_right_after_save_are_saved_as_they_were_without_gpu_memory(
+    tmp_path: Path,
 ) -> None:
-    checkpoints = Checkpoints(tmp_path, asynchronous=asynchronous)
+    checkpoints = Checkpoints(tmp_path)
     x = torch.randn(64 << 20, device="cuda").bfloat16()
     t = torch.randn(1000, 1000, device="cuda").t()
     expected, expected_t = x.cpu(), t.cpu()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
     for step in (1, 2):
         checkpoints.save(step, {"x": x, "t": t})
         x.add_(1)
         if step == 1:
             expected.add_(1)
     checkpoints.close()
+    assert torch.cuda.max_memory_allocated() == before
     found = load(find(tmp_path), into={"x": torch.empty_like(x)})
     assert torch.equal(found["x"].cpu(), expected)
     assert found["x"].is_cuda
     assert torch.equal(found["t"], expected_t)
 
 
-@pytest.mark.gpu
-def test_saving_takes_no_memory_of_the_gpu(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    x = torch.randn(16 << 20, device="cuda")
-    t = torch.randn(4000, 1000, device="cuda").t()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    checkpoints.save(1, {"x": x, "t": t})
-    checkpoints.close()
-    assert torch.cuda.max_memory_allocated() == before
+def test_a_kill_at_any_call_that_touches_a_file_leaves_complete_checkpoints_only(tmp_path: Path) -> None:
+    # Python 3.12 warns of every fork where there are threads, and numpy has some.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", KILLED_WRITER, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert found["calls"] > 8
+    # The old one until the new one is in place, the new one after.
+    assert found["newest"] == sorted(found["newest"])
+    assert set(found["newest"]) == {1, 2}

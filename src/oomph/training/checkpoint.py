@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from oomph import __version__
-from oomph.errors import ArgumentError, UserError
+from oomph.errors import UserError
 from oomph.training.checkpoint_state import flatten, restored, stored_form, tensor_marks, unflatten
 from oomph.units import MiB, format_bytes
 
@@ -67,31 +67,21 @@ class Checkpoint:
     verified: bool = False
     skipped: Mapping[Path, str] = field(default_factory=dict)
 
-    @property
-    def size(self) -> int:
-        return sum(file["size"] for file in self.files.values())
-
 
 class Checkpoints:
     """The checkpoints in `folder`, of which the newest `keep` stay.
 
     Older ones are deleted after the new one is complete: the disk needs room for `keep + 1`.
 
-    asynchronous: `save` copies the state to the host and a thread writes it. The next `save` waits for that
-    thread; its errors are raised by the next `save`, `wait` or `close`. Otherwise `save` writes before it
-    returns, with one file's tensors on the host at a time.
+    `save` copies the state to the host and a thread writes it. The next `save` waits for that thread; its
+    errors are raised by the next `save`, `wait` or `close`. If the host has no room for a copy, `save` writes
+    before it returns, with one file's tensors on the host at a time.
 
     Only one process may save to a folder at a time.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 3, asynchronous: bool = True) -> None:
-        if type(keep) is not int or keep < 1:
-            raise ArgumentError(
-                f"keep={keep!r} is not valid; give the number of checkpoints to keep, 1 or more"
-            )
-        self.folder, self.keep, self.asynchronous = Path(folder), keep, asynchronous
-        if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"{self.folder} is a file; checkpoints need a folder")
+    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+        self.folder, self.keep = Path(folder), keep
         self._host_copy = _HostCopy()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -99,8 +89,6 @@ class Checkpoints:
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Save nested dictionaries of tensors and plain data. They may change once this returns."""
-        if type(step) is not int or step < 0:
-            raise ArgumentError(f"step={step!r} is not valid; give the number of steps done, 0 or more")
         self.wait()
         structure, tensors = flatten(state)
         text = json.dumps(structure, separators=(",", ":")).encode()
@@ -111,7 +99,7 @@ class Checkpoints:
             raise UserError(f"cannot make the folder {self.folder}: {error.strerror}") from None
         if (free := self._free_bytes()) < needed:
             raise self._disk_full(step, needed, free)
-        if not (self.asynchronous and self._save_in_thread(step, tensors, text, needed)):
+        if not self._save_in_thread(step, tensors, text, needed):
             self._write(step, tensors, text, needed)
 
     def wait(self) -> None:
@@ -234,21 +222,13 @@ class Checkpoints:
 def find(path: str | Path) -> Checkpoint:
     """The checkpoint at `path`: the folder of one, or the newest in a folder of several."""
     path = Path(path)
-    if not path.exists():
-        raise UserError(f"{path} does not exist; a checkpoint is a folder like step-00000100")
-    if path.is_file():
-        raise UserError(f"{path} is {_file_kind(path)}; a checkpoint of oomph is a folder like step-00000100")
     if (path / MANIFEST).exists():
         return open_checkpoint(path, verify=True)
-    if (path / ".metadata").exists():
-        raise UserError(
-            f"{path} was written by torch.distributed.checkpoint's default storage, whose .metadata is a "
-            "pickle that may execute code; oomph reads its own checkpoints only"
-        )
     found = newest(path)
     if found is None:
         raise UserError(
-            f"{path} holds no checkpoint of oomph: no {MANIFEST}, and no folder like step-00000100"
+            f"{path} is not a checkpoint of oomph, which is a folder like step-00000100; files of torch.save "
+            "and of DCP's default storage are pickles, which may execute code, and are not read"
         )
     return found
 
@@ -313,16 +293,6 @@ def _unused_name(folder: Path, step: int) -> Path:
     return folder / (f"step-{step:08d}" + (f"-{copies[-1] + 1}" if copies else ""))
 
 
-def _file_kind(path: Path) -> str:
-    with path.open("rb") as file:
-        start = file.read(16)
-    if start[:2] == b"PK" or start[:1] == b"\x80":
-        return "a file of torch.save or pickle, which may execute code when it is loaded"
-    if path.suffix == ".safetensors":
-        return "weights without an optimizer or a data position"
-    return "a file"
-
-
 # --------------------------------------------------------------------------------------- manifest
 
 
@@ -348,35 +318,26 @@ def _read_manifest(folder: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     try:
         with path.open("rb") as file:
             manifest = json.loads(file.read(_LARGEST_MANIFEST))
-    except FileNotFoundError:
-        raise CheckpointError(f"{folder} is not a checkpoint of oomph: it has no {MANIFEST}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path} is corrupt: it is not JSON; {_ADVICE}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not the manifest of a checkpoint of oomph (format {FORMAT!r})")
-    if manifest.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {manifest.get('version')!r} of the format, and this oomph reads {VERSION}; "
-            f"it was written by oomph {str(manifest.get('oomph'))[:20]}: continue with that one"
-        )
-    if manifest.pop("sha256", None) != _own_hash(manifest):
-        raise CheckpointError(f"{path} is corrupt: it does not match its own hash; {_ADVICE}")
-    try:
-        step, files = manifest["step"], manifest["files"]
-        names = [name for name in files if name not in (STATE, "model.safetensors.index.json")]
+        if manifest.get("format") != FORMAT:
+            raise CheckpointError(f"{path} is not the manifest of a checkpoint of oomph (format {FORMAT!r})")
+        if manifest["version"] != VERSION:
+            raise CheckpointError(
+                f"{path} has version {manifest['version']!r} of the format, and this oomph reads {VERSION}; "
+                f"it was written by oomph {str(manifest.get('oomph'))[:20]}: continue with that one"
+            )
+        own_hash, step, files = manifest.pop("sha256"), manifest["step"], manifest["files"]
+        names = {name for name in files if name not in (STATE, "model.safetensors.index.json")}
+        entries = [(type(step), type(file["size"]), type(file["sha256"])) for file in files.values()]
+        # A manifest cannot lead out of its folder, and DCP's reader reads no other file.
         on_disk = {entry.name for entry in folder.glob("*.safetensors")}
-        if not all(_TENSOR_FILE.fullmatch(name) for name in names) or not on_disk <= {*names}:
-            raise ValueError  # a manifest cannot lead out of its folder, and the reader reads no other file
-        if type(step) is not int or STATE not in files:
-            raise ValueError
-        if not all(type(file["size"]) is int and type(file["sha256"]) is str for file in files.values()):
-            raise ValueError
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise CheckpointError(
-            f"{path} is corrupt: it does not name a step and its files; {_ADVICE}"
-        ) from None
+        valid = own_hash == _own_hash(manifest) and STATE in files and set(entries) == {(int, int, str)}
+        valid = valid and on_disk <= names and all(map(_TENSOR_FILE.fullmatch, names))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}; {_ADVICE}") from None
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        valid = False
+    if not valid:
+        raise CheckpointError(f"{path} is corrupt; {_ADVICE}")
     return step, files
 
 

@@ -11,7 +11,6 @@ import base64
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,12 +22,6 @@ from oomph.errors import UserError
 STORABLE = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
-# Tensor subclasses that may be rebuilt on loading. This list, not the file, decides what is imported.
-SUBCLASSES = {
-    "OptimState8bit": "torchao.optim.subclass_8bit",
-    "OptimState4bit": "torchao.optim.subclass_4bit",
-    "OptimStateFp8": "torchao.optim.subclass_fp8",
 }
 
 
@@ -72,14 +65,9 @@ class _Flattening:
         )
 
     def encode_tensor(self, tensor: Tensor, name: str) -> dict[str, Any]:
-        kind = type(tensor).__name__
-        if SUBCLASSES.get(kind) == type(tensor).__module__:
-            inner, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-            parts = {key: self.encode(getattr(tensor, key), _joined(name, key)) for key in inner}
-            return {"$subclass": kind, "tensors": parts, "context": self.encode(list(context), name)}
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise UserError(
-                f"cannot save {name}: it is a {type(tensor).__module__}.{kind}; convert it to a plain tensor"
+                f"cannot save {name}: it is a {type(tensor).__name__}; convert it to a plain tensor"
             )
         if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
             where = "on the meta device" if tensor.is_meta else f"{tensor.layout}, {tensor.dtype}"
@@ -116,8 +104,6 @@ def tensor_marks(structure: Any, name: str = "") -> Iterator[tuple[str, dict[str
             yield name, structure
         elif "$tuple" in structure:
             yield from tensor_marks(structure["$tuple"], name)
-        elif "$subclass" in structure:
-            yield from tensor_marks(structure["tensors"], name)
         else:
             for key, item in structure.get("$dict") or structure.items():
                 yield from tensor_marks(item, _joined(name, key))
@@ -139,8 +125,6 @@ def unflatten(structure: Any, tensors: Mapping[str, Tensor], name: str = "") -> 
         return {key: unflatten(item, tensors, _joined(name, key)) for key, item in structure[tag]}
     if tag == "$dtype":
         return dtype_of(structure[tag])
-    if tag == "$subclass":
-        return _rebuild(structure, tensors, name)
     if tag.startswith("$"):
         raise ValueError(f"unknown mark {tag[:40]!r}")
     return {key: unflatten(item, tensors, _joined(name, key)) for key, item in structure.items()}
@@ -159,22 +143,6 @@ def restored(mark: Mapping[str, Any], stored: Tensor) -> Tensor:
         return stored
     flat = stored.view(dtype_of(mark["dtype"]))
     return flat.as_strided(tuple(mark["shape"]), tuple(mark["strides"]))  # checks the bounds
-
-
-def _rebuild(structure: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Tensor:
-    kind = structure["$subclass"]
-    module = SUBCLASSES[kind]
-    try:
-        found = getattr(import_module(module), kind)
-    except (ImportError, AttributeError):
-        raise UserError(
-            f"the checkpoint holds torchao optimizer state ({kind}), and torchao is not installed; "
-            "pip install torchao"
-        ) from None
-    inner = {key: unflatten(part, tensors, _joined(name, key)) for key, part in structure["tensors"].items()}
-    context = unflatten(structure["context"], tensors)
-    rebuilt: Tensor = found.__tensor_unflatten__(inner, context, None, None)
-    return rebuilt
 
 
 def memory_key(tensor: Tensor) -> tuple[Any, ...]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,37 +26,37 @@ def export(
     path: str | Path,
     metadata: Mapping[str, str] | None = None,
     shard: int | str = "5GB",
-) -> list[Path]:
-    """Write `model_state` (a model's state_dict) and return the files written.
+) -> None:
+    """Write `model_state` (a model's state_dict) to `path`, which does not exist yet.
 
     path: a file that ends in .safetensors, or a folder. A folder gets model.safetensors, or, beyond `shard`
     bytes, model-00001-of-00003.safetensors ... and an index. Tensors that share memory are written once,
-    under the first name; the metadata maps the other names to it. Each file is complete when it appears.
+    under the first name; the metadata maps the other names to it. `path` appears when it is complete.
     """
     path = Path(path)
+    save_file = need("safetensors.torch", "export").save_file
     tensors, tied = _without_duplicates(model_state)
-    header = {"format": "pt", **{key: str(value) for key, value in (metadata or {}).items()}, **tied}
+    header = {"format": "pt", **(metadata or {}), **tied}
     try:
-        if path.suffix == ".safetensors":
-            files = {path: tensors}
-        else:
-            shards = list(_shards(tensors, parse_bytes(shard)))
-            names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-            names = ["model.safetensors"] if len(shards) == 1 else names
-            files = {path / name: part for name, part in zip(names, shards, strict=True)}
-        for file, part in files.items():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with _replacing(file) as partial:
-                need("safetensors.torch", "export").save_file(_on_host(part), partial, header)
-        if len(files) == 1:
-            return list(files)
-        index = {
-            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
-            "weight_map": {name: file.name for file, part in files.items() for name in part},
-        }
-        with _replacing(path / INDEX) as partial:
-            partial.write_text(json.dumps(index, indent=1))
-        return [*files, path / INDEX]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+            partial = Path(folder) / path.name
+            if path.suffix == ".safetensors":
+                save_file(_on_host(tensors), partial, header)
+            else:
+                partial.mkdir()
+                shards = list(_shards(tensors, parse_bytes(shard)))
+                weight_map: dict[str, str] = {}
+                for number, part in enumerate(shards, 1):
+                    name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+                    name = name if len(shards) > 1 else "model.safetensors"
+                    save_file(_on_host(part), partial / name, header)
+                    weight_map |= dict.fromkeys(part, name)
+                if len(shards) > 1:
+                    size = sum(tensor.nbytes for tensor in tensors.values())
+                    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+                    (partial / INDEX).write_text(json.dumps(index, indent=1))
+            os.replace(partial, path)
     except OSError as error:
         raise UserError(f"could not export to {path}: {error.strerror}") from None
 
@@ -98,15 +98,3 @@ def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         name: tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
     }
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
