@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from oomph.training.config import Curriculum, Stage
-from oomph.training.data import Data, DataOptions, open_data
+from oomph.training.config import (
+    Curriculum,
+    DataConfig,
+    OptimizerConfig,
+    OutputConfig,
+    Stage,
+    TrainConfig,
+    TrainingConfig,
+)
+from oomph.training.data import Data, open_data
 from oomph.training.data.loader import Batch
 
+ONE_STAGE = Curriculum((Stage(16, 4),))
 CURRICULUM = Curriculum((Stage(8, 3, steps=7), Stage(32, 2, steps=5), Stage(16, 4)))
 
 
@@ -18,14 +28,32 @@ def numbered_lines(path: Path, lines: int) -> Path:
     return path
 
 
-def opened(source: Path | str, folder: Path, **changes: Any) -> Data:
-    options: dict[str, Any] = {
-        "curriculum": Curriculum((Stage(16, 4),)),
-        "tokenizer": "bytes",
-        "vocab_size": None,
-        "shuffle_window": 12,
-    }
-    return open_data(DataOptions(source=str(source), **(options | changes)), folder)
+def opened(
+    source: Path | str,
+    folder: Path,
+    *,
+    curriculum: Curriculum = ONE_STAGE,
+    epochs: int | None = None,
+    image_size: int | None = None,
+    workers: int = 0,
+    **data: Any,
+) -> Data:
+    """A run's data. image_size: of ginr; else text. data: of that section."""
+    section = {"tokenizer": "bytes", "shuffle_window": 12, "seed": 0, **data}
+    config = TrainConfig(
+        name="test",
+        system="pythia" if image_size is None else "ginr",
+        form="model",
+        preset="tiny",
+        model_config=SimpleNamespace(image_size=image_size),
+        data=DataConfig(source=str(source), **section),
+        optimizer=OptimizerConfig(),
+        training=TrainingConfig(epochs=epochs),
+        fixes=(),
+        output=OutputConfig(),
+    )
+    vars(config)["curriculum"] = curriculum  # also one of single tokens, which no config may have
+    return open_data(config, folder, workers)
 
 
 def drawn(data: Data, number: int) -> list[list[list[int]]]:

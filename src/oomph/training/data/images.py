@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -26,24 +26,16 @@ _HELD_OUT = 0.2  # the right-hand part of each photograph; training never reads 
 _CROP_SCALES = (1, 2, 3, 4)  # sides of a crop, in sides of the image it becomes
 
 
-class Images(Protocol):
-    """Images by number, [C, S, S] float32 in [0, 1]. training_size: images of an epoch."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def training_size(self) -> int: ...
-    @property
-    def validation_size(self) -> int: ...
-    def training(self, epoch: int, index: int) -> torch.Tensor: ...
-    def validation(self, index: int) -> torch.Tensor: ...
-
-
 class ImageBatches(IterableDataset[dict[str, torch.Tensor]]):
     """Batches {"images": float32 [B, C, S, S]}, endless unless `epochs` is given. It is its own iterator."""
 
     def __init__(
-        self, images: Images, curriculum: Curriculum, shuffle: bool, seed: int, epochs: int | None
+        self,
+        images: TableImages | Photographs,
+        curriculum: Curriculum,
+        shuffle: bool,
+        seed: int,
+        epochs: int | None,
     ) -> None:
         self.images, self.curriculum, self.shuffle = images, curriculum, shuffle
         self.seed, self.epochs = seed, epochs
@@ -74,7 +66,9 @@ class ImageBatches(IterableDataset[dict[str, torch.Tensor]]):
         return self.images.training(epoch, index)
 
 
-def validation_images(images: Images, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+def validation_images(
+    images: TableImages | Photographs, batch_size: int
+) -> Iterator[dict[str, torch.Tensor]]:
     for first in range(0, images.validation_size, batch_size):
         last = min(first + batch_size, images.validation_size)
         yield {"images": torch.stack([images.validation(index) for index in range(first, last)])}
@@ -82,7 +76,7 @@ def validation_images(images: Images, batch_size: int) -> Iterator[dict[str, tor
 
 @dataclass(frozen=True)
 class TableImages:
-    """Rows of a table with a PIL image in `column`."""
+    """Images by number, [C, S, S] float32 in [0, 1]: rows of a table with a PIL image in `column`."""
 
     name: str
     table: Any

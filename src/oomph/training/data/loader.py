@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -29,14 +29,6 @@ _PREFETCH = 8  # batches of a worker: those of a step or two
 _POSITION = "oomph_position"  # the key of our state inside the loader's
 
 Batch = dict[str, torch.Tensor]
-
-
-class StatefulDataset(Protocol):
-    """A data set of whole batches that is its own iterator."""
-
-    def __next__(self) -> Batch: ...
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ class _WorkerBatch:
 class _WorkerDataset(IterableDataset[Any]):
     """The data set as the loader sees it."""
 
-    def __init__(self, dataset: StatefulDataset) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
@@ -72,9 +64,9 @@ class _WorkerDataset(IterableDataset[Any]):
 
     def __next__(self) -> Batch | _WorkerBatch | _WorkerError:
         if get_worker_info() is None:
-            return next(self.dataset)  # type: ignore[call-overload, no-any-return]
+            return next(self.dataset)  # type: ignore[no-any-return]
         try:
-            batch = next(self.dataset)  # type: ignore[call-overload]
+            batch = next(self.dataset)
         except UserError as error:
             return _WorkerError(str(error))
         return _WorkerBatch({name: tensor.numpy() for name, tensor in batch.items()})
@@ -105,11 +97,12 @@ def _set_up_worker(parent: int, worker: int) -> None:
 class Batches:
     """The batches of a training loop. Iterating again continues where it stopped.
 
-    The state is that of the data set alone, so a run may change the number of workers. identity: what must be
-    the same when a state is loaded.
+    dataset: of whole batches and its own iterator, with state_dict() and load_state_dict(). The state is that
+    of the data set alone, so a run may change the number of workers. identity: what must be the same when a
+    state is loaded.
     """
 
-    def __init__(self, dataset: StatefulDataset, workers: int, identity: Mapping[str, Any]) -> None:
+    def __init__(self, dataset: Any, workers: int, identity: Mapping[str, Any]) -> None:
         self._loaders = need("torchdata.stateful_dataloader", "loading data")
         self._dataset, self._workers, self._identity = dataset, workers, dict(identity)
         self._loader: Any = None
@@ -196,7 +189,8 @@ _OPEN: weakref.WeakSet[Batches] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """A program that ends waits for its child processes, and a worker ignores signals."""
+    """A program that ends waits for its child processes, and a worker ignores signals. Registered after
+    multiprocessing's own handler, so it runs before that one."""
     for batches in list(_OPEN):
         if batches.opened_by == os.getpid():  # not in a forked child
             batches.close()

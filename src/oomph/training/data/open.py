@@ -7,59 +7,16 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from oomph.errors import UserError
-from oomph.training.config import Curriculum, TrainConfig
-from oomph.training.data.images import ImageBatches, Images, Photographs, TableImages, validation_images
+from oomph.training.config import Curriculum, DataConfig, TrainConfig
+from oomph.training.data.images import ImageBatches, Photographs, TableImages, validation_images
 from oomph.training.data.loader import Batch, Batches
 from oomph.training.data.sources import HUB_IMAGES, IMAGE_NAMES, Corpus, Split, load_hub, open_text
 from oomph.training.data.text import PackedText, TokenStream, validation_batches
 from oomph.training.data.tokenizers import Tokenizer, learn
 from oomph.units import counted, format_bytes
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """shuffle_window: rows that are shuffled with each other, besides the order of the blocks.
-    validation: the fraction of the blocks that is held out. workers: 0 reads in the training process, 1 in a
-    process of its own, ahead of time; the batches are the same. image_size None: text."""
-
-    source: str
-    curriculum: Curriculum
-    tokenizer: str = "bpe"
-    vocab_size: int | None = 8192
-    field: str = "text"
-    shuffle: bool = True
-    shuffle_window: int = 1024
-    seed: int = 0
-    validation: float = 0.02
-    workers: int = 0
-    epochs: int | None = None
-    image_size: int | None = None
-
-    @classmethod
-    def from_config(cls, config: TrainConfig, workers: int = 0) -> DataOptions:
-        """workers: if the config does not say."""
-        data = config.data
-        images = config.system == "ginr"
-        assert data.source is not None
-        assert data.seed is not None
-        if data.source in IMAGE_NAMES and not images:
-            raise UserError(f"data.source={data.source!r} has images, and {config.system} reads text")
-        return cls(
-            source=data.source,
-            curriculum=config.curriculum,
-            tokenizer=data.tokenizer or "bytes",
-            vocab_size=None if data.tokenizer == "bytes" else data.vocab_size,
-            field=data.field,
-            shuffle=data.shuffle,
-            shuffle_window=data.shuffle_window,
-            seed=data.seed,
-            validation=data.validation,
-            workers=workers if data.workers is None else data.workers,
-            epochs=config.training.epochs,
-            image_size=config.model_config.image_size if images else None,
-        )
 
 
 @dataclass(frozen=True)
@@ -73,27 +30,31 @@ class Data:
     description: str
 
 
-def open_data(config: TrainConfig | DataOptions, folder: str | Path, workers: int = 0) -> Data:
+def open_data(config: TrainConfig, folder: str | Path, workers: int = 0) -> Data:
     """The data of a run; the tokenizer is kept in `folder`. workers: if the config does not say."""
-    options = config if isinstance(config, DataOptions) else DataOptions.from_config(config, workers)
-    return _open_text(options, Path(folder)) if options.image_size is None else _open_images(options)
+    if config.data.workers is not None:
+        workers = config.data.workers
+    if config.system == "ginr":
+        return _open_images(config, workers)
+    return _open_text(config, Path(folder), workers)
 
 
-def _open_text(options: DataOptions, folder: Path) -> Data:
-    corpus = open_text(options.source, options.field)
-    split = _split(corpus.blocks, options, corpus.name)
-    tokenizer = _tokenizer(options, corpus, split, folder)
-    stream = TokenStream(corpus, split, tokenizer, options.shuffle, options.seed, options.epochs)
-    curriculum = options.curriculum
+def _open_text(config: TrainConfig, folder: Path, workers: int) -> Data:
+    data, curriculum = config.data, config.curriculum
+    assert data.source is not None
+    assert data.seed is not None
+    corpus = open_text(data.source, data.field)
+    split = _split(corpus.blocks, data.validation, corpus.name)
+    tokenizer = _tokenizer(data, corpus, split, folder)
+    stream = TokenStream(corpus, split, tokenizer, data.shuffle, data.seed, config.training.epochs)
     _check_length(stream, curriculum)
     last = curriculum.stages[-1]
-    names = ("source", "validation", "shuffle", "shuffle_window", "seed")
-    identity = {name: getattr(options, name) for name in names}
-    identity |= {"size": corpus.size, "blocks": corpus.blocks, "stages": curriculum.identity()}
+    identity = _identity(config, ("source", "validation", "shuffle", "shuffle_window", "seed"))
+    identity |= {"size": corpus.size, "blocks": corpus.blocks}
     identity |= {"tokenizer": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
     shapes = ", ".join(f"{stage.batch_size} x {stage.seq_len}" for stage in curriculum.stages)
     return Data(
-        Batches(PackedText(stream, curriculum, options.shuffle_window), options.workers, identity),
+        Batches(PackedText(stream, curriculum, data.shuffle_window), workers, identity),
         lambda: validation_batches(corpus, split, tokenizer, last.seq_len or 1, last.batch_size),
         tokenizer,
         f"{corpus.name}: {format_bytes(corpus.size)} in {counted(len(corpus.parts), 'file')}, "
@@ -102,28 +63,30 @@ def _open_text(options: DataOptions, folder: Path) -> Data:
     )
 
 
-def _open_images(options: DataOptions) -> Data:
-    size, batch_size = options.image_size or 0, options.curriculum.stages[-1].batch_size
-    images: Images
-    if options.source == "photographs":
-        images = Photographs(size, options.seed)
-    elif options.source in HUB_IMAGES:
-        table = load_hub(options.source, HUB_IMAGES[options.source])
-        images = TableImages(options.source, table, size, _split(len(table), options, options.source))
+def _open_images(config: TrainConfig, workers: int) -> Data:
+    data, curriculum, epochs = config.data, config.curriculum, config.training.epochs
+    name, seed, size = data.source, data.seed, config.model_config.image_size
+    assert seed is not None
+    batch_size = curriculum.stages[-1].batch_size
+    images: Photographs | TableImages
+    if name == "photographs":
+        images = Photographs(size, seed)
+    elif name in HUB_IMAGES:
+        table = load_hub(name, HUB_IMAGES[name])
+        images = TableImages(name, table, size, _split(len(table), data.validation, name))
     else:
         valid = ", ".join(IMAGE_NAMES)
-        raise UserError(f"there is no data source {options.source!r} of images; choose from {valid}")
-    largest = options.curriculum.largest.batch_size
-    if options.epochs is not None and largest > options.epochs * images.training_size:
+        raise UserError(f"there is no data source {name!r} of images; choose from {valid}")
+    largest = curriculum.largest.batch_size
+    if epochs is not None and largest > epochs * images.training_size:
         raise UserError(
             f"batch_size={largest} is larger than the data: {images.name} has {images.training_size} images "
-            f"for training, {options.epochs} epochs of them; give a smaller batch or more epochs"
+            f"for training, {epochs} epochs of them; give a smaller batch or more epochs"
         )
-    batches = ImageBatches(images, options.curriculum, options.shuffle, options.seed, options.epochs)
-    names = ("source", "image_size", "shuffle", "seed", "validation")
-    identity = {name: getattr(options, name) for name in names}
+    identity = _identity(config, ("source", "shuffle", "seed", "validation"))
+    batches = ImageBatches(images, curriculum, data.shuffle, seed, epochs)
     return Data(
-        Batches(batches, options.workers, {**identity, "stages": options.curriculum.identity()}),
+        Batches(batches, workers, {**identity, "image_size": size}),
         lambda: validation_images(images, batch_size),
         None,
         f"{images.name}: {images.training_size} images of {size} x {size} an epoch, "
@@ -131,18 +94,25 @@ def _open_images(options: DataOptions) -> Data:
     )
 
 
-def _split(size: int, options: DataOptions, name: str) -> Split:
-    if options.validation > 0 and size < 2:
+def _identity(config: TrainConfig, names: tuple[str, ...]) -> dict[str, Any]:
+    stages = config.curriculum.identity()
+    return {"stages": stages, **{name: getattr(config.data, name) for name in names}}
+
+
+def _split(size: int, validation: float, name: str) -> Split:
+    if validation > 0 and size < 2:
         raise UserError(
             f"{name} is too small to hold a part out for validation; give more data, or validation=0"
         )
-    return Split(size, options.validation)
+    return Split(size, validation)
 
 
-def _tokenizer(options: DataOptions, corpus: Corpus, split: Split, folder: Path) -> Tokenizer:
+def _tokenizer(data: DataConfig, corpus: Corpus, split: Split, folder: Path) -> Tokenizer:
     """The folder's tokenizer if there is one: a resumed run must read its tokens as before."""
     path, record = folder / "tokenizer.json", folder / "tokenizer_source.json"
-    asked = {name: getattr(options, name) for name in ("source", "tokenizer", "vocab_size", "field")}
+    asked = {name: getattr(data, name) for name in ("source", "tokenizer", "vocab_size", "field")}
+    if data.tokenizer == "bytes":
+        asked["vocab_size"] = None  # always 260
     if path.exists():
         known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else asked
         for name, value in asked.items():
@@ -152,7 +122,7 @@ def _tokenizer(options: DataOptions, corpus: Corpus, split: Split, folder: Path)
                     "use another folder, or delete it"
                 )
         return Tokenizer.load(path)
-    tokenizer = learn(options.tokenizer, options.vocab_size, corpus, split)
+    tokenizer = learn(data.tokenizer or "bytes", asked["vocab_size"], corpus, split)
     folder.mkdir(parents=True, exist_ok=True)
     # The tokenizer comes last, and is renamed when it is complete.
     record.write_text(json.dumps(asked, indent=2) + "\n", encoding="utf-8")
@@ -163,7 +133,8 @@ def _tokenizer(options: DataOptions, corpus: Corpus, split: Split, folder: Path)
 
 
 def _check_length(stream: TokenStream, curriculum: Curriculum) -> None:
-    longest, most = curriculum.longest, max(stage.tokens for stage in curriculum.stages)
+    longest = max(stage.seq_len or 0 for stage in curriculum.stages)
+    most = max(stage.tokens for stage in curriculum.stages)
     enough = longest if stream.epochs is None else max(longest, -(-most // stream.epochs))
     tokens = stream.count(enough)
     has = f"{stream.corpus.name} has {tokens} tokens for training"

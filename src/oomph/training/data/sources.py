@@ -6,7 +6,6 @@ validation work on block numbers, so memory does not grow with the data.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 import os
@@ -14,13 +13,14 @@ import socket
 import sysconfig
 import threading
 from bisect import bisect_right
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, Protocol
+from typing import Any, BinaryIO, ClassVar
 from urllib.parse import urlsplit
 
 from oomph.errors import UserError
@@ -34,22 +34,14 @@ _LARGEST_BLOCK, _SMALLEST_BLOCK, _WANTED_BLOCKS = MiB, KiB, 64
 _READ_BYTES = 64 * KiB
 
 
-class Part(Protocol):
-    """A file or a table of `blocks` blocks. size: bytes, or an estimate that needs no reading."""
-
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def read(self, block: int) -> Iterator[str]:
-        """The documents of a block. Opens, seeks and closes: nothing is kept between calls."""
-        ...
-
-
 class Corpus:
-    """The blocks of all parts, numbered consecutively."""
+    """The blocks of all parts, numbered consecutively.
 
-    def __init__(self, name: str, parts: Sequence[Part]) -> None:
+    A part is a file or a table. It has `blocks`, a number; `size`, in bytes, or an estimate that needs no
+    reading; and `read(block)`, which opens, seeks, closes and returns the documents of a block.
+    """
+
+    def __init__(self, name: str, parts: Sequence[TextFile | JsonLines | ParquetFile | TextTable]) -> None:
         self.name = name
         self.parts = tuple(parts)
         self.size = sum(part.size for part in self.parts)
@@ -204,22 +196,13 @@ class TextFile(LineFile):
     def read(self, block: int) -> Iterator[str]:
         start, content = self.read_bytes(block)
         try:
-            text = self._decode(start, content)
+            text = _decode(self.path, start, content)
         except UserError:
             if self.skip_undecodable:
                 return
             raise
         if text:
             yield text
-
-    def _decode(self, start: int, content: bytes) -> str:
-        nul = content.find(b"\0")
-        if nul >= 0:
-            raise _not_text(self.path, f"a NUL byte at offset {start + nul}")
-        try:
-            return content.decode("utf-8-sig" if start == 0 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise _not_text(self.path, f"not UTF-8 at offset {start + error.start}") from error
 
 
 @dataclass(frozen=True)
@@ -240,20 +223,13 @@ class JsonLines(LineFile):
             row = json.loads(line)
         except ValueError as error:
             reason = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
-            raise self._error(
-                start, number, f"broken JSON ({reason}); give one JSON object per line"
-            ) from error
-        if not isinstance(row, dict):
-            kind = type(row).__name__
-            raise self._error(start, number, f'a {kind}; give JSON objects with a field "{self.field}"')
-        text = row.get(self.field)
+            what = f"broken JSON ({reason}); give one JSON object per line"
+            raise self._error(start, number, what) from error
+        text = row.get(self.field) if isinstance(row, dict) else None
         if not isinstance(text, str):
-            found = f"there are: {', '.join(row) or 'none'}"
-            if self.field in row:
-                found = "it holds null" if text is None else f"it holds a {type(text).__name__}"
-            null = text is None and self.field in row
-            advice = "leave such lines out" if null else "name the one that holds the text, data.field=..."
-            raise self._error(start, number, f'no text in field "{self.field}" ({found}); {advice}')
+            found = f"fields: {', '.join(row)}" if isinstance(row, dict) else f"it is a {type(row).__name__}"
+            what = f'no text in field "{self.field}" ({found}); name the field of the text, data.field=...'
+            raise self._error(start, number, what)
         # An escaped half of a surrogate pair is valid JSON and not valid text.
         return text.encode("utf-8", "replace").decode() if b"\\u" in line else text
 
@@ -268,25 +244,18 @@ class JsonLines(LineFile):
         return UserError(f"{self.path}:{lines}: {what}")
 
 
-def _not_text(path: Path, why: str) -> UserError:
-    return UserError(
-        f"{path} is not a text file ({why}); give UTF-8 text, JSONL (.jsonl) or parquet (.parquet), or leave "
-        "it out with a pattern, e.g. 'folder/*.md'"
-    )
-
-
-def _check_text(path: Path) -> None:
-    """Refuse a binary file by its first bytes, before training starts."""
-    with path.open("rb") as file:
-        head = file.read(4 * KiB)
-    if b"\0" in head:
-        raise _not_text(path, f"a NUL byte at offset {head.index(0)}")
+def _decode(path: Path, start: int, content: bytes, final: bool = True) -> str:
+    """The text of bytes at offset `start`. final False: the last character may be cut in half."""
     try:
-        head.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        # The last character may be cut in half.
-        if len(head) < 4 * KiB or error.start < len(head) - 3:
-            raise _not_text(path, f"not UTF-8 at offset {error.start}") from error
+        if (nul := content.find(b"\0")) >= 0:
+            raise ValueError(f"a NUL byte at offset {start + nul}")
+        return getincrementaldecoder("utf-8-sig" if start == 0 else "utf-8")().decode(content, final)
+    except ValueError as error:
+        why = f"not UTF-8 at offset {start + error.start}" if isinstance(error, UnicodeDecodeError) else error
+        raise UserError(
+            f"{path} is not a text file ({why}); give UTF-8 text, JSONL (.jsonl) or parquet (.parquet), or "
+            "leave it out with a pattern, e.g. 'folder/*.md'"
+        ) from error
 
 
 # ----------------------------------------------------------------------------- parquet and tables
@@ -296,8 +265,7 @@ def _check_text(path: Path) -> None:
 class ParquetFile:
     """One column of documents. A block is a row group, or one of `slices` equal parts of its rows."""
 
-    path: str
-    open_file: Callable[[str], Any]  # a binary file that can seek
+    path: str  # or a URL
     groups: int
     slices: int
     size: int
@@ -309,7 +277,7 @@ class ParquetFile:
 
     def read(self, block: int) -> Iterator[str]:
         group, part = divmod(block, self.slices)
-        with _opened_parquet(self.path, self.open_file) as table:
+        with _opened_parquet(self.path) as table:
             rows = table.metadata.row_group(group).num_rows
             first, last = rows * part // self.slices, rows * (part + 1) // self.slices
             row = 0
@@ -321,15 +289,9 @@ class ParquetFile:
                 yield from filter(None, wanted.to_pylist())
 
 
-def _open_local(path: str) -> BinaryIO:
-    return Path(path).open("rb")
-
-
-def open_parquet(
-    path: str, column: str = "text", open_file: Callable[[str], Any] = _open_local
-) -> ParquetFile:
+def open_parquet(path: str, column: str = "text") -> ParquetFile:
     """Reads the footer: columns and row groups."""
-    with _opened_parquet(path, open_file) as table:
+    with _opened_parquet(path) as table:
         schema, metadata = table.schema_arrow, table.metadata
         if column not in schema.names:
             raise UserError(
@@ -347,15 +309,15 @@ def open_parquet(
         if 0 < len(groups) < 32 and max(sizes) <= 8 * MiB:
             slices = max(1, min(-(-32 // len(groups)), min(group.num_rows for group in groups)))
         size = sum(sizes) if metadata.num_rows else 0
-        return ParquetFile(path, open_file, len(groups), slices, size, column)
+        return ParquetFile(path, len(groups), slices, size, column)
 
 
 @contextmanager
-def _opened_parquet(path: str, open_file: Callable[[str], Any]) -> Iterator[Any]:
+def _opened_parquet(path: str) -> Iterator[Any]:
     arrow = need("pyarrow", "reading parquet")
     parquet = need("pyarrow.parquet", "reading parquet")
     try:
-        with open_file(path) as file:
+        with need("fsspec", "reading parquet").open(path, "rb") as file:
             yield parquet.ParquetFile(file)
     except (arrow.ArrowInvalid, arrow.ArrowIOError) as error:
         raise UserError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from error
@@ -412,7 +374,7 @@ def open_hub_text(name: str) -> Corpus:
     builder = _hub_errors(name, lambda: datasets.load_dataset_builder(entry.repository, entry.configuration))
     # Parquet files: read by row groups, they shuffle and resume like local files.
     urls = [str(url) for url in builder.config.data_files["train"]]
-    return Corpus(name, [open_parquet(url, "text", _open_remote) for url in urls])
+    return Corpus(name, [open_parquet(url) for url in urls])
 
 
 def load_hub(name: str, entry: HubEntry) -> Any:
@@ -421,10 +383,6 @@ def load_hub(name: str, entry: HubEntry) -> Any:
     return _hub_errors(
         name, lambda: datasets.load_dataset(entry.repository, entry.configuration, split="train")
     )
-
-
-def _open_remote(url: str) -> Any:
-    return need("fsspec", "a data set of the hub").open(url, "rb").open()
 
 
 def _datasets(name: str) -> Any:
@@ -508,19 +466,22 @@ def _open_path(source: str, field: str) -> Corpus:
         if not paths:
             raise UserError(f"no file matches {source}; give a file, a folder or a glob that matches files")
     else:
-        raise UserError(f"{source} does not exist{_nearest_path(path)}; give a file, a folder or a glob")
+        close = nearest(path.name, os.listdir(path.parent)) if path.parent.is_dir() else None
+        hint = f" (nearest name: {path.parent / close})" if close else ""
+        raise UserError(f"{source} does not exist{hint}; give a file, a folder or a glob")
     filled = [path for path in paths if path.stat().st_size > 0]
     if not filled:
         what = "has no files" if not paths else f"has {len(paths)} files, all of them empty"
         raise UserError(f"{source} {what}; give text, JSONL (.jsonl) or parquet (.parquet) files")
     is_parquet = {path: path.suffix.lower() == ".parquet" for path in filled}
     block = _block_bytes(sum(path.stat().st_size for path in filled if not is_parquet[path]))
-    parts: list[Part] = []
+    parts: list[TextFile | JsonLines | ParquetFile] = []
     for path in filled:
         if is_parquet[path]:
             parts.append(open_parquet(str(path), field))
             continue
-        _check_text(path)
+        with path.open("rb") as file:  # a binary file is refused before training starts
+            _decode(path, 0, file.read(4 * KiB), final=False)
         size = path.stat().st_size
         if path.suffix.lower() in _JSON_LINES:
             parts.append(JsonLines(path, size, block, field))
@@ -561,12 +522,3 @@ def _files_below(root: Path) -> Iterator[Path]:
             path = Path(folder, name)
             if not name.startswith(".") and path.is_file():
                 yield path
-
-
-def _nearest_path(path: Path) -> str:
-    """The nearest name in the folder where the path stops existing."""
-    for parent in path.parents:
-        if parent.is_dir():
-            close = difflib.get_close_matches(path.relative_to(parent).parts[0], os.listdir(parent), n=1)
-            return f" (nearest name: {parent / close[0]})" if close else ""
-    return ""

@@ -218,13 +218,8 @@ class PackedText(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a worker process: without the open stream, which cannot be pickled."""
-        unread: dict[str, Any] = {
-            "_rows_NT": None,
-            "_pending": deque(),
-            "_chunks": None,
-            "_next_start": self._start,
-        }
-        return {**self.__dict__, **unread}
+        unread = dict.fromkeys(("_rows_NT", "_chunks"))
+        return {**self.__dict__, **unread, "_pending": deque(), "_next_start": self._start}
 
     def _read_window(self) -> torch.Tensor:
         """The shuffled rows of the window that starts at the state's position."""
