@@ -77,16 +77,6 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, step: int, times: int) -> None
     monkeypatch.setattr(TrainDisplay, "on_step", on_step)
 
 
-def test_control_c_saves_and_ends_with_130(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    interrupting(monkeypatch, 3, 1)
-    assert run(["train", "small.yaml"]) == 130
-    message = "stopped by SIGINT after step 3; continue with: oomph train small.yaml --resume"
-    assert message in capsys.readouterr().err
-    assert find("runs/small/checkpoints").step == 3
-
-
 def test_control_c_twice_ends_at_once_with_130_and_no_traceback(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,13 +110,14 @@ def test_a_signal_to_the_whole_group_reaches_the_worker_too_and_the_run_can_be_r
     assert [row["step"] for row in read_metrics("runs/small/metrics.jsonl")] == list(range(1, step + 3))
 
 
-def test_the_command_to_resume_with_has_all_that_was_given(
+def test_control_c_saves_and_gives_the_command_to_resume_with(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("mine.json").write_text('[{"fix": "activation_checkpointing"}]')
     interrupting(monkeypatch, 3, 1)
     words = ["small.yaml", "output.dir=runs/my run", "--fixes", "mine.json", "--export", "w.safetensors"]
     assert run(["train", *words, "--force"]) == 130
+    assert find("runs/my run/checkpoints").step == 3
     (line,) = (each for each in capsys.readouterr().err.splitlines() if each.startswith("stopped by"))
     program, *again = shlex.split(line.partition("continue with: ")[2])
     assert program == "oomph"
@@ -158,15 +149,6 @@ def test_a_terminal_that_is_closed_ends_it_like_any_other_signal(config: Path) -
     process.send_signal(signal.SIGHUP)
     assert process.wait(60) == 130
     assert find("runs/small/checkpoints").step >= 3
-
-
-def test_a_program_that_closes_its_output_does_not_change_the_status(tmp_path: Path) -> None:
-    program = tmp_path / "closes.py"
-    program.write_text(
-        "import sys\nimport torch\n\ndef main():\n    torch.ones(8, device='cuda')\n    sys.stdout.close()\n"
-    )
-    command = [sys.executable, "-m", "oomph", "predict", f"{program}:main"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -203,29 +185,6 @@ cli.main()
     assert process.returncode == 130
 
 
-def test_a_long_sample_takes_two_lines_of_the_terminal(config: Path) -> None:
-    screen = io.StringIO()
-    with TrainDisplay(Console(file=screen, width=40), load("small.yaml"), None, None) as display:
-        display.on_sample(3, "to be | or not")
-        display.on_sample(3, "given " * 40 + "end | made " + "up " * 100)
-        display.on_sample(3, "long/" * 40)
-    short, long, file = screen.getvalue().splitlines()
-    assert short == "sample at step 3: to be | or not"
-    assert len(long) == 80
-    assert long.startswith("sample at step 3: ...")
-    assert "given end | made up up" in long
-    assert long.endswith("...")
-    assert file.endswith("long/" * 40)
-
-
-def test_a_name_with_braces_does_not_spoil_the_bar(config: Path) -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=120)
-    with TrainDisplay(console, replace(load("small.yaml"), name="my{1}"), None, None) as display:
-        display.on_progress(1, 2.0)
-    assert "my{1}" in screen.getvalue()
-
-
 class Gone(io.StringIO):
     """A terminal that was closed."""
 
@@ -233,7 +192,15 @@ class Gone(io.StringIO):
         raise OSError(5, "Input/output error")
 
 
-def test_a_terminal_that_is_gone_does_not_end_the_training(config: Path) -> None:
+def test_the_display_shortens_samples_and_survives_a_terminal_that_is_gone(config: Path) -> None:
+    screen = io.StringIO()
+    named = replace(load("small.yaml"), name="my{1}")  # rich would read braces
+    with TrainDisplay(Console(file=screen, force_terminal=True, width=40), named, None, None) as display:
+        display.on_progress(1, 2.0)
+        display.on_sample(3, "given " * 40 + "end | made " + "up " * 100)
+    assert "my{1}" in screen.getvalue()
+    assert "given end | made up up" in screen.getvalue().replace("\n", "")
+    assert "given " * 20 not in screen.getvalue()
     with TrainDisplay(Console(file=Gone()), load("small.yaml"), None, None) as display:
         display.on_message("resumed at step 3")
         display.on_evaluation(3, {"perplexity": 2.0})

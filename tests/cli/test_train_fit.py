@@ -61,14 +61,6 @@ def test_smaller_batches_are_tried_when_fixes_are_not_enough(
     assert "data.batch_size=1 training.accumulate=2" in err
 
 
-def test_when_nothing_fits_that_is_said(
-    config: Path, pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_predict.result = make_prediction(False)
-    assert run(["train", "small.yaml", "training.memory_limit=1GiB"]) == 1
-    assert "smaller batches are not enough" in " ".join(capsys.readouterr().err.split())
-
-
 def test_force_goes_on_and_shows_what_was_predicted(
     config: Path, given: list[Any], pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import assert_equal_runs, config_of, shared_folder, trained
+from small_runs import assert_equal_runs, shared_folder, trained
 
 from oomph.errors import UserError
 from oomph.training.checkpoint import find
 from oomph.training.trainer import Trainer
-from oomph.training.workloads import workload
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DETERMINISTIC = "training.deterministic=true"
@@ -40,15 +39,9 @@ def test_torch_is_asked_for_the_length_of_the_run_only(
 
     monkeypatch.setattr(Trainer, "start_measuring", watched)
     before = asked()
-    trained(tmp_path / "plain", ["training.steps=1"])
     trained(tmp_path / "exact", ["training.steps=1", DETERMINISTIC])
-    assert seen == [before, (True, False, ":4096:8")]
+    assert seen == [(True, False, ":4096:8")]
     assert asked() == before == (False, True, None)
-
-
-def test_the_step_that_is_predicted_is_deterministic_too(tmp_path: Path) -> None:
-    assert not workload(config_of(tmp_path / "run")).deterministic
-    assert workload(config_of(tmp_path / "run", [DETERMINISTIC, "fixes=[optimizer_8bit]"])).deterministic
 
 
 REFUSED = "median CUDA with indices output does not have a deterministic implementation, but you set"
@@ -71,8 +64,6 @@ def test_what_torch_refuses_is_told_in_one_line(
     monkeypatch.setattr(Trainer, "_loss_and_gradients", fails)
     with pytest.raises(UserError, match=told):
         trained(tmp_path / "run", [DETERMINISTIC])
-    with pytest.raises(RuntimeError, match="determinis"):  # nobody asked: it is torch's own
-        trained(tmp_path / "plain")
 
 
 def test_what_an_evaluation_refuses_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from small_runs import (
     Recorder,
     assert_equal_runs,
-    config_of,
     differences,
     rows_of,
     state_of,
@@ -24,7 +22,6 @@ from small_runs import (
 )
 
 from oomph.errors import UserError
-from oomph.training import trainer
 from oomph.training.checkpoint import Checkpoints
 from oomph.training.config import load
 from oomph.training.run import train
@@ -37,16 +34,33 @@ def refused(match: str, *arguments, **options) -> str:
     return str(caught.value)
 
 
-def test_a_run_is_not_started_over_another(tmp_path: Path) -> None:
-    trained(tmp_path / "run", ["training.steps=1"])
-    before = state_of(tmp_path / "run")["step"]
-    refused(r"holds a run already; continue with --resume, or give another output\.dir", tmp_path / "run")
-    assert state_of(tmp_path / "run")["step"] == before
+def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    refused("holds no run to resume; leave --resume out", run, resume=True)
+    assert not run.exists()
+    refused("cannot use .*: File name too long", tmp_path / ("x" * 300))
+    (tmp_path / "file").write_text("")
+    refused("cannot write in .*: Not a directory; give another output.dir", tmp_path / "file" / "run")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("architectures: [GPT2]\n")
+    refused("config.yaml is not of a run, and a run would overwrite it", tmp_path / "other")
+    refused("nowhere.txt", run, [f"data.source={tmp_path}/nowhere.txt"])
+    assert not (run / "config.yaml").exists()
 
-
-def test_there_must_be_a_run_to_resume(tmp_path: Path) -> None:
-    refused("holds no run to resume; leave --resume out", tmp_path / "run", resume=True)
-    assert not (tmp_path / "run").exists()
+    trained(run, ["training.steps=1"])
+    refused(r"holds a run already; continue with --resume, or give another output\.dir", run)
+    changed = ["model.hidden_size=32", "optimizer.learning_rate=0.5", "fixes=[optimizer_8bit]"]
+    message = refused("was started with another config", run, [*changed, "log_every=3"], resume=True)
+    assert "model.hidden_size was 16 and is 32" in message
+    assert "optimizer.learning_rate was 0.01 and is 0.5" in message
+    assert "fixes was" in message
+    assert "log_every" not in message
+    free = ["training.log_every=2", "training.keep=1", "training.eval_every=1", "training.on_nan=skip"]
+    assert trained(run, free, resume=True).step == 6
+    (run / "checkpoints" / "step-00000006" / "manifest.json").write_text("{}")
+    refused("no checkpoint in .* can be used", run, resume=True)
+    (run / "config.yaml").unlink()
+    refused("holds checkpoints, and no config.yaml", run)
 
 
 def test_a_run_that_has_no_checkpoint_yet_starts_from_the_beginning(tmp_path: Path) -> None:
@@ -57,40 +71,6 @@ def test_a_run_that_has_no_checkpoint_yet_starts_from_the_beginning(tmp_path: Pa
     assert_equal_runs(uninterrupted(), tmp_path / "run")
 
 
-def test_a_folder_of_another_config_is_refused_with_what_differs(tmp_path: Path) -> None:
-    trained(tmp_path / "run", ["training.steps=1"])
-    changed = ["model.hidden_size=32", "optimizer.learning_rate=0.5", "training.log_every=3"]
-    message = refused("was started with another config", tmp_path / "run", changed, resume=True)
-    assert "model.hidden_size was 16 and is 32" in message
-    assert "optimizer.learning_rate was 0.01 and is 0.5" in message
-    assert "log_every" not in message
-
-
-def test_other_fixes_are_another_config(tmp_path: Path) -> None:
-    trained(tmp_path / "run", ["training.steps=1"])
-    refused("fixes was", tmp_path / "run", ["fixes=[optimizer_8bit]"], resume=True)
-
-
-def test_what_only_tells_may_change_when_a_run_goes_on(tmp_path: Path) -> None:
-    trained(tmp_path / "run", ["training.steps=1"])
-    free = ["training.log_every=2", "training.keep=1", "training.eval_every=1", "training.on_nan=skip"]
-    assert trained(tmp_path / "run", free, resume=True).step == 6
-
-
-def test_checkpoints_without_a_config_are_not_mixed_with_a_new_run(tmp_path: Path) -> None:
-    trained(tmp_path / "run", ["training.steps=1"])
-    (tmp_path / "run" / "config.yaml").unlink()
-    refused("holds checkpoints, and no config.yaml", tmp_path / "run")
-
-
-def test_a_foreign_config_in_the_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("architectures: [GPT2]\n")
-    for resume in (False, True):
-        refused("config.yaml is not of a run, and a run would overwrite it", tmp_path / "run", resume=resume)
-    assert (tmp_path / "run" / "config.yaml").read_text() == "architectures: [GPT2]\n"
-
-
 def test_a_config_beside_somebodys_checkpoints_is_not_a_runs_own(tmp_path: Path) -> None:
     trained(tmp_path / "run", ["training.steps=1"])
     mine = tmp_path / "project" / "config.yaml"
@@ -98,16 +78,6 @@ def test_a_config_beside_somebodys_checkpoints_is_not_a_runs_own(tmp_path: Path)
     mine.write_text((tmp_path / "run" / "config.yaml").read_text())
     assert load(mine).output.dir == str(tmp_path / "run")
     assert load(tmp_path / "run" / "config.yaml").name == "run"
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    trained(tmp_path / "run", ["training.steps=1"])
-    trained(tmp_path / "other", ["training.steps=1", "model.hidden_size=32"])
-    path = tmp_path / "run" / "config.yaml"
-    held = yaml.safe_load(path.read_text())
-    held["model"]["hidden_size"] = 32
-    path.write_text(yaml.safe_dump(held))
-    refused("step-00000001", tmp_path / "run", ["model.hidden_size=32"], resume=True)
 
 
 def test_a_corrupt_checkpoint_is_passed_over_and_said(tmp_path: Path) -> None:
@@ -124,12 +94,6 @@ def test_a_corrupt_checkpoint_is_passed_over_and_said(tmp_path: Path) -> None:
     assert "resumed at step 4" in said
     assert rows_of(tmp_path / "run") == rows_of(uninterrupted())
     assert rows_of(tmp_path / "run", "evaluation") == rows_of(uninterrupted(), "evaluation")
-
-
-def test_with_no_sound_checkpoint_a_run_does_not_begin_again_unasked(tmp_path: Path) -> None:
-    trained(tmp_path / "run", ["training.steps=1"])
-    (tmp_path / "run" / "checkpoints" / "step-00000001" / "manifest.json").write_text("{}")
-    refused("no checkpoint in .* can be used", tmp_path / "run", resume=True)
 
 
 def test_a_full_disk_stops_the_run_and_leaves_what_was_saved(
@@ -154,21 +118,6 @@ def test_a_full_disk_stops_the_run_and_leaves_what_was_saved(
     assert_equal_runs(uninterrupted(), tmp_path / "run")
 
 
-def test_metrics_that_cannot_be_written_are_no_bug_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(trainer.MetricsWriter, "write", full)
-    refused("the run stopped after step 1: .*No space left on device.*--resume", tmp_path / "run")
-
-
-def test_missing_data_are_named_before_anything_is_begun(tmp_path: Path) -> None:
-    refused("nowhere.txt", tmp_path / "run", [f"data.source={tmp_path}/nowhere.txt"])
-    assert not (tmp_path / "run" / "config.yaml").exists()
-
-
 def test_data_that_fail_later_lose_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from oomph.training.data.text import PackedText
 
@@ -191,7 +140,11 @@ def test_data_that_fail_later_lose_no_step(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("device", "match"),
-    [("gpu", "training.device='gpu' is not a device; give cpu, cuda or cuda:0"), ("cuda", "finds no GPU")],
+    [
+        ("gpu", "training.device='gpu' is not a device; give cpu, cuda or cuda:0"),
+        ("cuda", "finds no GPU"),
+        ("meta", "is not supported"),
+    ],
 )
 def test_a_device_that_is_not_there_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, match: str
@@ -205,41 +158,15 @@ def test_a_runs_own_config_goes_on_with_that_run_with_all_that_was_given(
 ) -> None:
     changes = ["training.clip=0.5", "training.schedule=constant"]
     trained(tmp_path / "straight", changes)
-    monkeypatch.chdir(tmp_path)
-    trained(tmp_path / "run", [*changes, "training.steps=2", "output.dir=run"])
-    refused(
-        r"training.clip was 0.5 and is 1.0; .*; continue with its own, `oomph train .*run/config.yaml",
-        tmp_path / "run",
-        resume=True,
-    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    trained(tmp_path / "run", [*changes, "training.steps=2", "output.dir=~/run", "data.field='1e5'"])
+    refused("training.clip was 0.5 .*; continue with its own, `oomph train", tmp_path / "run", resume=True)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").rename(tmp_path / "elsewhere" / "run")
     config = load(tmp_path / "elsewhere" / "run" / "config.yaml", ["training.steps=6"])
     assert config.name == "run"
     assert train(config, resume=True).step == 6
     assert differences(state_of(tmp_path / "elsewhere" / "run"), state_of(tmp_path / "straight")) == []
-
-
-def test_a_device_that_is_neither_is_refused(tmp_path: Path) -> None:
-    refused("is not supported; give cpu, cuda or cuda:0", tmp_path / "run", ["training.device=meta"])
-
-
-def test_a_name_that_is_too_long_is_one_line(tmp_path: Path) -> None:
-    refused("cannot use .*: File name too long", tmp_path / ("x" * 300))
-
-
-def test_the_home_folder_may_be_written_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    trained(tmp_path / "run", ["training.steps=1", "output.dir=~/there"])
-    assert (tmp_path / "there" / "config.yaml").is_file()
-
-
-def test_words_that_look_like_numbers_are_the_same_when_a_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for resume in (False, True):
-        trained(tmp_path / "run", ["training.steps=1", "output.dir='1e5'"], resume=resume)
 
 
 def test_what_a_run_writes_is_not_its_data(tmp_path: Path) -> None:
@@ -251,20 +178,18 @@ def test_what_a_run_writes_is_not_its_data(tmp_path: Path) -> None:
     assert trained(tmp_path / "run", changes, resume=True).step == 6
 
 
-@pytest.mark.parametrize("name", ["tokenizer.partial", "config.partial", "tokenizer_source.json"])
 def test_a_disk_that_is_full_from_the_start_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Path.write_text
 
     def full(self: Path, *arguments: Any, **options: Any) -> int:
-        if self.name == name:
+        if self.name == "config.partial":
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(self, *arguments, **options)
 
     monkeypatch.setattr(Path, "write_text", full)
-    words = ["data.tokenizer=words", "data.vocab_size=100", "model.vocab_size=100"]
-    refused("the run in .*run ended: No space left on device .*; make room", tmp_path / "run", words)
+    refused("the run in .*run ended: No space left on device.*; make room", tmp_path / "run")
 
 
 HOLDER = """
@@ -287,13 +212,6 @@ def test_two_runs_cannot_be_in_one_folder_at_once(tmp_path: Path) -> None:
         other.kill()
     # The lock went with its process, although nobody could take it back.
     assert trained(tmp_path / "run", resume=True).step == 6
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    config = config_of(tmp_path / "run", [f"output.dir={tmp_path}/file/run"])
-    with pytest.raises(UserError, match=r"cannot write in .*: Not a directory; give another output\.dir"):
-        train(config)
 
 
 def test_held_out_data_that_cannot_be_read_lose_nothing(

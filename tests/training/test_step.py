@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,57 +48,24 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def test_a_tensor_factor_is_copied_in_and_captured_once(captures: list[Any]) -> None:
-    passes = CudaGraphForwardBackward(nn.Identity(), lambda model, batch: batch["x"], _plain("cpu"))
-    found = [float(passes({"x": torch.ones(3)}, torch.tensor(share))) for share in (0.25, 0.5, 0.0)]
-    assert found == [0.75, 1.5, 0.0]
-    assert len(captures) == 1
-
-
-def test_other_shapes_and_factors_are_captured_again(captures: list[Any]) -> None:
-    passes = CudaGraphForwardBackward(nn.Identity(), lambda model, batch: batch["x"], _plain("cpu"))
-    for size, factor in ((3, 1.0), (3, 0.5), (4, 1.0), (3, 1.0), (3, torch.tensor(1.0))):
-        assert float(passes({"x": torch.ones(size)}, factor)) == size * float(factor)
-    assert len(captures) == 4
-
-
-def test_released_graphs_are_captured_again(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
-    passes = CudaGraphForwardBackward(nn.Identity(), lambda model, batch: batch["x"], _plain("cpu"))
-    passes.release()
-    assert calls == []
-    for _ in range(2):
-        assert float(passes({"x": torch.ones(3)}, 1.0)) == 3
-    passes.graph_bytes = 1024
-    passes.release()
-    assert calls == ["waited", "emptied"]
-    assert passes.graph_bytes == 0
-    assert float(passes({"x": torch.ones(3)}, 1.0)) == 3
-    assert len(captures) == 2
-
-
-def test_other_work_starts_without_graphs(captures: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_captured_again_and_what_is_copied_in(
+    captures: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(CudaGraphForwardBackward, "_on_capture_stream", lambda self: nullcontext())
-    passes = CudaGraphForwardBackward(nn.Identity(), lambda model, batch: batch["x"], _plain("cpu"))
-    passes({"x": torch.ones(3)}, 1.0)
-    with passes.released():
-        assert not passes._captured
-    assert float(passes({"x": torch.ones(3)}, 1.0)) == 3
-    assert len(captures) == 2
-
-
-def test_freed_gradients_are_an_error(captures: list[Any]) -> None:
     model = nn.Linear(3, 1)
     for each in model.parameters():
         each.grad = torch.zeros_like(each)
     passes = CudaGraphForwardBackward(model, lambda model, batch: batch["x"], _plain("cpu"))
-    passes({"x": torch.ones(3)}, 1.0)
-    model.zero_grad(set_to_none=False)
-    passes({"x": torch.ones(3)}, 1.0)
+    tensors = [(3, torch.tensor(factor)) for factor in (1.0, 0.25, 0.0)]  # one graph
+    for size, factor in ((3, 1.0), (3, 0.5), (4, 1.0), (3, 1.0), *tensors):
+        assert float(passes({"x": torch.ones(size)}, factor)) == size * float(factor)
+    assert len(captures) == 4
+    passes.graph_bytes = 1024
+    passes.release()
+    assert passes.graph_bytes == 0
+    assert float(passes({"x": torch.ones(3)}, 1.0)) == 3
+    assert len(captures) == 5
     model.zero_grad(set_to_none=True)
     with pytest.raises(RuntimeError, match="were freed: zero them in place"):
         passes({"x": torch.ones(3)}, 1.0)
@@ -179,7 +146,7 @@ def test_the_memory_of_replays_counts_as_that_of_eager_passes() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_what_is_releasedten_is_free_and_recorded_anew_gives_the_same() -> None:
+def test_released_graphs_are_free_and_captured_again_give_the_same() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 2048), nn.Dropout(0.5), nn.Linear(2048, 1)).cuda()
     plain = ForwardBackward(model, lambda model, batch: model(batch["x"]).square().mean(), _plain("cuda"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 from collections.abc import Iterator, Mapping
@@ -26,7 +25,6 @@ from oomph.training.workloads import workload
 from oomph.units import parse_bytes
 from oomph.workload import set_allocator
 
-_DISK_ERRORS = (*DISK_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 # What may change when a run is resumed: where it ends (which a schedule follows) and what it reports.
 _MAY_CHANGE = {
     ("output", "dir"),
@@ -250,15 +248,14 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """One line for a disk that is full, read-only or broken; other errors are raised as they are."""
+    """One line for a disk that is full, read-only or broken."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _DISK_ERRORS:
-            raise
-        where = error.filename or folder
-        advice = "; make room there, or give another output.dir" if error.errno in DISK_FULL else ""
-        raise UserError(f"the run in {folder} ended: {error.strerror} ({where}){advice}") from error
+        where = f" ({error.filename})" if error.filename else ""
+        advice = "; make room there" if error.errno in DISK_FULL else ""
+        reason = f"{error.strerror or error}{where}"
+        raise UserError(f"the run in {folder} ended: {reason}{advice}; continue with --resume") from error
 
 
 def read_config(folder: Path, name: str) -> TrainConfig:

@@ -90,7 +90,7 @@ class Trainer:
         self.learning_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.results = StepResults(device)
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=options.keep)
-        self.metrics: MetricsWriter | None = None  # during `run`
+        self.metrics: MetricsWriter  # from `run` on
         self.step = 0
         self._resumed = False
         self._saved_at: int | None = None
@@ -121,19 +121,14 @@ class Trainer:
         return self.step
 
     def run(self) -> Outcome:
+        self.metrics = MetricsWriter(self.folder, self.step if self._resumed else None)
         try:
-            self.metrics = MetricsWriter(self.folder, self.step if self._resumed else None)
             with StopSignals() as signals:
                 return self._train(signals)
         except torch.OutOfMemoryError as error:  # in an evaluation, between two steps
             raise self._out_of_memory(error, None) from error
-        except OSError as error:
-            raise UserError(
-                f"the run stopped after step {self.step}: {error}; continue with --resume once that is fixed"
-            ) from error
         finally:
-            if self.metrics is not None:
-                self.metrics.close()
+            self.metrics.close()
             self.checkpoints.close()
 
     def start_measuring(self) -> None:
@@ -145,7 +140,6 @@ class Trainer:
 
     def _train(self, signals: StopSignals) -> Outcome:
         options = self.config.training
-        assert self.metrics is not None
         if options.eval_at_start and self.step == 0 and self.metrics.find("evaluation", 0) is None:
             self._evaluate()
         self.start_measuring()
@@ -251,7 +245,6 @@ class Trainer:
             memory=memory,
             memory_peak=peak,
         )
-        assert self.metrics is not None
         self.metrics.write("train", result.step, report.numbers())
         self.callbacks.on_step(report)
 
@@ -322,7 +315,6 @@ class Trainer:
                 self.callbacks.on_evaluation(self.step, {})
             return {}
         most = self.config.training.eval_batches
-        assert self.metrics is not None
         with self.forward_backward.released():
             found = evaluate(self.model, chain([first], batches), most, self.device, self.precision)
             self.metrics.write("evaluation", self.step, found)
@@ -331,7 +323,6 @@ class Trainer:
         return found
 
     def _sample(self, batch: Any) -> None:
-        assert self.metrics is not None
         if "images" in batch:
             file = self.folder / "samples" / f"step_{self.step:08}.png"
             sample_images(self.model, batch, file, self.device, self.precision)

@@ -28,7 +28,6 @@ from oomph.training.config.sections import (
     Section,
     TrainConfig,
     TrainingConfig,
-    batch_rows,
 )
 
 # The reports' own names -> ours. The first one that the system has is meant.
@@ -210,16 +209,15 @@ class ConfigKeys:
         """The nearest key, in its section or anywhere."""
         section, _, name = key.rpartition(".")
         inside = {_last(known): known for known in self.all if known.rpartition(".")[0] == section}
-        if not section:
-            inside |= {one: one for one in ("model", *SECTIONS)}
-        anywhere = {_last(known): known for known in self.all}
-        anywhere |= {alias: alias for alias in ALIASES if self.find(alias)}
+        anywhere = {alias: alias for alias in ALIASES if self.find(alias)}
+        anywhere |= {_last(known): known for known in self.all}
         known = {**anywhere, **inside}  # of two with the same name, the one in the section
+        if not section:
+            known |= {one: one for one in ("model", *SECTIONS)}
         close = nearest(name, known)
         if close is not None:
             meant = self.find(known[close]) or known[close]
-            name = f"{meant!r}" if _last(meant) == close else f"{close!r} (which is {meant!r})"
-            return f"did you mean {name}?"
+            return f"did you mean {meant!r}?"
         if inside and section:
             return f"the keys of {section!r} are {', '.join(inside)}"
         return f"the sections are model, {', '.join(SECTIONS)}; besides them there are {', '.join(_TOP)}"
@@ -328,7 +326,7 @@ def _read_section(
                 if one["type"] == "missing":
                     problems.add(key, "is missing")
                 elif one["type"] == "extra_forbidden":
-                    known = kind.nested.get(str(place[0]), kind).model_fields
+                    known = (CurriculumStage if len(place) > 1 else kind).model_fields
                     close = nearest(str(place[-1]), known)
                     hint = f"did you mean {close!r}?" if close else f"valid: {', '.join(known)}"
                     problems.add(key, f"is not a key; {hint}")
@@ -478,7 +476,7 @@ def _checked_rows(
     if tokens is not None and tokens < seq_len:
         problems.refuse(f"{place}.batch_tokens", tokens, f"one sequence has {seq_len} tokens")
         return 1
-    rows = batch_rows(size, tokens, seq_len)
+    rows = size if tokens is None else tokens // seq_len
     if size is not None and size != rows:
         advice = f"with batch_tokens={tokens} it is {rows}: give one of them"
         problems.refuse(f"{place}.batch_size", size, advice)

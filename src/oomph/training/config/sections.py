@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
@@ -45,9 +46,6 @@ Size = Annotated[
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    # Keys whose values are lists of sections.
-    nested: ClassVar[Mapping[str, type[Section]]] = {}
-
 
 class CurriculumStage(Section):
     """steps: optimizer steps; only the last stage may leave it out. accumulate: training.accumulate by
@@ -70,8 +68,6 @@ class DataConfig(Section):
     shuffle_window: sequences that are shuffled with each other. validation: the fraction held out.
     workers: 1 reads in a process of its own, 0 in the training process; default 1 on a GPU.
     """
-
-    nested: ClassVar[Mapping[str, type[Section]]] = {"curriculum": CurriculumStage}
 
     source: str | None = None
     field: str = "text"
@@ -206,20 +202,11 @@ class Curriculum:
         """The stage with the most tokens in a batch; of several, the one with the longest sequences."""
         return max(self.stages, key=lambda stage: (stage.tokens, stage.seq_len or 0))
 
-    @property
-    def longest(self) -> int:
-        return max(stage.seq_len or 0 for stage in self.stages)
-
     def identity(self) -> list[list[int | None]]:
         """What a position in the data depends on. The length of the last stage is not part of it."""
         shapes = [[stage.seq_len, stage.batch_size, stage.batches] for stage in self.stages]
         shapes[-1][2] = None
         return shapes
-
-
-def batch_rows(batch_size: int | None, batch_tokens: int | None, seq_len: int) -> int | None:
-    """Sequences in a batch, given as such or as tokens."""
-    return batch_size if batch_tokens is None else batch_tokens // seq_len
 
 
 # ----------------------------------------------------------------------------------- whole config
@@ -265,17 +252,12 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """All keys and values, for JSON or YAML; `load_dict` makes the same config of it."""
         sections = {name: getattr(self, name).model_dump(mode="json") for name in SECTIONS}
-        return {
+        values = {
             "system": self.system,
             "form": self.form,
-            "model": {"preset": self.preset, **_plain(asdict(self.model_config))},
+            "model": {"preset": self.preset, **asdict(self.model_config)},
             **sections,
-            "fixes": [{"fix": use.fix, "options": _plain(dict(use.options))} for use in self.fixes],
+            "fixes": [{"fix": use.fix, "options": dict(use.options)} for use in self.fixes],
         }
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
+        plain: dict[str, Any] = json.loads(json.dumps(values))  # tuples become lists
+        return plain
