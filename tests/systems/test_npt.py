@@ -78,7 +78,7 @@ def test_it_overfits_a_small_batch(family):
     optimizer = torch.optim.Adam(model.trained_parameters(), lr=3e-2)
     ids = tokens(1, 6)
     losses = []
-    for _ in range(80):
+    while len(losses) < 80 and not (losses and losses[-1] < 0.05 * losses[0]):
         loss = model(ids).loss
         loss.backward()
         optimizer.step()
@@ -382,10 +382,10 @@ def test_the_reports_loop_over_tokens_does_not_fit_either():
             return component(h, component.modulation(h)).float().square().mean()
 
     def states(device):  # of a layer that comes after a converted one: they have a gradient
-        return torch.randn(4, 128, 4096, device=device, dtype=torch.bfloat16, requires_grad=True)
+        return torch.randn(4, 96, 4096, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     prediction = oomph.predict(
         oomph.Workload(OneLayer, states, lambda model, h: model(h), optimizer=None), gpu="a100-80gb"
     )
     assert not prediction.fits
-    assert prediction.peak.allocated > 128 * 4 * 4096 * 14336 * 4
+    assert prediction.peak.allocated > 96 * 4 * 4096 * 14336 * 4
