@@ -420,17 +420,21 @@ def evidence() -> str:
     steps = stored(RESULTS / "accuracy.csv")
     lines = ["| what | measured | rows in `benchmarks/results/` |", "|---|---|---|"]
     for title, flag in (("without convolutions", "False"), ("with convolutions", "True")):
-        errors = [float(row["allocated_error_percent"]) for row in steps if row["convolutions"] == flag]
+        chosen = [row for row in steps if row["convolutions"] == flag]
+        errors, reserved = (
+            [float(row[f"{kind}_error_percent"]) for row in chosen] for kind in ("allocated", "reserved")
+        )
         lines.append(
-            f"| allocated peak of {len(errors)} training steps {title}, predicted | median error "
-            f"{median(errors):.2f} %, worst {worst(errors):+.2f} % | accuracy.csv |"
+            f"| peak of {len(errors)} training steps {title}, predicted | allocated: median error "
+            f"{median(errors):.2f} %, worst {worst(errors):+.2f} %; reserved: median "
+            f"{median(reserved):.2f} %, worst {worst(reserved):+.2f} % | accuracy.csv |"
         )
     pairs = [row for row in stored(RESULTS / "fixes.csv") if row["fixes"]]
     peaks = [float(row["peak_error_percent"]) for row in pairs]
     times = [float(row["slowdown_error_percent"]) for row in pairs]
     lines.append(
-        f"| {len(pairs)} models with fixes, predicted | peak: worst {worst(peaks):+.2f} %; slowdown: median "
-        f"{median(times):.0f} %, worst {abs(worst(times)):.0f} % | fixes.csv |"
+        f"| {len(pairs)} pairs of a model and fixes, predicted | peak: worst {worst(peaks):+.2f} %; slowdown: "
+        f"median {median(times):.0f} %, worst {abs(worst(times)):.0f} % | fixes.csv |"
     )
     seconds = {row["case"]: float(row["seconds"]) for row in stored(RESULTS / "speed.csv")}
     lines.append(
@@ -465,7 +469,7 @@ def evidence() -> str:
     runs = {row["name"]: row for row in stored(RESULTS / "training.csv")}
     long = runs["longctx_4b_24gb"]
     lines.append(
-        f"| a 4B model trained at 131,072 tokens on one GPU, process limited to 23 GiB | "
+        f"| {long['steps']} training steps of a 4B model at 131,072 tokens, process limited to 23 GiB | "
         f"{float(long['tokens_per_second']):,.0f} tokens/s, {float(long['measured_mib']) / 1024:.1f} GiB "
         "allocated | training.csv |"
     )

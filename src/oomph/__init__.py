@@ -1,4 +1,4 @@
-"""Will it fit? If not, what is eating the memory, and what is the cheapest way to make it fit?"""
+"""Will it fit? If not, what uses the memory, and what is the cheapest way to make it fit?"""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Every private torch API that oomph uses.
+"""Every private function, class and module of torch that oomph uses.
 
-No other file reaches into torch's private names, so this file is all there is to read when a torch release
-moves something. A name that moved is reported in one sentence: by `self_test`, and by every import of the
-name.
+No other file imports them, so this file is the one to read when a torch release moves something. (Private
+attributes of objects, such as a module's `_buffers` or hook tables, are used where they are needed.) A name
+that moved is reported in one sentence: by `self_test`, and by every import of the name.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -104,11 +105,10 @@ def _has_rows(leaf: Any, rows: int) -> bool:
 class Workload:
     """One training step: what prediction traces, measurement runs and training repeats.
 
-    `model` and `batch` are functions, so that nothing of their size need exist to describe them.
-    `optimizer=None` stands for forward and backward only. `sizes` names the numbers that oomph may
-    vary; they are passed to `batch` by keyword. `allocator` is what PYTORCH_CUDA_ALLOC_CONF is set to.
-    `deterministic` asks for kernels that give the same bits at every run, some of which need more memory.
-    `fixes` tells what `oomph.apply` has put in.
+    `model` and `batch` are functions, so that nothing is allocated. `optimizer=None`: forward and backward
+    only. `sizes` names the numbers that oomph may vary; they are passed to `batch` by keyword. `allocator` is
+    the value of PYTORCH_CUDA_ALLOC_CONF. `deterministic` selects kernels that give the same bits in every
+    run; some need more memory. `fixes` lists what `oomph.apply` has applied.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -174,6 +174,34 @@ class Workload:
     def make_batch(self, device: torch.device) -> Any:
         """The batch on `device`, at the Workload's own sizes."""
         return self.batch(device, **(self.sizes or {}))
+
+    def build(self, device: torch.device | str) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+        """The model on `device`, in the Workload's dtype and in training mode, and its optimizer."""
+        model = self.model()
+        if self.dtype is not None:
+            model = model.to(self.dtype)  # type: ignore[arg-type]
+        model = model.to(device)
+        model.train()
+        return model, None if self.optimizer is None else self.optimizer(model.parameters())
+
+    def autocast_context(self, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
+        """The autocast region of a forward pass; nothing without autocast."""
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(torch.device(device).type, self.autocast)  # type: ignore[arg-type]
+
+    def forward_backward(
+        self, model: torch.nn.Module, batch: Any, device: torch.device | str
+    ) -> torch.Tensor:
+        """All forward and backward passes of a step, for a loop of your own; returns the step's loss."""
+        total: Any = 0.0
+        for part, factor in self.passes(batch):
+            with self.autocast_context(device):
+                loss = self.loss(model, part)
+            scaled = self.scaled(loss, factor)
+            scaled.backward()
+            total = total + scaled.detach()
+        return total  # type: ignore[no-any-return]
 
     def passes(self, batch: Any) -> list[tuple[Any, float | torch.Tensor]]:
         """The forward and backward passes of a step: what each is given, and the factor of its loss."""

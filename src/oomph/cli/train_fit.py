@@ -84,7 +84,7 @@ def _smaller_batch(
         return None
     size, accumulate = config.data.batch_size or 1, config.training.accumulate
     words = _override(config.fixes)
-    while size > 1:
+    while size % 2 == 0:  # the tokens of an optimizer step stay the same
         size, accumulate = size // 2, accumulate * 2
         smaller = replace(
             config,

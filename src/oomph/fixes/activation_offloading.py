@@ -34,7 +34,7 @@ from oomph.fixes.modules import (
     refuse_own_checkpointing,
 )
 from oomph.fixes.registry import Fix, FixContext, Target, check_flag
-from oomph.torch_internals import FakeTensor, current_graph_task_id
+from oomph.torch_internals import FakeTensor, current_graph_task_id, storage_id
 from oomph.units import MiB, parse_bytes
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
@@ -148,7 +148,7 @@ class ActivationOffloader:
 
     def offload(self, tensor: torch.Tensor) -> OffloadedStorage:
         """Start to copy the tensor's storage, once for all tensors that share it."""
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor.untyped_storage())
         storage = self.storages.get(key)
         if storage is None or not storage.holds(tensor):
             streams = self._streams.setdefault(tensor.device, CopyStreams(tensor.device))
@@ -168,7 +168,7 @@ class BlockActivations:
     ) -> None:
         self._offloader = offloader
         self._keep_on_device = keep_on_device
-        self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded}
+        self._excluded = {storage_id(tensor.untyped_storage()) for tensor in excluded}
         self._device = next((tensor.device for tensor in excluded), None)
         self._previous_block = previous
         self._storages: list[weakref.ref[OffloadedStorage]] = []
@@ -223,7 +223,7 @@ class BlockActivations:
         if tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= self._offloader.smallest and storage._cdata not in self._excluded
+        return storage.nbytes() >= self._offloader.smallest and storage_id(storage) not in self._excluded
 
 
 class OffloadedTensor(NamedTuple):

@@ -31,6 +31,7 @@ from oomph.torch_internals import (
     current_function_modes,
     disable_torch_function,
     make_wrapper_subclass,
+    storage_id,
     tree_leaves,
     tree_map,
     tree_map_only,
@@ -577,7 +578,7 @@ def _is_of_interest(functions: frozenset[str], name: str) -> bool:
 
 def _storage(tensor: Tensor) -> int:
     with disable_torch_function():
-        return tensor.untyped_storage()._cdata
+        return storage_id(tensor.untyped_storage())
 
 
 class LazyForward:

@@ -114,9 +114,7 @@ def run(workload: Workload, steps: int = STEPS) -> Run:
 def _forward_and_backward(workload: Workload, model: nn.Module, batch: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for part, factor in workload.passes(batch):
-        with contextlib.ExitStack() as stack:
-            if workload.autocast is not None:
-                stack.enter_context(torch.autocast("cpu", workload.autocast))  # type: ignore[arg-type]
+        with workload.autocast_context("cpu"):
             loss = workload.loss(model, part)
         scaled = workload.scaled(loss, factor)
         scaled.backward()

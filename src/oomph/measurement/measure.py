@@ -172,24 +172,13 @@ def _run_workload(workload: Workload, device: torch.device, steps: int, on_momen
 
 
 def _build_and_step(workload: Workload, device: torch.device, steps: int, on_moment: Listener) -> None:
-    assert workload.dtype is None or isinstance(workload.dtype, torch.dtype)
-    assert workload.autocast is None or isinstance(workload.autocast, torch.dtype)
-    model = workload.model()
-    if workload.dtype is not None:
-        model = model.to(workload.dtype)
-    model = model.to(device)
-    model.train()
-    optimizer = workload.optimizer(model.parameters()) if workload.optimizer is not None else None
+    model, optimizer = workload.build(device)
     batch = workload.make_batch(device)
     for step in range(1, steps + 1):
         on_moment(step, "begin")
         for part, factor in workload.passes(batch):
             on_moment(step, "forward")
-            with (
-                torch.autocast(device.type, workload.autocast)
-                if workload.autocast is not None
-                else contextlib.nullcontext()
-            ):
+            with workload.autocast_context(device):
                 # `loss` outlives its step, as it does in a plain training loop.
                 loss = workload.loss(model, part)
             on_moment(step, "backward")

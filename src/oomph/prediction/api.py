@@ -211,7 +211,9 @@ def _notes_on_prediction(
         yield Note("convolution workspaces are estimated: which algorithm cuDNN takes cannot be known")
     if growth is not None:
         grown = format_bytes(growth.bytes)
-        yield Note(f"memory grows by {grown} with every step: something keeps what a step made", growth.site)
+        yield Note(
+            f"memory grows by {grown} with every step: tensors of earlier steps stay alive", growth.site
+        )
 
 
 def _growth(run: Replay, events: Sequence[Event], allocations: Sequence[Allocation]) -> Growth | None:

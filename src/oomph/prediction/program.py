@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import inspect
@@ -56,7 +55,7 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> N
             of = f" (part {index + 1} of {len(passes)})" if len(passes) > 1 else ""
             progress(f"step {number} of {STEPS}: forward{of}", _done(number, index / len(passes)))
             with tracer.in_phase("forward"), tracer.loss_after_model():
-                with _autocast(workload):
+                with workload.autocast_context("cuda"):
                     loss = workload.loss(model, part)
                 _check_loss(loss)
                 scaled = workload.scaled(loss, factor)
@@ -143,12 +142,6 @@ def _repeat(step: Callable[[int], None], tracer: Tracer) -> None:
         step(number)
     tracer.label_parameters()
     tracer.recorder.close()  # before the program's own objects go: what is left now is left after a step
-
-
-def _autocast(workload: Workload) -> contextlib.AbstractContextManager[Any]:
-    if workload.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast("cuda", workload.autocast)  # type: ignore[arg-type]
 
 
 def _check_loss(loss: Any) -> None:

@@ -352,8 +352,7 @@ def _moved(
 
 
 def _rows_are_4_byte_aligned(halves: Iterable[torch.Tensor]) -> bool:
-    """Whether rows lie a whole number of 4 bytes apart: the least that is fetched non_blocking the
-    arithmetic."""
+    """Whether rows start at multiples of 4 bytes, the smallest unit that a kernel copies asynchronously."""
     return not any(
         step % 2
         for tensor in halves
