@@ -319,7 +319,7 @@ def _check_autograd_nodes() -> None:
     """An op's node gets the newest sequence number, and the engine says which node runs."""
     running = []
 
-    class Look(TorchDispatchMode):
+    class RecordNodes(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             running.append(current_autograd_node())
             return func(*args, **(kwargs or {}))
@@ -330,7 +330,7 @@ def _check_autograd_nodes() -> None:
         node: Any = loss.grad_fn
         if node._sequence_nr() != newest:
             raise UnsupportedTorch("torch._C._autograd._get_sequence_nr")
-        with Look():
+        with RecordNodes():
             loss.backward()
     if current_autograd_node() is not None or not any(each is not None for each in running):
         raise UnsupportedTorch("torch._C._current_autograd_node")

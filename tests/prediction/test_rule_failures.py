@@ -157,7 +157,7 @@ def test_every_rule_for_an_ops_results_may_fail(
         (ModuleStack, "name"),
         (values.KnownValues, "propagate"),
         (values.ValueEstimates, "propagate"),
-        (work.WorkMeter, "op"),
+        (work.KernelCounter, "op"),
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )

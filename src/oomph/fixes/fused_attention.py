@@ -260,7 +260,7 @@ def _permuted(tensor: Tensor, subscripts: str, wanted: str) -> Tensor:
 # Scores ----------------------------------------------------------------------------------------------
 
 # exp of this is 0 in every dtype, as long as scores lie within ten thousand of each other.
-_NEVER = -1e4
+_MASKED_SCORE = -1e4
 
 
 class AttentionScores(Expression):
@@ -375,7 +375,7 @@ def _scale(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Ch
         return None
     factor = 1 / number if name == "div" else number
     fill = None if scores.fill is None else scores.fill * factor
-    if fill is not None and (factor < 0 or fill > _NEVER):
+    if fill is not None and (factor < 0 or fill > _MASKED_SCORE):
         return None
     terms = tuple((term, own * factor) for term, own in scores.terms)
     return {"scale": scores.scale * factor, "terms": terms, "fill": fill}
@@ -388,7 +388,7 @@ def _add(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Chan
         return None
     term = args[1] if args[0] is scores else args[0]
     if isinstance(term, CausalMask):
-        hides_future = term.below == 0 and term.above <= _NEVER and name == "add"
+        hides_future = term.below == 0 and term.above <= _MASKED_SCORE and name == "add"
         if hides_future and term.is_causal_for(scores.shape):
             dtype = torch.promote_types(scores.dtype, term.dtype)
             if term.above == -math.inf:
@@ -418,7 +418,7 @@ def _where(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Ch
 
 def _fill(scores: AttentionScores, mask: Any, value: Any, *, inverted: bool) -> Changes:
     number = _number(value)
-    if scores.is_weights or number is None or number > _NEVER or scores.fill not in (None, number):
+    if scores.is_weights or number is None or number > _MASKED_SCORE or scores.fill not in (None, number):
         return None
     if scores.causal_is_added:  # a row whose other keys are filled has weights of both kinds
         return None

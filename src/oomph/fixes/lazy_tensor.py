@@ -409,7 +409,7 @@ def lazy_call(func: Any, args: Args, kwargs: Kwargs) -> Any:
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     first = args[0] if args else kwargs.get("input")
-    if isinstance(first, LazyTensor) and _was_rewired(first):
+    if isinstance(first, LazyTensor) and _grad_fn_replaced(first):
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     name = function_name(func)
@@ -440,7 +440,7 @@ def _with_expressions(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 def _expression_or_value(leaf: Any) -> Any:
     if not isinstance(leaf, LazyTensor):
         return leaf
-    return _value(leaf) if leaf.expression.computed or _was_rewired(leaf) else leaf.expression
+    return _value(leaf) if leaf.expression.computed or _grad_fn_replaced(leaf) else leaf.expression
 
 
 def _follow(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -483,14 +483,14 @@ def _call_on_values(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
 
 
-def _was_rewired(lazy: LazyTensor) -> bool:
+def _grad_fn_replaced(lazy: LazyTensor) -> bool:
     """Whether C++ code (a module's full backward hook) has given the tensor another grad_fn."""
     with DisableTorchFunctionSubclass():
         return lazy.grad_fn is not lazy.node or (lazy.node is None and lazy.requires_grad)
 
 
 def _value(lazy: LazyTensor) -> Tensor:
-    if not _was_rewired(lazy):
+    if not _grad_fn_replaced(lazy):
         return lazy.expression.value()
     with DisableTorchFunctionSubclass():
         return Tensor.view_as(lazy, lazy)

@@ -131,7 +131,7 @@ class RuleGuard:
             name = op if isinstance(op, str) else op_name(op)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             self._note(
-                f"{name}: oomph's rule for its {subject} failed ({reason}); a general estimate is used"
+                f"{name}: oomph's estimate of its {subject} failed ({reason}); a general estimate is used"
             )
         return fallback()  # outside the handler: the traceback would keep tensors alive
 

@@ -67,7 +67,7 @@ _FEW_TENSORS = 4  # an op on more of them goes through a list
 
 # Above this, a host tensor that the program asks for is fake. Below it, host data is real.
 REAL_BYTES = 4 << 20
-_MAY_GROW = 4 << 10  # two real inputs smaller than this cannot make a result that matters
+_SMALL_INPUT_BYTES = 4 << 10  # two real inputs smaller than this cannot make a result that matters
 
 
 class WrongDevice(RuntimeError):
@@ -473,7 +473,7 @@ def _may_be_large(func: OpOverload, kwargs: dict[str, Any], tensors: Sequence[to
     asked = kwargs.get("device")
     if any(tensor.is_meta for tensor in tensors) or (asked is not None and asked.type == "meta"):
         return False
-    return not tensors or max(map(_bytes_of, tensors)) > _MAY_GROW
+    return not tensors or max(map(_bytes_of, tensors)) > _SMALL_INPUT_BYTES
 
 
 def _is_mask(index: Any) -> bool:
@@ -502,7 +502,7 @@ class GradientReuse:
 
     def __init__(self, mode: FakeTensorMode, recorder: AllocationRecorder) -> None:
         self._recorder = recorder
-        # How many references the way here adds differs between versions of torch: look at a known case.
+        # The dispatch path adds references; how many depends on the torch release: measure a known case.
         self._sole_owner_counts = _count_known_case(mode)
 
     def writes_into_first(self, func: OpOverload, args: Sequence[Any]) -> bool:
@@ -528,13 +528,13 @@ def _use_counts(tensor: torch.Tensor) -> tuple[int, int]:
 def _count_known_case(mode: FakeTensorMode) -> tuple[int, int]:
     found: list[tuple[int, int]] = []
 
-    class Look(TorchDispatchMode):
+    class RecordUseCounts(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is aten.add.Tensor and current_autograd_node() is not None:
                 found.append(_use_counts(args[0]))
             return mode.__torch_dispatch__(func, types, args, kwargs or {})
 
-    with disable_torch_function(), torch.enable_grad(), Look():
+    with disable_torch_function(), torch.enable_grad(), RecordUseCounts():
         leaf = torch.ones(2, requires_grad=True)
         twice = leaf * 2
         (torch.sin(twice) + torch.tanh(twice)).sum().backward()  # both gradients are autograd's alone

@@ -22,7 +22,7 @@ from oomph.prediction.tracer.attribution import (
 )
 from oomph.prediction.tracer.recorder import AllocationRecorder, Describe, OpLog, PendingAllocation
 from oomph.prediction.tracer.values import KnownValues, ValueEstimates
-from oomph.prediction.tracer.work import WorkMeter
+from oomph.prediction.tracer.work import KernelCounter
 from oomph.records import Kind, Site, Stage
 from oomph.torch_internals import (
     FakeTensor,
@@ -56,7 +56,7 @@ class Tracer:
         self.guard = RuleGuard(self.note_once)
         self.values = KnownValues()
         self.estimates = ValueEstimates(self.values, self.note, self.note_once)
-        self.work = WorkMeter(gpu)
+        self.work = KernelCounter(gpu)
         self.rule_context = RuleContext(
             gpu,
             self.on_gpu,

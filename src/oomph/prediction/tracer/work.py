@@ -51,9 +51,26 @@ class Kernel(NamedTuple):
 
 
 # The first argument says how the result looks, and is not read.
-_MADE_LIKE = {"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full", "rand_like"}
-_MADE_LIKE |= {"randn_like", "bernoulli_", "random_", "normal_", "uniform_", "exponential_", "zero_", "fill_"}
-_MADE_LIKE |= {"copy_", "_foreach_zero_", "_foreach_copy_", "randint_like", "nll_loss_backward"}
+_FIRST_ARGUMENT_NOT_READ = {
+    "zeros_like",
+    "ones_like",
+    "full_like",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+    "rand_like",
+}
+_FIRST_ARGUMENT_NOT_READ |= {
+    "randn_like",
+    "bernoulli_",
+    "random_",
+    "normal_",
+    "uniform_",
+    "exponential_",
+    "zero_",
+    "fill_",
+}
+_FIRST_ARGUMENT_NOT_READ |= {"copy_", "_foreach_zero_", "_foreach_copy_", "randint_like", "nll_loss_backward"}
 # Nothing runs on the GPU.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
 _FREE |= {"_unsafe_view", "detach", "alias", "lift_fresh", "_reshape_alias", "sym_size", "sym_numel"}
@@ -131,7 +148,7 @@ class _OpTraits(NamedTuple):
     elementwise: bool
 
 
-class WorkMeter:
+class KernelCounter:
     """Counts every op that the dispatch mode reports while `counting`."""
 
     def __init__(self, gpu: GPU) -> None:
@@ -393,7 +410,7 @@ def _traits_of(func: OpOverload) -> _OpTraits:
     over_lists = name.startswith(("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_"))
     return _OpTraits(
         free=name in _FREE or (func.is_view and not func._schema.is_mutable) or func.namespace == "prim",
-        first_is_read=name not in _MADE_LIKE,
+        first_is_read=name not in _FIRST_ARGUMENT_NOT_READ,
         gathers=name in _GATHERS,
         scatters=name in _SCATTERS,
         passes=2 if name in _TWO_PASSES else 1,
@@ -437,12 +454,12 @@ def _multiplied(left: Tensor, right: Tensor, item: int) -> Flops:
     for size in batch:
         count *= size
     tiles = count * -(-rows // _TILE) * -(-columns // _TILE)
-    aligned = item != 2 or not (columns % 8 or _pitch(left) % 8 or _pitch(right) % 8)
+    aligned = item != 2 or not (columns % 8 or _leading_dimension(left) % 8 or _leading_dimension(right) % 8)
     kind = "product" if aligned else "unaligned product"
     return Flops(2.0 * count * rows * columns * depth, left.dtype, kind, tiles, depth)
 
 
-def _pitch(matrix: Tensor) -> int:
+def _leading_dimension(matrix: Tensor) -> int:
     """How far apart two rows (or columns) lie in memory, in elements; 0 where there is only one."""
     down, across = matrix.stride()[-2:]
     rows, columns = matrix.shape[-2:]
