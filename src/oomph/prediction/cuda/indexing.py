@@ -12,12 +12,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.rules import BoundArguments, contiguous_copy_bytes, temporaries
+from oomph.prediction.cuda.rules import (
+    BoundArguments,
+    Fake,
+    contiguous_copy_bytes,
+    cuda_kernel,
+    temporaries,
+)
+from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
 
@@ -270,6 +278,14 @@ def _sorted_put(target: Tensor, values: Tensor, n: int, indexed: list[int]) -> l
 
 
 # Selections: nonzero, masks, unique values, counts
+
+
+@cuda_kernel(aten.histc.default)
+def _histogram(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """CUDA also counts integers, which the CPU does not (SummaryOps.cu, _histc_cuda)."""
+    bins = args[1] if len(args) > 1 else kwargs.get("bins", 100)
+    options = {"dtype": args[0].dtype, "device": torch.device("cpu")}
+    return fake(aten.empty.memory_format, ([bins],), options)
 
 
 @temporaries(aten.nonzero.default)
