@@ -55,6 +55,13 @@ def test_the_specification_on_the_gpu(
     assert_close([each.cpu() for each in ours.all], theirs.all, tolerance)
 
 
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+def test_fewer_classes_than_a_block_on_the_gpu() -> None:
+    case = inputs(10, v=13, dtype=torch.float32, bias=True)
+    ours = run(on_gpu(case), impl="triton")
+    assert_close([each.cpu() for each in ours.all], expected(case).all, 1e-4)
+
+
 def peaked(n: int, d: int, v: int, spread: float) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     weight = torch.randn(v, d, device="cuda") / d**0.5

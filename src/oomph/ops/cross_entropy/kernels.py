@@ -5,8 +5,9 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-# In place of -inf as the first maximum: far below any logit, and its difference to itself is 0, not NaN.
-LOWEST = tl.constexpr(-1e30)
+# In place of -inf as the first maximum: far below any logit. A power of two, so that its product with LOG2_E
+# is exact: otherwise _exp_minus(LOWEST, LOWEST * LOG2_E) is exp2 of a rounding error of 1e22.
+LOWEST = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
