@@ -1,7 +1,14 @@
 """The errors and warnings that users see. Each error carries the exit status of the command line."""
 
+import os
+import traceback
 import warnings
 from enum import IntEnum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+_OOMPH = str(Path(__file__).resolve().parent) + os.sep
 
 
 class ExitStatus(IntEnum):
@@ -20,6 +27,16 @@ class OomphError(Exception):
 
     exit_status = ExitStatus.USER_ERROR
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A prediction's error comes from another process. Arguments of a subclass may differ from `args`.
+        return _restore_error, (type(self), self.args, self.__dict__)
+
+
+def _restore_error(cls: type[OomphError], args: tuple[Any, ...], attributes: dict[str, Any]) -> OomphError:
+    error = cls.__new__(cls, *args)  # sets args, which are the message
+    error.__dict__.update(attributes)
+    return error
+
 
 class UserError(OomphError):
     """The user's mistake: the message says what was given and what is valid."""
@@ -30,14 +47,83 @@ class ArgumentError(UserError, ValueError):
 
 
 class ProgramError(OomphError):
-    """The traced program itself failed. `__cause__` is its own exception, with its own traceback."""
+    """The user's program itself failed: its own exception, line and traceback."""
 
     exit_status = ExitStatus.PROGRAM_ERROR
 
-    def __init__(self, message: str, file: str | None = None, line: int | None = None) -> None:
+    def __init__(
+        self, message: str, file: str | None = None, line: int | None = None, traceback: str = ""
+    ) -> None:
         super().__init__(message)
         self.file = file
         self.line = line
+        self.traceback = traceback  # without our frames and torch's
+
+    @classmethod
+    def of(cls, error: BaseException) -> "ProgramError":
+        """An exception of the program, with the innermost line that is the user's."""
+        if isinstance(error, SystemExit):
+            text = f"the program ends the process (SystemExit: {_safe_text(error.code)})"
+        else:
+            # The text of a SyntaxError repeats the file and line.
+            text = _safe_text(error.msg if isinstance(error, SyntaxError) else error).strip()
+            name = type(error).__name__
+            text = f"{name}: {text}" if text else name
+        return cls(text, *user_line(error), program_traceback(error))
+
+
+def blamed_on_program(error: BaseException) -> bool:
+    """Whether an exception comes from the user's code, not from ours: its innermost frame beside torch's."""
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    own = [file for file in frames if not _is_torch(file)]
+    return bool(own) and not own[-1].startswith(_OOMPH)
+
+
+def user_line(error: BaseException) -> tuple[str | None, int | None]:
+    """File and line of the user's code in which `error` was raised."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return error.filename, error.lineno
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if not _is_internal(frame.filename)
+    ]
+    return (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
+
+
+def program_traceback(error: BaseException) -> str:
+    """The traceback as the program's author wants it: without our frames and torch's."""
+    try:
+        summary = traceback.TracebackException.from_exception(error)
+        _remove_internal_frames(summary)
+        return "".join(summary.format())
+    except Exception:  # an exception whose __str__ fails
+        return ""
+
+
+def _remove_internal_frames(summary: traceback.TracebackException) -> None:
+    """In the whole chain of causes."""
+    kept = [frame for frame in summary.stack if not _is_internal(frame.filename)]
+    summary.stack = traceback.StackSummary.from_list(kept)
+    for chained in (summary.__cause__, summary.__context__):
+        if chained is not None:
+            _remove_internal_frames(chained)
+
+
+def _is_internal(file: str) -> bool:
+    return _is_torch(file) or file.startswith(("<frozen ", "<string>", _OOMPH))
+
+
+def _is_torch(file: str) -> bool:
+    return any(
+        parent in ("site-packages", "dist-packages") and child in ("torch", "torchgen")
+        for parent, child in pairwise(Path(file).parts)
+    )
+
+
+def _safe_text(value: object) -> str:
+    try:
+        return str(value)
+    except Exception:
+        return f"(its text cannot be shown: {type(value).__name__}.__str__ fails)"
 
 
 class DeprecatedName(FutureWarning):

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,34 @@ from small_prediction import make_prediction
 
 from oomph import gpus
 from oomph.cli import train_fit
-from oomph.records import Prediction
+from oomph.records import Note, Prediction
 from oomph.training import run as training_run
 from oomph.training.trainer import Outcome
 
 
 @dataclass
 class FakePredict:
-    """Replaces the tracer: records its calls and returns `result`."""
+    """Replaces the tracer in the child process: returns `result`, with its arguments as a note."""
 
     result: Prediction = field(default_factory=make_prediction)
     during: Callable[[Any], None] = lambda target: None
-    calls: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
 
     def __call__(self, target: Any, **options: Any) -> Prediction:
-        self.calls.append((target, options))
         self.during(target)
-        return self.result
+        arguments = {
+            "name": getattr(target, "__name__", None),
+            "sizes": getattr(target, "sizes", None),
+            "fixes": [use.fix for use in getattr(target, "fixes", ())],
+            "gpu": options.get("gpu"),
+            "max": options.get("max"),
+        }
+        return replace(self.result, notes=(Note(json.dumps(arguments, default=str)),))
+
+    @staticmethod
+    def arguments(output: str) -> dict[str, Any]:
+        """The arguments of the call, from the output of `oomph predict --json`."""
+        (note,) = json.loads(output)["notes"]
+        return json.loads(note["text"])  # type: ignore[no-any-return]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from small_prediction import make_prediction
 
 from oomph.cli.main import run
-from oomph.errors import ProgramError, UserError
+from oomph.errors import UserError
 
 PROGRAM = "def step(): ...\n"
 
@@ -38,10 +38,9 @@ def test_the_exit_status_is_the_verdict(fake_predict, capsys, fits, status):
 
 
 def test_gpu_and_max_are_passed_on(fake_predict, capsys):
-    run(["predict", "train.py:step", "--gpu", "rtx3090", "--max", "20GiB"])
-    (target, options) = fake_predict.calls[0]
-    assert target.__name__ == "step"
-    assert (options["gpu"], options["max"]) == ("rtx3090", "20GiB")
+    run(["predict", "train.py:step", "--gpu", "rtx3090", "--max", "20GiB", "--json"])
+    traced = fake_predict.arguments(capsys.readouterr().out)
+    assert (traced["name"], traced["gpu"], traced["max"]) == ("step", "rtx3090", "20GiB")
 
 
 @pytest.mark.parametrize("status", [0, 1])
@@ -51,7 +50,10 @@ def test_json_is_exactly_one_object_whatever_the_program_prints(fake_predict, pr
     def noisy(target):
         print("while traced")
         os.write(1, b"from C\n")
-        subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+        if (child := os.fork()) == 0:
+            os.write(1, b"from a child\n")
+            os._exit(0)
+        os.waitpid(child, 0)
 
     fake_predict.during = noisy
     fake_predict.result = make_prediction(status == 0)
@@ -82,6 +84,28 @@ def test_a_users_mistake_found_while_tracing_is_one_line(fake_predict, capsys):
     assert _error(capsys, "predict", "train.py:step") == "oomph: the loss has shape (4,); return a scalar"
 
 
+def test_an_error_class_of_the_program_does_not_pass_for_a_bug(program, capsys):
+    program("import oomph.errors\nclass Mine(oomph.errors.UserError): ...\n", "errors_of_test.py")
+    program("import errors_of_test\ndef step():\n    raise errors_of_test.Mine('my own')\n")
+    assert _error(capsys, "predict", "train.py:step") == "oomph: my own"
+
+
+def test_a_program_that_reads_from_the_terminal_ends(program):
+    """A terminal stops a background process that reads from it; the command would wait for good."""
+    program("def step():\n    input('size? ')\n")
+    script = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
+    words = [sys.executable, "-c", script, sys.executable, "-m", "oomph", "predict", "train.py:step"]
+    # stdin stays open and empty, as a terminal that nobody types in
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.wait(timeout=90) == 3
+        assert process.stdout is not None
+        assert "the program failed at train.py:2: EOFError" in process.stdout.read()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -104,16 +128,8 @@ def test_usage_errors_are_one_line_that_says_what_was_given(capsys, arguments, m
     assert _error(capsys, *arguments).startswith(message)
 
 
-def test_a_program_that_fails_shows_its_own_traceback_then_one_line(fake_predict, program, capsys):
+def test_a_program_that_fails_shows_its_own_traceback_then_one_line(program, capsys):
     program("import torch\n\ndef step():\n    return torch.nn.Linear(2, 2)(torch.ones(1, 3))\n")
-
-    def trace(target):
-        try:
-            target()
-        except RuntimeError as error:
-            raise ProgramError(f"RuntimeError: {error}") from error
-
-    fake_predict.during = trace
     assert run(["predict", "train.py:step"]) == 3
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -121,14 +137,26 @@ def test_a_program_that_fails_shows_its_own_traceback_then_one_line(fake_predict
     assert "return torch.nn.Linear(2, 2)(torch.ones(1, 3))" in captured.err
     assert "site-packages/torch/" not in captured.err
     assert "oomph/cli" not in captured.err
-    assert captured.err.splitlines()[-1].startswith("oomph: the program failed at train.py:4: RuntimeError: ")
+    raised, last = captured.err.splitlines()[-2:]
+    assert raised.startswith("RuntimeError: ")
+    assert last == f"oomph: the program failed at train.py:4: {raised}"
 
 
-def test_a_program_that_exits_does_not_pass_for_a_verdict(fake_predict, capsys):
-    fake_predict.during = lambda target: sys.exit(0)
-    assert run(["predict", "train.py:step"]) == 3
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith("it ends the process while it is traced (SystemExit: 0)")
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("sys.exit(0)", "the program failed at train.py:3: the program ends the process (SystemExit: 0)"),
+        ("os._exit(0)", "the program failed: the program ended the process (os._exit, status 0)"),
+    ],
+)
+@pytest.mark.parametrize("command", ["predict", "fixes", "verify"])
+def test_a_program_that_exits_does_not_pass_for_a_verdict(program, capsys, command, statement, message):
+    program(f"import os, sys\ndef step():\n    {statement}\n")
+    fixes = ["activation_checkpointing"] if command == "verify" else []
+    assert run([command, "train.py:step", *fixes]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1] == f"oomph: {message}"
 
 
 def test_a_bug_of_ours_does_not_pass_for_a_verdict(fake_predict, capsys):

@@ -141,6 +141,13 @@ def test_an_exit_during_the_import_is_the_programs_own(program):
     with pytest.raises(ProgramError) as caught, open_target("train.py:x"):
         pass
     assert str(caught.value) == "train.py ends the process while it is imported (SystemExit: 0)"
+    assert caught.value.line == 2
+
+
+def test_a_config_that_is_loaded_by_the_program_keeps_its_problems(program, capsys):
+    program("import oomph.training.config as c\n\nc.load_dict({'system': 'pythia', 'epoch': 3}, 'mine')\n")
+    (line,) = _error(capsys, "predict", "train.py:x")
+    assert line.startswith("oomph: train.py:3: mine: epoch is not a key; did you mean 'training.epochs'?")
 
 
 def test_a_workload_that_refuses_its_arguments_says_where_it_is_made(program):
@@ -185,28 +192,27 @@ def test_no_more_batches_of_a_step_are_traced_than_its_memory_needs():
 
 
 def test_predict_takes_a_config_and_overrides(fake_predict, capsys):
-    assert run(["predict", TINY, "seq_len=32", "--gpu", "rtx3090", "fixes=activation_checkpointing"]) == 0
-    ((target, options),) = fake_predict.calls
-    assert target.sizes["T"] == 32
-    assert [use.fix for use in target.fixes] == ["activation_checkpointing"]
-    assert options["gpu"] == "rtx3090"
+    words = ["seq_len=32", "--gpu", "rtx3090", "fixes=activation_checkpointing", "--json"]
+    assert run(["predict", TINY, *words]) == 0
+    traced = fake_predict.arguments(capsys.readouterr().out)
+    assert traced["sizes"]["T"] == 32
+    assert traced["fixes"] == ["activation_checkpointing"]
+    assert traced["gpu"] == "rtx3090"
 
 
 def test_a_configs_own_limit_is_that_of_its_prediction(fake_predict, capsys):
     """The smaller of the two, as the run would have it."""
     for more, limit in (([], "3GiB"), (["--max", "2GiB"], "2GiB"), (["--max", "4GiB"], "3GiB")):
-        fake_predict.calls.clear()
-        run(["predict", TINY, "training.memory_limit=3GiB", *more])
-        ((_, options),) = fake_predict.calls
-        assert options["max"] == limit
+        assert run(["predict", TINY, "training.memory_limit=3GiB", "--json", *more]) == 0
+        assert fake_predict.arguments(capsys.readouterr().out)["max"] == limit
 
 
 def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
-    assert run(["predict", TINY, "--seq_len", "32", "--batch-size=3", "--gpu", "rtx3090", "--shuffle"]) == 0
-    ((target, options),) = fake_predict.calls
-    assert target.sizes == {"B": 3, "T": 32}
-    assert options["gpu"] == "rtx3090"
-    capsys.readouterr()
+    words = ["--seq_len", "32", "--batch-size=3", "--gpu", "rtx3090", "--json", "--shuffle"]
+    assert run(["predict", TINY, *words]) == 0
+    traced = fake_predict.arguments(capsys.readouterr().out)
+    assert traced["sizes"] == {"B": 3, "T": 32}
+    assert traced["gpu"] == "rtx3090"
     assert _error(capsys, "predict", TINY, "--gup", "rtx3090")[0].endswith(
         "gup is not a key; the sections are model, data, optimizer, training, output; "
         "besides them there are system, form, fixes (the nearest option to --gup is --gpu)"
@@ -218,8 +224,8 @@ def test_fixes_on_the_command_line_come_on_top(fake_predict, capsys):
     assert run(["predict", TINY, *words]) == 2
     assert "has to be applied before 'activation_checkpointing'" in capsys.readouterr().err
     words = ["--fix", "activation_checkpointing", "fixes=fused_linear_cross_entropy"]
-    assert run(["predict", TINY, *words]) == 0
-    assert [use.fix for use in fake_predict.calls[-1][0].fixes] == [
+    assert run(["predict", TINY, *words, "--json"]) == 0
+    assert fake_predict.arguments(capsys.readouterr().out)["fixes"] == [
         "fused_linear_cross_entropy",
         "activation_checkpointing",
     ]
@@ -295,11 +301,10 @@ def step(): return lambda: None
 
 
 @pytest.mark.parametrize("name", ["w", "made"])
-def test_sizes_of_a_workload_can_be_given(program, fake_predict, name):
+def test_sizes_of_a_workload_can_be_given(program, fake_predict, capsys, name):
     program(SIZED)
-    assert run(["predict", f"train.py:{name}", "B=3"]) == 0
-    ((target, _),) = fake_predict.calls
-    assert target.sizes == {"B": 3, "T": 64}
+    assert run(["predict", f"train.py:{name}", "B=3", "--json"]) == 0
+    assert fake_predict.arguments(capsys.readouterr().out)["sizes"] == {"B": 3, "T": 64}
 
 
 @pytest.mark.parametrize(

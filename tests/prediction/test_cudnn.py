@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_packed_sequence
 
-import oomph
 from oomph import gpus
+from oomph.prediction.api import trace
 from oomph.prediction.cuda.composites import cuda_composites
 from oomph.prediction.cuda.cudnn import flatten_parameters
 from oomph.prediction.cuda.rules import RuleContext, RuleGuard, temporaries_of
@@ -266,7 +266,8 @@ def layouts(layer: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch
         gradients = torch.autograd.grad(out.sum(), [x, *module.parameters()])
         found.extend(t.is_contiguous(memory_format=last) for t in (out, *gradients) if t.dim() == len(shape))
 
-    oomph.predict(program, gpu="h200")
+    # In this process, since the fixture's number of threads is not that of an isolated program.
+    trace(program, H200, nothing)
     return found
 
 

@@ -53,8 +53,6 @@ def test_the_prediction_is_what_was_measured_or_an_upper_bound(name: str) -> Non
 
 
 def test_known_values_give_exact_sizes_without_a_note() -> None:
-    shapes: list[tuple[int, ...]] = []
-
     def program() -> None:
         x = torch.randn(6, 4, device="cuda")
         ids = torch.tensor([0, 3, 3, 1, 5, 3]).cuda()
@@ -65,17 +63,14 @@ def test_known_values_give_exact_sizes_without_a_note() -> None:
             mask.nonzero(), torch.masked_select(x, mask[:, None]), torch.argwhere(mask),
             *torch.unique(ids, return_inverse=True, return_counts=True),
         ]  # fmt: skip
-        shapes[:] = [tuple(each.shape) for each in found]
+        assert [tuple(each.shape) for each in found] == [
+            (15, 4), (2, 4), (6, 1), (4,), (5,), (3, 2), (6,), (6, 6), (2, 1), (8,), (2, 1), (4,), (6,), (4,),
+        ]  # fmt: skip
 
     assert "depends on values" not in notes_of(program)
-    assert shapes == [
-        (15, 4), (2, 4), (6, 1), (4,), (5,), (3, 2), (6,), (6, 6), (2, 1), (8,), (2, 1), (4,), (6,), (4,),
-    ]  # fmt: skip
 
 
 def test_bounds_of_random_ids_and_of_positions_are_used() -> None:
-    shapes: list[tuple[int, ...]] = []
-
     def program() -> None:
         best = torch.randn(64, 10, device="cuda").topk(2, dim=-1).indices.flatten()
         drawn = torch.randint(1, 7, (100,), device="cuda").to(torch.int32)
@@ -87,10 +82,9 @@ def test_bounds_of_random_ids_and_of_positions_are_used() -> None:
             drawn.repeat_interleave(drawn),
             torch.bincount(overwritten),
         ]
-        shapes[:] = [tuple(each.shape) for each in found]
+        assert [tuple(each.shape) for each in found] == [(10,), (128, 10), (600,), (100,)]
 
     notes = notes_of(program)
-    assert shapes == [(10,), (128, 10), (600,), (100,)]
     assert "6 times each, the most" in notes
     assert "one per element is assumed" in notes
 

@@ -101,11 +101,12 @@ def test_a_target_that_is_neither_workload_nor_function_is_the_users_mistake():
         oomph.predict(42)  # type: ignore[arg-type]
 
 
-def test_a_model_that_raises_gives_its_own_line_and_cause():
+def test_a_model_that_raises_gives_its_own_line_and_traceback():
     with pytest.raises(ProgramError, match=r"shapes cannot be multiplied \(32x63 and 64x64\)") as caught:
         oomph.predict(workload(Broken))
     assert (caught.value.file, caught.value.line) == (__file__, line_of(Broken.forward, "return"))
-    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert f"line {caught.value.line}, in forward" in caught.value.traceback
+    assert "RuntimeError: " in caught.value.traceback
     assert caught.value.exit_status == 3
 
 

@@ -1,4 +1,7 @@
-"""A prediction leaves torch and the user's objects as they were, and allocates nothing large."""
+"""A trace in this process leaves torch and the user's objects as they were, and allocates nothing large.
+
+`oomph.predict` traces in a child process, other functions in their own.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer as optim
 
 import oomph
-from oomph import ProgramError
+from oomph import ProgramError, gpus
+from oomph.prediction.api import called, trace
 
 
 def torch_state() -> dict[str, Any]:
@@ -60,14 +64,18 @@ def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
     assert {name for name in before | after if before.get(name) != after.get(name)} == set()
 
 
+def trace_here(target: Any, gpu: str = "h200") -> None:
+    trace(target, gpus.find(gpu), lambda text, fraction: None)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _first_trace() -> None:
-    oomph.predict(workload())  # torch imports some of its own modules only when they are first used
+    trace_here(workload())  # torch imports some of its own modules only when they are first used
 
 
-def test_a_prediction_changes_nothing_in_torch():
+def test_a_trace_changes_nothing_in_torch():
     before = torch_state()
-    oomph.predict(workload(autocast="bfloat16", dtype="bfloat16"), gpu="rtx3090")
+    trace_here(workload(autocast="bfloat16", dtype="bfloat16"), gpu="rtx3090")
     assert_same(before, torch_state())
 
 
@@ -76,7 +84,7 @@ def test_random_numbers_drawn_by_the_program_are_not_taken_from_the_caller():
         return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
 
     before = states()
-    oomph.predict(
+    trace_here(
         lambda: (random.random(), numpy.random.rand(), torch.rand(1), torch.rand(1, device="cuda"), None)[-1]
     )
     assert states() == before
@@ -108,7 +116,7 @@ def test_a_failure_anywhere_puts_everything_back(where):
     FailingOptimizer([nn.Parameter(torch.zeros(1))])  # torch wraps a class's step when it is first used
     before = torch_state()
     with pytest.raises(ProgramError, match="on purpose") as caught:
-        oomph.predict(failing)
+        trace_here(failing)
     assert isinstance(caught.value.__cause__, ValueError)
     del caught
     assert_same(before, torch_state())
@@ -120,8 +128,10 @@ def test_a_keyboard_interrupt_puts_everything_back():
 
     before = torch_state()
     with pytest.raises(KeyboardInterrupt):
-        oomph.predict(workload(loss=interrupt))
+        trace_here(workload(loss=interrupt))
     assert_same(before, torch_state())
+    with pytest.raises(KeyboardInterrupt):
+        oomph.predict(workload(loss=interrupt))
 
 
 @pytest.mark.parametrize("moved", [False, True], ids=["kept on the host", "moved by the program"])
@@ -135,8 +145,9 @@ def test_a_model_built_before_the_trace_is_not_changed(moved):
         x = torch.randn(32, 64, device="cuda")
         return lambda: mean_square(model, x).backward()
 
-    prediction = oomph.predict(train if moved else workload(lambda: model))
-    assert prediction.peak.allocated > 64 * 64 * 4
+    target = train if moved else workload(lambda: model)
+    assert oomph.predict(target).peak.allocated > 64 * 64 * 4
+    trace_here(target)
     after = model.state_dict(keep_vars=True)
     assert list(after) == list(before)
     for name, (tensor, values) in before.items():
@@ -149,11 +160,12 @@ def test_a_model_built_before_the_trace_is_not_changed(moved):
     assert mean_square(model, torch.randn(4, 64)).item() > 0
 
 
-def test_predictions_asked_for_by_several_threads_take_turns():
+def test_several_threads_may_predict_and_trace():
     found: list[Any] = []
 
     def ask() -> None:
         try:
+            called(lambda: torch.empty(1, device="cuda"))
             found.append(oomph.predict(workload()).peak.allocated)
         except Exception as error:
             found.append(error)
@@ -166,21 +178,16 @@ def test_predictions_asked_for_by_several_threads_take_turns():
     assert found == [oomph.predict(workload()).peak.allocated] * 3
 
 
-def test_a_prediction_inside_a_prediction_is_refused_or_right():
-    inner: list[Any] = []
-
+def test_a_prediction_inside_a_prediction_is_refused():
     def train() -> None:
         torch.empty(1, device="cuda")
-        try:
-            inner.append(oomph.predict(workload()).peak.allocated)
-        except oomph.OomphError as error:
-            inner.append(str(error))
+        with pytest.raises(oomph.OomphError, match="is itself being predicted"):
+            oomph.predict(workload())
 
     before = torch_state()
-    oomph.predict(train)
+    trace_here(train)
     assert_same(before, torch_state())
-    (answer,) = inner
-    assert answer == oomph.predict(workload()).peak.allocated or "predict" in answer
+    oomph.predict(train)
 
 
 LARGE_MODEL = """
@@ -196,7 +203,8 @@ prediction = oomph.predict(oomph.Workload(
     dtype="bfloat16",
 ), gpu="h200")
 parameters = sum(each.bytes for each in prediction.allocations if each.kind == "parameter") // 2
-print(parameters, prediction.peak.allocated, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+resident = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+print(parameters, prediction.peak.allocated, resident * 1024)
 """
 
 
@@ -227,6 +235,7 @@ def test_an_optimizer_made_before_the_model_was_moved_steps_it_and_is_given_back
 
     stages = dict(oomph.predict(train).by_stage())
     assert stages["optimizer state"] == 2 * stages["parameters"]
+    trace_here(train)
     assert all(one is other for one, other in zip(model.parameters(), own, strict=True))
     assert all(one is other for one, other in zip(optimizer.param_groups[0]["params"], own, strict=True))
     assert not optimizer.state
@@ -247,7 +256,7 @@ def test_settings_that_the_program_makes_end_with_the_trace() -> None:
         torch.autocast("cuda", torch.bfloat16).__enter__()
         torch.empty(1, device="cuda")
 
-    oomph.predict(program)
+    trace_here(program)
     assert not torch.backends.cuda.matmul.allow_tf32
     assert not torch.backends.cudnn.benchmark
     assert not torch.are_deterministic_algorithms_enabled()
@@ -266,5 +275,5 @@ def test_another_thread_goes_on_with_real_tensors() -> None:
         other.start()
         other.join()
 
-    oomph.predict(program)
+    trace_here(program)
     assert not any(isinstance(tensor, FakeTensor) for tensor in made[0].parameters())

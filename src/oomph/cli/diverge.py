@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from oomph import gpus
-from oomph.cli.output import stdout_to_stderr, write_stdout
+from oomph.cli.output import ProgressReport, stdout_to_stderr, write_stdout
 from oomph.cli.targets import open_target
 from oomph.errors import UserError
 from oomph.measurement.divergence import compare, render
 from oomph.measurement.oplog import OpRow, describe, read_rows
 from oomph.prediction.api import trace
+from oomph.prediction.isolation import run_isolated
 from oomph.prediction.replay import replay
 from oomph.prediction.tracer.recorder import OpLog
 
@@ -64,7 +65,11 @@ def divergence_text(target: Any, measured: Path, gpu: str, limit: int) -> str:
 
 
 def run_diverge(spec: str, measured: str, gpu: str, limit: int) -> int:
-    with stdout_to_stderr(), open_target(spec) as target:
-        text = divergence_text(target, Path(measured), gpu, limit)
+    def run(progress: ProgressReport) -> str:
+        with open_target(spec) as target:
+            return divergence_text(target, Path(measured), gpu, limit)
+
+    with stdout_to_stderr():
+        text = run_isolated(run, lambda text, fraction: None)
     write_stdout(text + "\n")
     return 0

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from oomph import gpus
-from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
 from oomph.cli.targets import check_target, config_limit, open_target, workload_of
 from oomph.errors import UserError
-from oomph.records import FIX_KINDS, FixKind
+from oomph.records import FIX_KINDS, FixKind, Prediction, Proposal, Verification
 from oomph.report.fixes import (
     all_fixes_text,
     proposals_text,
@@ -47,18 +47,23 @@ def run_fixes(options: FixesOptions) -> int:
     # Imported here: torch takes a second to load. Names are checked before the target, which may take longer.
     from oomph.fixes import find, propose
     from oomph.prediction import predict
+    from oomph.prediction.isolation import run_isolated
 
     for name in options.only:
         find(name)
-    with (
-        stdout_to_stderr(),
-        progress_display(Console(stderr=True)) as report,
-        open_target(options.target, options.overrides) as target,
-    ):
-        workload = workload_of(target, options.target)
-        limit = config_limit(options.target, options.overrides)
-        prediction = predict(workload, gpu=options.gpu, max=limit, progress=report)
-        proposals = propose(prediction, workload, kinds=kinds, only=options.only, progress=report)
+    given = options.target
+
+    def run(progress: ProgressReport) -> tuple[Prediction, list[Proposal]]:
+        with open_target(given, options.overrides) as target:
+            workload = workload_of(target, given)
+            limit = config_limit(given, options.overrides)
+            prediction = predict(workload, gpu=options.gpu, max=limit, progress=progress)
+            return prediction, propose(
+                prediction, workload, kinds=kinds, only=options.only, progress=progress
+            )
+
+    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+        prediction, proposals = run_isolated(run, report)
     if options.json:
         write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
     else:
@@ -98,6 +103,7 @@ class VerifyOptions:
 
 def run_verify(options: VerifyOptions) -> int:
     from oomph.fixes import uses_of, verify
+    from oomph.prediction.isolation import run_isolated
     from oomph.training.config.reading import is_override
 
     overrides = tuple(word for word in options.words if is_override(word))
@@ -106,13 +112,14 @@ def run_verify(options: VerifyOptions) -> int:
     if not words:
         raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")
     sizes, uses = _sizes(options.sizes), uses_of(words)
-    with (
-        stdout_to_stderr(),
-        progress_display(Console(stderr=True)) as report,
-        open_target(options.target, overrides) as target,
-    ):
-        report("running the model without the fixes and with them", None)
-        found = verify(uses, workload_of(target, options.target), sizes=sizes)
+
+    def run(progress: ProgressReport) -> Verification:
+        with open_target(options.target, overrides) as target:
+            progress("running the model without the fixes and with them", None)
+            return verify(uses, workload_of(target, options.target), sizes=sizes)
+
+    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+        found = run_isolated(run, report)
     if options.json:
         write_stdout(json.dumps(verification_to_json(found), allow_nan=False) + "\n")
     else:

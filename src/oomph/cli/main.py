@@ -88,11 +88,28 @@ def predict(
             metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."
         ),
     ] = None,
+    allow_subprocesses: Annotated[
+        bool,
+        typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
+    ] = False,
+    allow_network: Annotated[
+        bool, typer.Option("--allow-network", help="Let the program use the network.")
+    ] = False,
 ) -> int:
     """Predict the memory of a training step. Report whether it fits and which lines hold the peak."""
     from oomph.cli.predict import PredictOptions, run_predict
 
-    options = PredictOptions(target, gpu, max, json, snapshot, tuple(fix or ()), tuple(overrides or ()))
+    allowed = {"subprocesses": allow_subprocesses, "network": allow_network}
+    options = PredictOptions(
+        target,
+        gpu,
+        max,
+        json,
+        snapshot,
+        fixes=tuple(fix or ()),
+        overrides=tuple(overrides or ()),
+        allow=tuple(name for name, allow in allowed.items() if allow),
+    )
     return run_predict(options)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 
 from oomph import gpus, units
-from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
 from oomph.cli.targets import check_target, config_limit, is_config, open_target, workload_of
-from oomph.errors import ExitStatus, ProgramError, UserError
+from oomph.errors import ExitStatus, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_to_json
 from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
@@ -29,6 +29,7 @@ class PredictOptions:
     snapshot: str | None = None
     fixes: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
+    allow: tuple[str, ...] = ()  # what the program may do outside of its process
 
 
 def run_predict(options: PredictOptions) -> ExitStatus:
@@ -51,7 +52,6 @@ def run_predict(options: PredictOptions) -> ExitStatus:
 
 def _check(options: PredictOptions) -> None:
     """Raise for mistakes that show before torch is imported and the target traced."""
-    check_target(options.target, options.overrides)
     if options.gpu is not None:
         gpus.find(options.gpu)
     if options.max is not None:
@@ -64,6 +64,7 @@ def _check(options: PredictOptions) -> None:
             raise UserError(
                 f"--snapshot {options.snapshot!r}: the directory {str(path.parent)!r} does not exist"
             )
+    check_target(options.target, options.overrides)
     if options.fixes:
         from oomph.fixes import uses_of
 
@@ -71,26 +72,24 @@ def _check(options: PredictOptions) -> None:
 
 
 def _predict(options: PredictOptions) -> Prediction:
+    from oomph.prediction.isolation import run_isolated
+
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
-    with (
-        stdout_to_stderr(),
-        progress_display(Console(stderr=True)) as report,
-        open_target(options.target, options.overrides) as target,
-    ):
-        from oomph.prediction import predict
+    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+        return run_isolated(lambda progress: _predict_target(options, progress), report, options.allow)
 
-        try:
-            if options.fixes:
-                from oomph.fixes import apply, uses_of
 
-                target = apply(uses_of(options.fixes), workload_of(target, options.target))
-            limits = (options.max, config_limit(options.target, options.overrides))
-            limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
-            return predict(target, gpu=options.gpu, max=limit, progress=report)
-        except SystemExit as error:
-            # The program's own status would read as our verdict.
-            message = f"it ends the process while it is traced (SystemExit: {error.code})"
-            raise ProgramError(message) from error
+def _predict_target(options: PredictOptions, progress: ProgressReport) -> Prediction:
+    from oomph.prediction import predict
+
+    with open_target(options.target, options.overrides) as target:
+        if options.fixes:
+            from oomph.fixes import apply, uses_of
+
+            target = apply(uses_of(options.fixes), workload_of(target, options.target))
+        limits = (options.max, config_limit(options.target, options.overrides))
+        limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
+        return predict(target, gpu=options.gpu, max=limit, progress=progress)
 
 
 def _write_snapshot(file: str, prediction: Prediction) -> None:

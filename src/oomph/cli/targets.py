@@ -6,19 +6,16 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from oomph.errors import OomphError, ProgramError, UserError
+from oomph.errors import OomphError, ProgramError, UserError, program_traceback, user_line
 from oomph.report.labels import short_path
 
 if TYPE_CHECKING:
@@ -29,7 +26,6 @@ VALID = (
     "give file.py:name or package.module:name, where name is a Workload, a function that returns one, "
     "or a function that sets up and returns the step; or a config, e.g. configs/pythia_70m.yaml"
 )
-_OOMPH = str(Path(__file__).resolve().parents[1]) + os.sep
 
 # ------------------------------------------------------------------------------------------- targets
 
@@ -43,11 +39,13 @@ def check_target(target: str, overrides: Sequence[str] = ()) -> None:
         for word in overrides_from_words(overrides):
             parse_override(word)
         return
-    split_target(target)
+    source, _ = split_target(target)
     for word in overrides:
         if word.startswith("-"):
             raise UserError(f"No such option: {word}; see `oomph --help` and the help of the command")
     _sizes(overrides, target)
+    if _is_file(source):
+        _check_file(source)
 
 
 @contextmanager
@@ -101,11 +99,7 @@ def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
         return target
     from oomph.prediction import called
 
-    try:
-        found = called(target)
-    except SystemExit as error:
-        message = f"target {name!r} ends the process when it is called (SystemExit: {error.code})"
-        raise ProgramError(message) from error
+    found = called(target)
     if not isinstance(found, Workload):
         from oomph.prediction.program import described
 
@@ -217,13 +211,17 @@ def _is_file(source: str) -> bool:
     return source.endswith(".py") or "/" in source or "\\" in source
 
 
-def _import_file(source: str) -> ModuleType:
+def _check_file(source: str) -> None:
     path = Path(source).resolve()
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         raise UserError(f"file {source!r} {what}{_nearest_file(path)}; {VALID}")
     if path.suffix != ".py":
         raise UserError(f"file {source!r} is not a Python file; {VALID}")
+
+
+def _import_file(source: str) -> ModuleType:
+    path = Path(source).resolve()
     sys.path.insert(0, str(path.parent))  # as `python file.py` does
     # Under its own name, modules beside it can import it; an existing module must not be overwritten.
     name = next(name for name in _module_names(source) if name not in sys.modules)
@@ -294,62 +292,26 @@ def _as_program_error(source: str) -> Iterator[None]:
     """Raise what the program raises while it is imported as a ProgramError with the program's line."""
     try:
         yield
-    except SystemExit as error:
-        raise ProgramError(
-            f"{source} ends the process while it is imported (SystemExit: {error.code})"
-        ) from error
     except OomphError as error:
         # A Workload rejects bad arguments in its constructor: say where that is called.
-        file, line = _user_frame(error)
-        raise type(error)(f"{short_path(file)}:{line}: {error}" if file else str(error)) from error
-    except Exception as error:
-        file, line = _user_frame(error)
-        # The text of a SyntaxError repeats the file and line.
-        text = (error.msg if isinstance(error, SyntaxError) else str(error)).strip().split("\n")[0]
-        name = type(error).__name__
-        raise ProgramError(f"{name}: {text}" if text else name, file, line) from error
+        file, line = user_line(error)
+        if file:
+            error.args = (f"{short_path(file)}:{line}: {error}",)
+        raise
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        message = f"{source} ends the process while it is imported (SystemExit: {error.code})"
+        raise ProgramError(message, *user_line(error), program_traceback(error)) from error
+    except BaseException as error:
+        raise ProgramError.of(error) from error
 
 
 def program_error_text(error: ProgramError) -> str:
-    """The program's own traceback, without our frames and torch's, then one line: where, and the message."""
-    if error.__cause__ is None:
-        return _last_line(error)
-    summary = traceback.TracebackException.from_exception(error.__cause__)
-    _remove_internal_frames(summary)
-    return "".join(summary.format()) + _last_line(error)
-
-
-def _last_line(error: ProgramError) -> str:
-    # The traceback above has the rest of a message of many lines.
-    file, line, message = error.file, error.line, str(error).strip().split("\n")[0]
-    if file is None and error.__cause__ is not None:
-        file, line = _user_frame(error.__cause__)
+    """The program's own traceback, then one line: where, and the message."""
+    message = str(error).strip().split("\n")[0]  # the traceback has the rest
+    file, line = error.file, error.line
     if file is None or f"{Path(file).name}:{line}" in message:  # the message says where
-        return f"oomph: the program failed: {message}"
+        return f"{error.traceback}oomph: the program failed: {message}"
     where = f"{short_path(file)}:{line}" if line else short_path(file)
-    return f"oomph: the program failed at {where}: {message}"
-
-
-def _user_frame(error: BaseException) -> tuple[str | None, int | None]:
-    """File and line of the user's code in which `error` was raised."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return error.filename, error.lineno
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_internal(one.filename)]
-    return (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
-
-
-def _remove_internal_frames(summary: traceback.TracebackException) -> None:
-    """In the whole chain of causes."""
-    kept = [frame for frame in summary.stack if not _is_internal(frame.filename)]
-    summary.stack = traceback.StackSummary.from_list(kept)
-    for chained in (summary.__cause__, summary.__context__):
-        if chained is not None:
-            _remove_internal_frames(chained)
-
-
-def _is_internal(file: str) -> bool:
-    installed_torch = any(
-        parent in ("site-packages", "dist-packages") and child in ("torch", "torchgen")
-        for parent, child in pairwise(Path(file).parts)
-    )
-    return installed_torch or file.startswith(("<frozen ", "<string>", _OOMPH))
+    return f"{error.traceback}oomph: the program failed at {where}: {message}"

@@ -22,6 +22,7 @@ from oomph.fixes.registry import (
     uses_of,
 )
 from oomph.prediction import predict
+from oomph.prediction.isolation import run_isolated
 from oomph.records import FIX_KINDS, Change, FixKind, FixUse, Prediction, Proposal
 from oomph.workload import Changed, Workload
 
@@ -175,6 +176,19 @@ def propose(
     `prediction` is the Workload's own. `only` names fixes; by default all of `kinds` are tried. Each proposal
     is predicted with the fix applied.
     """
+    return run_isolated(
+        lambda progress: _propose(prediction, workload, kinds, only, progress),
+        progress or (lambda text, fraction: None),
+    )
+
+
+def _propose(
+    prediction: Prediction,
+    workload: Workload,
+    kinds: Collection[FixKind],
+    only: Collection[str],
+    progress: Progress,
+) -> list[Proposal]:
     context = FixContext(prediction, workload)
     candidates = [find(name) for name in only] or [fix for fix in all_fixes() if fix.kind in kinds]
     found = [
@@ -186,8 +200,7 @@ def propose(
     extrapolate = bool(found) and _two_batches_have_the_peak(workload, prediction)
     proposals = []
     for number, proposal in enumerate(found):
-        if progress is not None:
-            progress(f"predicting with {proposal.fix}", number / len(found))
+        progress(f"predicting with {proposal.fix}", number / len(found))
         proposals.append(_with_prediction(proposal, context, extrapolate))
     useful = [proposal for proposal in proposals if proposal.saving is None or proposal.saving > 0]
     return sorted(useful, key=lambda proposal: -(proposal.saving or 0))

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oomph.errors import UserError
+from oomph.errors import OomphError, ProgramError, UserError, blamed_on_program
 from oomph.fixes.application import apply
 from oomph.fixes.registry import Fixes, find, uses_of
 from oomph.prediction import built
+from oomph.prediction.isolation import run_isolated
 from oomph.records import Difference, FixKind, Verification
 from oomph.torch_internals import tree_map
 from oomph.units import GiB
@@ -43,6 +44,10 @@ def verify(
     The model is built and runs on the CPU: give a small instance. `sizes` replaces some of the Workload's
     sizes. Exact fixes run in float64 where the Workload is float32, so that rounding hides nothing.
     """
+    return run_isolated(lambda _: _verify(fixes, workload, sizes, tolerance), lambda text, fraction: None)
+
+
+def _verify(fixes: Fixes, workload: Workload, sizes: dict[str, int] | None, tolerance: float) -> Verification:
     if sizes:
         workload = replace(workload, sizes={**(workload.sizes or {}), **sizes})
     _check_size(workload)
@@ -51,13 +56,27 @@ def verify(
     kind: FixKind = "training" if "training" in kinds else "precision" if "precision" in kinds else "exact"
     if kind == "exact":
         workload = widened(workload)
-    before = run(workload)
+    before = _run_program(workload)
     if not all(loss.isfinite() for loss in before.losses):
         raise UserError(
             "the workload's own loss is not finite, without any fix, so there is nothing to compare with"
         )
-    found = differences(before, run(apply(uses, workload)), comparable=kind != "training")
+    found = differences(before, _run_program(apply(uses, workload)), comparable=kind != "training")
     return Verification(tuple(use.fix for use in uses), kind, found, tolerance if kind == "exact" else None)
+
+
+def _run_program(workload: Workload) -> Run:
+    """`run`; what the user's model, batch, loss or optimizer raises is the program's error."""
+    try:
+        return run(workload)
+    except (OomphError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            raise UserError("the step does not fit in host memory; give smaller sizes") from error
+        if isinstance(error, SystemExit) or blamed_on_program(error):
+            raise ProgramError.of(error) from error
+        raise
 
 
 def widened(workload: Workload) -> Workload:

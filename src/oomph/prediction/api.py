@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -17,9 +15,9 @@ from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import allocator_settings
+from oomph.prediction.isolation import run_isolated, trace_lock
 from oomph.prediction.replay import Replay, replay
 from oomph.prediction.roofline import step_work
-from oomph.prediction.tracer.attribution import is_internal
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.session import tracing
@@ -30,7 +28,6 @@ from oomph.units import MiB, format_bytes, parse_bytes
 from oomph.workload import Workload
 
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
-_running = threading.RLock()  # a trace changes torch for the whole process: one at a time
 _depth = 0
 T = TypeVar("T")
 
@@ -40,6 +37,7 @@ def predict(
     *,
     gpu: str | GPU | None = None,
     max: str | int | None = None,
+    allow: Collection[str] = (),
     progress: program.Progress | None = None,
 ) -> Prediction:
     """The memory of a training step on `gpu`, without one.
@@ -47,12 +45,28 @@ def predict(
     `target` is a Workload, or a function of no arguments, which is called once; if it returns a Workload,
     that is predicted; if it returns a callable, that is the step and is called three times.
     `gpu` is a name of the catalogue or a size ("24GiB"); `max` limits the allocator further.
+    The program runs in a child process and changes no file; `allow` may name "subprocesses", to let it start
+    other programs, and "network".
     `progress` receives a text and, where it is known, the fraction that is done.
     """
     card = _card(gpu)
     limit = _limit(card if gpu is not None else None, max)
+    return run_isolated(
+        lambda progress: _predict(target, card, gpu is not None, limit, progress),
+        progress or (lambda text, fraction: None),
+        allow,
+    )
+
+
+def _predict(
+    target: Workload | Callable[[], Any],
+    card: GPU,
+    named: bool,
+    limit: int | None,
+    progress: program.Progress,
+) -> Prediction:
     began = time.perf_counter()
-    tracer = trace(target, card, progress or (lambda text, fraction: None))
+    tracer = trace(target, card, progress)
     events, notes = tuple(tracer.recorder.events), tracer.recorder.notes
     allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
     settings = allocator_settings(tracer.allocator)
@@ -63,9 +77,9 @@ def predict(
     step_seconds, work = step_work(tracer.work.kernels, card)
     growth = _growth(unlimited, events, allocations)
     return Prediction(
-        gpu=card.name if gpu is not None else None,
+        gpu=card.name if named else None,
         gpu_title=card.title,
-        capacity=card.memory if gpu is not None else None,
+        capacity=card.memory if named else None,
         limit=limit,
         fits=None if limit is None else refused is None,
         refused=None if refused is None else allocations[refused],
@@ -78,7 +92,7 @@ def predict(
         notes=(
             *_notes_on_fixes(target),
             *notes,
-            *_notes_on_prediction(card, gpu is not None, growth, allocations),
+            *_notes_on_prediction(card, named, growth, allocations),
         ),
         seconds=time.perf_counter() - began,
         step_seconds=step_seconds,
@@ -125,7 +139,7 @@ def called(function: Callable[[], Any]) -> Any:
 def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> T:
     global _depth
     _check_torch()
-    with _running:
+    with trace_lock:
         if _depth:
             raise UserError("predict was called by a program that is itself being predicted; call it outside")
         _depth += 1
@@ -146,15 +160,15 @@ def _run_traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None) -> T:
         tracer.boundary.outside |= {_run_traced.__code__, run.__code__}
         try:
             return run(tracer)
-        except ArgumentError as error:
-            raise _program_error(error) from error  # the program's own call of an op, at its own line
-        except OomphError:
-            raise
         except WrongDevice as error:
             _check_batch_device(error, tracer)
-            raise _program_error(error) from error
-        except Exception as error:
-            raise _program_error(error) from error
+            raise ProgramError.of(error) from error
+        except ArgumentError as error:
+            raise ProgramError.of(error) from error  # the program's own call of an op, at its own line
+        except (OomphError, KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:
+            raise ProgramError.of(error) from error
 
 
 def _limit(card: GPU | None, most: str | int | None) -> int | None:
@@ -192,14 +206,6 @@ def _check_batch_device(error: WrongDevice, tracer: Tracer) -> None:
                 "build every tensor on the device it is given: "
                 "batch=lambda device: torch.randint(..., device=device)"
             ) from error
-
-
-def _program_error(error: Exception) -> ProgramError:
-    """The program's own failure, with the innermost line that is the user's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not is_internal(frame.filename)]
-    file, line = (own[-1].filename, own[-1].lineno) if own else (None, None)
-    return ProgramError(f"{type(error).__name__}: {error}", file, line)
 
 
 def _notes_on_prediction(

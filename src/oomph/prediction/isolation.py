@@ -1,0 +1,314 @@
+"""Runs the program that is predicted in a child process, which leaves nothing behind.
+
+The child is forked, so that it has the caller's objects, and ends with the program. The caller's threads,
+torch's modes and flags, patched names and random states stay as they are; a crash, `os._exit` or a signal
+ends the child alone. Files that the program writes go to an overlay (file_overlay.py). Other programs are not
+started and the network is not used, unless allowed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import os
+import pickle
+import signal
+import struct
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, BinaryIO, NoReturn, TypeVar
+
+import torch
+
+from oomph.errors import OomphError, ProgramError, UserError
+from oomph.prediction import file_overlay
+from oomph.torch_internals import FakeTensorMode
+
+T = TypeVar("T")
+Progress = Callable[[str, float | None], None]
+_PARENT_DEATH_SIGNAL = 1  # of prctl
+_LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
+ALLOWABLE = ("subprocesses", "network")
+_inside = False  # this process is such a child
+_modules_of_parent: frozenset[str] = frozenset()
+_refusing = threading.local()  # .on: this thread runs a program in the caller's own process
+trace_lock = threading.RLock()  # held while a trace changes torch in this process: no fork, no second trace
+
+
+class Refused(PermissionError):
+    """The program did something that a prediction does not allow. Programs may catch it and continue."""
+
+
+def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: Collection[str] = ()) -> T:
+    """`function(progress)` in a child process; its result, which must be picklable, or its OomphError.
+
+    `allow` names what the program may do outside of its process, of ALLOWABLE. Where a child process is not
+    possible, the function runs in this one, and what would have gone to the overlay is refused.
+    """
+    for name in allow:
+        if name not in ALLOWABLE:
+            raise UserError(f"{name!r} cannot be allowed; what can is {' and '.join(ALLOWABLE)}")
+    if _inside:
+        return function(progress)
+    kind, value = "no fork", None
+    if hasattr(os, "fork"):  # Windows has none
+        kind, value = _run_in_child(function, progress, allow)
+    if kind == "no fork":
+        return _run_here(function, progress, allow)
+    if isinstance(value, BaseException):
+        raise value
+    return value  # type: ignore[return-value]
+
+
+def _run_in_child(
+    function: Callable[[Progress], Any], progress: Progress, allow: Collection[str]
+) -> tuple[str, Any]:
+    FakeTensorMode()  # imports what every trace needs: once, and not again in every child
+    sys.stdout.flush()
+    sys.stderr.flush()
+    read, write = os.pipe()
+    child, ended = -1, 0
+    with tempfile.TemporaryDirectory(prefix="oomph-", ignore_cleanup_errors=True) as scratch:
+        try:
+            child = _fork()
+            if child == 0:
+                _run_child(function, scratch, read, write, allow)
+            os.close(write)
+            with os.fdopen(read, "rb", closefd=False) as messages:
+                outcome = _receive(messages, progress)
+        finally:
+            if child > 0:
+                ended = _end(child)
+            os.close(read)
+    if outcome is None:
+        raise ProgramError(_how_it_ended(ended))
+    return outcome
+
+
+def _run_here(function: Callable[[Progress], T], progress: Progress, allow: Collection[str]) -> T:
+    """Torch cannot run a backward pass in a child of a process that has run one beside a GPU."""
+    warnings.warn(
+        "predicted in this process, because torch cannot run backward passes in a child of it: "
+        "files that the program would write are refused",
+        stacklevel=4,
+    )
+    _refuse_effects_here()
+    _refusing.on, _refusing.allow = True, allow
+    try:
+        return function(progress)
+    finally:
+        _refusing.on = False
+
+
+@functools.cache
+def _refuse_effects_here() -> None:
+    """Once per process: audit hooks stay. This one is for threads that run a program now."""
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if getattr(_refusing, "on", False):
+            file_overlay.refuse_write(event, args, ())
+            _refuse_effect(event, args, _refusing.allow)
+
+    sys.addaudithook(hook)
+
+
+def _fork() -> int:
+    with trace_lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads in the caller: the child uses none
+        return os.fork()
+
+
+def _end(child: int) -> int:
+    """Wait for the child; end it, and processes that it started, where it still runs."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    os.kill(child, signal.SIGKILL)  # it may not have its group yet
+    return os.waitpid(child, 0)[1]
+
+
+def _how_it_ended(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0 and -code != signal.SIGKILL:
+        return f"the program crashed the process ({signal.Signals(-code).name})"
+    if code < 0:
+        return "the process was killed (SIGKILL), often because the host ran out of memory"
+    return f"the program ended the process (os._exit, status {code})"
+
+
+# The child --------------------------------------------------------------------------------------------
+
+
+def _run_child(
+    function: Callable[[Progress], Any], scratch: str, read: int, write: int, allow: Collection[str]
+) -> NoReturn:
+    """Never returns: what the parent would do next, and at its exit, is not this process' to do."""
+    status = 70
+    try:
+        os.close(read)
+        _isolate(scratch, allow)
+        with os.fdopen(write, "wb") as messages:
+            _send(messages, _outcome(function, messages))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _isolate(scratch: str, allow: Collection[str]) -> None:
+    global _inside, _modules_of_parent
+    _inside, _modules_of_parent = True, frozenset(sys.modules)
+    _forget_imports_of_other_threads()
+    os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends this group
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _without_terminal()
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    _use_one_thread()
+    file_overlay.install(scratch)
+    gc.freeze()  # the parent's objects: collecting them would copy its memory
+    sys.addaudithook(lambda event, args: _refuse_effect(event, args, allow))
+    os.environ.update(_ENVIRONMENT)
+    if "subprocesses" not in allow:
+        file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
+
+
+def _use_one_thread() -> None:
+    """OpenMP would wait forever for the threads of the parent's pool, also where the program sets it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    def set_num_threads(number: int) -> None:
+        nonlocal threads
+        threads = number
+
+    torch.set_num_threads = set_num_threads  # type: ignore[assignment]
+    torch.get_num_threads = lambda: threads
+
+
+def _autograd_runs() -> bool:
+    """False in a child that was forked after the first backward pass of a process with a GPU."""
+    try:
+        with torch.inference_mode(False):
+            torch.zeros((), requires_grad=True).backward()
+    except RuntimeError as error:
+        return "fork" not in str(error)
+    return True
+
+
+def _outcome(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[str, Any]:
+    if not _autograd_runs():
+        return "no fork", None
+    try:
+        return "result", function(lambda text, fraction: _send(messages, ("progress", (text, fraction))))
+    except OomphError as error:
+        return "error", _sendable(error)
+    except KeyboardInterrupt:
+        return "error", KeyboardInterrupt()
+    except BaseException as error:
+        return "error", RuntimeError(f"{error!r}\n{traceback.format_exc()}")
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+
+def _sendable(error: OomphError) -> OomphError:
+    """Without causes, which may not be picklable; of our base class where the parent lacks the program's."""
+    error.__cause__ = error.__context__ = None
+    cls = type(error)
+    own = next(base for base in cls.__mro__ if base.__module__.partition(".")[0] == "oomph")
+    if cls is own or cls.__module__ in _modules_of_parent:
+        return error
+    found = own.__new__(own, *error.args)
+    found.__dict__.update(error.__dict__)
+    return found
+
+
+def _without_terminal() -> None:
+    """A terminal stops processes of a background group that read from it: they find it at its end instead."""
+    signal.signal(signal.SIGTTIN, signal.SIG_IGN)
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    if os.isatty(0):
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+
+def _forget_imports_of_other_threads() -> None:
+    """A thread of the parent that was importing a module holds its lock here for good: import it again."""
+    bootstrap: Any = sys.modules["_frozen_importlib"]
+    for name, reference in list(bootstrap._module_locks.items()):
+        lock = reference()
+        if lock is not None and lock.owner not in (None, threading.get_ident()):
+            del bootstrap._module_locks[name]
+            sys.modules.pop(name, None)
+
+
+_ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "WANDB_MODE": "disabled"}  # wandb's offline mode starts a server
+_COMMANDS = {"subprocess.Popen": 1, "os.system": 0, "os.exec": 1, "os.posix_spawn": 1}
+_QUERIES = (  # what programs ask before they train; none of these writes
+    *(
+        "git rev-parse",
+        "git describe",
+        "git log",
+        "git show",
+        "git config --get",
+        "git branch --show-current",
+    ),
+    *("nvidia-smi", "uname", "hostname", "lscpu", "ldconfig -p", "/sbin/ldconfig -p"),
+)
+
+
+def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) -> None:
+    """Other programs and the network, by Python's audit events."""
+    if event in _COMMANDS and "subprocesses" not in allow:
+        command = args[_COMMANDS[event]]
+        if isinstance(command, (list, tuple)):
+            command = " ".join(map(os.fsdecode, command))
+        command = os.fsdecode(command)
+        if not (command.startswith(_QUERIES) and command.isprintable() and not set(command) & set(";|&<>`$")):
+            raise Refused(
+                f"a prediction starts no other program (--allow-subprocesses permits it): {command[:200]}"
+            )
+    if event == "socket.connect" and "network" not in allow:
+        address = args[1]
+        host = str(address[0]) if isinstance(address, tuple) else ""
+        if host and not host.startswith(_LOCAL):
+            raise Refused(f"a prediction does not use the network (--allow-network permits it): {host}")
+
+
+# Messages ---------------------------------------------------------------------------------------------
+
+
+def _send(messages: BinaryIO, message: tuple[str, Any]) -> None:
+    try:
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        data = pickle.dumps(("error", RuntimeError(f"the result cannot be sent: {error!r}")))
+    messages.write(struct.pack("<Q", len(data)))
+    messages.write(data)
+    messages.flush()
+
+
+def _receive(messages: BinaryIO, progress: Progress) -> tuple[str, Any] | None:
+    """Pass progress on until the outcome comes; None where the child ended without one."""
+    for kind, value in _messages(messages):
+        if kind != "progress":
+            return kind, value
+        progress(*value)
+    return None
+
+
+def _messages(messages: BinaryIO) -> Iterator[tuple[str, Any]]:
+    while len(size := messages.read(8)) == 8:
+        data = messages.read(struct.unpack("<Q", size)[0])
+        try:
+            yield pickle.loads(data)
+        except EOFError:
+            return

@@ -1,0 +1,320 @@
+# ruff: noqa: E501
+"""A predicted program changes no file, no thread and no flag of the process that asks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import oomph
+from oomph.errors import ProgramError, UserError
+
+BEFORE = {
+    "weights.pt": b"weights",
+    "weights.npy": b"array",
+    "weights.safetensors": b"tensors",
+    "log.txt": b"one line\n",
+    "data.csv": b"a,b\n",
+    "old/a.bin": b"a",
+    "old/b.bin": b"b",
+    "deep/er/c.bin": b"c",
+}
+
+# Each writes, deletes, renames or appends in the current folder, and checks that it sees what it did.
+PROGRAMS = {
+    "open": "open('weights.pt', 'wb').write(b'new'); assert open('weights.pt', 'rb').read() == b'new'",
+    "open new": "open('new', 'w').write('x'); assert 'new' in os.listdir('.')",
+    "append": "open('log.txt', 'a').write('more'); assert open('log.txt').read() == 'one line\\nmore'",
+    "update": "f = open('log.txt', 'r+'); f.write('ONE'); f.close(); assert open('log.txt').read() == 'ONE line\\n'",
+    "exclusive": "open('fresh', 'x').close(); assert os.path.exists('fresh')",
+    "io.open": "io.open('log.txt', 'w').close(); assert os.path.getsize('log.txt') == 0",
+    "os.open": "fd = os.open('log.txt', os.O_WRONLY | os.O_TRUNC); os.write(fd, b'x'); os.close(fd)",
+    "pathlib": "p = Path('log.txt'); p.write_text('x'); assert p.read_text() == 'x'; p.unlink(); assert not p.exists()",
+    "pathlib tree": "Path('a/b').mkdir(parents=True); Path('a/b/c').touch(); assert list(Path('a').rglob('c'))",
+    "remove": "os.remove('weights.pt'); assert not os.path.exists('weights.pt')",
+    "rmtree": "shutil.rmtree('old'); assert not os.path.isdir('old'); assert 'old' not in os.listdir('.')",
+    "rmtree and again": "shutil.rmtree('old'); os.mkdir('old'); assert os.listdir('old') == []",
+    "rename": "os.rename('log.txt', 'l2'); assert not os.path.exists('log.txt'); assert open('l2').read()",
+    "rename folder": "os.rename('old', 'moved'); assert sorted(os.listdir('moved')) == ['a.bin', 'b.bin']",
+    "replace": "open('tmp', 'w').write('x'); os.replace('tmp', 'weights.pt'); assert open('weights.pt').read() == 'x'",
+    "move": "shutil.move('log.txt', 'old/log.txt'); assert open('old/log.txt').read()",
+    "copy": "shutil.copy('log.txt', 'data.csv'); assert open('data.csv').read() == 'one line\\n'",
+    "copytree": "shutil.copytree('old', 'copy'); assert len(os.listdir('copy')) == 2",
+    "truncate": "os.truncate('log.txt', 3); assert os.path.getsize('log.txt') == 3",
+    "chmod": "os.chmod('log.txt', 0o600); os.utime('log.txt', (1, 1))",
+    "symlink": "os.symlink('log.txt', 'link'); assert open('link').read() == 'one line\\n'",
+    "hard link": "os.link('log.txt', 'link'); assert open('link').read() == 'one line\\n'",
+    "makedirs": "os.makedirs('x/y/z', exist_ok=True); assert os.path.isdir('x/y/z')",
+    "walk and remove": "[os.remove(os.path.join(r, f)) for r, _, fs in os.walk('deep') for f in fs]",
+    "glob": "[os.unlink(f) for f in glob.glob('*.pt')]; assert not glob.glob('*.pt')",
+    "tempfile": "f = tempfile.NamedTemporaryFile(dir='.', delete=False); f.write(b'x'); f.close(); os.replace(f.name, 'log.txt')",
+    "temporary folder": "d = tempfile.TemporaryDirectory(dir='.'); open(d.name + '/x', 'w').close(); d.cleanup()",
+    "json": "json.dump({}, open('data.csv', 'w'))",
+    "csv": "csv.writer(open('data.csv', 'w')).writerow([1])",
+    "pickle": "pickle.dump({'w': w}, open('weights.pt', 'wb')); assert pickle.load(open('weights.pt', 'rb'))['w'].shape == w.shape",
+    "numpy save": "np.save('weights.npy', w.detach().cpu().numpy()); assert np.load('weights.npy').shape == (4, 4)",
+    "numpy savez": "np.savez('arrays.npz', a=w.detach().cpu().numpy())",
+    "numpy tofile": "w.detach().cpu().numpy().tofile('weights.npy'); assert os.path.getsize('weights.npy') == 64",
+    "numpy memmap": "m = np.memmap('weights.npy', mode='w+', shape=(8,)); m[:] = 1; m.flush()",
+    "torch.save": "torch.save(model.state_dict(), 'weights.pt'); s = torch.load('weights.pt'); assert s['weight'].shape == (4, 4)",
+    "torch.save atomic": "torch.save(model.state_dict(), 'tmp'); os.replace('tmp', 'weights.pt'); assert os.path.exists('weights.pt')",
+    "torch.save buffer": "b = io.BytesIO(); torch.save(model.state_dict(), b); open('weights.pt', 'wb').write(b.getvalue())",
+    "safetensors": "safetensors.torch.save_file(model.state_dict(), 'weights.safetensors')",
+    "sqlite": "c = sqlite3.connect('log.db'); c.execute('create table t (a)'); c.commit(); assert os.path.exists('log.db')",
+    "logging": "logging.getLogger('x').addHandler(logging.FileHandler('log.txt')); logging.getLogger('x').error('hi')",
+    "zip": "z = zipfile.ZipFile('a.zip', 'w'); z.writestr('x', 'y'); z.close(); assert zipfile.is_zipfile('a.zip')",
+    "open file of the caller": "caller.write('x'); caller.flush()",
+    "chdir": "os.chdir('old'); open('a.bin', 'w').write('x'); os.remove('b.bin'); assert os.listdir('.') == ['a.bin']",
+    "imported name": "remove('log.txt'); assert not os.path.exists('log.txt')",
+    "subprocess": "refused(lambda: subprocess.run(['rm', 'log.txt']))",
+    "os.system": "refused(lambda: os.system('rm log.txt'))",
+    "below Python": "refused(lambda: posix.unlink('log.txt'))",
+    "C library": "ctypes.CDLL(None).unlink(b'log.txt'); assert os.path.exists('log.txt')",
+}
+ENDINGS = {
+    "returns": "",
+    "raises": "raise ValueError('mine')",
+    "exits": "sys.exit(0)",
+    "os._exit": "os._exit(0)",
+}
+HEADER = """
+import csv, ctypes, glob, io, json, logging, os, pickle, posix, shutil, sqlite3, subprocess, sys, tempfile, zipfile
+from os import remove
+from pathlib import Path
+import numpy as np, safetensors.torch, torch
+
+def refused(call):
+    try:
+        call()
+    except PermissionError:
+        return
+    raise AssertionError("not refused")
+
+def program():
+    model = torch.nn.Linear(4, 4, bias=False, device="cuda")
+    w = model.weight
+    model(torch.randn(2, 4, device="cuda")).sum().backward()
+"""
+
+
+def folder_in(path: Path) -> dict[str, bytes]:
+    return {
+        str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, content in BEFORE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def made(body: str, **names: object) -> object:
+    scope: dict[str, object] = dict(names)
+    exec(HEADER + textwrap.indent(body, "    "), scope)
+    return scope["program"]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_sees_its_own_changes_and_the_folder_stays(name: str, folder: Path) -> None:
+    with (folder / "caller.txt").open("w") as caller:
+        before = folder_in(folder)
+        oomph.predict(made(PROGRAMS[name], caller=caller))
+        assert folder_in(folder) == before
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_folder_stays_however_the_program_ends(ending: str, folder: Path) -> None:
+    before = folder_in(folder)
+    body = "shutil.rmtree('old'); open('weights.pt', 'w').write('x')\n" + ENDINGS[ending]
+    if ending == "returns":
+        oomph.predict(made(body))
+    else:
+        with pytest.raises(ProgramError):
+            oomph.predict(made(body))
+    assert folder_in(folder) == before
+
+
+def test_a_crash_of_the_program_is_its_own(folder: Path) -> None:
+    with pytest.raises(ProgramError, match="SIGABRT"):
+        oomph.predict(made("os.abort()"))
+
+
+def test_other_threads_notice_nothing(folder: Path) -> None:
+    """A thread that saves, trains and asks for CUDA beside a prediction does all of it for real."""
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def busy(name: str) -> None:
+        try:
+            model = torch.nn.Linear(8, 8)
+            optimizer = torch.optim.AdamW(model.parameters())
+            count = 0
+            while not stop.is_set() or count < 3:
+                assert torch.cuda.is_available() == available
+                model(torch.randn(4, 8)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                file = folder / f"{name}{count % 3}.pt"
+                torch.save(model.state_dict(), file)
+                assert torch.load(file)["weight"].shape == (8, 8)
+                count += 1
+        except BaseException as error:
+            failures.append(error)
+
+    available = torch.cuda.is_available()
+    alone = oomph.predict(made("pass"))
+    threads = [threading.Thread(target=busy, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    beside = [oomph.predict(made("pass")) for _ in range(3)]
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert all(one.peak == alone.peak and one.events == alone.events for one in beside)
+
+
+def test_what_a_program_sets_ends_with_it() -> None:
+    def state() -> tuple[object, ...]:
+        return (
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.backends.cudnn.enabled,
+            torch.backends.cudnn.benchmark,
+            torch.empty(0).device.type,
+            torch.is_grad_enabled(),
+            torch.get_rng_state().sum().item(),
+            os.getcwd(),
+            repr(torch.tensor([1 / 3])),
+            len(torch.nn.modules.module._global_forward_hooks),
+        )
+
+    before = state()
+    oomph.predict(
+        made(
+            "torch.device('cuda').__enter__(); torch.set_num_threads(3); torch.set_default_dtype(torch.float64)\n"
+            "torch.backends.cudnn.enabled = False; torch.set_printoptions(precision=1); torch.manual_seed(5)\n"
+            "torch.nn.modules.module.register_module_forward_hook(lambda *a: None)\n"
+            "torch.inference_mode().__enter__(); os.chdir('/')\n"
+        )
+    )
+    assert state() == before
+
+
+def test_a_program_may_set_the_number_of_threads() -> None:
+    """In a process of its own, whose OpenMP threads a forked child would wait for."""
+    script = """
+import torch, oomph
+torch.set_num_threads(2)
+torch.randn(10**6).exp()
+
+def program():
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(4)
+    assert torch.get_num_threads() == 4
+    torch.randn(40000).exp().sum()
+    torch.empty(3, device="cuda")
+
+oomph.predict(program)
+assert torch.get_num_threads() == 2
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_interrupted_prediction_leaves_torch_as_it_was(folder: Path) -> None:
+    """SIGINT at twenty moments of a prediction, each in the same process."""
+    script = """
+import os, random, signal, sys, threading, time
+import torch, oomph
+
+def program():
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(60)]).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    def step():
+        open("weights.pt", "w").write("x")
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+oomph.predict(program)
+random.seed(0)
+interrupted = 0
+for _ in range(20):
+    timer = threading.Timer(random.uniform(0, 0.25), lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        oomph.predict(program)
+        timer.join()
+        time.sleep(0.01)
+    except KeyboardInterrupt:
+        interrupted += 1
+    assert not torch.cuda.is_available() or os.path.exists("/dev/nvidia0")
+    assert type(torch.ones(2)) is torch.Tensor and float(torch.ones(2).sum()) == 2.0
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+print(interrupted)
+"""
+    before = folder_in(folder)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 3
+    assert folder_in(folder) == before
+
+
+def test_nothing_of_a_killed_prediction_goes_on(folder: Path) -> None:
+    script = (
+        "import oomph, os, time\ndef program():\n    print(os.getpid(), flush=True)\n    time.sleep(60)\n"
+        "oomph.predict(program)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        process.kill()
+    for _ in range(50):
+        try:
+            os.kill(child, 0)
+            threading.Event().wait(0.1)
+        except ProcessLookupError:
+            return
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child outlived its parent")
+
+
+def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder: Path) -> None:
+    oomph.predict(made("subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True)"))
+    touch = made("subprocess.run(['touch', 'new'], check=True)")
+    with pytest.raises(ProgramError, match=r"--allow-subprocesses.*touch new"):
+        oomph.predict(touch)
+    oomph.predict(touch, allow=["subprocesses"])
+    assert (folder / "new").exists()
+    with pytest.raises(UserError, match="subprocesses and network"):
+        oomph.predict(touch, allow=["everything"])
+
+
+def test_without_a_child_process_writes_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "fork")
+    before = folder_in(folder)
+    with pytest.warns(UserWarning, match="predicted in this process"):
+        alone = oomph.predict(made("pass"))
+    for body in ("open('weights.pt', 'w')", "os.remove('log.txt')", "os.system('rm log.txt')"):
+        with (
+            pytest.warns(UserWarning, match="in this process"),
+            pytest.raises(ProgramError, match="a prediction"),
+        ):
+            oomph.predict(made(body))
+    assert folder_in(folder) == before
+    monkeypatch.undo()
+    assert oomph.predict(made("pass")).peak == alone.peak
