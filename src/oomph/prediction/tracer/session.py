@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
-import json
 import logging
-import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +26,7 @@ from oomph.prediction.tracer.placement import (
     install_tensor_device,
 )
 from oomph.prediction.tracer.recorder import OpLog
+from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.torch_internals import (
     EXPORTED_FAKE_TENSOR,
@@ -60,8 +56,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         _deepcopy_without_data(patches)
         _hide_fake_tensor(patches)
         _format_scalars(patches)
-        _save_without_data(patches)
-        _save_safetensors_without_data(patches)
+        install_saving(patches)
         _make_generators_on_host(patches)
         _follow_resized_storages(patches, tracer)
         _run_compiled_as_eager(patches, tracer)
@@ -184,96 +179,6 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
             return None
 
         patches.set(*callback, run_eagerly)
-
-
-def _save_without_data(patches: Patches) -> None:
-    """torch.save, and pickle, write shapes and dtypes instead of data; torch.load reads them back."""
-
-    def reduce(tensor: FakeTensor, protocol: Any) -> Any:
-        layout = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device)
-        return _tensor_without_data, (layout, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
-
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        data = _SAVED + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-        if hasattr(f, "write"):
-            f.write(data)
-        else:
-            Path(f).write_bytes(data)
-
-    load_real = torch.load
-
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(f, "read"):
-            start = f.tell()
-            head = f.read(len(_SAVED))
-            rest = f.read() if head == _SAVED else b""
-            if head != _SAVED:
-                f.seek(start)
-        else:
-            with open(f, "rb") as file:
-                head = file.read(len(_SAVED))
-                rest = file.read() if head == _SAVED else b""
-        if head != _SAVED:
-            return load_real(f, map_location, *args, **kwargs)
-        token = _map_location.set(map_location)
-        try:
-            return pickle.loads(rest)
-        finally:
-            _map_location.reset(token)
-
-    patches.set(FakeTensor, "__reduce_ex__", reduce)
-    patches.set(torch, "save", save)
-    patches.set(torch, "load", load)
-
-
-def _save_safetensors_without_data(patches: Patches) -> None:
-    """Replaces the function's code: modules that imported it by name keep the function."""
-    if importlib.util.find_spec("safetensors") is None:
-        return
-    import safetensors.torch
-
-    def save_file(tensors: Any, filename: Any, metadata: Any = None) -> None:
-        from oomph.prediction.tracer.session import write_safetensors
-
-        write_safetensors(tensors, filename, metadata)
-
-    real = safetensors.torch.save_file
-    patches.callback(functools.partial(setattr, real, "__code__", real.__code__))
-    real.__code__ = save_file.__code__
-
-
-def write_safetensors(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Any) -> None:
-    """A valid file with a header and a hole of the tensors' size, which takes no space on disk."""
-    import safetensors.torch
-
-    names = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        shape = list(tensor.shape)
-        header[name] = {"dtype": names[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(filename, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
-
-
-_SAVED = b"tensors of a prediction, without data\n"
-_map_location: ContextVar[Any] = ContextVar("map_location", default=None)
-
-
-def _tensor_without_data(
-    layout: tuple[Any, Any, torch.dtype, str], requires_grad: bool, is_parameter: bool
-) -> torch.Tensor:
-    shape, stride, dtype, device = layout
-    where = _map_location.get()
-    if isinstance(where, dict):
-        where = where.get(device, device)
-    where = device if where is None or callable(where) else where
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=where)
-    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
 def _follow_resized_storages(patches: Patches, tracer: Tracer) -> None:
