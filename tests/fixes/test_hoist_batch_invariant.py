@@ -191,11 +191,6 @@ def test_a_write_into_such_a_result_is_refused_with_its_line_and_not_run_again()
     model(*batch())
 
 
-def test_it_is_not_proposed_where_such_a_result_is_written():
-    work = oomph.Workload(lambda: Counting(write=True), batch, loss)
-    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("hoist_batch_invariant",)) == []
-
-
 def test_the_model_returns_what_may_be_written():
     model = nn.Sequential(nn.Linear(3, 3))
     fixes.apply_to_model("hoist_batch_invariant", model)
@@ -262,8 +257,6 @@ def test_the_saving_is_proposed_where_the_branch_is():
     work = oomph.Workload(Holder, big, loss)
     prediction = oomph.predict(work, gpu="h200")
     (proposal,) = fixes.propose(prediction, work, only=("hoist_batch_invariant",))
-    assert proposal.options == {"modules": ["decoder"]}
-    assert {"decoder.features", "decoder.bandwidth_lins.0.0"} <= set(proposal.where)
     assert proposal.saving > prediction.peak.reserved * 0.4
     assert proposal.slowdown < 1
 

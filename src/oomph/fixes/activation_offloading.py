@@ -23,7 +23,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from oomph.errors import UserError
-from oomph.fixes.journal import Journal, WrappedForward
+from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import (
     block_names,
     blocks_at,
@@ -113,18 +113,13 @@ def _offloaded(
     # Inside backward a checkpoint recomputes the block, and needs the result at once.
     if not torch.is_grad_enabled() or current_graph_task_id() != -1:
         return forward(*args, **kwargs)
-    block = offloader.begin_block(keep_on_device, _parameters_and_buffers(forward))
+    module = module_of(forward)
+    own = [*module.parameters(), *module.buffers()] if module is not None else []
+    block = offloader.begin_block(keep_on_device, own)
     with block.saved_tensors_hooks():
         result = forward(*args, **kwargs)
     block.end_forward()
     return result
-
-
-def _parameters_and_buffers(forward: Callable[..., Any]) -> list[torch.Tensor]:
-    while isinstance(forward, WrappedForward):
-        forward = forward.inner
-    module = getattr(forward, "__self__", None)
-    return [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
 
 
 class ActivationOffloader:

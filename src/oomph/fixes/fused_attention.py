@@ -9,47 +9,38 @@ B batch, H query heads, G key/value heads, T queries, S keys, D and E head sizes
 
 from __future__ import annotations
 
-import dis
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from types import FunctionType
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from oomph.errors import UserError
-from oomph.fixes.causal_masks import (
-    BuildWithMaskContent,
-    CausalMask,
-    after,
-    known_content,
-    note_content,
-    release_mask_buffers,
-)
+from oomph.fixes import causal_masks
+from oomph.fixes.causal_masks import constant_of, is_causal
 from oomph.fixes.journal import Journal
 from oomph.fixes.lazy_tensor import (
     Args,
     Expression,
     Kwargs,
-    LazyForward,
     LazyMode,
     LazyTensor,
     RecordedCall,
     einsum_operands,
     has_mode,
-    may_write,
+    in_mode,
+    lazy_tensor,
     program_line,
 )
-from oomph.fixes.modules import blocks_at, names_option
+from oomph.fixes.modules import modules_with_code, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops.launch import is_fake
 from oomph.ops.softmax_attention import attention
 from oomph.records import Allocation, Prediction
 from oomph.torch_internals import FakeTensor
-from oomph.workload import Workload
 
 
 class FusedAttention(Fix):
@@ -68,30 +59,24 @@ class FusedAttention(Fix):
         if names:
             yield Target(tuple(names), {"modules": names})
 
-    def change_workload(self, workload: Workload, *_: Any, modules: Sequence[str] | None = None) -> Workload:
-        return replace(workload, model=BuildWithMaskContent(workload.model))
-
     def change_model(
-        self, model: nn.Module, journal: Journal, *_: Any, modules: Sequence[str] | None = None
+        self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
     ) -> None:
-        """`modules`: whose forward computes attention; by default all whose own code mentions a softmax and a
-        product. Other parts of the forward run as they are written."""
-        if modules is None:
-            names = [name for name, module in model.named_modules() if _mentions_attention(module)]
-        else:
-            names = names_option(self.name, "modules", modules)
-        if not names:
+        """`modules`: whose forward computes attention; by default the whole model. Other parts of the forward
+        run as they are written."""
+        if modules is None and all(type(m).__module__.startswith(_LIBRARIES) for m in model.modules()):
             raise UserError(
-                f"fix {self.name!r}: no module computes attention in its own code; name some in modules=[...]"
+                f"fix {self.name!r}: the model has no code of its own; name modules=[...], or use the fix "
+                "'attn_implementation' for a Hugging Face model"
             )
-        for name, module in blocks_at(model, names, self.name).items():
-            release_mask_buffers(module, name, journal)
-            journal.wrap_forward(module, LazyForward(AttentionMode), name, "attention is fused")
+        names = [""] if modules is None else names_option(self.name, "modules", modules)
+        for name, module in modules_with_code(model, names, self.name).items():
+            journal.wrap_forward(module, in_mode(AttentionMode), name, "attention in its forward is fused")
 
 
 # Where attention is ----------------------------------------------------------------------------------
 
-_LIBRARIES = ("torch.", "transformers.", "oomph.")  # their code is not the user's to change
+_LIBRARIES = ("torch.", "transformers.", "oomph.")
 
 
 def attention_matrices(prediction: Prediction) -> dict[str, list[Allocation]]:
@@ -145,62 +130,32 @@ def _own_code(model: nn.Module, path: str) -> str | None:
         path = _parent(path)
 
 
-def _mentions_attention(module: nn.Module) -> bool:
-    """Whether the module's own forward, or a helper that it calls, names a softmax and a product."""
-    kind = type(module)
-    if kind.__module__.startswith(_LIBRARIES) or kind.__module__ == "torch":
-        return False
-    names = _names_used(kind.forward, kind, 3, set())
-    return any("softmax" in name.lower() for name in names) and bool(names & {*_PRODUCTS, "mm"})
-
-
-def _names_used(function: Any, kind: type, depth: int, seen: set[Any]) -> set[str]:
-    """Names in a function's code and in that of its helpers and methods. `@` is "matmul"."""
-    if not isinstance(function, FunctionType) or function.__code__ in seen:
-        return set()
-    seen.add(function.__code__)
-    codes = [function.__code__, *(c for c in function.__code__.co_consts if hasattr(c, "co_names"))]
-    names = {name for code in codes for name in code.co_names}
-    if any(
-        step.opname == "BINARY_OP" and step.argrepr == "@" for code in codes for step in dis.Bytecode(code)
-    ):
-        names.add("matmul")
-    for name in tuple(names) if depth else ():
-        helper = function.__globals__.get(name, getattr(kind, name, None))
-        if getattr(helper, "__module__", None) == function.__module__:
-            names |= _names_used(helper, kind, depth - 1, seen)
-    return names
-
-
 # The mode --------------------------------------------------------------------------------------------
 
 _PRODUCTS = frozenset(("matmul", "bmm", "einsum"))
-_FACTORIES = frozenset(
-    "ones zeros full ones_like zeros_like full_like new_ones new_zeros new_full "
-    "tensor scalar_tensor new_tensor".split()
-)
 
 
 class AttentionMode(LazyMode):
-    functions = _PRODUCTS | _FACTORIES | {"tril", "triu", "view"}
+    functions = _PRODUCTS | causal_masks.FUNCTIONS
+
+    @cached_property
+    def buffers(self) -> frozenset[int]:
+        """Ids of the module's buffers, which may be masks."""
+        return frozenset() if self.module is None else frozenset(map(id, self.module.buffers()))
 
     def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if name in _PRODUCTS and kwargs.get("out") is None:
+        if name in _PRODUCTS:
             product = _query_key_product(name, args, kwargs)
-            if product is not None:
-                return self.defer(AttentionScores(*product, RecordedCall(func, tuple(args), dict(kwargs))))
-        elif may_write(name, args, kwargs):
-            self.before_write(args, kwargs)
-        elif name in ("tril", "triu"):
-            content = known_content(args[0]) if args else None
-            mask = None if content is None else after(name, (content, *args[1:]), kwargs)
-            if mask is not None:
-                return self.defer(mask.like(device=args[0].device))
-        elif name == "view" and _is_fused_result(args[0]):
-            return _view_or_reshape(func, args, kwargs)
-        made = func(*args, **kwargs)
-        if name in _FACTORIES:
-            note_content(name, args, kwargs, made)
+            if product is None:
+                return func(*args, **kwargs)
+            call = RecordedCall(func, tuple(args), dict(kwargs))
+            return lazy_tensor(AttentionScores(*product, self.buffers, call))
+        made = (
+            _view_or_reshape(func, args, kwargs)
+            if name == "view" and _is_fused_result(args[0])
+            else func(*args, **kwargs)
+        )
+        causal_masks.note(name, func, args, kwargs, made, self.buffers)
         return made
 
     def returned(self, leaf: Any) -> Any:
@@ -268,8 +223,8 @@ class AttentionScores(Expression):
 
     subject = "a matrix of attention scores from fix 'fused_attention'"
 
-    def __init__(self, q: Tensor, k: Tensor, call: RecordedCall) -> None:
-        self.q, self.k = q, k
+    def __init__(self, q: Tensor, k: Tensor, buffers: frozenset[int], call: RecordedCall) -> None:
+        self.q, self.k, self.buffers = q, k, buffers
         lead = q.shape[:-2]
         if lead != k.shape[:-2]:
             lead = torch.broadcast_shapes(lead, k.shape[:-2])
@@ -279,7 +234,6 @@ class AttentionScores(Expression):
         self.terms: tuple[tuple[Tensor, float], ...] = ()  # added to the scores, with a factor
         self.masks: tuple[Tensor, ...] = ()  # True where the score is `fill`
         self.causal = False  # keys after the query's own position are filled, too
-        self.causal_is_added = False  # as a finite term
         self.fill: float | None = None
         self.is_weights = False
         self.record(call)
@@ -371,7 +325,7 @@ def _scale(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Ch
     if len(args) != 2 or kwargs or scores.is_weights or (name == "div" and args[0] is not scores):
         return None
     number = _number(args[1] if args[0] is scores else args[0])
-    if number is None or number == 0 or scores.causal_is_added:
+    if number is None or number == 0:
         return None
     factor = 1 / number if name == "div" else number
     fill = None if scores.fill is None else scores.fill * factor
@@ -387,17 +341,11 @@ def _add(scores: AttentionScores, name: str, args: Args, kwargs: Kwargs) -> Chan
     if scores.fill not in (None, -math.inf):  # adding to a finite fill would change it
         return None
     term = args[1] if args[0] is scores else args[0]
-    if isinstance(term, CausalMask):
-        hides_future = term.below == 0 and term.above <= _MASKED_SCORE and name == "add"
-        if hides_future and term.is_causal_for(scores.shape):
-            dtype = torch.promote_types(scores.dtype, term.dtype)
-            if term.above == -math.inf:
-                return {"causal": True, "fill": -math.inf, "dtype": dtype}
-            return None if scores.fill else {"causal": True, "causal_is_added": True, "dtype": dtype}
-        term = term.value()
     if not isinstance(term, Tensor) or not term.is_floating_point() or not scores.fits(term):
         return None
     dtype = scores.dtype if term.dim() == 0 else torch.promote_types(scores.dtype, term.dtype)
+    if name == "add" and is_causal(term, scores.shape, "added", scores.buffers):
+        return {"causal": True, "fill": -math.inf, "dtype": dtype}
     return {"terms": (*scores.terms, (term, -1.0 if name == "sub" else 1.0)), "dtype": dtype}
 
 
@@ -420,16 +368,13 @@ def _fill(scores: AttentionScores, mask: Any, value: Any, *, inverted: bool) -> 
     number = _number(value)
     if scores.is_weights or number is None or number > _MASKED_SCORE or scores.fill not in (None, number):
         return None
-    if scores.causal_is_added:  # a row whose other keys are filled has weights of both kinds
-        return None
-    if isinstance(mask, CausalMask):
-        hidden = [bool(each) != inverted for each in (mask.below, mask.above)]
-        is_causal = mask.is_causal_for(scores.shape)
-        if mask.dtype == torch.bool and hidden == [False, True] and is_causal:
-            return {"causal": True, "fill": number}
-        mask = mask.value()
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or not scores.fits(mask):
         return None
+    added_masks = any(constant_of(term, scores.buffers) is not None for term, _ in scores.terms)
+    if added_masks and number != -math.inf:  # a row may have keys that are masked in both ways alone
+        return None
+    if is_causal(mask, scores.shape, "visible" if inverted else "hidden", scores.buffers):
+        return {"causal": True, "fill": number}
     return {"masks": (*scores.masks, ~mask if inverted else mask), "fill": number}
 
 
@@ -491,9 +436,9 @@ def _number(value: Any) -> float | None:
         return float(value)
     if not isinstance(value, Tensor) or value.dim():
         return None
-    content = known_content(value)
-    if content is not None:
-        return float(content.below)
+    constant = constant_of(value)
+    if constant is not None:
+        return causal_masks.number(constant)
     known = not (value.requires_grad or is_fake(value) or value.device.type != "cpu")
     return float(value) if known else None
 
@@ -586,4 +531,4 @@ def _any(masks: Sequence[Tensor]) -> Tensor | None:
     return total
 
 
-AttentionMode.expressions = (AttentionScores, CausalMask)
+AttentionMode.expressions = (AttentionScores,)

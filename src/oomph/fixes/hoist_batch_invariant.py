@@ -10,27 +10,19 @@ statistics), the rest runs on the whole batch. The forward runs once; nothing is
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomph.errors import OomphError, UserError
-from oomph.fixes.journal import Journal, WrappedForward
-from oomph.fixes.lazy_tensor import Args, Kwargs, LazyForward, LazyMode, program_line, writes_by_name
-from oomph.fixes.modules import NamedModule, blocks_at, common_parent, names_option, repeated_submodules
+from oomph.errors import UserError
+from oomph.fixes.journal import Journal
+from oomph.fixes.lazy_tensor import Args, Kwargs, LazyMode, has_mode, in_mode, program_line, writes_by_name
+from oomph.fixes.modules import modules_with_code, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
-from oomph.prediction import predict
 from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map
-from oomph.units import MiB, format_bytes
-from oomph.workload import Workload
-
-_WORTH_PROPOSING = 1 * MiB
 
 
 class HoistBatchInvariant(Fix):
@@ -39,86 +31,17 @@ class HoistBatchInvariant(Fix):
     changes = "What is the same for every row of the batch is computed for one row and used by all."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        if not _may_expand(context.model):
-            return
-        saved = _saved_bytes(context.workload)
-        if sum(saved.values()) < _WORTH_PROPOSING:
-            return
-        around = common_parent(context.model, [f"{name}.x" if name else "x" for name in saved])
-        note = f"{format_bytes(sum(saved.values()))} of results are the same row, repeated"
-        yield Target(tuple(sorted(saved)), {"modules": [around.name]}, note)
+        if not any(has_mode(module, BatchInvariantMode) for module in context.model.modules()):
+            yield Target(("",))  # the prediction with the fix shows whether it saves anything
 
     def change_model(
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
     ) -> None:
         """`modules`: whose forward is searched for such work; by default the whole model."""
         names = [""] if modules is None else names_option(self.name, "modules", modules)
-        # Modules inside as well: a checkpoint calls them again in backward, and must compute the same.
-        found = {
-            inner: f"{name}.{own}".strip(".")
-            for name, module in blocks_at(model, names, self.name).items()
-            for own, inner in [NamedModule("", module), *repeated_submodules(module)]
-            if _has_forward(inner)
-        }
-        for module, name in found.items():
+        for name, module in modules_with_code(model, names, self.name).items():
             what = "rows that are the same are computed once"
-            journal.wrap_forward(module, LazyForward(BatchInvariantMode), name, what)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
-
-
-# Proposals -------------------------------------------------------------------------------------------
-
-
-def _may_expand(model: nn.Module) -> bool:
-    """Whether the model's own code could repeat a row; reading it is faster than a prediction."""
-    kinds = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
-    for kind in kinds:
-        try:
-            source = inspect.getsource(kind)
-        except (OSError, TypeError):
-            return True
-        if any(word in source for word in ("expand", "repeat", "broadcast_to")):
-            return True
-    return False
-
-
-def _saved_bytes(workload: Workload) -> dict[str, int]:
-    """Per module, the bytes of results that need not be made for every row, from a prediction."""
-    saved: dict[str, int] = {}
-    try:
-        predict(replace(workload, model=partial(_observed_model, workload.model, saved)))
-    except OomphError:  # the program's own, or a write that this fix refuses
-        return {}
-    return saved
-
-
-def _observed_model(build: Callable[[], nn.Module], saved: dict[str, int]) -> nn.Module:
-    model = build()
-    path: list[str] = []
-    for name, module in model.named_modules():
-        if _has_forward(module):
-            observe = partial(_observe, name=name, path=path, saved=saved)
-            vars(module)["forward"] = WrappedForward(module.forward, observe)
-    return model
-
-
-def _observe(
-    forward: Callable[..., Any], *args: Any, name: str, path: list[str], saved: dict[str, int], **kwargs: Any
-) -> Any:
-    def count(size: int) -> None:
-        saved[path[-1]] = saved.get(path[-1], 0) + size // 3  # a prediction runs three steps
-
-    path.append(name)
-    try:
-        if len(path) > 1:
-            return forward(*args, **kwargs)
-        with BatchInvariantMode(count):
-            return forward(*args, **kwargs)
-    finally:
-        path.pop()
+            journal.wrap_forward(module, in_mode(BatchInvariantMode), name, what)
 
 
 # The mode --------------------------------------------------------------------------------------------
@@ -146,48 +69,42 @@ _SDPA = "scaled_dot_product_attention"
 
 
 class BatchInvariantMode(LazyMode):
-    """`on_saved(bytes)` is called with what a result would have taken for the other rows."""
-
     functions = frozenset(
         {*_ELEMENTWISE, *_ROWS_OF_FIRST, *_REDUCTIONS, *_JOINS, *_RESHAPES, _SDPA}
         | set("matmul bmm layer_norm rms_norm dropout repeat".split())
     )
 
-    def __init__(self, on_saved: Callable[[int], None] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._on_saved = on_saved
         self._copies = WeakIdKeyDictionary()  # made where the program asked for a view: must not be written
+
+    def handles(self, name: str, kwargs: Kwargs | None) -> bool:
+        return name in self.functions or writes_by_name(name) or bool(kwargs and "out" in kwargs)
 
     def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if self._writes_one_row(name, args, kwargs):
-            raise UserError(_refused_write(name))
+            raise UserError(
+                f"fix 'hoist_batch_invariant': {program_line()}: {name} writes into a tensor that holds one "
+                "row for the whole batch; write it out of place, or name other modules=[...]"
+            )
         if name == "repeat" and (expanded := _as_expand(*args, **kwargs)) is not None:
-            self.changed_something = True
             return expanded
         if not any(is_batch_invariant(leaf) for leaf in _tensors(args, kwargs)):
             return func(*args, **kwargs)
         rows = _rows_of_result(name, args, dict(kwargs))
         if rows is not None:
-            self.changed_something = True
             given, options = tree_map(
                 lambda leaf: leaf[:1] if is_batch_invariant(leaf) else leaf, (tuple(args), dict(kwargs))
             )
-            return tree_map(lambda leaf: self._expanded(leaf, rows), func(*given, **options))
-        if name in _RESHAPES:
-            self.changed_something = True
-            return self._reshaped(func, name, args, kwargs)
-        return func(*args, **kwargs)
+            result = func(*given, **options)
+            return tree_map(
+                lambda leaf: leaf.expand(rows, *leaf.shape[1:]) if isinstance(leaf, Tensor) else leaf, result
+            )
+        return self._reshaped(func, name, args, kwargs) if name in _RESHAPES else func(*args, **kwargs)
 
     def returned(self, leaf: Any) -> Any:
         """The caller may write into what a module returns."""
         return leaf.contiguous() if is_batch_invariant(leaf) else leaf
-
-    def _expanded(self, row: Any, rows: int) -> Any:
-        if not isinstance(row, Tensor):
-            return row
-        if self._on_saved is not None:
-            self._on_saved((rows - 1) * row.numel() * row.element_size())
-        return row.expand(rows, *row.shape[1:])
 
     def _reshaped(self, func: Any, name: str, args: Args, kwargs: Kwargs) -> Any:
         """On the row where the first dimension stays; else all rows are needed, in memory of their own."""
@@ -211,13 +128,6 @@ class BatchInvariantMode(LazyMode):
             and (is_batch_invariant(one) or one in self._copies or one._base in self._copies)
             for one in written
         )
-
-
-def _refused_write(name: str) -> str:
-    return (
-        f"fix 'hoist_batch_invariant': {program_line()}: {name} writes into a tensor that holds one row for "
-        "the whole batch; write it out of place, or name other modules=[...]"
-    )
 
 
 def is_batch_invariant(value: Any) -> bool:

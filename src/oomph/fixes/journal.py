@@ -40,6 +40,14 @@ class WrappedForward:
         return self.wrapper(self.inner, *args, **kwargs)
 
 
+def module_of(forward: Callable[..., Any]) -> nn.Module | None:
+    """The module whose forward this is, inside any wrappers."""
+    while isinstance(forward, WrappedForward):
+        forward = forward.inner
+    module = getattr(forward, "__self__", None)
+    return module if isinstance(module, nn.Module) else None
+
+
 class Mark(NamedTuple):
     """Lengths of a journal's lists at one moment."""
 

@@ -1,7 +1,7 @@
 """Tensors whose value is computed only if something reads it.
 
-Some fixes return a `LazyTensor` where a program computes a large intermediate: logits, attention scores,
-causal masks, a weight per token. Its `Expression` records how to compute the value. Every call into torch
+Some fixes return a `LazyTensor` where a program computes a large intermediate: logits, attention scores, a
+weight per token. Its `Expression` records how to compute the value. Every call into torch
 that takes a LazyTensor is offered to the expression (`follow`), which answers with another expression (still
 not computed), with a tensor (the fused result), or NotImplemented. In the last case the value is computed
 by the program's own calls, with the gradient mode and autocast of the time they were made, and the call runs
@@ -11,11 +11,11 @@ on that value.
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -23,16 +23,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 
 from oomph.errors import UserError
-from oomph.fixes.journal import WrappedForward
+from oomph.fixes.journal import WrappedForward, module_of
 from oomph.ops.common import no_compile, refuse_second_derivatives
 from oomph.ops.launch import is_fake
 from oomph.torch_internals import (
     DisableTorchFunctionSubclass,
     current_function_modes,
-    disable_torch_function,
     make_wrapper_subclass,
-    storage_id,
-    tree_leaves,
     tree_map,
     tree_map_only,
 )
@@ -72,7 +69,7 @@ def function_name(func: Any) -> str:
     return _OPERATORS.get(name, name)
 
 
-@functools.cache
+@cache
 def writes_by_name(name: str) -> bool:
     if name.startswith("__"):
         reads = ("__index__", "__invert__", "__int__", "__iter__")
@@ -132,7 +129,6 @@ class Expression:
     error that `value` raises.
     """
 
-    keeps_value: ClassVar[bool] = True
     subject: ClassVar[str] = "a deferred tensor"  # for error messages, with the fix that made it
     shape: torch.Size
     dtype: torch.dtype
@@ -207,23 +203,20 @@ class Expression:
                 "(by an optimizer step?); read it before, or keep a clone"
             )
 
-    def value(self, keep: bool | None = None) -> Tensor:
+    def value(self) -> Tensor:
         """The value, computed once. Views share the memory of what they are views of, as in the program."""
-        if self._value is not None:
-            return self._value
-        self.check_unchanged()
-        with modes_paused(), self.program_view(), self.settings():
-            given = tuple(self.call.args), dict(self.call.kwargs)
-            args, kwargs = tree_map_only(Expression, lambda expression: expression.value(keep), given)
-            value: Tensor = self.call.func(*args, **kwargs)
-        if self.keeps_value if keep is None else keep:
-            self._value = value
-        return value
+        if self._value is None:
+            self.check_unchanged()
+            with modes_paused(), self.program_view():
+                self._value = self._computed(
+                    lambda leaf: leaf.value() if isinstance(leaf, Expression) else leaf
+                )
+        return self._value
 
     def compute_family(self) -> None:
         """Before a write: compute everything that must not see it."""
         for member in tuple(self._family):
-            member.value(keep=True)
+            member.value()
 
     def replay(self, substitutes: Mapping[int, Tensor]) -> Tensor:
         """The value computed from other tensors, given by the id of the input that each replaces."""
@@ -233,7 +226,11 @@ class Expression:
                 return leaf.replay(substitutes)
             return substitutes.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
 
-        args, kwargs = tree_map(replaced, (tuple(self.call.args), dict(self.call.kwargs)))
+        return self._computed(replaced)
+
+    def _computed(self, argument: Callable[[Any], Any]) -> Tensor:
+        """The result of the recorded call, with `argument(leaf)` for each leaf of its arguments."""
+        args, kwargs = tree_map(argument, (tuple(self.call.args), dict(self.call.kwargs)))
         with self.settings():
             return self.call.func(*args, **kwargs)
 
@@ -524,42 +521,21 @@ class LazyMode(TorchFunctionMode):
 
     functions: ClassVar[frozenset[str]]  # names of the functions that `handle` is called for
     expressions: ClassVar[tuple[type[Expression], ...]] = ()  # computed before the module returns them
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.changed_something = False
-        self._deferred: list[weakref.ref[Expression]] = []
+    module: torch.nn.Module | None = None  # whose forward runs in the mode
 
     def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         if LazyTensor in types:
             return lazy_call(func, args, kwargs or {})
         name = function_name(func)
-        if not _pauses.depth and (
-            _is_of_interest(self.functions, name) or (kwargs and not _OUTPUTS.isdisjoint(kwargs))
-        ):
+        if not _pauses.depth and self.handles(name, kwargs):
             return self.handle(name, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
+    def handles(self, name: str, kwargs: Kwargs | None) -> bool:
+        return name in self.functions
+
     def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A call of one of `functions`, or one that may write."""
         raise NotImplementedError
-
-    def defer(self, expression: Expression) -> LazyTensor:
-        self.changed_something = True
-        self._deferred.append(weakref.ref(expression))
-        return lazy_tensor(expression)
-
-    def before_write(self, args: Args, kwargs: Kwargs) -> None:
-        """Compute what was deferred and reads a tensor that is about to be written."""
-        roots = [root for reference in self._deferred if (root := reference()) is not None]
-        self._deferred = [weakref.ref(root) for root in roots]
-        if not roots:
-            return
-        written = {_storage(each) for each in (*args[:1], kwargs.get("out")) if isinstance(each, Tensor)}
-        for root in roots:
-            for member in tuple(root._family):
-                if not written.isdisjoint(map(_storage, member.inputs)):
-                    member.value()
 
     def returned(self, leaf: Any) -> Any:
         """What the module returns in the place of `leaf`."""
@@ -568,77 +544,26 @@ class LazyMode(TorchFunctionMode):
         return leaf
 
 
-_OUTPUTS = frozenset(("out", "inplace"))
+def in_mode(mode: type[LazyMode]) -> Callable[..., Any]:
+    """A wrapper for `journal.wrap_forward`: the forward runs in the mode, unless one around it does."""
+    return partial(_run_in_mode, mode)
 
 
-@functools.cache
-def _is_of_interest(functions: frozenset[str], name: str) -> bool:
-    return name in functions or writes_by_name(name) or name in _INPLACE_OPTION
-
-
-def _storage(tensor: Tensor) -> int:
-    with disable_torch_function():
-        return storage_id(tensor.untyped_storage())
-
-
-class LazyForward:
-    """A module's forward in a LazyMode: `journal.wrap_forward(module, LazyForward(mode), ...)`.
-
-    Remembers calls in which the mode changed nothing, by what they look like from outside, and runs the next
-    such calls without it: asking a mode takes as long as the launch of a kernel.
-    """
-
-    def __init__(self, mode: type[LazyMode]) -> None:
-        self.mode = mode
-        self._unchanged: set[Hashable] = set()
-
-    def __call__(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._run(forward, args, kwargs)
-
-    @no_compile
-    def _run(self, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        if any(isinstance(mode, self.mode) for mode in current_function_modes()):
-            return forward(*args, **kwargs)
-        if self._unchanged and call_signature(forward, args, kwargs) in self._unchanged:
-            return forward(*args, **kwargs)
-        with self.mode() as mode:
-            result = forward(*args, **kwargs)
-        if not mode.changed_something:
-            if len(self._unchanged) >= 1000:  # every call differs: remembering is of no use
-                self._unchanged.clear()
-            self._unchanged.add(call_signature(forward, args, kwargs))
-            self._unchanged.discard(None)
-        return mode.returned(result) if isinstance(result, Tensor) else tree_map(mode.returned, result)
+@no_compile
+def _run_in_mode(mode: type[LazyMode], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(active, mode) for active in current_function_modes()):
+        return forward(*args, **kwargs)
+    with mode() as entered:
+        entered.module = module_of(forward)
+        result = forward(*args, **kwargs)
+    return entered.returned(result) if isinstance(result, Tensor) else tree_map(entered.returned, result)
 
 
 def has_mode(module: torch.nn.Module, mode: type[LazyMode]) -> bool:
     """Whether the module's forward runs in this mode already."""
     forward = vars(module).get("forward")
     while isinstance(forward, WrappedForward):
-        if getattr(forward.wrapper, "mode", None) is mode:
+        if getattr(forward.wrapper, "args", None) == (mode,):
             return True
         forward = forward.inner
     return False
-
-
-def call_signature(forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Hashable | None:
-    """Everything that decides which calls a forward makes, as far as it shows; None where it does not."""
-    if torch.compiler.is_compiling():  # sizes may be symbols there
-        return None
-    while isinstance(forward, WrappedForward):
-        forward = forward.inner
-    training = getattr(getattr(forward, "__self__", None), "training", None)
-    found: list[Any] = [training, torch.is_grad_enabled(), *kwargs]
-    found += [torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
-    with disable_torch_function():
-        for value in (*args, *kwargs.values()):
-            for leaf in tree_leaves(value) if isinstance(value, list | tuple | dict) else (value,):
-                if isinstance(leaf, Tensor):
-                    if leaf.layout is not torch.strided:
-                        return None
-                    found += [leaf.shape, 0 in leaf.stride(), leaf.dtype, leaf.requires_grad]
-                elif leaf is None or isinstance(leaf, bool | int | float | str):
-                    found.append(leaf)
-                else:
-                    return None
-    return tuple(found)

@@ -9,8 +9,6 @@ Shapes: L the tokens' shape (batch, time, ...), o and i the two sizes of the wei
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,14 +22,14 @@ from oomph.fixes.lazy_tensor import (
     Args,
     Expression,
     Kwargs,
-    LazyForward,
     LazyMode,
     RecordedCall,
     einsum_operands,
     has_mode,
-    may_write,
+    in_mode,
+    lazy_tensor,
 )
-from oomph.fixes.modules import NamedModule, blocks_at, names_option, repeated_submodules
+from oomph.fixes.modules import modules_with_code, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops.modulation import modulated_linear, weight_delta_norm
 
@@ -73,47 +71,21 @@ class ModulatedLinear(Fix):
     ) -> None:
         """`modules`: in whose forward deltas are made and used; by default the whole model."""
         names = [""] if modules is None else names_option(self.name, "modules", modules)
-        found: dict[nn.Module, str] = {}
-        for name, root in blocks_at(model, names, self.name).items():
-            # Modules inside as well: a checkpoint calls them again by themselves, and must find the same.
-            inside = [NamedModule(*one) for one in root.named_modules() if _may_make_deltas(one[1])]
-            for own, module in [NamedModule("", root), *repeated_submodules(root), *inside]:
-                if _has_code(module):
-                    found.setdefault(module, f"{name}.{own}".strip("."))
-        if not found:
-            raise UserError(f"fix {self.name!r}: there is no module in {modules!r} that could make a delta")
-        for module, name in found.items():
-            journal.wrap_forward(module, LazyForward(DeltaMode), name, "makes no weight per token")
-
-
-def _has_code(module: nn.Module) -> bool:
-    of_torch = type(module).__module__.startswith("torch.")
-    return not of_torch or (isinstance(module, nn.Sequential) and len(module) > 0)
-
-
-def _may_make_deltas(module: nn.Module) -> bool:
-    """Whether its own code has an einsum, or it has parameters that none of its submodules uses."""
-    if type(module).__module__.startswith("torch."):
-        return False
-    if module._parameters:
-        return True
-    try:
-        return re.search("einsum", inspect.getsource(type(module))) is not None
-    except (OSError, TypeError):
-        return True
+        for name, module in modules_with_code(model, names, self.name).items():
+            kind = type(module)
+            if kind.__module__.startswith("torch.") and not list(module.children()):
+                raise UserError(f"fix {self.name!r}: {name!r} is a {kind.__name__}, which makes no delta")
+            journal.wrap_forward(module, in_mode(DeltaMode), name, "makes no weight per token")
 
 
 class DeltaMode(LazyMode):
     functions = frozenset(("einsum",))
 
     def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
-        if may_write(name, args, kwargs):
-            self.before_write(args, kwargs)
-        elif name == "einsum":
-            factors = _low_rank_factors(args, kwargs)
-            if factors is not None:
-                return self.defer(LowRankDelta(*factors, RecordedCall(func, tuple(args))))
-        return func(*args, **kwargs)
+        factors = _low_rank_factors(args, kwargs)
+        if factors is None:
+            return func(*args, **kwargs)
+        return lazy_tensor(LowRankDelta(*factors, RecordedCall(func, tuple(args))))
 
 
 def _low_rank_factors(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor, Tensor | None, torch.Size] | None:

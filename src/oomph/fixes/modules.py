@@ -75,17 +75,6 @@ def _has_children(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def repeated_submodules(module: nn.Module) -> list[NamedModule]:
-    """The members of module lists inside a module that have children of their own."""
-    found: dict[int, NamedModule] = {}
-    for name, owner in module.named_modules():
-        if isinstance(owner, nn.ModuleList | nn.ModuleDict | nn.Sequential):
-            for own, member in owner.named_children():
-                if not isinstance(member, nn.ModuleList | nn.ModuleDict) and _has_children(member):
-                    found.setdefault(id(member), NamedModule(_join(name, own), member))
-    return list(found.values())
-
-
 def common_parent(model: nn.Module, names: Sequence[str]) -> NamedModule:
     """The innermost module with a forward that contains all these."""
     paths = [name.split(".") for name in names]
@@ -137,6 +126,21 @@ def blocks_at(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.
             )
         found[name_of(model, module)] = module
     return found
+
+
+def modules_with_code(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.Module]:
+    """The named modules, and those inside them whose class is not torch's (or nn.Sequential), by name.
+
+    A fix that runs forwards in a mode wraps them all, and the outermost one enters the mode: a checkpoint
+    calls modules inside again by themselves in backward, and must compute the same.
+    """
+    found: dict[nn.Module, str] = {}
+    for name, root in blocks_at(model, names, fix).items():
+        for own, module in root.named_modules():
+            of_torch = type(module).__module__.startswith("torch.")
+            if not own or not of_torch or isinstance(module, nn.Sequential):
+                found.setdefault(module, _join(name, own))
+    return {name: module for module, name in found.items()}
 
 
 def _expand_wildcards(model: nn.Module, names: Sequence[str], fix: str) -> list[str]:
@@ -267,4 +271,4 @@ def disable_kv_cache(model: nn.Module, journal: Journal, why: str) -> None:
 
 
 def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
+    return f"{prefix}.{name}".strip(".")

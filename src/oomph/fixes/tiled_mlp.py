@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError, UserError
-from oomph.fixes.journal import Journal, WrappedForward
+from oomph.fixes.journal import Journal, WrappedForward, module_of
 from oomph.fixes.modules import is_plain_linear, module_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.nn.mlp import GatedMLP
@@ -74,11 +74,11 @@ class TiledMLP(Fix):
             if obstacle is not None:
                 raise UserError(f"fix {self.name!r}: {mlp.name or 'the model'}: {obstacle}")
         _try_each_kind(found)
-        tiled = partial(_tiled, tile=tile, memory_budget=memory_budget)
         size = (
             counted(tile, "token") if tile is not None else str(memory_budget or "tiles of the default size")
         )
         for mlp in found:
+            tiled = partial(_tiled, method=mlp.method, tile=tile, memory_budget=memory_budget)
             wrapped = WrappedForward(getattr(mlp.module, mlp.method), tiled)
             journal.set(mlp.module, mlp.method, wrapped, mlp.name, f"tiled: {size}")
 
@@ -110,7 +110,8 @@ class MLP:
         """Why it cannot be tiled."""
         if isinstance(self.module, GatedMLP | TiledMLPModule):
             return "it is tiled already"
-        if self.method in vars(self.module):
+        own = vars(self.module).get(self.method)
+        if own is not None and not isinstance(own, WrappedForward):
             return f"its {self.method} was replaced already"
         if not _takes_one_argument(getattr(self.module, self.method)):
             return f"its {self.method} does not take exactly one argument"
@@ -195,33 +196,28 @@ def _takes_one_argument(method: Callable[..., Any]) -> bool:
 # Running ---------------------------------------------------------------------------------------------
 
 
-def _tiled(
-    method: Callable[..., Any], *args: Any, tile: int | None, memory_budget: str | int | None, **kwargs: Any
-) -> Any:
-    given = [*args, *kwargs.values()]
-    module = getattr(method, "__self__", None)
-    if len(given) != 1 or not isinstance(given[0], Tensor) or not isinstance(module, nn.Module):
-        return method(*args, **kwargs)
-    return _run(method, module, given[0], tile, memory_budget)
-
-
 @no_compile
-def _run(
-    method: Callable[..., Any],
-    module: nn.Module,
-    x: Tensor,
-    tile: int | None = None,
+def _tiled(
+    call: Callable[..., Any],
+    *args: Any,
+    method: str,
+    tile: int | None,
     memory_budget: str | int | None = None,
-) -> Tensor:
-    """`method(x)` in tiles. Known MLPs are computed from their weights, others by calling the method."""
-    if method.__name__ == "forward":
+    **kwargs: Any,
+) -> Any:
+    """`call(x)` in tiles. Known MLPs are computed from their weights, others by calling the method."""
+    given, module = [*args, *kwargs.values()], module_of(call)
+    if len(given) != 1 or not isinstance(given[0], Tensor) or module is None:
+        return call(*args, **kwargs)
+    (x,) = given
+    if method == "forward":
         try:
             return tiled_mlp(_weights(module), x, tile=tile, memory_budget=memory_budget)
         except NotRecognised:
             pass
-    call = _CallOnRows(method) if x.dim() == 3 else method
-    parameters = MLP("", module, method.__name__).parameters
-    return tiled_mlp(call, x, tile=tile, memory_budget=memory_budget, parameters=parameters)
+    parameters = MLP("", module, method).parameters
+    on_rows = _CallOnRows(call) if x.dim() == 3 else call
+    return tiled_mlp(on_rows, x, tile=tile, memory_budget=memory_budget, parameters=parameters)
 
 
 def _weights(module: nn.Module) -> MLPWeights:
@@ -264,7 +260,7 @@ def _try(mlp: MLP, first: Tensor) -> None:
     x = torch.randn(1, _TRIAL_TOKENS, width, generator=torch.Generator().manual_seed(0)).to(first)
     with torch.random.fork_rng(devices=()), torch.no_grad():
         try:
-            whole, tiled = method(x), _run(method, mlp.module, x, tile=2)
+            whole, tiled = method(x), _tiled(method, x, method=mlp.method, tile=2)
         except Exception as error:
             raise UserError(f"fix 'tiled_mlp': {mlp.name} cannot be run on single tokens: {error}") from error
     same_form = isinstance(whole, Tensor) and whole.shape == tiled.shape and whole.dtype == tiled.dtype
