@@ -17,7 +17,7 @@ import re
 import shutil
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -393,16 +393,25 @@ def load(checkpoint: Checkpoint, into: Mapping[str, Any] | None = None) -> dict[
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
         raise CheckpointError(f"{path} is corrupt: it is not JSON; {_ADVICE}") from None
-    try:
+    with malformed_errors(checkpoint):
         return _load(checkpoint, structure, dict(into or {}))
-    except UserError:
+
+
+@contextlib.contextmanager
+def malformed_errors(checkpoint: Checkpoint) -> Iterator[None]:
+    """Around the use of what a checkpoint holds. Its hashes are right, so an error comes from a file that
+    `save` did not write, which may be wrong in any way."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
         raise
     except OSError as error:
         raise CheckpointError(f"{checkpoint.folder} cannot be read: {error.strerror}") from None
-    # The hashes are right, so this is a file that `save` did not write, which may be wrong in any way.
     except Exception as error:
         line = str(error).partition("\n")[0][:200]
-        raise CheckpointError(f"{checkpoint.folder} is malformed ({line or type(error).__name__})") from error
+        raise CheckpointError(
+            f"{checkpoint.folder} is malformed ({type(error).__name__}: {line}); {_ADVICE}"
+        ) from error
 
 
 def _load(checkpoint: Checkpoint, structure: Any, into: dict[str, Any]) -> dict[str, Any]:

@@ -213,7 +213,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
             import numpy as np
 
             np.random.set_state(tuple(state["numpy"]))
-    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ArithmeticError, ValueError, AttributeError, RuntimeError) as error:
         raise UserError(f"the checkpoint's random number state cannot be restored here: {error}") from None
 
 

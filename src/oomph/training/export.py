@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -35,12 +36,11 @@ def export(
     """
     path = Path(path)
     save_file = need("safetensors.torch", "export").save_file
-    tensors, tied = _without_duplicates(model_state)
+    tensors, tied = without_duplicates(model_state)
     header = {"format": "pt", **(metadata or {}), **tied}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
-            partial = Path(folder) / path.name
+        with _partial(path) as partial:
             if path.suffix == ".safetensors":
                 save_file(_on_host(tensors), partial, header)
             else:
@@ -61,7 +61,29 @@ def export(
         raise UserError(f"could not export to {path}: {error.strerror}") from None
 
 
-def _without_duplicates(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+def check_export(file: str) -> None:
+    """Raise before a training what `export` would raise after it."""
+    path = Path(file)
+    need("safetensors.torch", "export")
+    try:
+        if path.exists():
+            raise UserError(f"--export {file!r} exists already; give another name")
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"--export {file!r}: the folder {str(path.parent)!r} does not exist")
+        with _partial(path):
+            pass
+    except OSError as error:
+        raise UserError(f"--export {file!r}: cannot write there: {error.strerror}") from None
+
+
+@contextmanager
+def _partial(path: Path) -> Iterator[Path]:
+    """A name in a temporary folder beside `path`, to be renamed to it."""
+    with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
+        yield Path(folder) / path.name
+
+
+def without_duplicates(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Each memory once, and the names that stand for another."""
     tensors: dict[str, Tensor] = {}
     tied: dict[str, str] = {}

@@ -34,10 +34,15 @@ class OutOfMemory(UserError):
         super().__init__(f"out of memory ({first}); {f'in use: {parts}; ' if parts else ''}{state}")
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Libraries that allocate for themselves raise a RuntimeError with one of these texts."""
-    texts = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in texts)
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a GPU or of the host. Libraries that allocate for themselves raise a RuntimeError with one of these
+    texts, and so does torch on the CPU."""
+    texts = (
+        *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory"),
+        *("can't allocate memory", "not enough memory", "Storage size calculation overflowed"),
+    )
+    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return out_of_memory or any(text in str(error) for text in texts)
 
 
 def memory_in_use(

@@ -80,7 +80,7 @@ class MetricsWriter:
         if resumed_at is None:
             self.path.unlink(missing_ok=True)
         elif self.path.exists():
-            kept = [row for row in _rows(self.path) if row.get("step", 0) <= resumed_at]
+            kept = [row for row in _rows(self.path) if row["step"] <= resumed_at]
             partial = self.path.with_suffix(".partial")
             partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             partial.replace(self.path)
@@ -104,9 +104,9 @@ class MetricsWriter:
     def find(self, kind: str, step: int) -> dict[str, float] | None:
         """The numbers of that step that are already on disk."""
         rows = [row for row in read_metrics(self.path, kind) if row["step"] == step]
-        if not rows:
-            return None
-        return {name: float(value) for name, value in rows[-1].items() if name not in ("kind", "step")}
+        with suppress(IndexError, TypeError, ValueError):  # none, or one that was edited
+            return {name: float(value) for name, value in rows[-1].items() if name not in ("kind", "step")}
+        return None
 
     def close(self) -> None:
         # Every row is flushed when written; an error of a full disk was raised then.
@@ -121,16 +121,16 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path, kind: str = "train") -> list[dict[str, Any]]:
-    """The rows of one kind. An incomplete last line, after a kill, is left out."""
+    """The rows of one kind. Lines that are not rows, such as an incomplete last one, are left out."""
     return [row for row in _rows(Path(path)) if row.get("kind") == kind]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with suppress(json.JSONDecodeError):
+    for line in path.read_bytes().splitlines():
+        with suppress(ValueError, RecursionError):
             row = json.loads(line)
-            if isinstance(row, dict):
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
 

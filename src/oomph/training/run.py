@@ -17,12 +17,12 @@ from oomph.training.checkpoint import DISK_FULL
 from oomph.training.config import TrainConfig, load_dict
 from oomph.training.config.reading import RUN_CONFIG, RUN_LOCK, is_run, read_mapping, to_yaml
 from oomph.training.data import open_data
-from oomph.training.export import export
-from oomph.training.failures import OutOfMemory
+from oomph.training.export import check_export, export, without_duplicates
+from oomph.training.failures import OutOfMemory, is_out_of_memory
 from oomph.training.metrics import Callbacks
 from oomph.training.trainer import Outcome, Trainer
 from oomph.training.workloads import workload
-from oomph.units import parse_bytes
+from oomph.units import format_bytes, parse_bytes
 from oomph.workload import set_allocator
 
 # What may change when a run is resumed: where it ends (which a schedule follows) and what it reports.
@@ -47,9 +47,11 @@ def train(
     folder = folder_of(config)
     check_folder(config, folder, resume)
     if export_to is not None:
-        _check_export(export_to)
+        check_export(export_to)
+    _check_batch_bytes(config)
     step = workload(config)
-    with torch.device("meta"):  # the model and the fixes refuse a config before data are read
+    # The model and the fixes refuse a config before data are read.
+    with no_room_errors(), torch.device("meta"):
         step.make_model(lambda made: made)
     with lock_folder(folder):
         check_folder(config, folder, resume)  # another run may have started and ended since
@@ -73,17 +75,16 @@ def _train(
     data = open_data(config, folder, workers=int(device.type == "cuda"))
     for message in (data.description, *_warnings(config, device)):
         callbacks.on_message(message)
-    try:
+    with no_room_errors():
         trainer = Trainer(config, step, data, folder, device, callbacks)
         resumed_at = trainer.resume() if resume else None
-    except torch.OutOfMemoryError as error:
-        why = "there is no room for the model and the optimizer state; no step was made"
-        raise OutOfMemory(str(error), [], None, why) from error
     if resume:
         where = "no checkpoint yet: starting" if resumed_at is None else f"resumed at step {resumed_at}"
         callbacks.on_message(where)
     if resumed_at is not None:
         _check_steps_left(config, folder, resumed_at, callbacks)
+    if export_to is not None:
+        without_duplicates(trainer.model.state_dict())  # raises if they cannot be exported
     write_config(config, folder)
     try:
         outcome = trainer.run()
@@ -137,12 +138,30 @@ def _check_steps_left(config: TrainConfig, folder: Path, step: int, callbacks: C
     )
 
 
-def _check_export(file: str) -> None:
-    path = Path(file)
-    if path.exists():
-        raise UserError(f"--export {file!r} exists already; give another name")
-    if not path.absolute().parent.is_dir():
-        raise UserError(f"--export {file!r}: the folder {str(path.parent)!r} does not exist")
+def _check_batch_bytes(config: TrainConfig) -> None:
+    """The batches of a step are on the host together. Data of any size can be repeated to fill them."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shape = config.model_config
+    for stage in config.stages:
+        # int64 tokens and labels, or float32 pixels
+        each = 4 * shape.channels * shape.image_size**2 if stage.seq_len is None else 16
+        needed = stage.tokens * stage.accumulate * each
+        if needed > memory:
+            raise UserError(
+                f"the batches of a step need {format_bytes(needed)}, and this machine has "
+                f"{format_bytes(memory)}; lower data.batch_size, data.seq_len or training.accumulate"
+            )
+
+
+@contextmanager
+def no_room_errors() -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        why = "there is no room for the model and the optimizer state; no step was made"
+        raise OutOfMemory(str(error), [], None, why) from error
 
 
 def _seed(seed: int) -> None:

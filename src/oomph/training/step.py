@@ -257,13 +257,16 @@ def _as_found_inf(not_finite: Tensor) -> Tensor:
     return torch.nan_to_num(not_finite.float(), nan=1.0)
 
 
-def with_own_kernels(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """A saved optimizer state with this optimizer's choice of kernels: a run may change its device."""
-    groups = [
-        {**saved, **{name: own[name] for name in ("fused", "foreach") if name in own}}
-        for saved, own in zip(state["param_groups"], optimizer.param_groups, strict=True)
-    ]
-    return {**state, "param_groups": groups}
+def with_own_options(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """A saved AdamW state with this optimizer's options, which the config gives, and its choice of kernels: a
+    run may change its device. Raises if the state is not one of these parameters."""
+    groups = optimizer.state_dict()["param_groups"]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, saved in state["state"].items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            if saved[name].shape != parameters[number].shape:
+                raise ValueError(f"{name} of parameter {number} has the shape {list(saved[name].shape)}")
+    return {"state": state["state"], "param_groups": groups}
 
 
 # ---------------------------------------------------------------------------------------- results

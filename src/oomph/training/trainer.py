@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from oomph.deterministic import deterministic_errors
 from oomph.errors import UserError
-from oomph.training.checkpoint import Checkpoints, load
+from oomph.training.checkpoint import Checkpoints, load, malformed_errors
 from oomph.training.checkpoint_state import rng_state, set_rng_state
 from oomph.training.config import Stage, TrainConfig, TrainingConfig
 from oomph.training.data import STOP_SIGNALS, Data
@@ -40,7 +40,7 @@ from oomph.training.step import (
     Precision,
     StepResult,
     StepResults,
-    with_own_kernels,
+    with_own_options,
 )
 from oomph.units import counted
 from oomph.workload import Workload
@@ -112,11 +112,14 @@ class Trainer:
             self.callbacks.on_message(f"skipped: {why}")
         # Into the model's own tensors, so that the device needs no second copy.
         state = load(saved, into={"model": self.model.state_dict()})
-        self.optimizer.load_state_dict(with_own_kernels(state["optimizer"], self.optimizer))
-        self.precision.load_state_dict(state["scaler"])
-        self.data.train.load_state_dict(state["data"])
-        set_rng_state(state["rng"])
-        self.step = self._saved_at = int(state["step"])
+        with malformed_errors(saved):
+            self.optimizer.load_state_dict(with_own_options(state["optimizer"], self.optimizer))
+            self.precision.load_state_dict(state["scaler"])
+            self.data.train.load_state_dict(state["data"])
+            set_rng_state(state["rng"])
+            if state["step"] != saved.step:
+                raise ValueError(f"step {state['step']!r} in the folder of step {saved.step}")
+        self.step = self._saved_at = saved.step
         self._resumed = True
         return self.step
 
@@ -125,7 +128,9 @@ class Trainer:
         try:
             with StopSignals() as signals:
                 return self._train(signals)
-        except torch.OutOfMemoryError as error:  # in an evaluation, between two steps
+        except (RuntimeError, MemoryError) as error:  # in an evaluation, between two steps
+            if not is_out_of_memory(error):
+                raise
             raise self._out_of_memory(error, None) from error
         finally:
             self.metrics.close()
@@ -190,7 +195,7 @@ class Trainer:
             loss = self._loss_and_gradients(batches)
             update = self.optimizer_step(loss)
             self.optimizer.zero_grad(set_to_none=not self.forward_backward.keeps_gradients)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             raise self._out_of_memory(error, start) from error
@@ -386,7 +391,7 @@ class Trainer:
             self._save(start)
             self.checkpoints.wait()
         # A second out-of-memory error must not be handled as one between two steps, which saves what is now.
-        except (UserError, torch.OutOfMemoryError) as second:
+        except (UserError, RuntimeError, MemoryError) as second:
             return OutOfMemory(str(error), held, None, str(second))
         return OutOfMemory(str(error), held, self.step, "")
 

@@ -59,6 +59,8 @@ SHAPES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }
 
+_ADVICE = "give a folder with config.json and weights that transformers can read, or none"
+
 
 def load_base(model_name: str, weights: str | None, dtype: torch.dtype) -> nn.Module:
     """The weights in the local folder `weights`, or random ones of the shape `model_name`."""
@@ -67,10 +69,11 @@ def load_base(model_name: str, weights: str | None, dtype: torch.dtype) -> nn.Mo
     if weights is None or device.type == "meta":  # only the shape is needed
         made: nn.Module = models.from_config(_config(model_name, weights), dtype=dtype)
         return made
-    _check_is_folder(weights)
     with torch.device("cpu"):  # on other devices, transformers needs accelerate
-        loaded: nn.Module = models.from_pretrained(weights, dtype=dtype, local_files_only=True)
-    return loaded.to(device)
+        loaded, info = _read(models, weights, dtype=dtype, output_loading_info=True)
+    if missing := sorted(info["missing_keys"]):  # transformers makes them at random
+        raise UserError(f"weights={weights!r} have no {missing[0]} and {len(missing) - 1} others; {_ADVICE}")
+    return loaded.to(device)  # type: ignore[no-any-return]
 
 
 def base_vocab_size(model_name: str, weights: str | None) -> int:
@@ -81,17 +84,22 @@ def base_vocab_size(model_name: str, weights: str | None) -> int:
 def _config(model_name: str, weights: str | None) -> Any:
     configs = _transformers().AutoConfig
     if weights is not None:
-        _check_is_folder(weights)
-        return configs.from_pretrained(weights, local_files_only=True)
+        return _read(configs, weights)
     kind, options = SHAPES[model_name]
     return configs.for_model(kind, **options)
 
 
-def _check_is_folder(weights: str) -> None:
+def _read(kind: Any, weights: str, **options: Any) -> Any:
+    """What `from_pretrained` of a class of transformers finds in the folder."""
     if not Path(weights).is_dir():
+        raise UserError(f"weights={weights!r} is not a folder; {_ADVICE}")
+    try:
+        return kind.from_pretrained(weights, local_files_only=True, **options)
+    except Exception as error:  # transformers, safetensors and huggingface_hub each have their own
+        first = (str(error).splitlines() or [""])[0]
         raise UserError(
-            f"weights={weights!r} is not a folder; give one with config.json and weights, or none"
-        )
+            f"weights={weights!r} cannot be loaded ({type(error).__name__}: {first:.200}); {_ADVICE}"
+        ) from error
 
 
 def _transformers() -> Any:

@@ -58,6 +58,8 @@ class ImageBatches(IterableDataset[dict[str, torch.Tensor]]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batch, self._image = int(state["batch"]), int(state["image"])
+        if min(self._batch, self._image) < 0:
+            raise ValueError("a position in the data is not valid")
 
     def _image_of(self, number: int) -> torch.Tensor:
         epoch, index = divmod(number, self.images.training_size)

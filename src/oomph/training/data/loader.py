@@ -140,7 +140,7 @@ class Batches:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for name, now in self._identity.items():
-            before = state["identity"].get(name)
+            before = state["identity"].get(name, now)  # an older checkpoint has fewer
             if before != now:
                 raise UserError(
                     f"the data are not those of the checkpoint: {name} was {before!r} and is {now!r}; "

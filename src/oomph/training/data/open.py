@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,9 @@ def _open_text(config: TrainConfig, folder: Path, workers: int) -> Data:
     _check_length(stream, curriculum)
     last = curriculum.stages[-1]
     identity = _identity(config, ("source", "validation", "shuffle", "shuffle_window", "seed"))
-    identity |= {"size": corpus.size, "blocks": corpus.blocks}
+    identity |= {"size": corpus.size, "blocks": corpus.blocks, "contents": corpus.fingerprint()}
     identity |= {"tokenizer": tokenizer.kind, "vocab_size": tokenizer.vocab_size}
+    identity["tokens"] = sha256(tokenizer.to_json().encode()).hexdigest()[:16]
     shapes = ", ".join(f"{stage.batch_size} x {stage.seq_len}" for stage in curriculum.stages)
     return Data(
         Batches(PackedText(stream, curriculum, data.shuffle_window), workers, identity),
@@ -114,14 +116,22 @@ def _tokenizer(data: DataConfig, corpus: Corpus, split: Split, folder: Path) -> 
     if data.tokenizer == "bytes":
         asked["vocab_size"] = None  # always 260
     if path.exists():
-        known = json.loads(record.read_text(encoding="utf-8")) if record.exists() else asked
+        try:
+            known = dict(json.loads(record.read_bytes())) if record.exists() else asked
+        except (ValueError, TypeError, RecursionError):
+            raise UserError(f"{record} is not the record that oomph wrote; use another folder") from None
         for name, value in asked.items():
             if known.get(name) != value:
                 raise UserError(
                     f"{path} was made with {name}={known.get(name)!r}, and the config asks for {value!r}; "
                     "use another folder, or delete it"
                 )
-        return Tokenizer.load(path)
+        loaded = Tokenizer.load(path)
+        if data.vocab_size is not None and loaded.vocab_size > data.vocab_size:
+            raise UserError(
+                f"{path} has {loaded.vocab_size} tokens, and data.vocab_size is {data.vocab_size}"
+            )
+        return loaded
     tokenizer = learn(data.tokenizer or "bytes", asked["vocab_size"], corpus, split)
     folder.mkdir(parents=True, exist_ok=True)
     # The tokenizer comes last, and is renamed when it is complete.

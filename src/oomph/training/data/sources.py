@@ -17,6 +17,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import accumulate
 from math import ceil
 from pathlib import Path
@@ -32,6 +33,7 @@ _JSON_LINES = (".jsonl", ".ndjson", ".json")
 # Small data are cut into finer blocks, so that there are enough to shuffle.
 _LARGEST_BLOCK, _SMALLEST_BLOCK, _WANTED_BLOCKS = MiB, KiB, 64
 _READ_BYTES = 64 * KiB
+_HASHED_BYTES, _SAMPLE_BYTES = 256 * MiB, 16 * KiB
 
 
 class Corpus:
@@ -55,6 +57,23 @@ class Corpus:
         which = bisect_right(self._ends, block)
         first = self._ends[which - 1] if which else 0
         return self.parts[which].read(block - first)
+
+    def fingerprint(self) -> str:
+        """A hash of the local files: of all bytes, or of evenly spread samples and the times of the last
+        change if they are large."""
+        paths = [str(part.path) for part in self.parts if not isinstance(part, TextTable)]
+        files = [(path, os.stat(path)) for path in paths if "://" not in path]
+        total = sum(stat.st_size for _, stat in files)
+        spacing = max(_SAMPLE_BYTES, total * _SAMPLE_BYTES // _HASHED_BYTES)
+        digest = sha256()
+        for path, stat in files:
+            changed = stat.st_mtime_ns if spacing > _SAMPLE_BYTES else ""
+            digest.update(f"{stat.st_size} {changed};".encode())
+            with open(path, "rb") as file:
+                for offset in range(0, stat.st_size, spacing):
+                    file.seek(offset)
+                    digest.update(file.read(_SAMPLE_BYTES))
+        return digest.hexdigest()[:16]
 
 
 # ------------------------------------------------------------------------- order and held-out split

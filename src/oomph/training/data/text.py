@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from oomph.errors import UserError
 from oomph.training.config import Curriculum
 from oomph.training.data.sources import Corpus, Permutation, Split
 from oomph.training.data.tokenizers import Tokenizer, cut
@@ -194,6 +195,10 @@ class PackedText(IterableDataset[Batch]):
     def __next__(self) -> Batch:
         rows_NT = self._read_window() if self._rows_NT is None else self._rows_NT
         rows_BT = rows_NT[self._taken * self._size : (self._taken + 1) * self._size]
+        if not len(rows_BT):
+            raise UserError(
+                f"batch {self._taken} of a window of {len(rows_NT) // self._size} is not in the data"
+            )
         ids_BT = rows_BT.to(torch.int64)
         self._taken += 1
         if self._taken * self._size == len(rows_NT):
@@ -209,6 +214,8 @@ class PackedText(IterableDataset[Batch]):
         self._batch = int(state["batch"])
         self._taken = int(state["taken"])
         self._start = Position(*(int(state[name]) for name in Position._fields))
+        if not all(0 <= number < 1 << 62 for number in (self._batch, self._taken, *self._start)):
+            raise ValueError("a position in the data is not valid")
         self._size = 0
         self._forget_window()
 

@@ -50,7 +50,11 @@ class Tokenizer(ABC):
         """Text without the special tokens. Words are joined by spaces."""
 
     @abstractmethod
-    def save(self, path: str | Path) -> None: ...
+    def to_json(self) -> str: ...
+
+    def save(self, path: str | Path) -> None:
+        # The library's own raises a bare Exception when the disk is full.
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     def encode(self, text: str) -> list[int]:
         return self.encode_pieces([text])[0].tolist()
@@ -59,14 +63,18 @@ class Tokenizer(ABC):
     def load(path: str | Path) -> Tokenizer:
         """What `save` wrote. Words and BPE are files of the `tokenizers` library."""
         try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            model = content["model"]["type"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is not a tokenizer that oomph saved: {type(error).__name__}") from error
-        if model == "Bytes":
-            return Bytes()
-        library = need("tokenizers", "a tokenizer of words or BPE")
-        return Learned(library.Tokenizer.from_file(str(path)), "words" if model == "WordLevel" else "bpe")
+            text = Path(path).read_text(encoding="utf-8")
+            model = json.loads(text)["model"]["type"]
+            if model == "Bytes":
+                return Bytes()
+            library = need("tokenizers", "a tokenizer of words or BPE")
+            loaded = Learned(library.Tokenizer.from_str(text), "words" if model == "WordLevel" else "bpe")
+            loaded.encode("text with words it may not have")
+            return loaded
+        except UserError:
+            raise
+        except Exception as error:  # the library's own errors have no other class
+            raise UserError(f"{path} is not a tokenizer that oomph saved: {error!r:.200}") from error
 
 
 class Bytes(Tokenizer):
@@ -82,9 +90,9 @@ class Bytes(Tokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
 
-    def save(self, path: str | Path) -> None:
+    def to_json(self) -> str:
         content = {"version": "1.0", "model": {"type": "Bytes"}, "special_tokens": list(SPECIALS)}
-        Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return json.dumps(content, indent=2) + "\n"
 
 
 class Learned(Tokenizer):
@@ -96,7 +104,10 @@ class Learned(Tokenizer):
         # Otherwise "<eos>" in a document would end it. The library does not save this setting.
         inner.encode_special_tokens = True
         self.vocab_size = inner.get_vocab_size()
-        self.unk, self.pad, self.sos, self.eos = (inner.token_to_id(name) for name in SPECIALS)
+        ids = inner.get_vocab()
+        if sorted(ids.values()) != list(range(self.vocab_size)):
+            raise ValueError("the ids of its tokens are not consecutive")
+        self.unk, self.pad, self.sos, self.eos = (ids[name] for name in SPECIALS)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Learned, (self._inner, self.kind)
@@ -108,9 +119,8 @@ class Learned(Tokenizer):
     def decode(self, tokens: Iterable[int]) -> str:
         return self._inner.decode(list(tokens), skip_special_tokens=True)
 
-    def save(self, path: str | Path) -> None:
-        # The library's own raises a bare Exception when the disk is full.
-        Path(path).write_text(self._inner.to_str(pretty=True), encoding="utf-8")
+    def to_json(self) -> str:
+        return self._inner.to_str(pretty=True)  # type: ignore[no-any-return]
 
 
 def _tensor(numbers: bytearray | array[int], dtype: torch.dtype) -> torch.Tensor:
