@@ -71,6 +71,9 @@ with _section():  # sees every aten op below autograd and autocast
 with _section():  # whether a backward pass will reach a node
     will_engine_execute_node: Any = torch._C._will_engine_execute_node
 
+with _section():  # whether the caller runs inside a transform of torch.func
+    current_functorch_transform: Any = torch._C._functorch.peek_interpreter_stack
+
 with _section():  # whether Dynamo is tracing the caller
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
@@ -93,11 +96,9 @@ with _section():  # questions that a lazy tensor's wrapper answers
 with _section():  # a wrapper with a shape, a dtype and a place in the autograd graph, and no memory
     make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
-with _section():  # the modes around a call, and whether it runs without data or inside torch.func
+with _section():  # the modes around a call, and whether it runs without data
     current_function_modes: Any = torch.overrides._get_current_function_mode_stack
     from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
-
-    current_functorch_transform: Any = torch._C._functorch.peek_interpreter_stack
 
 # ---------------------------------------------------------------------------------------------- prediction
 # A pair (owner, name) is an attribute that a trace replaces for its duration.

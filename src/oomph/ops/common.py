@@ -31,6 +31,12 @@ def check_one_of(name: str, given: object, valid: Sequence[object]) -> None:
         raise ArgumentError(f"{name}={given!r} is not valid; choose from {', '.join(map(repr, valid))}")
 
 
+def check_flags(**flags: object) -> None:
+    for name, given in flags.items():
+        if isinstance(given, Tensor) or given not in (False, True):
+            raise ArgumentError(f"{name}={given!r} is not valid; choose from False, True")
+
+
 def check_floating_if_given(**tensors: Tensor | None) -> None:
     check_floating(**{name: tensor for name, tensor in tensors.items() if tensor is not None})
 
@@ -58,6 +64,16 @@ def check_same_dtype(**tensors: Tensor | None) -> None:
         dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor is not None}
         given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise ArgumentError(f"all tensors must have one dtype (or run under autocast); given: {given}")
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether checks may read the tensor: not in a prediction, on meta, or inside torch.func."""
+    return not (is_fake(tensor) or tensor.is_meta or torch_internals.current_functorch_transform())
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether checks may read the tensor without waiting for a device."""
+    return tensor.device.type == "cpu" and has_values(tensor)
 
 
 def parse_memory_budget(memory_budget: str | int | None) -> int | None:
@@ -236,6 +252,43 @@ def refuse_second_derivatives(op: str, others: str = "impl='reference' can") -> 
     """
     if torch.is_grad_enabled():
         raise ArgumentError(f"{op} cannot be differentiated twice (create_graph=True); {others}")
+
+
+class OpFunction(torch.autograd.Function):
+    """Base class of the ops' autograd functions. Refuses torch.func and forward-mode AD in one sentence."""
+
+    op: str  # the public name
+    instead = "impl='reference' can"
+
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        if torch_internals.current_functorch_transform() is not None:
+            raise ArgumentError(
+                f"{cls.op} cannot run inside torch.func transforms (grad, vmap, jvp, ...); {cls.instead}, "
+                "and so can torch.autograd.grad outside of them"
+            )
+        return super().apply(*arguments)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        function = ctx._forward_cls
+        raise ArgumentError(f"{function.op} has no forward-mode derivative (jvp); {function.instead}")
+
+
+def refuse_forward_mode(op: str, *tensors: Tensor) -> None:
+    """Before a kernel of torch that has no forward-mode derivative."""
+    if torch.compiler.is_compiling():
+        return
+    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise ArgumentError(f"{op} has no forward-mode derivative (jvp); {OpFunction.instead}")
+
+
+def depend_on(result: Tensor, *inputs: Tensor | None) -> Tensor:
+    """`result` with the inputs in its graph, where it or they have no elements: their gradients are zeros."""
+    for x in inputs:
+        if x is not None:
+            result = result - x.sum().to(result.dtype)  # not +, which would turn -0.0 into 0.0
+    return result
 
 
 # torch.compile ---------------------------------------------------------------------------------------

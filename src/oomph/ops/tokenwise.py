@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import no_autocast, no_compile, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_autocast, no_compile, refuse_second_derivatives
 from oomph.units import MiB
 
 # Of one float32 intermediate; a function has a handful of them.
@@ -35,7 +35,10 @@ def tokenwise_checkpoint(
     return _TokenwiseCheckpoint.apply(function, halo, len(tokens), *tokens, *shared)  # type: ignore[no-any-return]
 
 
-class _TokenwiseCheckpoint(torch.autograd.Function):
+class _TokenwiseCheckpoint(OpFunction):
+    op = "this layer"
+    instead = "call it outside of them"
+
     @staticmethod
     def forward(ctx: Any, function: Any, halo: int, count: int, *tensors: Tensor) -> Tensor:  # type: ignore[override]
         tokens, shared = tensors[:count], tensors[count:]

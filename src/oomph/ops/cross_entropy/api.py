@@ -141,7 +141,7 @@ def _run(
     choice: Choice,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The loss of checked arguments, by the chosen implementation."""
-    if options.check:
+    if options.check and common.has_values(target):
         _check_values(target, weight.shape[0], options)
     if choice.impl == "reference":
         loss, lse = linear_cross_entropy_reference(x, weight, target, bias, options)
@@ -276,6 +276,8 @@ def check_arguments(
     """Everything that can be checked without reading the tensors' values."""
     common.check_one_of("impl", options.impl, IMPLS)
     common.check_one_of("reduction", options.reduction, REDUCTIONS)
+    flags = ("shift", "return_lse", "accumulate_into_grad", "check")
+    common.check_flags(**{name: getattr(options, name) for name in flags})
     weights = {"class_weight": options.class_weight, "token_weight": options.token_weight}
     common.check_floating(x=x, weight=weight)
     common.check_floating_if_given(bias=bias, **weights)

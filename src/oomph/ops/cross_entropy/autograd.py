@@ -6,7 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oomph.ops.common import accumulates_into_grad, can_accumulate_into_grad, refuse_second_derivatives
+from oomph.ops.common import (
+    OpFunction,
+    accumulates_into_grad,
+    can_accumulate_into_grad,
+    refuse_second_derivatives,
+)
 from oomph.ops.cross_entropy.chunked import GradientBuffers, TiledLoss, compute_over_tiles
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions
 from oomph.ops.cross_entropy.rows import TokenRows, scale_in_place, token_losses
@@ -44,7 +49,7 @@ def plain_linear_cross_entropy(
     return loss, None if lse is None else _at_all_tokens(lse, rows, x_ND.shape[0])
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+class LinearCrossEntropy(OpFunction):
     """(loss, lse) of x [N, D] and weight [V, D]; both are fp32, or float64 for float64 inputs.
 
     Where the loss is one number, its gradients differ from those of loss.backward() by a factor only, so they
@@ -52,6 +57,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     per token; float16, whose loss scale must be in the gradients before they are rounded; a weight gradient
     that is added to weight.grad) backward computes the logits again: four.
     """
+
+    op = "linear_cross_entropy"
+    instead = "impl='plain' and impl='reference' can"
 
     @staticmethod
     def forward(
@@ -81,7 +89,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_second_derivatives("linear_cross_entropy", "impl='plain' and impl='reference' can")
+        refuse_second_derivatives("linear_cross_entropy", LinearCrossEntropy.instead)
         loss: TiledLoss = ctx.loss
         gradients: GradientBuffers | None = ctx.gradients
         # Returned once: they become the caller's .grad. A second backward() computes them again.

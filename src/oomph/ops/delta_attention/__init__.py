@@ -1,6 +1,5 @@
 """Kimi Delta Attention: linear attention with a decay per channel, memory linear in the length."""
 
-from oomph.ops.delta_attention.api import kda
-from oomph.ops.delta_attention.dense_scan import precompute_updates
+from oomph.ops.delta_attention.api import kda, precompute_updates
 
 __all__ = ["kda", "precompute_updates"]

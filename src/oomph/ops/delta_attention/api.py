@@ -15,10 +15,9 @@ from oomph.ops import common
 from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_autocast, no_compile
 from oomph.ops.delta_attention import chunked, launch
 from oomph.ops.delta_attention.autograd import ChunkedOptions, chunked_kda, triton_kda
-from oomph.ops.delta_attention.dense_scan import dense_scan
-from oomph.ops.delta_attention.reference import kda_reference
+from oomph.ops.delta_attention.reference import dense_scan, dense_updates, kda_reference
 from oomph.ops.delta_attention.segments import plan_batch, plan_packed, tokens_per_segment
-from oomph.ops.launch import is_fake, why_not_triton
+from oomph.ops.launch import why_not_triton
 
 MODES = ("auto", "sequential", "scan", "chunked")
 IMPLS = ("auto", "torch", "triton", "reference")
@@ -99,7 +98,8 @@ def _run(mode: str, impl: str, *tensors: Tensor, **options: Any) -> tuple[Tensor
     choice = log_choice("kda", _choose_implementation(a, mode, impl))
     with no_autocast(a.q):
         if a.v.numel() == 0:
-            return a.v.clone(), a.initial_state_or_zeros().clone()
+            state = a.initial_state_or_zeros()
+            return common.depend_on(a.v, *a.inputs, state), common.depend_on(state, *a.inputs)
         if choice.impl == "triton":
             ends = None if a.cu_seqlens is None else a.cu_seqlens.to(a.q.device)
             return triton_kda(a.inputs, a.initial_state, a.scale, ends, choice.settings["segment_tokens"])
@@ -108,6 +108,21 @@ def _run(mode: str, impl: str, *tensors: Tensor, **options: Any) -> tuple[Tensor
         if choice.settings["mode"] == "scan":
             return _run_per_sequence(a, _run_scan)
         return _run_chunked(a, choice.settings["segment_tokens"])
+
+
+def precompute_updates(
+    k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor, *, memory_chunk_size: int | None = 64
+) -> tuple[Tensor, Tensor]:
+    """(transitions [B, T, H, dk, dk], writes [B, T, H, dk, dv]) with S_t = transitions_t S_{t-1} + writes_t.
+
+    Field report 000's form of the recurrence, `memory_chunk_size` tokens at a time (None: all). The parts are
+    concatenated to the full size, so chunks save some temporaries of forward and nothing of what training
+    saves for backward. Differentiable.
+    """
+    _check_tensors(v, beta, k=k, log_alpha=log_alpha)
+    common.check_same_device(k=k, v=v, log_alpha=log_alpha, beta=beta)
+    _check_chunk_size(memory_chunk_size)
+    return dense_updates(k, v, log_alpha, beta, memory_chunk_size)
 
 
 # Arguments -------------------------------------------------------------------------------------------
@@ -157,7 +172,7 @@ class KDAArguments:
         """Of packed sequences; waits for the GPU if they are there. None without cu_seqlens."""
         if self.cu_seqlens is None:
             return None
-        if is_fake(self.cu_seqlens):  # a prediction: equal lengths
+        if not common.has_values(self.cu_seqlens):  # a prediction: equal lengths
             share, more = divmod(self.tokens, self.sequences)
             return [share + (index < more) for index in range(self.sequences)]
         boundaries = self.cu_seqlens.tolist()
@@ -184,9 +199,8 @@ def _checked(
     cu_seqlens: Tensor | Sequence[int] | None,
     check: bool | None,
 ) -> KDAArguments:
-    common.check_floating(q=q, k=k, v=v, log_alpha=log_alpha, beta=beta)
+    _check_tensors(v, beta, q=q, k=k, log_alpha=log_alpha)
     common.check_floating_if_given(initial_state=initial_state)
-    _check_shapes(q, k, v, log_alpha, beta)
     common.check_same_device(q=q, k=k, v=v, log_alpha=log_alpha, beta=beta, initial_state=initial_state)
     if common.autocast_enabled(q):
         q, k, v = (x.to(common.matmul_dtype(x)) for x in (q, k, v))
@@ -196,10 +210,7 @@ def _checked(
     elif isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         raise ArgumentError(f"scale={scale!r} is not valid; choose a finite number, or None for dk**-0.5")
     size = memory_chunk_size
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ArgumentError(
-            f"memory_chunk_size={size!r} is not valid; choose a number of tokens >= 1, or None"
-        )
+    _check_chunk_size(size)
     budget = common.parse_memory_budget(memory_budget)
     if size is not None and budget is not None:
         raise ArgumentError("memory_chunk_size and memory_budget were both given; choose one of them")
@@ -215,23 +226,31 @@ def _checked(
     return a
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, log_alpha: Tensor, beta: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v), ("log_alpha", log_alpha)):
-        if x.dim() != 4:
-            raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: [B, T, H, d], 4 dimensions")
-    if q.shape[3] < 1 or v.shape[3] < 1:
-        raise ArgumentError(f"q has head size {q.shape[3]} and v {v.shape[3]}; valid: 1 or more")
-    for name, x in (("k", k), ("log_alpha", log_alpha)):
-        if x.shape != q.shape:
-            raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: that of q, {list(q.shape)}")
-    batch, tokens, heads = q.shape[:3]
-    if v.shape[:3] != q.shape[:3]:
+def _check_tensors(v: Tensor, beta: Tensor, **keys: Tensor) -> None:
+    """keys: tensors [B, T, H, dk] by name; the others must have the shape of the first."""
+    common.check_floating(**keys, v=v, beta=beta)
+    for name, x in {**keys, "v": v}.items():
+        if x.dim() != 4 or x.shape[3] < 1:
+            raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: [B, T, H, d] with d >= 1")
+    (first, shape), *_ = ((name, x.shape) for name, x in keys.items())
+    for name, x in keys.items():
+        if x.shape != shape:
+            raise ArgumentError(f"{name} has shape {list(x.shape)}; valid: that of {first}, {list(shape)}")
+    batch, tokens, heads = shape[:3]
+    if v.shape[:3] != shape[:3]:
         raise ArgumentError(
-            f"v has shape {list(v.shape)}; valid: [{batch}, {tokens}, {heads}, dv] to match q"
+            f"v has shape {list(v.shape)}; valid: [{batch}, {tokens}, {heads}, dv] to match {first}"
         )
-    if beta.shape != q.shape[:3]:
+    if beta.shape != shape[:3]:
         raise ArgumentError(
-            f"beta has shape {list(beta.shape)}; valid: {list(q.shape[:3])}, one per token and head"
+            f"beta has shape {list(beta.shape)}; valid: {list(shape[:3])}, one per token and head"
+        )
+
+
+def _check_chunk_size(size: int | None) -> None:
+    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        raise ArgumentError(
+            f"memory_chunk_size={size!r} is not valid; choose a number of tokens >= 1, or None"
         )
 
 
@@ -249,7 +268,7 @@ def _boundaries_tensor(cu_seqlens: Tensor | Sequence[int] | None, q: Tensor) -> 
         raise ArgumentError(
             f"cu_seqlens was given with a batch of {q.shape[0]}; valid: packed sequences, B = 1"
         )
-    if not is_fake(ends) and ends.device.type == "cpu":
+    if common.is_readable(ends):
         _check_boundaries(ends.tolist(), q.shape[1])
     return ends
 
@@ -266,7 +285,7 @@ def _check_values(a: KDAArguments, check: bool | None) -> None:
         raise ArgumentError(f"check={check!r} is not valid; choose True, False, or None (on a CPU only)")
     if check is None:
         check = a.q.device.type == "cpu"
-    if not check or is_fake(a.q) or a.q.numel() == 0:
+    if not check or not common.has_values(a.q) or a.q.numel() == 0:
         return
     with torch.no_grad():
         largest = a.log_alpha.detach().max()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import no_autocast, no_compile, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_autocast, no_compile, refuse_second_derivatives
 from oomph.ops.delta_attention import launch
 from oomph.ops.delta_attention.chunked import (
     CHUNK,
@@ -58,7 +58,10 @@ def _saves_products(options: ChunkedOptions, inputs: tuple[Tensor, ...]) -> bool
     )
 
 
-class _ChunkedKDA(torch.autograd.Function):
+class _ChunkedKDA(OpFunction):
+    op = "kda"
+    instead = "mode='sequential' can"
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *inputs, initial_state, options = arguments
@@ -203,7 +206,9 @@ def triton_kda(
     return o, final_state
 
 
-class _TritonKDA(torch.autograd.Function):
+class _TritonKDA(OpFunction):
+    op = "kda"
+
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         tensors, (scale, cu_seqlens, segment_tokens) = arguments[:6], arguments[6:]

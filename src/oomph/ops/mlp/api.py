@@ -261,7 +261,7 @@ def _estimated_row_bytes(parameters: Sequence[Tensor], x: Tensor) -> int:
     Each matrix makes one tensor of at most its longer side; autograd saves about two of each.
     """
     widths = sum(max(parameter.shape[-2:]) for parameter in parameters if parameter.dim() >= 2)
-    return 2 * x.element_size() * (widths or 8 * x.shape[-1])
+    return max(1, 2 * x.element_size() * (widths or 8 * x.shape[-1]))
 
 
 # Checks ----------------------------------------------------------------------------------------------
@@ -281,6 +281,7 @@ def _check_arguments(
         raise ArgumentError("x has no dimensions; valid: [..., features]")
     if isinstance(given, MLPWeights):
         _check_fit(x, given)
+        _product_dtype(x, given)
     if isinstance(given, nn.Module):
         _check_tileable(given)
     return budget

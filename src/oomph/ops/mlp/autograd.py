@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.common import matmul_into, no_autocast, refuse_second_derivatives
+from oomph.ops.common import OpFunction, matmul_into, no_autocast, refuse_second_derivatives
 from oomph.ops.launch import Kernels
 from oomph.ops.mlp.weights import MLPWeights, activate
 
@@ -59,7 +59,9 @@ def mlp_in_tiles(weights: MLPWeights, x: Tensor, config: TiledMLPConfig) -> Tens
     return out
 
 
-class _TiledMLP(torch.autograd.Function):
+class _TiledMLP(OpFunction):
+    op = "tiled_mlp"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights_and_config: Any) -> Tensor:
         *weights, config = weights_and_config

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from oomph.errors import ArgumentError
-from oomph.ops.common import refuse_second_derivatives
+from oomph.ops.common import OpFunction, refuse_second_derivatives
 from oomph.ops.mlp.autograd import spans, wide_dtype
 
 AutocastSettings = list[tuple[str, torch.dtype, bool]]
@@ -78,7 +78,9 @@ def _trained_leaves(tiled: _TiledFunction, x: Tensor, listed: Sequence[Tensor]) 
     return leaves
 
 
-class _CheckpointInTiles(torch.autograd.Function):
+class _CheckpointInTiles(OpFunction):
+    op = "tiled_mlp"
+
     @staticmethod
     def forward(
         ctx: Any, tiled: _TiledFunction, with_backward: bool, x: Tensor, *parameters: Tensor

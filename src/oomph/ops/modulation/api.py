@@ -171,6 +171,7 @@ def weight_delta_norm(A: Tensor, B: Tensor, mod: Tensor, *, squared: bool = Fals
     ||A diag(m) B||^2 = m^T ((A^T A) * (B B^T)) m, in float32 (float64 where an input is float64). Where the
     norm is zero, as at the start of training with B = 0, its gradient is defined as zero.
     """
+    common.check_flags(squared=squared)
     common.check_floating(A=A, B=B, mod=mod)
     _check_factors(A, B, mod)
     wide = torch.float64 if torch.float64 in (A.dtype, B.dtype, mod.dtype) else torch.float32

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import no_autocast, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_autocast, refuse_second_derivatives
 from oomph.ops.launch import Kernels
 from oomph.ops.modulation import weights
 
@@ -45,7 +45,9 @@ _SMALL_TILE = _GradientTile(rows=64, columns=32, warps=4, stages=2)
 MAX_RANK_OF_LARGE_TILE = 32
 
 
-class ModulatedLinear(torch.autograd.Function):
+class ModulatedLinear(OpFunction):
+    op = "modulated_linear"
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,

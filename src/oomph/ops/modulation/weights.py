@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops.common import check_same_device, matmul_into
-from oomph.ops.launch import is_fake
+from oomph.ops.common import check_same_device, has_values, matmul_into
 from oomph.units import MiB
 
 # The largest converted slice: large enough that its products run at full speed, small beside any activation.
@@ -75,7 +74,7 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
         values[:, start:stop] = columns.div_(step).round_().clamp_(-127, 127)
         del columns  # before the next are made
         scale[start:stop] = step
-    if not (is_fake(weight) or weight.is_meta) and not bool(scale.isfinite().all()):
+    if has_values(weight) and not bool(scale.isfinite().all()):
         raise ArgumentError("quantize_int8 was given a weight with NaN or infinity; valid: finite numbers")
     return Int8Weight(values, scale)
 

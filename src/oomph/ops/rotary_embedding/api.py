@@ -11,6 +11,8 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops.common import (
     Choice,
+    OpFunction,
+    check_flags,
     check_floating,
     check_one_of,
     check_same_device,
@@ -106,6 +108,7 @@ def rotary(
     traced, which the compiler fuses and whose autograd also saves cos and sin only.
     """
     check_one_of("impl", impl, IMPLS)
+    check_flags(interleaved=interleaved, heads_first=heads_first)
     _check_tensors(q, k, heads_first, turned_heads)
     dim = rotary_dim(q.shape[-1], fraction)
     table = _make_or_check_table(q, heads_first, positions, table, theta, scaling, dim)
@@ -136,8 +139,10 @@ def _rotate_traced(table: RotaryTable, options: _RotationOptions, *tensors: Tens
     return tuple(results)
 
 
-class _Rotation(torch.autograd.Function):
+class _Rotation(OpFunction):
     """Linear in x, so that backward needs the table and nothing of x; the gradient is the same function."""
+
+    op = "rotary"
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> Tensor:

@@ -80,7 +80,7 @@ def rotary_frequencies(
     frequencies = exponents.exp()
     if isinstance(scaling, Llama3Scaling):
         return scaling(frequencies)
-    return frequencies if scaling is None else frequencies / scaling
+    return frequencies if scaling is None else frequencies / float(scaling)
 
 
 @torch.no_grad()
@@ -123,7 +123,7 @@ def rotary_table(
 
 
 def check_frequencies(dim: int, theta: float, scaling: Scaling) -> None:
-    if isinstance(dim, bool) or not isinstance(dim, int) or dim < 2 or dim % 2:
+    if isinstance(dim, bool) or not isinstance(dim, int) or dim % 2 or not 2 <= dim < 2**31:
         raise ArgumentError(f"dim={dim!r} is not valid; rotary rotates pairs, so dim is an even number >= 2")
     if not _is_number(theta) or not 1 < theta < math.inf:
         raise ArgumentError(f"theta={theta!r} is not valid; give a number > 1, e.g. 10000.0")

@@ -14,6 +14,7 @@ from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.common import (
     Choice,
+    OpFunction,
     choose_triton_or_torch,
     explained_by,
     log_choice,
@@ -87,7 +88,7 @@ def _check(x: Tensor, weight: Tensor, unit_size: int | None) -> None:
     if unit_size is None:
         return
     whole = isinstance(unit_size, int) and not isinstance(unit_size, bool)
-    if not whole or unit_size < 1 or x.shape[2] % unit_size:
+    if not whole or not 1 <= unit_size < 2**31 or x.shape[2] % unit_size:
         raise ArgumentError(f"unit_size={unit_size!r} is not valid; a divisor of the {x.shape[2]} channels")
 
 
@@ -126,8 +127,10 @@ def short_convolution_reference(x_BSC: Tensor, weight_C1K: Tensor, unit_size: in
 # Triton ----------------------------------------------------------------------------------------------
 
 
-class _ShortConvolution(torch.autograd.Function):
+class _ShortConvolution(OpFunction):
     """One kernel forward and one backward. Saved for backward: x and weight."""
+
+    op = "short_convolution"
 
     @staticmethod
     def forward(ctx: Any, x_BSC: Tensor, weight_C1K: Tensor, unit_size: int | None) -> Tensor:  # type: ignore[override]

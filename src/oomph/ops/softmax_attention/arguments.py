@@ -9,7 +9,6 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.launch import is_fake
 from oomph.ops.softmax_attention.biases import (
     BiasFunction,
     BlockPattern,
@@ -111,6 +110,7 @@ def check_arguments(
     scale: float | None = None,
     memory_budget: str | int | None = None,
 ) -> AttentionArguments:
+    common.check_flags(causal=causal)
     common.check_floating(q=q, k=k, v=v)
     q, k, v = _autocast(q, k, v)
     common.check_same_dtype(q=q, k=k, v=v)
@@ -144,10 +144,9 @@ def check_arguments(
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Autocast's rule for scaled_dot_product_attention: its dtype for all; float64 is unchanged."""
-    kind = q.device.type
-    if not torch.is_autocast_enabled(kind) or torch.float64 in (q.dtype, k.dtype, v.dtype):
+    if not common.autocast_enabled(q) or torch.float64 in (q.dtype, k.dtype, v.dtype):
         return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
@@ -217,7 +216,7 @@ def _check_padding(key_lengths: Tensor | None, key_mask: Tensor | None, k: Tenso
             f"key_lengths is {key_lengths.dtype} {list(key_lengths.shape)}; valid: torch.int64 [{batch}]"
         )
     # The values are read only where that does not synchronise or break a graph.
-    if key_lengths.device.type != "cpu" or is_fake(key_lengths) or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not common.is_readable(key_lengths):
         return
     wrong = [length for length in key_lengths.tolist() if not 0 <= length <= keys]
     if wrong:

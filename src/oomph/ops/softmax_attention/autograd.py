@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import no_compile, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_compile, refuse_second_derivatives
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.softmax_attention.arguments import AttentionArguments
 from oomph.ops.softmax_attention.biases import BiasFunction, LocalityBias
@@ -116,7 +116,9 @@ def triton_attention(a: AttentionArguments) -> Tensor:
     return out
 
 
-class _TritonAttention(torch.autograd.Function):
+class _TritonAttention(OpFunction):
+    op = "attention"
+
     @staticmethod
     def forward(ctx: Any, a: AttentionArguments, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (_contiguous_rows(tensor) for tensor in (q, k, v))

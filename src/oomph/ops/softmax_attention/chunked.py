@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.common import no_compile, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_autocast, no_compile, refuse_second_derivatives
 from oomph.ops.launch import is_fake
 from oomph.ops.softmax_attention.arguments import AttentionArguments, to_4d
 from oomph.ops.softmax_attention.biases import LocalityBias
@@ -53,12 +53,14 @@ def chunk_settings(a: AttentionArguments) -> dict[str, int]:
     return {"batch": sizes.batch, "key_value_heads": sizes.heads, "queries": sizes.queries}
 
 
-class _ChunkedAttention(torch.autograd.Function):
+class _ChunkedAttention(OpFunction):
+    op = "attention"
+
     @staticmethod
     def forward(ctx: Any, a: AttentionArguments, use_cpu_kernel: bool, *tensors: Tensor | None) -> Tensor:
         q, k, v, bias, *bias_tensors = tensors
         saved_out = lse_BHQ = None
-        with torch.autocast(a.q.device.type, enabled=False):
+        with no_autocast(a.q):
             if use_cpu_kernel:
                 out, lse_BHQ = _cpu_kernel_forward(a)
                 saved_out = out
@@ -75,7 +77,7 @@ class _ChunkedAttention(torch.autograd.Function):
         q, k, v, out, lse_BHQ, bias, key_lengths, key_mask, *_ = ctx.saved_tensors
         a = replace(ctx.arguments, q=q, k=k, v=v, bias=bias, key_lengths=key_lengths, key_mask=key_mask)
         wanted = ctx.needs_input_grad[2:]
-        with torch.autocast(q.device.type, enabled=False):
+        with no_autocast(q):
             if lse_BHQ is None:
                 return None, None, *_torch_backward(a, grad_out, wanted)
             gradients = (*_cpu_kernel_backward(a, out, lse_BHQ, grad_out), *(None for _ in wanted[3:]))

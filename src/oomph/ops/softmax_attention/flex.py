@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from oomph import torch_internals
-from oomph.ops.common import no_compile, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_compile, refuse_second_derivatives
 from oomph.ops.launch import is_fake, why_not_triton
 from oomph.ops.softmax_attention.arguments import AttentionArguments
 from oomph.ops.softmax_attention.biases import BiasFunction
@@ -134,8 +134,10 @@ def _block_table(blocks: Tensor, device: torch.device) -> BlockTable:
     return counts.to(device)[None, None], indices.contiguous().to(device)[None, None]
 
 
-class _FlexAllocations(torch.autograd.Function):
+class _FlexAllocations(OpFunction):
     """For predictions: the allocations of the compiled kernels, as recorded with torch 2.11 on an H200."""
+
+    op = "attention"
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

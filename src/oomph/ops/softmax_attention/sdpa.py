@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from oomph.ops.common import no_compile, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_compile, refuse_forward_mode, refuse_second_derivatives
 from oomph.ops.softmax_attention.arguments import AttentionArguments
 from oomph.units import MiB
 
@@ -164,6 +164,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def sdpa(a: AttentionArguments, backend: str) -> Tensor:
     """Run one of `usable_backends(a)`."""
+    refuse_forward_mode("attention", a.q, a.k, a.v)
     if a.masks_future and a.offset < 0:
         # The first queries precede every key: they are cut off, and zeros are put in their place.
         out = _run(a, a.q[:, :, -a.offset :], backend)
@@ -324,7 +325,9 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kernel
     return out
 
 
-class _FusedAttention(torch.autograd.Function):
+class _FusedAttention(OpFunction):
+    op = "attention"
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, kernel: FusedKernel

@@ -96,7 +96,7 @@ def nsa(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     ck, cv = compress_keys_and_values(k, v, compress, config)
     if q.numel() == 0:
-        return _empty_result(q, k, v, gates)
+        return common.depend_on(q, k, v, *gates)
     with no_autocast(q):
         if choice.impl == "reference":
             return reference(q, k, v, gates, ck, cv, config)
@@ -129,11 +129,3 @@ def _choose(q: Tensor, k: Tensor, config: NSAConfig, impl: str) -> Choice:
     if q.device.type == "cuda" and reason is None:
         return Choice("triton", "our kernels")
     return Choice("chunked", f"no kernel of ours ({reason or 'the interpreter is for tests'})", settings)
-
-
-def _empty_result(q: Tensor, k: Tensor, v: Tensor, gates: tuple[Tensor, ...]) -> Tensor:
-    """The empty result, with every input in its graph."""
-    out = q * gates[0][..., None]
-    for other in (k, v, *(gate[..., None] for gate in gates)):
-        out = out + other.sum().to(q.dtype)
-    return out.to(q.dtype)

@@ -76,7 +76,7 @@ class NSAConfig:
 
 
 def _check_int(name: str, given: object, least: int, why: str = "") -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or given < least:
+    if isinstance(given, bool) or not isinstance(given, int) or not least <= given < 2**31:
         reason = f" ({why})" if why else ""
         raise ArgumentError(f"{name}={given!r} is not valid; a whole number of at least {least}{reason}")
 

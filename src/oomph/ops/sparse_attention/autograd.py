@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import refuse_second_derivatives
+from oomph.ops.common import OpFunction, refuse_second_derivatives
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.sparse_attention import selection
 from oomph.ops.sparse_attention.arguments import NSAConfig
@@ -56,7 +56,9 @@ def why_not_kernels(q: Tensor, k: Tensor, dtype: torch.dtype, config: NSAConfig)
     return None
 
 
-class SparseAttention(torch.autograd.Function):
+class SparseAttention(OpFunction):
+    op = "nsa"
+
     @staticmethod
     def forward(ctx: Any, config: NSAConfig, grad_enabled: bool, *tensors: Tensor) -> Tensor:
         q, k, v, ck, cv = (_contiguous_rows(x) for x in tensors[:5])

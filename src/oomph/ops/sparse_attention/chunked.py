@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import refuse_second_derivatives
+from oomph.ops.common import OpFunction, refuse_second_derivatives
 from oomph.ops.sparse_attention.arguments import NSAConfig
 from oomph.ops.sparse_attention.reference import reference
 from oomph.units import MiB
@@ -33,7 +33,9 @@ def _chunks(q: Tensor, config: NSAConfig) -> list[tuple[int, int]]:
     return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
-class ChunkedSparseAttention(torch.autograd.Function):
+class ChunkedSparseAttention(OpFunction):
+    op = "nsa"
+
     @staticmethod
     def forward(ctx: Any, config: NSAConfig, *inputs: Tensor) -> Tensor:
         out = torch.empty(inputs[0].shape, dtype=inputs[0].dtype, device=inputs[0].device)

@@ -8,7 +8,7 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.common import Choice, choose_triton_or_torch, explained_by, log_choice, no_compile
-from oomph.ops.launch import is_fake, why_not_triton
+from oomph.ops.launch import why_not_triton
 from oomph.ops.spiking.autograd import LIFConstants, LIFGate, wide_dtype
 from oomph.ops.spiking.reference import lif_gate_reference
 
@@ -118,7 +118,7 @@ def _check(
                 f"decay has shape {list(decay.shape)}; valid for drive {list(drive.shape)}: a number, or a "
                 f"shape that broadcasts to {list(trailing)}"
             )
-        if _is_readable(decay) and not bool(((decay >= 0) & (decay <= 1)).all()):
+        if common.is_readable(decay) and not bool(((decay >= 0) & (decay <= 1)).all()):
             raise ArgumentError("decay has values outside [0, 1]; valid: 0 <= decay <= 1")
     elif not _is_number(decay) or not 0 <= decay <= 1:
         raise ArgumentError(f"decay={decay!r} is not valid; give a number in [0, 1], or a tensor of them")
@@ -133,10 +133,6 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
         return False
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return all(own in (1, wanted) for own, wanted in pairs)
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 def _is_number(value: object) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import no_autocast, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_autocast, refuse_second_derivatives
 from oomph.ops.launch import Kernels
 from oomph.units import MiB
 
@@ -36,7 +36,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class LIFGate(torch.autograd.Function):
+class LIFGate(OpFunction):
+    op = "lif_gate"
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,

@@ -116,6 +116,7 @@ class ScanArguments:
         """Values are not checked, because that would synchronise."""
         common.check_one_of("impl", self.impl, IMPLS)
         common.check_one_of("direction", self.direction, DIRECTIONS)
+        common.check_flags(delta_softplus=self.delta_softplus, return_final_state=self.return_final_state)
         chunk_size = self.chunk_size
         is_int = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
         if chunk_size is not None and (not is_int or chunk_size < 1):

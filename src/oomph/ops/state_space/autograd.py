@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import no_autocast, refuse_second_derivatives
+from oomph.ops.common import OpFunction, no_autocast, refuse_second_derivatives
 from oomph.ops.launch import Kernels
 from oomph.ops.state_space import chunked
 from oomph.ops.state_space.arguments import PerInput, ScanInputs, ScanOptions, ScanSizes
@@ -33,7 +33,9 @@ _PROGRAMS = 1024
 _MIN_SEGMENTS = 4
 
 
-class SelectiveScan(torch.autograd.Function):
+class SelectiveScan(OpFunction):
+    op = "selective_scan"
+
     @staticmethod
     def forward(
         ctx: Any, impl: str, options: ScanOptions, *tensors: Tensor | None

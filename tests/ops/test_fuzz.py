@@ -1,0 +1,73 @@
+"""A small part of `python -m benchmarks.ops.fuzz`; torch.func; calls without tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.ops.fuzz import OPS, TRANSFORMS, Draw, Input, check_meta, check_transform, fuzz
+
+from oomph.errors import ArgumentError
+from oomph.ops import attention, kda, lif_gate, linear_cross_entropy, selective_scan
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated"),  # torch's own jvp
+]
+
+
+def test_random_calls_are_right_or_refused_in_one_line() -> None:
+    _, failures = fuzz(12 * len(OPS), seed=0)
+    assert not failures
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_op_runs_on_meta_tensors_and_under_transforms_or_says_why_not(name: str) -> None:
+    arguments = OPS[name].draw(Draw(f"seed/{name}"))
+    check_meta(OPS[name], arguments)
+    inputs = [key for key, value in arguments.items() if isinstance(value, Input) and value.requires_grad]
+    for transform in TRANSFORMS:
+        for key in inputs[:2]:
+            check_transform(OPS[name], arguments, key, transform)
+
+
+def kda_inputs(batch: int, tokens: int) -> dict[str, Any]:
+    shape = batch, tokens, 2, 4
+    tensors = {name: torch.randn(shape) for name in ("q", "k", "v")}
+    return {**tensors, "log_alpha": -torch.rand(shape), "beta": torch.rand(shape[:3])}
+
+
+def test_a_refused_transform_names_the_op_and_what_to_use_instead() -> None:
+    a, x, weight = kda_inputs(1, 20), torch.randn(3, 5), torch.randn(4, 5)
+    long = torch.randn(2, 9, 3)
+    scan = {"A": -torch.rand(3, 2), "B": torch.randn(2, 9, 2), "C": torch.randn(2, 9, 2)}
+    calls = {
+        "kda .* mode='sequential' can": lambda q: kda(**a | {"q": q}, mode="chunked")[0].sum(),
+        "linear_cross_entropy .* impl='plain'": lambda x: linear_cross_entropy(
+            x, weight, torch.arange(3), impl="chunked"
+        ),
+        "selective_scan .* impl='reference' can": lambda x: selective_scan(x, long.abs(), **scan).sum(),
+        "lif_gate .* impl='reference' can": lambda x: lif_gate(
+            x, decay=0.5, threshold=1.0, surrogate_beta=4.0
+        )[0].sum(),
+    }
+    for (message, call), given in zip(calls.items(), (a["q"], x, long, long), strict=True):
+        for transform in (torch.func.grad, torch.func.vmap, torch.func.jacfwd):
+            with pytest.raises(ArgumentError, match=message):
+                transform(call)(given[None] if transform is torch.func.vmap else given)
+    q = torch.randn(1, 2, 9, 4)
+    assert torch.func.grad(lambda q: attention(q, q, q).sum())(q).shape == q.shape  # torch's own kernel
+    with pytest.raises(ArgumentError, match="attention has no forward-mode derivative"):
+        torch.func.jvp(lambda q: attention(q, q, q), (q,), (q,))
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(0, 5), (2, 0)])
+def test_kda_of_nothing_keeps_its_graph(batch: int, tokens: int) -> None:
+    inputs = {name: x.requires_grad_() for name, x in kda_inputs(batch, tokens).items()}
+    state = torch.randn(batch, 2, 4, 4).mul(-0.0).requires_grad_()
+    o, final = kda(**inputs, initial_state=state)
+    assert torch.equal(final.signbit(), state.signbit())
+    for result in (o, final):
+        grads = torch.autograd.grad(result.sum(), [*inputs.values(), state], retain_graph=True)
+        assert all(grad.shape == x.shape for grad, x in zip(grads, (*inputs.values(), state), strict=True))
