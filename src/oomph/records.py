@@ -12,6 +12,7 @@ Stage = Literal[
     "parameters",
     "gradients",
     "optimizer state",
+    "weight averages",
     "batch",
     "forward activations",
     "loss",
@@ -20,8 +21,17 @@ Stage = Literal[
     "workspace",
 ]
 Kind = Literal[
-    "parameter", "buffer", "gradient", "optimizer state", "batch", "activation", "temporary", "workspace"
+    "parameter",
+    "buffer",
+    "gradient",
+    "optimizer state",
+    "weight average",
+    "batch",
+    "activation",
+    "temporary",
+    "workspace",
 ]
+Verdict = Literal["fits", "does not fit", "too close to call"]
 STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
 
 
@@ -175,7 +185,7 @@ class Prediction:
     gpu_title: str
     capacity: int | None  # what the card has, as torch reports it; None when no GPU was named
     limit: int | None  # what the allocator may reserve: capacity less context, or --max
-    fits: bool | None  # None when there is no limit
+    verdict: Verdict | None  # None when there is no limit
     refused: Allocation | None  # the request that the limited allocator could not serve
     peak: Peak
     steps: tuple[StepPeak, ...]
@@ -188,14 +198,22 @@ class Prediction:
     step_seconds: float | None = None  # of the last step on that GPU, by a roofline; None: rates unknown
     work: Work = Work()
     growth: Growth | None = None  # None: later steps leave no more behind than those before
+    margin: int = 0  # bytes by which the needed memory may be off, either way
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the step fits with its margin; None when there is no limit."""
+        return None if self.verdict is None else self.verdict == "fits"
 
     def __repr__(self) -> str:
-        verdict = {True: "fits", False: "does not fit", None: "no limit"}[self.fits]
-        return (
-            f"Prediction({self.gpu or 'no GPU'}: {verdict}, allocated={self.peak.allocated}, "
-            f"reserved={self.peak.reserved}, device={self.peak.device}, steps={len(self.steps)}, "
-            f"allocations={len(self.allocations)}, notes={len(self.notes)})"
-        )
+        """One line: `Prediction(fits: needs 8.36 GiB of 23.56 GiB on RTX 3090, 3 steps, 12,345 events)`."""
+        needs = f"needs {self.peak.device / 2**30:.2f} GiB"
+        if self.capacity is not None:
+            needs += f" of {self.capacity / 2**30:.2f} GiB on {self.gpu_title}"
+        elif self.limit is not None:
+            needs += f", limit {self.limit / 2**30:.2f} GiB"
+        verdict = f"{self.verdict}: " if self.verdict else ""
+        return f"Prediction({verdict}{needs}, {len(self.steps)} steps, {len(self.events):,} events)"
 
     def by_stage(self) -> list[tuple[Stage, int]]:
         """Bytes at the peak per stage, in the order of STAGES."""
@@ -280,6 +298,13 @@ class Verification:
         """Whether all differences are finite and, for exact fixes, within the tolerance."""
         most = float("inf") if self.tolerance is None else self.tolerance
         return all(each.error <= most and each.error < float("inf") for each in self.differences)
+
+    def __repr__(self) -> str:
+        largest = f", largest {self.differences[0].error:.1e}" if self.differences else ""
+        verdict = "holds" if self.holds else "does not hold"
+        return (
+            f"Verification({', '.join(self.fixes)}: {verdict}, {len(self.differences)} differences{largest})"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from small_prediction import make_prediction
+from small_prediction import GiB, make_prediction
 
 from oomph.cli.main import run
 from oomph.errors import UserError
@@ -34,7 +35,14 @@ def _error(capsys, *arguments: str, status: int = 2) -> str:
 def test_the_exit_status_is_the_verdict(fake_predict, capsys, fits, status):
     fake_predict.result = make_prediction(fits)
     assert run(["predict", "train.py:step"]) == status
-    assert capsys.readouterr().out.split(":")[0].split(" 3.00")[0] in ("fits", "does not fit", "needs")
+    assert capsys.readouterr().out.startswith(("fits", "does not fit", "needs"))
+
+
+def test_a_verdict_that_is_too_close_to_call_exits_with_one(fake_predict, capsys):
+    fake_predict.result = replace(make_prediction(False), verdict="too close to call", margin=GiB)
+    assert run(["predict", "train.py:step", "--json"]) == 1
+    made = json.loads(capsys.readouterr().out)
+    assert (made["fits"], made["verdict"], made["margin"]) == (False, "too close to call", GiB)
 
 
 def test_gpu_and_max_are_passed_on(fake_predict, capsys):
@@ -290,5 +298,5 @@ def test_a_leak_is_in_the_verdict_and_the_exit_status_stays(oomph):
     status, out, err = oomph(WITHOUT_A_STEP, "predict", "train.py:leaking", "--gpu", "24GiB")
     assert status == 0, err
     verdict = out.splitlines()[0]
-    assert verdict.startswith("fits for now: ")
+    assert verdict.startswith("fits for now with ")
     assert "grows by 4.0 MiB per step: out of memory after about" in verdict

@@ -119,7 +119,11 @@ def test_a_limit_below_the_peak_refuses_a_request_and_names_it(stack):
     assert prediction.peak == stack.peak  # what it would need does not depend on what there is
 
 
-def test_cached_segments_are_released_before_a_request_is_refused():
+@pytest.mark.parametrize(
+    ("limit", "verdict"),
+    [(100, "fits"), (82, "too close to call"), (79, "too close to call"), (72, "does not fit")],
+)
+def test_cached_segments_are_released_before_a_request_is_refused(limit, verdict):
     def train() -> Any:
         def step() -> None:
             for size in (40, 60, 80):  # each is free again before the next, and too small for it
@@ -127,10 +131,23 @@ def test_cached_segments_are_released_before_a_request_is_refused():
 
         return step
 
-    prediction = oomph.predict(train, max="100MiB")
+    prediction = oomph.predict(train, max=f"{limit}MiB")
     assert prediction.peak.reserved == 180 * MiB
     assert prediction.peak.allocated == 80 * MiB
-    assert prediction.fits is True
+    assert 2 * MiB < prediction.margin <= 0.03 * 180 * MiB
+    assert (prediction.verdict, prediction.fits) == (verdict, verdict == "fits")
+    assert (prediction.refused is None) == (limit >= 80)
+
+
+def test_the_margin_grows_where_less_was_measured(stack):
+    unknown = oomph.predict(stack_workload(), gpu="rtx3090")
+    assert unknown.margin / unknown.peak.reserved >= stack.margin / stack.peak.reserved
+
+
+def test_a_prediction_prints_as_one_short_line(stack):
+    assert repr(stack).startswith("Prediction(fits: needs ")
+    assert len(repr(stack)) < 120
+    assert "\n" not in repr(stack)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -60,6 +61,74 @@ def test_one_step_alone_is_said_to_be_too_few_for_the_optimizers_state() -> None
     prediction = oomph.predict(lambda: Training().step())
     assert "only one optimizer step of the function was traced" in notes_of(prediction)
     assert prediction.peak.allocated < oomph.predict(setup).peak.allocated
+
+
+@pytest.mark.parametrize("how", ["closure", "keyword"])
+def test_a_closure_of_the_optimizer_runs_forward_and_backward(how: str) -> None:
+    def setup() -> Callable[[], None]:
+        own = Training()
+
+        def closure() -> torch.Tensor:
+            own.optimizer.zero_grad()
+            loss = own.model(batch()).square().mean()
+            loss.backward()
+            return loss
+
+        def step() -> None:
+            own.optimizer.step(closure=closure) if how == "keyword" else own.optimizer.step(closure)
+
+        return step
+
+    made = [one for one in oomph.predict(setup).allocations if one.step == 2]
+    stages = {one.during for one in made if one.kind != "workspace"}
+    assert {"forward activations", "backward", "optimizer step"} <= stages
+    by_model = {one.during for one in made if one.module and one.kind == "activation"}
+    assert by_model <= {"forward activations", "loss"}
+
+
+def _averaged_model(model: torch.nn.Module) -> Callable[[], None]:
+    average = torch.optim.swa_utils.AveragedModel(model)
+    return lambda: average.update_parameters(model)
+
+
+def _copied_model(model: torch.nn.Module) -> Callable[[], None]:
+    average = copy.deepcopy(model)
+
+    @torch.no_grad()
+    def update() -> None:
+        for mean, now in zip(average.parameters(), model.parameters(), strict=True):
+            mean.copy_(0.9 * mean + 0.1 * now)
+
+    return update
+
+
+def _foreach(model: torch.nn.Module) -> Callable[[], None]:
+    average = [parameter.detach().clone() for parameter in model.parameters()]
+
+    @torch.no_grad()
+    def update() -> None:
+        torch._foreach_lerp_(average, list(model.parameters()), 0.1)
+
+    return update
+
+
+@pytest.mark.parametrize("average", [_averaged_model, _copied_model, _foreach])
+def test_weight_averages_are_a_stage_of_their_own(average: Callable[..., Callable[[], None]]) -> None:
+    def setup() -> Callable[[], None]:
+        own = Training()
+        update = average(own.model)
+
+        def step() -> None:
+            own.step()
+            update()
+
+        return step
+
+    found = oomph.predict(setup)
+    stages = dict(found.by_stage())
+    assert stages["weight averages"] >= stages["parameters"]
+    updates = [one for one in found.allocations if one.site and one.site.function.endswith("update")]
+    assert {one.during for one in updates} <= {"optimizer step"}
 
 
 @pytest.mark.parametrize("enter", ["with", "set"])

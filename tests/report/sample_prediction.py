@@ -55,7 +55,7 @@ def prediction(**changes: Any) -> Prediction:
         "gpu_title": "RTX 3090",
         "capacity": 25296896000,
         "limit": 25296896000 - CONTEXT,
-        "fits": False,
+        "verdict": "does not fit",
         "refused": tensors[13],
         "peak": Peak(allocated, 31 * GiB, 31 * GiB + CONTEXT, step=2, stage="backward", site=LOSS),
         "steps": tuple(StepPeak(step, allocated - (step == 1) * GiB, 31 * GiB, GiB) for step in (1, 2, 3)),

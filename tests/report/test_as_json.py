@@ -64,7 +64,7 @@ def test_notes_and_the_refused_request_carry_their_lines():
 
 
 def test_without_a_limit_fits_and_refused_are_null():
-    made = prediction_to_json(prediction(gpu=None, capacity=None, limit=None, fits=None, refused=None))
+    made = prediction_to_json(prediction(gpu=None, capacity=None, limit=None, verdict=None, refused=None))
     assert made["fits"] is made["refused"] is made["gpu"] is None
 
 

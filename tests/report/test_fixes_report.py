@@ -57,7 +57,7 @@ def test_a_row_that_fits_by_returning_cached_memory_just_fits():
 
 
 def test_where_it_fits_or_no_card_is_named_there_is_nothing_to_mark():
-    for found in (prediction(fits=True), prediction(fits=None, limit=None, capacity=None, gpu=None)):
+    for found in (prediction(verdict="fits"), prediction(verdict=None, limit=None, capacity=None, gpu=None)):
         shown = text(found)
         assert "make it fit" not in shown
         assert "yes" not in shown

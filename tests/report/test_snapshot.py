@@ -63,7 +63,7 @@ def predicted(events: tuple[Event, ...]) -> Prediction:
         gpu_title="",
         capacity=None,
         limit=None,
-        fits=None,
+        verdict=None,
         refused=None,
         peak=Peak(0, 0, 0),
         steps=(),

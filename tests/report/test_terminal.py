@@ -21,9 +21,9 @@ def _peak(reserved: int, **changes) -> Peak:
     return Peak(reserved, reserved, reserved + CONTEXT, **values)
 
 
-def _on_a_card(capacity: int, reserved: int, fits: bool, **changes):
+def _on_a_card(capacity: int, reserved: int, verdict: str, **changes):
     values = {"capacity": capacity, "limit": capacity - CONTEXT, "peak": _peak(reserved), "refused": None}
-    return prediction(fits=fits, **values, **changes)
+    return prediction(verdict=verdict, **values, **changes)
 
 
 NO_CARD = {"gpu": None, "gpu_title": "", "capacity": None, "refused": None}
@@ -37,36 +37,50 @@ BY_SIZE = {"gpu": "24GiB", "gpu_title": "24GiB card"}
             prediction(),
             ["does not fit: needs 31.5 GiB", "RTX 3090 has 23.6 GiB", "backward of step 2", "loss.py:41"],
         ),
-        (_on_a_card(24 * GiB, 10 * GiB, True), ["fits: needs 10.5 GiB", "has 24.0 GiB, 13.5 GiB to spare"]),
-        (_on_a_card(24 * GiB, 30 * GiB, False, **BY_SIZE), ["needs 30.5 GiB", "the GPU has 24.0 GiB"]),
-        (prediction(**NO_CARD, limit=None, fits=None), ["needs 31.5 GiB; peak in backward of step 2"]),
         (
-            prediction(**NO_CARD, limit=40 * GiB, fits=True),
-            ["fits: needs 31.0 GiB", "limit is 40.0 GiB, 9.00"],
+            _on_a_card(24 * GiB, 10 * GiB, "fits"),
+            ["fits with 13.5 GiB to spare: needs 10.5 GiB", "has 24.0 GiB"],
+        ),
+        (
+            _on_a_card(24 * GiB, 30 * GiB, "does not fit", **BY_SIZE),
+            ["needs 30.5 GiB", "the GPU has 24.0 GiB"],
+        ),
+        (prediction(**NO_CARD, limit=None, verdict=None), ["needs 31.5 GiB; peak in backward of step 2"]),
+        (
+            prediction(**NO_CARD, limit=40 * GiB, verdict="fits"),
+            ["fits with 9.00 GiB to spare: needs 31.0 GiB", "limit is 40.0 GiB"],
         ),
         (
             prediction(capacity=80 * GiB, limit=20 * GiB, refused=None),
             ["does not fit: needs 31.0 GiB", "limit is 20.0 GiB"],
         ),
         (
-            prediction(capacity=24 * GiB, limit=80 * GiB, fits=True, refused=None),
-            ["fits: needs 31.0 GiB", "limit is 80.0 GiB"],
+            prediction(capacity=24 * GiB, limit=80 * GiB, verdict="fits", refused=None),
+            ["needs 31.0 GiB", "limit is 80.0 GiB"],
         ),
-        (_on_a_card(24 * GiB, 25 * GiB, True), ["fits, but only by releasing cached memory", "25.5 GiB"]),
         (
-            _on_a_card(24 * GiB, 23 * GiB, False),
+            _on_a_card(24 * GiB, 23 * GiB, "fits", margin=100 * MiB),
+            ["fits with 512 MiB to spare, margin 100 MiB: needs 23.5 GiB"],
+        ),
+        (
+            _on_a_card(24 * GiB, 23 * GiB, "too close to call", margin=600 * MiB),
+            ["too close to call: needs 23.5 GiB, margin 600 MiB; the RTX 3090 has 24.0 GiB"],
+        ),
+        (_on_a_card(24 * GiB, 25 * GiB, "fits"), ["fits, but only by releasing cached memory", "25.5 GiB"]),
+        (
+            _on_a_card(24 * GiB, 23 * GiB, "does not fit"),
             ["needs 23.5 GiB", "24.0 GiB, but its free blocks are too small"],
         ),
         (
-            _on_a_card(24 * GiB, 24 * GiB - CONTEXT + 10 * MiB, False),
+            _on_a_card(24 * GiB, 24 * GiB - CONTEXT + 10 * MiB, "does not fit"),
             ["needs 24.01 GiB; the RTX 3090 has 24.00 GiB"],
         ),
         (
-            prediction(peak=_peak(30 * GiB, step=0, stage="parameters", site=None), fits=None),
+            prediction(peak=_peak(30 * GiB, step=0, stage="parameters", site=None), verdict=None),
             ["needs 30.5 GiB; peak in loading the model, before the first step"],
         ),
         (
-            prediction(peak=_peak(30 * GiB, stage=None, site=None), fits=None),
+            prediction(peak=_peak(30 * GiB, stage=None, site=None), verdict=None),
             ["needs 30.5 GiB; peak in step 2"],
         ),
     ],
@@ -96,12 +110,12 @@ def test_sizes_that_would_print_alike_are_printed_apart():
 
 def test_what_grows_with_every_step_is_part_of_the_line():
     growth = Growth(100 * MiB, None)
-    held = replace(_on_a_card(24 * GiB, 10 * GiB, True), growth=growth)
-    assert verdict(held).line.startswith("fits for now: needs 10.5 GiB; the")
+    held = replace(_on_a_card(24 * GiB, 10 * GiB, "fits"), growth=growth)
+    assert verdict(held).line.startswith("fits for now with 13.5 GiB to spare: needs 10.5 GiB; the")
     assert verdict(held).line.endswith("; grows by 100 MiB per step: out of memory after about 141 steps")
-    refused = replace(_on_a_card(24 * GiB, 30 * GiB, False), growth=growth)
+    refused = replace(_on_a_card(24 * GiB, 30 * GiB, "does not fit"), growth=growth)
     assert verdict(refused).line == verdict(replace(refused, growth=None)).line
-    endless = prediction(**NO_CARD, limit=None, fits=None, growth=growth)
+    endless = prediction(**NO_CARD, limit=None, verdict=None, growth=growth)
     assert verdict(endless).line.endswith("; grows by 100 MiB per step")
 
 
@@ -211,7 +225,7 @@ def test_the_timeline_marks_steps_peak_and_limit():
 
 
 def test_a_limit_far_above_the_peak_is_not_drawn():
-    text = _plain(prediction(limit=100 * GiB, fits=True))
+    text = _plain(prediction(limit=100 * GiB, verdict="fits"))
     assert "limit" not in text.split("Allocated memory over the run")[1]
 
 
@@ -234,7 +248,7 @@ def test_what_looks_like_markup_is_printed_as_it_is():
 
 
 def test_an_empty_prediction_is_still_a_report():
-    empty = prediction(at_peak=(), timeline=(), events=(), notes=(), steps=(), fits=None, refused=None)
+    empty = prediction(at_peak=(), timeline=(), events=(), notes=(), steps=(), verdict=None, refused=None)
     assert _plain(empty).splitlines()[0].startswith("needs 31.5 GiB")
 
 

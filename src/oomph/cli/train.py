@@ -54,7 +54,7 @@ def run_train(options: TrainOptions) -> int:
         gpu = gpu_of(device)
         with progress_display(console) as report:
             prediction = predict_config(config, device, report)
-            if prediction.fits is False and not options.force:
+            if prediction.verdict == "does not fit" and not options.force:
                 message = refusal(config, prediction, device, report)
                 console.print(message, markup=False, highlight=False, soft_wrap=True)
                 return ExitStatus.DOES_NOT_FIT

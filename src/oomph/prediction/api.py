@@ -16,13 +16,14 @@ from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import allocator_settings
 from oomph.prediction.isolation import run_isolated, trace_lock
+from oomph.prediction.margin import margin
 from oomph.prediction.replay import Replay, replay
 from oomph.prediction.roofline import step_work
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.records import Allocation, Event, Growth, Note, Peak, Prediction, Site
+from oomph.records import Allocation, Event, Growth, Note, Peak, Prediction, Site, Verdict
 from oomph.torch_internals import keystr, self_test, storage_id, tree_flatten_with_path
 from oomph.units import MiB, format_bytes, parse_bytes
 from oomph.workload import Workload
@@ -70,10 +71,10 @@ def _predict(
     events, notes = tuple(tracer.recorder.events), tracer.recorder.notes
     allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
     settings = allocator_settings(tracer.allocator)
-    unlimited = replay(events, allocations, settings=settings)
-    refused = None
-    if limit is not None and unlimited.highest_reserved > limit:
-        refused = replay(events, allocations, limit, settings=settings).refused
+    run = functools.partial(replay, events, allocations, settings=settings)
+    unlimited = run()
+    off_by = margin(unlimited.peak_reserved, allocations, card, torch.__version__)
+    verdict, refused = _verdict(run, unlimited, limit, off_by)
     step_seconds, work = step_work(tracer.work.kernels, card)
     growth = _growth(unlimited, events, allocations)
     return Prediction(
@@ -81,7 +82,7 @@ def _predict(
         gpu_title=card.title,
         capacity=card.memory if named else None,
         limit=limit,
-        fits=None if limit is None else refused is None,
+        verdict=verdict,
         refused=None if refused is None else allocations[refused],
         peak=_peak(unlimited, events, allocations, card),
         steps=tuple(replace(step, device=step.reserved + card.context) for step in unlimited.steps),
@@ -98,7 +99,25 @@ def _predict(
         step_seconds=step_seconds,
         work=work,
         growth=growth,
+        margin=off_by,
     )
+
+
+def _verdict(
+    run: Callable[..., Replay], unlimited: Replay, limit: int | None, margin: int
+) -> tuple[Verdict | None, int | None]:
+    """Whether the allocator serves all requests within `limit`, and the id of the one that it refuses.
+
+    `limit` itself decides only if a limit that is higher or lower by `margin` gives the same answer.
+    """
+    if limit is None:
+        return None, None
+    if unlimited.highest_reserved + margin <= limit or run(limit - margin).refused is None:
+        return "fits", None
+    refused = run(limit).refused
+    if refused is not None and run(limit + margin).refused is not None:
+        return "does not fit", refused
+    return "too close to call", refused
 
 
 def _notes_on_fixes(target: Workload | Callable[[], Any]) -> tuple[Note, ...]:

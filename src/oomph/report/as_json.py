@@ -29,6 +29,8 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
             **_site(peak.site),
         },
         "fits": prediction.fits,
+        "verdict": prediction.verdict,
+        "margin": prediction.margin,
         "refused": None if prediction.refused is None else _allocation(prediction.refused),
         "steps": [
             {

@@ -35,6 +35,7 @@ _STAGE_STYLE: dict[Stage, str] = {
     "parameters": "steel_blue",
     "gradients": "medium_purple3",
     "optimizer state": "dark_cyan",
+    "weight averages": "sky_blue3",
     "batch": "grey62",
     "forward activations": "dark_orange",
     "loss": "indian_red",
@@ -47,7 +48,12 @@ _OUTCOME_STYLE = {"fits": "bold green", "does not fit": "bold red", "needs": "bo
 # ------------------------------------------------------------------------------------------- verdict
 
 Outcome = Literal[
-    "fits", "fits for now", "fits, but only by releasing cached memory", "does not fit", "needs"
+    "fits",
+    "fits for now",
+    "fits, but only by releasing cached memory",
+    "too close to call",
+    "does not fit",
+    "needs",
 ]
 
 # What the program does at the peak, as it reads after "peak in".
@@ -83,7 +89,7 @@ class Verdict:
 def verdict(prediction: Prediction) -> Verdict:
     """The memory needed, compared with the GPU's memory or with the limit of the allocator."""
     found = _traced_steps(prediction)
-    if prediction.growth is None or prediction.fits is False:
+    if prediction.growth is None or prediction.verdict == "does not fit":
         return found
     outcome: Outcome = "fits for now" if found.outcome == "fits" else found.outcome
     return replace(found, outcome=outcome, growth=_growth(prediction, prediction.growth))
@@ -91,20 +97,24 @@ def verdict(prediction: Prediction) -> Verdict:
 
 def _traced_steps(prediction: Prediction) -> Verdict:
     peak = _peak_position(prediction.peak)
-    if prediction.fits is None:
-        return Verdict("needs", f" {format_bytes(prediction.peak.device)}{peak}")
+    margin = f", margin {format_bytes(prediction.margin)}" if prediction.margin else ""
+    if prediction.verdict is None:
+        return Verdict("needs", f" {format_bytes(prediction.peak.device)}{margin}{peak}")
     needed, available, owner = _needed_and_available(prediction)
     need_text, available_text = distinct_sizes(needed, available)
     there_is = f"{owner} {available_text}"
-    if not prediction.fits:
+    if prediction.verdict == "too close to call":
+        details = f": needs {need_text}{margin}; {there_is}{peak}"
+        return Verdict("too close to call", details, _out_of_memory(prediction))
+    if prediction.verdict == "does not fit":
         fragmented = "" if needed > available else ", but its free blocks are too small (fragmentation)"
         details = f": needs {need_text}; {there_is}{fragmented}{peak}"
         return Verdict("does not fit", details, _out_of_memory(prediction))
     if needed > available:
-        details = f": would otherwise reserve {need_text}; {there_is}{peak}"
+        details = f": would otherwise reserve {need_text}{margin}; {there_is}{peak}"
         return Verdict("fits, but only by releasing cached memory", details)
-    spare = f"{format_bytes(available - needed)} to spare"
-    return Verdict("fits", f": needs {need_text}; {there_is}, {spare}{peak}")
+    spare = f" with {format_bytes(available - needed)} to spare{margin}"
+    return Verdict("fits", f"{spare}: needs {need_text}; {there_is}{peak}")
 
 
 def _growth(prediction: Prediction, growth: Growth) -> str:

@@ -306,6 +306,8 @@ class DispatchMode(TorchDispatchMode):
         tracer, guard = self.tracer, self.tracer.guard
         name = op_name(func)
         results = out if isinstance(out, (list, tuple)) else (out,)
+        if out is None and tracer.phase == "forward":  # a foreach op that wrote into its first list
+            results = tuple(args[:1])
         if func in HOST_OUTPUTS:
             on_host = guard.call(
                 "host results", func, lambda: HOST_OUTPUTS[func](bind(func, args, kwargs)), frozenset

@@ -96,16 +96,30 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
     patches.set(*AVERAGE_GROUP_TENSORS, group_by_fake_device)
     running: list[contextlib.AbstractContextManager[None]] = []
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def as_forward(value: Any) -> Any:
+        """A closure runs the forward and backward passes again, from inside the step."""
+        if not callable(value):
+            return value
+
+        def closure() -> Any:
+            with tracer.in_phase("forward"):
+                return value()
+
+        return closure
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         _use_fake_parameters(patches, tracer, optimizer)
         running.append(tracer.in_phase("optimizer"))
         running[-1].__enter__()
+        given = {**kwargs, "closure": as_forward(kwargs["closure"])} if "closure" in kwargs else kwargs
+        return (*args[:1], *map(as_forward, args[1:2]), *args[2:]), given
 
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         running.pop().__exit__(None, None, None)
         name = type(optimizer).__name__
         tracer.guard.call("state's label", name, lambda: _label_state(tracer, optimizer), lambda: None)
         tracer.optimizer_steps += 1
+        tracer.module_calls_at_update = tracer.modules.completed
         if tracer.on_optimizer_step is not None:
             tracer.on_optimizer_step()
 

@@ -17,6 +17,7 @@ _STAGE_OF_KIND: dict[Kind, Stage] = {
     "buffer": "parameters",
     "gradient": "gradients",
     "optimizer state": "optimizer state",
+    "weight average": "weight averages",
     "batch": "batch",
     "workspace": "workspace",
 }
@@ -37,6 +38,7 @@ class PendingAllocation:
     step: int
     kind: Kind
     saved: bool = False
+    cloned: bool = False  # a copy of another tensor; of a parameter, perhaps to average it
 
     def finish(self) -> Allocation:
         return Allocation(

@@ -36,6 +36,7 @@ Place = Literal["gpu", "host"]
 Phase = Literal["setup", "forward", "backward", "optimizer"]
 
 _ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of every AccumulateGrad node
+_OF_MODEL = ("parameter", "buffer", "weight average")
 _KIND_OF_STAGE: dict[Stage, Kind] = {
     "batch": "batch",
     "backward": "temporary",
@@ -68,6 +69,7 @@ class Tracer:
         )
         self.optimizer_steps = 0  # so far, of all optimizers
         self.on_optimizer_step: Callable[[], None] | None = None
+        self.module_calls_at_update = -1  # that had completed when an optimizer last stepped
         self.modules = ModuleStack(self.recorder.mark)
         self.phase: Phase = "setup"
         self.step = 0
@@ -203,7 +205,16 @@ class Tracer:
             return site, path, "optimizer step"
         if self.phase == "setup":
             return site, path, "batch"
+        if self._averages_weights():
+            return site, path, "optimizer step"
         return site, path, "loss" if self._is_loss() else "forward activations"
+
+    def _averages_weights(self) -> bool:
+        """Between an optimizer step and the next module call, what is computed without gradients belongs to
+        the update: weight averages, mostly."""
+        return self.modules.completed == self.module_calls_at_update and not (
+            self.modules.inside_model or torch.is_grad_enabled()
+        )
 
     def mark_gradient(self, out: Any) -> None:
         """The result of an AccumulateGrad node is a gradient."""
@@ -226,13 +237,13 @@ class Tracer:
         names = self.modules.tensor_names()
         for tensor, (owner, kind) in names:
             allocation = self.recorder.allocation_of(tensor) if isinstance(tensor, FakeTensor) else None
-            if allocation is not None and allocation.kind not in ("parameter", "buffer"):
+            if allocation is not None and allocation.kind not in _OF_MODEL:
                 allocation.kind, allocation.module, allocation.op = kind, owner, kind
                 made_by = self.parameter_sites.get(tensor) or self.buffer_sites.get(tensor)
                 allocation.site = made_by or allocation.site
         for tensor in self.parameter_sites:
             allocation = self.recorder.allocation_of(tensor)
-            if allocation is not None and allocation.kind not in ("parameter", "buffer"):
+            if allocation is not None and allocation.kind not in _OF_MODEL:
                 allocation.kind, allocation.op = "parameter", "parameter"
         self.parameter_names = {id(tensor): owner for tensor, (owner, _) in names}
 
@@ -245,13 +256,21 @@ class Tracer:
     def record_in_place(self, tensor: torch.Tensor, op: str) -> None:
         """Record a tensor that `op` wrote into again, if its storage was resized."""
         self.recorder.record_tensor_resize(tensor, self._describe(op))
+        allocation = self.recorder.allocation_of(tensor)
+        if allocation is None or not allocation.cloned or allocation.during == "optimizer step":
+            return
+        if self.phase == "forward" and self._averages_weights():
+            allocation.kind = "weight average"
 
     def _describe(self, op: str) -> Describe:
         def describe(id: int, size: int, tensor: torch.Tensor) -> PendingAllocation:
             site, path, stage = self.attribution()
             kind = _KIND_OF_STAGE.get(stage, "activation")
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            return PendingAllocation(id, size, shape, dtype, op, path, site, stage, self.step, kind)
+            cloned = op == "aten.clone"
+            return PendingAllocation(
+                id, size, shape, dtype, op, path, site, stage, self.step, kind, cloned=cloned
+            )
 
         return describe
 
