@@ -27,10 +27,14 @@ from oomph.ops.common import autocast_enabled, can_accumulate_into_grad, matmul_
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.cross_entropy.api import PLAIN_LOGITS_BYTES, REDUCTIONS
 from oomph.ops.launch import is_fake
-from oomph.torch_internals import current_functorch_transform, parse_to
+from oomph.torch_internals import (
+    current_functorch_transform,
+    disable_dispatch_modes,
+    disable_torch_function,
+    parse_to,
+)
 
 _LOG_SOFTMAX = "aten._log_softmax"
-_TRANSPOSED = Tensor.mT.__get__  # type: ignore[attr-defined]
 
 
 class FusedLinearCrossEntropy(Fix):
@@ -209,12 +213,15 @@ class Logits(Expression):
             self.check_unchanged()
             loss = (_cross_entropy if name == "cross_entropy" else _nll_loss)(self, *rest, **options)
             return NotImplemented if loss is None else loss
-        step = _mT if func == _TRANSPOSED else _STEPS.get(name)
-        if step is None:
+        name = "mT" if func == Tensor.mT.__get__ else name  # type: ignore[attr-defined]
+        if name not in _STEPS and name not in _RESHAPES and name not in _PERMUTATIONS:
             return NotImplemented
         recording = self.recording and torch.is_grad_enabled()
         with torch.set_grad_enabled(recording):
-            changes = step(self, *rest, **options)
+            if name in _STEPS:
+                changes = _STEPS[name](self, *rest, **options)
+            else:
+                changes = (_reshaped if name in _RESHAPES else _permuted)(self, func, rest, options)
             if changes is None:
                 return NotImplemented
             return self.then(RecordedCall(func, (self, *rest), options), recording=recording, **changes)
@@ -246,33 +253,36 @@ def _to(logits: Logits, *args: Any, **kwargs: Any) -> Changes:
     return None if moves or memory_format is not None else _cast(logits, dtype or logits.dtype)
 
 
-def _sizes(given: Sequence[Any], named: Any = None) -> list[int] | None:
-    """Sizes or dimensions, given one by one or as one sequence."""
-    sizes = given if named is None else named
-    if len(sizes) == 1 and isinstance(sizes[0], Sequence):
-        sizes = sizes[0]
-    return list(sizes) if sizes and all(type(size) is int for size in sizes) else None
+_RESHAPES = frozenset(("view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"))
+_PERMUTATIONS = frozenset(("permute", "transpose", "swapaxes", "movedim", "mT"))
 
 
-def _reshape(logits: Logits, *sizes: Any, **named: Any) -> Changes:
-    wanted, total = _sizes(sizes, named.get("shape", named.get("size"))), math.prod(logits.shape)
-    if logits.classes_second or wanted is None or wanted.count(-1) > 1:
+def _reshaped(logits: Logits, func: Any, args: Args, kwargs: Kwargs) -> Changes:
+    """A reshape that leaves the last dimension whole is one of the hidden state."""
+    shape = _shape_of(logits, func, logits.shape, args, kwargs)
+    if shape is None or logits.classes_second or len(shape) < 1 or shape[-1] != logits.shape[-1]:
         return None
-    known = math.prod(size for size in wanted if size != -1)
-    if known <= 0:
-        return None
-    full = [total // known if size == -1 else size for size in wanted]
-    if math.prod(full) != total or full[-1] != logits.shape[-1]:
-        return None
-    return {"hidden": logits.hidden.reshape(*full[:-1], logits.hidden.shape[-1])}
+    return {"hidden": logits.hidden.reshape(*shape[:-1], logits.hidden.shape[-1])}
 
 
-def _flatten(logits: Logits, start_dim: int = 0, end_dim: int = -1) -> Changes:
-    n = len(logits.shape)
-    start, end = start_dim % n, end_dim % n
-    if logits.classes_second or start > end or (end == n - 1 and start != end):
+def _permuted(logits: Logits, func: Any, args: Args, kwargs: Kwargs) -> Changes:
+    n, classes = len(logits.shape), logits.classes_dim
+    sizes = _shape_of(logits, func, range(2, n + 2), args, kwargs)  # all different: shows where each went
+    order = [size - 2 for size in sizes or ()]
+    if not order or order.index(classes) not in (1, n - 1):
         return None
-    return {"hidden": logits.hidden.flatten(start, end)}
+    leading = [dim - (dim > classes) for dim in order if dim != classes]
+    second = order.index(classes) == 1 and n > 2
+    return {"hidden": logits.hidden.permute(*leading, n - 1), "classes_second": second}
+
+
+def _shape_of(logits: Logits, func: Any, shape: Any, args: Args, kwargs: Kwargs) -> torch.Size | None:
+    """The shape of the result for a tensor of this shape; None for errors, which torch reports."""
+    try:
+        with disable_torch_function(), disable_dispatch_modes():
+            return func(torch.empty(tuple(shape), device="meta"), *args, **kwargs).shape
+    except (RuntimeError, TypeError, IndexError):
+        return None
 
 
 def _getitem(logits: Logits, index: Any) -> Changes:
@@ -298,31 +308,6 @@ def _dimensions_indexed(part: Any) -> int | None:
     if isinstance(part, Tensor) and part.dtype in (torch.int64, torch.bool):
         return part.dim() if part.dtype == torch.bool else 1
     return None
-
-
-def _permute(logits: Logits, *dims: Any, **named: Any) -> Changes:
-    wanted, n = _sizes(dims, named.get("dims")), len(logits.shape)
-    order = [dim % n for dim in wanted if -n <= dim < n] if wanted is not None else []
-    if sorted(order) != list(range(n)) or order.index(logits.classes_dim) not in (1, n - 1):
-        return None
-    classes, place = logits.classes_dim, order.index(logits.classes_dim)
-    leading = [dim - (dim > classes) for dim in order if dim != classes]
-    return {"hidden": logits.hidden.permute(*leading, n - 1), "classes_second": place == 1 and n > 2}
-
-
-def _transpose(logits: Logits, *dims: int, **named: int) -> Changes:
-    pair = dims if len(dims) == 2 else (named.get("dim0"), named.get("dim1"))
-    n = len(logits.shape)
-    if not all(type(dim) is int and -n <= dim < n for dim in pair):
-        return None
-    order = list(range(n))
-    a, b = pair
-    order[a], order[b] = order[b], order[a]  # type: ignore[index]
-    return _permute(logits, order)
-
-
-def _mT(logits: Logits, *_: Any) -> Changes:
-    return _transpose(logits, -2, -1) if len(logits.shape) > 1 else None
 
 
 def _scale(logits: Logits, number: float) -> Changes:
@@ -358,13 +343,7 @@ _STEPS: dict[str, Callable[..., Changes]] = {
     "half": lambda logits: _cast(logits, torch.float16),
     "to": _to,
     "contiguous": lambda logits: {},
-    "view": _reshape,
-    "reshape": _reshape,
-    "flatten": _flatten,
     "__getitem__": _getitem,
-    "permute": _permute,
-    "transpose": _transpose,
-    "swapaxes": _transpose,
     "mul": _mul,
     "div": _div,
     "tanh": lambda logits: None if logits.capped or logits.normalized else {"capped": True},
