@@ -49,7 +49,7 @@ def some_parameters(*shapes, dtype=torch.float32):
 
 def converted(factory, parameters, state_format="float32", stochastic=False):
     made = factory(parameters)
-    return to_low_bit(made, fix="test", state_format=state_format, stochastic=stochastic, sgd=True)
+    return to_low_bit(made, state_format, stochastic=stochastic, fix="test")
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -218,20 +218,15 @@ def test_groups_schedulers_and_checkpoints_are_kept():
     one, two = nn.Parameter(torch.ones(64, 128)), nn.Parameter(torch.ones(3))
     made = torch.optim.AdamW([{"params": [one], "lr": 0.5}, {"params": [two]}], lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.1**step)
-    optimizer = to_low_bit(made, fix="test", state_format="8bit", stochastic=False, sgd=False)
+    optimizer = to_low_bit(made, "8bit", stochastic=False, fix="test")
     for parameter in (one, two):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     scheduler.step()  # does not complain that the optimizer it was given was never stepped
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.05, 0.01])
     saved = optimizer.state_dict()
-    fresh = to_low_bit(
-        torch.optim.AdamW([{"params": [one]}, {"params": [two]}]),
-        fix="x",
-        state_format="8bit",
-        stochastic=False,
-        sgd=False,
-    )
+    same = torch.optim.AdamW([{"params": [one]}, {"params": [two]}])
+    fresh = to_low_bit(same, "8bit", stochastic=False, fix="x")
     fresh.load_state_dict(saved)
     for parameter in (one, two):
         for key, value in optimizer.state[parameter].items():

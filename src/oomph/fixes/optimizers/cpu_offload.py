@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -14,24 +13,24 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.fixes.optimizers.conversion import (
-    check_independent_updates,
+    FUSED_KINDS,
+    OptimizerFix,
     hyperparameter,
     kind_of,
     mark_as_stepped,
     move_hooks,
-    with_converted_optimizer,
+    why_not_independent,
 )
 from oomph.fixes.optimizers.low_bit import LowBitOptimizer
-from oomph.fixes.registry import Fix, FixContext, Target, check_flag
+from oomph.fixes.registry import check_flag
 from oomph.units import MiB, parse_bytes
 from oomph.workload import Workload
 
 _ALIGNMENT = 64  # bytes
-_FUSED_ON_CPU = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 _DEVICE_OPTIONS = ("params", "fused", "foreach", "capturable")  # the host copies have their own
 
 
-class OptimizerCPUOffload(Fix):
+class OptimizerCPUOffload(OptimizerFix):
     name = "optimizer_cpu_offload"
     kind = "exact"
     changes = (
@@ -45,15 +44,7 @@ class OptimizerCPUOffload(Fix):
         "no_foreach": "the step runs on the host, one parameter at a time",
     }
 
-    def targets(self, context: FixContext) -> Iterable[Target]:
-        if context.optimizer is None:
-            return
-        try:
-            _check(context.optimizer, self.name, independent=False)
-        except UserError:
-            return
-        note = "the GPU waits for the step on the host, whose speed is only estimated"
-        yield Target(("optimizer",), {}, note)
+    note = "the GPU waits for the step on the host, whose speed is only estimated"
 
     def change_workload(
         self, workload: Workload, *_: Any, staging: str | int = 64 * MiB, independent: bool = False
@@ -65,19 +56,15 @@ class OptimizerCPUOffload(Fix):
         size = parse_bytes(staging)
         if size < 1:
             raise UserError(f"fix {self.name!r}: staging={staging!r} is not valid; give a size such as 64MiB")
-        convert = partial(_offloaded, fix=self.name, staging=size, independent=independent)
-        return with_converted_optimizer(workload, self.name, convert)
+        return self.converting(workload, staging=size, independent=independent)
 
+    def why_not(self, optimizer: Optimizer, *, independent: bool = False, **options: Any) -> str | None:
+        if isinstance(optimizer, CPUOffloadOptimizer | LowBitOptimizer):
+            return f"{kind_of(optimizer)} belongs to another fix and has its own step"
+        return why_not_independent(optimizer, independent)
 
-def _offloaded(optimizer: Optimizer, *, fix: str, staging: int, independent: bool) -> Optimizer:
-    _check(optimizer, fix, independent)
-    return CPUOffloadOptimizer(optimizer, staging, fix)
-
-
-def _check(optimizer: Optimizer, fix: str, independent: bool) -> None:
-    if isinstance(optimizer, CPUOffloadOptimizer | LowBitOptimizer):
-        raise UserError(f"fix {fix!r}: {kind_of(optimizer)} belongs to another fix and has its own step")
-    check_independent_updates(optimizer, fix, independent)
+    def convert(self, optimizer: Optimizer, *, staging: int = 0, **options: Any) -> Optimizer:
+        return CPUOffloadOptimizer(optimizer, staging, self.name)
 
 
 class CPUOffloadOptimizer(Optimizer):
@@ -150,7 +137,7 @@ class CPUOffloadOptimizer(Optimizer):
     def _copy_of(self, parameter: Tensor, group: dict[str, Any]) -> _HostCopy:
         copy = self._copies.get(parameter)
         if copy is None:
-            fused = type(self._inner) in _FUSED_ON_CPU
+            fused = type(self._inner) in FUSED_KINDS
             copy = self._copies[parameter] = _HostCopy(parameter, group, fused)
             self.state[parameter] = self._inner.state[copy.host]  # for checkpoints
         hyperparameter(group, "lr", self.fix)

@@ -13,53 +13,49 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.fixes.optimizers.conversion import (
-    check_independent_updates,
+    OptimizerFix,
     move_hooks,
     parameters_of,
-    with_converted_optimizer,
+    why_not_independent,
 )
-from oomph.fixes.registry import Fix, FixContext, Target, check_flag
+from oomph.fixes.registry import FixContext, Target, check_flag
 from oomph.workload import Workload
 
 
-class OptimizerInBackward(Fix):
+class OptimizerInBackward(OptimizerFix):
     name = "optimizer_in_backward"
     kind = "exact"
     changes = "Each parameter is updated as soon as its gradient is complete, and the gradient is freed."
     excludes: ClassVar = {"micro_batches": "a gradient is used and freed before the next part's is added"}
+    note = "excludes clipping by the global norm and gradient accumulation"
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        workload, optimizer = context.workload, context.optimizer
-        if optimizer is None or workload.accumulate > 1 or workload.micro_batches is not None:
-            return
-        try:
-            check_independent_updates(optimizer, self.name, independent=False)
-        except UserError:
-            return
-        note = "excludes clipping by the global norm and gradient accumulation"
-        yield Target(("optimizer",), {}, note)
+        return super().targets(context) if _why_not_at_once(context.workload) is None else []
 
     def change_workload(self, workload: Workload, *_: Any, independent: bool = False) -> Workload:
         """`independent`: the user says that an optimizer which is not torch's own updates each parameter
         independently."""
         check_flag(self.name, "independent", independent)
-        if workload.accumulate > 1:
+        why = _why_not_at_once(workload)
+        if why is not None:
             raise UserError(
-                f"fix {self.name!r}: the workload accumulates over {workload.accumulate} batches, and a "
-                "gradient is used and freed before the next is added to it"
+                f"fix {self.name!r}: {why}, and a gradient is used and freed before the next is added"
             )
-        if workload.micro_batches is not None:
-            raise UserError(
-                f"fix {self.name!r}: the workload's batch comes in {workload.micro_batches.parts} parts, and "
-                "a gradient is used and freed before the next part's is added to it"
-            )
-        convert = partial(_in_backward, fix=self.name, independent=independent)
-        return with_converted_optimizer(workload, self.name, convert)
+        return self.converting(workload, independent=independent)
+
+    def why_not(self, optimizer: Optimizer, *, independent: bool = False, **options: Any) -> str | None:
+        return why_not_independent(optimizer, independent)
+
+    def convert(self, optimizer: Optimizer, **options: Any) -> Optimizer:
+        return InBackwardOptimizer(optimizer)
 
 
-def _in_backward(optimizer: Optimizer, *, fix: str, independent: bool) -> Optimizer:
-    check_independent_updates(optimizer, fix, independent)
-    return InBackwardOptimizer(optimizer)
+def _why_not_at_once(workload: Workload) -> str | None:
+    if workload.accumulate > 1:
+        return f"the workload accumulates over {workload.accumulate} batches"
+    if workload.micro_batches is not None:
+        return f"the workload's batch comes in {workload.micro_batches.parts} parts"
+    return None
 
 
 class InBackwardOptimizer(Optimizer):

@@ -16,9 +16,9 @@ cannot be predicted, and it wants a tensor learning rate, which schedulers repla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -28,14 +28,15 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.fixes.optimizers.conversion import (
+    OptimizerFix,
     hyperparameter,
     kind_of,
     mark_as_stepped,
     move_hooks,
-    with_converted_optimizer,
+    parameters_of,
 )
 from oomph.fixes.precision import lacks_bfloat16
-from oomph.fixes.registry import Fix, FixContext, Target, check_choice
+from oomph.fixes.registry import FixContext, Target, check_choice
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.workload import Workload
 
@@ -52,7 +53,7 @@ State = dict[str, Any]
 Group = dict[str, Any]
 
 
-class Optimizer8Bit(Fix):
+class Optimizer8Bit(OptimizerFix):
     name = "optimizer_8bit"
     kind = "precision"
     changes = "Adam's two averages are stored in 8 bits, in blocks of 256 with a scale; updates stay float32."
@@ -61,16 +62,14 @@ class Optimizer8Bit(Fix):
         "no_foreach": "the 8-bit step already updates one parameter at a time",
     }
 
-    def targets(self, context: FixContext) -> Iterable[Target]:
-        if context.optimizer is not None and _why_not(context.optimizer, sgd=False) is None:
-            yield Target(("optimizer",))
+    def why_not(self, optimizer: Optimizer, **options: Any) -> str | None:
+        return _why_not(optimizer, (torch.optim.Adam, torch.optim.AdamW))
 
-    def change_workload(self, workload: Workload, *_: Any) -> Workload:
-        convert = partial(to_low_bit, fix=self.name, state_format="8bit", stochastic=False, sgd=False)
-        return with_converted_optimizer(workload, self.name, convert)
+    def convert(self, optimizer: Optimizer, **options: Any) -> Optimizer:
+        return to_low_bit(optimizer, "8bit", stochastic=False, fix=self.name)
 
 
-class StochasticRounding(Fix):
+class StochasticRounding(OptimizerFix):
     name = "stochastic_rounding"
     kind = "precision"
     changes = (
@@ -85,39 +84,38 @@ class StochasticRounding(Fix):
 
     def targets(self, context: FixContext) -> Iterable[Target]:
         optimizer = context.optimizer
-        if lacks_bfloat16(context) or optimizer is None:
+        if lacks_bfloat16(context) or optimizer is None or self.why_not(optimizer) is not None:
             return
-        if isinstance(optimizer, LowBitOptimizer):
-            if not optimizer.stochastic:
-                yield Target(("optimizer",), {}, "the optimizer's state keeps its format")
-        elif _why_not(optimizer, sgd=True) is None:
+        if not isinstance(optimizer, LowBitOptimizer):
             yield Target(("optimizer",), {"state": "bfloat16"})
             yield Target(("optimizer",), {"state": "float32"}, "the optimizer's averages stay float32")
+        elif not optimizer.stochastic:
+            yield Target(("optimizer",), {}, "the optimizer's state keeps its format")
 
     def change_workload(self, workload: Workload, *_: Any, state: str = "bfloat16") -> Workload:
         """`state`: the dtype of averages and momentum; 8-bit ones stay 8-bit."""
         check_choice(self.name, "state", state, ("bfloat16", "float32"))
-        convert = partial(to_low_bit, fix=self.name, state_format=state, stochastic=True, sgd=True)
-        workload = with_converted_optimizer(workload, self.name, convert)
-        return replace(workload, dtype=torch.bfloat16, autocast=None)
+        return replace(self.converting(workload, state=state), dtype=torch.bfloat16, autocast=None)
+
+    def why_not(self, optimizer: Optimizer, **options: Any) -> str | None:
+        if isinstance(optimizer, LowBitOptimizer):
+            return None
+        return _why_not(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD))
+
+    def convert(self, optimizer: Optimizer, *, state: str = "bfloat16", **options: Any) -> Optimizer:
+        return to_low_bit(optimizer, state, stochastic=True, fix=self.name)
 
 
-def to_low_bit(
-    optimizer: Optimizer, *, fix: str, state_format: str, stochastic: bool, sgd: bool
-) -> Optimizer:
+def to_low_bit(optimizer: Optimizer, state_format: str, *, stochastic: bool, fix: str) -> Optimizer:
     """The same optimizer as a LowBitOptimizer. One that already is keeps its state's format."""
     if isinstance(optimizer, LowBitOptimizer):
         optimizer.stochastic = optimizer.stochastic or stochastic
         return optimizer
-    why = _why_not(optimizer, sgd)
-    if why is not None:
-        raise UserError(f"fix {fix!r}: {why}")
     kind = LowBitSGD if type(optimizer) is torch.optim.SGD else LowBitAdam
     return kind(optimizer, state_format, stochastic, fix)
 
 
-def _why_not(optimizer: Optimizer, sgd: bool) -> str | None:
-    kinds = (torch.optim.Adam, torch.optim.AdamW, *((torch.optim.SGD,) if sgd else ()))
+def _why_not(optimizer: Optimizer, kinds: Sequence[type[Optimizer]]) -> str | None:
     if type(optimizer) not in kinds:
         valid = ", ".join(kind.__name__ for kind in kinds)
         return f"the optimizer is {kind_of(optimizer)}; valid: {valid} of torch.optim"
@@ -253,8 +251,7 @@ class LowBitOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         # torch casts state to the parameter's dtype; this state has its own.
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for number, parameter in zip(numbers, parameters_of(self), strict=True):
             for key, value in state_dict["state"].get(number, {}).items():
                 device = "cpu" if key == "step" else parameter.device
                 self.state[parameter][key] = value.to(device, copy=True)
