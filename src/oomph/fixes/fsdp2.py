@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
@@ -17,7 +16,6 @@ from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import NamedModule, block_names, blocks, has_data
 from oomph.fixes.registry import Fix, FixContext, Target, check_flag, check_whole_number
-from oomph.records import Proposal
 from oomph.units import format_bytes
 
 _SHARDED_STAGES = ("parameters", "gradients", "optimizer state")
@@ -30,22 +28,15 @@ class FSDP2(Fix):
     changes = "Parameters, gradients and optimizer state are sharded over the ranks by FSDP2."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        names = tuple(block_names(context.model))
-        if names and not _is_sharded(context.model):
-            for ranks in _PROPOSED_RANKS:
-                yield Target(names, {"ranks": ranks})
-
-    def proposals(self, context: FixContext) -> list[Proposal]:
         """Savings are computed: one process cannot trace several ranks."""
+        names = tuple(block_names(context.model))
+        if not names or _is_sharded(context.model):
+            return
         held = sum(size for stage, size in context.prediction.by_stage() if stage in _SHARDED_STAGES)
         gathered = 2 * _largest_block(context.model)  # the block that runs, and the prefetched next one
-        found = []
-        for proposal in super().proposals(context):
-            ranks = proposal.options["ranks"]
-            saving = held - held // ranks - gathered
+        for ranks in _PROPOSED_RANKS:
             note = f"computed: 1/{ranks} of {format_bytes(held)} stays on a rank"
-            found.append(replace(proposal, saving=saving, note=note))
-        return found
+            yield Target(names, {"ranks": ranks}, note, saving=held - held // ranks - gathered)
 
     def change_model(
         self,

@@ -20,15 +20,13 @@ from torch import Tensor, nn
 from oomph.errors import ArgumentError, UserError
 from oomph.fixes.journal import Journal, WrappedForward
 from oomph.fixes.lazy_tensor import Args, Expression, Kwargs, RecordedCall, lazy_tensor
-from oomph.fixes.modules import is_plain_linear, is_plain_parameter, module_at, name_of, names_option
+from oomph.fixes.modules import is_plain_call, is_plain_linear, module_at, name_of, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops import common
 from oomph.ops.common import autocast_enabled, can_accumulate_into_grad, matmul_dtype
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.cross_entropy.api import PLAIN_LOGITS_BYTES, REDUCTIONS
-from oomph.ops.launch import is_fake
 from oomph.torch_internals import (
-    current_functorch_transform,
     disable_dispatch_modes,
     disable_torch_function,
     parse_to,
@@ -98,22 +96,11 @@ def _lazy_head(
 
 
 def _can_be_lazy(head: nn.Linear, hidden: Any) -> bool:
-    """Whether eager code with plain tensors calls; tracers and transforms get the logits at once."""
-    if not (type(hidden) in (Tensor, nn.Parameter) or is_fake(hidden)):
-        return False
-    if hidden.dim() < 1 or hidden.shape[-1] != head.in_features or hidden.numel() == 0:
-        return False
-    dtypes = {hidden.dtype, head.weight.dtype, *(() if head.bias is None else (head.bias.dtype,))}
     return (
-        hidden.is_floating_point()
-        and (len(dtypes) == 1 or (autocast_enabled(hidden) and torch.float64 not in dtypes))
-        and hidden.device == head.weight.device
-        and is_plain_parameter(head.weight)
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
+        is_plain_call(head, hidden)
+        and hidden.numel() > 0
         and not torch.is_inference_mode_enabled()
         and not hidden.is_inference()
-        and current_functorch_transform() is None
     )
 
 

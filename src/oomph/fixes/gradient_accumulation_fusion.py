@@ -14,19 +14,16 @@ from torch import Tensor, nn
 from oomph.errors import UserError
 from oomph.fixes.fused_linear_cross_entropy import accumulating_forward, is_fused
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import is_plain_linear, is_plain_parameter, module_at, names_option
+from oomph.fixes.modules import is_plain_call, is_plain_linear, module_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops.common import (
     accumulates_into_grad,
-    autocast_enabled,
     has_hooks,
     matmul_dtype,
     matmul_into,
     no_autocast,
     refuse_second_derivatives,
 )
-from oomph.ops.launch import is_fake
-from oomph.torch_internals import current_functorch_transform
 
 _LARGE = 1 / 8  # of the largest weight: smaller temporaries never make the peak
 
@@ -100,21 +97,7 @@ def _linear(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _applies(linear: nn.Linear, x: Any) -> bool:
-    """Eager code with plain tensors, and dtypes that F.linear accepts; torch handles the rest."""
-    if not torch.is_grad_enabled() or not (type(x) in (Tensor, nn.Parameter) or is_fake(x)) or x.dim() < 1:
-        return False
-    dtypes = {x.dtype, linear.weight.dtype, *(() if linear.bias is None else (linear.bias.dtype,))}
-    return (
-        linear.weight.requires_grad
-        and is_plain_parameter(linear.weight)
-        and x.is_floating_point()
-        and x.shape[-1] == linear.in_features
-        and (len(dtypes) == 1 or (autocast_enabled(x) and torch.float64 not in dtypes))
-        and x.device == linear.weight.device
-        and not torch.compiler.is_compiling()
-        and not torch.jit.is_tracing()
-        and current_functorch_transform() is None
-    )
+    return torch.is_grad_enabled() and linear.weight.requires_grad and is_plain_call(linear, x)
 
 
 class _LinearAccumulatingGrad(torch.autograd.Function):

@@ -13,7 +13,8 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.torch_internals import FakeTensor
+from oomph.ops.common import autocast_enabled
+from oomph.torch_internals import FakeTensor, current_functorch_transform
 
 _CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's, timm's
 
@@ -185,6 +186,26 @@ def is_plain_linear(module: nn.Module) -> bool:
         and is_plain_parameter(module.weight)
         and not hasattr(module, "parametrizations")
         and "forward" not in vars(module)
+    )
+
+
+def is_plain_call(linear: nn.Linear, x: Any) -> bool:
+    """Whether eager code calls the layer with a plain tensor, in dtypes that F.linear accepts.
+
+    Tracers, transforms of torch.func and errors are left to torch.
+    """
+    if not (type(x) in (torch.Tensor, nn.Parameter) or isinstance(x, FakeTensor)) or x.dim() < 1:
+        return False
+    dtypes = {x.dtype, linear.weight.dtype, *(() if linear.bias is None else (linear.bias.dtype,))}
+    return (
+        x.is_floating_point()
+        and x.shape[-1] == linear.in_features
+        and (len(dtypes) == 1 or (autocast_enabled(x) and torch.float64 not in dtypes))
+        and x.device == linear.weight.device
+        and is_plain_parameter(linear.weight)
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and current_functorch_transform() is None
     )
 
 

@@ -35,8 +35,8 @@ APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
     ("training_changes", "SmallerVocabulary"),
     ("training_changes", "SmallerBatch"),
     ("training_changes", "ShorterSequence"),
-    ("precision", "BFloat16Parameters"),
-    ("precision", "Autocast"),
+    ("workload_settings", "BFloat16Parameters"),
+    ("workload_settings", "Autocast"),
     ("shared_buffers", "SharedBuffers"),
     ("shared_rotary_embedding", "SharedRotaryEmbedding"),
     ("attn_implementation", "AttnImplementation"),
@@ -57,7 +57,7 @@ APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
     ("optimizers.in_backward", "OptimizerInBackward"),
     ("optimizers.cpu_offload", "OptimizerCPUOffload"),
     ("optimizers.conversion", "SetToNone"),
-    ("allocator", "Allocator"),
+    ("workload_settings", "Allocator"),
     ("fsdp2", "FSDP2"),
 )
 
@@ -169,7 +169,8 @@ class Target:
     where: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-    condition: str = ""  # of the proposal
+    condition: str = ""  # that the user must check for the fix to be exact
+    saving: int | None = None  # computed, where it cannot be predicted
 
 
 class Fix:
@@ -208,6 +209,7 @@ class Fix:
                 target.where,
                 dict(target.options),
                 target.note,
+                saving=target.saving,
                 condition=target.condition,
             )
             for target in self.targets(context)

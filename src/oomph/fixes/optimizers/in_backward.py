@@ -38,9 +38,7 @@ class OptimizerInBackward(OptimizerFix):
         check_flag(self.name, "independent", independent)
         why = _why_not_at_once(workload)
         if why is not None:
-            raise UserError(
-                f"fix {self.name!r}: {why}, and a gradient is used and freed before the next is added"
-            )
+            raise UserError(f"fix {self.name!r}: {why}, and a gradient is freed before the next is added")
         return self.converting(workload, independent=independent)
 
     def why_not(self, optimizer: Optimizer, *, independent: bool = False, **options: Any) -> str | None:

@@ -35,8 +35,8 @@ from oomph.fixes.optimizers.conversion import (
     move_hooks,
     parameters_of,
 )
-from oomph.fixes.precision import lacks_bfloat16
 from oomph.fixes.registry import FixContext, Target, check_choice
+from oomph.fixes.workload_settings import lacks_bfloat16
 from oomph.ops.launch import Kernels, why_not_triton
 from oomph.workload import Workload
 
