@@ -1,6 +1,6 @@
 """How far the predicted `reserved` may be off, as a share of it, from what was measured.
 
-The shares come from benchmarks/results/margins.csv (`python -m benchmarks.accuracy margins`), which compares
+The shares come from benchmarks/results/margins.csv (`python -m benchmarks.accuracy.margins`), which compares
 predicted and measured `reserved` of every class of programs. A program of several classes gets the largest.
 """
 

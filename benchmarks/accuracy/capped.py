@@ -1,0 +1,335 @@
+"""Run training steps in processes that may reserve no more than was predicted, plus the margin.
+
+python -m benchmarks.accuracy.capped [names...]            # on a GPU; results/capped_<gpu>.csv
+python -m benchmarks.accuracy.capped --list | --dry-run    # anywhere: the cases; or their predictions only
+
+A case is a workload of the accuracy benchmark, one with half of its batch, or one with a fix. Every case is
+predicted, then run in a fresh process under torch.cuda.set_per_process_memory_fraction, several at a time.
+One that fails, or that had to release cached memory, runs again without the cap: how much did it want?
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS
+
+_PRELOAD = [
+    "torch",
+    "transformers",
+    "oomph.fixes",
+    "oomph.measurement.measure",
+    "benchmarks.accuracy.workloads",
+]
+_TOO_SLOW_TO_BUILD = (
+    "llama1b-bf16",
+    "llama1b-bf16-ckpt",
+    "llama1b-sgd",
+)  # a billion random numbers on the host
+_FIXED = (
+    "gpt2-fp32",
+    "gpt2-autocast",
+    "gpt2-clip-accumulate",
+    "pythia70m",
+    "llama-padded",
+    "llama-eager-4096",
+    "mistral-sliding",
+    "gemma3-text",
+    "phi-autocast",
+    "nanogpt-autocast",
+    "bert-mlm-fp32",
+    "vit-b16-autocast",
+)
+_FIXES = (
+    "activation_checkpointing",
+    "activation_offloading",
+    "fused_linear_cross_entropy",
+    "tiled_mlp",
+    "micro_batches:parts=2",
+    "optimizer_in_backward",
+    "optimizer_8bit",
+    "bf16_parameters",
+    "activation_checkpointing + fused_linear_cross_entropy",
+)
+_SECONDS = 180  # that one process may take
+_CONTEXT = 2**30  # bytes that a process takes beside the allocator, at most
+_HALF = "half batch"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case. Sizes in bytes."""
+
+    workload: str
+    change: str  # "", "half batch" or fixes
+    gpu: str
+    torch: str
+    classes: str  # that the margin follows from
+    predicted_allocated: int
+    predicted_reserved: int
+    margin: int
+    margin_percent: float
+    ran: bool | None = None  # within the cap; None: not run, or failed for another reason
+    retries: int = 0  # times that the allocator released its cache to stay within the cap
+    measured_allocated: int | None = None
+    measured_reserved: int | None = None  # without the cap, if the cap was reached
+    reserved_error_percent: float | None = None
+    error: str = ""
+
+
+def cases() -> list[tuple[str, str]]:
+    """(workload, change), the unchanged ones first."""
+    from benchmarks.accuracy.workloads import ALL
+    from oomph.workload import Workload
+
+    usable = [name for name in ALL if name not in _TOO_SLOW_TO_BUILD]
+    halved = [name for name in usable if isinstance(ALL[name].target, Workload)][::2]
+    return [
+        *((name, "") for name in usable),
+        *((name, fix) for fix in _FIXES for name in _FIXED),
+        *((name, _HALF) for name in halved),
+    ]
+
+
+def target_of(workload: str, change: str) -> Any:
+    from benchmarks.accuracy.workloads import ALL
+
+    target: Any = ALL[workload].target
+    if change == _HALF:
+        return replace(target, batch=_half(target.batch))
+    if change:
+        from oomph.fixes import apply
+
+        return apply(change.split(" + "), target)
+    return target
+
+
+def _half(batch: Callable[..., Any]) -> Callable[..., Any]:
+    """The first half of every tensor that has as many rows as the first one."""
+
+    def make(device: Any, **sizes: int) -> Any:
+        whole = batch(device, **sizes)
+        rows = len(next(iter(whole.values())))
+        if rows < 2:
+            return whole
+        halves = {
+            key: value[: rows // 2].clone() if len(value) == rows else value for key, value in whole.items()
+        }
+        return halves
+
+    return make
+
+
+# ---------------------------------------------------------------------------- in a process of its own
+
+
+def predict_here(workload: str, change: str, gpu: str) -> dict[str, Any]:
+    import torch
+
+    import oomph
+    from oomph import gpus
+    from oomph.prediction.margin import classes
+
+    torch.set_num_threads(1)
+    found = oomph.predict(target_of(workload, change), gpu=gpu)
+    row = Row(
+        workload,
+        change,
+        gpu,
+        torch.__version__,
+        ", ".join(classes(found.allocations, gpus.find(gpu), torch.__version__)),
+        found.peak.allocated,
+        found.peak.reserved,
+        found.margin,
+        round(100 * found.margin / found.peak.reserved, 3),
+    )
+    return asdict(row)
+
+
+def run_here(workload: str, change: str, cap: int | None, history: Path | None) -> dict[str, Any]:
+    """Three steps on the GPU; `cap`: what the allocator may reserve; `history`: a file for its trace."""
+    import torch
+
+    from benchmarks.accuracy.gpu_runs import _prepared
+    from oomph.measurement.measure import CudaMeter, allocator_set_to, observe
+    from oomph.torch_internals import CUDA_RECORD_MEMORY_HISTORY
+    from oomph.workload import Workload
+
+    torch.set_num_threads(2)
+    target = _prepared(target_of(workload, change))
+    device = torch.device("cuda", 0)
+    total = torch.cuda.get_device_properties(device).total_memory
+    if cap is not None:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (cap + 1) / total), device)
+    if history is not None:
+        getattr(*CUDA_RECORD_MEMORY_HISTORY)(context=None, max_entries=10**6)
+    settings = target.allocator if isinstance(target, Workload) else None
+    with allocator_set_to(settings, device):
+        readings = observe(target, device, 3, CudaMeter(device))
+    if history is not None:
+        traced = torch.cuda.memory._snapshot()["device_traces"][0]
+        acts = [(one["action"], one["addr"], one["size"], one["stream"]) for one in traced]
+        history.write_bytes(gzip.compress(json.dumps(acts).encode()))
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "measured_allocated": max(reading.peak for reading in readings if reading.step),
+        "measured_reserved": max(reading.reserved for reading in readings if reading.step),
+        "retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+    }
+
+
+def _child(pipe: Any, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    import torch
+
+    try:
+        pipe.send(function(*arguments))
+    except torch.cuda.OutOfMemoryError as error:
+        pipe.send({"oom": str(error).split(". ")[0]})
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:300]})
+    pipe.close()
+    os._exit(0)  # nothing of torch's needs to be taken down
+
+
+def _in_process(context: Any, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(theirs, function, arguments))
+    process.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(_SECONDS) else {"error": f"took more than {_SECONDS} s"}
+    except EOFError:
+        return {"error": "the process died"}
+    finally:
+        process.kill()
+        process.join()
+
+
+# ---------------------------------------------------------------------------------------- all of them
+
+
+class _Memory:
+    """Bytes of the GPU that the running processes share."""
+
+    def __init__(self, size: int) -> None:
+        self._free = size
+        self._changed = threading.Condition()
+
+    def take(self, size: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._free >= size)
+            self._free -= size
+
+    def give_back(self, size: int) -> None:
+        with self._changed:
+            self._free += size
+            self._changed.notify_all()
+
+
+def run_all(
+    wanted: Sequence[tuple[str, str]], gpu: str, jobs: int, dry: bool, histories: Path | None
+) -> Iterator[Row]:
+    from oomph import gpus
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    memory = _Memory(gpus.find(gpu).memory - 2 * 2**30)
+    turn = threading.BoundedSemaphore(jobs)
+
+    def on_gpu(row: Row, cap: int | None, history: Path | None = None) -> dict[str, Any]:
+        size = int(1.1 * row.predicted_reserved) + _CONTEXT
+        with turn:
+            memory.take(size)
+            try:
+                return _in_process(context, run_here, row.workload, row.change, cap, history)
+            finally:
+                memory.give_back(size)
+
+    def one(case: tuple[str, str]) -> Row:
+        found = _in_process(context, predict_here, *case, gpu)
+        if found.get("error"):
+            return Row(*case, gpu, "", "", 0, 0, 0, 0.0, error=found["error"])
+        row = Row(**found)
+        if dry:
+            return row
+        measured = on_gpu(row, row.predicted_reserved + row.margin)
+        if "error" in measured:
+            return replace(row, error=measured["error"])
+        row = replace(row, ran="oom" not in measured, error=measured.pop("oom", ""))
+        row = replace(row, **measured)
+        if not row.ran or row.retries:
+            name = f"{row.workload}-{row.change}".replace(" ", "").replace(":", "-").replace("+", "-")
+            uncapped = on_gpu(row, None, histories and histories / f"{name}.json.gz")
+            if "error" in uncapped or "oom" in uncapped:
+                return row
+            row = replace(row, **{**uncapped, "retries": row.retries})
+        off = 100 * (row.predicted_reserved / row.measured_reserved - 1) if row.measured_reserved else None
+        return replace(row, reserved_error_percent=None if off is None else round(off, 3))
+
+    with ThreadPoolExecutor(2 * jobs) as pool:
+        yield from pool.map(one, wanted)
+
+
+def summary(rows: Sequence[Row]) -> str:
+    judged = [row for row in rows if row.ran is not None]
+    failed = [f"{row.workload} {row.change}".strip() for row in judged if not row.ran]
+    margins = sorted(row.margin_percent for row in rows if row.margin)
+    text = f"{len(judged)} capped runs, {len(failed)} failed {failed}"
+    if margins:
+        text += f"; margins median {margins[len(margins) // 2]:.2f} %, worst {margins[-1]:.2f} %"
+    return f"{text}; {sum(bool(row.retries) for row in judged)} released cached memory"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="workloads (default: all)")
+    parser.add_argument("--gpu", default="h200", help="the catalogue's name of this machine's GPU")
+    parser.add_argument("--jobs", type=int, default=8, help="processes on the GPU at a time")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--history", type=Path, help="folder for the allocator's traces of runs over the cap")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--dry-run", action="store_true", help="predict and run nothing")
+    given = parser.parse_args()
+    wanted = [case for case in cases() if not given.names or case[0] in given.names]
+    if given.list:
+        print("\n".join(f"{name:28} {change}".rstrip() for name, change in wanted))
+        return 0
+    began = time.perf_counter()
+    out = given.out or RESULTS / f"capped_{given.gpu}.csv"
+    rows: list[Row] = []
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        for row in run_all(wanted, given.gpu, given.jobs, given.dry_run, given.history):
+            rows.append(row)
+            if row.error and row.ran is None:
+                print(f"{row.workload} {row.change}: {row.error}", flush=True)
+                continue
+            writer.writerow(asdict(row))
+            file.flush()
+            off = "" if row.reserved_error_percent is None else f"{row.reserved_error_percent:+.2f} %"
+            state = {True: "ran", False: "FAILED", None: ""}[row.ran]
+            print(
+                f"{row.workload} {row.change}: {row.predicted_reserved >> 20} MiB, margin "
+                f"{row.margin_percent:.2f} %, {state} {off} {row.retries or ''}",
+                flush=True,
+            )
+    print(f"{summary(rows)}; {time.perf_counter() - began:.0f} s")
+    return 0 if all(row.ran is not False for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
