@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import json
 import multiprocessing
 import os
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,7 @@ _FIXES = (
 )
 _SECONDS = 180  # that one process may take
 _CONTEXT = 2**30  # bytes that a process takes beside the allocator, at most
+_RECORDED = 4 * 2**20  # bytes above the prediction from which a run's trace is kept
 _HALF = "half batch"
 
 
@@ -159,8 +160,8 @@ def predict_here(workload: str, change: str, gpu: str) -> dict[str, Any]:
     return asdict(row)
 
 
-def run_here(workload: str, change: str, cap: int | None, history: Path | None) -> dict[str, Any]:
-    """Three steps on the GPU; `cap`: what the allocator may reserve; `history`: a file for its trace."""
+def run_here(workload: str, change: str, cap: int | None, history: bool) -> dict[str, Any]:
+    """Three steps on the GPU; `cap`: what the allocator may reserve; `history`: return its trace."""
     import torch
 
     from benchmarks.accuracy.gpu_runs import _prepared
@@ -174,20 +175,18 @@ def run_here(workload: str, change: str, cap: int | None, history: Path | None) 
     total = torch.cuda.get_device_properties(device).total_memory
     if cap is not None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, (cap + 1) / total), device)
-    if history is not None:
+    if history:
         getattr(*CUDA_RECORD_MEMORY_HISTORY)(context=None, max_entries=10**6)
     settings = target.allocator if isinstance(target, Workload) else None
     with allocator_set_to(settings, device):
         readings = observe(target, device, 3, CudaMeter(device))
-    if history is not None:
-        traced = torch.cuda.memory._snapshot()["device_traces"][0]
-        acts = [(one["action"], one["addr"], one["size"], one["stream"]) for one in traced]
-        history.write_bytes(gzip.compress(json.dumps(acts).encode()))
+    acts = torch.cuda.memory._snapshot()["device_traces"][0] if history else []
     return {
         "gpu": torch.cuda.get_device_name(device),
         "measured_allocated": max(reading.peak for reading in readings if reading.step),
         "measured_reserved": max(reading.reserved for reading in readings if reading.step),
         "retries": torch.cuda.memory_stats(device).get("num_alloc_retries", 0),
+        "history": [(act["action"], act["addr"], act["size"], act["stream"]) for act in acts],
     }
 
 
@@ -247,9 +246,9 @@ def run_all(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     memory = _Memory(gpus.find(gpu).memory - 2 * 2**30)
-    turn = threading.BoundedSemaphore(jobs)
+    turn, lock = threading.BoundedSemaphore(jobs), threading.Lock()
 
-    def on_gpu(row: Row, cap: int | None, history: Path | None = None) -> dict[str, Any]:
+    def on_gpu(row: Row, cap: int | None, history: bool = False) -> dict[str, Any]:
         size = int(1.1 * row.predicted_reserved) + _CONTEXT
         with turn:
             memory.take(size)
@@ -268,19 +267,26 @@ def run_all(
         measured = on_gpu(row, row.predicted_reserved + row.margin)
         if "error" in measured:
             return replace(row, error=measured["error"])
-        row = replace(row, ran="oom" not in measured, error=measured.pop("oom", ""))
-        row = replace(row, **measured)
-        if not row.ran or row.retries:
-            name = f"{row.workload}-{row.change}".replace(" ", "").replace(":", "-").replace("+", "-")
-            uncapped = on_gpu(row, None, histories and histories / f"{name}.json.gz")
-            if "error" in uncapped or "oom" in uncapped:
-                return row
-            row = replace(row, **{**uncapped, "retries": row.retries})
+        row = _measured(replace(row, ran="oom" not in measured, error=measured.get("oom", "")), measured)
+        above = (row.measured_reserved or 0) - row.predicted_reserved
+        if not row.ran or row.retries or (histories and above >= _RECORDED):
+            again = on_gpu(row, None, histories is not None)
+            if histories is not None and again.get("history"):
+                with lock, zipfile.ZipFile(histories, "a", zipfile.ZIP_DEFLATED) as file:
+                    file.writestr(f"{row.workload}/{row.change}.json", json.dumps(again["history"]))
+            row = _measured(row, {**again, "retries": row.retries})
         off = 100 * (row.predicted_reserved / row.measured_reserved - 1) if row.measured_reserved else None
         return replace(row, reserved_error_percent=None if off is None else round(off, 3))
 
     with ThreadPoolExecutor(2 * jobs) as pool:
-        yield from pool.map(one, wanted)
+        for done in as_completed([pool.submit(one, case) for case in wanted]):
+            yield done.result()
+
+
+def _measured(row: Row, found: dict[str, Any]) -> Row:
+    return replace(
+        row, **{key: value for key, value in found.items() if hasattr(row, key) and key != "error"}
+    )
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -299,7 +305,11 @@ def main() -> int:
     parser.add_argument("--gpu", default="h200", help="the catalogue's name of this machine's GPU")
     parser.add_argument("--jobs", type=int, default=8, help="processes on the GPU at a time")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--history", type=Path, help="folder for the allocator's traces of runs over the cap")
+    parser.add_argument(
+        "--history",
+        type=Path,
+        help="ZIP file for the allocator's traces of runs that needed more than predicted",
+    )
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="predict and run nothing")
     given = parser.parse_args()
