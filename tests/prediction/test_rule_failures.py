@@ -101,6 +101,10 @@ def results_of_kernels() -> None:
     for out in (None, wide):
         torch.mm(half, half, out_dtype=torch.float32, out=out)
         torch.addmm(wide, half, half, out_dtype=torch.float32, out=out)
+    halves, wides = half[None], wide[None]
+    for out in (None, wides):
+        torch.bmm(halves, halves, out_dtype=torch.float32, out=out)
+        torch.baddbmm(wides, halves, halves, out_dtype=torch.float32, out=out)
 
 
 def composites() -> None:

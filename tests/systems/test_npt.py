@@ -178,13 +178,13 @@ def test_in_half_precision_gradients_err_no_more_than_plain_autograds(precision)
 
 def test_in_float16_small_errors_over_many_tokens_still_give_gradients():
     h, attention, noise = torch.randn(3, 16, 128, 64)
+    weights = built().state_dict()  # torch 2.11 draws other random numbers in float16
     found = {}
     for made, precision in (("backward", "no"), ("forward", "fp16"), ("backward", "fp16")):
-        torch.manual_seed(0)
         optimization = NPTOptimization(mixed_precision=precision)
         model = replace(TINY, gradients=made, regularization=0.0, optimization=optimization).build()
+        model.load_state_dict(weights)
         layer = model.np_layers[0]
-        nn.init.normal_(layer.np_component.B, std=0.3)
         with torch.no_grad():  # a mean over 131,072 elements, each off by a hundredth
             inputs = [each.to(optimization.dtype) for each in (h, attention)]
             target = layer.student(*inputs).float() + 0.01 * noise

@@ -182,8 +182,8 @@ def no_autocast(x: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 def autocast_enabled(x: Tensor) -> bool:
     kind = x.device.type
-    # Devices without autocast, such as meta, raise an error when asked whether it is enabled.
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    # Without autocast, meta raises an error. torch 2.11 cannot compile torch.amp.is_autocast_available.
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 # Matrix products into existing memory ----------------------------------------------------------------

@@ -157,7 +157,7 @@ DTYPE_CHECKS: dict[OpOverload, Callable[[BoundArguments], None]] = {
     **dict.fromkeys((aten.addmm.default, aten.addmm_.default, aten.addmm.out), _addmm),
     **dict.fromkeys((aten.addmm.dtype, aten.addmm.dtype_out), _addmm),
     **dict.fromkeys((aten.addbmm.default, aten.addbmm_.default), _addbmm),
-    **dict.fromkeys((aten.bmm.default, aten.bmm.out), _bmm),
+    **dict.fromkeys((aten.bmm.default, aten.bmm.out, aten.bmm.dtype, aten.bmm.dtype_out), _bmm),
     aten.mv.default: _mv,
     aten.convolution.default: _convolution,
     **dict.fromkeys((aten.native_layer_norm.default, aten.native_group_norm.default), _normalization),

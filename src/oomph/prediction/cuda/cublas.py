@@ -17,7 +17,10 @@ aten = torch.ops.aten
 _MATRIX_PRODUCTS = aten_ops("""
     mm.default addmm.default addmm_.default bmm.default baddbmm.default baddbmm_.default addbmm.default
     _addmm_activation.default mv.default addmv.default dot.default _euclidean_dist.default
-    _scaled_mm.default mm.out addmm.out bmm.out mm.dtype mm.dtype_out addmm.dtype addmm.dtype_out
+    _scaled_mm.default mm.out addmm.out bmm.out
+""")
+_PRODUCTS_IN_WIDER_DTYPE = aten_ops("""
+    mm.dtype mm.dtype_out addmm.dtype addmm.dtype_out bmm.dtype bmm.dtype_out baddbmm.dtype baddbmm.dtype_out
 """)
 # cublasLt's own, beside cuBLAS's: the default of CUBLASLT_WORKSPACE_SIZE, as measured on an H200.
 _CUBLASLT_BYTES = 1 << 20
@@ -48,7 +51,7 @@ class CublasWorkspaces:
 
     def allocate(self, func: OpOverload, args: Sequence[Any]) -> None:
         """The workspaces that the op is the first of its thread to need."""
-        if func not in _MATRIX_PRODUCTS:
+        if func not in _MATRIX_PRODUCTS and func not in _PRODUCTS_IN_WIDER_DTYPE:
             return
         self._hold("cublas workspace", cublas_workspace_bytes(self._tracer.gpu.capability))
         if func in (aten.addmm.default, aten._addmm_activation.default) and _adds_bias_in_epilogue(*args[:3]):
@@ -66,11 +69,11 @@ def _adds_bias_in_epilogue(bias: torch.Tensor, left: torch.Tensor, right: torch.
     return bias.dim() == 1 and bias.is_contiguous() and min(*left.shape, *right.shape) > 1
 
 
-@cuda_kernel(aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out)
+@cuda_kernel(*_PRODUCTS_IN_WIDER_DTYPE)
 def _product_in_wider_dtype(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Half-precision matrices with a float32 product: CUDA only, and torch 2.11 cannot fake them."""
+    """Half-precision matrices with a float32 product: CUDA only, and torch cannot fake all of them."""
     if "out" in kwargs:
         return kwargs["out"]
-    left, right = args[-3:-1]  # mm: left, right, dtype; addmm: added, left, right, dtype
-    shape, dtype = [left.shape[0], right.shape[1]], args[-1]
+    left, right, dtype = args[-3:]  # mm: left, right, dtype; addmm: added, left, right, dtype
+    shape = [*left.shape[:-1], right.shape[-1]]
     return fake(aten.empty.memory_format, (shape,), {"dtype": dtype, "device": torch.device("cpu")})

@@ -292,7 +292,7 @@ class ValueEstimates:
     ) -> Any:
         """The result of an op whose shape depends on values. Rule: one-hot masks select about their share
         (experts are balanced); of everything else all is selected, the largest that the result can be."""
-        if torch.Tag.out in func.tags and "out" in kwargs:
+        if func._schema.is_mutable and "out" in kwargs:
             options = {name: value for name, value in kwargs.items() if name != "out"}
             result = self.data_dependent_result(fake, func.overloadpacket.default, args, options)
             return fake(aten.resize_.default, (kwargs["out"], list(result.shape)), {})
