@@ -11,8 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomph.ops.common import Choice, log_choice, matmul_dtype, no_autocast, no_compile
-from oomph.ops.launch import Kernels
+from oomph.ops.common import Choice, Kernels, log_choice, matmul_dtype, no_autocast, no_compile
 
 KERNELS = Kernels("a.module.that.does.not.exist")
 

@@ -22,8 +22,8 @@ from kernel_calls import CALLS
 from torch import Tensor
 
 import oomph
-from oomph.ops import launch
-from oomph.ops.launch import Kernels
+from oomph.ops import common as launch
+from oomph.ops.common import Kernels
 
 pytest.importorskip("triton")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import oomph
-from oomph.ops.launch import interpreted
+from oomph.ops.common import interpreted
 
 pytest.importorskip("triton")
 

@@ -37,7 +37,7 @@ from oomph.fixes.lazy_tensor import (
 )
 from oomph.fixes.modules import modules_with_code, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
-from oomph.ops.launch import is_fake
+from oomph.ops.common import is_fake
 from oomph.ops.softmax_attention import attention
 from oomph.records import Allocation, Prediction
 from oomph.torch_internals import FakeTensor

@@ -24,8 +24,7 @@ from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 
 from oomph.errors import UserError
 from oomph.fixes.journal import WrappedForward, module_of
-from oomph.ops.common import no_compile, refuse_second_derivatives
-from oomph.ops.launch import is_fake
+from oomph.ops.common import is_fake, no_compile, refuse_second_derivatives
 from oomph.torch_internals import (
     DisableTorchFunctionSubclass,
     current_function_modes,

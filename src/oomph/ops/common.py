@@ -1,11 +1,14 @@
-"""What all ops share: argument checks, the choice of an implementation, dtypes under autocast, matrix
-products into existing memory, accumulation of gradients into `.grad`, and how torch.compile skips an op.
+"""What all ops share: argument checks, the choice of an implementation, launches of Triton kernels, dtypes
+under autocast, matrix products into existing memory, autograd, and how torch.compile skips an op.
 """
 
 import contextlib
 import functools
+import importlib
+import importlib.util
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from oomph import torch_internals
 from oomph.errors import ArgumentError
-from oomph.ops.launch import is_fake
+from oomph.torch_internals import FakeTensor
 from oomph.units import parse_bytes
 
 P = ParamSpec("P")
@@ -162,6 +165,115 @@ def log_choice(op: str, choice: Choice) -> Choice:
     return choice
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether the tensor has a shape but no data, as in a prediction."""
+    return isinstance(tensor, FakeTensor)
+
+
+def why_not_triton(tensor: Tensor) -> str | None:
+    """Why kernels cannot run on this tensor; None where they can."""
+    if is_fake(tensor):
+        return None if tensor.device.type == "cuda" else f"the tensors are on {tensor.device.type}"
+    if not _triton_is_installed():
+        return "Triton is not installed (pip install 'oomph[kernels]')"
+    if tensor.device.type == "cuda" or interpreted():
+        return None
+    return f"the tensors are on {tensor.device.type}"
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU. Slow; for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+# Triton kernels --------------------------------------------------------------------------------------
+#
+# A prediction runs the same Python code on fake tensors. Everything around a kernel (checks, allocations,
+# matrix products) happens as in a run; in place of the kernel, an op without effect shows its tensors to the
+# trace. So a trace makes the allocations of a real run, can estimate how long the kernel takes, and needs
+# neither a GPU nor Triton.
+
+Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
+
+
+class Kernels:
+    """The Triton kernels of one module, which is imported when the first of them is launched on real data."""
+
+    def __init__(self, module: str) -> None:
+        self._module = module
+        self._imported: dict[str, Any] = {}
+
+    def launch(
+        self,
+        name: str,
+        grid: Grid,
+        *arguments: Any,
+        flops: float = 0.0,
+        passes: float = 1.0,
+        efficiency: float = 0.0,
+        **constants: Any,
+    ) -> None:
+        """Launch kernel `name` on the device of its first argument; on fake tensors, show it to the trace.
+
+        Arguments that the kernel will not read, given its constants, may be None. For predictions of its
+        time: `flops` of its matrix products; their `efficiency` as a share of the GPU's nominal rate, where
+        it was measured; the number of `passes` over its tensors, below 1 where it reads a part of them.
+        """
+        tensor = arguments[0]
+        if isinstance(tensor, FakeTensor):
+            tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+            costs = float(flops), float(passes), float(efficiency)
+            _kernel_op()(tensors, f"{self._module}.{name}", *costs)
+            return
+        kernel = self._imported.get(name)
+        if kernel is None:
+            kernel = self._imported[name] = getattr(importlib.import_module(self._module), name)
+        # Triton launches kernels on the current device, which may not be that of the tensors.
+        if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+            with torch.cuda.device(tensor.device):
+                kernel[grid](*arguments, **constants)
+        else:
+            kernel[grid](*arguments, **constants)
+
+
+@functools.cache
+def _kernel_op() -> Callable[..., None]:
+    """oomph::kernel, an op without effect or result, which a trace sees as it sees every op."""
+    library = torch.library.Library("oomph", "FRAGMENT")
+    library.define("kernel(Tensor[] tensors, str name, float flops, float passes, float efficiency) -> ()")
+    library.impl("kernel", lambda *arguments: None, "CompositeExplicitAutograd")
+    _libraries.append(library)
+    op: Callable[..., None] = torch.ops.oomph.kernel.default
+    return op
+
+
+_libraries: list[torch.library.Library] = []  # an op lives as long as the library that defines it
+
+
+def power_of_two(size: int, least: int = 1) -> int:
+    """The smallest that is not below `size` and `least`."""
+    return max(least, 1 << max(0, size - 1).bit_length())
+
+
+def contiguous_rows(x: Tensor) -> Tensor:
+    """A copy where the last dimension is not contiguous, as the gradient of a sum is not (it is expanded)."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def strided(x: Tensor) -> tuple[Tensor, int, int, int]:
+    """A tensor of four dimensions whose rows are contiguous, and its other strides."""
+    return x, x.stride(0), x.stride(1), x.stride(2)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 # Autocast and dtypes ---------------------------------------------------------------------------------
 
 
@@ -184,6 +296,11 @@ def autocast_enabled(x: Tensor) -> bool:
     kind = x.device.type
     # Without autocast, meta raises an error. torch 2.11 cannot compile torch.amp.is_autocast_available.
     return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums: float32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 # Matrix products into existing memory ----------------------------------------------------------------

@@ -15,8 +15,7 @@ import torch
 import oomph
 from oomph.errors import ArgumentError
 from oomph.nn import RotaryEmbedding
-from oomph.ops.common import explain
-from oomph.ops.launch import interpreted
+from oomph.ops.common import explain, interpreted
 from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_table
 from oomph.units import MiB
 

@@ -37,7 +37,7 @@ from oomph.fixes.optimizers.conversion import (
 )
 from oomph.fixes.registry import FixContext, Target, check_choice
 from oomph.fixes.workload_settings import lacks_bfloat16
-from oomph.ops.launch import Kernels, why_not_triton
+from oomph.ops.common import Kernels, why_not_triton
 from oomph.workload import Workload
 
 BLOCK = 256  # numbers that share a scale

@@ -12,13 +12,26 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import Choice, explained_by, log_choice, matmul_dtype, no_autocast, no_compile
+from oomph.ops.common import (
+    Choice,
+    explained_by,
+    log_choice,
+    matmul_dtype,
+    no_autocast,
+    no_compile,
+    why_not_triton,
+)
 from oomph.ops.cross_entropy import vocab_parallel
-from oomph.ops.cross_entropy.autograd import LinearCrossEntropy, plain_linear_cross_entropy
-from oomph.ops.cross_entropy.chunked import DEFAULT_BUDGET, LogitTileShape, TiledLoss, choose_tile_shape
+from oomph.ops.cross_entropy.chunked import (
+    DEFAULT_BUDGET,
+    LinearCrossEntropy,
+    LogitTileShape,
+    TiledLoss,
+    choose_tile_shape,
+    plain_linear_cross_entropy,
+)
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions, linear_cross_entropy_reference
 from oomph.ops.cross_entropy.rows import make_token_rows, shift_left
-from oomph.ops.launch import why_not_triton
 from oomph.units import MiB, counted, format_bytes
 
 IMPLS = ("auto", "plain", "chunked", "triton", "reference")

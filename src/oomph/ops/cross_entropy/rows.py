@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from oomph.ops.common import Kernels
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions
-from oomph.ops.launch import Kernels
 
 _KERNELS = Kernels("oomph.ops.cross_entropy.kernels")
 

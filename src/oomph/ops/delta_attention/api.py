@@ -12,12 +12,19 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_autocast, no_compile
+from oomph.ops.common import (
+    ASKED_FOR,
+    Choice,
+    explained_by,
+    log_choice,
+    no_autocast,
+    no_compile,
+    why_not_triton,
+)
 from oomph.ops.delta_attention import chunked, launch
 from oomph.ops.delta_attention.autograd import ChunkedOptions, chunked_kda, triton_kda
 from oomph.ops.delta_attention.reference import dense_scan, dense_updates, kda_reference
 from oomph.ops.delta_attention.segments import plan_batch, plan_packed, tokens_per_segment
-from oomph.ops.launch import why_not_triton
 
 MODES = ("auto", "sequential", "scan", "chunked")
 IMPLS = ("auto", "torch", "triton", "reference")

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oomph.ops.common import Kernels, interpreted, power_of_two
 from oomph.ops.delta_attention.segments import MemoryCosts
-from oomph.ops.launch import Kernels, interpreted
 from oomph.units import KiB
 
 _INTRA = Kernels("oomph.ops.delta_attention.kernels_intra")
@@ -128,10 +128,6 @@ def _packed_chunks(cu_seqlens: Tensor, chunks: int) -> PackedChunks:
     rows = (cu_seqlens[sequence + 1] - start).clamp_(0, CHUNK)
     sequence_chunk = torch.cat([ends.new_zeros(1), ends])
     return PackedChunks(start.int(), rows.int(), sequence_chunk.int())
-
-
-def _power_of_two(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
 
 
 # Memory ----------------------------------------------------------------------------------------------
@@ -282,7 +278,7 @@ class KDALauncher:
             segment.first, segment.chunks, sizes.tokens, sizes.heads, *scratch.rows,
             *inputs.strides("01234"),
             DK=sizes.dk,
-            BLOCK_K=min(_PREPARE_TILE.keys, _power_of_two(sizes.dk)),
+            BLOCK_K=min(_PREPARE_TILE.keys, power_of_two(sizes.dk, 16)),
             LEVELS=sizes.levels,
             PARTS=_parts(inputs.log_alpha.dtype),
             WHOLE_KEYS=scratch.whole_keys,
@@ -316,7 +312,7 @@ class KDALauncher:
             *self._sequence_tables(),
             segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
             DK=sizes.dk,
-            BLOCK_K=_power_of_two(sizes.dk),
+            BLOCK_K=power_of_two(sizes.dk, 16),
             WHOLE_KEYS=scratch.whole_keys,
             HAS_INITIAL=inputs.initial_state is not None,
             OUTPUT=o is not None,
@@ -348,7 +344,7 @@ class KDALauncher:
             *self._sequence_tables(),
             segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
             DK=sizes.dk,
-            BLOCK_K=_power_of_two(sizes.dk),
+            BLOCK_K=power_of_two(sizes.dk, 16),
             WHOLE_KEYS=scratch.whole_keys,
             HAS_FINAL=grad_final is not None,
             HAS_INITIAL=grad_initial is not None,
@@ -410,7 +406,7 @@ class KDALauncher:
                 sizes.batch * sizes.tokens * sizes.heads,
                 *inputs.strides("0134"),
                 DK=sizes.dk,
-                BLOCK_K=min(_KEYS_TILE.keys, _power_of_two(sizes.dk)),
+                BLOCK_K=min(_KEYS_TILE.keys, power_of_two(sizes.dk, 16)),
                 LEVELS=sizes.levels,
                 PARTS=_parts(inputs.log_alpha.dtype),
                 # Sums of gradients cancel: they keep twice the bits of the result, where possible.
@@ -440,7 +436,7 @@ class KDALauncher:
         return tile
 
     def _value_block(self, tile: KDATileSizes) -> dict[str, int]:
-        return {"DV": self.sizes.dv, "BLOCK_V": min(tile.values, _power_of_two(self.sizes.dv))}
+        return {"DV": self.sizes.dv, "BLOCK_V": min(tile.values, power_of_two(self.sizes.dv, 16))}
 
     def _cost(
         self,
@@ -486,7 +482,7 @@ def new_beta_parts(inputs: KernelInputs, sizes: KernelSizes) -> Tensor:
 
 
 def _key_slices(dk: int) -> int:
-    return -(-dk // min(_KEYS_TILE.keys, _power_of_two(dk)))
+    return -(-dk // min(_KEYS_TILE.keys, power_of_two(dk, 16)))
 
 
 def _parts(dtype: torch.dtype, extra: int = 0) -> int:

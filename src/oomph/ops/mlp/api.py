@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import Choice, explained_by, log_choice, matmul_dtype, no_compile
-from oomph.ops.launch import why_not_triton
+from oomph.ops.common import Choice, explained_by, log_choice, matmul_dtype, no_compile, why_not_triton
 from oomph.ops.mlp.autograd import TiledMLPConfig, mlp_in_tiles
 from oomph.ops.mlp.generic import checkpoint_in_tiles
 from oomph.ops.mlp.weights import MLPWeights, NotRecognised, mlp_reference, recognise

@@ -16,8 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, matmul_into, no_autocast, refuse_second_derivatives
-from oomph.ops.launch import Kernels
+from oomph.ops.common import (
+    Kernels,
+    OpFunction,
+    matmul_into,
+    no_autocast,
+    refuse_second_derivatives,
+    wide_dtype,
+)
 from oomph.ops.mlp.weights import MLPWeights, activate
 
 _KERNELS = Kernels("oomph.ops.mlp.kernels")
@@ -213,11 +219,6 @@ def spans(tokens: int, rows: int) -> Iterator[tuple[int, int]]:
     """(start, stop) of every tile; one empty tile where there are no tokens."""
     for start in range(0, max(tokens, 1), rows):
         yield start, min(start + rows, tokens)
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums over tiles are kept in: fp32, or float64 where the inputs are."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 # Matrix products -------------------------------------------------------------------------------------

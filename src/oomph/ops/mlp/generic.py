@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from oomph.errors import ArgumentError
-from oomph.ops.common import OpFunction, refuse_second_derivatives
-from oomph.ops.mlp.autograd import spans, wide_dtype
+from oomph.ops.common import OpFunction, refuse_second_derivatives, wide_dtype
+from oomph.ops.mlp.autograd import spans
 
 AutocastSettings = list[tuple[str, torch.dtype, bool]]
 GeneratorStates = tuple[Tensor, list[int], list[Tensor]]

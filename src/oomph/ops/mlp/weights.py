@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from oomph import torch_internals
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.launch import is_fake
+from oomph.ops.common import is_fake
 
 # "gelu" is the exact one (erf), "gelu_tanh" its usual approximation.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")

@@ -21,8 +21,8 @@ from oomph.ops.common import (
     matmul_dtype,
     no_autocast,
     no_compile,
+    why_not_triton,
 )
-from oomph.ops.launch import why_not_triton
 from oomph.ops.modulation import autograd
 from oomph.ops.modulation.weights import Int8Weight, is_torchao
 from oomph.units import MiB, counted

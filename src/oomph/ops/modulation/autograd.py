@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, no_autocast, refuse_second_derivatives
-from oomph.ops.launch import Kernels
+from oomph.ops.common import Kernels, OpFunction, no_autocast, power_of_two, refuse_second_derivatives
 from oomph.ops.modulation import weights
 
 _KERNELS = Kernels("oomph.ops.modulation.kernels")
@@ -182,7 +181,7 @@ def _products_with_g(
         ROUNDS=-(-tokens // (programs * tile.rows)),
         BLOCK_N=tile.rows,
         BLOCK_F=tile.columns,
-        R=max(16, 1 << (rank - 1).bit_length()),  # the tensor cores' minimum
+        R=power_of_two(rank, 16),  # the tensor cores' minimum
         # Float32 operands keep their 24 bits; for 16-bit ones the setting has no meaning.
         PRECISION="ieee" if g_Nf.dtype == torch.float32 else "tf32",
         num_warps=tile.warps,

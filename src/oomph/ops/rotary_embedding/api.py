@@ -11,6 +11,7 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops.common import (
     Choice,
+    Kernels,
     OpFunction,
     check_flags,
     check_floating,
@@ -21,8 +22,9 @@ from oomph.ops.common import (
     explained_by,
     log_choice,
     no_compile,
+    power_of_two,
+    why_not_triton,
 )
-from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.rotary_embedding.table import RotaryTable, Scaling, check_positions, rotary_table
 from oomph.units import MiB
 
@@ -204,8 +206,8 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOption
         cos, sin = cos.contiguous(), sin.contiguous()
         table_strides = cos.stride()
     pairs = cos.shape[-1]
-    pairs_block = _power_of_two(pairs)
-    token_block = max(1, min(_PAIRS_PER_PROGRAM // pairs_block, _power_of_two(tokens)))
+    pairs_block = power_of_two(pairs)
+    token_block = max(1, min(_PAIRS_PER_PROGRAM // pairs_block, power_of_two(tokens)))
     token_blocks = -(-tokens // token_block)
     head_groups = -(-heads // _HEADS_PER_PROGRAM)
     copied = size - 2 * pairs
@@ -222,7 +224,7 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOption
         PAIRS=pairs,
         PAIRS_BLOCK=pairs_block,
         COPIED=copied,
-        COPIED_BLOCK=_power_of_two(copied),
+        COPIED_BLOCK=power_of_two(copied),
         TOKENS=token_block,
         HEADS=_HEADS_PER_PROGRAM,
         COPIES_HEADS=options.heads is not None,
@@ -230,10 +232,6 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOption
         INVERSE=options.inverse,
     )
     return out
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(0, number - 1).bit_length()
 
 
 def rotary_dim(head_dim: int, fraction: float) -> int:

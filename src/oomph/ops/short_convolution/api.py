@@ -14,15 +14,18 @@ from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.common import (
     Choice,
+    Kernels,
     OpFunction,
     choose_triton_or_torch,
+    contiguous_rows,
     explained_by,
     log_choice,
     no_autocast,
     no_compile,
+    power_of_two,
     refuse_second_derivatives,
+    why_not_triton,
 )
-from oomph.ops.launch import Kernels, why_not_triton
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
 IMPLS = ("auto", "reference", "chunked", "triton")
@@ -134,7 +137,7 @@ class _ShortConvolution(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, x_BSC: Tensor, weight_C1K: Tensor, unit_size: int | None) -> Tensor:  # type: ignore[override]
-        x_BSC, weight_C1K = _with_unit_stride(x_BSC), weight_C1K.contiguous()
+        x_BSC, weight_C1K = contiguous_rows(x_BSC), weight_C1K.contiguous()
         batch, rows, channels = x_BSC.shape
         taps = weight_C1K.shape[2]
         tokens = rows - taps + 1
@@ -158,7 +161,7 @@ class _ShortConvolution(OpFunction):
         refuse_second_derivatives("short_convolution")
         x_BSC, weight_C1K = ctx.saved_tensors
         want_x, want_weight, _ = ctx.needs_input_grad
-        grad_BTC = _with_unit_stride(grad_BTC)
+        grad_BTC = contiguous_rows(grad_BTC)
         (batch, rows, channels), taps = x_BSC.shape, weight_C1K.shape[2]
         grad_x_BSC = x_BSC.new_empty(batch, rows, channels)
         size, constants = _tile_constants(channels, ctx.unit_size, _BACKWARD_TILE)
@@ -185,7 +188,7 @@ class _ShortConvolution(OpFunction):
 def _tile_constants(channels: int, unit_size: int | None, tile: int) -> tuple[int, dict[str, Any]]:
     """The channels of a program, and its compile-time constants."""
     size = min(_CHANNELS, channels) if unit_size is None else unit_size
-    block = max(16, 1 << (size - 1).bit_length())
+    block = power_of_two(size, 16)
     return size, {
         "SIZE": size,
         "UNIT": unit_size is not None,
@@ -201,7 +204,3 @@ def _rounds(rows: int, block: int) -> int:
     while rounds < _ROUNDS and rounds * block < rows:
         rounds *= 2
     return rounds
-
-
-def _with_unit_stride(x: Tensor) -> Tensor:
-    return x if x.stride(2) == 1 else x.contiguous()

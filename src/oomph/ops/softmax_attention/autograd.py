@@ -10,8 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, no_compile, refuse_second_derivatives
-from oomph.ops.launch import Kernels, why_not_triton
+from oomph.ops.common import (
+    Kernels,
+    OpFunction,
+    contiguous_rows,
+    no_compile,
+    power_of_two,
+    refuse_second_derivatives,
+    strided,
+    why_not_triton,
+)
 from oomph.ops.softmax_attention.arguments import AttentionArguments
 from oomph.ops.softmax_attention.biases import BiasFunction, LocalityBias
 
@@ -121,7 +129,7 @@ class _TritonAttention(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, a: AttentionArguments, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (_contiguous_rows(tensor) for tensor in (q, k, v))
+        q, k, v = (contiguous_rows(tensor) for tensor in (q, k, v))
         out = torch.empty_like(q) if v.shape[3] == q.shape[3] else q.new_empty((*q.shape[:3], v.shape[3]))
         lse_BHQ = q.new_empty(q.shape[:3], dtype=torch.float32)
         launch = _LaunchArguments(a, q, k, v)
@@ -129,7 +137,7 @@ class _TritonAttention(OpFunction):
         _KERNELS.launch(
             "attention_forward",
             (launch.query_programs(tile),),
-            *(*_strided(q), *_strided(k), *_strided(v), *_strided(out), lse_BHQ, *launch.common),
+            *(*strided(q), *strided(k), *strided(v), *strided(out), lse_BHQ, *launch.common),
             flops=launch.flops(2),
             **launch.constants(tile),
         )
@@ -144,18 +152,18 @@ class _TritonAttention(OpFunction):
         q, k, v, out, lse_BHQ, key_lengths, key_mask, *_ = ctx.saved_tensors
         a = replace(ctx.arguments, q=q, k=k, v=v, key_lengths=key_lengths, key_mask=key_mask)
         _, want_q, want_k, want_v = ctx.needs_input_grad
-        grad = _contiguous_rows(grad_out)
+        grad = contiguous_rows(grad_out)
         delta_BHQ = torch.empty_like(lse_BHQ)
         batch, heads, queries, head_size = out.shape
         _KERNELS.launch(
             "attention_delta",
             (batch * heads * -(-queries // _DELTA_ROWS),),
-            *(*_strided(out), *_strided(grad), delta_BHQ, queries, heads, head_size),
+            *(*strided(out), *strided(grad), delta_BHQ, queries, heads, head_size),
             ROWS=_DELTA_ROWS,
-            BLOCK_E=_power_of_two(head_size),
+            BLOCK_E=power_of_two(head_size, _MIN_TILE),
         )
         launch = _LaunchArguments(a, q, k, v)
-        inputs = (*_strided(q), *_strided(k), *_strided(v), *_strided(grad))
+        inputs = (*strided(q), *strided(k), *strided(v), *strided(grad))
         rest = (lse_BHQ, delta_BHQ, *launch.common)
         dq = dk = dv = None
         if want_q:
@@ -163,7 +171,7 @@ class _TritonAttention(OpFunction):
             _KERNELS.launch(
                 "attention_dq",
                 (launch.query_programs(tile),),
-                *(*inputs, *_strided(dq), *rest),
+                *(*inputs, *strided(dq), *rest),
                 flops=launch.flops(3),
                 **launch.constants(tile),
             )
@@ -172,7 +180,7 @@ class _TritonAttention(OpFunction):
             _KERNELS.launch(
                 "attention_dkdv",
                 (launch.key_programs(tile),),
-                *(*inputs, *_strided(dk), *_strided(dv), *rest),
+                *(*inputs, *strided(dk), *strided(dv), *rest),
                 flops=launch.flops(4),
                 **launch.constants(tile),
             )
@@ -191,7 +199,7 @@ class _LaunchArguments:
             window = 0 if pattern.kind == "global" else min(pattern.window, all_blocks)
             stride = min(pattern.stride, all_blocks)
         self.has_global = pattern is not None and pattern.kind != "local"
-        self.padded_sizes = (_power_of_two(q.shape[3]), _power_of_two(v.shape[3]))
+        self.padded_sizes = (power_of_two(q.shape[3], _MIN_TILE), power_of_two(v.shape[3], _MIN_TILE))
         # q stands in for tensors that a kernel, given its constants, does not read.
         lengths = q if a.key_lengths is None else a.key_lengths
         key_mask = q if a.key_mask is None else a.key_mask.contiguous()
@@ -252,15 +260,3 @@ def _batched(points: Tensor) -> tuple[Tensor, int]:
     """Points [d, N] or [B, d, N], and their batch stride."""
     points = points.contiguous()
     return points, points.stride(0) if points.dim() == 3 else 0
-
-
-def _strided(tensor: Tensor) -> tuple[Tensor, int, int, int]:
-    return tensor, tensor.stride(0), tensor.stride(1), tensor.stride(2)
-
-
-def _contiguous_rows(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(3) == 1 else tensor.contiguous()
-
-
-def _power_of_two(size: int) -> int:
-    return max(_MIN_TILE, 1 << (size - 1).bit_length())

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, no_autocast, no_compile, refuse_second_derivatives
-from oomph.ops.launch import is_fake
+from oomph.ops.common import OpFunction, is_fake, no_autocast, no_compile, refuse_second_derivatives
 from oomph.ops.softmax_attention.arguments import AttentionArguments, to_4d
 from oomph.ops.softmax_attention.biases import LocalityBias
 from oomph.units import MiB

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from oomph import torch_internals
-from oomph.ops.common import OpFunction, no_compile, refuse_second_derivatives
-from oomph.ops.launch import is_fake, why_not_triton
+from oomph.ops.common import OpFunction, is_fake, no_compile, refuse_second_derivatives, why_not_triton
 from oomph.ops.softmax_attention.arguments import AttentionArguments
 from oomph.ops.softmax_attention.biases import BiasFunction
 

@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, refuse_second_derivatives
-from oomph.ops.launch import Kernels, why_not_triton
+from oomph.ops.common import (
+    Kernels,
+    OpFunction,
+    cdiv,
+    contiguous_rows,
+    power_of_two,
+    refuse_second_derivatives,
+    strided,
+    why_not_triton,
+)
 from oomph.ops.sparse_attention import selection
 from oomph.ops.sparse_attention.arguments import NSAConfig
 from oomph.ops.sparse_attention.selection import (
@@ -22,9 +30,6 @@ from oomph.ops.sparse_attention.selection import (
     RowValues,
     SelectedAttention,
     TileConfig,
-    cdiv,
-    power_of_two,
-    strided,
 )
 
 _KERNELS = Kernels("oomph.ops.sparse_attention.kernels_window")
@@ -61,7 +66,7 @@ class SparseAttention(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, config: NSAConfig, grad_enabled: bool, *tensors: Tensor) -> Tensor:
-        q, k, v, ck, cv = (_contiguous_rows(x) for x in tensors[:5])
+        q, k, v, ck, cv = (contiguous_rows(x) for x in tensors[:5])
         gates = [gate.contiguous() for gate in tensors[5:]]
         needs_backward = grad_enabled and any(ctx.needs_input_grad)
         compressed_band, window_band = _bands(q, config)
@@ -84,7 +89,7 @@ class SparseAttention(OpFunction):
         lse_cmp, lse_slc, lse_win, chosen = saved
         config: NSAConfig = ctx.config
         _, _, want_q, want_k, want_v, want_ck, want_cv, *want_gates = ctx.needs_input_grad
-        grad = _contiguous_rows(grad)
+        grad = contiguous_rows(grad)
         delta_cmp, delta_slc, delta_win = selection.branch_deltas(grad, compressed, selected, windowed)
         rows_cmp = RowValues(lse_cmp, delta_cmp, _heads_first(gate_cmp))
         rows_win = RowValues(lse_win, delta_win, _heads_first(gate_win))
@@ -119,10 +124,6 @@ class SparseAttention(OpFunction):
             delta_slc.to(gate_slc.dtype) if want_gates[1] else None,
             delta_win.transpose(1, 2).to(gate_win.dtype) if want_gates[2] else None,
         )
-
-
-def _contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
 def _heads_first(gate: Tensor) -> Tensor:

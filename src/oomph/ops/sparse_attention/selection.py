@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.launch import Kernels
+from oomph.ops.common import Kernels, cdiv, power_of_two, strided
 from oomph.ops.sparse_attention.arguments import NSAConfig
 from oomph.units import KiB, MiB
 
@@ -40,19 +40,6 @@ class RowValues(NamedTuple):
     lse: Tensor
     delta: Tensor
     gate: Tensor
-
-
-def strided(x: Tensor) -> tuple[Tensor, int, int, int]:
-    """A tensor [B, T, heads, D] whose rows are contiguous, and its other strides."""
-    return x, x.stride(0), x.stride(1), x.stride(2)
-
-
-def power_of_two(size: int, least: int = 1) -> int:
-    return max(least, 1 << (size - 1).bit_length()) if size > 1 else least
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 # Which blocks are selected ---------------------------------------------------------------------------

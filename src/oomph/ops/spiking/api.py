@@ -7,9 +7,16 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import Choice, choose_triton_or_torch, explained_by, log_choice, no_compile
-from oomph.ops.launch import why_not_triton
-from oomph.ops.spiking.autograd import LIFConstants, LIFGate, wide_dtype
+from oomph.ops.common import (
+    Choice,
+    choose_triton_or_torch,
+    explained_by,
+    log_choice,
+    no_compile,
+    why_not_triton,
+    wide_dtype,
+)
+from oomph.ops.spiking.autograd import LIFConstants, LIFGate
 from oomph.ops.spiking.reference import lif_gate_reference
 
 IMPLS = ("auto", "reference", "chunked", "triton")

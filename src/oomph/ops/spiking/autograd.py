@@ -18,8 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, no_autocast, refuse_second_derivatives
-from oomph.ops.launch import Kernels
+from oomph.ops.common import (
+    Kernels,
+    OpFunction,
+    contiguous_rows,
+    no_autocast,
+    refuse_second_derivatives,
+    wide_dtype,
+)
 from oomph.units import MiB
 
 
@@ -30,10 +36,6 @@ class LIFConstants:
     decay: float
     threshold: float
     surrogate_beta: float
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 class LIFGate(OpFunction):
@@ -200,7 +202,7 @@ def _triton_forward(
 ) -> Tensor:
     """As _torch_forward."""
     batch, tokens, channels = drive_BTN.shape
-    drive_BTN = _with_unit_stride(drive_BTN)
+    drive_BTN = contiguous_rows(drive_BTN)
     membrane_BN = drive_BTN.new_empty(batch, channels, dtype=wide_dtype(drive_BTN.dtype))
     if membrane_BN.numel():
         _KERNELS.launch(
@@ -227,7 +229,7 @@ def _triton_backward(
     """As _torch_backward."""
     (slope_BTN, before_BTN, decay_N), (grad_spikes_BTN, grad_membrane_BN) = saved, grads
     batch, tokens, channels = slope_BTN.shape
-    grad_spikes_BTN = None if grad_spikes_BTN is None else _with_unit_stride(grad_spikes_BTN)
+    grad_spikes_BTN = None if grad_spikes_BTN is None else contiguous_rows(grad_spikes_BTN)
     grad_drive_BTN = torch.empty_like(slope_BTN)
     grad_initial_BN = slope_BTN.new_empty(batch, channels, dtype=wide_dtype(slope_BTN.dtype))
     grad_decay_BN = None if before_BTN is None else torch.empty_like(grad_initial_BN)
@@ -259,8 +261,3 @@ def _compile_constants(wide: torch.dtype, channels: int) -> dict[str, Any]:
         # at other steps than on the CPU.
         "enable_fp_fusion": False,
     }
-
-
-def _with_unit_stride(x_BTN: Tensor) -> Tensor:
-    """A copy where channels are not contiguous, as the gradient of a sum is not (it is expanded)."""
-    return x_BTN if x_BTN.stride(2) == 1 else x_BTN.contiguous()

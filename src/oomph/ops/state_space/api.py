@@ -6,8 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import Choice, choose_triton_or_torch, explained_by, log_choice, no_autocast, no_compile
-from oomph.ops.launch import why_not_triton
+from oomph.ops.common import (
+    Choice,
+    choose_triton_or_torch,
+    explained_by,
+    log_choice,
+    no_autocast,
+    no_compile,
+    why_not_triton,
+)
 from oomph.ops.state_space import reference
 from oomph.ops.state_space.arguments import ScanArguments, ScanOptions
 from oomph.ops.state_space.autograd import SelectiveScan, round_up_chunk, why_not_kernels

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, no_autocast, refuse_second_derivatives
-from oomph.ops.launch import Kernels
+from oomph.ops.common import Kernels, OpFunction, no_autocast, power_of_two, refuse_second_derivatives
 from oomph.ops.state_space import chunked
 from oomph.ops.state_space.arguments import PerInput, ScanInputs, ScanOptions, ScanSizes
 
@@ -90,8 +89,8 @@ class StateTile:
 
 def state_tile(d: int, n: int) -> StateTile:
     """Wide in channels, because the partial sums of dB and dC take n / channels of x's size each."""
-    padded_n = _power_of_two(n)
-    channels = min(64, _power_of_two(d))
+    padded_n = power_of_two(n)
+    channels = min(64, power_of_two(d))
     warps = max(1, channels * padded_n // 256)
     return StateTile(channels, padded_n, warps)
 
@@ -314,7 +313,3 @@ def _sum(parts: Tensor | None, of: Tensor | None, dims: tuple[int, ...]) -> Tens
     if all(parts.shape[dim] == 1 for dim in dims):
         return parts.view(of.shape).to(of.dtype)
     return parts.sum(dim=dims).to(of.dtype)
-
-
-def _power_of_two(size: int) -> int:
-    return 1 << max(0, size - 1).bit_length()

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops.common import (
+    Kernels,
     check_floating,
     check_one_of,
     check_same_device,
@@ -41,8 +42,8 @@ from oomph.ops.common import (
     no_autocast,
     no_compile,
     refuse_second_derivatives,
+    why_not_triton,
 )
-from oomph.ops.launch import Kernels, why_not_triton
 
 _KERNELS = Kernels(__name__)
 _ROWS_PER_COMBINING_PROGRAM = 128
