@@ -1,22 +1,10 @@
-"""What several modules share: checks of sizes, dtypes, norms, initial values."""
+"""What several modules share: dtypes, norms, initial values."""
 
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from oomph.errors import ArgumentError
-
-
-def check_positive(**numbers: object) -> None:
-    for name, given in numbers.items():
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ArgumentError(f"{name}={given!r} is not valid; give a whole number >= 1")
-
-
-def check_positive_if_given(**numbers: object) -> None:
-    check_positive(**{name: given for name, given in numbers.items() if given is not None})
 
 
 def wide(x: Tensor) -> Tensor:

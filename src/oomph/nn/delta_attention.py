@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.common import check_positive, check_positive_if_given, reset_step_bias, wide
+from oomph.nn.common import reset_step_bias, wide
 from oomph.ops import common
+from oomph.ops.common import check_whole, check_whole_if_given
 from oomph.ops.delta_attention import kda
 from oomph.ops.delta_attention.api import IMPLS, MODES
 from oomph.ops.short_convolution import short_convolution
@@ -73,7 +74,7 @@ class ShortConvolution(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_positive(channels=channels, kernel_size=kernel_size)
+        check_whole(channels=channels, kernel_size=kernel_size)
         self.channels, self.kernel_size, self.unit_size = channels, kernel_size, unit_size
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel_size, device=device, dtype=dtype))
         self.reset_parameters()
@@ -169,7 +170,7 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         values = head_dim if value_head_dim is None else value_head_dim
         rank = values if gate_rank is None else gate_rank
-        check_positive(
+        check_whole(
             hidden_size=hidden_size,
             num_heads=num_heads,
             head_dim=head_dim,
@@ -177,7 +178,7 @@ class KimiDeltaAttention(nn.Module):
             gate_rank=rank,
             conv_size=conv_size,
         )
-        check_positive_if_given(memory_chunk_size=memory_chunk_size)
+        check_whole_if_given(memory_chunk_size=memory_chunk_size)
         common.parse_memory_budget(memory_budget)
         common.check_one_of("mode", mode, MODES)
         common.check_one_of("impl", impl, IMPLS)

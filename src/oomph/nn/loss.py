@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.common import check_positive
 from oomph.ops import common
+from oomph.ops.common import check_whole
 from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.cross_entropy.api import check_arguments
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions
@@ -44,7 +44,7 @@ class LinearCrossEntropyLoss(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        check_positive(in_features=in_features, num_classes=num_classes)
+        check_whole(in_features=in_features, num_classes=num_classes)
         self.in_features, self.num_classes = in_features, num_classes
         _check_options(in_features, num_classes, options)
         self.register_buffer("class_weight", options.pop("class_weight", None), persistent=False)

@@ -5,8 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.common import check_positive, check_positive_if_given, reset_step_bias, wide
+from oomph.nn.common import reset_step_bias, wide
 from oomph.ops import common
+from oomph.ops.common import check_whole, check_whole_if_given
 from oomph.ops.state_space import selective_scan
 from oomph.ops.state_space.arguments import IMPLS
 
@@ -45,8 +46,8 @@ class BidirectionalMamba(nn.Module):
     ) -> None:
         """dt_rank: default d_model / 16, rounded up."""
         super().__init__()
-        check_positive(d_model=d_model, d_state=d_state, d_conv=d_conv, expand=expand)
-        check_positive_if_given(dt_rank=dt_rank, chunk_size=chunk_size)
+        check_whole(d_model=d_model, d_state=d_state, d_conv=d_conv, expand=expand)
+        check_whole_if_given(dt_rank=dt_rank, chunk_size=chunk_size)
         if not 0 < dt_min <= dt_max:
             raise ArgumentError(f"dt_min={dt_min!r}, dt_max={dt_max!r}: give 0 < dt_min <= dt_max")
         common.check_one_of("impl", impl, IMPLS)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.common import check_positive
+from oomph.ops.common import check_whole
 from oomph.ops.modulation import (
     Int8Weight,
     TokenIndex,
@@ -42,7 +42,7 @@ class ModulatedLinear(nn.Module):
     ) -> None:
         """`weight` [d, f]; a transposed view is kept as such. `dtype` of A and B: default the weight's."""
         super().__init__()
-        check_positive(rank=rank)
+        check_whole(rank=rank)
         if not isinstance(weight, Tensor | Int8Weight) or len(weight.shape) != 2:
             given = list(weight.shape) if isinstance(weight, Tensor) else f"a {type(weight).__name__}"
             raise ArgumentError(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from oomph.errors import ArgumentError
+from oomph.ops.common import check_whole
 from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_frequencies, rotary_table
 from oomph.ops.rotary_embedding.api import rotary_dim
 from oomph.ops.rotary_embedding.table import Scaling, check_frequencies
@@ -31,8 +31,7 @@ class RotaryEmbedding(nn.Module):
         scaling: Scaling = None,
     ) -> None:
         super().__init__()
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 2:
-            raise ArgumentError(f"dim={dim!r} is not valid; give the head size, a whole number >= 2")
+        check_whole(2, dim=dim)
         self.dim = dim
         self.theta = theta
         self.fraction = fraction

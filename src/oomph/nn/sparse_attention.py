@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.common import check_positive, head_norm
+from oomph.nn.common import head_norm
 from oomph.nn.rotary import RotaryEmbedding
 from oomph.ops import common
+from oomph.ops.common import check_whole
 from oomph.ops.rotary_embedding import RotaryTable
 from oomph.ops.sparse_attention import nsa
 from oomph.ops.sparse_attention.arguments import IMPLS, NSAConfig
@@ -38,7 +39,7 @@ class BlockCompression(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_positive(head_dim=head_dim, compress_block=block, compress_stride=stride)
+        check_whole(head_dim=head_dim, compress_block=block, compress_stride=stride)
         if block % stride:
             raise ArgumentError(f"compress_block={block} is not a multiple of compress_stride={stride}")
         self.block, self.stride = block, stride
@@ -104,7 +105,7 @@ class NativeSparseAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_positive(
+        check_whole(
             hidden_size=hidden_size,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,

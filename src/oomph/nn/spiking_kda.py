@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.nn.common import check_positive, check_positive_if_given, head_norm, wide
+from oomph.nn.common import head_norm, wide
 from oomph.nn.delta_attention import ShortConvolution
 from oomph.ops import common
-from oomph.ops.common import explain
+from oomph.ops.common import check_whole, check_whole_if_given, explain
 from oomph.ops.delta_attention import kda
 from oomph.ops.delta_attention.api import IMPLS, MODES
 from oomph.ops.short_convolution import unit_vectors
@@ -83,7 +83,7 @@ class SpikingKDABlock(nn.Module):
         """gate_rank: of W_down W_up and U_2 U_1. mode and memory_chunk_size: those of kda."""
         super().__init__()
         values = head_dim if value_head_dim is None else value_head_dim
-        check_positive(
+        check_whole(
             hidden_size=hidden_size,
             num_heads=num_heads,
             head_dim=head_dim,
@@ -91,12 +91,12 @@ class SpikingKDABlock(nn.Module):
             gate_rank=gate_rank,
             conv_size=conv_size,
         )
-        check_positive_if_given(memory_chunk_size=memory_chunk_size)
+        check_whole_if_given(memory_chunk_size=memory_chunk_size)
         common.check_one_of("mode", mode, MODES)
         common.check_one_of("impl", impl, IMPLS)
         # Raises the errors of wrong constants now, and computes nothing.
         explain(lif_gate, torch.empty(1, 0), decay=decay, threshold=threshold, surrogate_beta=surrogate_beta)
-        if isinstance(token_drop, bool) or not isinstance(token_drop, int | float) or not 0 <= token_drop < 1:
+        if not common.is_number(token_drop) or not 0 <= token_drop < 1:
             raise ArgumentError(f"token_drop={token_drop!r} is not valid; give a probability in [0, 1)")
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.head_dim, self.value_head_dim = head_dim, values

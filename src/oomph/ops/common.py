@@ -9,8 +9,10 @@ import importlib.util
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -38,6 +40,21 @@ def check_flags(**flags: object) -> None:
     for name, given in flags.items():
         if isinstance(given, Tensor) or given not in (False, True):
             raise ArgumentError(f"{name}={given!r} is not valid; choose from False, True")
+
+
+def is_number(given: object) -> bool:
+    """A finite number, which True and False are not."""
+    return isinstance(given, Real) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
+
+
+def check_whole(least: int = 1, why: str = "", **numbers: object) -> None:
+    for name, given in numbers.items():
+        if isinstance(given, bool) or not isinstance(given, int) or not least <= given < 2**31:
+            raise ArgumentError(f"{name}={given!r} is not valid; give a whole number >= {least}{why}")
+
+
+def check_whole_if_given(**numbers: object) -> None:
+    check_whole(**{name: given for name, given in numbers.items() if given is not None})  # type: ignore[arg-type]
 
 
 def check_floating_if_given(**tensors: Tensor | None) -> None:

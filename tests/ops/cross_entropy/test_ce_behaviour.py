@@ -254,9 +254,7 @@ def test_it_is_the_shifted_cross_entropy(leading: tuple[int, ...], bias: bool, c
 @pytest.mark.parametrize("chunk_size", [0, -1, 2.5, True, None, "4096"])
 def test_bad_chunk_sizes(chunk_size: Any) -> None:
     case = inputs(3, 4)
-    with pytest.raises(
-        ArgumentError, match=rf"chunk_size={chunk_size!r} is not valid; give a positive number"
-    ):
+    with pytest.raises(ArgumentError, match=rf"chunk_size={chunk_size!r} is not valid; give a whole number"):
         compute_loss_chunked(case.x, case.target, head_of(case.weight, None), chunk_size=chunk_size)
 
 

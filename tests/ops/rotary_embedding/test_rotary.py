@@ -410,7 +410,7 @@ def test_rotate_is_rotary_in_the_form_of_the_module(heads_first):
     ("options", "message"),
     [
         ({"dim": 7}, "head size 7 rotates 7 numbers"),
-        ({"dim": 0}, "dim=0 is not valid; give the head size"),
+        ({"dim": 0}, "dim=0 is not valid"),
         ({"dim": 8, "fraction": 2}, "fraction=2 is not valid"),
         ({"dim": 8, "theta": "big"}, "theta='big' is not valid"),
         ({"dim": 8, "scaling": 0}, "scaling=0 is not valid"),

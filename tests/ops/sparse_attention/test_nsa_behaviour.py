@@ -146,11 +146,11 @@ def run(tokens=20, change=None, **options):
     [
         ({"block_size": 18}, "block_size=18 is not a multiple of compress_stride=4"),
         ({"compress_block": 10}, "compress_block=10 is not a multiple of compress_stride=4"),
-        ({"compress_stride": 0}, "compress_stride=0 is not valid; a whole number of at least 1"),
+        ({"compress_stride": 0}, "compress_stride=0 is not valid; give a whole number >= 1"),
         ({"compress_block": -8}, "compress_block=-8 is not valid"),
         ({"block_size": 16.0}, "block_size=16.0 is not valid"),
         ({"window": 0}, "window=0 is not valid"),
-        ({"top_n": 2}, "top_n=2 is not valid; a whole number of at least 3"),
+        ({"top_n": 2}, "top_n=2 is not valid; give a whole number >= 3"),
         ({"top_n": True}, "top_n=True is not valid"),
         ({"scale": 0.0}, "scale=0.0 is not valid"),
         ({"scale": float("inf")}, "scale=inf is not valid"),

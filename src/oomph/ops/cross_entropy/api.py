@@ -1,10 +1,9 @@
 """The public functions: arguments are checked, an implementation is chosen, and it runs."""
 
 import functools
-import math
 import sys
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -131,8 +130,7 @@ def compute_loss_chunked(
         raise ArgumentError(
             f"lm_head must be a linear layer with a weight [V, D]; given: {type(lm_head).__name__}"
         )
-    if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ArgumentError(f"chunk_size={chunk_size!r} is not valid; give a positive number of tokens")
+    common.check_whole(chunk_size=chunk_size)
     options = CrossEntropyOptions(shift=True)
     check_arguments(hidden_states, weight, labels, bias, options)
     choice = _choose(hidden_states, weight, labels, options)
@@ -342,18 +340,20 @@ def _check_shapes(
 
 
 def _check_numbers(options: CrossEntropyOptions) -> None:
-    def is_a(kind: Any, value: Any) -> bool:
-        return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
-
+    is_number, num_valid = common.is_number, options.num_valid
     smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
     for name, is_valid, valid in (
-        ("label_smoothing", is_a(Real, smoothing) and 0.0 <= smoothing <= 1.0, "a number from 0 to 1"),
-        ("z_loss", is_a(Real, z_loss) and z_loss >= 0, "0 or a positive number"),
-        ("softcap", softcap is None or (is_a(Real, softcap) and softcap > 0), "a positive number, or None"),
-        ("ignore_index", is_a(Integral, options.ignore_index), "a whole number"),
+        ("label_smoothing", is_number(smoothing) and 0.0 <= smoothing <= 1.0, "a number from 0 to 1"),
+        ("z_loss", is_number(z_loss) and z_loss >= 0, "0 or a positive number"),
+        ("softcap", softcap is None or (is_number(softcap) and softcap > 0), "a positive number, or None"),
+        (
+            "ignore_index",
+            isinstance(options.ignore_index, Integral) and is_number(options.ignore_index),
+            "a whole number",
+        ),
         (
             "num_valid",
-            options.num_valid is None or (is_a(int, options.num_valid) and options.num_valid >= 0),
+            num_valid is None or (isinstance(num_valid, int) and is_number(num_valid) and num_valid >= 0),
             "the number of valid targets as an int, or None",
         ),
     ):

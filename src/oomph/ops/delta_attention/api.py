@@ -1,10 +1,8 @@
 """The public function `kda`: checks the arguments, chooses an implementation, runs it."""
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -128,7 +126,7 @@ def precompute_updates(
     """
     _check_tensors(v, beta, k=k, log_alpha=log_alpha)
     common.check_same_device(k=k, v=v, log_alpha=log_alpha, beta=beta)
-    _check_chunk_size(memory_chunk_size)
+    common.check_whole_if_given(memory_chunk_size=memory_chunk_size)
     return dense_updates(k, v, log_alpha, beta, memory_chunk_size)
 
 
@@ -214,10 +212,10 @@ def _checked(
     common.check_same_dtype(q=q, k=k, v=v)
     if scale is None:
         scale = q.shape[3] ** -0.5
-    elif isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
+    elif not common.is_number(scale):
         raise ArgumentError(f"scale={scale!r} is not valid; choose a finite number, or None for dk**-0.5")
     size = memory_chunk_size
-    _check_chunk_size(size)
+    common.check_whole_if_given(memory_chunk_size=size)
     budget = common.parse_memory_budget(memory_budget)
     if size is not None and budget is not None:
         raise ArgumentError("memory_chunk_size and memory_budget were both given; choose one of them")
@@ -251,13 +249,6 @@ def _check_tensors(v: Tensor, beta: Tensor, **keys: Tensor) -> None:
     if beta.shape != shape[:3]:
         raise ArgumentError(
             f"beta has shape {list(beta.shape)}; valid: {list(shape[:3])}, one per token and head"
-        )
-
-
-def _check_chunk_size(size: int | None) -> None:
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ArgumentError(
-            f"memory_chunk_size={size!r} is not valid; choose a number of tokens >= 1, or None"
         )
 
 

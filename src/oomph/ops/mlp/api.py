@@ -289,8 +289,7 @@ def _check_arguments(
 def check_options(tile: int | None, memory_budget: str | int | None, impl: str) -> int | None:
     """The checks that need no x; returns the budget in bytes."""
     common.check_one_of("impl", impl, IMPLS)
-    if tile is not None and (isinstance(tile, bool) or not isinstance(tile, int) or tile < 1):
-        raise ArgumentError(f"tile={tile!r} is not valid; give a number of tokens, 1 or more")
+    common.check_whole_if_given(tile=tile)
     if tile is not None and memory_budget is not None:
         raise ArgumentError("tile and memory_budget both set the size of a tile; give one of them")
     return common.parse_memory_budget(memory_budget)

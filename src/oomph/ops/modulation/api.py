@@ -44,17 +44,9 @@ def modulated_linear_reference(
     return y if bias is None else y + bias
 
 
-def choose(
-    h: Tensor,
-    weight: Tensor | Int8Weight,
-    A: Tensor,
-    B: Tensor,
-    mod: Tensor,
-    bias: Tensor | None,
-    impl: str,
-) -> Choice:
+def choose(h: Tensor, A: Tensor, B: Tensor, impl: str, **others: Any) -> Choice:
     common.check_one_of("impl", impl, ("auto", "reference", "chunked", "triton"))
-    _check_arguments(h, weight, A, B, mod, bias)
+    _check_arguments(h, A=A, B=B, **others)
     choice = choose_triton_or_torch(
         impl,
         h,
@@ -95,7 +87,7 @@ def modulated_linear(
 
     impl: "auto", "chunked" (plain torch), "triton", "reference" (the plain expression, through autograd).
     """
-    choice = log_choice("modulated_linear", choose(h, weight, A, B, mod, bias, impl))
+    choice = log_choice("modulated_linear", choose(**locals()))
     dtype = matmul_dtype(h)
     if choice.impl == "reference":
         whole = weight.dequantize() if isinstance(weight, Int8Weight) or is_torchao(weight) else weight
@@ -202,7 +194,7 @@ def _check_factors(A: Tensor, B: Tensor, mod: Tensor) -> None:
 
 
 def _check_arguments(
-    h: Tensor, weight: Tensor | Int8Weight, A: Tensor, B: Tensor, mod: Tensor, bias: Tensor | None
+    h: Tensor, *, weight: Tensor | Int8Weight, A: Tensor, B: Tensor, mod: Tensor, bias: Tensor | None
 ) -> None:
     common.check_floating(h=h, A=A, B=B, mod=mod)
     common.check_floating_if_given(bias=bias)

@@ -20,6 +20,7 @@ from oomph.ops.common import (
     check_same_dtype,
     choose_triton_or_torch,
     explained_by,
+    is_number,
     log_choice,
     no_compile,
     power_of_two,
@@ -236,7 +237,7 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOption
 
 def rotary_dim(head_dim: int, fraction: float) -> int:
     """How many numbers of a head are rotated."""
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+    if not is_number(fraction) or not 0 < fraction <= 1:
         raise ArgumentError(f"fraction={fraction!r} is not valid; it is in (0, 1], e.g. 0.25")
     dim = int(head_dim * fraction + 1e-6)  # 0.3 of 80 is 23.999...
     if dim < 2 or dim % 2:

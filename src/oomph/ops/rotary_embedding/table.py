@@ -8,13 +8,12 @@ which leaves an error near 1e-10 rad at a million positions, and only their cosi
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
-from oomph.ops.common import check_one_of
+from oomph.ops.common import check_one_of, is_number
 from oomph.units import MiB
 
 # One slice's float64 angles; their cosine takes the same again, so a table needs 2 x 16 MiB beside itself.
@@ -52,7 +51,7 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         values = (self.factor, self.low, self.high, self.original_positions)
-        if not all(_is_number(value) and value > 0 for value in values) or self.low >= self.high:
+        if not all(is_number(value) and value > 0 for value in values) or self.low >= self.high:
             raise ArgumentError(
                 f"{self!r} is not valid; factor, low, high and original_positions are positive and low < high"
             )
@@ -125,11 +124,11 @@ def rotary_table(
 def check_frequencies(dim: int, theta: float, scaling: Scaling) -> None:
     if isinstance(dim, bool) or not isinstance(dim, int) or dim % 2 or not 2 <= dim < 2**31:
         raise ArgumentError(f"dim={dim!r} is not valid; rotary rotates pairs, so dim is an even number >= 2")
-    if not _is_number(theta) or not 1 < theta < math.inf:
+    if not is_number(theta) or not 1 < theta < math.inf:
         raise ArgumentError(f"theta={theta!r} is not valid; give a number > 1, e.g. 10000.0")
     if scaling is None or isinstance(scaling, Llama3Scaling):
         return
-    if not _is_number(scaling) or not 0 < scaling < math.inf:
+    if not is_number(scaling) or not 0 < scaling < math.inf:
         raise ArgumentError(f"scaling={scaling!r} is not valid; give None, a number > 0, or a Llama3Scaling")
 
 
@@ -145,7 +144,3 @@ def check_positions(positions: Tensor) -> None:
         raise ArgumentError(
             "positions requires a gradient, which rotary does not compute; pass positions.detach()"
         )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

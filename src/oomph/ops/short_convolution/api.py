@@ -52,6 +52,7 @@ def choose(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Choic
 
 
 @explained_by(choose)
+@no_compile
 def short_convolution(
     x: Tensor, weight: Tensor, *, unit_size: int | None = None, impl: str = "auto"
 ) -> Tensor:
@@ -64,12 +65,7 @@ def short_convolution(
     Computed in float32 (float64 for float64) and rounded once, to x's dtype. Saved for backward: the inputs.
     impl: "auto", "chunked" (plain torch in slices of tokens), "triton" (not for float64), "reference".
     """
-    return _run(x, weight, unit_size, impl)
-
-
-@no_compile
-def _run(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Tensor:
-    choice = log_choice("short_convolution", choose(x, weight, unit_size, impl))
+    choice = log_choice("short_convolution", choose(**locals()))
     if choice.impl == "reference":
         with no_autocast(x):
             return short_convolution_reference(x, weight, unit_size)

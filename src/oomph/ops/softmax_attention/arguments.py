@@ -226,6 +226,6 @@ def _check_padding(key_lengths: Tensor | None, key_mask: Tensor | None, k: Tenso
 def _check_scale(scale: float | None, q: Tensor) -> float:
     if scale is None:
         return 1.0 / math.sqrt(q.shape[3])
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+    if not common.is_number(scale):
         raise ArgumentError(f"scale={scale!r} is not valid; a finite number, or None for 1/sqrt(head size)")
     return float(scale)

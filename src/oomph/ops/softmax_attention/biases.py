@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
+from oomph.ops.common import check_one_of, check_whole
 
 
 @runtime_checkable
@@ -124,13 +125,9 @@ class BlockPattern:
     stride: int = 2
 
     def __post_init__(self) -> None:
-        if self.kind not in PATTERN_KINDS:
-            valid = ", ".join(map(repr, PATTERN_KINDS))
-            raise ArgumentError(f"BlockPattern kind={self.kind!r} is not valid; choose from {valid}")
+        check_one_of("kind", self.kind, PATTERN_KINDS)
         for name, smallest in (("block", 1), ("window", 0), ("stride", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-                raise ArgumentError(f"BlockPattern {name}={value!r} is not valid; an int from {smallest} on")
+            check_whole(smallest, **{name: getattr(self, name)})
 
     def key_blocks(self, query_block: int, total: int, causal: bool = False) -> list[int]:
         """The blocks, out of `total`, that query block `query_block` attends to, in increasing order."""

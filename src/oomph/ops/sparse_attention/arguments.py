@@ -32,11 +32,13 @@ class NSAConfig:
     scale: float
 
     def __post_init__(self) -> None:
-        _check_int("compress_stride", self.compress_stride, 1)
-        _check_int("compress_block", self.compress_block, 1)
-        _check_int("block_size", self.block_size, 1)
-        _check_int("top_n", self.top_n, 3, "the first block and the two latest are always among them")
-        _check_int("window", self.window, 1, "the token itself is in it")
+        common.check_whole(
+            compress_stride=self.compress_stride,
+            compress_block=self.compress_block,
+            block_size=self.block_size,
+            window=self.window,
+        )
+        common.check_whole(3, ": the first block and the two latest are always selected", top_n=self.top_n)
         for name in ("block_size", "compress_block"):
             if getattr(self, name) % self.compress_stride:
                 multiple = f"a multiple of compress_stride={self.compress_stride}"
@@ -47,7 +49,7 @@ class NSAConfig:
         """`scale` defaults to 1/sqrt(head_dim)."""
         if scale is None:
             scale = 1.0 / math.sqrt(head_dim)
-        elif isinstance(scale, bool) or not isinstance(scale, int | float) or not 0.0 < scale < math.inf:
+        elif not common.is_number(scale) or scale <= 0:
             valid = "a finite number above 0, or None for 1/sqrt(head size)"
             raise ArgumentError(f"scale={scale!r} is not valid; {valid}")
         return NSAConfig(**sizes, scale=float(scale))
@@ -73,12 +75,6 @@ class NSAConfig:
     @property
     def strides_per_compressed(self) -> int:
         return self.compress_block // self.compress_stride
-
-
-def _check_int(name: str, given: object, least: int, why: str = "") -> None:
-    if isinstance(given, bool) or not isinstance(given, int) or not least <= given < 2**31:
-        reason = f" ({why})" if why else ""
-        raise ArgumentError(f"{name}={given!r} is not valid; a whole number of at least {least}{reason}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, *gates: Tensor) -> None:

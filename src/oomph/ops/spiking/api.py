@@ -1,6 +1,7 @@
 """The public function `lif_gate`: checks the arguments, chooses an implementation, runs it."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,16 +23,9 @@ from oomph.ops.spiking.reference import lif_gate_reference
 IMPLS = ("auto", "reference", "chunked", "triton")
 
 
-def choose(
-    drive: Tensor,
-    decay: float | Tensor,
-    threshold: float,
-    surrogate_beta: float,
-    initial: Tensor | None,
-    impl: str,
-) -> Choice:
+def choose(drive: Tensor, impl: str, **options: Any) -> Choice:
     common.check_one_of("impl", impl, IMPLS)
-    _check(drive, decay, threshold, surrogate_beta, initial)
+    _check(drive, **options)
     return choose_triton_or_torch(
         impl,
         drive,
@@ -42,6 +36,7 @@ def choose(
 
 
 @explained_by(choose)
+@no_compile  # the loop over time would be unrolled
 def lif_gate(
     drive: Tensor,
     *,
@@ -69,19 +64,7 @@ def lif_gate(
 
     impl: "auto", "chunked" (plain torch), "triton" (one kernel forward, one backward), "reference".
     """
-    return _run(drive, decay, threshold, surrogate_beta, initial, impl)
-
-
-@no_compile  # the loop over time would be unrolled
-def _run(
-    drive: Tensor,
-    decay: float | Tensor,
-    threshold: float,
-    surrogate_beta: float,
-    initial: Tensor | None,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    choice = log_choice("lif_gate", choose(drive, decay, threshold, surrogate_beta, initial, impl))
+    choice = log_choice("lif_gate", choose(**locals()))
     if choice.impl == "reference":
         return lif_gate_reference(drive, decay, threshold, surrogate_beta, initial)
     batch, trailing = drive.shape[0], drive.shape[2:]
@@ -115,7 +98,7 @@ def _check(
     if drive.dim() < 2:
         raise ArgumentError(f"drive has shape {list(drive.shape)}; valid: [B, T, ...]")
     for name, value in (("threshold", threshold), ("surrogate_beta", surrogate_beta)):
-        if not _is_number(value) or not 0 < value < math.inf:
+        if not common.is_number(value) or not 0 < value < math.inf:
             raise ArgumentError(f"{name}={value!r} is not valid; give a number > 0")
     trailing = drive.shape[2:]
     if isinstance(decay, Tensor):
@@ -127,7 +110,7 @@ def _check(
             )
         if common.is_readable(decay) and not bool(((decay >= 0) & (decay <= 1)).all()):
             raise ArgumentError("decay has values outside [0, 1]; valid: 0 <= decay <= 1")
-    elif not _is_number(decay) or not 0 <= decay <= 1:
+    elif not common.is_number(decay) or not 0 <= decay <= 1:
         raise ArgumentError(f"decay={decay!r} is not valid; give a number in [0, 1], or a tensor of them")
     expected = (drive.shape[0], *trailing)
     if initial is not None and tuple(initial.shape) != expected:
@@ -140,7 +123,3 @@ def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
         return False
     pairs = zip(reversed(shape), reversed(target), strict=False)
     return all(own in (1, wanted) for own, wanted in pairs)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

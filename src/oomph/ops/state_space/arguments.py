@@ -117,10 +117,7 @@ class ScanArguments:
         common.check_one_of("impl", self.impl, IMPLS)
         common.check_one_of("direction", self.direction, DIRECTIONS)
         common.check_flags(delta_softplus=self.delta_softplus, return_final_state=self.return_final_state)
-        chunk_size = self.chunk_size
-        is_int = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-        if chunk_size is not None and (not is_int or chunk_size < 1):
-            raise ArgumentError(f"chunk_size={chunk_size!r} is not valid; give a whole number >= 1, or None")
+        common.check_whole_if_given(chunk_size=self.chunk_size)
         tensors = self.tensors
         common.check_floating(**{name: tensors[name] for name in ("x", "delta", "A", "B", "C")})  # type: ignore[arg-type]
         common.check_floating_if_given(**tensors)
