@@ -44,7 +44,7 @@ def check_flags(**flags: object) -> None:
 
 def is_number(given: object) -> bool:
     """A finite number, which True and False are not."""
-    return isinstance(given, Real) and not isinstance(given, bool) and abs(given) <= sys.float_info.max
+    return isinstance(given, Real) and not isinstance(given, bool) and abs(given) <= sys.float_info.max  # type: ignore[operator]
 
 
 def check_whole(least: int = 1, why: str = "", **numbers: object) -> None:
