@@ -60,13 +60,15 @@ class Allocation:
     step: int  # 0 before the first step, then 1, 2, 3
     saved: bool = False  # made in forward and still alive when backward began
     during: Stage | None = None  # what the program was doing when it was made; `stage` says what it became
+    stream: int = 0  # 0 is the default stream; the program's own ones are numbered as they are first used
 
 
 class Event(NamedTuple):
     """One allocation, free or mark, in program order. Edit a list of these and replay it.
 
     `alloc` and `free` carry the id of an Allocation. `mark` carries a label, and an id of -1:
-    "step 2", "forward", "backward", "optimizer", "empty_cache", "enter layers.3", "exit layers.3".
+    "step 2", "forward", "backward", "optimizer", "empty_cache", "synchronize", "enter layers.3", "exit
+    layers.3"; "record_stream" carries the id of the Allocation that a second stream uses.
     """
 
     action: Literal["alloc", "free", "mark"]

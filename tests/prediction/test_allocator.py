@@ -96,6 +96,36 @@ def test_large_segments_are_released_before_small_ones_and_smaller_before_larger
     ]
 
 
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+def test_every_stream_has_its_own_blocks_and_emptying_the_cache_releases_all(kind: type) -> None:
+    allocator = kind()
+    first = allocator.malloc(40 * MIB)
+    allocator.free(first)
+    second = allocator.malloc(40 * MIB, stream=1)
+    assert (second.address != first.address, allocator.reserved) == (True, 80 * MIB)
+    assert allocator.malloc(40 * MIB).address == first.address  # the first stream's own
+    allocator.free(second)
+    allocator.empty_cache()
+    assert allocator.reserved == 40 * MIB
+
+
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+def test_a_block_that_two_streams_use_is_reused_after_a_synchronization(kind: type) -> None:
+    allocator = kind(limit=120 * MIB)
+    for reserved in (40 * MIB, 80 * MIB, 120 * MIB):
+        block = allocator.malloc(40 * MIB)
+        block.recorded = True
+        allocator.free(block)
+        assert (allocator.allocated, allocator.reserved) == (0, reserved)
+    allocator.synchronize()
+    allocator.free(allocator.malloc(40 * MIB))
+    assert allocator.reserved == 120 * MIB
+    block = allocator.malloc(40 * MIB)
+    block.recorded = True
+    allocator.free(block)
+    assert allocator.malloc(120 * MIB).size == 120 * MIB  # at the limit, torch synchronizes by itself
+
+
 def test_freeing_a_block_twice_is_an_error() -> None:
     allocator = CachingAllocator()
     block = allocator.malloc(512)

@@ -131,27 +131,59 @@ def test_weight_averages_are_a_stage_of_their_own(average: Callable[..., Callabl
     assert {one.during for one in updates} <= {"optimizer step"}
 
 
-@pytest.mark.parametrize("enter", ["with", "set"])
-def test_a_stream_of_the_programs_own_is_noted_once_with_its_line(enter: str) -> None:
+def test_a_stream_of_the_programs_own_has_its_own_memory() -> None:
+    """The blocks that one stream has freed are not reused on another, and backward runs where forward ran."""
+
+    def setup(several: bool) -> Callable[[], Callable[[], None]]:
+        def build() -> Callable[[], None]:
+            own, side = Training(), torch.cuda.Stream()
+
+            def step() -> None:
+                own.step()
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side if several else torch.cuda.current_stream()):
+                    loss = own.model(batch()).square().mean()
+                torch.cuda.current_stream().wait_stream(side)
+                loss.backward()
+                own.optimizer.zero_grad()
+
+            return step
+
+        return build
+
+    one, two = oomph.predict(setup(False)), oomph.predict(setup(True))
+    assert {each.stream for each in one.allocations} == {0}
+    on_side = [each for each in two.allocations if each.stream == 1]
+    assert {each.during for each in on_side} >= {"forward activations", "backward"}
+    workspaces = [each for each in two.allocations if each.op == "cublas workspace"]
+    assert sorted(each.stream for each in workspaces) == [0, 0, 1, 1]  # for each thread and stream
+    sizes = sum(each.bytes for each in workspaces[2:])
+    assert two.peak.reserved - sizes > one.peak.reserved
+    assert two.margin > one.margin
+
+
+@pytest.mark.parametrize("synchronize", [False, True])
+def test_memory_that_two_streams_use_is_reused_after_a_synchronization(synchronize: bool) -> None:
     def setup() -> Callable[[], None]:
-        own, side = Training(), torch.cuda.Stream()
+        side = torch.cuda.Stream()
 
         def step() -> None:
-            if enter == "with":
-                with torch.cuda.stream(side):  # with
-                    own.step()
-                with torch.cuda.stream(side):
-                    own.step()
-            else:
-                torch.cuda.set_stream(side)  # set
-                own.step()
+            for _ in range(6):
+                made = batch()
+                made.record_stream(side)
+                del made
+                if synchronize:
+                    torch.cuda.synchronize()
+            torch.ones(1, device="cuda", requires_grad=True).sum().backward()
 
         return step
 
-    (note,) = oomph.predict(setup, gpu="h200").notes
-    assert "as if all streams were one" in note.text
-    assert note.site is not None
-    assert note.site.line == line_of(setup, f"# {enter}")
+    found = oomph.predict(setup)
+    tensor = 4096 * WIDTH * 4
+    assert found.peak.allocated < 2 * tensor  # freed as far as torch's counter goes
+    blocks = [block for block in found.allocations if block.bytes == tensor]
+    assert len(blocks) == 18
+    assert found.peak.reserved == (22 if synchronize else 42) * 2**20
 
 
 def test_numbers_read_from_the_gpu_are_noted_once_with_the_first_line() -> None:

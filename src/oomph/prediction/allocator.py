@@ -1,10 +1,9 @@
 """PyTorch's CUDA caching allocator, without CUDA: the same blocks for the same requests, to the byte.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.11, for one device and one stream, without
-rounding to powers of two and garbage collection; expandable_segments.py has those of expandable
-segments. Where
-cudaMalloc puts a segment decides between free blocks of equal size; as seen on a GPU, every new segment lies
-below all earlier ones.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.11, for one device, without rounding to
+powers of two and garbage collection; expandable_segments.py has those of expandable segments. Every stream
+has pools of its own: a block is reused on the stream that allocated it. Where cudaMalloc puts a segment
+decides between free blocks of equal size; as seen on a GPU, every new segment lies below all earlier ones.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class OutOfMemory(Exception):
 class Block:
     """A stretch of one segment, handed out or free. `prev` and `next` are its neighbours in the segment."""
 
-    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "requested", "size")
+    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "recorded", "requested", "size")
 
     def __init__(
         self, address: int, size: int, pool: Pool, prev: Block | None = None, next: Block | None = None
@@ -57,6 +56,7 @@ class Block:
         self.pool = pool
         self.requested = 0
         self.allocated = False
+        self.recorded = False  # Tensor.record_stream was called: another stream uses it as well
         self.mapped = True  # only expandable segments have stretches without memory behind them
         self.prev = prev
         self.next = next
@@ -159,20 +159,28 @@ class CachingAllocator:
         self.peak_allocated = 0
         self.peak_reserved = 0
         self._on_segment = on_segment
-        self._small = Pool(0, max_split)
-        # No large request could use a smaller remainder.
-        self._large = Pool(SMALL_REQUEST, max_split, sys.maxsize if max_split is None else max_split)
+        self._max_split = max_split
+        self._pools: dict[int, tuple[Pool, Pool]] = {}  # of every stream: for small and for large requests
+        self._waiting: list[Block] = []  # freed, but perhaps still in use on another stream
         self._heads: dict[int, Block] = {}  # the first block of every segment, by address
         self._lowest_address = FIRST_ADDRESS
 
-    def malloc(self, nbytes: int) -> Block:
+    def _new_pools(self) -> tuple[Pool, Pool]:
+        # No large request could use a smaller remainder than SMALL_REQUEST.
+        split_below = sys.maxsize if self._max_split is None else self._max_split
+        return Pool(0, self._max_split), Pool(SMALL_REQUEST, self._max_split, split_below)
+
+    def malloc(self, nbytes: int, stream: int = 0) -> Block:
         """The block that serves a request; one of size 0, outside every segment, for a request of 0 bytes."""
         if nbytes <= 0:
             if nbytes < 0:
                 raise ValueError(f"cannot allocate {nbytes} bytes")
             return self._empty_block()
         size = (nbytes + MIN_BLOCK - 1) // MIN_BLOCK * MIN_BLOCK
-        pool = self._small if size <= SMALL_REQUEST else self._large
+        pools = self._pools.get(stream)
+        if pools is None:
+            pools = self._pools[stream] = self._new_pools()
+        pool = pools[size > SMALL_REQUEST]
 
         block = pool.take(size)
         if block is None:
@@ -195,11 +203,28 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Return a block to its pool, joined with the free blocks next to it. Its segment stays reserved."""
+        """Return a block to its pool, joined with the free blocks next to it. Its segment stays reserved.
+
+        A block that another stream uses as well counts as free at once, and is reused after `synchronize`.
+        """
         if not block.allocated:
             raise ValueError(f"{block!r} is not allocated")
-        block.allocated = False
         self.allocated -= block.size
+        if block.recorded:
+            self._waiting.append(block)
+        else:
+            self._return(block)
+
+    def synchronize(self) -> None:
+        """All streams have done their work. (torch queries the events of such blocks at every request: how
+        far the GPU is behind the program, a trace cannot know.)"""
+        waiting, self._waiting = self._waiting, []
+        for block in waiting:
+            block.recorded = False
+            self._return(block)
+
+    def _return(self, block: Block) -> None:
+        block.allocated = False
         if block.size == 0:
             return
         pool = block.pool
@@ -217,7 +242,8 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Give back every segment without an allocated block, as torch.cuda.empty_cache does."""
-        for pool in (self._large, self._small):
+        self.synchronize()
+        for pool in (pool for pools in self._pools.values() for pool in reversed(pools)):
             for block in [pool.blocks[key] for key in pool.keys]:
                 if block.prev is None and block.next is None:
                     self._release(block)
@@ -275,7 +301,7 @@ class CachingAllocator:
             self._on_segment("segment_free", block.address, block.size)
 
     def _empty_block(self) -> Block:
-        block = Block(0, 0, self._small)
+        block = Block(0, 0, Pool(0, None))
         block.allocated = True
         return block
 

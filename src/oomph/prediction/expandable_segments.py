@@ -1,4 +1,4 @@
-"""The caching allocator with expandable_segments:True: one arena per pool that grows page by page.
+"""The caching allocator with expandable_segments:True: one arena per pool, growing page by page.
 
 An arena is a stretch of addresses with room for everything. Memory is mapped into it in whole pages where a
 request needs it, at the lowest address that has room, and is unmapped only when the cache is emptied or the
@@ -9,6 +9,7 @@ c10/cuda/CUDACachingAllocator.cpp in torch 2.11.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from oomph.prediction.allocator import (
     ADDRESS_BITS,
@@ -20,7 +21,6 @@ from oomph.prediction.allocator import (
     OutOfMemory,
     Pool,
     Segment,
-    SegmentListener,
     absorb_next,
     round_up,
     view,
@@ -151,19 +151,22 @@ class ExpandableAllocator(CachingAllocator):
     `on_segment` receives ("segment_map" or "segment_unmap", address, size).
     """
 
-    def __init__(
-        self,
-        limit: int | None = None,
-        *,
-        max_split: int | None = None,
-        on_segment: SegmentListener | None = None,
-    ) -> None:
-        super().__init__(limit, max_split=max_split, on_segment=on_segment)
-        self._small: _Arena = _Arena(SMALL_SEGMENT, FIRST_ADDRESS, max_split)
-        self._large: _Arena = _Arena(LARGE_SEGMENT, FIRST_ADDRESS + _ARENA, max_split)
+    def _new_pools(self) -> tuple[_Arena, _Arena]:
+        base = FIRST_ADDRESS + 2 * len(self._pools) * _ARENA
+        return (
+            _Arena(SMALL_SEGMENT, base, self._max_split),
+            _Arena(LARGE_SEGMENT, base + _ARENA, self._max_split),
+        )
+
+    def _arenas(self) -> Iterator[_Arena]:
+        for pools in self._pools.values():
+            for arena in pools:
+                assert isinstance(arena, _Arena)
+                yield arena
 
     def empty_cache(self) -> None:
-        for arena in (self._large, self._small):
+        self.synchronize()
+        for arena in self._arenas():
             for block in [arena.blocks[key] for key in arena.keys]:
                 address, size = arena.unmap(block)
                 self.reserved -= size
@@ -173,7 +176,7 @@ class ExpandableAllocator(CachingAllocator):
     def segments(self) -> list[Segment]:
         """Every mapped stretch and its blocks, by address."""
         found = []
-        for arena in (self._small, self._large):
+        for arena in self._arenas():
             block: Block | None = arena.first
             stretch: list[Block] = []
             while block is not None:

@@ -35,6 +35,8 @@ def classes(allocations: Sequence[Allocation], card: GPU, torch_version: str) ->
     yield "plain"
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
         yield "convolutions"
+    if any(one.stream for one in allocations):
+        yield "several streams"
     version = ".".join(torch_version.split(".")[:2])
     if card.capability not in _MEASURED_CAPABILITIES or version not in _MEASURED_TORCH:
         yield "GPU or torch never measured"

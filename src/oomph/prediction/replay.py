@@ -79,7 +79,7 @@ def replay(
                 raise ValueError(_complaint(index, action, id, known))
             requester = id
             try:
-                block = alive[id] = malloc(allocations[id].bytes)
+                block = alive[id] = malloc(allocations[id].bytes, allocations[id].stream)
                 if record and block.size:
                     trace.append(TraceEntry("alloc", block.address, block.size, id))
             except OutOfMemory as error:
@@ -96,9 +96,16 @@ def replay(
             free(block)
         elif action == "mark":
             if (step := _STEP_MARK.fullmatch(label)) is not None:
+                allocator.synchronize()  # the host runs ahead of the GPU by less than a step
                 steps.begin(int(step[1]), index)
             elif label == "empty_cache":
                 allocator.empty_cache()
+            elif label == "synchronize":
+                allocator.synchronize()
+            elif label == "record_stream":
+                if id not in alive:
+                    raise ValueError(_complaint(index, label, id, known))
+                alive[id].recorded = True
             continue
         else:
             raise ValueError(f"event {index}: {action!r} is not an action; valid: alloc, free, mark")

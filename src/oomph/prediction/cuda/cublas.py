@@ -30,6 +30,7 @@ class _Tracer(Protocol):
     gpu: Any
 
     def in_autograd_thread(self) -> bool: ...
+    def stream(self) -> int: ...
     def record_workspace(self, size: int, op: str) -> Any: ...
 
 
@@ -43,14 +44,15 @@ def cublas_workspace_bytes(capability: tuple[int, int]) -> int:
 
 
 class CublasWorkspaces:
-    """Allocated at a thread's first matrix product, inside the caching allocator, and never freed."""
+    """Allocated at the first matrix product of a thread on a stream, inside the caching allocator, and never
+    freed."""
 
     def __init__(self, tracer: _Tracer) -> None:
         self._tracer = tracer
-        self._held: set[tuple[str, bool]] = set()
+        self._held: set[tuple[str, bool, int]] = set()
 
     def allocate(self, func: OpOverload, args: Sequence[Any]) -> None:
-        """The workspaces that the op is the first of its thread to need."""
+        """The workspaces that the op is the first of its thread and stream to need."""
         if func not in _MATRIX_PRODUCTS and func not in _PRODUCTS_IN_WIDER_DTYPE:
             return
         self._hold("cublas workspace", cublas_workspace_bytes(self._tracer.gpu.capability))
@@ -58,9 +60,9 @@ class CublasWorkspaces:
             self._hold("cublasLt workspace", _CUBLASLT_BYTES)
 
     def _hold(self, name: str, size: int) -> None:
-        thread = self._tracer.in_autograd_thread()
-        if (name, thread) not in self._held:
-            self._held.add((name, thread))
+        key = name, self._tracer.in_autograd_thread(), self._tracer.stream()
+        if key not in self._held:
+            self._held.add(key)
             self._tracer.record_workspace(size, name)
 
 

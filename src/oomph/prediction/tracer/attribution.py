@@ -67,19 +67,6 @@ def find_site(boundary: StackBoundary, depth: int = 1) -> tuple[Site | None, boo
     return None, False
 
 
-def called_by_own_ops(depth: int = 1) -> bool:
-    """Whether the call comes from an op or a fix of oomph's, past what only passes it on."""
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_OWN_OPS):
-            return True
-        if not is_internal(file):
-            return False
-        frame = frame.f_back
-    return False
-
-
 def in_loss_function(boundary: StackBoundary, depth: int = 1) -> bool:
     """Whether a function with a loss's name is running, inside the innermost module if there is one."""
     frame: FrameType | None = sys._getframe(depth)

@@ -140,10 +140,10 @@ class DispatchMode(TorchDispatchMode):
         if gpu and len(gpu) < len(tensors) and func not in _CROSS_DEVICE:
             self._check_devices(func, tensors)
         if func is aten._local_scalar_dense.default:
-            tracer.work.synchronize(tracer.phase)
+            tracer.synchronize()
             return tracer.estimates.scalar(args[0])
         if func in _EQUALITY:
-            tracer.work.synchronize(tracer.phase)
+            tracer.synchronize()
             return tracer.estimates.equality(*args[:2])
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self._count_copy(func, args, kwargs, tensors)

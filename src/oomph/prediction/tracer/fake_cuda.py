@@ -24,6 +24,7 @@ from oomph.torch_internals import (
     CUDA_LAZY_INIT,
     CUDA_RECORD_MEMORY_HISTORY,
     check_attribute,
+    disable_torch_function,
 )
 
 DEVICE = torch.device("cuda:0")
@@ -66,7 +67,7 @@ StreamListener = Callable[[str, int, int], None]
 
 
 class Stream:
-    """Its memory is counted as if all streams were one; its time is its own."""
+    """Has memory pools and a timeline of its own."""
 
     device = DEVICE
     device_index = 0
@@ -166,20 +167,27 @@ class Streams:
         self.default.stream_id = 0
         self.current: Any = self.default
         self.listener: StreamListener | None = None
-        self.on_side_stream: Callable[[], None] | None = (
-            None  # a stream other than the default becomes current
-        )
+        self.on_synchronize: Callable[[], None] | None = None
+        self._numbers = {0: 0}  # stream id -> in the order of first use
+
+    @property
+    def several(self) -> bool:
+        """Whether the program has used a stream beside the default one."""
+        return len(self._numbers) > 1
+
+    def number(self, stream: Any) -> int:
+        return self._numbers.setdefault(stream.stream_id, len(self._numbers))
 
     def report(self, what: str, stream: int = 0, event: int = 0) -> None:
         if self.listener is not None:
             self.listener(what, stream, event)
+        if self.on_synchronize is not None and what.startswith("synchronize"):
+            self.on_synchronize()
 
     def set_current(self, stream: Any) -> None:
-        if stream is None:
-            return
-        if self.on_side_stream is not None and stream.stream_id not in (0, self.current.stream_id):
-            self.on_side_stream()
-        self.current = stream
+        if stream is not None:
+            self.number(stream)
+            self.current = stream
 
 
 streams = Streams()  # of the trace that runs; replaced for its duration
@@ -211,12 +219,10 @@ def _answer(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def install_fake_cuda(
-    patches: Patches, gpu: GPU, recorder: AllocationRecorder, on_side_stream: Callable[[], None]
-) -> None:
+def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) -> None:
     """Answer torch.cuda's questions from the catalogue for as long as `patches` last."""
     own = Streams()
-    own.on_side_stream = on_side_stream
+    own.on_synchronize = recorder.synchronize
     patches.set(sys.modules[__name__], "streams", own)
     for owner, answers in (
         (torch.cuda, _cuda_answers(gpu, recorder, own)),
@@ -228,6 +234,12 @@ def install_fake_cuda(
     patches.set(torch.cuda.nvtx, "range", _NullContext)
     patches.set(*CUDA_LAZY_INIT, _nothing)
     patches.set(*CUDA_RECORD_MEMORY_HISTORY, _nothing)
+
+    def record_stream(tensor: torch.Tensor, s: Any) -> None:
+        with disable_torch_function():
+            recorder.record_stream(tensor, own.number(s))
+
+    patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     # Checkpointing asks this when no argument is a tensor, and remembers the answer for the process.
     patches.set(*CHECKPOINT_DEFAULT_DEVICE, "cuda")

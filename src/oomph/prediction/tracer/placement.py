@@ -235,10 +235,6 @@ def _property(on_gpu: Any, otherwise: Callable[[torch.Tensor], Any]) -> Handler:
     return handle
 
 
-def _nothing(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    return None
-
-
 _T = torch.Tensor
 
 
@@ -261,7 +257,6 @@ _HANDLERS: dict[Any, Handler] = {
     _T.cpu: _cpu,
     _T.type: _type,
     _T.numpy: _numpy,
-    _T.record_stream: _nothing,
     parse_to: _parse_to,
     torch.tensor: _from_data,
     torch.as_tensor: _from_data,

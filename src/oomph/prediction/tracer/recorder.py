@@ -38,6 +38,7 @@ class PendingAllocation:
     step: int
     kind: Kind
     saved: bool = False
+    stream: int = 0
     cloned: bool = False  # a copy of another tensor; of a parameter, perhaps to average it
 
     def finish(self) -> Allocation:
@@ -54,6 +55,7 @@ class PendingAllocation:
             step=self.step,
             saved=self.saved,
             during=self.during,
+            stream=self.stream,
         )
 
 
@@ -68,6 +70,7 @@ class AllocationRecorder:
         self.allocations: list[PendingAllocation] = []  # by id
         self.notes: dict[Note, None] = {}  # in order, each once
         self.live_bytes = 0
+        self._streams_recorded = False
         self.peak_bytes = 0  # as torch.cuda.max_memory_allocated gives the program
         self._storages: dict[int, tuple[PendingAllocation, weakref.ref[torch.UntypedStorage]]] = {}
 
@@ -130,6 +133,18 @@ class AllocationRecorder:
     def record_free(self, allocation: PendingAllocation) -> None:
         self.live_bytes -= allocation.bytes
         self.events.append(Event("free", allocation.id))
+
+    def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
+        """`stream` uses the tensor, too: its memory is not reused before that stream is done with it."""
+        allocation = self.allocation_of(tensor)
+        if allocation is not None and allocation.stream != stream:
+            self.events.append(Event("mark", allocation.id, "record_stream"))
+            self._streams_recorded = True
+
+    def synchronize(self) -> None:
+        """The host waits for the GPU; recorded where it decides what memory can be reused."""
+        if self._streams_recorded:
+            self.mark("synchronize")
 
     def close(self) -> None:
         """Stop recording frees: what is freed after the trace is not part of it."""

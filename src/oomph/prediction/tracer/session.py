@@ -46,7 +46,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         patches = stack.enter_context(Patches())
         # It logs the inner workings of every shape error; the error itself is enough.
         patches.set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
-        install_fake_cuda(patches, gpu, tracer.recorder, tracer.note_side_stream)
+        install_fake_cuda(patches, gpu, tracer.recorder)
         stack.enter_context(torch.inference_mode(False))  # the caller's own modes are not the program's
         stack.enter_context(torch.enable_grad())
         placement, dispatch = PlacementMode(tracer), DispatchMode(tracer)

@@ -16,10 +16,10 @@ from oomph.prediction.cuda.rules import RuleContext, RuleGuard
 from oomph.prediction.tracer.attribution import (
     ModuleStack,
     StackBoundary,
-    called_by_own_ops,
     find_site,
     in_loss_function,
 )
+from oomph.prediction.tracer.fake_cuda import current_streams
 from oomph.prediction.tracer.recorder import AllocationRecorder, Describe, OpLog, PendingAllocation
 from oomph.prediction.tracer.values import KnownValues, ValueEstimates
 from oomph.prediction.tracer.work import KernelCounter
@@ -87,7 +87,8 @@ class Tracer:
         self._loss_after: int | None = (
             None  # after so many model calls, work outside every module is the loss
         )
-        self._origins: dict[int, tuple[Site | None, str, bool]] = {}  # autograd sequence number -> forward
+        # autograd sequence number -> line, module, is loss, stream, of the forward op
+        self._origins: dict[int, tuple[Site | None, str, bool, int]] = {}
         self._newest_node = -1
 
     # -- placement ------------------------------------------------------------------------------------
@@ -150,13 +151,20 @@ class Tracer:
         """On CUDA, the backward pass and what it recomputes run in a thread of their own."""
         return self.phase == "backward"
 
-    def note_side_stream(self) -> None:
-        """The program uses a stream of its own. What our own ops and fixes do with theirs is modelled."""
-        if not called_by_own_ops(2):
-            self.note_once(
-                "memory is counted as if all streams were one; the real allocator keeps a pool for each, so "
-                "that the peak may be higher"
-            )
+    def stream(self) -> int:
+        """The number of the stream that runs now. A backward op runs on the stream of its forward op."""
+        streams = current_streams()
+        if not streams.several:
+            return 0
+        number = streams.number(streams.current)
+        node = current_autograd_node() if self.phase == "backward" and number == 0 else None
+        origin = self._origins.get(node._sequence_nr()) if node is not None else None
+        return number if origin is None else origin[3]
+
+    def synchronize(self) -> None:
+        """The host waits for what it has given to the current stream."""
+        self.work.synchronize(self.phase)
+        self.recorder.synchronize()
 
     def note(self, text: str) -> None:
         """Note something about the line that runs now."""
@@ -177,7 +185,7 @@ class Tracer:
             self._newest_node = newest
             site, at_engine = find_site(self.boundary, 2)
             if not at_engine:
-                self._origins[newest] = (site, self.modules.path, self._is_loss())
+                self._origins[newest] = (site, self.modules.path, self._is_loss(), self.stream())
 
     def _is_loss(self) -> bool:
         if self.modules.inside_loss:
@@ -268,8 +276,9 @@ class Tracer:
             kind = _KIND_OF_STAGE.get(stage, "activation")
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             cloned = op == "aten.clone"
+            stream = self.stream()
             return PendingAllocation(
-                id, size, shape, dtype, op, path, site, stage, self.step, kind, cloned=cloned
+                id, size, shape, dtype, op, path, site, stage, self.step, kind, stream=stream, cloned=cloned
             )
 
         return describe
@@ -279,7 +288,7 @@ class Tracer:
         site, path, stage = self.attribution()
         id = len(self.recorder.allocations)
         allocation = PendingAllocation(
-            id, size, (size,), "uint8", op, path, site, stage, self.step, "workspace"
+            id, size, (size,), "uint8", op, path, site, stage, self.step, "workspace", stream=self.stream()
         )
         self.recorder.record_allocation(allocation)
         return allocation
