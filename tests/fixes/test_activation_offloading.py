@@ -12,9 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import oomph
 from oomph import fixes
-from oomph.errors import UserError
 from oomph.records import FixUse
-from oomph.units import MiB
 
 EVERYTHING = FixUse("activation_offloading", {"smallest": 1})
 
@@ -63,13 +61,6 @@ def test_a_block_that_is_listed_several_times_is_offloaded_at_each():
     same_gradients(before, gradients(model, plain_loss, batch), 0)
     fixes.undo(model)
     assert state_of(model) == state
-
-
-def test_with_checkpointing_only_the_inputs_of_blocks_are_copied():
-    model, batch = seeded(lambda: TinyLM(layers=5)), tiny_batch("cpu")
-    fixes.apply_to_model(["activation_checkpointing", EVERYTHING], model)
-    gradients(model, plain_loss, batch)
-    assert offloader_of(model.blocks[0]).pool.bytes == 4 * MiB  # four inputs of 1 MiB buffers
 
 
 def test_a_storage_is_copied_once_and_parameters_never():
@@ -221,34 +212,3 @@ def test_recomputed_blocks_leave_their_inputs_to_the_host():
     x = 64 * 256 * 128 * 4
     # The peak is in the backward of the last block: there are its own input, the one before's, and no other.
     assert before - both == 4 * x
-
-
-def test_a_model_of_two_blocks_has_nothing_to_offload():
-    work = workload(layers=2)
-    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("activation_offloading",)) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"blocks": ["blocks.7"]}, r"has no module 'blocks\.7'"),
-        (
-            {"blocks": ["blocks.2"]},
-            r"'blocks\.2' is the last block",
-        ),
-        ({"blocks": []}, r"blocks=\[\] is not valid; give a list"),
-        ({"blocks": 3}, "blocks=3 is not valid; give a list"),
-        ({"blocks": "blocks"}, "'blocks' is a ModuleList, which has no forward"),
-        ({"smallest": 1.5}, r"smallest=1\.5 is not valid; give bytes"),
-        ({"smallest": "many"}, "smallest: size 'many' is not valid"),
-        ({"largest": 1}, "has no option 'largest'; its options are blocks, smallest, ahead"),
-        ({"ahead": 1}, "ahead=1 is not valid; valid: true, false"),
-        ({"blocks": "blocks.*.nothing"}, r"has no module like 'blocks\.\*\.nothing'"),
-    ],
-)
-def test_mistakes_are_told_and_change_nothing(options, message):
-    model = seeded(TinyLM)
-    state = state_of(model)
-    with pytest.raises(UserError, match=message):
-        fixes.apply_to_model(FixUse("activation_offloading", options), model)
-    assert state_of(model) == state

@@ -60,40 +60,6 @@ def test_the_workload_says_what_the_variable_must_be():
     assert oomph.apply(both, workload()).fixes == (both,)
 
 
-def test_the_prediction_says_what_does_not_fit_with_these_settings():
-    work = growing()
-    limit = oomph.predict(oomph.apply("allocator", work)).peak.reserved
-    assert not oomph.predict(work, max=limit // 4).fits
-    assert oomph.predict(oomph.apply("allocator", work), max=limit).fits
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"expandable_segments": 1}, "expandable_segments=1 is not valid; valid: true, false"),
-        (
-            {"max_split_size_mb": 20},
-            "max_split_size_mb=20 is not valid; give a whole number >= 21",
-        ),
-        ({"max_split_size_mb": True}, "max_split_size_mb=True is not valid"),
-        (
-            {"expandable_segments": False},
-            "nothing to set; give expandable_segments=True or",
-        ),
-        ({"segments": 1}, "has no option 'segments'; its options are expandable_segments, max_split_size_mb"),
-    ],
-)
-def test_mistakes_are_told(options, message):
-    with pytest.raises(UserError, match=message):
-        oomph.apply(FixUse("allocator", options), workload())
-
-
-def test_settings_that_are_there_are_not_overwritten():
-    work = oomph.Workload(workload().model, tiny_batch, plain_loss, allocator="max_split_size_mb:64")
-    with pytest.raises(UserError, match="the Workload already has allocator='max_split_size_mb:64'"):
-        oomph.apply("allocator", work)
-
-
 def test_unknown_settings_in_a_workload_are_told_by_the_prediction():
     work = oomph.Workload(workload().model, tiny_batch, plain_loss, allocator="roundup_power2_divisions:4")
     with pytest.raises(UserError, match="'roundup_power2_divisions' cannot be predicted"):

@@ -4,7 +4,6 @@ import copy
 import gc
 import json
 import pickle
-import re
 import weakref
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.fixes import registry
-from oomph.fixes.registry import NAMES_ELSEWHERE, OLD_NAMES, Fix
+from oomph.fixes.registry import OLD_NAMES, Fix
 from oomph.records import FixUse, Proposal
 
 
@@ -337,23 +336,11 @@ def test_names_of_other_libraries_and_typos_get_a_hint(name, hint):
     assert str(error.value).startswith(f"there is no fix {name!r}; {hint}")
 
 
-def test_hints_name_fixes_that_exist():
-    named = {name for here in NAMES_ELSEWHERE for name in re.findall(r"'(\w+)'", here)}
-    assert "optimizer_8bit" in named
-    assert named <= {fix.name for fix in fixes.all_fixes()}
-
-
 @pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())
 def test_an_old_name_works_and_warns(old, new):
     with pytest.warns(FutureWarning, match=f"fix '{old}' is deprecated; use '{new}'"):
         found = fixes.find(old)
     assert found.name == new
-
-
-def test_an_old_name_in_a_record_becomes_the_new_one():
-    with pytest.warns(FutureWarning, match="'recompute' is deprecated"):
-        uses = fixes.uses_of([{"fix": "recompute", "options": {"keep": "products"}}])
-    assert uses == fixes.uses_of("activation_checkpointing:keep=products")
 
 
 # ------------------------------------------------------------------------------------------- proposals

@@ -82,24 +82,6 @@ def test_a_budget_makes_way_for_a_size(x):
     assert model.layers[0].memory_budget == "1MiB"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "fast"}, "mode='fast' is not valid; valid: auto, sequential, scan, chunked"),
-        ({"memory_chunk_size": 0}, "memory_chunk_size=0 is not valid; give a whole number >= 1"),
-        ({"memory_chunk_size": 8, "mode": "sequential"}, "mode='sequential' has no chunks"),
-        ({"modules": ["layers.7"]}, r"the model has no module 'layers\.7'"),
-        ({"modules": ["layers.0.q_proj"]}, r"'layers\.0\.q_proj' is a Linear, not a KimiDeltaAttention or"),
-    ],
-)
-def test_invalid_options_are_reported_and_change_nothing(options, message):
-    model = Layers(KimiDeltaAttention)
-    state = state_of(model)
-    with pytest.raises(UserError, match=message):
-        fixes.apply_to_model(FixUse("chunkwise_kda", options), model)
-    assert state_of(model) == state
-
-
 def test_layers_without_chunks_are_refused():
     with pytest.raises(UserError, match="the model has no KimiDeltaAttention or SpikingKDABlock"):
         fixes.apply_to_model("chunkwise_kda", nn.Linear(2, 2))

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from small import TinyLM, gradients, plain_loss, seeded, state_of, tiny_batch, workload
+from small import TinyLM, gradients, plain_loss, seeded, tiny_batch, workload
 
 import oomph
 from oomph import fixes
@@ -82,30 +82,6 @@ def test_the_saving_is_computed_and_says_so():
     assert eight.saving < held * 7 / 8
     assert two.peak is None
     assert two.note.startswith("computed: ")
-
-
-def test_a_model_without_blocks_is_not_proposed_to():
-    work = oomph.Workload(
-        lambda: torch.nn.Linear(8, 8), lambda device: torch.ones(2, 8, device=device), lambda m, x: m(x).sum()
-    )
-    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("fsdp2",)) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ranks": 4}, "start the script with torchrun --nproc-per-node=4 and call"),
-        ({}, "needs a process group: start the script with torchrun --nproc-per-node=N"),
-        ({"ranks": 0}, "ranks=0 is not valid; give a whole number >= 1"),
-        ({"reshard_after_forward": 1}, "reshard_after_forward=1 is not valid; valid: true, false"),
-    ],
-)
-def test_mistakes_are_told_and_change_nothing(options, message):
-    model = seeded(TinyLM)
-    state = state_of(model)
-    with pytest.raises(UserError, match=message):
-        fixes.apply_to_model(FixUse("fsdp2", options), model)
-    assert state_of(model) == state
 
 
 def test_blocks_that_share_a_parameter_are_left_to_the_whole_model():

@@ -85,15 +85,6 @@ def test_grad_stays_the_same_tensor_and_the_first_pass_is_autograds():
     torch.testing.assert_close(first, 2 * value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes(dtype, added):
-    model, x = linear(dtype)
-    before = summed(model, square, x)
-    fixes.apply_to_model("gradient_accumulation_fusion", model)
-    same_pass(before, summed(model, square, x), 1e-12 if dtype == torch.float64 else 1e-2)
-    assert added
-
-
 def test_under_autocast_bf16_products_go_into_fp32_gradients(added):
     model, x = linear()
 
@@ -192,20 +183,6 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(square(model, x.requires_grad_()), x, create_graph=True)
 
 
-def test_a_fused_head_adds_to_grad_too():
-    model, batch = seeded(TinyLM), tiny_batch("cpu")
-    fixes.apply_to_model(
-        ["fused_linear_cross_entropy", FixUse("gradient_accumulation_fusion", {"modules": ["head"]})], model
-    )
-    loss = plain_loss(model, batch)
-    loss.backward()
-    grad = model.head.weight.grad
-    value, place = grad.clone(), grad.data_ptr()
-    plain_loss(model, batch).backward()
-    assert model.head.weight.grad.data_ptr() == place
-    torch.testing.assert_close(grad, 2 * value)
-
-
 def test_a_fused_head_hands_out_gradients_and_leaves_grad_alone():
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     fixes.apply_to_model(
@@ -258,24 +235,8 @@ def test_mistakes_are_told_and_change_nothing():
             fixes.apply_to_model(FixUse("gradient_accumulation_fusion", {"modules": list(modules)}), model)
         assert state_of(model) == state
 
-    refused("has no module 'tail'", "head", "tail")
-    refused("'norm' is a LayerNorm, or its weight is computed", "head", "norm")
     refused(r"'blocks\.0\.mlp\.fc' is frozen", "blocks.0.mlp.fc")
     refused(r"'blocks\.1\.mlp\.fc' has hooks on its weight", "head", "blocks.1.mlp.fc")
-    refused(r"modules=\[\] is not valid; give a list of names of modules")
-    refused(r"modules=\[3\] is not valid; give a list of names of modules", 3)
-    with pytest.raises(UserError, match=r"no plain nn\.Linear that is trained"):
-        fixes.apply_to_model("gradient_accumulation_fusion", nn.LayerNorm(3))
     names = {change.where for change in fixes.apply_to_model("gradient_accumulation_fusion", model)}
     assert "blocks.2.mlp.fc" in names
     assert not names & {"blocks.0.mlp.fc", "blocks.1.mlp.fc"}
-
-
-def test_a_copy_of_the_model_adds_to_its_own_gradients():
-    model, x = linear()
-    fixes.apply_to_model("gradient_accumulation_fusion", model)
-    twin = copy.deepcopy(model)
-    for _ in range(2):
-        square(twin, x).backward()
-    assert model[0].weight.grad is None
-    assert twin[0].weight.grad.any()

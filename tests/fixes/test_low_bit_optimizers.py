@@ -8,16 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from short_training import not_found, proposed, trained
+from short_training import proposed, trained
 from small import workload
 from torch import nn
 
 import oomph
 from oomph import fixes
-from oomph.errors import UserError
 from oomph.fixes.optimizers import low_bit
 from oomph.fixes.optimizers.low_bit import LowBitAdam, LowBitSGD, round_stochastically, to_low_bit
-from oomph.records import FixUse
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -232,24 +230,6 @@ def test_groups_schedulers_and_checkpoints_are_kept():
         for key, value in optimizer.state[parameter].items():
             assert torch.equal(fresh.state[parameter][key], value)
             assert fresh.state[parameter][key].dtype == value.dtype
-
-
-def test_mistakes_are_told():
-    work = large()
-    with pytest.raises(UserError, match=r"the optimizer is LBFGS; valid: Adam, AdamW of torch\.optim"):
-        trained(fixes.apply("optimizer_8bit", replace(work, optimizer=torch.optim.LBFGS)))
-    with pytest.raises(UserError, match="amsgrad=True is not supported"):
-        trained(
-            fixes.apply("optimizer_8bit", replace(work, optimizer=partial(torch.optim.Adam, amsgrad=True)))
-        )
-    with pytest.raises(UserError, match="the workload has no optimizer"):
-        fixes.apply("optimizer_8bit", replace(work, optimizer=None))
-    with pytest.raises(UserError, match="state='int4' is not valid; valid: bfloat16, float32"):
-        fixes.apply(FixUse("stochastic_rounding", {"state": "int4"}), work)
-    with pytest.raises(UserError, match="float64"):
-        trained(fixes.apply("optimizer_8bit", replace(work, dtype="float64")))
-    assert not_found("optimizer_8bit", replace(work, optimizer=torch.optim.SGD))
-    assert not_found("optimizer_8bit", fixes.apply("optimizer_8bit", work))
 
 
 def test_sgd_keeps_no_state_without_momentum():

@@ -93,27 +93,6 @@ def test_unnamed_labels_are_not_guessed(form, read):
         step_gradients(fixes.apply("micro_batches:labels=z", work))
 
 
-def test_one_label_a_row_may_be_ignored_too():
-    def batch(device):
-        labels = torch.tensor([3, -100, -100, -100, 1, 2], device=device)
-        return {"x": torch.arange(18.0, device=device).view(6, 3).sin(), "label": labels}
-
-    work = oomph.Workload(
-        lambda: seeded(lambda: nn.Linear(3, 4)),
-        batch,
-        lambda model, batch: F.cross_entropy(model(batch["x"].to(model.weight)), batch["label"]),
-    )
-    same_gradients(step_gradients(work), step_gradients(fixes.apply("micro_batches", work)), 1e-12)
-
-
-def test_by_rows_uneven_labels_would_be_wrong():
-    """What the weights are for: a test that the test above can fail."""
-    work = replace(workload(layers=1), batch=uneven)
-    by_rows = fixes.apply(FixUse("micro_batches", {"weights": "rows"}), work)
-    with pytest.raises(AssertionError):
-        same_gradients(step_gradients(work), step_gradients(by_rows), 1e-3)
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
 def test_labels_are_counted_as_hugging_face_models_count_them(kind):
     work = oomph.Workload(
@@ -189,47 +168,6 @@ def test_batch_statistics_are_seen_and_refused():
     assert not_found("micro_batches", work)
     with pytest.raises(UserError, match="norm normalises by the statistics of the batch"):
         fixes.apply("micro_batches", work).model()
-
-
-def test_micro_batch_mistakes_are_told():
-    work = workload(layers=1)
-    for options, message in (
-        ({"parts": 1}, "parts=1 is not valid; give a whole number >= 2"),
-        ({"weights": "tokens"}, "weights='tokens' is not valid; valid: auto, rows, labels"),
-        ({"ignore_index": None}, "ignore_index=None is not valid"),
-        ({"labels": 1.5}, r"labels=1\.5 is not valid; give a name or a position"),
-        ({"shifted": 1}, "shifted=1 is not valid; valid: true, false"),
-    ):
-        with pytest.raises(UserError, match=message):
-            fixes.apply(FixUse("micro_batches", options), work)
-    with pytest.raises(UserError, match="already comes in 2 parts"):
-        fixes.apply("micro_batches", replace(work, micro_batches=oomph.workload.MicroBatches(2)))
-    images = oomph.Workload(
-        lambda: nn.Linear(3, 1), lambda device: torch.ones(4, 3), lambda m, x: m(x).mean()
-    )
-    with pytest.raises(UserError, match="has no tensor of whole numbers"):
-        step_gradients(fixes.apply(FixUse("micro_batches", {"weights": "labels"}), images))
-
-
-def by_length(model, batch):
-    """A mean over tokens that lengths count, which is not the mean of the rows'."""
-    tokens, lengths = batch
-    own = model(tokens).square().mean(-1)
-    counted = torch.arange(own.shape[1], device=own.device) < lengths[:, None]
-    return own[counted].sum() / counted.sum()
-
-
-def with_lengths(device):
-    tokens = tiny_batch(device)["tokens"]
-    return tokens, torch.tensor([2, 3, 20, 24], device=device)
-
-
-def test_where_the_batch_does_not_tell_what_its_parts_count_the_fix_holds_on_a_condition():
-    work = replace(workload(layers=1), batch=with_lengths, loss=by_length)
-    assert not fixes.verify("micro_batches", work).holds
-    offers = fixes.find("micro_batches").proposals(FixContext(oomph.predict(work), work))
-    assert offers
-    assert all("all rows count the same in the loss" in offer.condition for offer in offers)
 
 
 ROWS = torch.ones(4, 3)

@@ -5,14 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_of, tiny_batch, workload
+from small import gradients, same_gradients, seeded, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oomph
 from oomph import fixes
-from oomph.errors import UserError
-from oomph.fixes.modulated_linear import DeltaMode
 from oomph.records import FixUse
 
 W, R = 16, 2  # width of the weight's inputs; its outputs are 24
@@ -160,30 +158,6 @@ def test_what_a_module_returns_is_a_tensor(x):
     torch.testing.assert_close(delta, expected)
 
 
-OTHERS = {
-    "attention": lambda q, k: torch.einsum("btd,bsd->bts", q, k).softmax(-1) @ k,
-    "one matrix": lambda q, k: torch.einsum("rd,rf->df", q[0], k[0]),
-    "used twice": lambda q, k: _outer(q, k) @ _outer(q, k),
-    "indexed": lambda q, k: _outer(q, k)[0, 1:3],
-    "stacked": lambda q, k: torch.stack([_outer(q, k), _outer(k, q)]).amax(0) + _outer(q, k).mT,
-    "shape": lambda q, k: _outer(q, k).new_ones(_outer(q, k).shape[1]),
-}
-
-
-def _outer(q, k):
-    return torch.einsum("btd,bte->btde", q, k)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_calls_that_are_not_followed_compute_the_delta(name):
-    made = torch.Generator().manual_seed(1)
-    q, k = torch.randn(2, 40, 8, generator=made), torch.randn(2, 40, 8, generator=made)
-    expected = OTHERS[name](q, k)
-    with DeltaMode():
-        result = OTHERS[name](q, k)
-    torch.testing.assert_close(result + 0, expected + 0, rtol=1e-6, atol=1e-6)
-
-
 def test_autocast_gives_what_it_gave_to_its_precision():
     model = seeded(lambda: Model(report)).float()
     x = torch.randn(2, 5, W)
@@ -223,24 +197,3 @@ def test_the_saving_is_proposed_where_the_deltas_are():
     assert proposal.saving > prediction.peak.reserved * 0.5
     fixed = oomph.apply(proposal, work)
     assert fixes.propose(oomph.predict(fixed, gpu="h200"), fixed, only=("modulated_linear",)) == []
-
-
-def test_it_is_not_proposed_for_a_language_model_and_leaves_it_as_it_is():
-    work = workload()
-    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("modulated_linear",)) == []
-    model, batch = seeded(TinyLM), tiny_batch("cpu")
-    before = gradients(model, plain_loss, batch)
-    fixes.apply_to_model("modulated_linear", model)
-    same_gradients(before, gradients(model, plain_loss, batch), 0)
-
-
-def test_invalid_options_are_reported_and_change_nothing():
-    model = seeded(lambda: Model(report))
-    state = state_of(model)
-    with pytest.raises(UserError, match="the model has no module 'delta'"):
-        fixes.apply_to_model(FixUse("modulated_linear", {"modules": ["plastic", "delta"]}), model)
-    with pytest.raises(UserError, match="modules=3 is not valid; give a list"):
-        fixes.apply_to_model(FixUse("modulated_linear", {"modules": 3}), model)
-    with pytest.raises(UserError, match="'last' is a Linear, which makes no delta"):
-        fixes.apply_to_model(FixUse("modulated_linear", {"modules": ["last"]}), model)
-    assert state_of(model) == state

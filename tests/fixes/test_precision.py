@@ -9,7 +9,6 @@ from small import tiny_batch, workload
 
 import oomph
 from oomph import fixes
-from oomph.errors import UserError
 from oomph.fixes.registry import FixContext
 
 
@@ -54,14 +53,3 @@ def test_nothing_is_proposed_where_it_is_so_already():
     assert not_found("autocast", small(autocast="bfloat16"))
     old = FixContext(oomph.predict(small(), gpu="t4"), small())
     assert fixes.find("autocast").proposals(old) == fixes.find("bf16_parameters").proposals(old) == []
-
-
-def test_mistakes_are_told():
-    with pytest.raises(UserError, match=r"the parameters are already torch\.float16"):
-        fixes.apply("bf16_parameters", larger(dtype="float16"))
-    with pytest.raises(UserError, match=r"already runs under torch\.float16 autocast"):
-        fixes.apply("autocast", larger(autocast="float16"))
-    with pytest.raises(UserError, match="nothing to cast"):
-        fixes.apply("autocast", larger(dtype="bfloat16"))
-    with pytest.raises(UserError, match="cannot be combined"):
-        fixes.apply(["autocast", "bf16_parameters"], larger())

@@ -133,13 +133,3 @@ def test_state_that_tells_shared_buffers_apart_is_refused_and_other_state_loaded
     model.load_state_dict(other.state_dict())
     assert model.blocks[1].attention.mask[0, 0, 0, 5] == 1
     assert model.blocks[0].attention.mask[0, 0, 0, 5] == 0
-
-
-def test_mistakes_are_told_and_change_nothing():
-    model = seeded(TinyLM)
-    state = state_of(model)
-    with pytest.raises(UserError, match="buffers=5 is not valid; give a list"):
-        fixes.apply_to_model(FixUse("shared_buffers", {"buffers": 5}), model)
-    with pytest.raises(UserError, match="to share among masks"):
-        fixes.apply_to_model(FixUse("shared_buffers", {"buffers": ["masks"]}), model)
-    assert state_of(model) == state

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 
 import oomph
 from oomph import fixes
-from oomph.errors import UserError
 from oomph.records import FixUse
 
 
@@ -199,26 +198,3 @@ def test_the_saving_is_that_of_the_other_layers_tables():
     assert proposal.saving > 0
     shared = oomph.apply(proposal, work)
     assert fixes.propose(oomph.predict(shared, gpu="h200"), shared, only=("shared_rotary_embedding",)) == []
-
-
-def test_one_rotary_module_for_the_model_is_not_proposed():
-    def build():
-        model = Model(64, 2)
-        for layer in model.layers:
-            layer.rotary = model.layers[0].rotary
-        return model
-
-    work = oomph.Workload(build, lambda device: torch.ones(2, 64, 64, device=device), loss)
-    assert fixes.propose(oomph.predict(work, gpu="h200"), work, only=("shared_rotary_embedding",)) == []
-
-
-def test_mistakes_are_told_and_change_nothing():
-    model = seeded(Model)
-    state = state_of(model)
-    with pytest.raises(UserError, match="modules=5 is not valid; give a list"):
-        fixes.apply_to_model(FixUse("shared_rotary_embedding", {"modules": 5}), model)
-    with pytest.raises(UserError, match="no two rotary modules that are equal"):
-        fixes.apply_to_model("shared_rotary_embedding", nn.Linear(2, 2))
-    with pytest.raises(UserError, match=r"'layers\.0\.out' has parameters"):
-        fixes.apply_to_model(FixUse("shared_rotary_embedding", {"modules": ["layers.0.out"]}), model)
-    assert state_of(model) == state

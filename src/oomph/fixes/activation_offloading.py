@@ -33,9 +33,9 @@ from oomph.fixes.modules import (
     own_checkpointing,
     refuse_own_checkpointing,
 )
-from oomph.fixes.registry import Fix, FixContext, Target, check_flag
+from oomph.fixes.registry import Fix, FixContext, Target, bytes_option, check_flag
 from oomph.torch_internals import FakeTensor, current_graph_task_id, storage_id
-from oomph.units import MiB, parse_bytes
+from oomph.units import MiB
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter, FakeTensor)
 
@@ -67,7 +67,7 @@ class ActivationOffloading(Fix):
         With the fix "activation_checkpointing", a block saves its inputs alone, and those are copied.
         """
         check_flag(self.name, "ahead", ahead)
-        offloader = ActivationOffloader(_parse_smallest(smallest), ahead)
+        offloader = ActivationOffloader(bytes_option(self.name, "smallest", smallest), ahead)
         # Inside a checkpoint of the model's own, everything would be copied that is to be recomputed.
         refuse_own_checkpointing(model, self.name)
         repeated = block_names(model)
@@ -91,16 +91,6 @@ class ActivationOffloading(Fix):
             what = "times the copies of other blocks" if keep else "its activations wait on the host"
             journal.wrap_forward(named[name], wrapper, name, what)
         disable_kv_cache(model, journal, "it would hold on the device what is offloaded")
-
-
-def _parse_smallest(smallest: Any) -> int:
-    fix = ActivationOffloading.name
-    if isinstance(smallest, bool) or not isinstance(smallest, int | str):
-        raise UserError(f"fix {fix!r}: smallest={smallest!r} is not valid; give bytes or e.g. '1MiB'")
-    try:
-        return parse_bytes(smallest)
-    except UserError as error:
-        raise UserError(f"fix {fix!r}: smallest: {error}") from None
 
 
 def _offloaded(

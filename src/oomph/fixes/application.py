@@ -201,13 +201,14 @@ def _propose(
     proposals = []
     for number, proposal in enumerate(found):
         progress(f"predicting with {proposal.fix}", number / len(found))
-        proposals.append(_with_prediction(proposal, context, extrapolate))
-    useful = [proposal for proposal in proposals if proposal.saving is None or proposal.saving > 0]
-    return sorted(useful, key=lambda proposal: -(proposal.saving or 0))
+        predicted = _with_prediction(proposal, context, extrapolate)
+        if predicted is not None and (predicted.saving is None or predicted.saving > 0):
+            proposals.append(predicted)
+    return sorted(proposals, key=lambda proposal: -(proposal.saving or 0))
 
 
-def _with_prediction(proposal: Proposal, context: FixContext, extrapolate: bool) -> Proposal:
-    """The proposal with its peak, saving and slowdown."""
+def _with_prediction(proposal: Proposal, context: FixContext, extrapolate: bool) -> Proposal | None:
+    """The proposal with its peak, saving and slowdown; None where the fix refuses the program."""
     before = context.prediction
     try:
         fixed = apply(proposal, context.workload)
@@ -216,6 +217,8 @@ def _with_prediction(proposal: Proposal, context: FixContext, extrapolate: bool)
         else:
             after = predict(fixed, gpu=before.gpu, max=before.limit)
     except OomphError as error:
+        if isinstance(error, UserError) and proposal.saving is None:
+            return None
         note = f"{proposal.note}; not predicted: {error}" if proposal.note else f"not predicted: {error}"
         return replace(proposal, note=note)
     slowdown = None

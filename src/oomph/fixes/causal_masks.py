@@ -103,16 +103,14 @@ def _derived(
     if name in _CASTS:
         own = constant_of(first, buffers) if isinstance(first, Tensor) else None
         return own and Constant(f"{own.made}.to({made.dtype})", partial(_call, Tensor.to, (own, made.dtype)))
-    if kwargs:
-        return None
     found: list[Any] = [constant_of(arg, buffers) if isinstance(arg, Tensor) else arg for arg in args]
-    nested = (arg for arg in args if isinstance(arg, list | tuple))
-    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(list(nested))) or None in (
-        one for one, arg in zip(found, args, strict=True) if isinstance(arg, Tensor)
-    ):
+    others = [*(arg for arg in args if not isinstance(arg, Tensor)), *kwargs.values()]
+    if any(isinstance(leaf, Tensor) for leaf in tree_leaves(others)):
+        return None
+    if any(one is None and isinstance(arg, Tensor) for one, arg in zip(found, args, strict=True)):
         return None
     text = ", ".join(one.made if isinstance(one, Constant) else repr(one) for one in found)
-    return Constant(f"{name}({text})", partial(_call, func, tuple(found)))
+    return Constant(f"{name}({text}, {dict(kwargs)})", partial(_call, partial(func, **kwargs), tuple(found)))
 
 
 def _call(func: Any, args: Args) -> Tensor | None:

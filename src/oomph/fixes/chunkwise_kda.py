@@ -9,7 +9,7 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import module_at
+from oomph.fixes.modules import module_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_whole_number
 from oomph.nn import KimiDeltaAttention, SpikingKDABlock
 from oomph.ops.delta_attention.api import MODES
@@ -58,7 +58,8 @@ class ChunkwiseKDA(Fix):
             raise UserError(
                 f"fix {self.name!r}: mode='sequential' has no chunks; leave memory_chunk_size out"
             )
-        layers = _layers(model) if modules is None else [_layer_at(model, name) for name in modules]
+        names = None if modules is None else names_option(self.name, "modules", modules)
+        layers = _layers(model) if names is None else [_layer_at(model, name) for name in names]
         if not layers:
             kinds = " or ".join(kind.__name__ for kind in _LAYERS)
             raise UserError(f"fix {self.name!r}: the model has no {kinds}")

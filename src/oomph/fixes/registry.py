@@ -24,6 +24,7 @@ from oomph.errors import UserError, warn_deprecated
 from oomph.fixes.journal import Journal
 from oomph.prediction import built
 from oomph.records import FixKind, FixUse, Prediction, Proposal
+from oomph.units import parse_bytes
 from oomph.workload import Workload
 
 # Modules of oomph.fixes and their classes, in the order in which fixes are applied. Shapes and dtypes change
@@ -252,6 +253,16 @@ def check_whole_number(fix: str, option: str, value: Any, low: int, high: int | 
     if not is_int or value < low or (high is not None and value > high):
         valid = f"a whole number >= {low}" if high is None else f"{low} to {high}"
         raise UserError(f"fix {fix!r}: {option}={value!r} is not valid; give {valid}")
+
+
+def bytes_option(fix: str, option: str, value: Any) -> int:
+    """The bytes that an option gives, as a number or as text such as "64MiB"."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise UserError(f"fix {fix!r}: {option}={value!r} is not valid; give bytes or e.g. '1MiB'")
+    try:
+        return parse_bytes(value)
+    except UserError as error:
+        raise UserError(f"fix {fix!r}: {option}: {error}") from None
 
 
 def _defaults(change: Callable[..., Any]) -> dict[str, Any]:

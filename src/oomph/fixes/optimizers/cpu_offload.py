@@ -22,8 +22,8 @@ from oomph.fixes.optimizers.conversion import (
     why_not_independent,
 )
 from oomph.fixes.optimizers.low_bit import LowBitOptimizer
-from oomph.fixes.registry import check_flag
-from oomph.units import MiB, parse_bytes
+from oomph.fixes.registry import bytes_option, check_flag
+from oomph.units import MiB
 from oomph.workload import Workload
 
 _ALIGNMENT = 64  # bytes
@@ -53,7 +53,7 @@ class OptimizerCPUOffload(OptimizerFix):
         if that is more. `independent`: the user says that an optimizer which is not torch's own updates each
         parameter independently."""
         check_flag(self.name, "independent", independent)
-        size = parse_bytes(staging)
+        size = bytes_option(self.name, "staging", staging)
         if size < 1:
             raise UserError(f"fix {self.name!r}: staging={staging!r} is not valid; give a size such as 64MiB")
         return self.converting(workload, staging=size, independent=independent)
