@@ -114,6 +114,14 @@ class StepPeak:
     device: int = 0  # reserved, and the CUDA context
 
 
+class BatchTensor(NamedTuple):
+    """A tensor of the traced batch. What a prediction holds for follows from its shape."""
+
+    name: str  # its key in a Workload's batch; "" where the program moved it to the GPU
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True)
 class Note:
     """Something the trace could not know, or that the reader should."""
@@ -201,6 +209,7 @@ class Prediction:
     work: Work = Work()
     growth: Growth | None = None  # None: later steps leave no more behind than those before
     margin: int = 0  # bytes by which the needed memory may be off, either way
+    batch: tuple[BatchTensor, ...] = ()  # distinct ones, in the order of the program; () where unknown
 
     @property
     def fits(self) -> bool | None:

@@ -131,6 +131,26 @@ def test_weight_averages_are_a_stage_of_their_own(average: Callable[..., Callabl
     assert {one.during for one in updates} <= {"optimizer step"}
 
 
+def test_the_shapes_of_the_batch_are_those_that_were_seen() -> None:
+    def setup() -> Callable[[], None]:
+        own, rows = Training(), iter((8, 16, 16))
+
+        def step() -> None:
+            own.model(torch.randn(next(rows), WIDTH).cuda()).sum().backward()
+
+        return step
+
+    assert [each.shape for each in oomph.predict(setup).batch] == [(8, WIDTH), (16, WIDTH)]
+    given = oomph.predict(
+        workload(
+            batch=lambda device: {"x": {"ids": torch.ones(4, 4, device=device)}},
+            loss=lambda model, batch: model(batch["x"]["ids"]).sum(),
+            model=lambda: nn.Linear(4, 4),
+        )
+    )
+    assert [(each.name, each.shape, each.dtype) for each in given.batch] == [("x.ids", (4, 4), "float32")]
+
+
 def test_a_stream_of_the_programs_own_has_its_own_memory() -> None:
     """The blocks that one stream has freed are not reused on another, and backward runs where forward ran."""
 

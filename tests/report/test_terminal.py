@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from sample_prediction import CONTEXT, LOSS, GiB, MiB, allocation, prediction
 
-from oomph.records import Alive, Growth, Moment, Note, Peak, Site
+from oomph.records import Alive, BatchTensor, Growth, Moment, Note, Peak, Site
 from oomph.report.terminal import PLAIN_WIDTH, distinct_sizes, report_console, report_text, verdict
 from oomph.report.timeline import ASCII, UNICODE, area_rows, bar, column_heights
 
@@ -236,6 +236,15 @@ def test_a_peak_at_the_very_end_keeps_its_label_inside():
     marker = chart.splitlines()[1]
     assert marker.endswith("peak 29.6 GiB v")
     assert len(marker) == PLAIN_WIDTH
+
+
+def test_the_shapes_of_the_batch_are_stated():
+    ids = BatchTensor("input_ids", (8, 1024), "int64")
+    assert "\nbatch: input_ids [8, 1024] int64\n" in _plain(prediction(batch=(ids,)))
+    many = tuple(BatchTensor("", (8, length), "int64") for length in range(100, 110))
+    line = next(line for line in _plain(prediction(batch=many)).splitlines() if line.startswith("batch"))
+    assert line.startswith("batch: [8, 104] int64, [8, 105]")
+    assert line.endswith("[8, 109] int64 and 4 more")
 
 
 def test_notes_come_with_their_place():

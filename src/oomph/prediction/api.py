@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.records import Allocation, Event, Growth, Note, Peak, Prediction, Site, Verdict
+from oomph.records import Allocation, BatchTensor, Event, Growth, Note, Peak, Prediction, Site, Verdict
 from oomph.torch_internals import keystr, self_test, storage_id, tree_flatten_with_path
 from oomph.units import MiB, format_bytes, parse_bytes
 from oomph.workload import Workload
@@ -100,7 +101,22 @@ def _predict(
         work=work,
         growth=growth,
         margin=off_by,
+        batch=_batch(tracer),
     )
+
+
+def _batch(tracer: Tracer) -> tuple[BatchTensor, ...]:
+    """Of a Workload, its batch; of other programs, what they moved to the GPU."""
+    leaves = [
+        BatchTensor(
+            re.sub(r"[][.']+", ".", keystr(path)).strip("."),
+            tuple(leaf.shape),
+            str(leaf.dtype).removeprefix("torch."),
+        )
+        for path, leaf in tree_flatten_with_path(tracer.batch)[0]
+        if isinstance(leaf, torch.Tensor)
+    ]
+    return tuple(leaves or tracer.moved)
 
 
 def _verdict(

@@ -47,6 +47,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "lines": [{**_site(site), "bytes": size} for site, size in prediction.by_line()],
         "at_peak": [_alive(alive) for alive in prediction.at_peak],
         "timeline": [moment._asdict() for moment in downsample(prediction.timeline, _TIMELINE_POINTS)],
+        "batch": [{**one._asdict(), "shape": list(one.shape)} for one in prediction.batch],
         "findings": [],
         "notes": [{"text": note.text, **_file_and_line(note.site)} for note in prediction.notes],
         "seconds": round(prediction.seconds, 3),

@@ -7,6 +7,7 @@ that it reads the same in a file, a pipe or a CI log.
 from __future__ import annotations
 
 import linecache
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Literal
@@ -17,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oomph.errors import UserError
-from oomph.records import Growth, Peak, Prediction, Site, Stage
+from oomph.records import BatchTensor, Growth, Peak, Prediction, Site, Stage
 from oomph.report.labels import TensorGroup, file_and_line, group_tensors
 from oomph.report.timeline import ASCII, UNICODE, Glyphs, bar, timeline_lines
 from oomph.units import format_bytes, parse_bytes
@@ -26,6 +27,7 @@ PLAIN_WIDTH = 100
 _MAX_WIDTH = 120  # on a full-screen terminal the columns would stand too far apart
 _TENSORS = 10
 _LINES = 5
+_BATCH_TENSORS = 6
 _INDENT = 2
 _MIN_WIDTH_FOR_COLUMNS = 80
 _OPS_WIDTH = 28
@@ -231,6 +233,16 @@ def _print_verdict(prediction: Prediction, console: Console) -> None:
     )
     seconds = f"; traced in {prediction.seconds:.1f} s" if prediction.seconds else ""
     console.print(Text(figures + seconds, "dim"), soft_wrap=True)
+    if prediction.batch:
+        console.print(Text(f"batch: {_batch(prediction.batch)}", "dim"), soft_wrap=True)
+
+
+def _batch(tensors: Sequence[BatchTensor]) -> str:
+    """`input_ids [8, 1024] int64, labels [8, 1024] int64`, the largest ones where there are many."""
+    shown = sorted(tensors, key=lambda one: -math.prod(one.shape))[:_BATCH_TENSORS]
+    texts = [f"{one.name} {list(one.shape)} {one.dtype}".strip() for one in tensors if one in shown]
+    more = len(tensors) - len(shown)
+    return ", ".join(texts) + (f" and {more} more" if more else "")
 
 
 def _stages(prediction: Prediction, width: int, glyphs: Glyphs) -> Table:

@@ -269,6 +269,8 @@ class DispatchMode(TorchDispatchMode):
             out = self._fake(func, args, kwargs)
         self._propagate_values(func, args, kwargs, tensors, out)
         guard.call("values", func, partial(tracer.estimates.propagate, func, args, out), _nothing)
+        if func is aten._to_copy.default and not gpu:
+            tracer.record_move(args[0])
         if tracer.place != "host":
             self._record_results(func, expanded or args, kwargs, tensors, out)
             self._check_deterministic(func, args, kwargs)

@@ -23,7 +23,7 @@ from oomph.prediction.tracer.fake_cuda import current_streams
 from oomph.prediction.tracer.recorder import AllocationRecorder, Describe, OpLog, PendingAllocation
 from oomph.prediction.tracer.values import KnownValues, ValueEstimates
 from oomph.prediction.tracer.work import KernelCounter
-from oomph.records import Kind, Site, Stage
+from oomph.records import BatchTensor, Kind, Site, Stage
 from oomph.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -76,6 +76,7 @@ class Tracer:
         self.inside_dispatch = 0  # depth of our own dispatch, in which tensors show their true device
         self.place: Place | None = None  # the device argument of the function being called
         self.batch: Any = None
+        self.moved: dict[BatchTensor, None] = {}  # from the host to the GPU, outside modules; each once
         self.allocator: str | None = None  # as the Workload gives it
         self.log: OpLog | None = None
         self.parameter_sites = WeakIdKeyDictionary()  # parameter -> the line that made it
@@ -260,6 +261,13 @@ class Tracer:
     def record_result(self, tensor: torch.Tensor, op: str) -> None:
         """Record a result of `op` on the GPU, if its storage is new."""
         self.recorder.record_tensor(tensor, self._describe(op))
+
+    def record_move(self, source: torch.Tensor) -> None:
+        """The program moves a tensor from the host to the GPU: data, if no module holds it."""
+        held = isinstance(source, torch.nn.Parameter) or source in self.buffer_sites
+        if source.dim() and self.phase == "forward" and not held and not self.modules.inside_model:
+            dtype = str(source.dtype).removeprefix("torch.")
+            self.moved[BatchTensor("", tuple(source.shape), dtype)] = None
 
     def record_in_place(self, tensor: torch.Tensor, op: str) -> None:
         """Record a tensor that `op` wrote into again, if its storage was resized."""
