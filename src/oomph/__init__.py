@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
     from oomph.fixes import apply
     from oomph.measurement import measure
-    from oomph.prediction import predict
+    from oomph.prediction import Script, predict
     from oomph.records import (
         Change,
         Difference,
@@ -33,6 +33,7 @@ __all__ = [
     "Prediction",
     "ProgramError",
     "Proposal",
+    "Script",
     "UserError",
     "Verification",
     "Workload",
@@ -51,7 +52,7 @@ __getattr__, __dir__ = attach(
         "errors": ("ArgumentError", "OomphError", "ProgramError", "UserError"),
         "fixes": ("apply",),
         "measurement": ("measure",),
-        "prediction": ("predict",),
+        "prediction": ("Script", "predict"),
         "records": (
             "Change",
             "Difference",

@@ -58,6 +58,7 @@ with _section():  # nested batches, and the path of a tensor inside one
         tree_leaves,
         tree_map,
         tree_map_only,
+        tree_unflatten,
     )
 
 with _section():  # a model's output dataclass, in which FSDP finds the tensors that need gradients
@@ -200,6 +201,7 @@ with _section():  # programs that ask whether they are traced look here
 
 with _section():  # torch.cuda without a driver
     CUDA_LAZY_INIT: tuple[Any, str] = (torch.cuda, "_lazy_init")
+    DATA_LOADER_ITERATOR: tuple[Any, str] = (torch.utils.data.DataLoader, "_get_iterator")
     CUDA_RECORD_MEMORY_HISTORY: tuple[Any, str] = (torch.cuda.memory, "_record_memory_history")
 
 with _section():  # the device that checkpointing falls back on, remembered for the process
@@ -254,6 +256,13 @@ def without_sigchld_handler() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- command line
 
 
+def init_fake_process_group(init: Any) -> None:
+    """A process group of one rank whose collectives do nothing; `init` is torch's init_process_group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    init("fake", store=FakeStore(), rank=0, world_size=1)
+
+
 def has_triton() -> bool:
     """Cached for the process by torch."""
     from torch.utils._triton import has_triton
@@ -278,6 +287,7 @@ def self_test() -> None:
         *HAS_TORCH_FUNCTION_OF_ARGUMENTS,
         EXPORTED_FAKE_TENSOR,
         CUDA_LAZY_INIT,
+        DATA_LOADER_ITERATOR,
         CUDA_RECORD_MEMORY_HISTORY,
         CHECKPOINT_DEFAULT_DEVICE,
         SIGCHLD_HANDLER,
@@ -343,6 +353,7 @@ __all__ = [
     "CHECKPOINT_DEFAULT_DEVICE",
     "CUDA_LAZY_INIT",
     "CUDA_RECORD_MEMORY_HISTORY",
+    "DATA_LOADER_ITERATOR",
     "ENGINE_RUN_BACKWARD",
     "EXPORTED_FAKE_TENSOR",
     "FOREACH_SUPPORTED_TYPES",
@@ -386,6 +397,7 @@ __all__ = [
     "get_sdp_priority_order",
     "get_sequence_nr",
     "has_triton",
+    "init_fake_process_group",
     "keystr",
     "make_subclass",
     "make_wrapper_subclass",
@@ -405,6 +417,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_unflatten",
     "will_engine_execute_node",
     "without_sigchld_handler",
 ]

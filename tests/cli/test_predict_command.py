@@ -117,7 +117,7 @@ def test_a_program_that_reads_from_the_terminal_ends(program):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["predict"], "oomph: Missing argument 'TARGET'; see `oomph predict --help`"),
+        (["predict"], "oomph: predict needs a TARGET, or -m MODULE"),
         (["predict", "a.py:b", "--html", "f"], "oomph: No such option: --html"),
         (["predict", "a.py:b", "--gpu"], "oomph: Option '--gpu' requires an argument"),
         (

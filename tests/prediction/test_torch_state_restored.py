@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
@@ -266,14 +267,11 @@ def test_settings_that_the_program_makes_end_with_the_trace() -> None:
     torch.autocast_decrement_nesting()
 
 
-def test_another_thread_goes_on_with_real_tensors() -> None:
-    made: list[nn.Module] = []
-
+def test_threads_of_the_program_use_the_fake_gpu() -> None:
     def program() -> None:
-        torch.empty(1, device="cuda")
-        other = threading.Thread(target=lambda: made.append(nn.Linear(4, 4).to(torch.float64)))
-        other.start()
-        other.join()
+        with ThreadPoolExecutor(2) as pool:
+            made = list(pool.map(lambda size: torch.empty(size << 20, device="cuda"), [1, 2]))
+        assert all(each.is_cuda for each in made)
+        torch.ones(4).to("cuda")
 
-    trace_here(program)
-    assert not any(isinstance(tensor, FakeTensor) for tensor in made[0].parameters())
+    assert oomph.predict(program).peak.allocated == 4 * (3 << 20) + 512

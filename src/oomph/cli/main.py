@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from oomph.cli.output import flush_streams
-from oomph.errors import DeprecatedName, ExitStatus, OomphError, ProgramError, warn_deprecated
+from oomph.errors import DeprecatedName, ExitStatus, OomphError, ProgramError, UserError, warn_deprecated
 
 # Some versions of typer contain a copy of click, others use the installed one; the base of typer's public
 # BadParameter is the right class in both.
@@ -61,13 +61,14 @@ def _oomph(
 @app.command(context_settings=_TAKES_KEYS)
 def predict(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="TARGET",
-            help="A config (.yaml), or file.py:name or package.module:name; name is a Workload, a function "
-            "that returns one, or a function that sets up and returns the step.",
+            help="A script (train.py -- --its --flags), a config (.yaml), or file.py:name or "
+            "package.module:name; name is a Workload, a function that returns one, or a function that sets "
+            "up and returns the step.",
         ),
-    ],
+    ] = None,
     overrides: Annotated[list[str] | None, _OVERRIDES] = None,
     gpu: Annotated[
         str | None,
@@ -88,6 +89,16 @@ def predict(
             metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."
         ),
     ] = None,
+    module: Annotated[
+        str | None,
+        typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does."),
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Optimizer steps of a script to trace; default: 3.")
+    ] = None,
+    torchrun: Annotated[
+        bool, typer.Option("--torchrun", help="Run a script as the only rank of torchrun.")
+    ] = False,
     allow_subprocesses: Annotated[
         bool,
         typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
@@ -100,6 +111,11 @@ def predict(
     from oomph.cli.predict import PredictOptions, run_predict
 
     allowed = {"subprocesses": allow_subprocesses, "network": allow_network}
+    words = tuple(overrides or ())
+    if module is not None:
+        target, words = module, (target, *words) if target is not None else words
+    if target is None:
+        raise UserError("predict needs a TARGET, or -m MODULE")
     options = PredictOptions(
         target,
         gpu,
@@ -107,7 +123,10 @@ def predict(
         json,
         snapshot,
         fixes=tuple(fix or ()),
-        overrides=tuple(overrides or ()),
+        overrides=words,
+        module=module is not None,
+        steps=steps,
+        torchrun=torchrun,
         allow=tuple(name for name, allow in allowed.items() if allow),
     )
     return run_predict(options)

@@ -10,7 +10,14 @@ from rich.console import Console
 
 from oomph import gpus, units
 from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
-from oomph.cli.targets import check_target, config_limit, is_config, open_target, workload_of
+from oomph.cli.targets import (
+    check_python_file,
+    check_target,
+    config_limit,
+    is_config,
+    open_target,
+    workload_of,
+)
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_to_json
@@ -28,7 +35,10 @@ class PredictOptions:
     json: bool = False
     snapshot: str | None = None
     fixes: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()  # of a script: its arguments
+    module: bool = False  # the target is a module that is run as a script
+    steps: int | None = None
+    torchrun: bool = False
     allow: tuple[str, ...] = ()  # what the program may do outside of its process
 
 
@@ -64,6 +74,16 @@ def _check(options: PredictOptions) -> None:
             raise UserError(
                 f"--snapshot {options.snapshot!r}: the directory {str(path.parent)!r} does not exist"
             )
+    if options.steps is not None and options.steps < 1:
+        raise UserError(f"--steps {options.steps} is not valid; give a positive number")
+    if _is_script(options):
+        if options.fixes:
+            raise UserError("--fix needs a Workload, as file.py:name; a script is predicted as it is")
+        if not options.module:
+            check_python_file(options.target)
+        return
+    if options.steps is not None or options.torchrun:
+        raise UserError("--steps and --torchrun are for scripts, as train.py or -m package.module")
     check_target(options.target, options.overrides)
     if options.fixes:
         from oomph.fixes import uses_of
@@ -80,8 +100,17 @@ def _predict(options: PredictOptions) -> Prediction:
 
 
 def _predict_target(options: PredictOptions, progress: ProgressReport) -> Prediction:
-    from oomph.prediction import predict
+    from oomph.prediction import Script, predict
 
+    if _is_script(options):
+        script = Script(
+            options.target,
+            options.overrides,
+            module=options.module,
+            torchrun=options.torchrun,
+            **({} if options.steps is None else {"steps": options.steps}),
+        )
+        return predict(script, gpu=options.gpu, max=options.max, progress=progress)
     with open_target(options.target, options.overrides) as target:
         if options.fixes:
             from oomph.fixes import apply, uses_of
@@ -90,6 +119,10 @@ def _predict_target(options: PredictOptions, progress: ProgressReport) -> Predic
         limits = (options.max, config_limit(options.target, options.overrides))
         limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
         return predict(target, gpu=options.gpu, max=limit, progress=progress)
+
+
+def _is_script(options: PredictOptions) -> bool:
+    return options.module or (options.target.endswith(".py") and ":" not in options.target)
 
 
 def _write_snapshot(file: str, prediction: Prediction) -> None:

@@ -45,7 +45,7 @@ def check_target(target: str, overrides: Sequence[str] = ()) -> None:
             raise UserError(f"No such option: {word}; see `oomph --help` and the help of the command")
     _sizes(overrides, target)
     if _is_file(source):
-        _check_file(source)
+        check_python_file(source)
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def split_target(target: str) -> tuple[str, str]:
     source, colon, name = target.rpartition(":")
     if not colon:
         if target.endswith(".py"):
-            raise UserError(f"target {target!r} is a whole script, which oomph cannot predict yet; {VALID}")
+            raise UserError(f"target {target!r} is a whole script, which only `oomph predict` takes; {VALID}")
         raise UserError(f"target {target!r} has no colon; {VALID}")
     if not source or not name.isidentifier():
         raise UserError(f"target {target!r} is not valid; {VALID}")
@@ -211,7 +211,7 @@ def _is_file(source: str) -> bool:
     return source.endswith(".py") or "/" in source or "\\" in source
 
 
-def _check_file(source: str) -> None:
+def check_python_file(source: str) -> None:
     path = Path(source).resolve()
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"

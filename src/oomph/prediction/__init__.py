@@ -1,5 +1,6 @@
 """The memory of a training step: traced on fake tensors, replayed through a simulated allocator."""
 
 from oomph.prediction.api import built, called, predict
+from oomph.prediction.script import Script
 
-__all__ = ["built", "called", "predict"]
+__all__ = ["Script", "built", "called", "predict"]

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -16,10 +16,11 @@ from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import allocator_settings
-from oomph.prediction.isolation import run_isolated, trace_lock
+from oomph.prediction.isolation import finish, is_isolated, run_isolated, trace_lock
 from oomph.prediction.margin import margin
 from oomph.prediction.replay import Replay, replay
 from oomph.prediction.roofline import step_work
+from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.session import tracing
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 def predict(
-    target: Workload | Callable[[], Any],
+    target: Workload | Script | Callable[[], Any],
     *,
     gpu: str | GPU | None = None,
     max: str | int | None = None,
@@ -45,7 +46,8 @@ def predict(
     """The memory of a training step on `gpu`, without one.
 
     `target` is a Workload, or a function of no arguments, which is called once; if it returns a Workload,
-    that is predicted; if it returns a callable, that is the step and is called three times.
+    that is predicted; if it returns a callable, that is the step and is called three times. A Script is run
+    as it is until its optimizers have stepped three times.
     `gpu` is a name of the catalogue or a size ("24GiB"); `max` limits the allocator further.
     The program runs in a child process and changes no file; `allow` may name "subprocesses", to let it start
     other programs, and "network".
@@ -53,22 +55,23 @@ def predict(
     """
     card = _card(gpu)
     limit = _limit(card if gpu is not None else None, max)
-    return run_isolated(
-        lambda progress: _predict(target, card, gpu is not None, limit, progress),
-        progress or (lambda text, fraction: None),
-        allow,
-    )
-
-
-def _predict(
-    target: Workload | Callable[[], Any],
-    card: GPU,
-    named: bool,
-    limit: int | None,
-    progress: program.Progress,
-) -> Prediction:
     began = time.perf_counter()
-    tracer = trace(target, card, progress)
+
+    def prediction(tracer: Tracer) -> Prediction:
+        found = _prediction(tracer, card, gpu is not None, limit)
+        return replace(
+            found,
+            notes=(*_notes_on_target(target), *found.notes),
+            seconds=time.perf_counter() - began,
+        )
+
+    def run(progress: program.Progress) -> Prediction:
+        return prediction(trace(target, card, progress, finish=lambda tracer: finish(prediction(tracer))))
+
+    return run_isolated(run, progress or (lambda text, fraction: None), allow)
+
+
+def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Prediction:
     events, notes = tuple(tracer.recorder.events), tracer.recorder.notes
     allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
     settings = allocator_settings(tracer.allocator)
@@ -91,12 +94,8 @@ def _predict(
         timeline=unlimited.timeline,
         events=events,
         allocations=allocations,
-        notes=(
-            *_notes_on_fixes(target),
-            *notes,
-            *_notes_on_prediction(card, named, growth, allocations),
-        ),
-        seconds=time.perf_counter() - began,
+        notes=(*notes, *_notes_on_prediction(card, named, growth, allocations)),
+        seconds=0.0,
         step_seconds=step_seconds,
         work=work,
         growth=growth,
@@ -136,19 +135,32 @@ def _verdict(
     return "too close to call", refused
 
 
-def _notes_on_fixes(target: Workload | Callable[[], Any]) -> tuple[Note, ...]:
+def _notes_on_target(target: Workload | Script | Callable[[], Any]) -> tuple[Note, ...]:
+    if isinstance(target, Script):
+        return (Note("losses and other values that the program prints are not real: nothing is computed"),)
     names = ", ".join(use.fix for use in target.fixes) if isinstance(target, Workload) else ""
     return (Note(f"with the fixes {names}"),) if names else ()
 
 
 def trace(
-    target: Workload | Callable[[], Any], card: GPU, progress: program.Progress, log: OpLog | None = None
+    target: Workload | Script | Callable[[], Any],
+    card: GPU,
+    progress: program.Progress,
+    log: OpLog | None = None,
+    finish: Callable[[Tracer], NoReturn] | None = None,
 ) -> Tracer:
-    """Run the target on the fake GPU; its own failures come out as ProgramError."""
+    """Run the target on the fake GPU; its own failures come out as ProgramError.
+
+    `finish` ends the process of a Script whose steps repeat; other targets return.
+    """
 
     def run(tracer: Tracer) -> Tracer:
         if isinstance(target, Workload):
             program.run_workload(target, tracer, progress)
+        elif isinstance(target, Script):
+            if finish is None or not is_isolated():
+                raise UserError("a script is predicted in a child process, which is not possible here")
+            run_script(target, tracer, progress, finish)
         elif callable(target) and not isinstance(target, torch.nn.Module):
             program.run_function(target, tracer, progress)
         else:

@@ -36,6 +36,8 @@ _PARENT_DEATH_SIGNAL = 1  # of prctl
 _LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
 ALLOWABLE = ("subprocesses", "network")
 _inside = False  # this process is such a child
+_messages_to_parent: BinaryIO
+_sending = threading.Lock()
 _modules_of_parent: frozenset[str] = frozenset()
 _refusing = threading.local()  # .on: this thread runs a program in the caller's own process
 trace_lock = threading.RLock()  # held while a trace changes torch in this process: no fork, no second trace
@@ -118,6 +120,21 @@ def _refuse_effects_here() -> None:
     sys.addaudithook(hook)
 
 
+def finish(result: Any) -> NoReturn:
+    """From inside the program: send `run_isolated`'s result and end the process, without returning to it."""
+    _sending.acquire()  # for good: another thread of the program may come to its end now
+    _send(_messages_to_parent, ("result", result))
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0)
+
+
+def is_isolated() -> bool:
+    """Whether this process runs a predicted program and ends with it."""
+    return _inside
+
+
 def _fork() -> int:
     with trace_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads in the caller: the child uses none
@@ -148,12 +165,16 @@ def _run_child(
     function: Callable[[Progress], Any], scratch: str, read: int, write: int, allow: Collection[str]
 ) -> NoReturn:
     """Never returns: what the parent would do next, and at its exit, is not this process' to do."""
+    global _messages_to_parent
     status = 70
     try:
         os.close(read)
         _isolate(scratch, allow)
         with os.fdopen(write, "wb") as messages:
-            _send(messages, _outcome(function, messages))
+            _messages_to_parent = messages
+            outcome = _outcome(function, messages)
+            with _sending:
+                _send(messages, outcome)
         status = 0
     finally:
         os._exit(status)
@@ -205,7 +226,7 @@ def _outcome(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[s
     if not _autograd_runs():
         return "no fork", None
     try:
-        return "result", function(lambda text, fraction: _send(messages, ("progress", (text, fraction))))
+        return "result", function(lambda text, fraction: _send_progress(messages, text, fraction))
     except OomphError as error:
         return "error", _sendable(error)
     except KeyboardInterrupt:
@@ -216,6 +237,11 @@ def _outcome(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[s
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+
+
+def _send_progress(messages: BinaryIO, text: str, fraction: float | None) -> None:
+    with _sending:
+        _send(messages, ("progress", (text, fraction)))
 
 
 def _sendable(error: OomphError) -> OomphError:

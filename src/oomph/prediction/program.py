@@ -105,7 +105,7 @@ def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress
         )
 
 
-def _report_own_loop(tracer: Tracer, progress: Progress) -> None:
+def _report_own_loop(tracer: Tracer, progress: Progress, optimizer: torch.optim.Optimizer) -> None:
     """All its steps are traced, since later ones may differ; the progress text says what would be faster."""
     if tracer.optimizer_steps > STEPS:
         running = f"running the program, optimizer step {tracer.optimizer_steps}"

@@ -142,13 +142,22 @@ class ModuleStack:
                 found += [(tensor, (path, "buffer")) for tensor in buffers]
         return found
 
-    def follow(self, patches: Patches, boundary: StackBoundary, guard: RuleGuard) -> None:
-        """Push and pop around every module call of this thread for as long as `patches` last."""
+    def follow(
+        self,
+        patches: Patches,
+        boundary: StackBoundary,
+        guard: RuleGuard,
+        threads: set[int],
+        call_root: Callable[..., Any],
+    ) -> None:
+        """Push and pop around every module call of these threads for as long as `patches` last.
+
+        `call_root` makes the calls of modules that are inside no other.
+        """
         call = nn.Module.__call__
-        thread = threading.get_ident()
 
         def followed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
+            if threading.get_ident() not in threads:
                 return call(module, *args, **kwargs)
             if id(module) not in self._names:
                 guard.call("module path", type(module).__name__, lambda: self.name(module), lambda: None)
@@ -158,6 +167,8 @@ class ModuleStack:
                 self._mark(f"enter {path}")
             self._stack.append((path, module))
             try:
+                if len(self._stack) == 1:
+                    return call_root(call, module, args, kwargs)
                 return call(module, *args, **kwargs)
             finally:
                 self._stack.pop()

@@ -103,9 +103,12 @@ class DispatchMode(TorchDispatchMode):
         if func is _DEVICE:  # autograd asks this of fake tensors all the time
             return _CPU
         tracer = self.tracer
+        if not types and not kwargs and tracer.call.place is None and _is_small_host_op(args):
+            tracer.work.count_host_op()
+            return func(*args)
         given = dict(kwargs) if kwargs else {}
-        with disable_torch_function():
-            tracer.inside_dispatch += 1
+        with tracer.lock, disable_torch_function():
+            tracer.call.inside_dispatch += 1
             try:
                 device = given.get("device")
                 if device is not None and device.type == "cuda":  # a decomposition of torch's asked for it
@@ -114,7 +117,7 @@ class DispatchMode(TorchDispatchMode):
                         return self._run(func, args, given)
                 return self._run(func, args, given)
             finally:
-                tracer.inside_dispatch -= 1
+                tracer.call.inside_dispatch -= 1
 
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.tracer
@@ -135,7 +138,7 @@ class DispatchMode(TorchDispatchMode):
                     f"{tensor.layout} tensors cannot be traced yet; make them dense (sparse=False)"
                 )
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
-        if not gpu and tracer.place != "gpu" and not (not tensors and tracer.called_by_autograd()):
+        if not gpu and tracer.call.place != "gpu" and not (not tensors and tracer.called_by_autograd()):
             return self._run_host_op(func, args, kwargs, tensors)
         if gpu and len(gpu) < len(tensors) and func not in _CROSS_DEVICE:
             self._check_devices(func, tensors)
@@ -271,7 +274,7 @@ class DispatchMode(TorchDispatchMode):
         guard.call("values", func, partial(tracer.estimates.propagate, func, args, out), _nothing)
         if func is aten._to_copy.default and not gpu:
             tracer.record_move(args[0])
-        if tracer.place != "host":
+        if tracer.call.place != "host":
             self._record_results(func, expanded or args, kwargs, tensors, out)
             self._check_deterministic(func, args, kwargs)
         if tracer.work.counting and not self._count_copy(func, args, kwargs, gpu):
@@ -369,7 +372,7 @@ class DispatchMode(TorchDispatchMode):
             non_blocking = bool(args[2]) if len(args) > 2 else bool(kwargs.get("non_blocking"))
         elif func is aten._to_copy.default:
             source, from_gpu = args[0], bool(gpu)
-            to_gpu = self.tracer.place == "gpu" or (self.tracer.place is None and from_gpu)
+            to_gpu = self.tracer.call.place == "gpu" or (self.tracer.call.place is None and from_gpu)
             non_blocking = bool(kwargs.get("non_blocking"))
         else:
             return False
@@ -469,6 +472,17 @@ DispatchMode.__torch_dispatch__ = DispatchMode._dispatch  # type: ignore[method-
 
 def _nothing() -> None:
     return None
+
+
+def _is_small_host_op(args: Sequence[Any]) -> bool:
+    """Whether it is an op on small tensors with data, such as the numbers that a data loader draws."""
+    if not args or type(args[0]) is not torch.Tensor:
+        return False
+    return all(
+        not isinstance(arg, (list, tuple))
+        and (not isinstance(arg, torch.Tensor) or arg.numel() * arg.element_size() <= _SMALL_INPUT_BYTES)
+        for arg in args
+    )
 
 
 def _may_be_large(func: OpOverload, kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:

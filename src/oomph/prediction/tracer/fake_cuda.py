@@ -8,6 +8,7 @@ a GPU follows from the stream of each op and from the waits between streams, in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import sys
 from collections import defaultdict
@@ -232,6 +233,13 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
         for name, function in answers.items():
             patches.set(owner, name, function)
     patches.set(torch.cuda.nvtx, "range", _NullContext)
+    patches.set(torch, "device", _Device)
+    patches.set(torch.version, "cuda", _CUDA_VERSION)
+    patches.set(torch.backends.cuda, "is_built", _answer(True))
+    patches.set(torch.backends.cudnn, "is_available", _answer(True))
+    patches.set(torch.backends.cudnn, "version", _answer(_CUDNN_VERSION))
+    for name in _LEGACY_TYPES:
+        patches.set(torch.cuda, name, functools.partial(_legacy_tensor, name))
     patches.set(*CUDA_LAZY_INIT, _nothing)
     patches.set(*CUDA_RECORD_MEMORY_HISTORY, _nothing)
 
@@ -243,6 +251,45 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     # Checkpointing asks this when no argument is a tensor, and remembers the answer for the process.
     patches.set(*CHECKPOINT_DEFAULT_DEVICE, "cuda")
+
+
+class _DeviceType(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _torch_device)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        given = args[0] if args else kwargs.get("device")
+        if isinstance(given, int) and not isinstance(given, bool):
+            return _torch_device("cuda", given)
+        return _torch_device(*args, **kwargs)
+
+
+class _Device(metaclass=_DeviceType):
+    """torch.device, to which a bare number is a GPU, whether torch sees one or not."""
+
+
+_torch_device = torch.device
+_CUDA_VERSION, _CUDNN_VERSION = "13.0", 91300  # of the torch release that predictions are measured with
+_LEGACY_TYPES = {
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "LongTensor": torch.int64,
+    "IntTensor": torch.int32,
+    "ShortTensor": torch.int16,
+    "CharTensor": torch.int8,
+    "ByteTensor": torch.uint8,
+    "BoolTensor": torch.bool,
+}
+
+
+def _legacy_tensor(name: str, *args: Any) -> torch.Tensor:
+    """torch.cuda.FloatTensor(2, 3), torch.cuda.LongTensor([1, 2])"""
+    dtype = _LEGACY_TYPES[name]
+    if args and not isinstance(args[0], int):
+        return torch.as_tensor(args[0], dtype=dtype, device=DEVICE)
+    return torch.empty(args or (0,), dtype=dtype, device=DEVICE)
 
 
 def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:

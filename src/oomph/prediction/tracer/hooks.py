@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.placement import PlacementMode
+from oomph.prediction.tracer.repeated_calls import RepeatedCalls
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.torch_internals import (
     AVERAGE_GROUP_TENSORS,
@@ -37,15 +38,16 @@ def install_hooks(
 ) -> None:
     """Install all of this file's hooks for as long as `patches` and `stack` last."""
     _run_saved_tensor_hooks_as_program(patches, placement)
-    _follow_backward(patches, tracer)
     _follow_optimizers(patches, stack, tracer)
     _follow_parameters(patches, tracer)
     _move_modules_in_place(patches, tracer)
     _keep_function_mode_on(patches)
-    tracer.modules.follow(patches, tracer.boundary, tracer.guard)
+    repeated = RepeatedCalls(tracer)
+    _follow_backward(patches, tracer, repeated)
+    tracer.modules.follow(patches, tracer.boundary, tracer.guard, tracer.threads, repeated.call)
 
 
-def _follow_backward(patches: Patches, tracer: Tracer) -> None:
+def _follow_backward(patches: Patches, tracer: Tracer, repeated: RepeatedCalls) -> None:
     """Everything inside autograd's engine is the backward pass."""
     engine = getattr(*ENGINE_RUN_BACKWARD[0])
 
@@ -54,7 +56,11 @@ def _follow_backward(patches: Patches, tracer: Tracer) -> None:
             return engine(*args, **kwargs)
         tracer.label_parameters()
         with tracer.in_phase("backward"):
-            return engine(*args, **kwargs)
+            kernels = len(tracer.work.kernels)
+            result = engine(*args, **kwargs)
+            repeated.after_backward(kernels)
+        tracer.gradients_are_new = True
+        return result
 
     tracer.boundary.engine.add(run_backward.__code__)
     for owner, name in ENGINE_RUN_BACKWARD:
@@ -121,8 +127,17 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
         tracer.optimizer_steps += 1
         tracer.module_calls_at_update = tracer.modules.completed
         if tracer.on_optimizer_step is not None:
-            tracer.on_optimizer_step()
+            tracer.on_optimizer_step(optimizer)
 
+    make = torch.optim.Optimizer.__init__
+
+    @functools.wraps(make)
+    def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(optimizer, *args, **kwargs)
+        if tracer.on_optimizer_made is not None:
+            tracer.on_optimizer_made(optimizer)
+
+    patches.set(torch.optim.Optimizer, "__init__", init)
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
         stack.callback(handle.remove)
 
@@ -163,11 +178,11 @@ def _follow_parameters(patches: Patches, tracer: Tracer) -> None:
     make = nn.Parameter.__new__
 
     def new(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
-        if threading.get_ident() != tracer.thread:
+        if threading.get_ident() not in tracer.threads:
             return make(cls, data, requires_grad)
         plain = type(data) in (torch.Tensor, nn.Parameter)
         if data is not None and plain and data.device.type == "cpu":
-            with disable_torch_function():
+            with tracer.lock, disable_torch_function():
                 data = tracer.fake_mode.from_tensor(data.detach())
         parameter: nn.Parameter = make(cls, data, requires_grad)
         tracer.parameter_sites[parameter] = find_site(tracer.boundary)[0]
@@ -180,7 +195,7 @@ def _follow_parameters(patches: Patches, tracer: Tracer) -> None:
         self: nn.Module, name: str, tensor: torch.Tensor | None, *args: Any, **kwargs: Any
     ) -> None:
         register(self, name, tensor, *args, **kwargs)
-        if tensor is not None and threading.get_ident() == tracer.thread:
+        if tensor is not None and threading.get_ident() in tracer.threads:
             tracer.buffer_sites[tensor] = find_site(tracer.boundary)[0]
 
     patches.set(nn.Module, "register_buffer", register_buffer)
@@ -195,7 +210,7 @@ def _move_modules_in_place(patches: Patches, tracer: Tracer) -> None:
     undo: list[Callable[[], object]] = []
 
     def apply(module: nn.Module, fn: Convert, recurse: bool = True) -> nn.Module:
-        if threading.get_ident() != tracer.thread:
+        if threading.get_ident() not in tracer.threads:
             return original(module, fn, recurse)
         if recurse:
             for child in module.children():

@@ -31,7 +31,6 @@ class PlacementMode(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
         self.default: torch.device | None = None  # what torch.set_default_device was given
-        self._handling = 0  # a mode is off inside its own handler
 
     def __torch_function__(
         self,
@@ -41,7 +40,7 @@ class PlacementMode(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         given = dict(kwargs) if kwargs else {}
-        self._handling += 1
+        self.tracer.call.handling += 1
         try:
             if self.default is not None and given.get("device") is None and func in device_constructors():
                 given["device"] = self.default
@@ -50,7 +49,7 @@ class PlacementMode(TorchFunctionMode):
                 return handler(self.tracer, func, args, given)
             return self._call(func, args, given)
         finally:
-            self._handling -= 1
+            self.tracer.call.handling -= 1
 
     def _call(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
         tracer = self.tracer
@@ -59,7 +58,7 @@ class PlacementMode(TorchFunctionMode):
         place = place_of(given["device"]) if given.get("device") is not None else None
         if place is not None:
             given["device"] = _HOST
-        elif tracer.place is None and self._takes_gpu_tensor(args):
+        elif tracer.call.place is None and self._takes_gpu_tensor(args):
             # Tensors that torch's C++ makes on the way (an arange inside one_hot) are there too.
             place = "gpu"
         if place is None:
@@ -70,15 +69,15 @@ class PlacementMode(TorchFunctionMode):
     @contextlib.contextmanager
     def for_program(self) -> Iterator[None]:
         """The program's own code runs from inside a call (a hook): see its calls again."""
-        if not self._handling:
+        if not self.tracer.call.handling:
             yield
             return
-        before, self._handling = self._handling, 0
+        before, self.tracer.call.handling = self.tracer.call.handling, 0
         try:
             with self, self.tracer.placing(None):
                 yield
         finally:
-            self._handling = before
+            self.tracer.call.handling = before
 
     def _takes_gpu_tensor(self, args: Sequence[Any]) -> bool:
         for arg in args:
@@ -246,7 +245,7 @@ def _setitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, A
     if tracer.on_gpu(target) and masked and isinstance(value, (bool, int, float, complex)):
         with tracer.placing("host"):
             value = torch.full((), value, dtype=target.dtype)
-    with tracer.placing("gpu" if tracer.on_gpu(target) and tracer.place is None else tracer.place):
+    with tracer.placing("gpu" if tracer.on_gpu(target) and tracer.call.place is None else tracer.call.place):
         return func(target, index, value)
 
 
@@ -274,7 +273,7 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
     def device(tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
             return torch.device("meta")
-        if tracer.inside_dispatch:
+        if tracer.call.inside_dispatch:
             return tensor.fake_device
         return device_of(tracer, tensor)
 

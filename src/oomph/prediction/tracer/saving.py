@@ -47,14 +47,16 @@ def _save_without_data(patches: Patches) -> None:
         layout = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device)
         return _tensor_without_data, (layout, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
 
+    save_real, load_real = torch.save, torch.load
+
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):  # of a tensor with data, by pickle
+            return save_real(obj, f, *args, **kwargs)
         data = _SAVED + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
         if hasattr(f, "write"):
             f.write(data)
         else:
             Path(f).write_bytes(data)
-
-    load_real = torch.load
 
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if hasattr(f, "read"):

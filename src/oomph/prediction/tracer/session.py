@@ -28,6 +28,7 @@ from oomph.prediction.tracer.placement import (
 from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import Tracer
+from oomph.prediction.tracer.workers import install_workers
 from oomph.torch_internals import (
     EXPORTED_FAKE_TENSOR,
     FakeTensor,
@@ -65,6 +66,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         stack.enter_context(torch.random.fork_rng(devices=()))
         stack.enter_context(cuda_composites(tracer.rule_context))
         stack.enter_context(cuda_autocast(tracer.on_gpu))
+        install_workers(patches, tracer, (placement, dispatch))
         stack.enter_context(placement)
         stack.enter_context(dispatch)
         yield tracer

@@ -44,12 +44,20 @@ _KIND_OF_STAGE: dict[Stage, Kind] = {
 }
 
 
+class CallState(threading.local):
+    """What the call into torch that a thread makes now is about."""
+
+    inside_dispatch = 0  # depth of our own dispatch, in which tensors show their true device
+    place: Place | None = None  # the device argument of the function being called
+    handling = 0  # depth of the function mode's handler, inside which the mode is off
+
+
 class Tracer:
     """Shared by the two torch modes of a trace (placement.py, dispatch.py) and by the hooks."""
 
     def __init__(self, gpu: GPU) -> None:
         self.gpu = gpu
-        self.thread = threading.get_ident()  # other threads of the process are not traced
+        self.threads = {threading.get_ident()}  # of the program; others of the process are not traced
         # The fake tensors say "cpu" to torch: on device "cuda" autograd would look for a CUDA driver.
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.recorder = AllocationRecorder()
@@ -68,13 +76,16 @@ class Tracer:
             held=[],
         )
         self.optimizer_steps = 0  # so far, of all optimizers
-        self.on_optimizer_step: Callable[[], None] | None = None
         self.module_calls_at_update = -1  # that had completed when an optimizer last stepped
+        self.on_optimizer_made: Callable[[torch.optim.Optimizer], None] | None = None
+        self.on_optimizer_step: Callable[[torch.optim.Optimizer], None] | None = None
+        self.on_parameter_update: Callable[[], None] | None = None  # by the program itself
+        self.gradients_are_new = False  # a backward pass has run since parameters were last updated
         self.modules = ModuleStack(self.recorder.mark)
         self.phase: Phase = "setup"
         self.step = 0
-        self.inside_dispatch = 0  # depth of our own dispatch, in which tensors show their true device
-        self.place: Place | None = None  # the device argument of the function being called
+        self.call = CallState()
+        self.lock = threading.RLock()  # held during an op: neither this nor the fake mode is made for threads
         self.batch: Any = None
         self.moved: dict[BatchTensor, None] = {}  # from the host to the GPU, outside modules; each once
         self.allocator: str | None = None  # as the Workload gives it
@@ -100,11 +111,12 @@ class Tracer:
     @contextlib.contextmanager
     def placing(self, place: Place | None) -> Iterator[None]:
         """Put the results of what is called inside on `place`."""
-        before, self.place = self.place, place
+        call = self.call
+        before, call.place = call.place, place
         try:
             yield
         finally:
-            self.place = before
+            call.place = before
 
     def called_by_autograd(self) -> bool:
         """Whether autograd's own code makes a tensor from nothing: zeros for an undefined gradient."""
@@ -226,12 +238,15 @@ class Tracer:
         )
 
     def mark_gradient(self, out: Any) -> None:
-        """The result of an AccumulateGrad node is a gradient."""
+        """The result of an AccumulateGrad node is a gradient, and its variable a parameter."""
         node = current_autograd_node()
         if node is not None and node._sequence_nr() == _ACCUMULATE_GRAD and isinstance(out, torch.Tensor):
             allocation = self.recorder.allocation_of(out)
             if allocation is not None:
                 allocation.kind = "gradient"
+            variable = self.recorder.allocation_of(node.variable)
+            if variable is not None and variable.kind in ("batch", "activation"):
+                variable.kind = "parameter"  # of no module
 
     def name_modules(self, model: torch.nn.Module) -> None:
         """Give every module of the model its path."""
@@ -272,11 +287,15 @@ class Tracer:
     def record_in_place(self, tensor: torch.Tensor, op: str) -> None:
         """Record a tensor that `op` wrote into again, if its storage was resized."""
         self.recorder.record_tensor_resize(tensor, self._describe(op))
-        allocation = self.recorder.allocation_of(tensor)
-        if allocation is None or not allocation.cloned or allocation.during == "optimizer step":
+        allocation = self.recorder.allocation_of(tensor) if self.phase == "forward" else None
+        if allocation is None:
             return
-        if self.phase == "forward" and self._averages_weights():
+        if allocation.cloned and allocation.during != "optimizer step" and self._averages_weights():
             allocation.kind = "weight average"
+        if allocation.kind == "parameter" and self.gradients_are_new:
+            self.gradients_are_new = False
+            if self.on_parameter_update is not None:
+                self.on_parameter_update()
 
     def _describe(self, op: str) -> Describe:
         def describe(id: int, size: int, tensor: torch.Tensor) -> PendingAllocation:

@@ -1,0 +1,167 @@
+"""A training script or module, run as `python train.py --its --flags` runs it, until its steps repeat."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+
+from oomph.errors import ProgramError, UserError
+from oomph.prediction.program import STEPS, Progress
+from oomph.prediction.tracer.tracer import Tracer
+
+_MOST_ROUNDS = (
+    10  # an optimizer that has not stepped while another did so many times the steps is not waited for
+)
+_ENDLESS_S = 60.0  # a program without an optimizer whose peak has not risen for so long is stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`python path arguments`, or with `module` `python -m path arguments`."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    steps: int = STEPS
+    torchrun: bool = False  # with the environment of the only rank
+
+    @property
+    def name(self) -> str:
+        return self.path if self.module else Path(self.path).name
+
+
+def run_script(
+    script: Script, tracer: Tracer, progress: Progress, finish: Callable[[Tracer], NoReturn]
+) -> None:
+    """Run the script. `finish` is called as soon as its steps repeat, from inside the script, and never
+    returns: no handler of the script's can catch it, and nothing that it would do next is waited for."""
+    if script.torchrun:
+        os.environ.update(_environment_of_one_rank())
+    steps = _Steps(script, tracer, progress, finish)
+    tracer.on_optimizer_made, tracer.on_optimizer_step = steps.made, steps.stepped
+    tracer.on_parameter_update = steps.updated
+    steps.begin(1)
+    threading.Thread(target=steps.watch, daemon=True).start()
+    try:
+        with tracer.in_phase("forward"):
+            _run(script)
+    except SystemExit as error:
+        if not steps.finished_one:
+            status = f"status {error.code}" if isinstance(error.code, int) else f"{error.code}"
+            raise ProgramError(
+                f"{script.name} ended before an optimizer step ({status})", traceback=""
+            ) from error
+    steps.check_trained()
+
+
+def _run(script: Script) -> None:
+    sys.argv = [script.path, *script.arguments]
+    if script.module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script.path).resolve().parent))
+        runpy.run_path(script.path, run_name="__main__")
+
+
+def _environment_of_one_rank() -> dict[str, str]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    one = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
+    first = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
+    return {**one, **first, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+class _Steps:
+    """Counts the steps of every optimizer, and says when enough were seen."""
+
+    def __init__(
+        self, script: Script, tracer: Tracer, progress: Progress, finish: Callable[[Tracer], NoReturn]
+    ) -> None:
+        self._script, self._tracer, self._progress, self._finish = script, tracer, progress, finish
+        self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._updates = 0  # of parameters, without an optimizer
+
+    @property
+    def finished_one(self) -> bool:
+        return self._updates > 0 or any(self._counts.values())
+
+    def begin(self, number: int) -> None:
+        tracer = self._tracer
+        tracer.step = number
+        tracer.work.begin(counting=number == self._script.steps)
+        tracer.recorder.mark(f"step {number}")
+        self._progress(f"running {self._script.name}: step {number} of {self._script.steps}", None)
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        self._counts[optimizer] = 0
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        wanted, most = self._script.steps, max(self._counts.values())
+        waiting = [count for count in self._counts.values() if count < wanted]
+        if not waiting or most >= _MOST_ROUNDS * wanted:
+            if waiting:
+                self._tracer.note(
+                    f"{len(waiting)} of {len(self._counts)} optimizers stepped less than {wanted} times"
+                )
+            self._end()
+        if self._counts[optimizer] == most == self._tracer.step:
+            self.begin(most + 1)
+
+    def updated(self) -> None:
+        """A parameter was written after a backward pass, by the program itself."""
+        if any(self._counts.values()):
+            return
+        self._updates += 1
+        if self._updates > self._script.steps:
+            self._end()
+        if self._updates > 1:
+            self.begin(self._updates)
+
+    def _end(self) -> NoReturn:
+        self._tracer.label_parameters()
+        self._finish(self._tracer)
+
+    def watch(self) -> None:
+        """Runs in a thread: end a program that would never do so, such as a loop of forward passes."""
+        peak, since = -1, time.monotonic()
+        while True:
+            time.sleep(1)
+            recorder = self._tracer.recorder
+            if recorder.peak_bytes != peak or self._counts or not recorder.allocations:
+                peak, since = recorder.peak_bytes, time.monotonic()
+            elif time.monotonic() - since > _ENDLESS_S:
+                recorder.note(
+                    f"{self._script.name} was stopped: it trains nothing, and its peak had not risen for "
+                    f"{_ENDLESS_S:.0f} s"
+                )
+                self._end()  # what the program does meanwhile is not in the copy of the events
+
+    def check_trained(self) -> None:
+        """The script has ended by itself."""
+        name = self._script.name
+        if not self._tracer.recorder.allocations:
+            raise UserError(f"{name} put nothing on the GPU; build its model and data on device 'cuda'")
+        steps = max(self._counts.values(), default=0) or self._updates
+        if not steps:
+            self._tracer.recorder.note(
+                f"{name} ended without a training step: this is the memory of what it did"
+            )
+        elif steps < 2:
+            self._tracer.recorder.note(
+                f"{name} ended after one optimizer step; the optimizer's state, made in it, may raise the "
+                "peak of the second"
+            )

@@ -1,0 +1,132 @@
+"""What a program runs beside its main thread: loader workers, threads, and the ranks of a process group."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from oomph.prediction.cuda.rules import program_error
+from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
+from oomph.prediction.tracer.tracer import Tracer
+from oomph.torch_internals import DATA_LOADER_ITERATOR, init_fake_process_group
+
+_MODES = tuple[Any, ...]
+_MiB = 1 << 20
+
+
+def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
+    """Run all of these in the traced thread and process, or with the trace's modes."""
+    _load_data_in_process(patches)
+    _trace_threads(patches, tracer, modes)
+    _call_replicas_directly(patches)
+    if torch.distributed.is_available():
+        _make_process_groups_of_one_rank(patches)
+        _replace_distributed_data_parallel(patches)
+
+
+def _load_data_in_process(patches: Patches) -> None:
+    """Workers and pinning threads change nothing on the GPU; they could not return fake tensors."""
+    iterator = getattr(*DATA_LOADER_ITERATOR)
+
+    def get_iterator(loader: DataLoader[Any]) -> Any:
+        alone = copy.copy(loader)
+        alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
+        alone.prefetch_factor = None
+        return iterator(alone)
+
+    patches.set(*DATA_LOADER_ITERATOR, get_iterator)
+
+
+def _trace_threads(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
+    """torch's modes belong to one thread: the program's threads enter those of the trace."""
+    start = threading.Thread.start
+
+    def start_traced(thread: threading.Thread) -> None:
+        if threading.get_ident() in tracer.threads:
+            run = thread.run
+
+            def traced() -> None:
+                tracer.threads.add(threading.get_ident())
+                with modes[0], modes[1]:
+                    run()
+
+            thread.run = traced  # type: ignore[method-assign]
+        start(thread)
+
+    patches.set(threading.Thread, "start", start_traced)
+
+
+def _call_replicas_directly(patches: Patches) -> None:
+    """nn.DataParallel on one GPU: inputs are moved there, and the module is called."""
+
+    def forward(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
+        def moved(value: Any) -> Any:
+            return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+
+        from oomph.torch_internals import tree_map
+
+        return self.module(*tree_map(moved, inputs), **tree_map(moved, kwargs))
+
+    patches.set(nn.DataParallel, "forward", forward)
+
+
+# ---------------------------------------------------------------------------------------------- ranks
+
+
+def _make_process_groups_of_one_rank(patches: Patches) -> None:
+    """Collectives of the only rank change nothing; they are not run."""
+    init = torch.distributed.init_process_group
+
+    @functools.wraps(init)
+    def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
+        import os
+
+        size = kwargs.get("world_size", -1)
+        size = int(os.environ.get("WORLD_SIZE", 1)) if size in (-1, None) else size
+        if size != 1:
+            raise program_error(RuntimeError(f"a process group of {size} ranks was asked for; one is traced"))
+        init_fake_process_group(init)
+
+    patches.set(torch.distributed, "init_process_group", init_process_group)
+
+
+def _replace_distributed_data_parallel(patches: Patches) -> None:
+    """DDP's reducer is written in C++ for real tensors. What it allocates are its buckets of gradients."""
+    ddp = nn.parallel.DistributedDataParallel
+
+    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        nn.Module.__init__(self)
+        self.module = module
+        self.device = next((p.device for p in module.parameters()), None)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = False
+        self.gradient_as_bucket_view = kwargs.get("gradient_as_bucket_view", False)
+        if not self.gradient_as_bucket_view:
+            self._buckets = _buckets(module, kwargs.get("bucket_cap_mb") or 25)
+
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+    patches.set(ddp, "__init__", init)
+    patches.set(ddp, "forward", forward)
+    patches.set(ddp, "register_comm_hook", lambda *args, **kwargs: None)
+
+
+def _buckets(module: nn.Module, cap_mb: float) -> list[torch.Tensor]:
+    """One buffer for about `cap_mb` of gradients of a dtype; the first holds 1 MiB."""
+    made: list[torch.Tensor] = []
+    sizes: dict[Any, int] = {}  # of dtype and device: elements of the bucket that is being filled
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        key = parameter.dtype, parameter.device
+        sizes[key] = sizes.get(key, 0) + parameter.numel()
+        if sizes[key] * parameter.element_size() >= (cap_mb if made else 1) * _MiB:
+            made.append(torch.empty(sizes.pop(key), dtype=key[0], device=key[1]))
+    return made + [torch.empty(size, dtype=key[0], device=key[1]) for key, size in sizes.items()]

@@ -1,0 +1,215 @@
+"""Whole training scripts, run as they are until their steps repeat."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import oomph
+from oomph import Prediction, ProgramError, Script, UserError
+
+MODEL = """
+import os, sys
+import torch
+from torch import nn
+model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to("cuda")
+"""
+ENDLESS = (
+    MODEL
+    + """
+import argparse
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch", type=int, default=64)
+batch = parser.parse_args().batch
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    loss = model(torch.randn(batch, 256, device="cuda")).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("loss", loss.item())
+"""
+)
+
+
+@pytest.fixture
+def predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+
+    def predict(source: str, *arguments: str, **options: object) -> Prediction:
+        (tmp_path / "train.py").write_text(source)
+        return oomph.predict(Script("train.py", arguments, **options))
+
+    return predict
+
+
+def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predicted) -> None:
+    def step():
+        import torch
+        from torch import nn
+
+        model = nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def one() -> None:
+            loss = model(torch.randn(128, 256, device="cuda")).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return one
+
+    script = predicted(ENDLESS, "--batch", "128")
+    assert [each.step for each in script.steps] == [1, 2, 3]
+    assert script.peak.allocated == pytest.approx(oomph.predict(step).peak.allocated, abs=1024)
+    assert "not real" in script.notes[0].text
+
+
+def test_a_module_is_run_with_its_arguments(predicted, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "train.py").write_text(ENDLESS)
+    module = oomph.predict(Script("package.train", ("--batch=32",), module=True, steps=2))
+    assert [each.step for each in module.steps] == [1, 2]
+
+
+LOOPS = {
+    "without an optimizer": """
+w = torch.randn(64, 64, device="cuda", requires_grad=True)
+while True:
+    (torch.randn(8, 64, device="cuda") @ w).square().sum().backward()
+    with torch.no_grad():
+        w -= 0.1 * w.grad
+    w.grad = None
+""",
+    "with p.data": """
+while True:
+    model(torch.randn(8, 256, device="cuda")).sum().backward()
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+        p.grad = None
+""",
+    "of which one optimizer steps every fifth time": """
+other = nn.Linear(256, 256).cuda(0)
+often, seldom = torch.optim.SGD(model.parameters()), torch.optim.SGD(other.parameters())
+count = 0
+while True:
+    other(model(torch.randn(8, 256, device=torch.device(0)))).sum().backward()
+    often.step()
+    count += 1
+    if count % 5 == 0:
+        seldom.step()
+""",
+    "that catches everything": """
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    try:
+        model(torch.randn(8, 256, device="cuda")).sum().backward()
+        optimizer.step()
+    except:
+        pass
+""",
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_other_endless_loops_end(predicted, loop: str) -> None:
+    assert predicted(MODEL + LOOPS[loop]).peak.allocated > 0
+
+
+def test_loaders_saving_loading_and_threads_work_as_in_a_real_run(predicted, tmp_path: Path) -> None:
+    before = set(tmp_path.iterdir())
+    found = predicted(
+        MODEL
+        + """
+from concurrent.futures import ThreadPoolExecutor
+from torch.utils.data import DataLoader, TensorDataset
+data = DataLoader(TensorDataset(torch.randn(64, 256)), batch_size=16, num_workers=2, pin_memory=True)
+model = nn.DataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters())
+assert torch.version.cuda and torch.cuda.device_count() == 1 and torch.backends.cudnn.is_available()
+for epoch in range(2):
+    for (x,) in data:
+        loss = model(x.cuda(non_blocking=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "last.pt")
+    saved = torch.load("last.pt", map_location="cuda")
+    model.load_state_dict(saved["model"])
+    with ThreadPoolExecutor(2) as pool:
+        assert all(each.is_cuda for each in pool.map(lambda v: v.to("cuda"), [x, x]))
+print(f"{loss:.3f}", loss, torch.cuda.FloatTensor(2).fill_(1.0))
+""",
+        steps=100,
+    )
+    assert len(found.steps) == 9
+    assert set(tmp_path.iterdir()) - before == {tmp_path / "train.py"}
+
+
+def test_repeated_passes_are_not_traced_again(predicted) -> None:
+    source = (
+        MODEL
+        + """
+count = int(sys.argv[1])
+optimizer = torch.optim.AdamW(model.parameters())
+while True:
+    model.eval()
+    with torch.no_grad():
+        for _ in range(count):
+            y = model(torch.randn(512, 256, device="cuda"))
+    model.train()
+    for _ in range(count):
+        loss = model(torch.randn(64, 256, device="cuda")).square().mean() / count
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    few, many = predicted(source, "2"), predicted(source, "30")
+    assert many.peak == few.peak
+    assert [each.allocated for each in many.steps] == [each.allocated for each in few.steps]
+    assert len(many.events) < 9 * len(few.events)  # of 15 times the passes
+    assert many.step_seconds > 8 * few.step_seconds
+
+
+def test_one_rank_of_torchrun(predicted) -> None:
+    source = (
+        MODEL
+        + """
+import torch.distributed as dist
+dist.init_process_group("nccl")
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    loss = model(torch.randn(8, 256, device=rank)).sum()
+    loss.backward()
+    dist.all_reduce(loss.detach())
+    optimizer.step()
+    if dist.get_rank() == 0:
+        torch.save(model.module.state_dict(), "model.pt")
+"""
+    )
+    found = predicted(source, torchrun=True)
+    gradients = 4 * (256 * 1024 * 2 + 1024 + 256)
+    assert found.peak.allocated > 3 * gradients  # parameters, gradients, buckets
+    with pytest.raises(ProgramError, match="RANK"):
+        predicted(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("import torch\n1 / 0\n", ProgramError, "ZeroDivisionError"),
+        ("import sys\nsys.exit(4)\n", ProgramError, "before an optimizer step .*4"),
+        ("import missing_package\n", ProgramError, "missing_package"),
+        ("import torch\ntorch.ones(3).sum()\n", UserError, "nothing on the GPU"),
+        ("import torch\ntorch.ones(3, device='cuda:1')\n", ProgramError, "one GPU is traced"),
+        ("import argparse\nargparse.ArgumentParser().parse_args()\n", ProgramError, "ended before"),
+    ],
+)
+def test_scripts_that_fail(predicted, source: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        predicted(source, "--unknown")
