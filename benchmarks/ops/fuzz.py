@@ -30,6 +30,8 @@ from torch import Tensor
 
 from benchmarks import RESULTS
 from oomph import ops
+from oomph.errors import ArgumentError
+from oomph.ops.common import interpreted
 from oomph.ops.short_convolution import short_convolution
 from oomph.ops.softmax_attention import global_, local, mixed
 
@@ -70,6 +72,11 @@ class Draw:
 
     def pick(self, *choices: Any) -> Any:
         return self.random.choice(choices)
+
+    def impl(self, *plain: str, slow: bool = False) -> str:
+        """One of these, or the kernels: on a GPU, or in Triton's interpreter if they are not slow there."""
+        kernels = torch.cuda.is_available() or (interpreted() and not slow)
+        return str(self.pick(*plain, *(["triton"] if kernels else [])))
 
     def size(self, most: int, empty: float = 0.04) -> int:
         return 0 if self.random.random() < empty else self.random.randint(1, most)
@@ -133,7 +140,7 @@ def _linear_cross_entropy(draw: Draw) -> Arguments:
         "return_lse": draw.pick(False, False, True),
         "num_valid": draw.maybe(lambda: math.prod(lead), 0.2),
         "memory_budget": draw.pick(None, 1, "64KiB"),
-        "impl": draw.pick("auto", "plain", "chunked"),
+        "impl": draw.impl("auto", "plain", "chunked", slow=True),
         "class_weight": draw.maybe(lambda: draw.tensor(classes, change=torch.abs, grad=False)),
         "token_weight": draw.maybe(lambda: draw.tensor(*lead, change=torch.abs, grad=False)),
         "bias": draw.maybe(lambda: draw.tensor(classes)),
@@ -191,6 +198,7 @@ def _kda(draw: Draw) -> Arguments:
         "mode": mode,
         "memory_chunk_size": draw.maybe(lambda: draw.upto(70)) if sized or mode == "scan" else None,
         "cu_seqlens": [0, *cuts, tokens] if packed else None,
+        "impl": draw.impl("auto", slow=True) if sized else "auto",
     }
 
 
@@ -221,7 +229,7 @@ def _attention(draw: Draw) -> Arguments:
         "causal": draw.pick(False, True),
         "scale": draw.pick(None, 0.3),
         "memory_budget": draw.pick(None, 1, "16KiB"),
-        "impl": draw.pick("auto", "auto", "chunked"),
+        "impl": draw.impl("auto", "auto", "chunked", slow=True),
     }
     kind = draw.pick("none", "none", "bias", "points", "function", "pattern", "lengths", "mask")
     if kind == "bias":
@@ -269,7 +277,7 @@ def _nsa(draw: Draw) -> Arguments:
         "top_n": draw.random.randint(3, 5),
         "window": draw.upto(50),
         "scale": draw.pick(None, 0.4),
-        "impl": draw.pick("auto", "chunked"),
+        "impl": draw.impl("auto", "chunked", slow=True),
     }  # fmt: skip
 
 
@@ -292,7 +300,7 @@ def _selective_scan(draw: Draw) -> Arguments:
         "initial_state": draw.maybe(lambda: draw.tensor(*pair, batch, d, n)),
         "return_final_state": draw.pick(False, True),
         "chunk_size": draw.pick(None, 1, 7),
-        "impl": draw.pick("auto", "chunked"),
+        "impl": draw.impl("auto", "chunked", slow=True),
     }
 
 
@@ -308,7 +316,7 @@ def _lif_gate(draw: Draw) -> Arguments:
         "threshold": draw.pick(1.0, 0.75),
         "surrogate_beta": draw.pick(1.0, 4.0),
         "initial": draw.maybe(lambda: draw.tensor(batch, *channels, change=lambda x: x.round() / 2)),
-        "impl": draw.pick("auto", "chunked"),
+        "impl": draw.impl("auto", "chunked"),
     }
 
 
@@ -330,7 +338,7 @@ def _rotary(draw: Draw) -> Arguments:
         "interleaved": draw.pick(False, True),
         "heads_first": heads_first,
         "turned_heads": None if two else draw.pick(None, 1),
-        "impl": draw.pick("auto", "chunked"),
+        "impl": draw.impl("auto", "chunked"),
     }
 
 
@@ -359,7 +367,7 @@ def _modulated_linear(draw: Draw) -> Arguments:
         "B": draw.tensor(r, f),
         "mod": draw.tensor(*(draw.pick(size, size, 1) for size in lead[draw.pick(0, 0, 1) :]), r),
         "bias": draw.maybe(lambda: draw.tensor(f)),
-        "impl": draw.pick("auto", "chunked"),
+        "impl": draw.impl("auto", "chunked"),
     }
 
 
@@ -415,7 +423,7 @@ def _tiled_mlp(draw: Draw) -> Arguments:
     return {
         "fn_or_module": Made(ops.MLPWeights, parts),
         **arguments,
-        "impl": draw.pick("auto", "chunked", "generic"),
+        "impl": draw.impl("auto", "chunked", "generic"),
     }
 
 
@@ -435,7 +443,7 @@ def _short_convolution(draw: Draw) -> Arguments:
         "x": draw.tensor(batch, tokens + taps - 1, channels),
         "weight": draw.tensor(channels, 1, taps),
         "unit_size": draw.pick(None, size),
-        "impl": draw.pick("auto", "chunked"),
+        "impl": draw.impl("auto", "chunked"),
     }
 
 
@@ -578,11 +586,21 @@ def is_clear(error: Exception) -> bool:
 
 
 def check_valid(op: Op, arguments: Arguments, device: str) -> None:
-    ours = run(op.run, arguments, wide=False, device=device)
+    try:
+        ours = run(op.run, arguments, wide=False, device=device)
+    except ArgumentError as error:
+        if arguments.get("impl") != "triton" or "impl='triton' cannot run" not in str(error):
+            raise
+        ours = run(op.run, arguments | {"impl": "auto"}, wide=False, device=device)
     compare(ours, reference(op, arguments, device=device), op.tolerance or TOLERANCE[ours.dtype])
 
 
+def _without_kernels(arguments: Arguments) -> Arguments:
+    return arguments | ({"impl": "auto"} if arguments.get("impl") == "triton" else {})
+
+
 def check_meta(op: Op, arguments: Arguments) -> None:
+    arguments = _without_kernels(arguments)
     expected, ours = run(op.run, arguments, wide=False), run(op.run, arguments, wide=False, device="meta")
     for kind in ("outputs", "gradients"):
         for one, other in zip(getattr(ours, kind), getattr(expected, kind), strict=True):
@@ -597,7 +615,7 @@ TRANSFORMS = ("grad", "vmap", "jvp", "forward_ad")
 def check_transform(op: Op, arguments: Arguments, name: str, transform: str) -> None:
     """Inside a transform of torch.func: what autograd gives, or a clear error that names the op."""
     leaves: list[Tensor] = []
-    built = {each: build(value, leaves) for each, value in arguments.items()}
+    built = {each: build(value, leaves) for each, value in _without_kernels(arguments).items()}
     x = built[name].detach().clone()
 
     def total(x: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from oomph.errors import ArgumentError
 from oomph.ops import (
     MLPWeights,
     attention,
+    kda,
+    lif_gate,
     linear_cross_entropy,
     locality_bias,
     modulated_linear,
@@ -27,6 +29,7 @@ from oomph.ops import (
     selective_scan,
     tiled_mlp,
 )
+from oomph.ops.short_convolution import short_convolution
 
 Case = tuple[Callable[..., Tensor], list[Tensor]]
 # The compiler looks at .grad of whatever crosses a graph break.
@@ -78,6 +81,24 @@ def scan() -> Case:
     return run, [*tokens, leaf(3, 2), leaf(2, 9, 2), leaf(2, 9, 2), leaf(3), leaf(2, 9, 3)]
 
 
+def delta_attention() -> Case:
+    def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+        alpha, beta = -decay.abs(), beta.sigmoid()
+        o, final = kda(q, k, v, alpha, beta, initial_state=state, mode="chunked", memory_chunk_size=32)
+        return torch.cat((o.flatten(), final.flatten()))
+
+    return run, [*(leaf(1, 40, 2, 3) for _ in range(4)), leaf(1, 40, 2), leaf(1, 2, 3, 3)]
+
+
+def spikes() -> Case:
+    def run(drive: Tensor, decay: Tensor, initial: Tensor) -> Tensor:
+        options = {"threshold": 0.5, "surrogate_beta": 4.0, "initial": initial}
+        fired, membrane = lif_gate(drive, decay=decay.sigmoid(), **options)
+        return torch.cat((fired.flatten(), membrane.flatten()))
+
+    return run, [leaf(2, 9, 3), leaf(3), leaf(2, 3)]
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "attention": dense_attention,
     "attention with a bias": biased_attention,
@@ -92,6 +113,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "modulated linear": lambda: (
         modulated_linear,
         [leaf(2, 5, 7), leaf(7, 11), leaf(7, 3), leaf(3, 11), leaf(2, 5, 3), leaf(11)],
+    ),
+    "Kimi Delta Attention": delta_attention,
+    "leaky integrate and fire": spikes,
+    "short convolution": lambda: (
+        functools.partial(short_convolution, unit_size=3),
+        [leaf(2, 9, 6), leaf(6, 1, 3)],
     ),
     "native sparse attention": sparse_attention,
     "selective scan": scan,

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.ops.fuzz import OPS, TRANSFORMS, Draw, Input, check_meta, check_transform, fuzz
+from benchmarks.ops.fuzz import OPS, TRANSFORMS, Draw, Input, build, check_meta, check_transform, fuzz
 
 from oomph.errors import ArgumentError
-from oomph.ops import attention, kda, lif_gate, linear_cross_entropy, selective_scan
+from oomph.ops import attention, explain, kda, lif_gate, linear_cross_entropy, selective_scan
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:There is a performance drop"),  # of vmap
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def test_random_calls_are_right_or_refused_in_one_line() -> None:
-    _, failures = fuzz(12 * len(OPS), seed=0)
+    _, failures = fuzz(16 * len(OPS), seed=0)
     assert not failures
 
 
@@ -30,6 +30,20 @@ def test_every_op_runs_on_meta_tensors_and_under_transforms_or_says_why_not(name
     for transform in TRANSFORMS:
         for key in inputs[:2]:
             check_transform(OPS[name], arguments, key, transform)
+
+
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if hasattr(op.run, "choose")])
+def test_the_choice_is_explained_and_kernels_are_refused_without_a_gpu(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    run, drawn = OPS[name].run, OPS[name].draw(Draw(f"choice/{name}"))
+    arguments = {key: build(value, []) for key, value in drawn.items()} | {"impl": "auto"}
+    choice = explain(run, **arguments)
+    assert choice.impl in ("chunked", "plain", "sdpa", "torch")
+    assert choice.reason
+    with pytest.raises(ArgumentError, match=r"^impl='triton' "):
+        run(**arguments | {"impl": "triton"})
 
 
 def kda_inputs(batch: int, tokens: int) -> dict[str, Any]:

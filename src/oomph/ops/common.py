@@ -187,12 +187,14 @@ def is_fake(tensor: Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def why_not_triton(tensor: Tensor) -> str | None:
-    """Why kernels cannot run on this tensor; None where they can."""
+def why_not_triton(tensor: Tensor, products: torch.dtype | None = None) -> str | None:
+    """Why kernels, with matrix products in `products`, cannot run on this tensor; None where they can."""
     if is_fake(tensor):
         return None if tensor.device.type == "cuda" else f"the tensors are on {tensor.device.type}"
     if not _triton_is_installed():
         return "Triton is not installed (pip install 'oomph[kernels]')"
+    if tensor.device.type == "cpu" and interpreted() and products == torch.bfloat16:
+        return "Triton's interpreter multiplies bfloat16 wrongly"
     if tensor.device.type == "cuda" or interpreted():
         return None
     return f"the tensors are on {tensor.device.type}"

@@ -119,14 +119,6 @@ def combination(seed: int) -> dict[str, Any]:
     return chosen
 
 
-@every_way
-@pytest.mark.parametrize("seed", range(12))
-def test_options_together(seed: int, way: dict[str, Any]) -> None:
-    options = combination(seed)
-    case = inputs(*LEADING, bias=seed % 2 == 0, seed=seed, ignored=options.get("ignore_index", -100))
-    check(case, through_lse=seed % 3 == 0, **options, **way)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_options_together_in_blocks_of_rows_and_of_classes(seed: int) -> None:
     """37 tokens by 300 classes in the smallest blocks: five of rows by three of classes."""
@@ -139,43 +131,6 @@ def test_options_together_in_blocks_of_rows_and_of_classes(seed: int) -> None:
         options["num_valid"] = 30
     case = inputs(37, v=300, bias=seed % 2 == 0, seed=seed, ignored=options.get("ignore_index", -100))
     check(case, through_lse=seed % 3 == 0, impl="chunked", memory_budget=TINY, **options)
-
-
-@every_way
-@pytest.mark.parametrize("num_valid", [13, 19, 1000])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_num_valid_may_be_exact_or_too_large(num_valid: int, reduction: str, way: dict[str, Any]) -> None:
-    case = inputs(20)
-    assert int((case.target != -100).sum()) == 13
-    check(case, num_valid=num_valid, reduction=reduction, through_lse=True, **way)
-
-
-@every_way
-@pytest.mark.parametrize("leading", [(), (1,), (3, 4), (2, 3, 5)])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_any_leading_shape(leading: tuple[int, ...], reduction: str, way: dict[str, Any]) -> None:
-    ours = check(inputs(*leading, ignored=None, bias=True), reduction=reduction, through_lse=True, **way)
-    assert ours.loss.shape == (leading if reduction == "none" else ())
-    assert ours.lse.shape == leading
-
-
-@pytest.mark.parametrize(
-    ("leading", "kept"), [((7,), (6,)), ((3, 4), (3, 3)), ((2, 1), (2, 0)), ((2, 0), (2, 0))]
-)
-@every_way
-def test_shift_returns_one_position_less(
-    leading: tuple[int, ...], kept: tuple[int, ...], way: dict[str, Any]
-) -> None:
-    ours = check(inputs(*leading), reduction="none", shift=True, **way)
-    assert ours.loss.shape == ours.lse.shape == kept
-
-
-@every_way
-@pytest.mark.parametrize(
-    ("n", "d", "v"), [(1, 1, 1), (3, 1, 127), (127, 3, 257), (257, 127, 3), (5, 257, 129), (3, 3, 1)]
-)
-def test_odd_shapes(n: int, d: int, v: int, way: dict[str, Any]) -> None:
-    check(inputs(n, d=d, v=v, bias=True), through_lse=True, label_smoothing=0.1, **way)
 
 
 @every_way
@@ -192,36 +147,6 @@ def test_every_dtype(dtype: torch.dtype, reduction: str, way: dict[str, Any]) ->
     ours = check(case, reduction=reduction, through_lse=True, **options, **way)
     assert ours.loss.dtype == ours.lse.dtype == wide
     assert all(gradient is not None and gradient.dtype == dtype for gradient in ours.gradients)
-
-
-@every_way
-@pytest.mark.parametrize("options", [{}, {"num_valid": 15}, {"shift": True}], ids=str)
-def test_strides_do_not_matter(options: dict[str, Any], way: dict[str, Any]) -> None:
-    whole = inputs(20, bias=True)
-    case = whole.but(
-        x=whole.x.t().contiguous().t(),
-        weight=torch.cat((whole.weight, whole.weight), 1)[:, : whole.weight.shape[1]],
-        target=whole.target.int().repeat_interleave(2)[::2],
-        bias=whole.bias.repeat_interleave(2)[::2],
-    )
-    extra = {"class_weight": numbers(26)[::2], "token_weight": numbers(1).expand(20), "label_smoothing": 0.1}
-    assert not any(each.is_contiguous() for each in (case.x, case.weight, case.target, case.bias))
-    same = check(case, **extra, **options, **way)
-    assert_close(same.all, run(whole, **extra, **options, **way).all, 1e-13)
-
-
-@every_way
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("leading", [(0,), (3, 0)])
-def test_an_empty_batch_is_zero_with_zero_gradients(
-    leading: tuple[int, ...], reduction: str, way: dict[str, Any]
-) -> None:
-    options = {"label_smoothing": 0.1, "class_weight": numbers(13)}
-    for num_valid in (None, 0):
-        ours = run(inputs(*leading, bias=True), reduction=reduction, num_valid=num_valid, **options, **way)
-        assert ours.loss.shape == (leading if reduction == "none" else ())
-        assert ours.gradients[0].shape == (*leading, 6)
-        assert all(not each.any() for each in ours.all)
 
 
 @every_way

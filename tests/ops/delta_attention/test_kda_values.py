@@ -14,7 +14,7 @@ from kda_inputs import (
     relative_errors,
 )
 
-from oomph.ops.delta_attention import kda, precompute_updates
+from oomph.ops.delta_attention import kda
 from oomph.ops.delta_attention.chunked import CHUNK, SUB_CHUNK
 from oomph.ops.delta_attention.reference import kda_reference
 
@@ -53,20 +53,6 @@ def test_every_mode_matches_the_reference(mode, shape, decay):
     assert_close(outcome(kda, given, mode=mode), outcome(kda_reference, given), 1e-13)
 
 
-@pytest.mark.parametrize(
-    "tokens", [SUB_CHUNK - 1, SUB_CHUNK, SUB_CHUNK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + SUB_CHUNK]
-)
-def test_every_remainder_of_the_length_is_exact(tokens):
-    given = inputs(2, tokens, 2, 3, 4)
-    assert_close(outcome(kda, given, mode="chunked"), outcome(kda_reference, given), 1e-13)
-
-
-@pytest.mark.parametrize(("keys", "values"), [(16, 256), (256, 16)])
-def test_key_and_value_sizes_may_differ(keys, values):
-    given = inputs(1, 40, 2, keys, values)
-    assert_close(outcome(kda, given, mode="chunked"), outcome(kda_reference, given), 1e-13)
-
-
 # With heads of 64 and all tokens in one segment, backward uses products that forward saved.
 
 
@@ -90,39 +76,6 @@ def test_uninitialised_memory_is_not_read():
             assert_close(outcome(kda, given, mode="chunked", memory_chunk_size=size), right, 1e-13)
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize("size", [1, CHUNK + 1, 10_000])
-def test_segments_do_not_change_results(size):
-    given = inputs(2, 4 * CHUNK + 5, 2, 3, 4)
-    found = outcome(kda, given, mode="chunked", memory_chunk_size=size)
-    assert_close(found, outcome(kda_reference, given), 1e-13)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("lengths", [[3, 0, 40, 16, 1, 50], [0, 0, 5, 0]])
-def test_packed_sequences_are_independent(mode, lengths):
-    given = inputs(1, sum(lengths), 2, 3, 4, states=len(lengths))
-    right = outcome(one_by_one(kda_reference, lengths), given)
-    assert_close(outcome(kda, given, cu_seqlens=boundaries(lengths), mode=mode), right, 1e-13)
-
-
-@pytest.mark.parametrize("size", [1, 2 * CHUNK, 5 * CHUNK])
-def test_segments_may_cut_packed_sequences(size):
-    lengths = [3, 5 * CHUNK + 1, 0, 2 * CHUNK, 1, 1, CHUNK - 1]
-    given = inputs(1, sum(lengths), 1, 3, 4, states=len(lengths))
-    ends = boundaries(lengths).tolist()
-    found = outcome(kda, given, cu_seqlens=ends, mode="chunked", memory_chunk_size=size)
-    assert_close(found, outcome(one_by_one(kda_reference, lengths), given), 1e-13)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_default_initial_state_is_zero(mode):
-    given = inputs(2, 20)
-    zeros = torch.zeros_like(given.pop("initial_state"))
-    right = outcome(kda, {**given, "initial_state": zeros}, mode=mode)
-    right.pop("grad of initial_state")
-    assert_close(outcome(kda, given, mode=mode), right, 1e-15)
 
 
 @pytest.mark.parametrize("cut", [1, CHUNK, CHUNK + 3])
@@ -164,19 +117,6 @@ def test_causality(mode):
         after = kda(**changed, mode=mode)[0]
         assert torch.equal(after[:, :t], before[:, :t])
         assert (after[:, t:] != before[:, t:]).flatten(2).any(-1).all()
-
-
-def test_dense_transitions_and_writes_give_the_same_recurrence():
-    given = inputs(2, 33, 2, 4, 6)
-    arguments = [given[name] for name in ("k", "v", "log_alpha", "beta")]
-    whole = precompute_updates(*arguments, memory_chunk_size=None)
-    parts = precompute_updates(*arguments, memory_chunk_size=8)
-    assert [tuple(x.shape) for x in whole] == [(2, 33, 2, 4, 4), (2, 33, 2, 4, 6)]
-    assert all(torch.equal(a, b) for a, b in zip(whole, parts, strict=True))
-    state = given["initial_state"]
-    for t in range(33):
-        state = whole[0][:, t] @ state + whole[1][:, t]
-    torch.testing.assert_close(state, kda_reference(**given)[1])
 
 
 # Decay

@@ -214,22 +214,19 @@ def test_rounding_to_8_bits_needs_one_slice_in_float32_at_a_time(transposed: boo
 
 
 def test_auto_takes_the_kernels_on_a_gpu_for_many_tokens_and_plain_torch_elsewhere() -> None:
-    chosen: list[common.Choice] = []
+    def check(impl: str, reason: str, **options: Any) -> None:
+        def ours(*each: Any) -> Tensor:
+            choice = common.explain(modulated_linear, *each)
+            assert choice.impl == impl
+            assert reason in choice.reason
+            return modulated_linear(*each)
 
-    def ours(*each: Any) -> Tensor:
-        chosen.append(common.explain(modulated_linear, *each))
-        return modulated_linear(*each)
-
-    def reason(**options: Any) -> str:
         predicted(ours, **options)
-        assert chosen[-1].impl == "chunked"
-        return chosen[-1].reason
 
-    predicted(ours)
-    assert chosen[-1].impl == "triton"
-    assert "256 tokens" in reason(tokens=256)
-    assert "no gradient of h" in reason(train_h=False)
-    assert "partial sums" in reason(features=8192)
+    check("triton", "one pass over the gradient")
+    check("chunked", "256 tokens", tokens=256)
+    check("chunked", "no gradient of h", train_h=False)
+    check("chunked", "partial sums", features=8192)
     assert common.explain(modulated_linear, *inputs().all()).impl == "chunked"
 
 

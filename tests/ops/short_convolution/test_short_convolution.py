@@ -17,7 +17,6 @@ from oomph.nn.delta_attention import KimiDeltaAttention, ShortConvolution
 from oomph.nn.sparse_attention import NativeSparseAttention
 from oomph.nn.spiking_kda import SpikingKDABlock
 from oomph.ops import tokenwise
-from oomph.ops.common import explain
 from oomph.ops.short_convolution import short_convolution
 
 FAST = ["chunked", "triton"]
@@ -76,22 +75,6 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_strided_inputs_and_frozen_inputs(impl: str) -> None:
-    x, weight, _ = inputs(2, 9, 3, 6, torch.float32)
-    permuted = x.detach().permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    sliced = torch.cat([x.detach(), x.detach()], dim=2)[..., :6]
-    right = short_convolution(x, weight, impl="reference").detach()
-    for each in (permuted, sliced):
-        y = short_convolution(each, weight, impl=impl)
-        torch.testing.assert_close(y, right)
-        (grad,) = torch.autograd.grad(y.sum(), weight)  # an expanded gradient
-        torch.testing.assert_close(
-            grad, torch.autograd.grad(short_convolution(x, weight).sum(), weight)[0], rtol=1e-4, atol=1e-5
-        )
-    assert not short_convolution(x.detach(), weight.detach(), impl=impl).requires_grad
-
-
-@pytest.mark.parametrize("impl", FAST)
 def test_nan_reaches_only_the_tokens_that_read_it(impl: str) -> None:
     x, weight, _ = inputs(1, 20, 4, 8, torch.float32)
     with_nan = x.detach().clone()
@@ -100,50 +83,6 @@ def test_nan_reaches_only_the_tokens_that_read_it(impl: str) -> None:
     rows = y[0].isnan().any(-1).nonzero().flatten().tolist()
     assert rows == [7, 8, 9, 10]
     assert not y[..., 4:].isnan().any()
-
-
-@pytest.mark.parametrize("impl", ["reference", *FAST])
-def test_no_tokens(impl: str) -> None:
-    x, weight = torch.zeros(2, 3, 4, requires_grad=True), torch.zeros(4, 1, 4, requires_grad=True)
-    y = short_convolution(x, weight, impl=impl)
-    assert y.shape == (2, 0, 4)
-    y.sum().backward()
-    assert not x.grad.any()
-    assert not weight.grad.any()
-
-
-@pytest.mark.parametrize("impl", FAST)
-def test_second_backward_checkpoint_no_grad_and_autocast(impl: str) -> None:
-    x, weight, grad_out = inputs(2, 9, 3, 6, torch.float32)
-
-    def run(given: Tensor) -> Tensor:
-        return short_convolution(given, weight, unit_size=3, impl=impl)
-
-    y = run(x)
-    right = torch.autograd.grad(y, (x, weight), grad_out, retain_graph=True)
-    again = torch.autograd.grad(y, (x, weight), grad_out)
-    checkpointed = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
-    with torch.autocast("cpu", torch.bfloat16):
-        under = run(x)  # no matrix product here
-    found = (torch.autograd.grad(each, (x, weight), grad_out) for each in (checkpointed, under))
-    for each in (again, *found):
-        assert all(torch.equal(one, two) for one, two in zip(each, right, strict=True))
-    with torch.no_grad():
-        assert torch.equal(run(x), y)
-
-
-def test_compiled_programs() -> None:
-    x, weight, _ = inputs(1, 5, 2, 4, torch.float32)
-    compiled = torch.compile(lambda given: 2 * short_convolution(given * 2, weight), backend="eager")
-    with torch.no_grad():
-        assert torch.equal(compiled(x), 2 * short_convolution(x * 2, weight))
-
-
-@pytest.mark.parametrize("impl", FAST)
-def test_second_derivatives_are_refused(impl: str) -> None:
-    x, weight, _ = inputs(1, 4, 2, 4, torch.float32)
-    with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
-        torch.autograd.grad(short_convolution(x, weight, impl=impl).sum(), x, create_graph=True)
 
 
 def test_the_predicted_memory_is_that_of_input_output_and_gradients() -> None:
@@ -181,12 +120,6 @@ def test_bad_arguments(wrong: dict, message: str) -> None:
     arguments = {"x": torch.zeros(2, 4, 5), "weight": torch.zeros(5, 1, 3), **wrong}
     with pytest.raises(ArgumentError, match=message):
         short_convolution(**arguments)
-
-
-def test_the_choice_is_explained() -> None:
-    x, weight, _ = inputs(1, 4, 2, 4, torch.float32)
-    assert explain(short_convolution, x, weight).impl == "chunked"
-    assert "on cpu" in explain(short_convolution, x, weight).reason
 
 
 # The module ------------------------------------------------------------------------------------------

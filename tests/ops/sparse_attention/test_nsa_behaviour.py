@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nsa_inputs import SMALL, call, inputs, learned
+from nsa_inputs import SMALL, inputs, learned
 
 import oomph
 from oomph.errors import ArgumentError
@@ -22,33 +22,12 @@ def test_short_sequences_call_no_compressor(impl):
     assert torch.isfinite(out).all()
 
 
-@pytest.mark.parametrize("impl", ["auto", "chunked", "reference"])
-@pytest.mark.parametrize("shape", [{"tokens": 0}, {"tokens": 20, "batch": 0}], ids=str)
-def test_empty_inputs(shape, impl):
-    tensors, grad = inputs(**shape)
-    got = call(tensors, grad, impl, **SMALL)
-    assert [x.shape for x in got[:7]] == [x.shape for x in (grad, *tensors)]
-
-
 def test_nan_reaches_later_tokens_only():
     tensors, _ = inputs(40)
     tensors[1][:, 20] = torch.nan
     out = nsa(*tensors, compress="mean", impl="chunked", **SMALL)
     assert torch.isfinite(out[:, :20]).all()
     assert torch.isnan(out[:, 20]).all()
-
-
-def test_frozen_inputs_and_a_second_backward():
-    tensors, grad = inputs(37)
-    for number in (1, 4):
-        tensors[number].requires_grad_()
-    out = nsa(*tensors, compress="mean", impl="chunked", **SMALL)
-    out.backward(grad, retain_graph=True)
-    once = tensors[1].grad.clone()
-    out.backward(grad)
-    torch.testing.assert_close(tensors[1].grad, 2 * once)
-    assert tensors[0].grad is None
-    assert tensors[4].grad.shape == tensors[4].shape
 
 
 def test_autocast():
@@ -68,8 +47,7 @@ def test_autocast():
 
 
 def over_inputs(tokens, heads=16, key_heads=4, width=64, compress="mean", backward=True, **options):
-    """(bytes beyond the inputs and the incoming gradient; the implementation) in bf16."""
-    chosen = []
+    """Bytes beyond the inputs and the incoming gradient, in bf16."""
 
     def target():
         q, grad = (torch.randn(1, tokens, heads, width, device="cuda", dtype=torch.bfloat16) for _ in "qg")
@@ -83,7 +61,7 @@ def over_inputs(tokens, heads=16, key_heads=4, width=64, compress="mean", backwa
             weight = torch.randn(2, 32, device="cuda", dtype=torch.bfloat16, requires_grad=True)
             kind = learned(weight)
             tensors.append(weight)
-        chosen.append(explain(nsa, *tensors[:6], compress=kind, **options))
+        assert explain(nsa, *tensors[:6], compress=kind, **options).impl == options.get("impl", "triton")
 
         def step():
             if not backward:
@@ -98,37 +76,29 @@ def over_inputs(tokens, heads=16, key_heads=4, width=64, compress="mean", backwa
 
     peak = oomph.predict(target, gpu="h200").peak.allocated
     inputs = tokens * (2 * heads * width + 2 * key_heads * width + 3 * heads) * 2
-    return peak - inputs, chosen[0].impl
+    return peak - inputs
 
 
 @pytest.mark.parametrize("compress", ["mean", "learned"])
 def test_memory_is_linear_in_the_length(compress):
-    shorter, impl = over_inputs(16384, compress=compress)
-    longer, _ = over_inputs(65536, compress=compress)
-    assert impl == "triton"
-    assert longer <= 4.05 * shorter
+    assert over_inputs(65536, compress=compress) <= 4.05 * over_inputs(16384, compress=compress)
 
 
 def test_a_training_step_takes_less_than_a_dense_kernel():
     tokens, heads, width = 32768, 64, 128
-    found, _ = over_inputs(tokens, heads, 4, width)
-    assert found < 3152 * MiB  # cuDNN's, measured
+    assert over_inputs(tokens, heads, 4, width) < 3152 * MiB  # cuDNN's, measured
 
 
 def test_less_memory_without_gradients():
     queries = 32768 * 16 * 64 * 2
-    found, _ = over_inputs(32768, backward=False)
     # Three results, parts of the size of a fourth, the blocks, their index and the compressed keys.
-    assert found < 4.8 * queries
+    assert over_inputs(32768, backward=False) < 4.8 * queries
 
 
 def test_chunked_memory_is_linear_in_the_length():
     options = {"impl": "chunked", "heads": 4, "key_heads": 1, "width": 16}
-    shorter, impl = over_inputs(512, **options)
-    longer, _ = over_inputs(1024, **options)
-    assert impl == "chunked"
     # A chunk of constant size, and what is linear.
-    assert longer <= 2.1 * shorter
+    assert over_inputs(1024, **options) <= 2.1 * over_inputs(512, **options)
 
 
 # Arguments
@@ -187,11 +157,6 @@ def test_bad_option(options, message):
 def test_bad_tensor(change, message):
     with pytest.raises(ArgumentError, match=message):
         run(change=change)
-
-
-def test_gates_may_have_another_dtype():
-    out = run(change={number: (lambda g: g.float()) for number in (3, 4, 5)})
-    assert out.dtype == torch.float64
 
 
 def test_explain():

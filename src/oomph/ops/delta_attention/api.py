@@ -317,7 +317,7 @@ def _choose_implementation(a: KDAArguments, mode: str, impl: str) -> Choice:
         raise ArgumentError(f"memory_budget is for mode='chunked'; leave it out of {mode!r}")
     if mode in ("sequential", "scan"):
         return Choice("torch", ASKED_FOR, {"mode": mode})
-    obstacle = why_not_triton(a.q) or _why_not_these_kernels(a)
+    obstacle = why_not_triton(a.q, a.q.dtype) or _why_not_these_kernels(a)
     if impl == "triton" and obstacle:
         raise ArgumentError(f"impl='triton' cannot run this call ({obstacle}); choose 'auto' or 'torch'")
     # On a CPU the kernels only run in Triton's interpreter, which is for tests.
@@ -350,8 +350,6 @@ def _why_not_these_kernels(a: KDAArguments) -> str | None:
         return "the kernels accumulate in float32, which is too little for float64"
     if max(a.q.shape[3], a.v.shape[3]) > _LARGEST_HEAD:
         return f"a head size above {_LARGEST_HEAD}"
-    if a.q.device.type == "cpu" and a.q.dtype == torch.bfloat16:
-        return "Triton's interpreter multiplies bfloat16 wrongly"
     return None
 
 

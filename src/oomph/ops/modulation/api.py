@@ -50,7 +50,7 @@ def choose(h: Tensor, A: Tensor, B: Tensor, impl: str, **others: Any) -> Choice:
     choice = choose_triton_or_torch(
         impl,
         h,
-        why_not_triton(h) or _why_not_supported(h, A.shape[1]),
+        why_not_triton(h, matmul_dtype(h)) or _why_not_supported(h, A.shape[1]),
         kernels="many tokens and a small rank: one pass over the gradient makes both products",
     )
     if impl == "auto" and choice.impl == "triton" and (why := _why_not_faster(h, B)):
@@ -103,8 +103,6 @@ def modulated_linear(
 def _why_not_supported(h: Tensor, rank: int) -> str | None:
     if matmul_dtype(h) == torch.float64:
         return "the kernel accumulates in float32, which is too little for float64"
-    if h.device.type == "cpu" and matmul_dtype(h) == torch.bfloat16:
-        return "Triton's interpreter multiplies bfloat16 wrongly"
     if rank > autograd.MAX_RANK:
         return f"the rank {rank} is above {autograd.MAX_RANK}"
     return None

@@ -86,7 +86,7 @@ def _largest_tiles(
 
 def why_not_kernels(a: AttentionArguments) -> str | None:
     """Why the kernels cannot run the call; None where they can."""
-    reason = why_not_triton(a.q)
+    reason = why_not_triton(a.q, a.q.dtype)
     if reason is not None:
         return reason
     if a.bias is not None:

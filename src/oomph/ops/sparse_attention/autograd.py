@@ -41,7 +41,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 def why_not_kernels(q: Tensor, k: Tensor, dtype: torch.dtype, config: NSAConfig) -> str | None:
     """Why the kernels cannot run the call; None where they can."""
-    reason = why_not_triton(q)
+    reason = why_not_triton(q, dtype)
     if reason is not None:
         return reason
     head_dim, group, name = q.shape[3], q.shape[2] // k.shape[2], str(dtype).removeprefix("torch.")
