@@ -36,7 +36,7 @@ _GENERIC_ORDER = (Backend.FLASH, Backend.EFFICIENT, Backend.MATH, Backend.CUDNN)
 _CUDNN_FIRST_ORDER = (Backend.CUDNN, Backend.FLASH, Backend.EFFICIENT, Backend.MATH)
 
 # The cuDNN that the torch 2.11 wheels for CUDA 13 bring; used where the running torch has none.
-_SHIPPED_CUDNN = 91900
+SHIPPED_CUDNN = 91900
 
 # cuDNN takes head sizes above 128 on Hopper only, and only from this version on. Newer torch (after 2.11)
 # waits for cuDNN 9.22 instead.
@@ -84,7 +84,7 @@ class SdpaSettings:
 
     enabled: frozenset[Backend] = frozenset(Backend)
     order: tuple[Backend, ...] | None = None  # None: torch's own default for the GPU
-    cudnn_version: int = _SHIPPED_CUDNN
+    cudnn_version: int = SHIPPED_CUDNN
     prefer_cudnn: bool = True
     deterministic: bool = False
 
@@ -104,7 +104,7 @@ class SdpaSettings:
         return SdpaSettings(
             enabled=frozenset(backend for backend, allowed in flags.items() if allowed),
             order=user_order,
-            cudnn_version=(torch.backends.cudnn.version() if torch.version.cuda else None) or _SHIPPED_CUDNN,
+            cudnn_version=torch.backends.cudnn.version() or SHIPPED_CUDNN,
             prefer_cudnn=os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1",
             deterministic=deterministic_required(),
         )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from oomph.gpus import GPU
+from oomph.prediction.cuda.attention import SHIPPED_CUDNN
 from oomph.prediction.tracer.recorder import AllocationRecorder
 from oomph.torch_internals import (
     CHECKPOINT_DEFAULT_DEVICE,
@@ -269,7 +270,8 @@ class _Device(metaclass=_DeviceType):
 
 
 _torch_device = torch.device
-_CUDA_VERSION, _CUDNN_VERSION = "13.0", 91300  # of the torch release that predictions are measured with
+_CUDA_VERSION = torch.version.cuda or "13.0"  # of a build for CPUs: as of the builds for CUDA
+_CUDNN_VERSION = (torch.backends.cudnn.version() if torch.version.cuda else None) or SHIPPED_CUDNN
 _LEGACY_TYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,

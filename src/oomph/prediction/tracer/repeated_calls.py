@@ -1,8 +1,8 @@
 """Calls of a model that repeat an earlier one are not traced again.
 
 Evaluation loops and gradient accumulation call a model many times with the same shapes. Where as much memory
-is in use as before the last traced call, a further call would allocate and free exactly what that one did:
-only its results are made. With gradients enabled, the results lead to an autograd node that ends the backward
+is in use as before the last traced calls, a further call would allocate and free exactly what those did: only
+its results are made. With gradients enabled, the results lead to an autograd node that ends the backward
 pass, which is repeated as well: every parameter has a gradient already, into which the passes accumulate.
 """
 
@@ -19,6 +19,7 @@ from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import Kernel
 from oomph.torch_internals import FakeTensor, tree_flatten, tree_unflatten
 
+_TRACED_TIMES = 3  # until then the allocator finds blocks for all requests among those of the calls before
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
@@ -37,6 +38,7 @@ class _TensorLike:
 @dataclass(slots=True)
 class _TracedCall:
     live_bytes: int  # before the call
+    times: int  # it was traced one after the other
     results: list[Any]  # _TensorLike for a tensor
     structure: Any
     forward: list[Kernel]
@@ -74,7 +76,8 @@ class RepeatedCalls:
         except _NotRepeatable:
             return forward(module, *args, **kwargs)
         known = self._traced.get(key)
-        if known is not None and known.live_bytes == live:
+        same = known is not None and known.live_bytes == live
+        if known is not None and same and known.times >= _TRACED_TIMES:
             return self._repeat(known, module)
         first, kernels = len(tracer.recorder.allocations), len(tracer.work.kernels)
         out = forward(module, *args, **kwargs)
@@ -84,8 +87,9 @@ class RepeatedCalls:
         except _NotRepeatable:
             self._traced.pop(key, None)
         else:
+            times = known.times + 1 if known is not None and same else 1
             self._last = self._traced[key] = _TracedCall(
-                live, results, structure, tracer.work.kernels[kernels:], []
+                live, times, results, structure, tracer.work.kernels[kernels:], []
             )
         return out
 
