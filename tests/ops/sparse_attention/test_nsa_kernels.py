@@ -252,7 +252,7 @@ def test_long_sequence_on_a_gpu():
 @pytest.mark.gpu
 def test_predicted_peak_is_the_measured():
     tokens, heads, key_heads, width = 8192, 16, 4, 64
-    predicted, _ = over_inputs(tokens, heads, key_heads, width)
+    predicted = over_inputs(tokens, heads, key_heads, width)
     tensors, grad = inputs(tokens, heads, key_heads, width, dtype=torch.bfloat16, device="cuda")
     for tensor in tensors:
         tensor.requires_grad_()
