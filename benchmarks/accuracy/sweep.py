@@ -1,0 +1,244 @@
+"""Which models of public libraries can be predicted: every architecture of transformers, and many others.
+
+python -m benchmarks.accuracy.sweep [--jobs N] [names...]   # anywhere; results/sweep.csv
+python -m benchmarks.accuracy.sweep --list
+
+Each model is built from a small config and trained as a new user would: forward, backward, AdamW. It runs on
+the CPU first, which says whether the program works; then its step is predicted. A program that works and
+cannot be predicted fails through our fault. Packages that are not installed are skipped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import csv
+import multiprocessing
+import os
+import resource
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import RESULTS
+from benchmarks.accuracy import architectures
+from benchmarks.accuracy.architectures import Case, TooLarge, Variant
+
+TRACED, PROGRAM_FAILS, OUR_FAULT = "traced", "program fails", "our fault"
+_CPU_SECONDS = 40  # of processor time that a run or a prediction may take
+_WALL_SECONDS = 900
+_FAILED_RULE = "oomph's estimate of"
+
+
+@dataclass(frozen=True)
+class Row:
+    library: str
+    name: str
+    model: str
+    sizes: str
+    inputs: str
+    outcome: str
+    allocated: int | None  # predicted, in bytes
+    seconds: float  # of the prediction
+    failed_rules: int  # of ours, each with an estimate and a note in its place
+    guesses: str  # notes on values that the trace cannot know
+    error: str
+
+
+# ---------------------------------------------------------------------------- in a process of their own
+
+
+def run_on_cpu(case: Case) -> tuple[str, Variant]:
+    """The class of the model, and the first variant of the case that trains on the CPU."""
+    first: Exception | None = None
+    for sizes in architectures.sizes_of(case):
+        try:
+            model = architectures.build(case, sizes).train()
+        except Exception as error:
+            first = first or error
+            continue
+        tried = list(architectures.variants(case, model, sizes))
+        while tried:
+            variant = tried.pop(0)
+            try:
+                given = architectures.batch(case, model, variant)
+                architectures.loss_of(case, model, given, variant).backward()
+                return type(model).__name__, variant
+            except Exception as error:
+                first = first or error
+                changed = architectures.after_failure(variant, str(error))
+                if changed is not None:
+                    tried.insert(0, changed)
+    raise first or TooLarge("no variant")
+
+
+def predict(case: Case, variant: Variant) -> tuple[int, float, list[str]]:
+    """Allocated bytes, seconds and notes of the predicted step."""
+    import oomph
+
+    def setup() -> Callable[[], None]:
+        model = architectures.build(case, variant.sizes).train()
+        given = architectures.batch(case, model, variant)
+        model.to("cuda")
+        given = _to_gpu(given)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+        def step() -> None:
+            architectures.loss_of(case, model, given, variant).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    found = oomph.predict(setup)
+    return found.peak.allocated, found.seconds, [note.text for note in found.notes]
+
+
+def _to_gpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_gpu(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_to_gpu(part) for part in value)
+    return value.to("cuda") if isinstance(value, torch.Tensor) else value
+
+
+def _child(connection: Any, function: Callable[..., Any], arguments: tuple[Any, ...], verbose: bool) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS + 5))
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if not verbose:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    try:
+        connection.send(("done", function(*arguments)))
+    except BaseException as error:
+        if verbose:
+            print(getattr(error, "traceback", "") or traceback.format_exc(), file=sys.stderr)
+        lines = str(error).strip().splitlines()
+        name = "" if type(error).__module__.startswith("oomph") else f"{type(error).__name__}: "
+        where = f" ({Path(error.file).name}:{error.line})" if getattr(error, "file", None) else ""
+        connection.send(("failed", f"{name}{lines[0] if lines else ''}{where}"[:300]))
+
+
+def in_child(function: Callable[..., Any], *arguments: Any, verbose: bool = False) -> tuple[str, Any]:
+    """("done", result) or ("failed", message), from a forked process with a limit on its time."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(sender, function, arguments, verbose))
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(_WALL_SECONDS):
+            return receiver.recv()
+    except EOFError:
+        process.join(10)
+        return "failed", f"the process ended with status {process.exitcode} (or {_CPU_SECONDS} s were over)"
+    finally:
+        process.kill()
+        process.join()
+    return "failed", f"not done after {_WALL_SECONDS} s"
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def row_of(case: Case, verbose: bool = False) -> Row:
+    how, found = in_child(run_on_cpu, case)
+    if how == "failed":
+        return Row(case.library, case.name, "", "", "", PROGRAM_FAILS, None, 0.0, 0, "", found)
+    model, variant = found
+    inputs = " + ".join((*variant.inputs, "labels") if variant.labels else variant.inputs)
+    began = time.perf_counter()
+    how, found = in_child(predict, case, variant, verbose=verbose)
+    seconds = round(time.perf_counter() - began, 1)
+    described = (case.library, case.name, model, variant.sizes, inputs)
+    if how == "failed":
+        return Row(*described, OUR_FAULT, None, seconds, 0, "", found)
+    allocated, seconds, notes = found
+    failed = [note for note in notes if _FAILED_RULE in note]
+    guesses = "; ".join(sorted({note for note in notes if note not in failed and "taken as" in note}))
+    error = failed[0] if failed else ""
+    return Row(*described, TRACED, allocated, round(seconds, 1), len(failed), guesses[:300], error[:300])
+
+
+def read_rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    if not path.exists():
+        return {}
+    with path.open(newline="") as file:
+        return {(row["library"], row["name"]): row for row in csv.DictReader(file)}
+
+
+def write_rows(path: Path, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[key] for key in sorted(rows))
+
+
+def summary(rows: Iterable[dict[str, Any]]) -> str:
+    counts = collections.Counter((row["library"], row["outcome"]) for row in rows)
+    libraries = sorted({library for library, _ in counts})
+    outcomes = (TRACED, PROGRAM_FAILS, OUR_FAULT)
+    lines = [
+        f"{library}: " + ", ".join(f"{counts[library, each]} {each}" for each in outcomes)
+        for library in libraries
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="model types and names; all without any")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    parser.add_argument("--library", help="only its models")
+    parser.add_argument("--failed", action="store_true", help="only those that failed through our fault")
+    parser.add_argument("--out", type=Path, default=RESULTS / "sweep.csv")
+    parser.add_argument("--list", action="store_true", help="print the cases and exit")
+    options = parser.parse_args(arguments)
+    _silence()
+    chosen = [
+        case
+        for case in architectures.cases()
+        if options.library in (None, case.library) and (not options.names or case.name in options.names)
+    ]
+    rows = read_rows(options.out)
+    if options.failed:
+        again = {key for key, row in rows.items() if row["outcome"] == OUR_FAULT}
+        chosen = [case for case in chosen if (case.library, case.name) in again]
+    if options.list:
+        print("\n".join(f"{case.library} {case.name}" for case in chosen))
+        return 0
+    verbose = len(chosen) == 1
+    done: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for future in as_completed([pool.submit(row_of, case, verbose) for case in chosen]):
+            row = future.result()
+            done.append(asdict(row))
+            rows[row.library, row.name] = done[-1]
+            print(
+                f"{len(done)}/{len(chosen)} {row.library} {row.name}: {row.outcome} {row.error}", flush=True
+            )
+            write_rows(options.out, rows)
+    print(summary(done))
+    return int(any(row["outcome"] == OUR_FAULT for row in done))
+
+
+def _silence() -> None:
+    """Import what children need once, before they are forked."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    warnings.simplefilter("ignore")
+    import oomph.prediction.api  # noqa: F401
+
+
+if __name__ == "__main__":
+    sys.exit(main())
