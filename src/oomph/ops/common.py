@@ -175,6 +175,8 @@ def choose_triton_or_torch(
 
 def log_choice(op: str, choice: Choice) -> Choice:
     """Log a choice (logger "oomph.ops", level INFO) once per op, implementation and reason."""
+    if torch.compiler.is_compiling():  # a call of a logger breaks the graph
+        return choice
     key = (op, choice.impl, choice.reason)
     if _LOG.isEnabledFor(logging.INFO) and key not in _logged:
         _logged.add(key)

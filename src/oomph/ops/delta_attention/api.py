@@ -31,13 +31,15 @@ _FEW_TOKENS = 8
 _LARGEST_HEAD = 256
 
 
-def _choose(mode: str, impl: str, **given: Any) -> Choice:
+def _check_and_choose(mode: str, impl: str, **given: Any) -> tuple["KDAArguments", Choice]:
     common.check_one_of("mode", mode, MODES)
     common.check_one_of("impl", impl, IMPLS)
-    return _choose_implementation(_checked(**given), mode, impl)
+    a = _checked(**given)
+    return a, _choose_implementation(a, mode, impl)
 
 
-@explained_by(_choose)
+@explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
+@no_compile  # the loops over chunks would be unrolled
 def kda(
     q: Tensor,
     k: Tensor,
@@ -90,17 +92,8 @@ def kda(
     `oomph.ops.explain(kda, ...)` returns what would run and why. Differentiable once; mode="sequential",
     mode="scan" and impl="reference" are differentiable twice.
     """
-    common.check_one_of("mode", mode, MODES)
-    common.check_one_of("impl", impl, IMPLS)
-    return _run(mode, impl, q, k, v, log_alpha, beta, initial_state=initial_state, scale=scale,
-                memory_chunk_size=memory_chunk_size, memory_budget=memory_budget, cu_seqlens=cu_seqlens,
-                check=check)  # fmt: skip
-
-
-@no_compile  # the loops over chunks would be unrolled
-def _run(mode: str, impl: str, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    a = _checked(*tensors, **options)
-    choice = log_choice("kda", _choose_implementation(a, mode, impl))
+    a, choice = _check_and_choose(**locals())
+    log_choice("kda", choice)
     with no_autocast(a.q):
         if a.v.numel() == 0:
             state = a.initial_state_or_zeros()

@@ -18,12 +18,13 @@ from oomph.ops.softmax_attention.sdpa import BACKENDS, sdpa, usable_backends
 IMPLS = ("auto", "sdpa", *BACKENDS, "triton", "flex", "chunked", "reference")
 
 
-def _explain(*tensors: Any, impl: str = "auto", **options: Any) -> Choice:
+def _check_and_choose(impl: str, **given: Any) -> tuple[AttentionArguments, Choice]:
     common.check_one_of("impl", impl, IMPLS)
-    return _choose(check_arguments(*tensors, **options), impl)
+    a = check_arguments(**given)
+    return a, _choose(a, impl)
 
 
-@explained_by(_explain)
+@explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
 def attention(
     q: Tensor,
     k: Tensor,
@@ -63,20 +64,8 @@ def attention(
     A query without keys gets zeros and gives zero gradients. `oomph.ops.explain(attention, ...)` says what
     would run and why. First derivatives only.
     """
-    common.check_one_of("impl", impl, IMPLS)
-    a = check_arguments(
-        q,
-        k,
-        v,
-        causal=causal,
-        bias=bias,
-        pattern=pattern,
-        key_lengths=key_lengths,
-        key_mask=key_mask,
-        scale=scale,
-        memory_budget=memory_budget,
-    )
-    choice = log_choice("attention", _choose(a, impl))
+    a, choice = _check_and_choose(**locals())
+    log_choice("attention", choice)
     if choice.impl == "reference":
         bias = a.bias if a.bias_function is None else a.bias_function
         options: dict[str, Any] = {"causal": a.causal, "bias": bias, "pattern": a.pattern, "scale": a.scale}

@@ -30,21 +30,13 @@ from oomph.ops.sparse_attention.reference import reference
 
 
 def _check_and_choose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gate_cmp: Tensor,
-    gate_slc: Tensor,
-    gate_win: Tensor,
-    *,
-    compress: Compress,
-    impl: str,
-    **options: Any,
+    q: Tensor, k: Tensor, *, impl: str, compress: Compress, **given: Any
 ) -> tuple[NSAConfig, Choice]:
     common.check_one_of("impl", impl, IMPLS)
-    check_tensors(q, k, v, gate_cmp, gate_slc, gate_win)
+    tensors = [given.pop(name) for name in ("v", "gate_cmp", "gate_slc", "gate_win")]
+    check_tensors(q, k, *tensors)
     check_compress(compress)
-    config = NSAConfig.create(q.shape[3], **options)
+    config = NSAConfig.create(q.shape[3], **given)
     return config, _choose(q, k, config, impl)
 
 
@@ -86,11 +78,8 @@ def nsa(
     Gradients for all tensors and for what `compress` reads. Memory is linear in T; autograd.py says what is
     saved for backward. First derivatives only. `oomph.ops.explain(nsa, ...)` says what would run and why.
     """
+    config, choice = _check_and_choose(**locals())
     gates = (gate_cmp, gate_slc, gate_win)
-    config, choice = _check_and_choose(
-        q, k, v, *gates, compress=compress, block_size=block_size, compress_block=compress_block,
-        compress_stride=compress_stride, top_n=top_n, window=window, scale=scale, impl=impl,
-    )  # fmt: skip
     log_choice("nsa", choice)
     dtype = matmul_dtype(q)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

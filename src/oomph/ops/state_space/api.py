@@ -20,10 +20,6 @@ from oomph.ops.state_space.arguments import ScanArguments, ScanOptions
 from oomph.ops.state_space.autograd import SelectiveScan, round_up_chunk, why_not_kernels
 
 
-def _explain(**arguments: Any) -> Choice:
-    return _choose(ScanArguments(**arguments))
-
-
 def _choose(a: ScanArguments) -> Choice:
     a.check()
     n = a.A.shape[-1]
@@ -41,7 +37,8 @@ def _choose(a: ScanArguments) -> Choice:
     )
 
 
-@explained_by(_explain)
+@explained_by(lambda **arguments: _choose(ScanArguments(**arguments)))
+@no_compile  # a compiler would unroll the loops over tokens
 def selective_scan(
     x: Tensor,
     delta: Tensor,
@@ -82,16 +79,7 @@ def selective_scan(
 
     impl: "auto", "chunked" (plain torch), "triton", "reference" (token by token, recorded by autograd).
     """
-    return _run(
-        ScanArguments(
-            x, delta, A, B, C, D, z, delta_bias, initial_state,
-            delta_softplus, direction, return_final_state, chunk_size, impl,
-        )
-    )  # fmt: skip
-
-
-@no_compile  # a compiler would unroll the loops over tokens
-def _run(a: ScanArguments) -> Tensor | tuple[Tensor, Tensor]:
+    a = ScanArguments(**locals())
     choice = log_choice("selective_scan", _choose(a))
     if choice.impl == "reference":
         y, final = _run_reference(a)
