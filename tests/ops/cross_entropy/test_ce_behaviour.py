@@ -22,12 +22,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"impl": "fast"}, "impl='fast' is not valid; choose from 'auto', 'plain', 'chunked', 'triton'"),
     ({"reduction": "average"}, "reduction='average' is not valid; choose from 'mean', 'sum', 'none'"),
-    ({"x": None}, "x is None, not a tensor"),
-    ({"weight": [1.0]}, "weight is a list, not a tensor"),
-    ({"x": X.long()}, "x has dtype torch.int64; valid: float16, bfloat16, float32, float64"),
-    ({"class_weight": torch.ones(7, dtype=torch.int64)}, "class_weight has dtype torch.int64"),
     ({"target": TARGET.float()}, "target must be a tensor of class numbers (int64 or int32); given: torch.f"),
     ({"target": [0, 1]}, "target must be a tensor of class numbers (int64 or int32); given: list"),
     ({"weight": torch.ones(7)}, "weight must be [classes, hidden size]; given: [7]"),
@@ -42,7 +37,6 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"bias": torch.ones(3)}, "bias must be [7], one per class; given: [3]"),
     ({"class_weight": torch.ones(7, 1)}, "class_weight must be [7], one per class; given: [7, 1]"),
     ({"token_weight": torch.ones(2, 4)}, "token_weight must be [2, 5], one per target; given: [2, 4]"),
-    ({"weight": WEIGHT.to("meta")}, "all tensors must be on one device; given: x on cpu, weight on meta"),
     ({"x": X.bfloat16()}, "all tensors must have one dtype (or run under autocast); given: x torch.bfloat16"),
     ({"class_weight": torch.ones(7, requires_grad=True)}, "class_weight requires a gradient"),
     *(({"label_smoothing": value}, "choose a number from 0 to 1") for value in (-0.1, 1.1, NAN, "0.1", None)),

@@ -29,8 +29,6 @@ X = torch.zeros
 @pytest.mark.parametrize(
     ("message", "changes"),
     [
-        (r"q is None, not a tensor", {"q": None}),
-        (r"beta has dtype torch.int64; valid: float16", {"beta": X(2, 6, 2, dtype=torch.int64)}),
         (r"v has shape \[2, 6, 2\]; valid: \[B, T, H, d\]", {"v": X(2, 6, 2)}),
         (r"k has shape \[2, 6, 2, 4\]; valid: that of q, \[2, 6, 2, 5\]", {"k": X(2, 6, 2, 4)}),
         (r"log_alpha has shape \[2, 6, 2, 1\]; valid: that of q", {"log_alpha": X(2, 6, 2, 1)}),
@@ -40,10 +38,7 @@ X = torch.zeros
         (r"initial_state has shape \[2, 2, 7, 5\]; valid: \[2, 2, 5, 7\]", {"initial_state": X(2, 2, 7, 5)}),
         (r"initial_state has dtype .*valid here: .*32", {"initial_state": X(2, 2, 5, 7, dtype=torch.half)}),
         (r"one dtype", {"v": X(2, 6, 2, 7, dtype=torch.bfloat16)}),
-        (r"one device", {"v": X(2, 6, 2, 7, device="meta")}),
         (r"scale=nan is not valid", {"scale": float("nan")}),
-        (r"mode='fast' is not valid; choose from 'auto', 'sequential'", {"mode": "fast"}),
-        (r"impl='cuda' is not valid; choose from 'auto', 'torch'", {"impl": "cuda"}),
         (r"memory_chunk_size=0 is not valid", {"memory_chunk_size": 0}),
         (r"memory_chunk_size=2.0 is not valid", {"memory_chunk_size": 2.0}),
         (r"memory_budget='much'", {"memory_budget": "much"}),

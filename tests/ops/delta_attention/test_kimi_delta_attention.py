@@ -207,7 +207,6 @@ BAD = [
     (lambda: KimiDeltaAttention(12, 2, 4, memory_chunk_size=0), "memory_chunk_size=0 is not valid"),
     (lambda: KimiDeltaAttention(12, 2, 4, memory_budget="much"), "memory_budget='much'"),
     (lambda: KimiDeltaAttention(12, 2, 4, mode="fast"), "mode='fast' is not valid; choose from"),
-    (lambda: KimiDeltaAttention(12, 2, 4, impl="fast"), "impl='fast' is not valid; choose from"),
     (lambda: layer()(torch.zeros(2, 12)), r"x has shape \[2, 12\]; valid: \[B, T, 12\]"),
     (
         lambda: layer()(tokens(1, 3), cu_seqlens=[0.0, 3.0]),

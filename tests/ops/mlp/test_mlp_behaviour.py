@@ -89,7 +89,6 @@ def test_each_mistake_in_the_result_of_a_function_is_named() -> None:
         ({"memory_budget": "12"}, "size '12' has no unit"),
         ({"memory_budget": 100}, "memory_budget=100 B is too small; one token's buffers take 480 B"),
         ({"tile": 4, "memory_budget": "1MiB"}, "tile and memory_budget"),
-        ({"impl": "fast"}, "impl='fast' is not valid; choose from 'auto', 'reference'"),
     ],
 )
 def test_each_bad_option_is_named(options: dict[str, Any], message: str) -> None:
@@ -100,12 +99,9 @@ def test_each_bad_option_is_named(options: dict[str, Any], message: str) -> None
 def test_each_bad_input_is_named() -> None:
     w = weights()
     for x, message in (
-        (torch.ones(3, 12, dtype=torch.long), "x has dtype torch.int64"),
-        ([1.0], "x is a list, not a tensor"),
         (torch.tensor(1.0), "x has no dimensions"),
         (tokens(3, 11), r"x has 11 features; up \(20, 12\) takes 12"),
         (tokens(3, 12).float(), "all tensors must have one dtype"),
-        (tokens(3, 12).to("meta"), "all tensors must be on one device"),
     ):
         with pytest.raises(ArgumentError, match=message):
             tiled_mlp(w, x)  # type: ignore[arg-type]

@@ -40,8 +40,6 @@ def call(**changes: Any) -> None:
         ({"A": torch.ones(7, 0), "B": torch.ones(0, 11), "mod": torch.ones(0)}, "with r >= 1"),
         ({"mod": torch.ones(2, 4, 3)}, r"mod \[2, 4, 3\] does not broadcast to the tokens of h \[2, 5, 7\]"),
         ({"bias": torch.ones(7)}, r"bias has shape \[7\]; valid: \[11\]"),
-        ({"h": torch.ones(2, 5, 7, dtype=torch.int64)}, "h has dtype torch.int64; valid: float16"),
-        ({"A": [1.0]}, "A is a list, not a tensor"),
         ({"weight": None}, "weight is a NoneType; valid: a float tensor"),
         (
             {"weight": torch.ones(7, 11, dtype=torch.int8)},
@@ -51,7 +49,6 @@ def call(**changes: Any) -> None:
             {"weight": torch.ones(7, 11, device="meta")},
             "all tensors must be on one device; given: h on cpu, wei",
         ),
-        ({"impl": "fast"}, "impl='fast' is not valid; choose from 'auto', 'reference', 'chunked', 'triton'"),
     ],
 )
 def test_a_bad_argument_is_refused_with_what_is_valid(changes: dict[str, Any], message: str) -> None:

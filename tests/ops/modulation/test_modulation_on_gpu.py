@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
-
 import pytest
 import torch
 from modulation_inputs import inputs, relative_error
 from torch import Tensor
 
-import oomph
 from oomph.ops.modulation import modulated_linear
 
 pytestmark = [
@@ -48,31 +44,3 @@ def test_no_result_is_worse_than_plain_torch_makes_it(impl: str, shape: dict, dt
         error, allowed = relative_error(each, right[name]), relative_error(plain[name], right[name])
         # A gradient of one number may be rounded well in one version and badly in the other.
         assert error < 1.1 * allowed + (torch.finfo(dtype).eps if each.numel() < 100 else 1e-4), name
-
-
-@pytest.mark.parametrize("impl", ["chunked", "triton"])
-def test_the_same_inputs_give_the_same_bits_on_the_gpu(impl: str) -> None:
-    one, two = (on_gpu(impl, torch.bfloat16, SHAPES[2]) for _ in range(2))
-    assert all(torch.equal(each, two[name]) for name, each in one.items())
-
-
-@pytest.mark.parametrize("impl", ["chunked", "triton"])
-def test_the_predicted_peak_is_the_measured_one_within_one_percent(impl: str) -> None:
-    def train() -> Callable[[], None]:
-        options = {"device": "cuda", "dtype": torch.bfloat16}
-        h, mod = (torch.randn(32768, size, **options).requires_grad_() for size in (1024, 16))
-        A, B = (torch.randn(*size, **options).requires_grad_() for size in ((1024, 16), (16, 4096)))
-        weight, g = torch.randn(1024, 4096, **options), torch.randn(32768, 4096, **options)
-        return lambda: modulated_linear(h, weight, A, B, mod, impl=impl).backward(g)
-
-    predicted = oomph.predict(train, gpu="h200").peak.allocated
-    gc.collect()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step = train()
-    for _ in range(3):
-        step()
-    # What earlier tests left is not this program's; the workspaces of the library may be among it.
-    measured = torch.cuda.max_memory_allocated()
-    assert measured - before <= predicted * 1.01
-    assert measured >= predicted * 0.99

@@ -104,13 +104,11 @@ def test_the_predicted_memory_is_that_of_input_output_and_gradients() -> None:
 
 
 BAD = [
-    ({"x": torch.zeros(2, 4, 5, dtype=torch.int64)}, "x has dtype torch.int64"),
     ({"x": torch.zeros(4, 5)}, r"x \[4, 5\] and weight \[5, 1, 3\] do not fit together; valid: x \[B, T"),
     ({"x": torch.zeros(2, 4, 6)}, "do not fit together"),
     ({"x": torch.zeros(2, 1, 5)}, "do not fit together"),
     ({"unit_size": 2}, "unit_size=2 is not valid; a divisor of the 5 channels"),
     ({"unit_size": 0}, "unit_size=0 is not valid"),
-    ({"impl": "cuda"}, "impl='cuda' is not valid"),
     ({"x": torch.zeros(2, 4, 5).double(), "impl": "triton"}, "cannot run: the kernel computes in float32"),
 ]
 

@@ -182,7 +182,6 @@ BAD = [
     (lambda: layer(compression="max"), "compression='max' is not valid; choose from 'mlp', 'mean'"),
     (lambda: NativeSparseAttention(12, 3, 2, 4), "num_heads=3 is not a multiple of num_kv_heads=2"),
     (lambda: layer(compress_block=5), "compress_block=5 is not a multiple of compress_stride=2"),
-    (lambda: layer(impl="fast"), "impl='fast' is not valid"),
     (lambda: layer(rotary="yes"), "rotary is a str; valid: an oomph.nn.RotaryEmbedding or None"),
     (
         lambda: layer(rotary=RotaryEmbedding(D)),

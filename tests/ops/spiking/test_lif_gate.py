@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -235,8 +233,6 @@ def test_the_predicted_memory_is_that_of_its_tensors() -> None:
 
 
 BAD = [
-    ({"drive": torch.zeros(2, 3, dtype=torch.int64)}, "drive has dtype torch.int64; valid: float16"),
-    ({"drive": [1.0]}, "drive is a list, not a tensor"),
     ({"drive": torch.zeros(3)}, r"drive has shape \[3\]; valid: \[B, T, ...\]"),
     ({"decay": 1.01}, r"decay=1.01 is not valid; .*\[0, 1\]"),
     ({"decay": float("nan")}, "decay=nan is not valid"),
@@ -245,14 +241,11 @@ BAD = [
     ({"decay": torch.tensor(float("nan"))}, r"decay has values outside \[0, 1\]"),
     ({"decay": torch.zeros(2)}, r"decay has shape \[2\]; valid for drive \[2, 3, 4\]: a number, or .* \[4\]"),
     ({"decay": torch.zeros(1, 4)}, r"decay has shape \[1, 4\]"),
-    ({"decay": torch.zeros(4, dtype=torch.int32)}, "decay has dtype torch.int32"),
     ({"threshold": 0}, "threshold=0 is not valid; give a number > 0"),
     ({"threshold": True}, "threshold=True is not valid"),
     ({"threshold": float("inf")}, "threshold=inf is not valid"),
     ({"surrogate_beta": "9"}, "surrogate_beta='9' is not valid"),
     ({"initial": torch.zeros(2, 3, 4)}, r"initial has shape \[2, 3, 4\]; valid: \[B, ...\] = \[2, 4\]"),
-    ({"initial": torch.zeros(2, 4, device="meta")}, "one device"),
-    ({"impl": "cuda"}, "impl='cuda' is not valid; choose from 'auto', 'reference', 'chunked', 'triton'"),
 ]
 
 
@@ -307,18 +300,3 @@ class TestOnGPU:
         assert torch.equal(found["membrane"], right["membrane"])
         for name in ("drive", "initial", "decay"):
             assert relative_error(found[name], right[name]) < 2 * torch.finfo(dtype).eps + 1e-6, name
-
-    def test_the_predicted_peak_is_the_measured_one(self) -> None:
-        def train() -> Callable[[], None]:
-            drive = torch.randn(4, 512, 8, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-            grad = torch.randn_like(drive)
-            return lambda: lif_gate(drive, **NEURON)[0].backward(grad)
-
-        predicted = oomph.predict(train, gpu="h200").peak.allocated
-        gc.collect()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        step = train()
-        for _ in range(3):
-            step()
-        assert torch.cuda.max_memory_allocated() - before == pytest.approx(predicted, rel=0.01)

@@ -225,7 +225,6 @@ BAD = [
     (lambda: SpikingKDABlock(10, 3, 4, gate_rank=0), "gate_rank=0 is not valid"),
     (lambda: SpikingKDABlock(10, 3, 4, memory_chunk_size=0), "memory_chunk_size=0 is not valid"),
     (lambda: SpikingKDABlock(10, 3, 4, mode="fast"), "mode='fast' is not valid; choose from"),
-    (lambda: SpikingKDABlock(10, 3, 4, impl="fast"), "impl='fast' is not valid; choose from"),
     (lambda: block()(torch.zeros(2, 10)), r"x has shape \[2, 10\]; valid: \[B, T, 10\]"),
     (lambda: block()(tokens(1, 3), dropped=torch.zeros(1, 3)), r"dropped is .*; valid: bool \[1, 3\]"),
     (lambda: block()(tokens(1, 3), block()(tokens(2, 3))[1]), "state has shape"),

@@ -97,7 +97,6 @@ def test_bfloat16_and_autocast():
         ({"dt_rank": 0}, "dt_rank=0 is not valid"),
         ({"chunk_size": 0}, "chunk_size=0 is not valid"),
         ({"dt_min": 0.2}, "dt_min=0.2, dt_max=0.1: give 0 < dt_min <= dt_max"),
-        ({"impl": "fast"}, "impl='fast' is not valid"),
     ],
 )
 def test_bad_sizes(wrong, message):
