@@ -133,20 +133,22 @@ def _linear_cross_entropy(draw: Draw) -> Arguments:
     hidden, classes = draw.size(8), draw.upto(300)
     options: Arguments = {
         "reduction": draw.pick("mean", "sum", "none"),
-        "label_smoothing": draw.pick(0.0, 0.0, 0.1),
+        "label_smoothing": draw.pick(0.0, 0.0, 0.1, 1.0),
+        "ignore_index": draw.pick(-100, -100, 0),
         "z_loss": draw.pick(0.0, 0.0, 1e-2),
         "softcap": draw.pick(None, None, 5.0),
         "shift": draw.pick(False, True),
         "return_lse": draw.pick(False, False, True),
-        "num_valid": draw.maybe(lambda: math.prod(lead), 0.2),
+        "num_valid": draw.maybe(lambda: math.prod(lead) + draw.pick(0, 0, 100), 0.3),
         "memory_budget": draw.pick(None, 1, "64KiB"),
         "impl": draw.impl("auto", "plain", "chunked", slow=True),
         "class_weight": draw.maybe(lambda: draw.tensor(classes, change=torch.abs, grad=False)),
-        "token_weight": draw.maybe(lambda: draw.tensor(*lead, change=torch.abs, grad=False)),
+        "token_weight": draw.maybe(lambda: draw.tensor(*lead, change=torch.relu, grad=False)),
         "bias": draw.maybe(lambda: draw.tensor(classes)),
     }
     target = draw.integers(0, classes, *lead)
-    target.values[torch.rand(lead, generator=draw.generator) < 0.2] = -100
+    ignored = torch.rand(lead, generator=draw.generator) < 0.2
+    target.values[ignored] = options["ignore_index"]
     return {
         "x": draw.tensor(*lead, hidden),
         "weight": draw.tensor(classes, hidden),

@@ -167,5 +167,5 @@ def test_bad_arguments_are_named_in_one_line(check: Any, message: str) -> None:
 
 
 def test_numbers_are_finite_and_no_booleans() -> None:
-    assert all(map(common.is_number, (0, -1.5, 10**20, 1e300)))
-    assert not any(map(common.is_number, (True, float("nan"), float("inf"), 10**400, "1", None)))
+    assert all(map(common.is_number, (0, -1.5, 10**18, 1e300)))
+    assert not any(map(common.is_number, (True, float("nan"), float("inf"), 10**20, "1", None)))

@@ -17,8 +17,13 @@ pytestmark = [
 ]
 
 
-def test_random_calls_are_right_or_refused_in_one_line() -> None:
-    _, failures = fuzz(16 * len(OPS), seed=0)
+# Calls of the fast ops; 12 of the others.
+CALLS = {"linear_cross_entropy": 100, "attention": 30, "tiled_mlp": 50, "modulated_linear": 50, "rotary": 30}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_random_calls_are_right_or_refused_in_one_line(name: str) -> None:
+    _, failures = fuzz(CALLS.get(name, 12), seed=0, only=name)
     assert not failures
 
 

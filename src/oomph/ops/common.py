@@ -42,9 +42,10 @@ def check_flags(**flags: object) -> None:
             raise ArgumentError(f"{name}={given!r} is not valid; choose from False, True")
 
 
-def is_number(given: object) -> bool:
-    """A finite number, which True and False are not."""
-    return isinstance(given, Real) and not isinstance(given, bool) and abs(given) <= sys.float_info.max  # type: ignore[operator]
+def is_number(given: Any) -> bool:
+    """A finite number that torch takes: no boolean, and no integer of more than 64 bits."""
+    largest = sys.float_info.max if isinstance(given, float) else 2**63 - 1
+    return isinstance(given, Real) and not isinstance(given, bool) and abs(given) <= largest  # type: ignore[operator]
 
 
 def check_whole(least: int = 1, why: str = "", **numbers: object) -> None:

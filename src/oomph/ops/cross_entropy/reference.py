@@ -76,5 +76,5 @@ def linear_cross_entropy_reference(
     if options.reduction == "sum":
         return loss.sum(), lse
     total = torch.where(valid, token_weight * target_weight, 0.0).sum()
-    # Nothing to average: 0, with zero gradients, instead of 0 / 0.
-    return torch.where(total == 0, loss.sum() * 0.0, loss.sum() / total), lse
+    # Nothing to average: 0, with zero gradients. Not a where() of both: 0 / 0 would make the gradients NaN.
+    return loss.sum() / torch.where(total == 0, 1.0, total) * (total != 0), lse
