@@ -149,6 +149,17 @@ _LARGE_SORT = 1_000_000
 _FEW_SEGMENTS = 128
 
 
+@temporaries(aten.randperm.default, aten.randperm.generator)
+def _randperm(call: BoundArguments, gpu: GPU) -> list[int]:
+    """The numbers in order are sorted by random keys, of so many bits that equal ones are rare
+    (native/cuda/Randperm.cu)."""
+    n = call["n"]
+    value = call["dtype"].itemsize if isinstance(call["dtype"], torch.dtype) else _INDEX
+    bits = min(64, math.ceil(math.log2(n - (6 * n * n + 1) / (12 * math.log(0.9)))))
+    key = 4 if bits <= 32 else 8
+    return [n * value, n * key, n * key, radix_sort_bytes(n, key, value, bits)]
+
+
 @temporaries(aten.sort.default, aten.sort.stable)
 def _sort(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]

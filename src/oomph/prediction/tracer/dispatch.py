@@ -318,6 +318,8 @@ class DispatchMode(TorchDispatchMode):
                 "host results", func, lambda: HOST_OUTPUTS[func](bind(func, args, kwargs)), frozenset
             )
             results = [result for index, result in enumerate(results) if index not in on_host]
+        if func is aten.native_dropout.default:
+            results = results[::-1]  # the mask is allocated first (native/cuda/Dropout.cu)
         for tensor in tensors_in(results, {}):
             if any(tensor is known for known in given):  # written in place, wherever it is
                 tracer.record_in_place(tensor, name)
