@@ -3,6 +3,8 @@
 `ARCHITECTURES[name]()` is a Workload in float32 that runs on a CPU; `loss_and_gradients` runs one pass of it.
 """
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from small import TinyLM, gradients, plain_loss, seeded, tiny_batch
@@ -12,184 +14,120 @@ import oomph
 
 VOCABULARY = 101
 WIDTH, HEADS, LAYERS, LENGTH, ROWS = 32, 4, 2, 20, 3
-_SIZES = {
-    "vocab_size": VOCABULARY,
+_LAYERS = {
     "hidden_size": WIDTH,
     "intermediate_size": 64,
     "num_hidden_layers": LAYERS,
     "num_attention_heads": HEADS,
-    "max_position_embeddings": 64,
 }
+_SIZES = {**_LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 64}
 # Hugging Face's defaults lie outside so small a vocabulary.
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def gpt2():
-    return _causal(
-        "GPT2",
-        "LMHeadModel",
-        vocab_size=VOCABULARY,
-        n_positions=64,
-        n_embd=WIDTH,
-        n_layer=LAYERS,
-        n_head=HEADS,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+def _random(seed):
+    return torch.Generator().manual_seed(seed)
 
 
-def gpt_neox():
-    return _causal("GPTNeoX", **_SIZES, attention_dropout=0.0, hidden_dropout=0.0)
+def _causal(device):
+    """Tokens that are their own labels; a few of these are -100."""
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=_random(1)).to(device)
+    labels = tokens.clone()
+    labels[0, :5] = -100
+    return {"input_ids": tokens, "labels": labels}
 
 
-def llama():
-    return _causal("Llama", **_SIZES, **_TOKENS, num_key_value_heads=2)
+def _masked(device):
+    """Most targets are -100, and some tokens are padding."""
+    made = _random(2)
+    tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=made).to(device)
+    chosen = (torch.rand(ROWS, LENGTH, generator=made) < 0.3).to(device)
+    attended = torch.ones_like(tokens)
+    attended[-1, -4:] = 0
+    labels = torch.where(chosen & (attended == 1), tokens, -100)
+    return {"input_ids": torch.where(chosen, 1, tokens), "attention_mask": attended, "labels": labels}
 
 
-def qwen3():
-    return _causal("Qwen3", **_SIZES, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True)
+def _translated(device):
+    made = _random(3)
+    tokens = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=made)
+    labels = torch.randint(2, VOCABULARY, (ROWS, 12), generator=made)
+    labels[0, -3:] = -100
+    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
 
 
-def gemma2():
-    """Caps its logits and its attention scores, and slides a window in every second layer."""
-    return _causal(
-        "Gemma2",
-        **_SIZES,
-        num_key_value_heads=2,
-        head_dim=8,
-        query_pre_attn_scalar=8,
-        sliding_window=8,
-        final_logit_softcapping=3.0,
-        attn_logit_softcapping=5.0,
-        attn_implementation="eager",
-        **_TOKENS,
-    )
+def _images(device, rows=ROWS, name="pixel_values", classes="labels"):
+    made = _random(4)
+    images = torch.randn(rows, 3, 16, 16, generator=made)
+    return {name: images.to(device), classes: torch.randint(0, 10, (rows,), generator=made).to(device)}
 
 
-def mistral():
-    return _causal("Mistral", **_SIZES, **_TOKENS, num_key_value_heads=2, head_dim=8, sliding_window=12)
+# Each class of transformers, what its config is given, and its batch.
+HUGGING_FACE = {
+    "GPT-2": (
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCABULARY, "n_positions": 64, "n_embd": WIDTH, "n_layer": LAYERS, "n_head": HEADS}
+        | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2},
+        _causal,
+    ),
+    "GPT-NeoX": ("GPTNeoXForCausalLM", {**_SIZES, "attention_dropout": 0.0, "hidden_dropout": 0.0}, _causal),
+    "Llama": ("LlamaForCausalLM", {**_SIZES, **_TOKENS, "num_key_value_heads": 2}, _causal),
+    "Qwen3": ("Qwen3ForCausalLM", {**_SIZES, **_GROUPED, "tie_word_embeddings": True}, _causal),
+    "Gemma-2": (  # caps its logits and its attention scores, and slides a window in every second layer
+        "Gemma2ForCausalLM",
+        {**_SIZES, **_TOKENS, **_GROUPED, "query_pre_attn_scalar": 8, "sliding_window": 8}
+        | {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0, "attn_implementation": "eager"},
+        _causal,
+    ),
+    "Mistral": ("MistralForCausalLM", {**_SIZES, **_TOKENS, **_GROUPED, "sliding_window": 12}, _causal),
+    "Phi": (
+        "PhiForCausalLM",
+        {**_SIZES, **_TOKENS, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0},
+        _causal,
+    ),
+    "BERT": ("BertForMaskedLM", {**_SIZES, **_NO_DROPOUT, "pad_token_id": 0}, _masked),
+    "T5": (  # the tied head is given hidden states times width^-0.5
+        "T5ForConditionalGeneration",
+        {"vocab_size": VOCABULARY, "d_model": WIDTH, "d_kv": 8, "d_ff": 64, "num_layers": LAYERS}
+        | {"num_heads": HEADS, "dropout_rate": 0.0}
+        | {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0},
+        _translated,
+    ),
+    "ViT": (
+        "ViTForImageClassification",
+        {**_LAYERS, **_NO_DROPOUT, "image_size": 16, "patch_size": 4, "num_labels": 10},
+        _images,
+    ),
+}
 
 
-def phi():
-    return _causal("Phi", **_SIZES, **_TOKENS, resid_pdrop=0.0, embd_pdrop=0.0, attention_dropout=0.0)
-
-
-def bert():
-    """Masked: most targets are -100, some tokens are padding, and the tied head has a bias."""
-
+def _hugging_face(name):
     def build():
-        from transformers import BertConfig, BertForMaskedLM
+        import transformers
 
-        return BertForMaskedLM(
-            BertConfig(**_SIZES, pad_token_id=0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        )
+        made = getattr(transformers, HUGGING_FACE[name][0])
+        return made(made.config_class(**HUGGING_FACE[name][1]))
 
-    def batch(device):
-        made = torch.Generator().manual_seed(2)
-        tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=made)
-        chosen = torch.rand(ROWS, LENGTH, generator=made) < 0.3
-        attended = torch.ones(ROWS, LENGTH, dtype=torch.int64)
-        attended[-1, -4:] = 0
-        labels = torch.where(chosen & (attended == 1), tokens, -100)
-        masked = torch.where(chosen, 1, tokens)
-        return _on(device, input_ids=masked, attention_mask=attended, labels=labels)
-
-    return _workload(build, batch)
+    return oomph.Workload(partial(seeded, build), HUGGING_FACE[name][2])  # the loss is model(**batch).loss
 
 
-def t5():
-    """Encoder and decoder; the tied head is given hidden states times width^-0.5."""
-
-    def build():
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        return T5ForConditionalGeneration(
-            T5Config(
-                vocab_size=VOCABULARY,
-                d_model=WIDTH,
-                d_kv=8,
-                d_ff=64,
-                num_layers=LAYERS,
-                num_heads=HEADS,
-                dropout_rate=0.0,
-                pad_token_id=0,
-                eos_token_id=1,
-                decoder_start_token_id=0,
-            )
-        )
-
-    def batch(device):
-        made = torch.Generator().manual_seed(3)
-        tokens = torch.randint(2, VOCABULARY, (ROWS, LENGTH), generator=made)
-        labels = torch.randint(2, VOCABULARY, (ROWS, 12), generator=made)
-        labels[0, -3:] = -100
-        return _on(device, input_ids=tokens, labels=labels)
-
-    return _workload(build, batch)
+def _classified(model, batch):
+    return F.cross_entropy(model(batch["images"]), batch["classes"])
 
 
-def vit():
-    def build():
-        from transformers import ViTConfig, ViTForImageClassification
-
-        sizes = {k: v for k, v in _SIZES.items() if k not in ("vocab_size", "max_position_embeddings")}
-        return ViTForImageClassification(
-            ViTConfig(
-                **sizes,
-                image_size=16,
-                patch_size=4,
-                num_labels=10,
-                hidden_dropout_prob=0.0,
-                attention_probs_dropout_prob=0.0,
-            )
-        )
-
-    def batch(device):
-        made = torch.Generator().manual_seed(4)
-        images = torch.randn(ROWS, 3, 16, 16, generator=made)
-        return _on(device, pixel_values=images, labels=torch.randint(0, 10, (ROWS,), generator=made))
-
-    return _workload(build, batch)
-
-
-def tiny_lm():
-    """As in a tutorial: a stored mask, written-out attention, plain cross-entropy."""
-    return oomph.Workload(lambda: seeded(TinyLM), tiny_batch, plain_loss)
-
-
-def rotary_lm():
-    """RMSNorm, SwiGLU, a rotary module in every layer, and a tied head."""
-    return oomph.Workload(lambda: seeded(RotaryLM), tiny_batch, plain_loss)
-
-
-def classifier():
-    """Convolutions with batch norm, then linear layers; nothing in it is a sequence."""
-
-    def batch(device):
-        made = torch.Generator().manual_seed(5)
-        images = torch.randn(6, 3, 16, 16, generator=made)
-        return _on(device, images=images, classes=torch.randint(0, 10, (6,), generator=made))
-
-    return oomph.Workload(lambda: seeded(Classifier), batch, _classified)
+def _own(model, batch=tiny_batch, loss=plain_loss):
+    return oomph.Workload(lambda: seeded(model), batch, loss)
 
 
 ARCHITECTURES = {
-    "GPT-2": gpt2,
-    "GPT-NeoX": gpt_neox,
-    "Llama": llama,
-    "Qwen3": qwen3,
-    "Gemma-2": gemma2,
-    "Mistral": mistral,
-    "Phi": phi,
-    "BERT": bert,
-    "T5": t5,
-    "ViT": vit,
-    "TinyLM": tiny_lm,
-    "RotaryLM": rotary_lm,
-    "Classifier": classifier,
+    **{name: partial(_hugging_face, name) for name in HUGGING_FACE},
+    "TinyLM": lambda: _own(TinyLM),
+    "RotaryLM": lambda: _own(RotaryLM),
+    "Classifier": lambda: _own(
+        Classifier, partial(_images, rows=6, name="images", classes="classes"), _classified
+    ),
 }
 
 
@@ -223,35 +161,9 @@ def same_pass(before, after, tolerance=1e-5):
         assert off <= tolerance, f"{name} is off by {off:.2e}"
 
 
-def _causal(family, head="ForCausalLM", **config):
-    """A causal language model on tokens that are their own labels; a few of these are -100."""
-
-    def build():
-        import transformers
-
-        made = getattr(transformers, f"{family}Config")(**config)
-        return getattr(transformers, f"{family}{head}")(made)
-
-    def batch(device):
-        made = torch.Generator().manual_seed(1)
-        tokens = torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=made)
-        labels = tokens.clone()
-        labels[0, :5] = -100
-        return _on(device, input_ids=tokens, labels=labels)
-
-    return _workload(build, batch)
-
-
-def _workload(build, batch):
-    # The default loss: model(**batch).loss.
-    return oomph.Workload(lambda: seeded(build), batch)
-
-
-def _on(device, **tensors):
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
 class RotaryLM(nn.Module):
+    """RMSNorm, SwiGLU, a rotary module in every layer, and a tied head."""
+
     def __init__(self, vocabulary=97, width=32, heads=4, layers=3, longest=64) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
@@ -302,6 +214,8 @@ class Rotary(nn.Module):
 
 
 class Classifier(nn.Module):
+    """Convolutions with batch norm, then linear layers; nothing in it is a sequence."""
+
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
@@ -322,7 +236,3 @@ class Residual(nn.Module):
 
     def forward(self, x):
         return x + F.relu(self.norm(self.conv(x)))
-
-
-def _classified(model, batch):
-    return F.cross_entropy(model(batch["images"]), batch["classes"])

@@ -75,6 +75,15 @@ def tiny_batch(device, rows=4, length=24, vocabulary=97):
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
+def uneven(device, key="targets", tokens="tokens"):
+    """Rows with very different numbers of labels that count; the last row has none."""
+    batch = tiny_batch(device, rows=6)
+    labels = batch["targets"].clone()
+    for row in range(6):
+        labels[row, : 4 * row + 4] = -100
+    return {tokens: batch["tokens"], key: labels}
+
+
 def workload(**sizes) -> oomph.Workload:
     return oomph.Workload(lambda: seeded(lambda: TinyLM(**sizes)), tiny_batch, plain_loss)
 

@@ -46,23 +46,6 @@ def test_chosen_modules_alone_are_offloaded(blocks, offloaded):
     same_gradients(before, gradients(model, plain_loss, batch), 0)
 
 
-class OneBlockForAll(TinyLM):
-    def __init__(self):
-        super().__init__()
-        self.blocks = torch.nn.ModuleList([self.blocks[0]] * 3)
-
-
-def test_a_block_that_is_listed_several_times_is_offloaded_at_each():
-    model, batch = seeded(OneBlockForAll), tiny_batch("cpu")
-    before, state = gradients(model, plain_loss, batch), state_of(model)
-    uses = ["activation_checkpointing", "activation_offloading:blocks=blocks.2,smallest=1"]
-    changed = fixes.apply_to_model(uses, model)
-    assert {change.where for change in changed} == {"blocks.0"}
-    same_gradients(before, gradients(model, plain_loss, batch), 0)
-    fixes.undo(model)
-    assert state_of(model) == state
-
-
 def test_a_storage_is_copied_once_and_parameters_never():
     class Sliced(torch.nn.Module):
         def __init__(self):

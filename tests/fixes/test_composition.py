@@ -69,7 +69,7 @@ def check_numbers(names):
 
 
 def check_undo(names, model):
-    of_model = [name for name in names if "model" in changed_fields(name) and name != "micro_batches"]
+    of_model = [name for name in names if "model" in changed_fields(name)]
     before = state_of(model)
     changed = fixes.apply_to_model([USES[name] for name in of_model], model)
     assert {change.fix for change in changed} == set(of_model)

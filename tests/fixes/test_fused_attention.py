@@ -421,6 +421,7 @@ def test_it_is_proposed_with_its_modules_and_saves_the_weights():
     assert list(fixes.find("fused_attention").targets(FixContext(after, oomph.apply(proposal, work)))) == []
 
 
+@pytest.mark.filterwarnings("ignore:fix 'fused_attention'")
 @pytest.mark.parametrize("build", [lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH)), lambda: Model(dropped)])
 def test_it_is_not_proposed_where_it_would_not_help(build):
     def run(model, given):

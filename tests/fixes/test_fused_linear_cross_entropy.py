@@ -371,20 +371,6 @@ def test_autocast_gives_the_head_its_dtype(inside, wide):
     same_pass(before, after, 2e-2)
 
 
-def test_autocast_of_logits_that_are_read_after_the_region():
-    model, (x, _) = seeded(lambda: Model(dtype=torch.float32)), batch_of(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(x)
-    fixes.apply_to_model(FixUse("fused_linear_cross_entropy", {"heads": ["head"]}), model)
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(x)
-    assert torch.equal(logits + 0, expected)
-    with torch.autocast("cpu", torch.bfloat16, enabled=False):
-        logits = model(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert logits.clone().dtype == torch.float32
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("way", ["view", "scaled and capped"])
 def test_the_head_at_the_end_of_a_checkpoint(reentrant, way):

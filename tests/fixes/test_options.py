@@ -31,7 +31,7 @@ def refused(use, *words, model=TinyLM, **changes):
     """Applied to a model, or to a workload with these changes."""
     fix, made = fixes.find(use.fix), seeded(model)
     state, work = state_of(made), replace(workload(), **changes)
-    of_model = fix.changes_model and not fix.only_in_workloads and use.fix != "smaller_vocabulary"
+    of_model = fix.changes_model and use.fix != "smaller_vocabulary"
     with pytest.raises(UserError) as error:
         fixes.apply_to_model(use, made) if of_model else trained(oomph.apply(use, work))
     assert state_of(made) == state

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from small import gradients, same_gradients, seeded, state_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import oomph
 from oomph import fixes
@@ -53,12 +52,11 @@ class Model(nn.Module):
         super().__init__()
         bases = bases or [10000.0] * layers
         self.layers = nn.ModuleList(Layer(width, heads, rotary(width // heads, base)) for base in bases)
-        self.checkpointed = None
 
     def forward(self, x):
         positions = torch.arange(x.shape[1], device=x.device).expand(x.shape[0], -1)
         for layer in self.layers:
-            x = layer(x, positions) if self.checkpointed is None else self.checkpointed(layer, x, positions)
+            x = layer(x, positions)
         return x
 
 
@@ -101,23 +99,6 @@ def test_nothing_is_kept_after_a_forward(x):
     assert seen[0]() is None
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        lambda layer, *args: checkpoint(layer, *args, use_reentrant=False),
-        lambda layer, *args: checkpoint(layer, *args, use_reentrant=True),
-    ],
-    ids=["non-reentrant", "reentrant"],
-)
-def test_checkpointed_layers_recompute_their_own(how, x):
-    x.requires_grad_()
-    model = seeded(Model)
-    before = gradients(model, loss, x)
-    fixes.apply_to_model("shared_rotary_embedding", model)
-    model.checkpointed = how
-    same_gradients(before, gradients(model, loss, x), 0)
-
-
 @pytest.mark.parametrize("keep", ["nothing", "products"])
 def test_it_may_be_combined_with_recomputation_by_op(keep, x):
     model = seeded(Model)
@@ -156,10 +137,6 @@ class RotaryThatLooks(RotaryEmbedding):
     def forward(self, x, positions):
         cos, sin = super().forward(x, positions)
         return cos * x.detach().abs().amax(), sin
-
-
-class Careless(RotaryEmbedding):
-    """Its caller changes what it returned."""
 
 
 class CarelessLayer(Layer):

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from label_batches import hugging_face, uneven
+from architectures import ARCHITECTURES
 from short_training import not_found, proposed
-from small import TinyLM, gradients, plain_loss, seeded, state_of, tiny_batch, workload
+from small import TinyLM, gradients, plain_loss, seeded, state_of, tiny_batch, uneven, workload
 from torch import nn
 
 import oomph
@@ -83,9 +83,9 @@ def test_the_vocabulary_is_cut_in_model_and_batch_and_undone():
     assert state_of(model) == state
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "bert", "t5"])
+@pytest.mark.parametrize("kind", ["GPT-2", "Llama", "BERT", "T5"])
 def test_hugging_face_models_lose_words_and_stay_tied(kind):
-    model = seeded(lambda: hugging_face(kind))
+    model = ARCHITECTURES[kind]().model()
     state = state_of(model)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = embedding.weight is head.weight
@@ -112,18 +112,18 @@ class Configured(TinyLM):
         self.config = config
 
 
-@pytest.mark.parametrize("kind", ["llama", "own"])
+@pytest.mark.parametrize("kind", ["Llama", "own"])
 def test_a_config_that_other_models_are_built_from_is_left_as_it_is(kind):
     if kind == "own":
         config, build = Config(), Configured
     else:
-        config = hugging_face(kind).config
+        config = ARCHITECTURES[kind]().model().config
         build = pytest.importorskip("transformers").LlamaForCausalLM
-    model = build(config)
+    model, size = build(config), config.vocab_size
     state = state_of(model)
     fixes.apply_to_model(FixUse("smaller_vocabulary", {"size": 40}), model)
-    assert (model.config.vocab_size, config.vocab_size) == (40, 97)
-    assert vocabulary_size(build(config)) == 97
+    assert (model.config.vocab_size, config.vocab_size) == (40, size)
+    assert vocabulary_size(build(config)) == size
     fixes.undo(model)
     assert model.config is config
     assert state_of(model) == state

@@ -68,8 +68,7 @@ def apply_to_model(fixes: Fixes, model: nn.Module) -> tuple[Change, ...]:
     """
     uses = uses_of(fixes)
     for use in uses:
-        fix = find(use.fix)
-        if not fix.changes_model or fix.only_in_workloads:
+        if not find(use.fix).changes_model:
             raise UserError(f"fix {use.fix!r} changes the step, not the model; apply it to a Workload")
     return _change_model(uses, model)
 

@@ -49,7 +49,6 @@ class Constant:
 
 
 _constants = WeakIdKeyDictionary()  # tensor -> its Constant, and the version that it describes
-_buffer_numbers = WeakIdKeyDictionary()
 _count = itertools.count()
 
 
@@ -58,7 +57,7 @@ def note(name: str, func: Any, args: Args, kwargs: Kwargs, made: Any, buffers: C
     if not isinstance(made, Tensor) or made.requires_grad or made.is_inference():
         return
     constant = _new(name, args, kwargs, made)
-    if constant is None and name in (*_CASTS, *_DERIVED):
+    if constant is None:
         constant = _derived(name, func, args, kwargs, made, buffers)
     if constant is not None:
         _constants[made] = constant, made._version
@@ -67,14 +66,13 @@ def note(name: str, func: Any, args: Args, kwargs: Kwargs, made: Any, buffers: C
 def constant_of(tensor: Tensor, buffers: Collection[int] = ()) -> Constant | None:
     """How the tensor is made; None where that is not known, or it was written since."""
     constant, version = _constants.get(tensor, (None, 0))
-    if constant is not None:
-        return constant if version == tensor._version else None
+    if constant is not None and version == tensor._version:
+        return constant
     if id(tensor) not in buffers or tensor.is_inference():
         return None
-    if tensor not in _buffer_numbers:
-        _buffer_numbers[tensor] = next(_count)
-    made = f"buffer {_buffer_numbers[tensor]} version {tensor._version}"
-    return Constant(made, partial(_read, weakref.ref(tensor)))
+    constant = Constant(f"buffer {next(_count)}", partial(_read, weakref.ref(tensor)))
+    _constants[tensor] = constant, tensor._version
+    return constant
 
 
 def _read(buffer: weakref.ref[Tensor]) -> Tensor | None:
@@ -100,6 +98,8 @@ def _derived(
     name: str, func: Any, args: Args, kwargs: Kwargs, made: Tensor, buffers: Collection[int]
 ) -> Constant | None:
     first = args[0] if args else None
+    if name not in _CASTS and name not in _DERIVED:
+        return None
     if name in _CASTS:
         own = constant_of(first, buffers) if isinstance(first, Tensor) else None
         return own and Constant(f"{own.made}.to({made.dtype})", partial(_call, Tensor.to, (own, made.dtype)))

@@ -49,22 +49,18 @@ class FusedAttention(Fix):
     changes = "Attention written out as products and a softmax runs fused, without the matrix of its weights."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        names: list[str] = []
-        for path in attention_matrices(context.prediction):
-            name = _own_code(context.model, path)
-            if name is None or name in names or _has_dropout(context.prediction, path):
-                continue
-            if not has_mode(context.model.get_submodule(name), AttentionMode):
-                names.append(name)
-        if names:
-            yield Target(tuple(names), {"modules": names})
+        if _has_own_code(context.model) and not has_mode(context.model, AttentionMode):
+            paths = attention_matrices(context.prediction)
+            names = list(dict.fromkeys(_owner(context.model, path) for path in paths))
+            if names:  # the prediction with the fix shows whether it is of a form that is fused
+                yield Target(tuple(names), {"modules": names})
 
     def change_model(
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
     ) -> None:
         """`modules`: whose forward computes attention; by default the whole model. Other parts of the forward
         run as they are written."""
-        if modules is None and all(type(m).__module__.startswith(_LIBRARIES) for m in model.modules()):
+        if modules is None and not _has_own_code(model):
             raise UserError(
                 f"fix {self.name!r}: the model has no code of its own; name modules=[...], or use the fix "
                 "'attn_implementation' for a Hugging Face model"
@@ -76,7 +72,10 @@ class FusedAttention(Fix):
 
 # Where attention is ----------------------------------------------------------------------------------
 
-_LIBRARIES = ("torch.", "transformers.", "oomph.")
+
+def _has_own_code(model: nn.Module) -> bool:
+    libraries = ("torch.", "transformers.", "oomph.")
+    return not all(type(module).__module__.startswith(libraries) for module in model.modules())
 
 
 def attention_matrices(prediction: Prediction) -> dict[str, list[Allocation]]:
@@ -99,35 +98,16 @@ def attention_matrices(prediction: Prediction) -> dict[str, list[Allocation]]:
     return found
 
 
-def _has_dropout(prediction: Prediction, module: str) -> bool:
-    """Whether attention weights are dropped: a dropout result has the shape of a softmax result."""
-    shapes = {made.shape for made in attention_matrices(prediction).get(module, [])}
-    return any(
-        made.op.startswith("aten.native_dropout") and made.shape in shapes
-        for made in prediction.allocations
-        if module in (made.module, _parent(made.module))
-    )
+def _owner(model: nn.Module, path: str) -> str:
+    """The module at or above a path whose class is not torch's."""
+    modules = dict(model.named_modules())
+    while path and (path not in modules or type(modules[path]).__module__.startswith("torch.")):
+        path = _parent(path)
+    return path
 
 
 def _parent(module: str) -> str:
     return module.rpartition(".")[0]
-
-
-def _own_code(model: nn.Module, path: str) -> str | None:
-    """The user's own module with parameters at or above a path; None inside a library's."""
-    while True:
-        try:
-            module = model.get_submodule(path)
-        except AttributeError:  # not a part of this model
-            return None
-        kind = type(module).__module__
-        if kind.startswith("transformers.") or isinstance(module, nn.MultiheadAttention):
-            return None
-        if not kind.startswith("torch.") and next(module.parameters(), None) is not None:
-            return path
-        if not path:
-            return None
-        path = _parent(path)
 
 
 # The mode --------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ class HoistBatchInvariant(Fix):
     changes = "What is the same for every row of the batch is computed for one row and used by all."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        if not any(has_mode(module, BatchInvariantMode) for module in context.model.modules()):
+        if not has_mode(context.model, BatchInvariantMode):
             yield Target(("",))  # the prediction with the fix shows whether it saves anything
 
     def change_model(
@@ -69,6 +69,7 @@ _SDPA = "scaled_dot_product_attention"
 
 
 class BatchInvariantMode(LazyMode):
+    sees_writes = True
     functions = frozenset(
         {*_ELEMENTWISE, *_ROWS_OF_FIRST, *_REDUCTIONS, *_JOINS, *_RESHAPES, _SDPA}
         | set("matmul bmm layer_norm rms_norm dropout repeat".split())
@@ -77,9 +78,6 @@ class BatchInvariantMode(LazyMode):
     def __init__(self) -> None:
         super().__init__()
         self._copies = WeakIdKeyDictionary()  # made where the program asked for a view: must not be written
-
-    def handles(self, name: str, kwargs: Kwargs | None) -> bool:
-        return name in self.functions or writes_by_name(name) or bool(kwargs and "out" in kwargs)
 
     def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if self._writes_one_row(name, args, kwargs):

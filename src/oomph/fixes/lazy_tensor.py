@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -62,6 +62,7 @@ _INPLACE_OPTION = frozenset(  # functions with an argument `inplace`, often posi
 _ATTRIBUTE_WRITES = frozenset(("__set__", "requires_grad_", "retain_grad", "register_hook"))
 
 
+@lru_cache(4096)
 def function_name(func: Any) -> str:
     """The function's name; operators have the name of their function: `+` is add, `*=` is mul_."""
     name = getattr(func, "__name__", "")
@@ -519,6 +520,7 @@ class LazyMode(TorchFunctionMode):
     """
 
     functions: ClassVar[frozenset[str]]  # names of the functions that `handle` is called for
+    sees_writes: ClassVar[bool] = False  # `handle` is called for functions that write, too
     expressions: ClassVar[tuple[type[Expression], ...]] = ()  # computed before the module returns them
     module: torch.nn.Module | None = None  # whose forward runs in the mode
 
@@ -526,12 +528,10 @@ class LazyMode(TorchFunctionMode):
         if LazyTensor in types:
             return lazy_call(func, args, kwargs or {})
         name = function_name(func)
-        if not _pauses.depth and self.handles(name, kwargs):
+        writes = self.sees_writes and (writes_by_name(name) or "out" in (kwargs or ()))
+        if (writes or name in self.functions) and not _pauses.depth:
             return self.handle(name, func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
-
-    def handles(self, name: str, kwargs: Kwargs | None) -> bool:
-        return name in self.functions
 
     def handle(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         raise NotImplementedError
@@ -559,10 +559,11 @@ def _run_in_mode(mode: type[LazyMode], forward: Callable[..., Any], *args: Any, 
 
 
 def has_mode(module: torch.nn.Module, mode: type[LazyMode]) -> bool:
-    """Whether the module's forward runs in this mode already."""
-    forward = vars(module).get("forward")
-    while isinstance(forward, WrappedForward):
-        if getattr(forward.wrapper, "args", None) == (mode,):
-            return True
-        forward = forward.inner
+    """Whether the forward of a module in it runs in this mode already."""
+    for each in module.modules():
+        forward = vars(each).get("forward")
+        while isinstance(forward, WrappedForward):
+            if getattr(forward.wrapper, "args", None) == (mode,):
+                return True
+            forward = forward.inner
     return False

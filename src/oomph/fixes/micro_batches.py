@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from oomph.errors import UserError
-from oomph.fixes.journal import Journal
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_flag, check_whole_number
 from oomph.prediction import built
 from oomph.torch_internals import tree_flatten_with_path, tree_leaves
@@ -32,7 +31,6 @@ _NOT_CHECKED = "a sum, or a loss that compares rows of the batch with each other
 
 class MicroBatching(Fix):
     name = "micro_batches"
-    only_in_workloads = True
     kind = "exact"
     changes = "The batch goes through the model in parts, whose gradients add up to those of the whole."
 
@@ -80,25 +78,23 @@ class MicroBatching(Fix):
         if workload.micro_batches is not None:
             already = workload.micro_batches.parts
             raise UserError(f"fix {self.name!r}: the workload's batch already comes in {already} parts")
-        share: Callable[..., Any] | None = None  # of the rows
-        if weights != "rows":
-            share = partial(
-                label_share,
-                labels=labels,
-                ignore_index=ignore_index,
-                shifted=shifts_labels(built(workload)) if shifted is None else shifted,
-                required=weights == "labels" or labels is not None,
-            )
-        return replace(workload, micro_batches=MicroBatches(parts, share))
-
-    def change_model(self, model: nn.Module, journal: Journal, *_: Any, **options: Any) -> None:
-        """Checks the model; changes nothing."""
+        model = built(workload)
         name = _batch_norm(model)
         if name is not None:
             raise UserError(
                 f"fix {self.name!r}: {name} normalises by the statistics of the batch, so parts would give "
                 "other results than the whole"
             )
+        share: Callable[..., Any] | None = None  # of the rows
+        if weights != "rows":
+            share = partial(
+                label_share,
+                labels=labels,
+                ignore_index=ignore_index,
+                shifted=shifts_labels(model) if shifted is None else shifted,
+                required=weights == "labels" or labels is not None,
+            )
+        return replace(workload, micro_batches=MicroBatches(parts, share))
 
 
 def label_share(

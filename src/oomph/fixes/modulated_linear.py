@@ -54,17 +54,8 @@ class ModulatedLinear(Fix):
             and tuple(alive.allocation.shape[-2:]) in weights
             and min(alive.allocation.shape[-2:]) > 1
         }
-        # Made in one module, and used in the one that called it.
-        callers = sorted({name.rpartition(".")[0] for name in made_in})
-        outermost = [
-            name
-            for name in callers
-            if not any(other == "" or name.startswith(f"{other}.") for other in callers if other != name)
-        ]
-        if outermost and not any(
-            has_mode(context.model.get_submodule(name), DeltaMode) for name in outermost
-        ):
-            yield Target(tuple(sorted(made_in)), {"modules": outermost})
+        if made_in and not has_mode(context.model, DeltaMode):
+            yield Target(tuple(sorted(made_in)))
 
     def change_model(
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None

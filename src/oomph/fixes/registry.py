@@ -182,8 +182,6 @@ class Fix:
     changes: ClassVar[str]  # one sentence for people
     # Fixes that cannot be combined with this one, and why. One side of a pair is enough.
     excludes: ClassVar[Mapping[str, str]] = {}
-    # The model is checked or observed only; applied to a model alone, the fix would change nothing.
-    only_in_workloads: ClassVar[bool] = False
 
     def targets(self, context: FixContext) -> Iterable[Target]:
         """Where the fix applies, each with useful options; empty where it does not apply."""

@@ -121,24 +121,13 @@ def run(workload: Workload, steps: int = STEPS) -> Run:
             torch.manual_seed(2 + step)
             freed = getattr(optimizer, "updates_in_backward", False)
             with _collect_gradients(model, freed) as seen:
-                losses.append(_forward_and_backward(workload, model, batch))
+                losses.append(workload.forward_backward(model, batch, device).double())
             if step == 0:
                 gradients = seen
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
     return Run(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
-
-
-def _forward_and_backward(workload: Workload, model: nn.Module, batch: Any) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for part, factor in workload.passes(batch):
-        with workload.autocast_context("cpu"):
-            loss = workload.loss(model, part)
-        scaled = workload.scaled(loss, factor)
-        scaled.backward()
-        total += scaled.detach().double()
-    return total
 
 
 @contextlib.contextmanager
