@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from oomph.ops.common import OpFunction, no_autocast, no_compile, refuse_second_derivatives
-from oomph.ops.delta_attention import launch
 from oomph.ops.delta_attention.chunked import (
     CHUNK,
     ChunkLayout,
@@ -22,7 +21,7 @@ from oomph.ops.delta_attention.chunked import (
     saved_numbers_per_token,
 )
 from oomph.ops.delta_attention.intra_chunk import Workspace
-from oomph.ops.delta_attention.launch import KDALauncher, KernelInputs, KernelSizes, kernel_sizes, new_states
+from oomph.ops.delta_attention.launch import KDALauncher, kernel_sizes
 from oomph.ops.delta_attention.segments import Segment, SegmentPlan
 
 # Plain torch -----------------------------------------------------------------------------------------
@@ -211,39 +210,36 @@ class _TritonKDA(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        tensors, (scale, cu_seqlens, segment_tokens) = arguments[:6], arguments[6:]
+        *inputs, initial_state, scale, cu_seqlens, segment_tokens = arguments
         ctx.set_materialize_grads(False)
-        inputs = KernelInputs(*tensors, scale=scale)  # type: ignore[misc]
-        sizes = kernel_sizes(inputs.q, inputs.v, cu_seqlens, segment_tokens)
-        o, final, segment_states = _triton_forward(inputs, sizes, save=any(ctx.needs_input_grad))
-        ctx.save_for_backward(*tensors, segment_states)
+        sizes = kernel_sizes(inputs[0], inputs[2], cu_seqlens, segment_tokens)
+        kernels = KDALauncher(inputs, initial_state, scale, sizes)
+        o, final, segment_states = _triton_forward(kernels, save=any(ctx.needs_input_grad))
+        ctx.save_for_backward(*inputs, initial_state, segment_states)
         ctx.scale, ctx.sizes = scale, sizes
         return o, final
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("kda")
-        *tensors, segment_states = ctx.saved_tensors
-        inputs = KernelInputs(*tensors, scale=ctx.scale)  # type: ignore[misc]
-        (grad_o, grad_final), needs = grads, ctx.needs_input_grad[:6]
-        made = _triton_backward(inputs, ctx.sizes, segment_states, grad_o, grad_final, needs)
+        *inputs, initial_state, segment_states = ctx.saved_tensors
+        kernels = KDALauncher(inputs, initial_state, ctx.scale, ctx.sizes)
+        grad_o, grad_final = grads
+        made = _triton_backward(kernels, segment_states, grad_o, grad_final, ctx.needs_input_grad[:6])
         return *made, None, None, None
 
 
-def _triton_forward(
-    inputs: KernelInputs, sizes: KernelSizes, save: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def _triton_forward(kernels: KDALauncher, save: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """o, the final state, and the states between segments (with `save` all of them, else the last two)."""
-    o = inputs.v.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.dv)
-    final = new_states(inputs, sizes, sizes.sequences)
-    if sizes.packed is not None:
+    sizes = kernels.sizes
+    o = kernels.v.new_empty(sizes.batch, sizes.tokens, sizes.heads, sizes.dv)
+    final = kernels.new_states(sizes.sequences)
+    if sizes.packed:
         # No kernel stores the state of a sequence without tokens.
-        final.zero_() if inputs.initial_state is None else final.copy_(inputs.initial_state)
+        final.zero_() if kernels.initial_state is None else final.copy_(kernels.initial_state)
     count = sizes.segments - 1 if save else min(2, sizes.segments - 1)
-    segment_states = None
-    if count:
-        segment_states = new_states(inputs, sizes, count * sizes.batch).unflatten(0, (count, sizes.batch))
-    kernels = KDALauncher(inputs, sizes, launch.forward_scratch(inputs, sizes, o))
+    segment_states = kernels.new_states(count, sizes.batch) if count else None
+    kernels.allocate_forward(o)
     for index in range(sizes.segments):
         segment = sizes.segment_chunks(index)
         kernels.prepare_chunks(segment)
@@ -254,38 +250,37 @@ def _triton_forward(
 
 
 def _triton_backward(
-    inputs: KernelInputs,
-    sizes: KernelSizes,
+    kernels: KDALauncher,
     segment_states: Tensor | None,
     grad_o: Tensor | None,
     grad_final: Tensor | None,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
+    sizes = kernels.sizes
     if grad_o is None:
-        grad_o = inputs.v.new_zeros(sizes.batch, sizes.tokens, sizes.heads, sizes.dv)
+        grad_o = kernels.v.new_zeros(sizes.batch, sizes.tokens, sizes.heads, sizes.dv)
     grad_o = grad_o.contiguous()
     grads = [
         torch.empty_like(x, memory_format=torch.contiguous_format) if need else None
-        for x, need in zip(inputs.tensors[:4], needs[:4], strict=True)
+        for x, need in zip(kernels.inputs[:4], needs[:4], strict=True)
     ]
-    beta_parts = launch.new_beta_parts(inputs, sizes) if needs[4] else None
-    grad_initial = new_states(inputs, sizes, sizes.sequences) if needs[5] else None
-    if grad_initial is not None and sizes.packed is not None:
+    beta_parts = kernels.new_beta_parts() if needs[4] else None
+    grad_initial = kernels.new_states(sizes.sequences) if needs[5] else None
+    if grad_initial is not None and sizes.packed:
         grad_initial.zero_() if grad_final is None else grad_initial.copy_(grad_final)
     if grad_final is not None:
         grad_final = grad_final.contiguous()
-    scratch = launch.backward_scratch(inputs, sizes, grads)
-    kernels = KDALauncher(inputs, sizes, scratch)
-    grad_v_new = torch.empty_like(scratch.u)
-    states, grad_states = launch.new_chunk_states(inputs, sizes)
+    kernels.allocate_backward(grads)
+    grad_v_new = torch.empty_like(kernels.u)
+    states, grad_states = kernels.new_chunk_states()
     # With one segment no state is carried, and the kernels do not read this argument.
-    carried = (scratch.decay,) * 2
+    carried = (kernels.decay,) * 2
     if sizes.segments > 1:
-        carried = new_states(inputs, sizes, 2 * sizes.batch).chunk(2)  # type: ignore[assignment]
+        carried = kernels.new_states(2 * sizes.batch).chunk(2)  # type: ignore[assignment]
     for index in reversed(range(sizes.segments)):
         segment = sizes.segment_chunks(index)
         kernels.prepare_chunks(segment)
-        before = segment_states[index - 1] if segment_states is not None and index else scratch.decay
+        before = segment_states[index - 1] if segment_states is not None and index else kernels.decay
         kernels.forward_states(segment, before, chunk_states=states)
         # Two buffers in turn: with packed sequences, one program reads the carried gradient of a sequence
         # where another stores that of the next.
@@ -297,5 +292,5 @@ def _triton_backward(
             kernels.backward_values(segment, grad_o, grad_v_new, grads[2], beta_parts)
         if any(needs[index] for index in (0, 1, 3, 4)):
             kernels.backward_keys(segment, grad_o, grad_v_new, (states, grad_states), grads, beta_parts)
-    grad_beta = None if beta_parts is None else beta_parts.sum(0).to(inputs.beta.dtype)
+    grad_beta = None if beta_parts is None else beta_parts.sum(0).to(kernels.beta.dtype)
     return *grads, grad_beta, grad_initial

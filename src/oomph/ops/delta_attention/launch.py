@@ -6,7 +6,6 @@ like these wrongly (3.6 on an H200: these kernels with 64 tokens, right in the i
 or illegal accesses, depending on the number of warps).
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import Kernels, interpreted, power_of_two
+from oomph.ops.common import Kernels, cdiv, interpreted, power_of_two
 from oomph.ops.delta_attention.segments import MemoryCosts
 from oomph.units import KiB
 
@@ -57,23 +56,6 @@ _KEYS_TILE = KDATileSizes(keys=32, values=128, warps=2, stages=1)
 
 
 @dataclass(frozen=True)
-class PackedChunks:
-    """Chunks of packed sequences, as tensors on the device, so that nothing waits for it."""
-
-    start: Tensor  # the first token of every chunk
-    rows: Tensor  # its number of tokens; 0 past the last chunk
-    sequence_chunk: Tensor  # the first chunk of every sequence, and the end of the last
-
-
-@dataclass(frozen=True)
-class ChunkRange:
-    """Consecutive chunks: a segment, which one round of launches processes."""
-
-    first: int
-    chunks: int
-
-
-@dataclass(frozen=True)
 class KernelSizes:
     batch: int
     tokens: int
@@ -83,161 +65,61 @@ class KernelSizes:
     chunks: int  # per batch entry; with packed sequences, an upper bound
     segment: int  # chunks of a segment
     sequences: int
-    packed: PackedChunks | None
+    # Of packed sequences, on the device, so that nothing waits for it: the first token of every chunk, its
+    # number of tokens (0 past the last chunk), the first chunk of every sequence and the end of the last.
+    tables: tuple[Tensor | None, ...] = (None, None, None)
+
+    @property
+    def packed(self) -> bool:
+        return self.tables[0] is not None
 
     @property
     def segments(self) -> int:
-        return -(-self.chunks // self.segment)
+        return cdiv(self.chunks, self.segment)
 
-    def segment_chunks(self, index: int) -> ChunkRange:
-        first = index * self.segment
-        return ChunkRange(first, min(self.segment, self.chunks - first))
-
-    @property
-    def scratch_rows(self) -> int:
-        return min(self.segment * CHUNK, self.tokens)
-
-    @property
-    def levels(self) -> int:
-        return CHUNK.bit_length() - 1
+    def segment_chunks(self, index: int) -> range:
+        """The chunks that one round of launches processes."""
+        return range(index * self.segment, min((index + 1) * self.segment, self.chunks))
 
 
 def kernel_sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, segment_tokens: int | None) -> KernelSizes:
     """`segment_tokens` of each sequence are processed at a time; None chooses."""
     batch, tokens, heads, dk = q.shape
-    if cu_seqlens is None:
-        packed, sequences, chunks = None, batch, -(-tokens // CHUNK)
-    else:
+    tables: tuple[Tensor | None, ...] = (None, None, None)
+    sequences, chunks = batch, cdiv(tokens, CHUNK)
+    if cu_seqlens is not None:
         sequences = cu_seqlens.numel() - 1
         # The last chunk of a sequence may have as little as one token.
         chunks = (tokens + sequences * (CHUNK - 1)) // CHUNK
-        packed = _packed_chunks(cu_seqlens, chunks)
+        tables = _packed_chunks(cu_seqlens, chunks)
     if segment_tokens is None:
-        segment = max(-(-chunks // _SEGMENTS), -(-_PROGRAMS // (batch * heads)))
+        segment = max(cdiv(chunks, _SEGMENTS), cdiv(_PROGRAMS, batch * heads))
     else:
         segment = max(1, segment_tokens // CHUNK)
-    return KernelSizes(batch, tokens, heads, dk, v.shape[-1], chunks, min(segment, chunks), sequences, packed)
+    return KernelSizes(batch, tokens, heads, dk, v.shape[-1], chunks, min(segment, chunks), sequences, tables)
 
 
-def _packed_chunks(cu_seqlens: Tensor, chunks: int) -> PackedChunks:
+def _packed_chunks(cu_seqlens: Tensor, chunks: int) -> tuple[Tensor, ...]:
     counts = (cu_seqlens.diff() + (CHUNK - 1)) // CHUNK
     ends = counts.cumsum(0)
     index = torch.arange(chunks, device=cu_seqlens.device)
     sequence = torch.searchsorted(ends, index, right=True).clamp_(max=counts.numel() - 1)
     start = cu_seqlens[sequence] + (index - (ends - counts)[sequence]) * CHUNK
     rows = (cu_seqlens[sequence + 1] - start).clamp_(0, CHUNK)
-    sequence_chunk = torch.cat([ends.new_zeros(1), ends])
-    return PackedChunks(start.int(), rows.int(), sequence_chunk.int())
+    return start.int(), rows.int(), torch.cat([ends.new_zeros(1), ends]).int()
 
 
 # Memory ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class KernelInputs:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    log_alpha: Tensor
-    beta: Tensor
-    initial_state: Tensor | None
-    scale: float
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return self.q, self.k, self.v, self.log_alpha, self.beta
-
-    def strides(self, indices: str) -> list[int]:
-        """Of batch, token and head, for the inputs whose indices (0 for q) are listed."""
-        return [stride for index in indices for stride in self._strides[int(index)]]
-
-    @functools.cached_property
-    def _strides(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(x.stride()[:3] for x in self.tensors)
-
-
-@dataclass(frozen=True)
-class ScratchTensors:
-    """What the kernels of a segment pass to each other (kernels_intra.py has the symbols).
-
-    whole_keys, whole_values: w, kg, qg or u have a row for every token of the call, not of a segment.
-    """
-
-    w: Tensor
-    kg: Tensor
-    qg: Tensor
-    whole_keys: bool
-    u: Tensor
-    whole_values: bool
-    Aqk: Tensor
-    Akk_inv: Tensor | None
-    decay: Tensor  # of each chunk: the factor of the state, and the sums of the log-decays of both halves
-    bounded: Tensor
-
-    @property
-    def rows(self) -> tuple[int, int]:
-        return self.w.shape[1], self.u.shape[1]
-
-
-def forward_scratch(inputs: KernelInputs, sizes: KernelSizes, o: Tensor) -> ScratchTensors:
-    """u is stored in o: the recurrence reads a chunk's u before it stores the chunk's o."""
-    w, kg, qg = _key_tensors(inputs, sizes)
-    return ScratchTensors(w, kg, qg, False, o, True, *_chunk_tensors(inputs, sizes, with_inverse=False))
-
-
-def backward_scratch(
-    inputs: KernelInputs, sizes: KernelSizes, grads: Sequence[Tensor | None]
-) -> ScratchTensors:
-    """w, kg and qg are stored in the gradients: the kernels that compute these read none of them."""
-    grad_q, grad_k, grad_v, grad_la = grads
-    third = next((x for x in (grad_v, grad_la) if x is not None and _same_format(x, inputs.k)), None)
-    u = inputs.v.new_empty(sizes.batch, sizes.scratch_rows, sizes.heads, sizes.dv)
-    of_chunks = _chunk_tensors(inputs, sizes, with_inverse=True)
-    if grad_q is not None and grad_k is not None and third is not None:
-        return ScratchTensors(third, grad_k, grad_q, True, u, False, *of_chunks)
-    w, kg, qg = _key_tensors(inputs, sizes)
-    return ScratchTensors(w, kg, qg, False, u, False, *of_chunks)
-
-
-def new_states(inputs: KernelInputs, sizes: KernelSizes, count: int) -> Tensor:
-    return inputs.k.new_empty(count, sizes.heads, sizes.dk, sizes.dv, dtype=torch.float32)
-
-
-def new_chunk_states(inputs: KernelInputs, sizes: KernelSizes) -> tuple[Tensor, Tensor]:
-    """For every chunk of a segment, the state before it and the gradient of the state after it."""
-    shape = sizes.batch * sizes.heads, sizes.segment, sizes.dk, sizes.dv
-    before, after = inputs.k.new_empty(2, *shape).unbind()
-    return before, after
-
-
-def _key_tensors(inputs: KernelInputs, sizes: KernelSizes) -> tuple[Tensor, Tensor, Tensor]:
-    w, kg, qg = inputs.k.new_empty(3, sizes.batch, sizes.scratch_rows, sizes.heads, sizes.dk).unbind()
-    return w, kg, qg
-
-
-def _chunk_tensors(
-    inputs: KernelInputs, sizes: KernelSizes, with_inverse: bool
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Aqk, Akk_inv, decay, bounded."""
-    lead = sizes.batch * sizes.heads, sizes.segment
-    Aqk = inputs.k.new_empty(*lead, CHUNK, CHUNK)
-    Akk_inv = torch.empty_like(Aqk) if with_inverse else None
-    decay = inputs.k.new_empty(*lead, 3, sizes.dk, dtype=torch.float32)
-    return Aqk, Akk_inv, decay, inputs.k.new_empty(*lead, dtype=torch.int32)
-
-
-def _same_format(gradient: Tensor, keys: Tensor) -> bool:
-    return gradient.dtype == keys.dtype and gradient.shape == keys.shape
-
-
 def kernel_memory_costs(inputs: tuple[Tensor, ...], with_backward: bool) -> MemoryCosts:
-    """Of what is allocated above and in autograd.py. inputs: q, k, v, log_alpha, beta."""
+    """Of what KDALauncher and autograd.py allocate. inputs: q, k, v, log_alpha, beta."""
     q, k, v, log_alpha, beta = inputs
     heads, keys, values = q.shape[2:] + v.shape[3:]
     rows, item = q.shape[0] * heads, q.dtype.itemsize
     Aqk, decay = CHUNK * CHUNK * item, 3 * keys * 4 + 4
     if with_backward:
-        # As in backward_scratch.
+        # As in allocate_backward.
         third = v.requires_grad and v.shape == k.shape
         third = third or (log_alpha.requires_grad and log_alpha.dtype == k.dtype)
         in_gradients = q.requires_grad and k.requires_grad and third
@@ -250,40 +132,95 @@ def kernel_memory_costs(inputs: tuple[Tensor, ...], with_backward: bool) -> Memo
     state = rows * keys * values * torch.float32.itemsize
     # Two states are carried between segments; and a last chunk takes the room of a whole one.
     fixed = 2 * state + beta_parts + rows * per_chunk + _ROUNDING
-    return MemoryCosts(rows * (per_row + -(-per_chunk // CHUNK)), fixed, state)
+    return MemoryCosts(rows * (per_row + cdiv(per_chunk, CHUNK)), fixed, state)
 
 
 # Launches --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class KDALauncher:
-    """Launches the kernels of one segment after the other."""
+    """Launches the kernels of one segment after the other, and holds what they pass to each other.
 
-    inputs: KernelInputs
-    sizes: KernelSizes
-    scratch: ScratchTensors
+    kernels_intra.py has the symbols. w, kg, qg and u have a row for every token of a segment, or of the call
+    (whole_keys, whole_values) where they are stored in its results. decay [.., 3, dk], of each chunk: the
+    factor of the state, and the sums of the log-decays of both halves.
+    """
 
-    def prepare_chunks(self, segment: ChunkRange) -> None:
+    def __init__(
+        self, inputs: Sequence[Tensor], initial_state: Tensor | None, scale: float, sizes: KernelSizes
+    ) -> None:
+        self.q, self.k, self.v, self.log_alpha, self.beta = self.inputs = tuple(inputs)
+        self.initial_state, self.scale, self.sizes = initial_state, scale, sizes
+        self.levels = CHUNK.bit_length() - 1
+        self._input_strides = [x.stride()[:3] for x in self.inputs]  # of batch, token and head
+
+    def allocate_forward(self, o: Tensor) -> None:
+        """u is stored in o: the recurrence reads a chunk's u before it stores the chunk's o."""
+        self._allocate_keys()
+        self._allocate_chunks(with_inverse=False)
+        self.u, self.whole_values = o, True
+
+    def allocate_backward(self, grads: Sequence[Tensor | None]) -> None:
+        """w, kg and qg are stored in the gradients: the kernels that compute these read none of them."""
+        grad_q, grad_k, grad_v, grad_la = grads
+        like_k = self.k.dtype, self.k.shape
+        third = next((x for x in (grad_v, grad_la) if x is not None and (x.dtype, x.shape) == like_k), None)
+        self.u, self.whole_values = self.v.new_empty(self._rows_shape(self.sizes.dv)), False
+        self._allocate_chunks(with_inverse=True)
+        if grad_q is not None and grad_k is not None and third is not None:
+            self.w, self.kg, self.qg, self.whole_keys = third, grad_k, grad_q, True
+        else:
+            self._allocate_keys()
+
+    def _rows_shape(self, size: int) -> tuple[int, ...]:
+        return self.sizes.batch, min(self.sizes.segment * CHUNK, self.sizes.tokens), self.sizes.heads, size
+
+    def _allocate_keys(self) -> None:
+        self.w, self.kg, self.qg = self.k.new_empty(3, *self._rows_shape(self.sizes.dk)).unbind()
+        self.whole_keys = False
+
+    def _allocate_chunks(self, with_inverse: bool) -> None:
+        lead = self.sizes.batch * self.sizes.heads, self.sizes.segment
+        self.Aqk = self.k.new_empty(*lead, CHUNK, CHUNK)
+        self.Akk_inv = torch.empty_like(self.Aqk) if with_inverse else None
+        self.decay = self.k.new_empty(*lead, 3, self.sizes.dk, dtype=torch.float32)
+        self.bounded = self.k.new_empty(*lead, dtype=torch.int32)
+
+    def new_states(self, *lead: int) -> Tensor:
+        sizes = self.sizes
+        return self.k.new_empty(*lead, sizes.heads, sizes.dk, sizes.dv, dtype=torch.float32)
+
+    def new_chunk_states(self) -> tuple[Tensor, Tensor]:
+        """For every chunk of a segment, the state before it and the gradient of the state after it."""
+        sizes = self.sizes
+        shape = sizes.batch * sizes.heads, sizes.segment, sizes.dk, sizes.dv
+        before, after = self.k.new_empty(2, *shape).unbind()
+        return before, after
+
+    def new_beta_parts(self) -> Tensor:
+        """Parts of beta's gradient, to be summed over dim 0: of the values, and of each slice of the keys."""
+        return self.beta.new_empty((1 + _key_slices(self.sizes.dk), *self.beta.shape), dtype=torch.float32)
+
+    def prepare_chunks(self, segment: range) -> None:
         """What does not depend on the state, for all chunks of the segment."""
-        inputs, sizes, scratch = self.inputs, self.sizes, self.scratch
+        sizes = self.sizes
         _INTRA.launch(
             "prepare_chunks",
-            (segment.chunks * sizes.batch * sizes.heads,),
-            *inputs.tensors,
-            scratch.w, scratch.kg, scratch.qg, scratch.u, scratch.Aqk, scratch.Akk_inv, scratch.decay,
-            scratch.bounded,
-            *self._chunk_tables(),
-            inputs.scale,
-            segment.first, segment.chunks, sizes.tokens, sizes.heads, *scratch.rows,
-            *inputs.strides("01234"),
+            (len(segment) * sizes.batch * sizes.heads,),
+            *self.inputs,
+            self.w, self.kg, self.qg, self.u, self.Aqk, self.Akk_inv, self.decay,
+            self.bounded,
+            *sizes.tables[:2],
+            self.scale,
+            segment.start, len(segment), sizes.tokens, sizes.heads, *self._rows(),
+            *self._strides("01234"),
             DK=sizes.dk,
             BLOCK_K=min(_PREPARE_TILE.keys, power_of_two(sizes.dk, 16)),
-            LEVELS=sizes.levels,
-            PARTS=_parts(inputs.log_alpha.dtype),
-            WHOLE_KEYS=scratch.whole_keys,
-            STORE_INVERSE=scratch.Akk_inv is not None,
-            LIMIT=_BOUNDED_LIMIT[inputs.k.dtype],
+            LEVELS=self.levels,
+            PARTS=_parts(self.log_alpha.dtype),
+            WHOLE_KEYS=self.whole_keys,
+            STORE_INVERSE=self.Akk_inv is not None,
+            LIMIT=_BOUNDED_LIMIT[self.k.dtype],
             **self._value_block(_PREPARE_TILE),
             **self._cost(segment, key_products=3, value_products=1, inversion=True),
             **self._common(_PREPARE_TILE),
@@ -291,7 +228,7 @@ class KDALauncher:
 
     def forward_states(
         self,
-        segment: ChunkRange,
+        segment: range,
         before: Tensor,
         *,
         outputs: tuple[Tensor, Tensor, Tensor] | None = None,
@@ -302,19 +239,19 @@ class KDALauncher:
         Forward passes `outputs`: o, the state after the segment, the final state. Backward passes
         `chunk_states`, which gets the state before every chunk, and u becomes v_new.
         """
-        inputs, sizes, scratch = self.inputs, self.sizes, self.scratch
+        sizes = self.sizes
         o, after, final = (None, None, None) if outputs is None else outputs
         _STATES.launch(
             "forward_states",
             (self._state_programs(_FORWARD_TILE),),
-            scratch.w, scratch.kg, scratch.qg, scratch.u, scratch.Aqk, scratch.decay,
-            o, chunk_states, inputs.initial_state, before, after, final,
-            *self._sequence_tables(),
-            segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
+            self.w, self.kg, self.qg, self.u, self.Aqk, self.decay,
+            o, chunk_states, self.initial_state, before, after, final,
+            *sizes.tables,
+            segment.start, len(segment), sizes.chunks, sizes.tokens, sizes.heads, *self._rows(),
             DK=sizes.dk,
             BLOCK_K=power_of_two(sizes.dk, 16),
-            WHOLE_KEYS=scratch.whole_keys,
-            HAS_INITIAL=inputs.initial_state is not None,
+            WHOLE_KEYS=self.whole_keys,
+            HAS_INITIAL=self.initial_state is not None,
             OUTPUT=o is not None,
             **self._value_block(_FORWARD_TILE),
             **self._cost(segment, state_products=2 + (o is not None), value_products=int(o is not None)),
@@ -323,7 +260,7 @@ class KDALauncher:
 
     def backward_states(
         self,
-        segment: ChunkRange,
+        segment: range,
         grad_o: Tensor,
         grad_v_new: Tensor,
         grad_states: Tensor,
@@ -335,17 +272,17 @@ class KDALauncher:
 
         carried: the gradients of the states before and after the segment.
         """
-        sizes, scratch = self.sizes, self.scratch
+        sizes = self.sizes
         _STATES.launch(
             "backward_states",
             (self._state_programs(_BACKWARD_TILE),),
-            scratch.w, scratch.kg, scratch.qg, scratch.Aqk, scratch.decay,
+            self.w, self.kg, self.qg, self.Aqk, self.decay,
             grad_o, grad_v_new, grad_states, grad_initial, *carried, grad_final,
-            *self._sequence_tables(),
-            segment.first, segment.chunks, sizes.chunks, sizes.tokens, sizes.heads, *scratch.rows,
+            *sizes.tables,
+            segment.start, len(segment), sizes.chunks, sizes.tokens, sizes.heads, *self._rows(),
             DK=sizes.dk,
             BLOCK_K=power_of_two(sizes.dk, 16),
-            WHOLE_KEYS=scratch.whole_keys,
+            WHOLE_KEYS=self.whole_keys,
             HAS_FINAL=grad_final is not None,
             HAS_INITIAL=grad_initial is not None,
             **self._value_block(_BACKWARD_TILE),
@@ -355,24 +292,24 @@ class KDALauncher:
 
     def backward_values(
         self,
-        segment: ChunkRange,
+        segment: range,
         grad_o: Tensor,
         grad_v_new: Tensor,
         grad_v: Tensor | None,
         beta_parts: Tensor | None,
     ) -> None:
         """The gradient of v, and what backward_keys needs: grad_v_new, Aqk and Akk_inv are overwritten."""
-        inputs, sizes, scratch = self.inputs, self.sizes, self.scratch
+        sizes = self.sizes
         _BACKWARD.launch(
             "intra_chunk_backward_values",
-            (segment.chunks * sizes.batch * sizes.heads,),
-            inputs.v, inputs.beta,
-            grad_o, scratch.u, grad_v_new, scratch.Aqk, scratch.Akk_inv,
+            (len(segment) * sizes.batch * sizes.heads,),
+            self.v, self.beta,
+            grad_o, self.u, grad_v_new, self.Aqk, self.Akk_inv,
             grad_v, beta_parts,
-            *self._chunk_tables(),
-            inputs.scale,
-            segment.first, segment.chunks, sizes.tokens, sizes.heads, scratch.rows[1],
-            *inputs.strides("24"),
+            *sizes.tables[:2],
+            self.scale,
+            segment.start, len(segment), sizes.tokens, sizes.heads, self._rows()[1],
+            *self._strides("24"),
             GRAD_V=grad_v is not None,
             GRAD_BETA=beta_parts is not None,
             **self._value_block(_VALUES_TILE),
@@ -382,7 +319,7 @@ class KDALauncher:
 
     def backward_keys(
         self,
-        segment: ChunkRange,
+        segment: range,
         grad_o: Tensor,
         grad_v_new: Tensor,
         chunk_states: tuple[Tensor, Tensor],
@@ -390,27 +327,27 @@ class KDALauncher:
         beta_parts: Tensor | None,
     ) -> None:
         """The gradients of q, k and log_alpha: one launch for bounded chunks, one for the others."""
-        inputs, sizes, scratch = self.inputs, self.sizes, self.scratch
+        sizes = self.sizes
         grad_q, grad_k, _, grad_la = grads
         for bounded in (True, False):
             _BACKWARD.launch(
                 "intra_chunk_backward_keys",
-                (segment.chunks * sizes.batch * sizes.heads * _key_slices(sizes.dk),),
-                inputs.q, inputs.k, inputs.log_alpha, inputs.beta,
-                grad_o, scratch.u, grad_v_new,
-                *chunk_states, scratch.Aqk, scratch.Akk_inv, scratch.decay, scratch.bounded,
+                (len(segment) * sizes.batch * sizes.heads * _key_slices(sizes.dk),),
+                self.q, self.k, self.log_alpha, self.beta,
+                grad_o, self.u, grad_v_new,
+                *chunk_states, self.Aqk, self.Akk_inv, self.decay, self.bounded,
                 grad_q, grad_k, grad_la, beta_parts,
-                *self._chunk_tables(),
-                inputs.scale,
-                segment.first, segment.chunks, sizes.tokens, sizes.heads, scratch.rows[1],
+                *sizes.tables[:2],
+                self.scale,
+                segment.start, len(segment), sizes.tokens, sizes.heads, self._rows()[1],
                 sizes.batch * sizes.tokens * sizes.heads,
-                *inputs.strides("0134"),
+                *self._strides("0134"),
                 DK=sizes.dk,
                 BLOCK_K=min(_KEYS_TILE.keys, power_of_two(sizes.dk, 16)),
-                LEVELS=sizes.levels,
-                PARTS=_parts(inputs.log_alpha.dtype),
+                LEVELS=self.levels,
+                PARTS=_parts(self.log_alpha.dtype),
                 # Sums of gradients cancel: they keep twice the bits of the result, where possible.
-                GRADIENT_PARTS=_parts(inputs.k.dtype, extra=1),
+                GRADIENT_PARTS=_parts(self.k.dtype, extra=1),
                 GRAD_Q=grad_q is not None,
                 GRAD_K=grad_k is not None,
                 GRAD_LA=grad_la is not None,
@@ -431,7 +368,7 @@ class KDALauncher:
         """Large states take more warps, and their tiles leave no room for a second stage."""
         if self.sizes.dk > 128:
             return KDATileSizes(tile.keys, tile.values, 8, 1)
-        if self.inputs.k.element_size() > 2:
+        if self.k.element_size() > 2:
             return KDATileSizes(tile.keys, tile.values, tile.warps, 1)
         return tile
 
@@ -440,7 +377,7 @@ class KDALauncher:
 
     def _cost(
         self,
-        segment: ChunkRange,
+        segment: range,
         state_products: int = 0,
         key_products: int = 0,
         value_products: int = 0,
@@ -452,33 +389,27 @@ class KDALauncher:
         """
         each = state_products * CHUNK * self.sizes.dk * self.sizes.dv
         each += CHUNK * CHUNK * (key_products * self.sizes.dk + value_products * self.sizes.dv)
-        each += 2 * self.sizes.levels * CHUNK**3 if inversion else 0
-        flops = 2.0 * segment.chunks * self.sizes.batch * self.sizes.heads * each
-        return {"flops": flops, "passes": segment.chunks / self.sizes.chunks, "efficiency": _EFFICIENCY}
+        each += 2 * self.levels * CHUNK**3 if inversion else 0
+        flops = 2.0 * len(segment) * self.sizes.batch * self.sizes.heads * each
+        return {"flops": flops, "passes": len(segment) / self.sizes.chunks, "efficiency": _EFFICIENCY}
 
     def _common(self, tile: KDATileSizes) -> dict[str, Any]:
         return {
             "CHUNK": CHUNK,
             # Three products of 11-bit parts keep float32's precision; for 16-bit inputs only X is concerned.
-            "PRECISION": "tf32x3" if self.inputs.k.dtype == torch.float32 else "tf32",
-            "PACKED": self.sizes.packed is not None,
-            "WHOLE_VALUES": self.scratch.whole_values,
+            "PRECISION": "tf32x3" if self.k.dtype == torch.float32 else "tf32",
+            "PACKED": self.sizes.packed,
+            "WHOLE_VALUES": self.whole_values,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
         }
 
-    def _chunk_tables(self) -> tuple[Tensor | None, ...]:
-        return (
-            (None, None) if self.sizes.packed is None else (self.sizes.packed.start, self.sizes.packed.rows)
-        )
+    def _strides(self, indices: str) -> list[int]:
+        """Of the inputs whose indices (0 for q) are listed."""
+        return [stride for index in indices for stride in self._input_strides[int(index)]]
 
-    def _sequence_tables(self) -> tuple[Tensor | None, ...]:
-        return *self._chunk_tables(), None if self.sizes.packed is None else self.sizes.packed.sequence_chunk
-
-
-def new_beta_parts(inputs: KernelInputs, sizes: KernelSizes) -> Tensor:
-    """The parts of beta's gradient, to be summed over dim 0: of the values, and of each slice of the keys."""
-    return inputs.beta.new_empty((1 + _key_slices(sizes.dk), *inputs.beta.shape), dtype=torch.float32)
+    def _rows(self) -> tuple[int, int]:
+        return self.w.shape[1], self.u.shape[1]
 
 
 def _key_slices(dk: int) -> int:
