@@ -187,6 +187,12 @@ def test_backends_are_cached_for_plain_calls_of_one_shape(monkeypatch):
     assert len(sdpa._cached_backends) <= 4
 
 
+def test_a_fused_kernel_is_traced_in_one_graph():
+    q, k, v = qkv(4, 4)
+    compiled = torch.compile(attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v, causal=True), attention(q, k, v, causal=True))
+
+
 @pytest.mark.parametrize("backend", ["cudnn", "flash", "efficient"])
 def test_backend_switches_are_restored(backend):
     def switches():
