@@ -74,6 +74,8 @@ class RepeatedCalls:
         try:
             key = self._key(module, args, kwargs)
         except _NotRepeatable:
+            key = None
+        if key is None:  # not inside of `except`: an error of the program would show both tracebacks
             return forward(module, *args, **kwargs)
         known = self._traced.get(key)
         same = known is not None and known.live_bytes == live
