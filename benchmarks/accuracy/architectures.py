@@ -466,27 +466,28 @@ def _torchvision() -> list[str]:
 
 
 _TIMM = """
-    resnet18 resnet50d resnext50_32x4d wide_resnet50_2 seresnet50 ecaresnet26t resnest14d res2net50_26w_4s
-    resnetv2_50 resnet26t resnetrs50 densenet121 dla34 dpn48b selecsls42 skresnet18 sknet50 vgg11_bn
-    efficientnet_b0 tf_efficientnet_b0 tf_efficientnetv2_b0 mixnet_s mnasnet_small mobilenetv2_050
-    mobilenetv3_small_050 mobilenetv4_conv_small fbnetc_100 ghostnet_050 ghostnetv2_100 lcnet_050
-    hardcorenas_a rexnet_100 tinynet_e spnasnet_100 regnetx_002 regnety_002 repvgg_a0 repghostnet_050 repvit_m0_9 nfnet_f0
-    dm_nfnet_f0 nf_resnet50 inception_v3 inception_v4 inception_next_tiny xception41 hrnet_w18_small
-    cspresnet50 darknet53 convnext_atto convnextv2_atto convmixer_768_32 efficientvit_b0 efficientvit_m0
-    vit_tiny_patch16_224 vit_small_patch14_dinov2 deit_tiny_patch16_224 deit3_small_patch16_224
-    beit_base_patch16_224 beitv2_base_patch16_224 eva02_tiny_patch14_224 cait_xxs24_224 crossvit_tiny_240
-    coat_tiny coatnet_0_224 maxvit_tiny_tf_224 levit_128s swin_tiny_patch4_window7_224
-    swinv2_tiny_window8_256 swinv2_cr_tiny_224 pit_ti_224 pvt_v2_b0 poolformer_s12 poolformerv2_s12
-    mixer_s32_224 gmlp_s16_224 resmlp_12_224 tnt_s_patch16_224 tresnet_m twins_pcpvt_small visformer_tiny
-    volo_d1_224 xcit_nano_12_p16_224 mobilevit_xxs mobilevitv2_050 mvitv2_tiny nest_tiny nextvit_small
-    edgenext_xx_small efficientformer_l1 efficientformerv2_s0 fastvit_t8 focalnet_tiny_srf gcvit_xxtiny
-    hiera_tiny_224 davit_tiny sequencer2d_s starnet_s1 tiny_vit_5m_224 mambaout_femto rdnet_tiny vovnet39a
+    resnet18 resnet50d resnext50_32x4d wide_resnet50_2 seresnet50 ecaresnet26t resnest14d
+    res2net50_26w_4s resnetv2_50 resnet26t resnetrs50 densenet121 dla34 dpn48b selecsls42 skresnet18
+    sknet50 vgg11_bn efficientnet_b0 tf_efficientnet_b0 tf_efficientnetv2_b0 mixnet_s mnasnet_small
+    mobilenetv2_050 mobilenetv3_small_050 mobilenetv4_conv_small fbnetc_100 ghostnet_050 ghostnetv2_100
+    lcnet_050 hardcorenas_a rexnet_100 tinynet_e spnasnet_100 regnetx_002 regnety_002 repvgg_a0
+    repghostnet_050 repvit_m0_9 nfnet_f0 dm_nfnet_f0 nf_resnet50 inception_v3 inception_v4
+    inception_next_tiny xception41 hrnet_w18_small cspresnet50 darknet53 convnext_atto convnextv2_atto
+    convmixer_768_32 efficientvit_b0 efficientvit_m0 vit_tiny_patch16_224 vit_small_patch14_dinov2
+    deit_tiny_patch16_224 deit3_small_patch16_224 beit_base_patch16_224 beitv2_base_patch16_224
+    eva02_tiny_patch14_224 cait_xxs24_224 crossvit_tiny_240 coat_tiny coatnet_0_224 maxvit_tiny_tf_224
+    levit_128s swin_tiny_patch4_window7_224 swinv2_tiny_window8_256 swinv2_cr_tiny_224 pit_ti_224
+    pvt_v2_b0 poolformer_s12 poolformerv2_s12 mixer_s32_224 gmlp_s16_224 resmlp_12_224 tnt_s_patch16_224
+    tresnet_m twins_pcpvt_small visformer_tiny volo_d1_224 xcit_nano_12_p16_224 mobilevit_xxs
+    mobilevitv2_050 mvitv2_tiny nest_tiny nextvit_small edgenext_xx_small efficientformer_l1
+    efficientformerv2_s0 fastvit_t8 focalnet_tiny_srf gcvit_xxtiny hiera_tiny_224 davit_tiny
+    sequencer2d_s starnet_s1 tiny_vit_5m_224 mambaout_femto rdnet_tiny vovnet39a
 """
 _TORCHVISION = """
     alexnet vgg11 vgg13_bn resnet18 resnet50 resnext50_32x4d wide_resnet50_2 densenet121 googlenet
-    inception_v3 squeezenet1_0 squeezenet1_1 mobilenet_v2 mobilenet_v3_small mobilenet_v3_large mnasnet0_5 mnasnet1_0
-    shufflenet_v2_x0_5 shufflenet_v2_x1_0 efficientnet_b0 efficientnet_v2_s regnet_x_400mf regnet_y_400mf
-    convnext_tiny vit_b_16 swin_t swin_v2_t maxvit_t
+    inception_v3 squeezenet1_0 squeezenet1_1 mobilenet_v2 mobilenet_v3_small mobilenet_v3_large
+    mnasnet0_5 mnasnet1_0 shufflenet_v2_x0_5 shufflenet_v2_x1_0 efficientnet_b0 efficientnet_v2_s
+    regnet_x_400mf regnet_y_400mf convnext_tiny vit_b_16 swin_t swin_v2_t maxvit_t
 """
 
 

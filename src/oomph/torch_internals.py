@@ -134,6 +134,9 @@ with _section():  # a meta kernel called directly, without FakeTensorMode's chec
 with _section():  # what `.to` and nn.Module.to make of their arguments
     parse_to: Any = torch._C._nn._parse_to
 
+with _section():  # FlexAttention's operator, which takes Python functions
+    from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_hop
+
 with _section():  # which autograd node allocates, and which forward op made the node
     current_autograd_node: Any = torch._C._current_autograd_node
     get_sequence_nr: Any = torch._C._autograd._get_sequence_nr
@@ -393,6 +396,7 @@ __all__ = [
     "dispatch_has_kernel_for_dispatch_key",
     "dispatch_tls_set_dispatch_key_included",
     "dynamo_config_patch",
+    "flex_attention_hop",
     "get_eval_frame_callback",
     "get_sdp_priority_order",
     "get_sequence_nr",

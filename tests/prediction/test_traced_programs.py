@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from small_programs import MiB, line_of, mean_square, notes_of, predict_step, workload
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 import oomph
@@ -237,3 +238,75 @@ def test_peak_counters_that_the_program_reads_make_sense() -> None:
         assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
 
     oomph.predict(program)
+
+
+def _grouped_products() -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = torch.randn(32, 64, device="cuda", dtype=dtype, requires_grad=True)
+        experts = torch.randn(4, 64, 16, device="cuda", dtype=dtype, requires_grad=True)
+        ends = torch.tensor([8, 16, 24, 32], device="cuda", dtype=torch.int32)
+        F.grouped_mm(x, experts, offs=ends).square().sum().backward()
+
+
+def _tensor_of_gpu_numbers() -> None:
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    assert torch.tensor([[x[0], 2.0]], device="cuda").shape == (1, 2)
+    sizes = torch.tensor([[4, 6]], device="cuda")
+    assert torch.tensor([sizes[0, 0], sizes[0, 1]]).tolist() == [4, 6]
+    x.sum().backward()
+
+
+def _orthogonal() -> None:
+    model = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)).cuda()
+    model(torch.randn(2, 8, device="cuda")).sum().backward()
+
+
+def _scripted() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))).cuda()
+    model(torch.randn(2, 4, device="cuda")).sum().backward()
+
+
+def _forward_mode() -> None:
+    x = torch.randn(3, device="cuda", requires_grad=True)
+    torch.func.jvp(torch.sin, (x,), (torch.ones(3, device="cuda"),))[0].sum().backward()
+
+
+def _cuda_graph() -> None:
+    model, x = nn.Linear(4, 4).cuda(), torch.randn(2, 4, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(x).sum().backward()
+    graph.replay()
+
+
+def _lengths_on_the_host() -> None:
+    x = torch.randn(50, 2, 20, device="cuda", requires_grad=True)
+    labels = torch.randint(1, 20, (2, 10), device="cuda")
+    F.ctc_loss(x.log_softmax(2), labels, torch.full((2,), 50), torch.full((2,), 10)).backward()
+
+
+def _flex_attention() -> None:
+    q = torch.randn(1, 2, 128, 16, device="cuda", requires_grad=True)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cuda")
+    out = torch.compile(flex_attention)(q, q, q, block_mask=mask)
+    out.sum().backward()
+    assert q.grad is not None
+    assert out.shape == q.grad.shape
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:.*without torch.compile")  # of torch itself
+@pytest.mark.parametrize(
+    "program",
+    [
+        _grouped_products,
+        _tensor_of_gpu_numbers,
+        _orthogonal,
+        _scripted,
+        _forward_mode,
+        _cuda_graph,
+        _lengths_on_the_host,
+        _flex_attention,
+    ],
+)
+def test_what_runs_on_a_gpu_is_traced(program: Callable[[], None]) -> None:
+    assert oomph.predict(program).peak.allocated > 0

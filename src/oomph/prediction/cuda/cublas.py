@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from oomph.prediction.cuda.rules import Fake, aten_ops, cuda_kernel
+from oomph.prediction.cuda.rules import Fake, aten_ops, bind, cuda_kernel
 from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
@@ -53,7 +53,8 @@ class CublasWorkspaces:
 
     def allocate(self, func: OpOverload, args: Sequence[Any]) -> None:
         """The workspaces that the op is the first of its thread and stream to need."""
-        if func not in _MATRIX_PRODUCTS and func not in _PRODUCTS_IN_WIDER_DTYPE:
+        looped = func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16
+        if not looped and func not in _MATRIX_PRODUCTS and func not in _PRODUCTS_IN_WIDER_DTYPE:
             return
         self._hold("cublas workspace", cublas_workspace_bytes(self._tracer.gpu.capability))
         if func in (aten.addmm.default, aten._addmm_activation.default) and _adds_bias_in_epilogue(*args[:3]):
@@ -79,3 +80,22 @@ def _product_in_wider_dtype(fake: Fake, func: OpOverload, args: Sequence[Any], k
     left, right, dtype = args[-3:]  # mm: left, right, dtype; addmm: added, left, right, dtype
     shape = [*left.shape[:-1], right.shape[-1]]
     return fake(aten.empty.memory_format, (shape,), {"dtype": dtype, "device": torch.device("cpu")})
+
+
+@cuda_kernel(aten._grouped_mm.default)
+def _grouped_product(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """torch fakes it for bfloat16 alone; CUDA multiplies group by group in the other dtypes (native/cuda/
+    GroupedBlas.cpp). Rows of the result are aligned to 16 bytes."""
+    call = bind(func, args, kwargs)
+    left, right = call["self"], call["mat2"]
+    if left.dtype not in (torch.float32, torch.float16) or left.dtype != right.dtype:
+        return fake(func, args, kwargs)
+    shape = [*left.shape[:-1], right.shape[-1]]
+    if left.dim() == right.dim() == 2:
+        shape = [call["offs"].shape[0], *shape]
+    elif right.dim() == 2:
+        shape = shape[1:]
+    alignment = 16 // left.element_size()
+    padded = [*shape[:-1], -(-shape[-1] // alignment) * alignment]
+    out = fake(aten.empty.memory_format, (padded,), {"dtype": left.dtype, "device": torch.device("cpu")})
+    return out if padded == shape else fake(aten.slice.Tensor, (out, -1, 0, shape[-1]), {})

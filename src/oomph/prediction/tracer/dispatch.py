@@ -48,11 +48,12 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _CPU = torch.device("cpu")
 
-# Ops that take tensors of two devices on purpose. _pack_padded_sequence takes the lengths on the host; fused
-# attention's backward takes the random seed, which the forward may leave on the host.
+# Ops that take tensors of two devices on purpose. _pack_padded_sequence and CTC take lengths on the host;
+# fused attention's backward takes the random seed, which the forward may leave on the host.
 _CROSS_DEVICE = aten_ops("""
     copy_.default _to_copy.default index.Tensor index_put.default index_put_.default _index_put_impl_.default
     _unsafe_index.Tensor _unsafe_index_put.default set_.source_Storage _pack_padded_sequence.default
+    _ctc_loss.Tensor _ctc_loss_backward.Tensor
     _scaled_dot_product_efficient_attention_backward.default
     _scaled_dot_product_flash_attention_backward.default
     _scaled_dot_product_cudnn_attention_backward.default
@@ -446,6 +447,8 @@ class DispatchMode(TorchDispatchMode):
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if func is aten._local_scalar_dense.default:
                 return self.tracer.estimates.scalar(args[0])
+            if func in _EQUALITY:
+                return self.tracer.estimates.equality(*args[:2])
             if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
                 return self._copy_into_real(args[0], args[1])
             out = self._fake(func, args, kwargs)

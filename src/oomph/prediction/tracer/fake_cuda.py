@@ -202,6 +202,10 @@ def current_streams() -> Streams:
 # ---------------------------------------------------------------------------------------------- torch.cuda
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
 class _NullContext(contextlib.ContextDecorator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -213,8 +217,16 @@ class _NullContext(contextlib.ContextDecorator):
         pass
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    return None
+class CudaGraph:
+    """Stands for torch.cuda.CUDAGraph. What it captures runs once, as it would outside of a graph."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def pool(self) -> tuple[int, int]:
+        return (0, 0)
+
+    capture_begin = capture_end = instantiate = replay = reset = enable_debug_mode = debug_dump = _nothing
 
 
 def _answer(value: Any) -> Callable[..., Any]:
@@ -325,6 +337,14 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         }
         return defaultdict(int, figures)
 
+    def graph(*args: Any, **kwargs: Any) -> _NullContext:
+        recorder.note_once("CUDA graphs are traced as eager: a graph keeps all memory of its capture", None)
+        return _NullContext()
+
+    def graphed(callables: Any, *args: Any, **kwargs: Any) -> Any:
+        graph()
+        return callables
+
     silent = (
         "init set_device reset_accumulated_memory_stats reset_max_memory_cached manual_seed manual_seed_all "
         "seed seed_all set_rng_state set_rng_state_all ipc_collect set_per_process_memory_fraction"
@@ -360,6 +380,10 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         "device": _NullContext,
         "device_of": _NullContext,
         "is_current_stream_capturing": _answer(False),
+        "CUDAGraph": CudaGraph,
+        "graph": graph,
+        "graph_pool_handle": _answer((0, 0)),
+        "make_graphed_callables": graphed,
         "Stream": Stream,
         "Event": StreamEvent,
         "can_device_access_peer": _answer(False),

@@ -17,6 +17,7 @@ from oomph.torch_internals import (
     FakeTensor,
     device_constructors,
     disable_torch_function,
+    flex_attention_hop,
     parse_to,
 )
 
@@ -204,11 +205,18 @@ def _from_data(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str,
             made = made.to(kwargs["dtype"])
     else:
         gradient = kwargs.pop("requires_grad", False)
-        made = func(*args, **kwargs)
+        made = func(*map(_with_numbers, args), **kwargs)
         if device is not None and place_of(device) == "gpu":
             made = move(tracer, made, "gpu")
         return made.requires_grad_() if gradient else made
     return made if device is None else _to(tracer, torch.Tensor.to, (made, device), {})
+
+
+def _with_numbers(data: Any) -> Any:
+    """Nested lists with numbers in place of fake tensors, which torch would read element by element."""
+    if isinstance(data, (list, tuple)):
+        return [_with_numbers(part) for part in data]
+    return data.item() if isinstance(data, FakeTensor) else data
 
 
 def _numpy(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -234,6 +242,33 @@ def _property(on_gpu: Any, otherwise: Callable[[torch.Tensor], Any]) -> Handler:
     return handle
 
 
+class _FlexAttention(torch.autograd.Function):
+    """FlexAttention as its compiled kernels run it: no scores are stored, one number of each row is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.mark_non_differentiable(sums)
+        return out, sums
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:  # type: ignore[override]
+        query, key, value, _, sums = ctx.saved_tensors
+        products = torch.empty_like(sums)  # of each row of the result and its gradient
+        gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+        del products
+        return gradients
+
+
+def _flex_attention(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    tracer.note("FlexAttention is assumed to be compiled; without torch.compile it stores all scores")
+    with tracer.placing("gpu" if tracer.on_gpu(args[0]) else "host"):
+        out, sums = _FlexAttention.apply(*args[:3])
+    return out, sums, sums
+
+
 _T = torch.Tensor
 
 
@@ -257,6 +292,7 @@ _HANDLERS: dict[Any, Handler] = {
     _T.type: _type,
     _T.numpy: _numpy,
     parse_to: _parse_to,
+    flex_attention_hop: _flex_attention,
     torch.tensor: _from_data,
     torch.as_tensor: _from_data,
     torch.asarray: _from_data,

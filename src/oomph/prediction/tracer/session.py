@@ -170,7 +170,17 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
     def compile_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         note()
 
+    compile_script = torch.jit.script
+
+    def script(program: Any, *args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return compile_script(program, *args, **kwargs)  # formulas of torch's forward-mode gradients
+        tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
+        return program
+
     patches.set(torch, "compile", compile)
+    patches.set(torch.jit, "script", script)
+    patches.set(torch.jit, "trace", script)
     patches.set(torch.nn.Module, "compile", compile_module)
     callback = compiled_frame_callback()  # of what was compiled before the trace
     if callback is not None:
