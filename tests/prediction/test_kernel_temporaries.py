@@ -175,6 +175,16 @@ def test_dropout_allocates_its_mask_before_its_result() -> None:
     assert [one.dtype for one in made[:2]] == ["bool", "float32"]
 
 
+def test_a_bag_keeps_the_number_of_every_indexs_bag_and_allocates_it_before_the_result() -> None:
+    def setup() -> Any:
+        bags = torch.nn.EmbeddingBag(8, 16, mode="sum").cuda()
+        ids = torch.zeros(4, 5, dtype=torch.long, device="cuda")
+        return lambda: bags(ids).sum().backward()
+
+    made = [one for one in oomph.predict(setup).allocations if one.op == "aten._embedding_bag"]
+    assert [one.shape for one in made[:4]] == [(4,), (20,), (4, 16), (0,)]
+
+
 def test_topk_counts_digits_per_block_where_rows_are_long() -> None:
     measured = [32, 128, 128, 409600, 16384, 3200, 3200, 1279]
     assert taken(aten.topk.default, meta(16, 50257, dtype=bf16), 50) == measured

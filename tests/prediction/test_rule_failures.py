@@ -49,7 +49,11 @@ def any_value(argument: Any, tensor: Callable[[], torch.Tensor]) -> Any:
 
 
 def call_with_any_arguments(op: Any, x: torch.Tensor) -> None:
-    given = {each.name: any_value(each, lambda: x) for each in op._schema.arguments}
+    factory = {"layout": None, "device": torch.device("cuda")}
+    given = {
+        each.name: factory[each.name] if each.name in factory else any_value(each, lambda: x)
+        for each in op._schema.arguments
+    }
     keywords = {each.name: given.pop(each.name) for each in op._schema.arguments if each.kwarg_only}
     op(*given.values(), **keywords)
 
@@ -96,6 +100,7 @@ def results_of_kernels() -> None:
     target = torch.rand(4, 8, device="cuda")
     F.mse_loss(x, target), F.smooth_l1_loss(x, target), F.binary_cross_entropy(x.sigmoid(), target)
     F.fold(F.unfold(image, 3), (8, 8), 3)
+    nn.EmbeddingBag(8, 8).cuda()(torch.zeros(2, 3, dtype=torch.long, device="cuda"))
     pack_padded_sequence(torch.randn(4, 2, 8, device="cuda"), torch.tensor([4, 2]))
     half, wide = torch.randn(8, 8, device="cuda", dtype=BF16), torch.randn(8, 8, device="cuda")
     for out in (None, wide):

@@ -21,6 +21,7 @@ from oomph.gpus import GPU
 from oomph.prediction.cuda.rules import (
     BoundArguments,
     Fake,
+    bind,
     contiguous_copy_bytes,
     cuda_kernel,
     temporaries,
@@ -31,6 +32,7 @@ aten = torch.ops.aten
 
 _INDEX = 8
 _SCALAR = 8
+_MAXIMUM = 2  # a mode of embedding bags
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -107,11 +109,22 @@ def _embedding_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     return copies + _sorted_lookup(indices, grad, call["num_weights"], call["scale_grad_by_freq"], False, gpu)
 
 
+@cuda_kernel(aten._embedding_bag.default)
+def _bags(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """On CUDA every index has its bag's number, and only `max` keeps the places of the maxima."""
+    call = bind(func, args, kwargs)
+    output, _, sizes, places = fake(func, args, kwargs)
+    bags = fake(aten.new_empty.default, (call["indices"], [call["indices"].numel()]), {})
+    if call["mode"] != _MAXIMUM:
+        places = fake(aten.new_empty.default, (places, [0]), {})
+    return output, bags, sizes, places
+
+
 @temporaries(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
 def _bag_backward(call: BoundArguments, gpu: GPU) -> list[int]:
-    grad, indices, maximum = call["grad"], call["indices"], 2
+    grad, indices = call["grad"], call["indices"]
     copies = [contiguous_copy_bytes(grad)]
-    if call["mode"] == maximum or indices.numel() == 0:
+    if call["mode"] == _MAXIMUM or indices.numel() == 0:
         return copies
     return copies + _sorted_lookup(indices, grad, call["num_weights"], call["scale_grad_by_freq"], True, gpu)
 

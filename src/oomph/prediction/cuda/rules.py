@@ -31,6 +31,11 @@ CUDA_KERNELS: dict[OpOverload, CudaKernel] = {}
 TEMPORARIES: dict[OpOverload, TemporariesRule] = {}
 # Indices of results that the fake kernel makes, but that take no device memory on a GPU.
 HOST_OUTPUTS: dict[OpOverload, HostOutputsRule] = {}
+# The order in which a kernel allocates its results, where it is another than that of the results.
+ALLOCATION_ORDER: dict[OpOverload, tuple[int, ...]] = {
+    torch.ops.aten.native_dropout.default: (1, 0),  # native/cuda/Dropout.cu
+    torch.ops.aten._embedding_bag.default: (2, 1, 0, 3),  # native/cuda/EmbeddingBag.cu
+}
 # Composite ops that decompose differently on CUDA.
 COMPOSITES: dict[OpOverload, CompositeRule] = {}
 

@@ -18,6 +18,7 @@ from oomph.errors import UserError
 from oomph.prediction.cuda.checks import check_dtypes, lacks_deterministic_kernel
 from oomph.prediction.cuda.cublas import CublasWorkspaces
 from oomph.prediction.cuda.rules import (
+    ALLOCATION_ORDER,
     CUDA_KERNELS,
     HOST_OUTPUTS,
     aten_ops,
@@ -319,8 +320,8 @@ class DispatchMode(TorchDispatchMode):
                 "host results", func, lambda: HOST_OUTPUTS[func](bind(func, args, kwargs)), frozenset
             )
             results = [result for index, result in enumerate(results) if index not in on_host]
-        if func is aten.native_dropout.default:
-            results = results[::-1]  # the mask is allocated first (native/cuda/Dropout.cu)
+        if func in ALLOCATION_ORDER:
+            results = [results[index] for index in ALLOCATION_ORDER[func]]
         for tensor in tensors_in(results, {}):
             if any(tensor is known for known in given):  # written in place, wherever it is
                 tracer.record_in_place(tensor, name)
