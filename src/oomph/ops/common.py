@@ -277,6 +277,20 @@ def _kernel_op() -> Callable[..., None]:
 _libraries: list[torch.library.Library] = []  # an op lives as long as the library that defines it
 
 
+@dataclass(frozen=True)
+class TileConfig:
+    """Rows x columns that a program multiplies at a time, and its launch parameters."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+    @property
+    def launch_options(self) -> dict[str, int]:
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
+
 def power_of_two(size: int, least: int = 1) -> int:
     """The smallest that is not below `size` and `least`."""
     return max(least, 1 << max(0, size - 1).bit_length())

@@ -215,12 +215,12 @@ def test_auto_never_chooses_the_interpreter():
 def test_tiles_divide_every_block(dtype, head, points):
     for block in (16, 32, 48, 64, 128, 192, 512):
         forward, dq, dkdv = tile_configs(dtype, head, block, points=points)
-        assert block % forward.queries == block % dq.queries == 0
+        assert block % forward.rows == block % dq.rows == 0
         for tile in (forward, dq, dkdv):
-            assert block % tile.keys == 0
-            assert min(tile.queries, tile.keys) >= 16
+            assert block % tile.columns == 0
+            assert min(tile.rows, tile.columns) >= 16
     for tile in tile_configs(dtype, head, None, points=points):
-        assert 128 % tile.queries == 128 % tile.keys == 0
+        assert 128 % tile.rows == 128 % tile.columns == 0
 
 
 # On a real GPU

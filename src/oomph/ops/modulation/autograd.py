@@ -13,13 +13,19 @@ product's time, forward and backward on an H200 (N 65536, d 4096, f 14336, r 16)
 part to the finished product, which reads and writes that once more, takes 1.16.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oomph.ops.common import Kernels, OpFunction, no_autocast, power_of_two, refuse_second_derivatives
+from oomph.ops.common import (
+    Kernels,
+    OpFunction,
+    TileConfig,
+    no_autocast,
+    power_of_two,
+    refuse_second_derivatives,
+)
 from oomph.ops.modulation import weights
 
 _KERNELS = Kernels("oomph.ops.modulation.kernels")
@@ -30,17 +36,9 @@ _MAX_PROGRAMS = 256
 MAX_RANK = 128
 
 
-@dataclass(frozen=True)
-class _GradientTile:
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-
-_LARGE_TILE = _GradientTile(rows=256, columns=64, warps=8, stages=4)  # the fastest of nine
+_LARGE_TILE = TileConfig(rows=256, columns=64, warps=8, stages=4)  # the fastest of nine
 # Wide elements or a large rank would not leave that tile room in shared memory and registers.
-_SMALL_TILE = _GradientTile(rows=64, columns=32, warps=4, stages=2)
+_SMALL_TILE = TileConfig(rows=64, columns=32, warps=4, stages=2)
 MAX_RANK_OF_LARGE_TILE = 32
 
 
@@ -184,11 +182,10 @@ def _products_with_g(
         R=power_of_two(rank, 16),  # the tensor cores' minimum
         # Float32 operands keep their 24 bits; for 16-bit ones the setting has no meaning.
         PRECISION="ieee" if g_Nf.dtype == torch.float32 else "tf32",
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.launch_options,
     )
     return u_Nr, partial_Pfr.sum(dim=0)
 
 
-def _programs(tokens: int, tile: _GradientTile) -> int:
+def _programs(tokens: int, tile: TileConfig) -> int:
     return min(_MAX_PROGRAMS, -(-tokens // tile.rows))

@@ -4,7 +4,7 @@ Saved for backward: the inputs, the result and one fp32 number per row (its log-
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from oomph.ops.common import (
     Kernels,
     OpFunction,
+    TileConfig,
     contiguous_rows,
     no_compile,
     power_of_two,
@@ -33,22 +34,13 @@ _DELTA_ROWS = 64  # rows per program of attention_delta
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-@dataclass(frozen=True)
-class TileConfig:
-    """Queries x keys that a program multiplies at a time, and its launch parameters."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
-
-    def fit_block(self, block: int, *, align_queries: bool) -> "TileConfig":
-        """The largest tile up to this one whose sides divide a pattern's block."""
-        side = block & -block  # the largest power of two that divides it
-        queries = min(self.queries, side) if align_queries else self.queries
-        # Four warps share up to 64 rows of a product; more would have to split its columns.
-        warps = self.warps if queries == self.queries else 4
-        return TileConfig(queries, min(self.keys, side), warps, self.stages)
+def _fit_block(tile: TileConfig, block: int, *, align_queries: bool) -> TileConfig:
+    """The largest tile of queries x keys up to this one whose sides divide a pattern's block."""
+    side = block & -block  # the largest power of two that divides it
+    queries = min(tile.rows, side) if align_queries else tile.rows
+    # Four warps share up to 64 rows of a product; more would have to split its columns.
+    warps = tile.warps if queries == tile.rows else 4
+    return TileConfig(queries, min(tile.columns, side), warps, tile.stages)
 
 
 def tile_configs(
@@ -59,9 +51,9 @@ def tile_configs(
     if block is None:
         return forward, dq, dkdv
     return (
-        forward.fit_block(block, align_queries=True),
-        dq.fit_block(block, align_queries=True),
-        dkdv.fit_block(block, align_queries=False),
+        _fit_block(forward, block, align_queries=True),
+        _fit_block(dq, block, align_queries=True),
+        _fit_block(dkdv, block, align_queries=False),
     )
 
 
@@ -224,14 +216,13 @@ class _LaunchArguments:
             "HAS_MASK": self.a.key_mask is not None,
             "HAS_GLOBAL": self.has_global,
             "BLOCK": self.block,
-            "BLOCK_M": tile.queries,
-            "BLOCK_N": tile.keys,
+            "BLOCK_M": tile.rows,
+            "BLOCK_N": tile.columns,
             "BLOCK_D": self.padded_sizes[0],
             "BLOCK_E": self.padded_sizes[1],
             "POINT_SIZE": self.point_size,
             "PRECISION": "ieee",
-            "num_warps": tile.warps,
-            "num_stages": tile.stages,
+            **tile.launch_options,
         }
 
     def flops(self, products: int) -> float:
@@ -249,11 +240,11 @@ class _LaunchArguments:
     def query_programs(self, tile: TileConfig) -> int:
         """Tiles begin at multiples of their height among the positions."""
         a = self.a
-        per_head = (a.keys - 1) // tile.queries - a.offset // tile.queries + 1
+        per_head = (a.keys - 1) // tile.rows - a.offset // tile.rows + 1
         return a.q.shape[0] * a.q.shape[1] * per_head
 
     def key_programs(self, tile: TileConfig) -> int:
-        return self.a.k.shape[0] * self.a.k.shape[1] * -(-self.a.keys // tile.keys)
+        return self.a.k.shape[0] * self.a.k.shape[1] * -(-self.a.keys // tile.columns)
 
 
 def _batched(points: Tensor) -> tuple[Tensor, int]:

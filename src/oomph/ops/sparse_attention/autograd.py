@@ -14,6 +14,7 @@ from torch import Tensor
 from oomph.ops.common import (
     Kernels,
     OpFunction,
+    TileConfig,
     cdiv,
     contiguous_rows,
     power_of_two,
@@ -29,7 +30,6 @@ from oomph.ops.sparse_attention.selection import (
     SHARED_MEMORY,
     RowValues,
     SelectedAttention,
-    TileConfig,
 )
 
 _KERNELS = Kernels("oomph.ops.sparse_attention.kernels_window")

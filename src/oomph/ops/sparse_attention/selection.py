@@ -11,27 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.common import Kernels, cdiv, power_of_two, strided
+from oomph.ops.common import Kernels, TileConfig, cdiv, power_of_two, strided
 from oomph.ops.sparse_attention.arguments import NSAConfig
 from oomph.units import KiB, MiB
 
 _KERNELS = Kernels("oomph.ops.sparse_attention.kernels_selection")
 LOG2_E = math.log2(math.e)
 MIN_TILE = 16  # smallest side of a product in Triton
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """Rows x columns that a program multiplies at a time, and its launch parameters."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-
-    @property
-    def launch_options(self) -> dict[str, int]:
-        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 class RowValues(NamedTuple):
