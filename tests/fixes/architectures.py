@@ -104,13 +104,15 @@ HUGGING_FACE = {
 
 
 def _hugging_face(name):
+    import transformers
+
+    kind, config, batch = HUGGING_FACE[name]
+    model = getattr(transformers, kind)  # imported here: a prediction runs in a process of its own
+
     def build():
-        import transformers
+        return model(model.config_class(**config))
 
-        made = getattr(transformers, HUGGING_FACE[name][0])
-        return made(made.config_class(**HUGGING_FACE[name][1]))
-
-    return oomph.Workload(partial(seeded, build), HUGGING_FACE[name][2])  # the loss is model(**batch).loss
+    return oomph.Workload(partial(seeded, build), batch)  # the loss is model(**batch).loss
 
 
 def _classified(model, batch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
@@ -214,25 +214,28 @@ class Fix:
             for target in self.targets(context)
         ]
 
+    @property
+    def options(self) -> dict[str, inspect.Parameter]:
+        """The options by name: the keyword arguments of `change_workload` and `change_model`."""
+        changes = (self.change_workload, self.change_model)
+        parameters = [one for change in changes for one in inspect.signature(change).parameters.values()]
+        return {one.name: one for one in parameters if one.kind is one.KEYWORD_ONLY}
+
     def with_defaults(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options, and the defaults of those that are left out."""
-        defaults = {**_defaults(self.change_workload), **_defaults(self.change_model)}
+        defaults = {name: one.default for name, one in self.options.items() if one.default is not one.empty}
         complete = {**defaults, **options}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in complete.items()}
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise UserError for an option that does not exist or is missing."""
-        for change in (self.change_workload, self.change_model):
-            parameters = _required_by_option(change)
-            if parameters is None:
-                continue
-            unknown = [name for name in options if name not in parameters]
-            missing = [name for name, required in parameters.items() if required and name not in options]
-            valid = f"its options are {', '.join(parameters)}" if parameters else "it takes none"
-            if unknown:
-                raise UserError(f"fix {self.name!r} has no option {unknown[0]!r}; {valid}")
-            if missing:
-                raise UserError(f"fix {self.name!r} needs the option {missing[0]!r}; {valid}")
+        valid = f"its options are {', '.join(self.options)}" if self.options else "it takes none"
+        for name in options:
+            if name not in self.options:
+                raise UserError(f"fix {self.name!r} has no option {name!r}; {valid}")
+        for name, one in self.options.items():
+            if one.default is one.empty and name not in options:
+                raise UserError(f"fix {self.name!r} needs the option {name!r}; {valid}")
 
 
 def check_flag(fix: str, option: str, value: Any) -> None:
@@ -261,19 +264,6 @@ def bytes_option(fix: str, option: str, value: Any) -> int:
         return parse_bytes(value)
     except UserError as error:
         raise UserError(f"fix {fix!r}: {option}: {error}") from None
-
-
-def _defaults(change: Callable[..., Any]) -> dict[str, Any]:
-    parameters = inspect.signature(change).parameters.values()
-    return {one.name: one.default for one in parameters if one.default is not one.empty}
-
-
-def _required_by_option(change: Callable[..., Any]) -> dict[str, bool] | None:
-    """Keyword arguments, and whether each is required; None for the base class's, which take any."""
-    parameters = inspect.signature(change).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {one.name: one.default is one.empty for one in parameters if one.kind is one.KEYWORD_ONLY}
 
 
 # ------------------------------------------------------------------------------------------- by name
