@@ -2,8 +2,8 @@
 
 A tensor that is made from numbers and from a module's buffers alone, such as `torch.ones(T, T).tril()` or
 `self.mask[:T, :T] == 0`, has the same entries in every call with the same sizes. `note` remembers how such
-tensors are made. Their entries are computed once, on the CPU, and compared with a causal mask. In a
-prediction buffers have no data, and a stored mask of the scores' size is assumed to be causal.
+tensors are made; one of them is compared with a causal mask once. In a prediction tensors have no data:
+small masks are computed on the CPU, and those that are large or made from buffers are assumed to be causal.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class Constant:
 
 _constants = WeakIdKeyDictionary()  # tensor -> its Constant, and the version that it describes
 _count = itertools.count()
+_answers: dict[Any, bool] = {}
+_LARGEST_COMPUTED = 1 << 24  # entries of a mask that a prediction computes
 
 
 def note(name: str, func: Any, args: Args, kwargs: Kwargs, made: Any, buffers: Collection[int]) -> None:
@@ -130,22 +132,33 @@ def is_causal(
     if tuple(mask.shape[-2:]) != (queries, keys) or math.prod(mask.shape) != queries * keys or keys < queries:
         return False
     constant = constant_of(mask, buffers)
-    return (
-        constant is not None and len(mask.shape) <= len(scores) and _is_causal(constant, form, queries, keys)
-    )
+    if constant is None or len(mask.shape) > len(scores):
+        return False
+    key = constant, form, queries, keys
+    if key not in _answers:
+        if len(_answers) >= 4096:
+            _answers.clear()
+        with disable_torch_function(), disable_dispatch_modes():
+            value = mask if has_data(mask) else None
+            if value is None and queries * keys <= _LARGEST_COMPUTED:
+                value = constant.compute()
+            _answers[key] = value is None or _hides_future(value.reshape(queries, keys), form)
+    return _answers[key]
 
 
-@lru_cache(1024)
-def _is_causal(constant: Constant, form: str, queries: int, keys: int) -> bool:
-    with disable_torch_function(), disable_dispatch_modes():
-        value = constant.compute()
-        if value is None:
-            return True
-        value = value.reshape(queries, keys)
-        future = torch.ones(queries, keys, dtype=torch.bool, device="cpu").triu(keys - queries + 1)
-        if form == "added":
-            return torch.equal(value == -math.inf, future) and not value.masked_fill(future, 0).any()
-        return torch.equal(value if form == "hidden" else ~value, future)
+def _hides_future(mask: Tensor, form: str) -> bool:
+    """Compares row by row: a large mask should not need several times its memory."""
+    queries, keys = mask.shape
+    columns = torch.arange(keys, device=mask.device)
+    for start in range(0, queries, 1024):
+        part = mask[start : start + 1024]
+        future = (
+            columns > torch.arange(start, start + len(part), device=mask.device)[:, None] + keys - queries
+        )
+        hidden = part == -math.inf if form == "added" else part if form == "hidden" else ~part
+        if not torch.equal(hidden, future) or (form == "added" and part.masked_fill(future, 0).any()):
+            return False
+    return True
 
 
 @lru_cache(1024)
