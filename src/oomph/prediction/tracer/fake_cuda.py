@@ -8,7 +8,6 @@ a GPU follows from the stream of each op and from the waits between streams, in 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import sys
 from collections import defaultdict
@@ -252,7 +251,7 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     patches.set(torch.backends.cudnn, "is_available", _answer(True))
     patches.set(torch.backends.cudnn, "version", _answer(_CUDNN_VERSION))
     for name in _LEGACY_TYPES:
-        patches.set(torch.cuda, name, functools.partial(_legacy_tensor, name))
+        patches.set(torch.cuda, name, LegacyTensorType(name, (), {"dtype": _LEGACY_TYPES[name]}))
     patches.set(*CUDA_LAZY_INIT, _nothing)
     patches.set(*CUDA_RECORD_MEMORY_HISTORY, _nothing)
 
@@ -298,12 +297,18 @@ _LEGACY_TYPES = {
 }
 
 
-def _legacy_tensor(name: str, *args: Any) -> torch.Tensor:
-    """torch.cuda.FloatTensor(2, 3), torch.cuda.LongTensor([1, 2])"""
-    dtype = _LEGACY_TYPES[name]
-    if args and not isinstance(args[0], int):
-        return torch.as_tensor(args[0], dtype=dtype, device=DEVICE)
-    return torch.empty(args or (0,), dtype=dtype, device=DEVICE)
+class LegacyTensorType(type):
+    """torch.cuda.FloatTensor(2, 3), torch.cuda.LongTensor([1, 2]), x.type(torch.cuda.FloatTensor)"""
+
+    dtype: torch.dtype
+
+    def __call__(cls, *args: Any) -> torch.Tensor:  # type: ignore[override]
+        if args and not isinstance(args[0], int):
+            return torch.as_tensor(args[0], dtype=cls.dtype, device=DEVICE)
+        return torch.empty(args or (0,), dtype=cls.dtype, device=DEVICE)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype == cls.dtype
 
 
 def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from oomph.prediction.cuda.rules import program_error
-from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
+from oomph.prediction.tracer.fake_cuda import DEVICE, LegacyTensorType, Patches
 from oomph.prediction.tracer.tracer import Place, Tracer
 from oomph.torch_internals import (
     GLOBAL_DEVICE_CONTEXT,
@@ -189,6 +189,8 @@ def _type(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
     if wanted is None:
         name = func(args[0])
         return name.replace("torch.", "torch.cuda.") if tracer.on_gpu(args[0]) else name
+    if isinstance(wanted, LegacyTensorType):
+        return _cuda(tracer, func, args, {}).to(wanted.dtype)
     if isinstance(wanted, str) and wanted.startswith("torch.cuda."):
         moved = _cuda(tracer, func, args, {})
         return moved.type(wanted.replace("torch.cuda.", "torch."))
