@@ -50,6 +50,8 @@ class ProgramError(OomphError):
     """The user's program itself failed: its own exception, line and traceback."""
 
     exit_status = ExitStatus.PROGRAM_ERROR
+    assumed: tuple[str, ...] = ()  # conditions on unknown values that the program branched on before
+    last_condition: tuple[str, int, int] | None = None  # file, line and count of the last of them
 
     def __init__(
         self, message: str, file: str | None = None, line: int | None = None, traceback: str = ""

@@ -188,6 +188,14 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
+class Interval:
+    """The peak where ops whose size depends on values select the fewest and the most elements."""
+
+    low: Peak
+    high: Peak
+
+
+@dataclass(frozen=True, slots=True)
 class Prediction:
     """The memory of a training step over time, and every tensor alive at its peak."""
 
@@ -208,6 +216,8 @@ class Prediction:
     step_seconds: float | None = None  # of the last step on that GPU, by a roofline; None: rates unknown
     work: Work = Work()
     growth: Growth | None = None  # None: later steps leave no more behind than those before
+    assumptions: tuple[Note, ...] = ()  # guesses that change what was traced: a loop cut, no backward pass
+    interval: Interval | None = None  # None: no size depends on values that are not known
     margin: int = 0  # bytes by which the needed memory may be off, either way
     batch: tuple[BatchTensor, ...] = ()  # distinct ones, in the order of the program; () where unknown
 

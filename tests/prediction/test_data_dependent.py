@@ -21,16 +21,8 @@ from oomph.prediction.tracer.values import DATA_DEPENDENT_RESULTS
 aten = torch.ops.aten
 ROWS = json.loads((RESULTS / "kernels_h200_torch2.11.json").read_text())
 GROUP = list(ROWS)[list(ROWS).index("nonzero all") :]
-# Measured with values of which the worst case is not known in advance: the prediction is an upper bound.
-HALF = {
-    "nonzero half",
-    "masked_select half",
-    "masked_scatter",
-    "index by mask half",
-    "index rows by mask bf16",
-    "repeat_interleave counts",
-    "repeat_interleave ids",
-}
+# Measured with other random values than the trace draws.
+DRAWN = {"index rows by mask bf16", "index by mask half", "repeat_interleave counts", "repeat_interleave ids"}
 
 
 @pytest.fixture(autouse=True)
@@ -43,13 +35,10 @@ def notes_of(program: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("name", GROUP)
-def test_the_prediction_is_what_was_measured_or_an_upper_bound(name: str) -> None:
+def test_the_prediction_is_what_was_measured(name: str) -> None:
     measured = ROWS[name]["steps"][-1][0]
     predicted = oomph.predict(KERNELS[name], gpu="h200").steps[-1].allocated
-    if name in HALF:
-        assert measured <= predicted <= 2 * measured
-    else:
-        assert predicted == pytest.approx(measured, rel=5e-4)
+    assert predicted == pytest.approx(measured, rel=1e-2 if name in DRAWN else 5e-4)
 
 
 def test_known_values_give_exact_sizes_without_a_note() -> None:
@@ -70,23 +59,25 @@ def test_known_values_give_exact_sizes_without_a_note() -> None:
     assert "depends on values" not in notes_of(program)
 
 
-def test_bounds_of_random_ids_and_of_positions_are_used() -> None:
+def test_positions_and_random_ids_are_in_their_range() -> None:
     def program() -> None:
-        best = torch.randn(64, 10, device="cuda").topk(2, dim=-1).indices.flatten()
+        logits = torch.randn(64, 10, device="cuda")
+        best = logits.topk(2, dim=-1).indices
+        assert best.shape == (64, 2)
+        assert (best[:, 0] != best[:, 1]).all()
+        assert torch.bincount(best.flatten()).tolist() == pytest.approx([12.8] * 10, abs=1)
+        assert F.one_hot(logits.argmax(dim=0)).shape == (10, 42)  # 10 ids from the middle of 64
         drawn = torch.randint(1, 7, (100,), device="cuda").to(torch.int32)
-        overwritten = torch.randint(0, 7, (100,), device="cuda")
-        overwritten += 1
-        found = [
-            torch.bincount(best),
-            F.one_hot(best),
-            drawn.repeat_interleave(drawn),
-            torch.bincount(overwritten),
-        ]
-        assert [tuple(each.shape) for each in found] == [(10,), (128, 10), (600,), (100,)]
+        assert 1 <= drawn.min() <= drawn.max() < 7
+        assert 250 < len(drawn.repeat_interleave(drawn)) < 450
+        assert sorted(torch.randperm(50, device="cuda").tolist()) == list(range(50))
+        assert 400 < torch.rand(1000, device="cuda").lt(0.5).sum() < 600
+        many = torch.randint(0, 1000, (2048, 1024), device="cuda")
+        assert F.one_hot(many[:2], 1000).shape == (2, 1024, 1000)
+        assert torch.bincount(many.flatten()).shape == (1000,)
+        assert 0.1 < len(many[many < 200]) / many.numel() < 0.3
 
-    notes = notes_of(program)
-    assert "6 times each, the most" in notes
-    assert "one per element is assumed" in notes
+    notes_of(program)
 
 
 def test_repeats_by_counts_of_tokens_give_one_row_per_token() -> None:
@@ -100,7 +91,7 @@ def test_repeats_by_counts_of_tokens_give_one_row_per_token() -> None:
         ):
             assert experts.repeat_interleave(counts.to(torch.int32)).shape == (128,)
 
-    assert "together 128 times" in notes_of(program)
+    assert "repeat_interleave" in notes_of(program)
 
 
 def test_one_mask_selects_the_same_number_of_elements_each_time() -> None:
@@ -116,7 +107,7 @@ def test_one_mask_selects_the_same_number_of_elements_each_time() -> None:
         assert sum(sizes) == 64
         out.sum().backward()
 
-    assert "even share" in notes_of(program)
+    assert "depends on values: 16 is assumed" in notes_of(program)
 
 
 def test_masks_of_the_host_select_what_they_select() -> None:
@@ -125,7 +116,7 @@ def test_masks_of_the_host_select_what_they_select() -> None:
         mask = torch.arange(64) < 5
         assert x[mask].shape == (5, 16)
         assert x.cpu()[mask].shape == (5, 16)
-        assert x.cpu()[(x > 0).cpu()].shape == (64 * 16,)
+        assert x.cpu()[(x > 0).cpu()].shape == (32 * 16,)
         assert x.cpu().masked_select(mask[:, None]).shape == (5 * 16,)
 
     notes_of(program)
@@ -158,14 +149,13 @@ def test_a_mask_of_another_shape_is_an_error_of_the_program() -> None:
 
 def test_results_are_written_into_out() -> None:
     def program() -> None:
-        mask = torch.rand(64, device="cuda") < 0.5
+        mask = torch.randn(64, device="cuda") < 0.5
         out = torch.empty(0, dtype=torch.int64, device="cuda")
         torch.nonzero(mask, out=out)
-        assert out.shape == (64, 1)
+        assert out.shape == (32, 1)
         selected = torch.empty(0, device="cuda")
         torch.masked_select(torch.ones(64, device="cuda"), mask, out=selected)
-        assert selected.shape == (64,)
-        assert not torch.allclose(mask.float(), mask.float())
+        assert selected.shape == (32,)
 
     notes_of(program)
 

@@ -92,11 +92,11 @@ def _check(options: PredictOptions) -> None:
 
 
 def _predict(options: PredictOptions) -> Prediction:
-    from oomph.prediction.isolation import run_isolated
+    from oomph.prediction.api import predict_isolated
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
-        return run_isolated(lambda progress: _predict_target(options, progress), report, options.allow)
+        return predict_isolated(lambda progress: _predict_target(options, progress), report, options.allow)
 
 
 def _predict_target(options: PredictOptions, progress: ProgressReport) -> Prediction:

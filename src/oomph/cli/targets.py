@@ -308,7 +308,14 @@ def _as_program_error(source: str) -> Iterator[None]:
 
 
 def program_error_text(error: ProgramError) -> str:
-    """The program's own traceback, then one line: where, and the message."""
+    """Guesses that it branched on, the program's own traceback, then one line: where, and the message."""
+    if error.assumed:
+        assumed = "\n  ".join(error.assumed)
+        return f"assumed before the failure:\n  {assumed}\n{_program_error_text(error)}"
+    return _program_error_text(error)
+
+
+def _program_error_text(error: ProgramError) -> str:
     message = str(error).strip().split("\n")[0]  # the traceback has the rest
     file, line = error.file, error.line
     if file is None or f"{Path(file).name}:{line}" in message:  # the message says where

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
+import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,6 +18,7 @@ from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import allocator_settings
+from oomph.prediction.assumptions import Assumptions, assuming
 from oomph.prediction.isolation import finish, is_isolated, run_isolated, trace_lock
 from oomph.prediction.margin import margin
 from oomph.prediction.replay import Replay, replay
@@ -25,12 +28,24 @@ from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.records import Allocation, BatchTensor, Event, Growth, Note, Peak, Prediction, Site, Verdict
+from oomph.records import (
+    Allocation,
+    BatchTensor,
+    Event,
+    Growth,
+    Interval,
+    Note,
+    Peak,
+    Prediction,
+    Site,
+    Verdict,
+)
 from oomph.torch_internals import keystr, self_test, storage_id, tree_flatten_with_path
 from oomph.units import MiB, format_bytes, parse_bytes
 from oomph.workload import Workload
 
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
+_CONDITIONS_SHOWN = 5
 _depth = 0
 T = TypeVar("T")
 
@@ -68,7 +83,58 @@ def predict(
     def run(progress: program.Progress) -> Prediction:
         return prediction(trace(target, card, progress, finish=lambda tracer: finish(prediction(tracer))))
 
-    return run_isolated(run, progress or (lambda text, fraction: None), allow)
+    return predict_isolated(run, progress or (lambda text, fraction: None), allow)
+
+
+def predict_isolated(
+    function: Callable[[program.Progress], Prediction],
+    progress: program.Progress,
+    allow: Collection[str] = (),
+) -> Prediction:
+    """`function` predicts in a child process; in fresh ones again where the outcome depends on a guess.
+
+    If the program fails after a condition on unknown values, that condition gets the other answer. If sizes
+    depend on values, the interval is found with the most and with the fewest elements.
+    """
+    if is_isolated():
+        return function(progress)
+    assumed = Assumptions()
+    try:
+        prediction = run_isolated(function, progress, allow)
+    except ProgramError as error:
+        if error.last_condition is None:
+            raise
+        assumed = Assumptions(frozenset({error.last_condition}))
+        try:
+            with assuming(assumed):
+                prediction = run_isolated(function, progress, allow)
+        except OomphError:
+            raise error from None
+        file, line, _ = error.last_condition
+        failure = str(error).split("\n")[0]
+        text = f"a condition on values has the answer with which the program does not fail ({failure})"
+        note = Note(text, Site(file, line, ""))
+        prediction = replace(prediction, assumptions=(note, *prediction.assumptions))
+    if prediction.interval is None:
+        return prediction
+    peaks = [prediction.peak]
+    for sizes in ("most", "fewest"):
+        try:
+            with assuming(replace(assumed, sizes=sizes)):
+                peaks.append(run_isolated(functools.partial(_silently, function), progress, allow).peak)
+        except OomphError:  # the program cannot run with such sizes
+            continue
+    low, high = (choose(peaks, key=lambda peak: peak.allocated) for choose in (min, builtins.max))
+    return replace(prediction, interval=Interval(low, high))
+
+
+def _silently(function: Callable[[program.Progress], T], progress: program.Progress) -> T:
+    """The program has printed all that it prints before."""
+    if is_isolated():
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+    return function(progress)
 
 
 def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Prediction:
@@ -81,6 +147,7 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
     verdict, refused = _verdict(run, unlimited, limit, off_by)
     step_seconds, work = step_work(tracer.work.kernels, card)
     growth = _growth(unlimited, events, allocations)
+    peak = _peak(unlimited, events, allocations, card)
     return Prediction(
         gpu=card.name if named else None,
         gpu_title=card.title,
@@ -88,7 +155,7 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
         limit=limit,
         verdict=verdict,
         refused=None if refused is None else allocations[refused],
-        peak=_peak(unlimited, events, allocations, card),
+        peak=peak,
         steps=tuple(replace(step, device=step.reserved + card.context) for step in unlimited.steps),
         at_peak=unlimited.at_peak,
         timeline=unlimited.timeline,
@@ -101,6 +168,8 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
         growth=growth,
         margin=off_by,
         batch=_batch(tracer),
+        assumptions=tuple(_assumptions(tracer)),
+        interval=Interval(peak, peak) if tracer.estimates.sizes_assumed else None,
     )
 
 
@@ -116,6 +185,22 @@ def _batch(tracer: Tracer) -> tuple[BatchTensor, ...]:
         if isinstance(leaf, torch.Tensor)
     ]
     return tuple(leaves or tracer.moved)
+
+
+def _assumptions(tracer: Tracer) -> Iterator[Note]:
+    """Guesses that changed what was traced."""
+    yield from tracer.estimates.loops_cut
+    conditions = tracer.estimates.conditions
+    if not conditions:
+        return
+    if not any(event.label == "backward" for event in tracer.recorder.events):
+        missing = "no backward pass ran"
+    elif tracer.optimizers and not tracer.optimizer_steps:
+        missing = "no optimizer stepped"
+    else:
+        return
+    for site, answer in list(conditions)[:_CONDITIONS_SHOWN]:
+        yield Note(f"{missing}, where a condition on values is taken as {str(answer).lower()}", site)
 
 
 def _verdict(
@@ -209,13 +294,24 @@ def _run_traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None) -> T:
             return run(tracer)
         except WrongDevice as error:
             _check_batch_device(error, tracer)
-            raise ProgramError.of(error) from error
+            raise _program_error(error, tracer) from error
         except ArgumentError as error:
-            raise ProgramError.of(error) from error  # the program's own call of an op, at its own line
+            raise _program_error(error, tracer) from error  # the program's own call of an op, at its own line
         except (OomphError, KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
-            raise ProgramError.of(error) from error
+            raise _program_error(error, tracer) from error
+
+
+def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
+    """The program's own failure, with the guesses that it branched on before."""
+    found, estimates = ProgramError.of(error), tracer.estimates
+    found.last_condition = estimates.last_condition
+    found.assumed = tuple(
+        f"{site.file}:{site.line}: a condition on values is taken as {str(answer).lower()}"
+        for site, answer in list(estimates.conditions)[-_CONDITIONS_SHOWN:]
+    )
+    return found
 
 
 def _limit(card: GPU | None, most: str | int | None) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from oomph.records import Alive, Allocation, Moment, Prediction, Site
+from oomph.records import Alive, Allocation, Moment, Note, Peak, Prediction, Site
 
 SCHEMA = 1
 _TIMELINE_POINTS = 400
@@ -21,9 +21,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "capacity": prediction.capacity,
         "limit": prediction.limit,
         "peak": {
-            "allocated": peak.allocated,
-            "reserved": peak.reserved,
-            "device": peak.device,
+            **_sizes(peak),
             "step": peak.step,
             "stage": peak.stage,
             **_site(peak.site),
@@ -31,6 +29,10 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "fits": prediction.fits,
         "verdict": prediction.verdict,
         "margin": prediction.margin,
+        "interval": None
+        if prediction.interval is None
+        else {"low": _sizes(prediction.interval.low), "high": _sizes(prediction.interval.high)},
+        "assumptions": [_note(note) for note in prediction.assumptions],
         "refused": None if prediction.refused is None else _allocation(prediction.refused),
         "steps": [
             {
@@ -49,10 +51,18 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "timeline": [moment._asdict() for moment in downsample(prediction.timeline, _TIMELINE_POINTS)],
         "batch": [{**one._asdict(), "shape": list(one.shape)} for one in prediction.batch],
         "findings": [],
-        "notes": [{"text": note.text, **_file_and_line(note.site)} for note in prediction.notes],
+        "notes": [_note(note) for note in prediction.notes],
         "seconds": round(prediction.seconds, 3),
         "step_seconds": prediction.step_seconds,
     }
+
+
+def _sizes(peak: Peak) -> dict[str, int]:
+    return {"allocated": peak.allocated, "reserved": peak.reserved, "device": peak.device}
+
+
+def _note(note: Note) -> dict[str, Any]:
+    return {"text": note.text, **_file_and_line(note.site)}
 
 
 def downsample(timeline: Sequence[Moment], points: int) -> tuple[Moment, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Literal
 
@@ -227,6 +227,8 @@ def _print_verdict(prediction: Prediction, console: Console) -> None:
     console.print(parts, soft_wrap=True)
     if line.out_of_memory:
         console.print(Text(line.out_of_memory), soft_wrap=True)
+    for text in _assumptions(prediction):
+        console.print(Text(text, "bold yellow"), soft_wrap=True)
     figures = (
         f"allocated {format_bytes(peak.allocated)}, reserved {format_bytes(peak.reserved)}, "
         f"with the CUDA context {format_bytes(peak.device)}"
@@ -243,6 +245,19 @@ def _batch(tensors: Sequence[BatchTensor]) -> str:
     texts = [f"{one.name} {list(one.shape)} {one.dtype}".strip() for one in tensors if one in shown]
     more = len(tensors) - len(shown)
     return ", ".join(texts) + (f" and {more} more" if more else "")
+
+
+def _assumptions(prediction: Prediction) -> Iterator[str]:
+    """What was guessed that the verdict depends on."""
+    for note in prediction.assumptions:
+        at = f" ({file_and_line(note.site)})" if note.site else ""
+        yield f"assumed: {note.text}{at}"
+    interval, limit = prediction.interval, prediction.limit
+    if interval is not None:
+        low, high = distinct_sizes(interval.low.device, interval.high.device)
+        depends = limit is not None and interval.low.reserved <= limit < interval.high.reserved
+        verdict = "; the verdict depends on them" if depends else ""
+        yield f"sizes depend on values: from {low} to {high}{verdict}"
 
 
 def _stages(prediction: Prediction, width: int, glyphs: Glyphs) -> Table:

@@ -123,7 +123,12 @@ class DispatchMode(TorchDispatchMode):
 
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.tracer
-        if func in VIEWS and isinstance(args[0], FakeTensor) and args[0].dtype.is_floating_point:
+        if (
+            func in VIEWS
+            and isinstance(args[0], FakeTensor)
+            and args[0].dtype.is_floating_point
+            and args[0] not in tracer.values
+        ):
             # Nothing is allocated, nothing is known of the values.
             tracer.guard.call("source line", func, tracer.record_autograd_node, _nothing)
             tracer.work.count_host_op()
@@ -149,7 +154,7 @@ class DispatchMode(TorchDispatchMode):
             return tracer.estimates.scalar(args[0])
         if func in _EQUALITY:
             tracer.synchronize()
-            return tracer.estimates.equality(*args[:2])
+            return tracer.estimates.equality(func, args, kwargs)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self._count_copy(func, args, kwargs, tensors)
             return self._copy_into_real(args[0], args[1])
@@ -168,7 +173,6 @@ class DispatchMode(TorchDispatchMode):
         shape = list(torch.broadcast_shapes(tensor.shape, mask.shape) or (1,))
         expanded = [self._fake(aten.expand.default, (each, shape), {}) for each in (tensor, mask)]
         self._propagate_values(aten.expand.default, (mask, shape), {}, [mask], expanded[1])
-        self.tracer.estimates.propagate(aten.expand.default, (mask, shape), expanded[1])
         return expanded[0], [expanded[1]]
 
     def _masked_scatter_backward(
@@ -178,7 +182,7 @@ class DispatchMode(TorchDispatchMode):
         TensorAdvancedIndexing.cpp). The mask selects no more elements than the source has."""
         args = self._indexed_by_mask(grad, mask)
         elements = math.prod(sizes)
-        self.tracer.estimates.state_selected(args[1][0], min(elements, args[1][0].numel()))
+        self.tracer.estimates.state_selected(args[1][0], elements, at_most=True)
         selected = self._run_with_masks(aten.index.Tensor, args, {})
         if selected.numel() < elements:
             rest = elements - selected.numel()
@@ -205,7 +209,6 @@ class DispatchMode(TorchDispatchMode):
                 indices.append(index)
                 continue
             self._check_mask(args[0], index, len(indices))
-            self.tracer.estimates.share_evenly(index)
             found = self._run_gpu_op(aten.nonzero.default, (index,), {}, [index], [index])
             if found.shape[1:] != (index.dim(),):  # the rule for nonzero failed
                 found = self._fake(aten.new_empty.default, (index, [index.numel(), index.dim()]), _INT64)
@@ -273,7 +276,7 @@ class DispatchMode(TorchDispatchMode):
         else:
             out = self._fake(func, args, kwargs)
         self._propagate_values(func, args, kwargs, tensors, out)
-        guard.call("values", func, partial(tracer.estimates.propagate, func, args, out), _nothing)
+        tracer.estimates.note_effects(func, args)
         if func is aten._to_copy.default and not gpu:
             tracer.record_move(args[0])
         if tracer.call.place != "host":
@@ -298,7 +301,8 @@ class DispatchMode(TorchDispatchMode):
         out: Any,
     ) -> None:
         values = self.tracer.values
-        rule = partial(values.propagate, func, args, kwargs, tensors, out)
+        follow_floats = self.tracer.phase in ("setup", "forward")
+        rule = partial(values.propagate, func, args, kwargs, tensors, out, follow_floats)
         self.tracer.guard.call("values", func, rule, partial(values.invalidate, func, args, kwargs))
 
     def _record_results(
@@ -466,9 +470,8 @@ class DispatchMode(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _copy_into_real(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """A copy of a fake tensor into real memory, which is not counted. Known values arrive."""
-        value = self.tracer.values.get(source)
-        return target if value is None else target.copy_(value)
+        """A copy of a fake tensor into real memory, which is not counted. Representative values arrive."""
+        return target.copy_(self.tracer.values.whole(source))
 
 
 # Set after the class is made: TorchDispatchMode wraps the method of a class body to keep the compiler out, at

@@ -134,6 +134,7 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
     @functools.wraps(make)
     def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
         make(optimizer, *args, **kwargs)
+        tracer.optimizers += 1
         if tracer.on_optimizer_made is not None:
             tracer.on_optimizer_made(optimizer)
 

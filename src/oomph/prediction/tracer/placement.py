@@ -23,6 +23,7 @@ from oomph.torch_internals import (
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
 _HOST = torch.device("cpu")
+_MOST_COPIED = 1 << 20  # elements; a larger array is one number, expanded
 
 
 class PlacementMode(TorchFunctionMode):
@@ -230,11 +231,10 @@ def _numpy(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any
             "can't convert cuda:0 device type tensor to numpy. "
             "Use Tensor.cpu() to copy the tensor to host memory first."
         )
-    import numpy
-
-    tracer.note("values read on the host as a NumPy array are taken as zeros")
-    kind = "float32" if tensor.dtype == torch.bfloat16 else str(tensor.dtype).removeprefix("torch.")
-    return numpy.zeros(tuple(tensor.shape), dtype=kind)
+    tracer.note("values read on the host as a NumPy array are representative")
+    values = tracer.values.whole(tensor)
+    values = values.float() if values.dtype == torch.bfloat16 else values
+    return (values.clone() if values.numel() <= _MOST_COPIED else values).numpy()
 
 
 def _property(on_gpu: Any, otherwise: Callable[[torch.Tensor], Any]) -> Handler:

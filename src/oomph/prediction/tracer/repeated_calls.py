@@ -111,7 +111,7 @@ class RepeatedCalls:
         if isinstance(leaf, torch.Tensor):
             if leaf.requires_grad and torch.is_grad_enabled():
                 raise _NotRepeatable  # a gradient flows through
-            value = self._tracer.values.get(leaf) if leaf.dtype in (torch.bool, torch.int64) else None
+            value = self._tracer.values.known(leaf) if leaf.dtype in (torch.bool, torch.int64) else None
             is_mask = value is not None and value.numel() > 0 and int(value.max()) <= 1
             without_padding = bool(value.all()) if is_mask and value is not None else None
             return tuple(leaf.shape), leaf.dtype, leaf.device, without_padding

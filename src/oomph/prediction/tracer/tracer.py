@@ -12,6 +12,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.gpus import GPU
+from oomph.prediction.assumptions import current_assumptions
 from oomph.prediction.cuda.rules import RuleContext, RuleGuard
 from oomph.prediction.tracer.attribution import (
     ModuleStack,
@@ -21,7 +22,7 @@ from oomph.prediction.tracer.attribution import (
 )
 from oomph.prediction.tracer.fake_cuda import current_streams
 from oomph.prediction.tracer.recorder import AllocationRecorder, Describe, OpLog, PendingAllocation
-from oomph.prediction.tracer.values import KnownValues, ValueEstimates
+from oomph.prediction.tracer.values import ValueEstimates, Values
 from oomph.prediction.tracer.work import KernelCounter
 from oomph.records import BatchTensor, Kind, Site, Stage
 from oomph.torch_internals import (
@@ -63,8 +64,9 @@ class Tracer:
         self.recorder = AllocationRecorder()
         self.boundary = StackBoundary()
         self.guard = RuleGuard(self.note_once)
-        self.values = KnownValues()
-        self.estimates = ValueEstimates(self.values, self.note, self.note_once)
+        assumptions = current_assumptions()
+        self.values = Values(assumptions)
+        self.estimates = ValueEstimates(self.values, assumptions, self.note, self.note_once, self.site)
         self.work = KernelCounter(gpu)
         self.rule_context = RuleContext(
             gpu,
@@ -75,6 +77,7 @@ class Tracer:
             self.estimates.count_classes,
             held=[],
         )
+        self.optimizers = 0  # that the program made
         self.optimizer_steps = 0  # so far, of all optimizers
         self.module_calls_at_update = -1  # that had completed when an optimizer last stepped
         self.on_optimizer_made: Callable[[torch.optim.Optimizer], None] | None = None
@@ -178,6 +181,10 @@ class Tracer:
         """The host waits for what it has given to the current stream."""
         self.work.synchronize(self.phase)
         self.recorder.synchronize()
+
+    def site(self) -> Site | None:
+        """The line that runs now."""
+        return find_site(self.boundary, 2)[0]
 
     def note(self, text: str) -> None:
         """Note something about the line that runs now."""

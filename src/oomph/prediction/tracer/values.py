@@ -1,28 +1,42 @@
-"""Values of tensors in a trace: known where the host can compute them, else estimated by a stated rule.
+"""Values of tensors in a trace: known where the host can compute them, else representative.
 
-Programs branch on small whole-number and boolean tensors: is there padding, are sequences packed, how many
-tokens are masked. Where every input of an op is known (made by arange, ones, zeros, or moved from real data),
-its result is computed on the host beside the fake. What a trace cannot know is estimated, and noted with its
-line.
+A trace has no data, but programs branch on values and size tensors by them. Every tensor therefore has values
+that stand for its own:
+
+- Where every input of an op is known (made by arange, ones, zeros, drawn at random, or moved from real data),
+  its result is computed on the host beside the fake.
+- An unknown float is 1.0, and finite. Unknown positions (argmax, topk, multinomial) spread evenly over their
+  range, as the choices of a balanced router do. What follows from them is computed likewise, as a guess.
+- Of a large tensor a sample stands for all of it; a single number where all elements are alike.
+
+What the program reads (`.item()`, `if tensor:`) and the sizes of nonzero, unique and their like follow from
+these values. Guesses are noted with their line.
 """
 
 from __future__ import annotations
 
+import functools
+import linecache
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from oomph.prediction.assumptions import Assumptions, ConditionKey
 from oomph.prediction.cuda.rules import BoundArguments, Fake, aten_ops, bind, op_name
+from oomph.prediction.tracer.fast_path import VIEWS
 from oomph.prediction.tracer.work import tensors_in
+from oomph.records import Note, Site
 from oomph.torch_internals import FakeTensor, OpOverload
 
 aten = torch.ops.aten
 _MOST_ELEMENTS = 1 << 20  # beyond it a value costs more than it is worth
-_MOST_FLOATS = 1 << 17  # elements up to which floats are kept too: masks made of ones, positions
+_MOST_FLOATS = 1 << 17  # elements up to which floats are computed too: masks made of ones, positions
+_SAMPLE = 1024  # elements that stand for a large random tensor
 
 _FACTORIES = aten_ops("""
     arange.default arange.start arange.start_step zeros.default ones.default full.default eye.default
@@ -33,43 +47,130 @@ _FACTORIES_LIKE = aten_ops("""
     zeros_like.default ones_like.default full_like.default new_zeros.default new_ones.default
     new_full.default zero_.default fill_.Scalar
 """)
+# All elements are the same: the number, or the position of the argument that is it.
+_CONSTANTS = {
+    **dict.fromkeys(aten_ops("zeros.default zeros_like.default new_zeros.default zero_.default"), 0),
+    **dict.fromkeys(aten_ops("ones.default ones_like.default new_ones.default"), 1),
+}
+_FILLS = {aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2, aten.fill_.Scalar: 1}
+# Ops whose result has elements of their first tensor, or of the second.
+_KEEPS_VALUES = VIEWS | aten_ops("""
+    clone.default _to_copy.default index.Tensor gather.default index_select.default cat.default stack.default
+    repeat.default squeeze.default flip.default roll.default tril.default triu.default contiguous.default
+    constant_pad_nd.default reshape.default upsample_nearest2d.default upsample_bilinear2d.default
+    upsample_bicubic2d.default
+""")
+# Large floats are followed through these alone, where they are known: they make masks of masks.
+_MAKES_MASKS = VIEWS | aten_ops("where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default")
+_COPY = aten.copy_.default
+_REDUCTIONS: dict[OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys(aten_ops("all.default all.dim all.dims"), torch.all),
+    **dict.fromkeys(aten_ops("any.default any.dim any.dims"), torch.any),
+    **dict.fromkeys(aten_ops("max.default max.dim amax.default"), torch.max),
+    **dict.fromkeys(aten_ops("min.default min.dim amin.default"), torch.min),
+}
+_SUMS = aten_ops("sum.default sum.dim_IntList count_nonzero.default count_nonzero.dim_IntList")
+# The positions of the arguments that bound random whole numbers, from low (None: 0) to high.
+_RANDOM_INTEGERS: dict[OpOverload, tuple[int | None, int]] = {
+    aten.randint.default: (None, 0),
+    aten.randint.generator: (None, 0),
+    aten.randint.low: (0, 1),
+    aten.randint.low_generator: (0, 1),
+    aten.randint_like.default: (None, 1),
+    aten.randint_like.low_dtype: (1, 2),
+    getattr(aten.random_, "from"): (1, 2),
+    aten.random_.to: (None, 1),
+}
+_RANDOM_FRACTIONS = aten_ops("rand.default rand.generator rand_like.default")
+_RANDOM_FLAGS = aten_ops("bernoulli.default bernoulli.p bernoulli_.float bernoulli_.Tensor")
+_PERMUTATIONS = aten_ops("randperm.default randperm.generator")
+_RANDOM = set(_RANDOM_INTEGERS) | _RANDOM_FRACTIONS | _RANDOM_FLAGS | _PERMUTATIONS
+# Ops that return positions along a dimension: which of their results.
+_POSITIONS: dict[OpOverload, int | None] = {
+    aten.argmax.default: None,
+    aten.argmin.default: None,
+    aten.multinomial.default: None,
+    **dict.fromkeys(aten_ops("topk.default sort.default sort.stable max.dim min.dim"), 1),
+}
+_ASKS_FINITE = aten_ops("isnan.default isinf.default isposinf.default isneginf.default")
+_COMPARISONS = aten_ops("""
+    eq.Tensor ne.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar
+""")
+# The last result is 0 where the matrix can be factored.
+_FACTORIZATIONS = aten_ops("""
+    linalg_cholesky_ex.default linalg_inv_ex.default linalg_ldl_factor_ex.default linalg_lu_factor_ex.default
+    _linalg_solve_ex.default
+""")
 
 
-class KnownValues:
-    """Fake tensor -> its values, where they are known."""
+class Representative(NamedTuple):
+    """Values, on the host, that stand for a tensor's: of its shape (`whole`), or a sample of its elements."""
 
-    def __init__(self) -> None:
-        self._known = WeakIdKeyDictionary()
-        self._overwritten = WeakIdKeyDictionary()  # storages that were written with something unknown
+    values: torch.Tensor
+    whole: bool
+    known: bool
+    stamp: int = 0  # writes into the storage that it includes
 
-    def get(self, tensor: torch.Tensor) -> torch.Tensor | None:
+
+class Values:
+    """Fake tensor -> its Representative. `assumptions.sizes` "most" sends all tokens to the same experts."""
+
+    def __init__(self, assumptions: Assumptions) -> None:
+        self._assumptions = assumptions
+        self._entries = WeakIdKeyDictionary()
+        self._guessed = WeakIdKeyDictionary()  # storages into which a guess was written
+        self._overwritten = WeakIdKeyDictionary()  # storages -> the stamp of their last unknown write
+        self._stamp = 0
+        self._draws = 0
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor in self._entries
+
+    def of(self, tensor: torch.Tensor) -> Representative:
         if not isinstance(tensor, FakeTensor):
-            return tensor if tensor.device.type == "cpu" else None
-        if tensor.untyped_storage() in self._overwritten:
-            return None
-        return self._known.get(tensor)
+            if tensor.device.type == "cpu":
+                return Representative(tensor, True, True)
+            return _default(tensor.dtype)
+        entry = self._entries.get(tensor)
+        if entry is None:
+            return _default(tensor.dtype)
+        storage = tensor.untyped_storage()
+        if entry.stamp < self._overwritten.get(storage, 0):
+            return _default(tensor.dtype)
+        return entry._replace(known=False) if storage in self._guessed else entry
 
-    def is_overwritten(self, tensor: torch.Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) and tensor.untyped_storage() in self._overwritten
+    def known(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """All values of the tensor, where they are known."""
+        found = self.of(tensor)
+        return found.values if found.known and found.whole else None
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Values of the tensor's shape, known or not."""
+        found = self.of(tensor)
+        if found.whole or found.values.dim() == 0:
+            return found.values.expand(tensor.shape)
+        repeats = math.ceil(tensor.numel() / len(found.values))
+        return found.values.repeat(repeats)[: tensor.numel()].view(tensor.shape)
 
     def compute(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[torch.Tensor, ...] | None:
-        """The op's results on the host, where all its tensors are known."""
-        given = [*args, *kwargs.values()]
-        tensors = [
-            item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))
-            if isinstance(item, torch.Tensor)
-        ]  # fmt: skip
-        if any(self.get(tensor) is None for tensor in tensors):
-            return None
-        real = func(*self._real(args), **self._real_options(kwargs))
+        """The op's results on the host, where all values of its tensors are known or guessed."""
+        for tensor in tensors_in(args, dict(kwargs)):
+            entry = self.of(tensor)
+            if not entry.whole and not (entry.known and not entry.values.dim() and _is_small(tensor)):
+                return None
+        real = _run(func, args, kwargs, self.whole)
         return tuple(real) if isinstance(real, (list, tuple)) else (real,)
 
-    def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    def set(self, tensor: torch.Tensor, values: torch.Tensor, whole: bool = True, known: bool = True) -> None:
         """State the values of a tensor, whatever was written into it before."""
-        self._overwritten.pop(tensor.untyped_storage(), None)
-        self._known[tensor] = value
+        storage = tensor.untyped_storage()
+        if known and not whole and values.dim() and bool((values == values[0]).all()):
+            values = values[0]
+        if known:
+            self._guessed.pop(storage, None)
+        self._entries[tensor] = Representative(values, whole, known, self._overwritten.get(storage, 0))
 
     def propagate(
         self,
@@ -78,32 +179,135 @@ class KnownValues:
         kwargs: Mapping[str, Any],
         given: Sequence[torch.Tensor],
         out: Any,
+        follow_floats: bool,
     ) -> None:
-        """After an op: compute its result if its inputs are known, or invalidate what it overwrote."""
+        """After an op: the values of its results, from those of its inputs. Guessed floats are followed only
+        where the program may read them."""
         results = [
             item
             for item in (out if isinstance(out, (list, tuple)) else (out,))
             if isinstance(item, FakeTensor)
         ]
-        if not results or not all(map(_is_small, results)) or torch.Tag.nondeterministic_seeded in func.tags:
+        if not results or "out" in kwargs:
             return self.invalidate(func, args, kwargs)
-        if given:
-            known = func in _FACTORIES_LIKE or all(self.get(tensor) is not None for tensor in given)
-        else:
-            known = func in _FACTORIES
-        if not known:
+        if func in _RANDOM:
+            self.invalidate(func, args, kwargs)
+            return self._draw(func, args, kwargs, results[0])
+        large_floats = results[0].dtype.is_floating_point and not _is_small(results[0])
+        if large_floats and func not in _POSITIONS and func not in _MAKES_MASKS:
             return self.invalidate(func, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and func not in _POSITIONS:
+            return self.invalidate(func, args, kwargs)
+        if not given and func not in _FACTORIES:
+            return None
+        inputs = {id(tensor): self.of(tensor) for tensor in given}
+        known = func in _FACTORIES_LIKE or all(entry.known for entry in inputs.values())
+        known = known or _asks_whether_finite(func, args)
+        if large_floats and not known and func not in _POSITIONS:
+            return self.invalidate(func, args, kwargs)
+        if known and all(map(_is_small, results)):
+            whole = func in _FACTORIES_LIKE or all(entry.whole for entry in inputs.values())
+            if whole and self._store_computed(func, args, kwargs, results, known=True):
+                return None
+        if func in _CONSTANTS or func in _FILLS:
+            number = _CONSTANTS[func] if func in _CONSTANTS else args[_FILLS[func]]
+            if isinstance(number, (bool, int, float)):
+                return self._store_written(func, args, results[0], torch.tensor(number), True)
+        if func in _FACTORIZATIONS:
+            return self.set(results[-1], torch.zeros((), dtype=torch.int32), whole=False, known=False)
+        return self._propagate_guess(func, args, kwargs, given, inputs, results, known, follow_floats)
+
+    def _propagate_guess(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        given: Sequence[torch.Tensor],
+        inputs: Mapping[int, Representative],
+        results: Sequence[torch.Tensor],
+        known: bool,
+        follow_floats: bool,
+    ) -> None:
+        first, result = given[0] if given else None, results[0]
+        if func in _POSITIONS and first is not None and not inputs[id(first)].whole:
+            return self._spread_positions(func, args, kwargs, first, results)
+        small = all(map(_is_small, results)) and all(map(_is_small, given))
+        whole = all(entry.whole or (entry.known and not entry.values.dim()) for entry in inputs.values())
+        floating = result.dtype.is_floating_point
+        if floating and not known:
+            # What two unknown numbers give is unknown: again 1.0, so that guesses stay finite and small.
+            unknown = {key for key, entry in inputs.items() if not entry.known}
+            if not follow_floats or (len(unknown) > 1 and not whole):
+                return self.invalidate(func, args, kwargs)
+        pointwise = torch.Tag.pointwise in func.tags
+        if pointwise or func in _KEEPS_VALUES or func is _COPY:
+            sources = given[1:2] if func is _COPY else given if pointwise else given[:1]
+            samples = {id(source): _sample(inputs[id(source)]) for source in sources}
+            of_whole = [key for key in samples if inputs[key].whole and inputs[key].values.numel() > 1]
+            if not of_whole or (not small and sum(samples[key].dim() for key in of_whole) <= 1):
+                values = _run_on_samples(func, args, kwargs, samples) if pointwise else samples.popitem()[1]
+                if values is not None:
+                    return self._store_written(func, args, result, values, known, results)
+        elif first is not None and not inputs[id(first)].whole and func in _REDUCTIONS:
+            values = _REDUCTIONS[func](inputs[id(first)].values)
+            return self.set(result, values.to(result.dtype), whole=False, known=known)
+        elif first is not None and func in _SUMS and not inputs[id(first)].whole and not floating:
+            entry, count = inputs[id(first)], first.numel() // max(result.numel(), 1)
+            mean = _fraction(entry) if "count" in func.name() else _mean(entry)
+            return self.set(result, torch.tensor(round(mean * count)), whole=False, known=known)
+        follow = small and (whole or pointwise or not floating)
+        if not follow or not self._store_computed(func, args, kwargs, results, known=known):
+            self.invalidate(func, args, kwargs)
+
+    def _store_written(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        result: torch.Tensor,
+        values: torch.Tensor,
+        known: bool,
+        results: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Store a sample. What was written in place is no longer what other views of the storage have."""
+        self.invalidate(func, args, {})
+        for one in results or (result,):
+            values = values.to(one.dtype)
+            if known or not values.dtype.is_floating_point or bool(values.isfinite().all()):
+                self.set(one, values, whole=False, known=known)
+
+    def _store_computed(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        results: Sequence[torch.Tensor],
+        known: bool,
+    ) -> bool:
+        """Run the op on the host; whether that worked. Values that it writes into change in all views."""
+        written = func._schema.is_mutable and isinstance(args[0], FakeTensor)
+        follows = written and self.of(args[0]).whole
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            values = self.whole(tensor)
+            if self.of(tensor).whole:
+                return values
+            return values.clone(memory_format=torch.contiguous_format)  # one number, expanded
+
         try:
-            real = func(*self._real(args), **self._real_options(kwargs))
+            computed = _run(func, args, kwargs, real)
         except Exception:  # without a value, an estimate decides
-            return self.invalidate(func, args, kwargs)
-        reals = real if isinstance(real, (list, tuple)) else (real,)
-        for fake, value in zip(
-            results, (item for item in reals if isinstance(item, torch.Tensor)), strict=False
-        ):
-            if fake.shape == value.shape:
-                self._known[fake] = value
-        return None
+            return False
+        values = [item for item in computed if isinstance(item, torch.Tensor)] if isinstance(
+            computed, (list, tuple)
+        ) else [computed]  # fmt: skip
+        if written and not follows:
+            self.invalidate(func, args, kwargs)
+        for fake, value in zip(results, values, strict=False):
+            if fake.shape == value.shape and (known or _is_finite(value)):
+                self.set(fake, value, known=known)
+        if written and not known:
+            self._guessed[args[0].untyped_storage()] = True
+        return True
 
     def invalidate(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Whatever the op wrote into, views of it included, is no longer known."""
@@ -114,23 +318,105 @@ class KnownValues:
                 given = args[position] if position < len(args) else kwargs.get(parameter.name)
                 for tensor in given if isinstance(given, (list, tuple)) else (given,):
                     if isinstance(tensor, FakeTensor):
-                        self._overwritten[tensor.untyped_storage()] = True
+                        self._stamp += 1
+                        self._overwritten[tensor.untyped_storage()] = self._stamp
 
-    def _real(self, args: Sequence[Any]) -> list[Any]:
-        def real(arg: Any) -> Any:
-            if isinstance(arg, torch.Tensor):
-                value = self.get(arg)
-                return value if value is not None else torch.empty(arg.shape, dtype=arg.dtype)
-            return [real(item) for item in arg] if isinstance(arg, (list, tuple)) else arg
+    # -- draws ----------------------------------------------------------------------------------------
 
-        return [real(arg) for arg in args]
+    def _draw(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor
+    ) -> None:
+        """A random op: draws are as good as those of a real run. The sample of a large result is even."""
+        generator = torch.Generator().manual_seed(self._draws)
+        self._draws += 1
+        whole = out.numel() <= _MOST_ELEMENTS
+        shape = tuple(out.shape) if whole else (_SAMPLE,)
+        if whole:
+            fractions = torch.rand(out.numel(), generator=generator)
+        else:
+            fractions = torch.linspace(0, 1 - 1e-9, _SAMPLE, dtype=torch.float64)
+            fractions = fractions[torch.randperm(_SAMPLE, generator=generator)]
+        values = fractions
+        if func in _RANDOM_INTEGERS:
+            first, last = _RANDOM_INTEGERS[func]
+            low = 0 if first is None else args[first]
+            values = fractions.mul(args[last] - low).add_(low).floor_()
+        elif func in _PERMUTATIONS:
+            values = torch.argsort(fractions)
+        elif func in _RANDOM_FLAGS:
+            values = fractions.view(shape) < self._probability(func, args, whole)
+        self.set(out, values.to(out.dtype).view(shape), whole=whole)
 
-    def _real_options(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: self._real([value])[0]
-            for name, value in kwargs.items()
-            if name not in ("device", "pin_memory")
-        }
+    def _probability(self, func: OpOverload, args: Sequence[Any], whole: bool) -> Any:
+        given = args[0] if func is aten.bernoulli.default else (*args, 0.5)[1]
+        if not isinstance(given, torch.Tensor):
+            return given
+        found = self.of(given)
+        if not found.known:
+            return 0.5
+        return found.values if whole == found.whole or found.values.numel() == 1 else 0.5
+
+    def _spread_positions(
+        self,
+        func: OpOverload,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        source: torch.Tensor,
+        results: Sequence[torch.Tensor],
+    ) -> None:
+        """Positions in an unknown tensor: in turn every one; in the largest case all choose the same.
+
+        They begin in the middle: the first ids of a vocabulary are special.
+        """
+        out = results[0 if _POSITIONS[func] is None else 1]
+        dim: int | None = bind(func, args, kwargs).get("dim", -1)
+        if func is not aten.multinomial.default and source.numel() and len(results) > 1:
+            self.set(results[0], _sample(self.of(source)), whole=False, known=False)
+        if source.dim() == 0 or not out.numel():
+            return self.set(out, torch.zeros((), dtype=out.dtype), whole=False, known=False)
+        bound = source.numel() if dim is None else source.size(dim)
+        chosen = out.size(dim) if dim is not None and out.dim() == source.dim() else 1
+        small = _is_small(out)
+        values = torch.arange(out.numel() if small else min(_SAMPLE // chosen + 1, bound) * chosen)
+        values = values % chosen if self._assumptions.sizes == "most" else values
+        values = (values + bound // 2) % bound
+        if small and chosen > 1:
+            assert dim is not None
+            shape = list(out.shape)
+            shape.append(shape.pop(dim))
+            values = values.view(shape).movedim(-1, dim)
+        return self.set(out, values.view(out.shape) if small else values, whole=small, known=False)
+
+
+def _run(
+    func: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    real: Callable[[torch.Tensor], torch.Tensor],
+) -> Any:
+    """The op on the host, on the values that `real` gives for its tensors."""
+    options = {name: _real(arg, real) for name, arg in kwargs.items() if name not in ("device", "pin_memory")}
+    return func(*(_real(arg, real) for arg in args), **options)
+
+
+def _run_on_samples(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], samples: Mapping[int, torch.Tensor]
+) -> torch.Tensor | None:
+    """None where the samples do not fit together."""
+
+    def sample(tensor: torch.Tensor) -> torch.Tensor:
+        return samples[id(tensor)].clone() if func._schema.is_mutable else samples[id(tensor)]
+
+    try:
+        return _run(func, args, kwargs, sample)  # type: ignore[no-any-return]
+    except Exception:
+        return None
+
+
+def _real(arg: Any, real: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return real(arg)
+    return [_real(item, real) for item in arg] if isinstance(arg, (list, tuple)) else arg
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
@@ -138,164 +424,174 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (_MOST_ELEMENTS if whole else _MOST_FLOATS)
 
 
-# Ops that move elements and keep their values: bounds stay, and one-hot stays one-hot.
-_KEEPS_VALUES = aten_ops("""
-    view.default permute.default transpose.int t.default select.int slice.Tensor index.Tensor
-    unsqueeze.default squeeze.dim clone.default detach.default alias.default _to_copy.default
-    expand.default
-""")
-_KEEPS_CLASSES = _KEEPS_VALUES | aten_ops("ne.Scalar gt.Scalar")
-# Sums, and ops that select or keep elements, keep an upper bound of the sum of all elements.
-_KEEPS_TOTAL = (_KEEPS_VALUES - aten_ops("index.Tensor expand.default")) | aten_ops(
-    "sum.default sum.dim_IntList"
-)
-# The position of the argument that bounds random whole numbers.
-_HIGH = {
-    aten.randint.default: 0,
-    aten.randint.low: 1,
-    aten.randint_like.default: 1,
-    aten.randint_like.low_dtype: 2,
-    aten.randperm.default: 0,
-}
-# Ops that return positions along a dimension: which of their results.
-_POSITIONS = {
-    aten.argmax.default: None,
-    aten.argmin.default: None,
-    aten.multinomial.default: None,
-    **dict.fromkeys(aten_ops("topk.default sort.default sort.stable max.dim min.dim"), 1),
-}
+def _asks_whether_finite(func: OpOverload, args: Sequence[Any]) -> bool:
+    """Unknown numbers are assumed to be finite. torch.isfinite compares a tensor with itself and with inf."""
+    if func in _ASKS_FINITE:
+        return True
+    return func in _COMPARISONS and (
+        args[0] is args[1] or (isinstance(args[1], float) and math.isinf(args[1]))
+    )
 
 
-class _OneHot:
-    """Shared by the views of one one-hot tensor."""
+def _is_finite(values: torch.Tensor) -> bool:
+    return not values.dtype.is_floating_point or bool(values.isfinite().all())
 
-    def __init__(self, classes: int, elements: int) -> None:
-        self.classes = classes
-        self.elements = elements
-        self.selected = 0  # experts whose tokens were looked for
+
+@functools.cache
+def _default(dtype: torch.dtype) -> Representative:
+    return Representative(torch.ones((), dtype=dtype), whole=False, known=False)
+
+
+def _sample(entry: Representative) -> torch.Tensor:
+    if not entry.whole:
+        return entry.values
+    flat = entry.values.reshape(-1)
+    if flat.numel() and bool((flat == flat[0]).all()):
+        return flat[0]
+    return flat[:: math.ceil(flat.numel() / _SAMPLE) or 1]
+
+
+def _fraction(entry: Representative) -> float:
+    """How many of the elements are not zero. Rule: of an unknown condition, half."""
+    if not entry.known and entry.values.dim() == 0 and entry.values.dtype == torch.bool:
+        return 0.5
+    return float(entry.values.count_nonzero()) / max(entry.values.numel(), 1)
+
+
+def _mean(entry: Representative) -> float:
+    return _fraction(entry) if entry.values.dtype == torch.bool else float(entry.values.double().mean())
+
+
+_MOST_ASKED = 100  # times that a loop asks the same before it gets the other answer
+_MOST_ASKED_ANYWHERE = 10_000  # of a line that does not look like the end of a loop
 
 
 class ValueEstimates:
-    """Stands in for values that are not known. `note` and `note_once` write a note with the current line."""
+    """What the program reads of values, and sizes that depend on them.
+
+    `note` and `note_once` write a note with the current line, which `site` gives.
+    """
 
     def __init__(
-        self, values: KnownValues, note: Callable[[str], None], note_once: Callable[[str], None]
+        self,
+        values: Values,
+        assumptions: Assumptions,
+        note: Callable[[str], None],
+        note_once: Callable[[str], None],
+        site: Callable[[], Site | None],
     ) -> None:
         self._values = values
+        self._assumptions = assumptions
         self._note = note
         self._note_once = note_once
-        self._one_hot = WeakIdKeyDictionary()  # one-hot mask -> its _OneHot
-        self._bounds = WeakIdKeyDictionary()  # whole numbers -> one more than the largest they can be
-        self._totals = WeakIdKeyDictionary()  # counts -> the most that their sum can be
+        self._site = site
         self._stated = WeakIdKeyDictionary()  # mask -> how many elements the program says it selects
+        self._asked: Counter[tuple[str, int]] = Counter()
+        self._repeated: dict[tuple[str, int], tuple[Any, int]] = {}  # the last answer, and how often in a row
+        self.conditions: dict[tuple[Site, bool], None] = {}  # guesses that the program branched on, in order
+        self.last_condition: ConditionKey | None = None
+        self.loops_cut: list[Note] = []
+        self.sizes_assumed = False
 
     def scalar(self, tensor: torch.Tensor) -> bool | int | float:
-        """`.item()`, `if tensor:`. Rule: conditions are false (nothing is NaN), whole numbers are 1 and
-        others 1.0."""
-        value = self._values.get(tensor)
-        if value is not None:
-            return value.item()
-        if tensor.dtype == torch.bool:
-            self._note("a condition on values of the GPU is taken as false")
-            return False
-        if tensor.dtype.is_floating_point:
-            self._note_once("numbers read from the GPU (a loss to print, a norm) are taken as 1.0")
-            return 1.0
-        self._note("a whole number read from the GPU is taken as 1")
-        return 1
+        """`.item()`, `if tensor:`"""
+        found = self._values.of(tensor)
+        value = found.values.reshape(-1)[0].item()
+        return value if found.known else self._answer(value)
 
-    def equality(self, left: torch.Tensor, right: torch.Tensor) -> bool:
-        """`torch.equal`, `torch.allclose`. Rule: unknown tensors differ."""
-        known = self._values.get(left), self._values.get(right)
-        if known[0] is not None and known[1] is not None:
-            return bool(torch.equal(known[0], known[1]))
-        self._note("tensors of the GPU are taken as not equal")
-        return False
+    def equality(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """`torch.equal`, `torch.allclose`"""
+        left, right = (self._values.of(tensor) for tensor in args[:2])
+        if args[0].shape != args[1].shape and func is aten.equal.default:
+            return False
+        if left.whole and right.whole:
+            same = bool(func(left.values, right.values, *args[2:], **kwargs))
+        else:
+            same = bool((left.values.double().mean() - right.values.double().mean()).abs() < 1e-6)
+        return same if left.known and right.known else bool(self._answer(same))
+
+    def _answer(self, value: Any) -> Any:
+        """A guess that the program reads. Loops that would ask forever get the other answer once."""
+        site = self._site() or Site("", 0, "")
+        line = site.file, site.line
+        self._asked[line] += 1
+        key = (*line, self._asked[line])
+        last, repeated = self._repeated.get(line, (None, 0))
+        repeated = repeated + 1 if last == value or not isinstance(value, bool) else 1
+        self._repeated[line] = value, repeated
+        other = key in self._assumptions.other_answers
+        if repeated > _MOST_ASKED and (repeated > _MOST_ASKED_ANYWHERE or _ends_loop(site)):
+            self._repeated[line] = value, 0
+            other = not other
+            text = f"a loop whose end depends on values was left after {repeated} rounds"
+            if not any(note.site == site for note in self.loops_cut):
+                self.loops_cut.append(Note(text, site))
+        if isinstance(value, bool):
+            answer = value != other
+            self._note(f"a condition on values of the GPU is taken as {str(answer).lower()}")
+            self.conditions[site, answer] = None
+            self.last_condition = key
+            return answer
+        if isinstance(value, int):
+            self._note(f"a whole number read from the GPU is taken as {0 if other else value}")
+        else:
+            self._note_once(
+                "numbers read from the GPU (a loss to print, a norm) are taken as 1.0 and what follows"
+            )
+        return type(value)(0) if other else value
 
     def mark_one_hot(self, mask: torch.Tensor, classes: int) -> None:
-        self._one_hot[mask] = _OneHot(classes, mask.numel())
+        """Of a large one-hot tensor, one element in `classes` is 1."""
+        if not self._values.of(mask).whole:
+            sample = torch.zeros(classes, dtype=mask.dtype)
+            sample[classes // 2] = 1
+            self._values.set(mask, sample, whole=False, known=False)
 
-    def state_selected(self, mask: torch.Tensor, rows: int) -> None:
+    def state_selected(self, mask: torch.Tensor, rows: int, at_most: bool = False) -> None:
         """The program assigns so many values to the elements that the mask selects."""
-        self._stated[mask] = rows
+        self._stated[mask] = min(rows, self._rows_selected(mask)) if at_most else rows
 
-    def share_evenly(self, mask: torch.Tensor) -> None:
-        """The program indexes by the mask. If it is one-hot, each view of one expert selects as many."""
-        shared = self._one_hot.get(mask)
-        if shared is not None and mask not in self._stated and self._values.get(mask) is None:
-            self._note_even_share()
-            self._stated[mask] = math.ceil(mask.numel() / shared.classes)
-
-    def propagate(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        """After an op: what is known about the values of its result."""
+    def note_effects(self, func: OpOverload, args: Sequence[Any]) -> None:
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             # No gradient overflowed: the optimizer steps.
             self._values.set(args[1], torch.zeros(args[1].shape))
-        elif func in _HIGH:
-            self._bounds[out] = int(args[_HIGH[func]])
-        elif func in _POSITIONS:
-            self._bound_positions(func, args, out)
-        elif func is aten.bincount.default:
-            self._totals[out] = args[0].numel()
-        elif func is aten._unique2.default:
-            self._totals[out[2]] = args[0].numel()
-        elif func in _KEEPS_CLASSES or func in _KEEPS_TOTAL:
-            total = self._total(args[0]) if func in _KEEPS_TOTAL else None
-            if total is not None:
-                self._totals[out] = total
-            if func in _KEEPS_CLASSES and args[0] in self._one_hot:
-                self._one_hot[out] = self._one_hot[args[0]]  # one count for all views of the mask
-            if func in _KEEPS_VALUES and args[0] in self._bounds:
-                self._bounds[out] = self._bounds[args[0]]
 
-    def _bound_positions(self, func: OpOverload, args: Sequence[Any], out: Any) -> None:
-        source, result = args[0], _POSITIONS[func]
-        dim: int | None = -1
-        if func in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim):
-            dim = args[1] if len(args) > 1 else None
-        elif func is aten.topk.default and len(args) > 2:
-            dim = args[2]
-        elif func is aten.sort.default and len(args) > 1:
-            dim = args[1]
-        whole = dim is None or source.dim() == 0 or func is aten.sort.stable
-        self._bounds[out if result is None else out[result]] = source.numel() if whole else source.size(dim)
+    def _size(self, op: str, typical: int, most: int, fewest: int = 1) -> int:
+        """A size that depends on values; with a note where it is a guess."""
+        if fewest >= most:
+            return typical
+        self.sizes_assumed = True
+        size = {"fewest": min(fewest, typical), "typical": typical, "most": most}[self._assumptions.sizes]
+        self._note(
+            f"the size of the result of {op} depends on values: {size:,} of at most {most:,} is assumed"
+        )
+        return size
 
     def count_classes(self, ids: torch.Tensor, op: str) -> int:
-        """One more than the largest id. Rule: as many as the op that made the ids can give, else one class
-        per id."""
-        known = self._values.get(ids)
-        if known is not None:
-            return int(known.max()) + 1 if known.numel() else 0
-        bound = self._bound(ids)
-        if bound is None:
+        """One more than the largest id."""
+        found = self._values.of(ids)
+        if ids.numel() == 0:
+            return 0
+        if not found.known and found.values.numel() == 1:
             self._note(f"{op}: how many classes there are depends on values; one per element is assumed")
             return int(ids.numel())
-        self._note(f"{op}: how many classes there are depends on values; {bound}, the most, are assumed")
-        return bound
-
-    def _bound(self, numbers: torch.Tensor) -> int | None:
-        if numbers.dtype in (torch.bool, torch.uint8):
-            return 2 if numbers.dtype == torch.bool else 256
-        return None if self._values.is_overwritten(numbers) else self._bounds.get(numbers)
-
-    def _total(self, counts: torch.Tensor) -> int | None:
-        """The most that the sum of the counts can be: each element is counted once."""
-        one_hot = self._one_hot.get(counts)
-        if one_hot is not None and counts.numel() == one_hot.elements:
-            return int(one_hot.elements // one_hot.classes)
-        if counts.dtype == torch.bool:
-            return int(counts.numel())
-        return None if self._values.is_overwritten(counts) else self._totals.get(counts)
+        classes = int(found.values.max()) + 1
+        if not found.known:
+            self._note(f"{op}: how many classes there are depends on values; {classes} are assumed")
+        return classes
 
     def data_dependent_result(
         self, fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of an op whose shape depends on values. Rule: one-hot masks select about their share
-        (experts are balanced); of everything else all is selected, the largest that the result can be."""
+        """The result of an op whose shape depends on values. Rule: what follows from the representative
+        values; an unknown condition selects half."""
         if func._schema.is_mutable and "out" in kwargs:
             options = {name: value for name, value in kwargs.items() if name != "out"}
             result = self.data_dependent_result(fake, func.overloadpacket.default, args, options)
             return fake(aten.resize_.default, (kwargs["out"], list(result.shape)), {})
+        if func.name() == "torchvision::nms":
+            kept = self._size("torchvision.nms", math.ceil(args[0].shape[0] / 2), args[0].shape[0])
+            return _empty(fake, (kept,), torch.int64)
         rule = DATA_DEPENDENT_RESULTS.get(func.overloadpacket)
         if rule is None:
             return self._like_first_argument(fake, func, args, kwargs)
@@ -312,36 +608,25 @@ class ValueEstimates:
         results = [fake(aten.empty_like.default, (first,), {}) for _ in func._schema.returns]
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _note_largest(self, op: str) -> None:
-        self._note(f"the size of the result of {op} depends on values: the largest possible is assumed")
-
     def _rows_selected(self, mask: torch.Tensor) -> int:
         """How many elements nonzero finds."""
-        known = self._values.get(mask)
-        if known is not None:
-            return int(known.count_nonzero())
-        stated = self._stated.get(mask)
-        if stated is not None and not self._values.is_overwritten(mask):
-            return int(stated)
-        shared = self._one_hot.get(mask)
-        if shared is None:
-            self._note_largest("aten.nonzero (also run for x[mask])")
-            return int(mask.numel())
-        self._note_even_share()
-        if mask.numel() >= shared.elements:  # all experts together
-            return math.ceil(mask.numel() / shared.classes)
-        # Experts are never quite balanced: in turn they get 3/4 to 5/4 of an even share, together all.
-        turn = shared.selected % shared.classes
-        shared.selected += 1
-        share = (0.75 + 0.5 * (turn + 0.5) / shared.classes) / shared.classes
-        self._stated[mask] = math.ceil(mask.numel() * share)
-        return int(self._stated[mask])
-
-    def _note_even_share(self) -> None:
-        self._note(
-            "the size of the result of aten.nonzero (also run for x[mask]) depends on values: about an even "
-            "share is assumed, as for experts that are balanced"
-        )
+        found, elements = self._values.of(mask), mask.numel()
+        if mask in self._stated:
+            return int(self._stated[mask])
+        op = "aten.nonzero (also run for x[mask])"
+        if found.whole:
+            count = int(found.values.count_nonzero())
+            if not found.known:
+                self.sizes_assumed = True
+                self._note(f"the size of the result of {op} depends on values: {count:,} is assumed")
+            return count
+        typical = math.ceil(elements * _fraction(found))
+        if found.known:
+            spread = 0 if typical in (0, elements) else 3 * math.isqrt(elements)
+            return self._size(op, typical, min(elements, typical + spread), max(0, typical - spread))
+        if mask.dtype != torch.bool and found.values.numel() == 1:  # unknown numbers are hardly ever zero
+            return typical
+        return self._size(op, typical, min(elements, 2 * typical))
 
     def _nonzero(self, fake: Fake, call: BoundArguments, compute: KnownResults) -> Any:
         source = call["self"]
@@ -374,12 +659,14 @@ class ValueEstimates:
         source, dim = call["self"], call.get("dim")
         if dim is not None:
             return self._unique_rows(fake, call, compute)
-        n, known = source.numel(), compute()
-        if known is not None:
-            found = len(known[0])
-        else:
-            self._note_largest("aten.unique")
-            found = min(n, 2) if source.dtype == torch.bool and "sorted" in call else n
+        n, computed, values = source.numel(), compute(), self._values.of(source)
+        found = len(computed[0]) if computed is not None else n
+        if computed is None and not source.dtype.is_floating_point and "sorted" in call:
+            found = min(
+                n, int(values.values.max()) - int(values.values.min()) + 1 if values.values.dim() else n
+            )
+        if not values.known or computed is None:
+            found = self._size("aten.unique", found, n)
         inverse, counts = call["return_inverse"], call.get("return_counts", False)
         results = (
             _first_of(fake, n, found, source.dtype),
@@ -391,11 +678,11 @@ class ValueEstimates:
     def _unique_rows(self, fake: Fake, call: BoundArguments, compute: KnownResults) -> Any:
         source, dim = call["self"], call["dim"]
         rows = source.size(dim) if source.dim() else 1
-        found, known = rows, compute()
-        if known is not None:
-            found = known[0].size(dim) if source.dim() else 1
-        else:
-            self._note_largest("aten.unique with dim")
+        found, computed = rows, compute()
+        if computed is not None:
+            found = computed[0].size(dim) if source.dim() else 1
+        if computed is None or not self._values.of(source).known:
+            found = self._size("aten.unique with dim", found, rows)
         shape = list(source.shape)
         if shape:
             shape[dim] = found
@@ -407,8 +694,8 @@ class ValueEstimates:
         )
 
     def _bincount(self, fake: Fake, call: BoundArguments, compute: KnownResults) -> Any:
-        ids, weights, known = call["self"], call["weights"], compute()
-        bins = len(known[0]) if known is not None else self.count_classes(ids, "aten.bincount")
+        ids, weights = call["self"], call["weights"]
+        bins = self.count_classes(ids, "aten.bincount")
         dtype = torch.int64
         if weights is not None:
             dtype = torch.float32 if weights.dtype == torch.float32 else torch.float64
@@ -417,36 +704,28 @@ class ValueEstimates:
     def _ctc_loss(self, fake: Fake, call: BoundArguments, compute: KnownResults) -> Any:
         source, targets, lengths = call["log_probs"], call["targets"], call["target_lengths"]
         if isinstance(lengths, torch.Tensor):
-            value, batches = self._values.get(lengths), lengths.numel()
+            value, batches = self._values.known(lengths), lengths.numel()
         else:
             value, batches = torch.tensor(lengths), len(lengths)
         if value is not None:
             longest = int(value.max())
         else:
-            self._note_largest("aten._ctc_loss")
+            self._note(
+                "aten._ctc_loss: the longest target depends on values; the largest possible is assumed"
+            )
             longest = targets.shape[1] if targets.dim() == 2 else math.ceil(targets.numel() / batches)
         frames, batch = source.shape[0], source.shape[1]
         losses = _empty(fake, (batch,), source.dtype)
         return losses, _empty(fake, (batch, frames, 2 * longest + 1), source.dtype)
 
     def _repeat_interleave(self, fake: Fake, call: BoundArguments, compute: KnownResults) -> Any:
-        repeats = call["repeats"]
-        total, known = call["output_size"], compute()
-        if known is not None:
-            total = len(known[0])
-        elif total is None:
-            bound, total = self._bound(repeats), self._total(repeats)
-            if total is not None:
-                rule = f"together {total} times, the most, is assumed"
-            elif bound is not None:
-                total = repeats.numel() * max(bound - 1, 0)
-                rule = f"{max(bound - 1, 0)} times each, the most, is assumed"
-            else:
-                total, rule = repeats.numel(), "once each is assumed"
-            self._note(
-                f"aten.repeat_interleave: how often each element is repeated depends on values; {rule} "
-                "(output_size= states the size)"
-            )
+        repeats, total = call["repeats"], call["output_size"]
+        if total is None:
+            found, elements = self._values.of(repeats), repeats.numel()
+            total = int(found.values.sum()) if found.whole else round(_mean(found) * elements)
+            if not found.known:
+                most = max(total, elements * int(found.values.max())) if found.values.numel() else 0
+                total = self._size("aten.repeat_interleave (output_size= states it)", total, most)
         return _empty(fake, (total,), repeats.dtype)
 
     def _lstsq(self, fake: Fake, call: BoundArguments, compute: KnownResults) -> Any:
@@ -487,3 +766,10 @@ def _first_of(fake: Fake, allocated: int, used: int, dtype: torch.dtype) -> torc
     """A tensor that was shortened in place: its storage keeps its size."""
     whole = _empty(fake, (allocated,), dtype)
     return whole if used == allocated else fake(aten.slice.Tensor, (whole, 0, 0, used), {})
+
+
+def _ends_loop(site: Site) -> bool:
+    """`while condition:`, or `if condition:` with a break or return in the next line."""
+    text = linecache.getline(site.file, site.line).strip()
+    following = linecache.getline(site.file, site.line + 1).strip()
+    return text.startswith("while ") or (text.startswith("if ") and following.startswith(("break", "return")))

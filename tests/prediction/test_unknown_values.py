@@ -1,0 +1,342 @@
+"""Programs that branch on values that a trace does not have, or read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import distributions, nn
+
+import oomph
+from oomph.cli.targets import program_error_text
+from oomph.errors import ProgramError
+from oomph.prediction.cuda.rules import RuleGuard
+from oomph.records import Prediction
+from oomph.report.as_json import prediction_to_json
+from oomph.report.terminal import report_text
+
+
+@pytest.fixture(autouse=True)
+def _strict_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RuleGuard, "strict", True)
+
+
+def training(check: Callable[[nn.Module, torch.Tensor, torch.optim.Optimizer], Any]) -> Callable[[], Any]:
+    def setup() -> Callable[[], None]:
+        model = nn.Linear(1024, 1024, device="cuda")
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def step() -> None:
+            loss = model(torch.randn(64, 1024, device="cuda")).square().mean()
+            check(model, loss, optimizer)
+            optimizer.zero_grad()
+
+        return step
+
+    return setup
+
+
+def always(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def if_finite(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    if torch.isfinite(loss):
+        always(model, loss, optimizer)
+
+
+def if_norm_is_small(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    loss.backward()
+    if nn.utils.clip_grad_norm_(model.parameters(), 1.0) < 1e3:
+        optimizer.step()
+
+
+def fail_unless_finite(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    if not torch.isfinite(loss).all() or loss.isnan().any() or loss.item() != loss.item() or loss.isinf():
+        raise FloatingPointError("the loss is not finite")
+    always(model, loss, optimizer)
+    if any(not parameter.grad.isfinite().all() for parameter in model.parameters()):
+        raise FloatingPointError("a gradient is not finite")
+
+
+@pytest.mark.parametrize("check", [if_finite, if_norm_is_small, fail_unless_finite])
+def test_checks_of_finite_numbers_pass(check: Callable[..., Any]) -> None:
+    expected = oomph.predict(training(always), gpu="h200").peak.allocated
+    assert oomph.predict(training(check), gpu="h200").peak.allocated == pytest.approx(expected, rel=0.05)
+
+
+def test_arguments_of_distributions_are_valid() -> None:
+    def program() -> None:
+        x = torch.randn(64, 10, device="cuda", requires_grad=True)
+        square = x[:10] @ x[:10].T
+        for one in (
+            distributions.Categorical(logits=x),
+            distributions.Categorical(probs=x.softmax(-1)),
+            distributions.OneHotCategorical(logits=x),
+            distributions.Bernoulli(x.sigmoid()),
+            distributions.Independent(distributions.Normal(x, x.exp()), 1),
+            distributions.Beta(x.exp(), x.exp()),
+            distributions.Dirichlet(x.exp()),
+            distributions.Poisson(x.exp()),
+            distributions.Uniform(x.detach() - 1, x.exp() + 1),
+            distributions.MultivariateNormal(x, torch.eye(10, device="cuda")),
+            distributions.MultivariateNormal(x[:10], square),
+            distributions.MultivariateNormal(x[:10], scale_tril=square.tril()),
+            distributions.TransformedDistribution(
+                distributions.Normal(x, x.exp()), [distributions.TanhTransform()]
+            ),
+        ):
+            one.log_prob(one.sample()).sum()
+        policy = distributions.Categorical(logits=x)
+        (policy.log_prob(policy.sample()).mean() + policy.entropy().mean()).backward()
+
+    oomph.predict(program)
+
+
+def test_boxes_are_valid_and_probabilities_add_up() -> None:
+    def program() -> None:
+        x = torch.randn(8, 100, 4, device="cuda").sigmoid()
+        center, size = x.split(2, -1)
+        boxes = torch.cat([center - size / 2, center + size / 2], -1)
+        assert (boxes[..., 2:] >= boxes[..., :2]).all()
+        probabilities = x.softmax(-1)
+        assert torch.allclose(probabilities.sum(-1), torch.ones(8, 100, device="cuda"))
+        assert ((probabilities.sum(-1) - 1).abs() < 1e-5).all()
+        assert torch.equal(x, x.clone())
+        assert x.min() >= 0
+        assert x.max() <= 1
+        assert 0 < x.cpu().numpy().max() <= 1
+
+    oomph.predict(program)
+
+
+def test_ids_are_followed_through_slices() -> None:
+    def program() -> None:
+        ids = torch.full((2, 8), 7, device="cuda")
+        for position in range(1, 8):
+            ids[:, position] = torch.randn(2, 50, device="cuda").argmax(-1)
+        assert ids[:, 0].tolist() == [7, 7]
+        assert (ids[:, 1:] >= 25).all()
+        assert not (ids == 2).any()
+        weights = torch.zeros(8, device="cuda")
+        weights[2:4] = 0.5
+        assert weights.sum() == 1
+        assert weights[2:6].tolist() == [0.5, 0.5, 0, 0]
+        assert weights.nonzero().flatten().tolist() == [2, 3]
+        weights[0] = torch.randn((), device="cuda")
+        assert weights.sum() > 0
+
+    oomph.predict(program)
+
+
+def test_generation_with_an_end_token_stops_at_its_length() -> None:
+    def program() -> None:
+        head = torch.randn(64, 100, device="cuda", requires_grad=True)
+        ids = torch.zeros(4, 1, dtype=torch.long, device="cuda")
+        unfinished = torch.ones(4, dtype=torch.long, device="cuda")
+        while unfinished.max() != 0:
+            new = (head[ids[:, -1] % 64] * 2).argmax(-1)
+            ids = torch.cat([ids, (new * unfinished)[:, None]], -1)
+            full = torch.full((4,), ids.shape[1] >= 20, device="cuda", dtype=torch.bool)
+            unfinished = unfinished & ~(torch.isin(ids[:, -1], torch.tensor([1, 2], device="cuda")) | full)
+        assert ids.shape == (4, 20)
+        head.sum().backward()
+
+    assert oomph.predict(program).assumptions == ()
+
+
+def endless_while() -> None:
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    while (x - x.T).norm() > 1e-6:
+        x = (x + x.T) / 2
+    x.sum().backward()
+
+
+def endless_break() -> None:
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    while True:
+        x = x * 0.99
+        if x.abs().max().item() < 1e-3:
+            break
+    x.sum().backward()
+
+
+@pytest.mark.parametrize("program", [endless_while, endless_break])
+def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program: Callable[[], None]) -> None:
+    (assumed,) = oomph.predict(program).assumptions
+    assert "loop" in assumed.text
+    assert assumed.site is not None
+    assert assumed.site.function == program.__name__
+
+
+def test_a_condition_that_is_asked_often_but_ends_no_loop_keeps_its_answer() -> None:
+    def program() -> None:
+        x = torch.randn(64, device="cuda", requires_grad=True)
+        for _ in range(300):
+            if x.sum() < 0:
+                raise ValueError("negative")
+        x.sum().backward()
+
+    assert oomph.predict(program).assumptions == ()
+
+
+def test_after_a_failure_the_last_condition_gets_the_other_answer() -> None:
+    def program() -> None:
+        x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+        if x.sum() > 0:
+            raise ValueError("positive")
+        x.sum().backward()
+
+    prediction = oomph.predict(program, gpu="h200")
+    (assumed,) = prediction.assumptions
+    assert "ValueError: positive" in assumed.text
+    assert prediction.peak.allocated >= 8 << 20
+    first_lines = lines_of(prediction)[:3]
+    assert any("ValueError: positive" in line and "test_unknown_values.py" in line for line in first_lines)
+    (in_json,) = prediction_to_json(prediction)["assumptions"]
+    assert in_json["line"] == assumed.site.line  # type: ignore[union-attr]
+
+
+def test_a_failure_with_both_answers_is_reported_after_the_guesses() -> None:
+    def program() -> None:
+        x = torch.randn(8, device="cuda")
+        if x.sum() > 0:
+            raise ValueError("first")
+        raise ValueError("second")
+
+    with pytest.raises(ProgramError, match="ValueError: first") as caught:
+        oomph.predict(program)
+    text = program_error_text(caught.value)
+    assert text.index("is taken as true") < text.index("Traceback")
+
+
+def test_a_failure_without_a_guess_is_not_tried_again() -> None:
+    texts = []
+
+    def program() -> None:
+        torch.randn(8, device="cuda")
+        raise ValueError("at once")
+
+    with pytest.raises(ProgramError, match="at once"):
+        oomph.predict(program, progress=lambda text, fraction: texts.append(text))
+    assert len(texts) == 1
+
+
+def test_a_skipped_backward_pass_or_update_is_said_with_the_verdict() -> None:
+    def no_backward(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        if loss > 10:
+            loss.backward()
+
+    def no_update(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        loss.backward()
+        if loss > 10:
+            optimizer.step()
+
+    for check, expected in ((no_backward, "no backward"), (no_update, "no optimizer")):
+        (assumed,) = oomph.predict(training(check)).assumptions
+        assert expected in assumed.text
+        assert assumed.site is not None
+        assert assumed.site.function.endswith(check.__name__)
+
+
+def lines_of(prediction: Prediction) -> list[str]:
+    return report_text(prediction, Console(width=400)).splitlines()
+
+
+# -- sizes ----------------------------------------------------------------------------------------------
+
+TOKENS, WIDTH, EXPERTS = 4096, 256, 8
+
+
+def mixture_of_experts() -> Callable[[], None]:
+    experts = nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        for _ in range(EXPERTS)
+    ).cuda()
+    router = nn.Linear(WIDTH, EXPERTS).cuda()
+
+    def step() -> None:
+        x = torch.randn(TOKENS, WIDTH, device="cuda")
+        weights, chosen = router(x).softmax(-1).topk(2)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(experts):
+            token, nth = torch.where(chosen == index)
+            out.index_add_(0, token, expert(x[token]) * weights[token, nth, None])
+        out.square().mean().backward()
+
+    return step
+
+
+def dense() -> Callable[[], None]:
+    """Twice as many tokens through one expert: the activations of a balanced router."""
+    experts = nn.ModuleList(
+        nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        for _ in range(EXPERTS)
+    ).cuda()
+
+    def step() -> None:
+        x = torch.randn(2 * TOKENS // EXPERTS, WIDTH, device="cuda")
+        sum(expert(x).square().mean() for expert in experts).backward()
+
+    return step
+
+
+def test_each_expert_gets_its_share_and_at_most_all_tokens() -> None:
+    prediction = oomph.predict(mixture_of_experts, gpu="h200")
+    experts = oomph.predict(dense, gpu="h200").peak.allocated
+    assert experts < prediction.peak.allocated < 1.25 * experts
+    interval = prediction.interval
+    assert interval is not None
+    assert interval.low.allocated <= prediction.peak.allocated < interval.high.allocated
+    assert interval.high.allocated < 1.5 * prediction.peak.allocated
+    assert oomph.predict(dense, gpu="h200").interval is None
+
+
+def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all() -> None:
+    def program(rows: int | None = None) -> None:
+        x = torch.randn(4096, 256, device="cuda", requires_grad=True)
+        w = torch.randn(256, 8192, device="cuda", requires_grad=True)
+        y = x * 2
+        chosen = y[y.sum(-1) > 0] if rows is None else y[torch.arange(4096, device="cuda") < rows]
+        (chosen @ w).square().sum().backward()
+
+    prediction = oomph.predict(program, gpu="h200")
+    assert prediction.interval is not None
+    found = prediction.interval.low, prediction.peak, prediction.interval.high
+    for peak, rows in zip(found, (1, 2048, 4096), strict=True):
+        known = oomph.predict(lambda rows=rows: program(rows), gpu="h200")
+        assert known.interval is None
+        assert peak.allocated == pytest.approx(known.peak.allocated, rel=2e-3)
+    in_json = prediction_to_json(prediction)["interval"]
+    assert in_json["high"]["allocated"] == found[2].allocated
+    between = oomph.predict(program, max=(found[1].reserved + found[2].reserved) // 2)
+    assert any("verdict depends on" in line for line in lines_of(between)[:4])
+
+
+def test_nms_keeps_half_of_the_boxes() -> None:
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.impl(
+        "nms",
+        lambda dets, scores, threshold: dets.new_empty(
+            torch.library.get_ctx().new_dynamic_size(), dtype=torch.long
+        ),
+        "Meta",
+    )
+
+    @torch.library.register_fake("torchvision::nms")
+    def _(dets: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
+        return dets.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.long)
+
+    def program() -> None:
+        boxes, scores = torch.rand(1000, 4, device="cuda"), torch.rand(1000, device="cuda")
+        assert torch.ops.torchvision.nms(boxes, scores, 0.5).shape == (500,)
+
+    prediction = oomph.predict(program)
+    assert any("nms" in note.text for note in prediction.notes)
+    assert prediction.interval is not None
