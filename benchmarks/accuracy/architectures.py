@@ -209,6 +209,7 @@ _WIDTHS = {
     "qk_head_dim": 32,
     "v_head_dim": 16,
 }
+_DEFAULTS = {"pad_token_id": 0, "decoder_start_token_id": 0, "vocab_size": VOCABULARY, "prediction_length": 8}
 _SHRUNK: dict[str, frozenset[str]] = {
     "small": frozenset({"depth", "vocabulary", "width"}),
     "full width": frozenset({"depth", "vocabulary"}),
@@ -227,8 +228,12 @@ def _shrink(config: Any, what: frozenset[str], tokens: dict[int, int] | None = N
     for key, value in values.items():
         if key in parts:
             new[key] = _shrink(value, what, tokens)
-        elif value is None and key in ("pad_token_id", "decoder_start_token_id"):
-            new[key] = 0
+        elif value is None and key in _DEFAULTS:
+            new[key] = _DEFAULTS[key]
+        elif isinstance(value, dict) and "mrope_section" in value and "width" in what:
+            new[key] = {**value, "mrope_section": [2, 3, 3]}  # half of the head size
+        elif "width" in what and key == "num_key_value_heads" and value == values.get("num_attention_heads"):
+            new[key] = min(value, 4)
         elif isinstance(value, bool) or value is None:
             continue
         elif isinstance(value, int):

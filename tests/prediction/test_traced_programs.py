@@ -253,6 +253,7 @@ def _tensor_of_gpu_numbers() -> None:
     assert torch.tensor([[x[0], 2.0]], device="cuda").shape == (1, 2)
     sizes = torch.tensor([[4, 6]], device="cuda")
     assert torch.tensor([sizes[0, 0], sizes[0, 1]]).tolist() == [4, 6]
+    assert sizes.new_tensor([7]).item() == 7
     x.sum().backward()
 
 

@@ -215,6 +215,14 @@ def _from_data(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str,
     return made if device is None else _to(tracer, torch.Tensor.to, (made, device), {})
 
 
+def _new_tensor(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """tensor.new_tensor(data): torch.tensor of the same dtype and on the same device."""
+    tensor, *data = args
+    options = {"dtype": tensor.dtype, "device": device_of(tracer, tensor)}
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    return _from_data(tracer, torch.tensor, data, options | given)
+
+
 def _with_numbers(data: Any) -> Any:
     """Nested lists with numbers in place of fake tensors, which torch would read element by element."""
     if isinstance(data, (list, tuple)):
@@ -297,6 +305,7 @@ _HANDLERS: dict[Any, Handler] = {
     flex_attention_hop: _flex_attention,
     torch.tensor: _from_data,
     torch.as_tensor: _from_data,
+    _T.new_tensor: _new_tensor,
     torch.asarray: _from_data,
     _T.is_cuda.__get__: _property(True, lambda tensor: False),  # type: ignore[attr-defined]
     _T.is_cpu.__get__: _property(False, lambda tensor: tensor.is_cpu),  # type: ignore[attr-defined]
