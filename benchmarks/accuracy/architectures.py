@@ -230,7 +230,7 @@ def _shrink(config: Any, what: frozenset[str], tokens: dict[int, int] | None = N
             new[key] = _shrink(value, what, tokens)
         elif value is None and key in _DEFAULTS:
             new[key] = _DEFAULTS[key]
-        elif isinstance(value, dict) and "mrope_section" in value and "width" in what:
+        elif isinstance(value, dict) and "rope_type" in value and "width" in what:
             new[key] = {**value, "mrope_section": [2, 3, 3]}  # half of the head size
         elif "width" in what and key == "num_key_value_heads" and value == values.get("num_attention_heads"):
             new[key] = min(value, 4)
