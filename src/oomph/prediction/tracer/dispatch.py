@@ -453,7 +453,7 @@ class DispatchMode(TorchDispatchMode):
             if func is aten._local_scalar_dense.default:
                 return self.tracer.estimates.scalar(args[0])
             if func in _EQUALITY:
-                return self.tracer.estimates.equality(*args[:2])
+                return self.tracer.estimates.equality(func, args, kwargs)
             if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
                 return self._copy_into_real(args[0], args[1])
             out = self._fake(func, args, kwargs)
