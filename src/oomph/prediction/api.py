@@ -143,7 +143,7 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
     settings = allocator_settings(tracer.allocator)
     run = functools.partial(replay, events, allocations, settings=settings)
     unlimited = run()
-    off_by = margin(unlimited.peak_reserved, allocations, card, torch.__version__)
+    off_by = margin(unlimited.peak_reserved, allocations, notes, card, torch.__version__)
     verdict, refused = _verdict(run, unlimited, limit, off_by)
     step_seconds, work = step_work(tracer.work.kernels, card)
     growth = _growth(unlimited, events, allocations)

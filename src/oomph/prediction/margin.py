@@ -6,16 +6,17 @@ predicted and measured `reserved` of every class of programs. A program of sever
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from oomph.gpus import GPU
-from oomph.records import Allocation
+from oomph.records import Allocation, Note
 from oomph.units import MiB
 
 MARGINS = {
     "plain": 0.01,
     "convolutions": 0.03,  # which algorithm cuDNN takes, and with it the workspace, is estimated
     "several streams": 0.02,  # when a block that two streams use is free again depends on the GPU's progress
+    "data-dependent shapes": 0.03,  # beside the interval, which holds for other values
     "GPU or torch never measured": 0.03,  # no residuals: kernels and the CUDA context are estimated
 }
 # One segment more or less, for requests of 1 to 10 MiB, is decided by the order of a few frees.
@@ -24,19 +25,25 @@ _MEASURED_CAPABILITIES = {(9, 0)}
 _MEASURED_TORCH = {"2.11", "2.12", "2.13"}  # measured with 2.11, predicted with each of these
 
 
-def margin(reserved: int, allocations: Sequence[Allocation], card: GPU, torch_version: str) -> int:
+def margin(
+    reserved: int, allocations: Sequence[Allocation], notes: Iterable[Note], card: GPU, torch_version: str
+) -> int:
     """Bytes by which the predicted `reserved` may be off, either way."""
-    share = max(MARGINS[name] for name in classes(allocations, card, torch_version))
+    share = max(MARGINS[name] for name in classes(allocations, notes, card, torch_version))
     return min(max(int(share * reserved), _SEGMENT), int(max(MARGINS.values()) * reserved))
 
 
-def classes(allocations: Sequence[Allocation], card: GPU, torch_version: str) -> Iterator[str]:
+def classes(
+    allocations: Sequence[Allocation], notes: Iterable[Note], card: GPU, torch_version: str
+) -> Iterator[str]:
     """The classes of programs that the traced one belongs to."""
     yield "plain"
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
         yield "convolutions"
     if any(one.stream for one in allocations):
         yield "several streams"
+    if any("depends on values" in note.text for note in notes):
+        yield "data-dependent shapes"
     version = ".".join(torch_version.split(".")[:2])
     if card.capability not in _MEASURED_CAPABILITIES or version not in _MEASURED_TORCH:
         yield "GPU or torch never measured"
