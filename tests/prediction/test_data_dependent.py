@@ -41,6 +41,24 @@ def test_the_prediction_is_what_was_measured(name: str) -> None:
     assert predicted == pytest.approx(measured, rel=1e-2 if name in DRAWN else 5e-4)
 
 
+def test_cumprod_takes_the_longer_way_back_where_an_element_is_zero() -> None:
+    """The measured input has a zero."""
+    interval = oomph.predict(KERNELS["cumprod"], gpu="h200").interval
+    assert interval is not None
+    measured = ROWS["cumprod"]["steps"][-1][0]
+    assert interval.low.allocated < measured
+    assert interval.high.allocated == pytest.approx(measured, rel=5e-4)
+
+    def program(zeros: bool) -> None:
+        x = torch.arange(0 if zeros else 1, 1024 * 64 + (0 if zeros else 1), device="cuda").float()
+        x = x.view(1024, 64).requires_grad_()
+        x.cumprod(-1).sum().backward()
+
+    with_zeros, without = (oomph.predict(lambda flag=flag: program(flag)) for flag in (True, False))
+    assert with_zeros.interval is without.interval is None
+    assert with_zeros.peak.allocated > without.peak.allocated
+
+
 def test_known_values_give_exact_sizes_without_a_note() -> None:
     def program() -> None:
         x = torch.randn(6, 4, device="cuda")

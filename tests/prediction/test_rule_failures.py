@@ -119,6 +119,7 @@ def composites() -> None:
     half.log_softmax(-1, dtype=torch.float32), F.one_hot(x.argmax(-1), 8)
     heads = torch.randn(2, 4, 16, 8, device="cuda")
     F.scaled_dot_product_attention(heads, heads, heads)
+    x.cumprod(0).sum().backward()
     sequence = torch.randn(4, 2, 8, device="cuda")
     packed = pack_padded_sequence(sequence, torch.tensor([4, 2]))
     for network in (nn.LSTM(8, 8), nn.GRU(8, 8), nn.RNN(8, 8), nn.RNN(8, 8, nonlinearity="relu")):

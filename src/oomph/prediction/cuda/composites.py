@@ -108,6 +108,29 @@ def _one_hot(context: RuleContext, call: BoundArguments) -> Any:
     return out
 
 
+@composite(aten.cumprod_backward.default)
+def _cumprod_backward(context: RuleContext, call: BoundArguments) -> Any:
+    """FunctionsManual.cpp: a short path where no element of the input is zero. Of the other, what is in
+    use at its peak; the fake tensors' own decomposition takes a third path, for tensor subclasses."""
+    grad, source, dim, output = call["grad"], call["input"], call["dim"], call["output"]
+    if source.numel() <= 1 or source.size(dim) == 1:
+        return grad
+    weighted, is_zero = output * grad, source == 0
+    if not context.has_zeros(source):
+        return _reversed_cumsum(weighted, dim).div(source)
+    gradient, zeros_before = torch.zeros_like(source), is_zero.cumsum(dim)
+    mask = zeros_before == 0
+    outside = ~mask  # C++ keeps it, and what it masks, to the end of the expression
+    masked = weighted.masked_fill(outside, 0.0)
+    return gradient.masked_scatter_(mask, _reversed_cumsum(masked, dim).div_(source).masked_select(mask))
+
+
+def _reversed_cumsum(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    flipped = tensor.flip(dim)
+    total = flipped.cumsum(dim)
+    return total.flip(dim)
+
+
 @composite(aten.scaled_dot_product_attention.default)
 def _attention(context: RuleContext, call: BoundArguments) -> Any:
     return attention_like_cuda(

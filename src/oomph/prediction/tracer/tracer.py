@@ -75,6 +75,7 @@ class Tracer:
             self.count_kernel,
             self.estimates.mark_one_hot,
             self.estimates.count_classes,
+            self.estimates.has_zeros,
             held=[],
         )
         self.optimizers = 0  # that the program made

@@ -580,6 +580,14 @@ class ValueEstimates:
             self._note(f"{op}: how many classes there are depends on values; {classes} are assumed")
         return classes
 
+    def has_zeros(self, tensor: torch.Tensor) -> bool:
+        """Whether an element is zero. Rule: of unknown numbers, only in the largest case."""
+        known = self._values.known(tensor)
+        if known is None:
+            self.sizes_assumed = True
+            return self._assumptions.sizes == "most"
+        return not bool(known.all())
+
     def data_dependent_result(
         self, fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
