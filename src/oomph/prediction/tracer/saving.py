@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from oomph.prediction.tracer.fake_cuda import Patches
-from oomph.torch_internals import FakeTensor
+from oomph.torch_internals import FakeTensor, storage_id
 
 _SAVED = b"tensors of a prediction, without data\n"
 _map_location: ContextVar[Any] = ContextVar("map_location", default=None)
@@ -36,8 +37,26 @@ _SAFETENSORS_DTYPES = {
 
 def install_saving(patches: Patches) -> None:
     """What a program saves, it can load again."""
+    _tell_storages_apart(patches)
     _save_without_data(patches)
     _save_safetensors_without_data(patches)
+
+
+def _tell_storages_apart(patches: Patches) -> None:
+    """Libraries find tensors that share memory by its address, which is 0 for all fake ones."""
+    address = torch.UntypedStorage.data_ptr
+
+    def data_ptr(storage: torch.UntypedStorage) -> int:
+        with contextlib.suppress(RuntimeError):  # some storages without data refuse the question
+            if found := address(storage):
+                return found
+        return storage_id(storage)
+
+    def of_tensor(tensor: FakeTensor) -> int:
+        return data_ptr(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+
+    patches.set(torch.UntypedStorage, "data_ptr", data_ptr)
+    patches.set(FakeTensor, "data_ptr", of_tensor)
 
 
 def _save_without_data(patches: Patches) -> None:
