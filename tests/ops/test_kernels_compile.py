@@ -24,6 +24,7 @@ from torch import Tensor
 import oomph
 from oomph.ops import common as launch
 from oomph.ops.common import Kernels
+from oomph.prediction import isolation
 
 pytest.importorskip("triton")
 
@@ -99,6 +100,7 @@ def recorded(call: Callable[[], Tensor], patch: pytest.MonkeyPatch) -> list[Laun
 
     with patch.context() as replaced:
         replaced.setattr(Kernels, "launch", record)
+        replaced.setattr(isolation, "_inside", True)  # no child process: launches are recorded here
         oomph.predict(program, gpu="h200")
     return list(found.values())
 
