@@ -147,6 +147,27 @@ print(f"{loss:.3f}", loss, torch.cuda.FloatTensor(2).fill_(1.0))
     assert set(tmp_path.iterdir()) - before == {tmp_path / "train.py"}
 
 
+def test_safetensors_are_read_back_and_tied_weights_found(predicted) -> None:
+    found = predicted(
+        MODEL
+        + """
+from safetensors.torch import load_file, save_model
+tied = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64)).cuda()
+tied[2].weight = tied[1].weight
+save_model(tied, "model.safetensors")
+assert len(load_file("model.safetensors")) == 5
+assert len({p.data_ptr() for p in tied.parameters()}) == 5
+torch.cuda.random.get_rng_state()
+with torch.inference_mode():
+    assert torch.softmax(model(torch.ones(4, 256).type(torch.cuda.FloatTensor)), -1).mean().item() == 1.0
+optimizer = torch.optim.SGD(model.parameters())
+model(torch.ones(4, 256).cuda()).sum().backward()
+optimizer.step()
+"""
+    )
+    assert found.peak.allocated > 0
+
+
 def test_repeated_passes_are_not_traced_again(predicted) -> None:
     source = (
         MODEL

@@ -3,7 +3,7 @@
 import torch
 from transformers import Adafactor, T5Config, T5ForConditionalGeneration
 
-config = T5Config(d_model=768, d_ff=2048, d_kv=64, num_layers=8, num_heads=12, feed_forward_proj="gated-gelu")
+config = T5Config(d_model=768, d_ff=2048, d_kv=64, num_layers=8, num_heads=12, decoder_start_token_id=0)
 model = T5ForConditionalGeneration(config).to("cuda")
 model.save_pretrained("t5")
 model = T5ForConditionalGeneration.from_pretrained("t5").to("cuda")

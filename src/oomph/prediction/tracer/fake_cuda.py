@@ -244,6 +244,9 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     ):
         for name, function in answers.items():
             patches.set(owner, name, function)
+            for module in (torch.cuda.memory, torch.cuda.random) if owner is torch.cuda else ():
+                if hasattr(module, name):
+                    patches.set(module, name, function)
     patches.set(torch.cuda.nvtx, "range", _NullContext)
     patches.set(torch, "device", _Device)
     patches.set(torch.version, "cuda", _CUDA_VERSION)

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import json
 import pickle
+import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -53,7 +54,7 @@ def _tell_storages_apart(patches: Patches) -> None:
         return storage_id(storage)
 
     def of_tensor(tensor: FakeTensor) -> int:
-        return data_ptr(tensor.untyped_storage()) + tensor.storage_offset() * tensor.element_size()
+        return data_ptr(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
     patches.set(torch.UntypedStorage, "data_ptr", data_ptr)
     patches.set(FakeTensor, "data_ptr", of_tensor)
@@ -114,11 +115,22 @@ def _tensor_without_data(
 
 
 def _save_safetensors_without_data(patches: Patches) -> None:
-    """Replaces the function's code: modules that imported it by name keep the function."""
+    """Replaces save_file's code: modules that imported it by name keep the function."""
     if importlib.util.find_spec("safetensors") is None:
         return
+    import safetensors
     from safetensors import torch as module
 
+    open_real = safetensors.safe_open
+
+    def open_written(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        """Its native code opens the path itself, where files that the program has written are not."""
+        with open(filename, "rb") as file:
+            return open_real(f"/dev/fd/{file.fileno()}", *args, **kwargs)
+
+    for user in [*sys.modules.values()]:
+        if getattr(user, "__dict__", {}).get("safe_open") is open_real:
+            patches.set(user, "safe_open", open_written)
     real: Any = module.save_file
     real.write = _write_safetensors
     patches.callback(functools.partial(setattr, real, "__code__", real.__code__))

@@ -58,6 +58,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         _deepcopy_without_data(patches)
         _hide_fake_tensor(patches)
         _format_scalars(patches)
+        _run_inference_mode_as_no_grad(patches)
         install_saving(patches)
         _make_generators_on_host(patches)
         _follow_resized_storages(patches, tracer)
@@ -142,6 +143,21 @@ def _deepcopy_without_data(patches: Patches) -> None:
         return copied
 
     patches.set(FakeTensor, "__deepcopy__", deepcopy)
+
+
+def _run_inference_mode_as_no_grad(patches: Patches) -> None:
+    """It allocates the same. In inference mode, composite ops reach the dispatch mode whole, and CUDA's
+    decompositions, which are registered at autograd's key, are passed over."""
+
+    def enter(context: Any) -> None:
+        context.before = torch.is_grad_enabled()
+        torch.set_grad_enabled(not context.mode)
+
+    def leave(context: Any, *error: Any) -> None:
+        torch.set_grad_enabled(context.before)
+
+    patches.set(torch.inference_mode, "__enter__", enter)
+    patches.set(torch.inference_mode, "__exit__", leave)
 
 
 def _format_scalars(patches: Patches) -> None:
