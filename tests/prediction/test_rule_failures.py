@@ -107,6 +107,7 @@ def results_of_kernels() -> None:
         torch.mm(half, half, out_dtype=torch.float32, out=out)
         torch.addmm(wide, half, half, out_dtype=torch.float32, out=out)
     halves, wides = half[None], wide[None]
+    F.grouped_mm(half, halves, offs=torch.tensor([8], device="cuda", dtype=torch.int32))
     for out in (None, wides):
         torch.bmm(halves, halves, out_dtype=torch.float32, out=out)
         torch.baddbmm(wides, halves, halves, out_dtype=torch.float32, out=out)

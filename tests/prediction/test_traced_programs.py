@@ -311,3 +311,25 @@ def _flex_attention() -> None:
 )
 def test_what_runs_on_a_gpu_is_traced(program: Callable[[], None]) -> None:
     assert oomph.predict(program).peak.allocated > 0
+
+
+def test_sparse_gradients_hold_the_rows_that_were_used() -> None:
+    def predicted(sparse: bool, optimizer: type[torch.optim.Optimizer]) -> oomph.Prediction:
+        def train() -> Callable[[], None]:
+            model = nn.Embedding(4096, 256, sparse=sparse).cuda()
+            updates = optimizer(list(model.parameters()), lr=0.1)
+            ids = torch.randint(0, 4096, (32,), device="cuda")
+
+            def step() -> None:
+                model(ids).sum().backward()
+                updates.step()
+                updates.zero_grad()
+
+            return step
+
+        return oomph.predict(train)
+
+    states = predicted(True, torch.optim.SparseAdam)
+    assert 12 * MiB < states.peak.allocated < 13 * MiB  # weights and two states of 4 MiB
+    assert predicted(True, torch.optim.SGD).peak.allocated < 5 * MiB
+    assert predicted(False, torch.optim.SGD).peak.allocated >= 8 * MiB

@@ -63,7 +63,11 @@ _ASSIGNS_BY_INDEX = aten_ops("""
     index_put.default index_put_.default _index_put_impl_.default _unsafe_index_put.default
 """)
 _TAKES_MASKS = aten_ops("index.Tensor _unsafe_index.Tensor") | _ASSIGNS_BY_INDEX
-_EQUALITY = aten_ops("equal.default allclose.default")
+_READS = aten_ops("_local_scalar_dense.default equal.default allclose.default")
+_MAKE_SPARSE = aten._sparse_coo_tensor_with_dims_and_tensors.default
+_SPARSE_VIEWS = aten_ops("_indices.default _values.default detach.default is_coalesced.default") | {
+    _MAKE_SPARSE
+}
 _INT64 = {"dtype": torch.int64}
 _FEW_TENSORS = 4  # an op on more of them goes through a list
 
@@ -139,22 +143,17 @@ class DispatchMode(TorchDispatchMode):
         if func._schema.name == KERNEL_OP:
             return self._count_kernel(*args)
         tensors = list(tensors_in(args, kwargs))
-        for tensor in tensors:
-            if tensor.layout is not torch.strided:
-                raise UserError(
-                    f"{tensor.layout} tensors cannot be traced yet; make them dense (sparse=False)"
-                )
+        layout = next((each.layout for each in tensors if each.layout is not torch.strided), None)
+        if layout is not None or func is _MAKE_SPARSE:
+            return self._run_sparse(func, args, kwargs, layout)
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
         if not gpu and tracer.call.place != "gpu" and not (not tensors and tracer.called_by_autograd()):
             return self._run_host_op(func, args, kwargs, tensors)
         if gpu and len(gpu) < len(tensors) and func not in _CROSS_DEVICE:
             self._check_devices(func, tensors)
-        if func is aten._local_scalar_dense.default:
+        if func in _READS:
             tracer.synchronize()
-            return tracer.estimates.scalar(args[0])
-        if func in _EQUALITY:
-            tracer.synchronize()
-            return tracer.estimates.equality(func, args, kwargs)
+            return self._read(func, args, kwargs)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             self._count_copy(func, args, kwargs, tensors)
             return self._copy_into_real(args[0], args[1])
@@ -165,6 +164,47 @@ class DispatchMode(TorchDispatchMode):
         if func in _TAKES_MASKS and any(map(_is_mask, args[1])):
             return self._run_with_masks(func, args, kwargs)
         return self._run_gpu_op(func, args, kwargs, tensors, gpu)
+
+    def _read(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What the host reads of tensors whose values may not be known."""
+        estimates, fallback = self.tracer.estimates, bool
+        rule: Any = partial(estimates.equality, func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            rule = partial(estimates.scalar, args[0])
+            fallback = torch.ones((), dtype=args[0].dtype).item  # type: ignore[assignment]
+        return self.tracer.guard.call("value", func, rule, fallback)
+
+    # -- sparse gradients -----------------------------------------------------------------------------
+
+    def _run_sparse(
+        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], layout: torch.layout | None
+    ) -> Any:
+        """The ops of embeddings with sparse gradients and of optimizers that take them.
+
+        A sparse tensor's memory is that of its indices and values. How many indices are distinct depends on
+        values: all are assumed to be.
+        """
+        if func in _SPARSE_VIEWS:
+            return self.tracer.fake_mode.__torch_dispatch__(func, (), args, kwargs)
+        if func is aten.add_.Tensor and args[0].layout is torch.strided:
+            return args[0]
+        if layout is not torch.sparse_coo or func not in (
+            aten._coalesce.default,
+            aten.clone.default,
+            aten.sparse_mask.default,
+        ):
+            raise UserError(
+                f"{op_name(func)} of {layout} tensors cannot be traced yet; make them dense (sparse=False)"
+            )
+        mask = args[-1] if func is aten.sparse_mask.default else args[0]
+        indices, values = (
+            self._fake(aten._indices.default, (mask,), {}),
+            self._fake(aten._values.default, (mask,), {}),
+        )
+        parts = [self._run(aten.clone.default, (part,), {}) for part in (indices, values)]
+        dims = mask.sparse_dim(), mask.dense_dim(), list(mask.shape)
+        options = {"layout": layout, "device": _CPU, "dtype": values.dtype, "is_coalesced": True}
+        return self._run_sparse(_MAKE_SPARSE, (*dims, *parts), options, layout)
 
     # -- masks ----------------------------------------------------------------------------------------
 
@@ -450,10 +490,8 @@ class DispatchMode(TorchDispatchMode):
     ) -> Any:
         """Fake, and not counted, where it is large or made of fake tensors; else real."""
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if func is aten._local_scalar_dense.default:
-                return self.tracer.estimates.scalar(args[0])
-            if func in _EQUALITY:
-                return self.tracer.estimates.equality(func, args, kwargs)
+            if func in _READS:
+                return self._read(func, args, kwargs)
             if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
                 return self._copy_into_real(args[0], args[1])
             out = self._fake(func, args, kwargs)

@@ -86,9 +86,14 @@ class AllocationRecorder:
             self.note(text, site)
 
     def is_on_gpu(self, tensor: torch.Tensor) -> bool:
-        return storage_id(tensor.untyped_storage()) in self._storages
+        try:
+            return storage_id(tensor.untyped_storage()) in self._storages
+        except NotImplementedError:  # a sparse tensor is where its values are
+            return self.is_on_gpu(tensor._values())
 
     def allocation_of(self, tensor: torch.Tensor) -> PendingAllocation | None:
+        if tensor.layout is torch.sparse_coo:
+            tensor = tensor._values()
         entry = self._storages.get(storage_id(tensor.untyped_storage()))
         return entry[0] if entry else None
 
