@@ -27,6 +27,7 @@ _INT_MAX = 2**31 - 1
 _WARP = 32
 _MIN_VALUES_PER_THREAD = 16
 _MAX_VALUES_PER_THREAD = 256
+_MAX_OUTPUT_VECTOR = 4
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def reduction_buffers(
         return _staging(loop, kernel, gpu)
     # Half precision is not accumulated in the result from one part to the next, but in a copy of its own.
     events = [loop.outputs * accumulator] if dtype in _HALF and out_dtype in (None, dtype) else []
-    for part in _parts(loop, out_element):
+    for part in _parts(loop, out_element, set()):
         buffers = _staging(part, kernel, gpu)
         events += [*buffers, *(-size for size in buffers)]
     return events
@@ -150,8 +151,13 @@ def _loop_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int] |
     return _Loop(sizes, in_strides, outs)
 
 
-def _parts(loop: _Loop, out_element: int) -> Iterator[_Loop]:
-    """Halve the widest dimension until each part's offsets fit 32 bits."""
+def _parts(loop: _Loop, out_element: int, seen: set[_Loop]) -> Iterator[_Loop]:
+    """Halve the widest dimension until each part's offsets fit 32 bits. Equal parts, of which a huge tensor
+    has thousands, come once: the buffers of the second are those that the first freed."""
+    loop = replace(loop, offset=loop.offset % _MAX_OUTPUT_VECTOR)  # all that a kernel's choice depends on
+    if loop in seen:
+        return
+    seen.add(loop)
     if loop.fits_32_bits(out_element):
         yield loop
         return
@@ -163,9 +169,8 @@ def _parts(loop: _Loop, out_element: int) -> Iterator[_Loop]:
     first = loop.sizes[widest] // 2
     for size, start in ((first, 0), (loop.sizes[widest] - first, first)):
         sizes = (*loop.sizes[:widest], size, *loop.sizes[widest + 1 :])
-        yield from _parts(
-            replace(loop, sizes=sizes, offset=loop.offset + start * loop.strides[widest]), out_element
-        )
+        half = replace(loop, sizes=sizes, offset=loop.offset + start * loop.strides[widest])
+        yield from _parts(half, out_element, seen)
 
 
 def _staging(loop: _Loop, kernel: _Kernel, gpu: GPU) -> list[int]:
@@ -214,7 +219,7 @@ def _staging(loop: _Loop, kernel: _Kernel, gpu: GPU) -> list[int]:
 
 def _output_vector(loop: _Loop) -> int:
     """How many neighbouring outputs a thread takes: 4, 2 or 1, as alignment allows."""
-    vector = 4
+    vector = _MAX_OUTPUT_VECTOR
     others = [stride for dim, stride in enumerate(loop.strides) if dim != loop.n_reduced]
     for number in (loop.offset, loop.sizes[loop.n_reduced], *others):
         while number % vector:
