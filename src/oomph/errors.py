@@ -1,6 +1,8 @@
 """The errors and warnings that users see. Each error carries the exit status of the command line."""
 
+import errno
 import os
+import sysconfig
 import traceback
 import warnings
 from enum import IntEnum
@@ -9,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 _OOMPH = str(Path(__file__).resolve().parent) + os.sep
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
+_HOST_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
 
 
 class ExitStatus(IntEnum):
@@ -65,19 +69,50 @@ class ProgramError(OomphError):
     def of(cls, error: BaseException) -> "ProgramError":
         """An exception of the program, with the innermost line that is the user's."""
         if isinstance(error, SystemExit):
-            text = f"the program ends the process (SystemExit: {_safe_text(error.code)})"
+            text = f"the program ends the process (SystemExit: {safe_text(error.code)})"
         else:
             # The text of a SyntaxError repeats the file and line.
-            text = _safe_text(error.msg if isinstance(error, SyntaxError) else error).strip()
+            text = safe_text(error.msg if isinstance(error, SyntaxError) else error).strip()
             name = type(error).__name__
             text = f"{name}: {text}" if text else name
         return cls(text, *user_line(error), program_traceback(error))
 
 
-def blamed_on_program(error: BaseException) -> bool:
-    """Whether an exception comes from the user's code, not from ours: its innermost frame beside torch's."""
+def blame(error: BaseException) -> OomphError | None:
+    """The error that the user sees where the program runs beside our code: what is no OomphError is the
+    machine's or the program's; None for a bug in oomph."""
+    if isinstance(error, OomphError):
+        return error
+    if is_out_of_host_memory(error):
+        return environment_error(error)
+    if isinstance(error, SystemExit) or _comes_from_program(error):
+        return ProgramError.of(error)
+    return environment_error(error)
+
+
+def environment_error(error: BaseException) -> UserError | None:
+    """What the machine refuses: a path, a full disk, memory. None for other exceptions."""
+    if is_out_of_host_memory(error):
+        return UserError("the host's memory is not enough; give smaller sizes")
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.ENOENT and error.filename is None:
+        return UserError("the current directory does not exist any more; change to another")
+    reason = error.strerror or safe_text(error)
+    return UserError(reason if error.filename is None else f"{reason}: {os.fsdecode(error.filename)!r}")
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Torch raises a RuntimeError with one of these texts."""
+    if isinstance(error, RuntimeError):
+        return any(text in safe_text(error) for text in _HOST_MEMORY)
+    return isinstance(error, MemoryError)
+
+
+def _comes_from_program(error: BaseException) -> bool:
+    """Whether the innermost frame, beside those of torch and of Python's own library, is not ours."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    own = [file for file in frames if not _is_torch(file)]
+    own = [file for file in frames if not _is_torch(file) and not _is_standard_library(file)]
     return bool(own) and not own[-1].startswith(_OOMPH)
 
 
@@ -86,7 +121,9 @@ def user_line(error: BaseException) -> tuple[str | None, int | None]:
     if isinstance(error, SyntaxError) and error.filename:
         return error.filename, error.lineno
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if not _is_internal(frame.filename)
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not _is_internal(frame.filename) and not _is_standard_library(frame.filename)
     ]
     return (frames[-1].filename, frames[-1].lineno) if frames else (None, None)
 
@@ -121,7 +158,12 @@ def _is_torch(file: str) -> bool:
     )
 
 
-def _safe_text(value: object) -> str:
+def _is_standard_library(file: str) -> bool:
+    return file.startswith(_STANDARD_LIBRARY) and "-packages" + os.sep not in file
+
+
+def safe_text(value: object) -> str:
+    """`str(value)`; the program's own `__str__` may fail."""
     try:
         return str(value)
     except Exception:

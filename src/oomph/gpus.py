@@ -279,7 +279,7 @@ def _spelled(key: str) -> list[GPU]:
 
 def _spelled_with_size(words: list[str]) -> list[GPU]:
     """A name followed by the nominal size that this card does have, as in "RTX 3090 24GB"."""
-    size = re.fullmatch(r"(\d+)g(?:i?b)?", words[-1]) if len(words) > 1 else None
+    size = re.fullmatch(r"(\d{1,4})g(?:i?b)?", words[-1]) if len(words) > 1 else None
     if size is None:
         return []
     nominal = int(size.group(1)) * GiB

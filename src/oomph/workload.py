@@ -45,6 +45,20 @@ def default_optimizer(params: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params)
 
 
+def check_loss(loss: Any) -> None:
+    """Raise where no training step can go backward from it."""
+    valid = "the loss function must return a tensor with one element"
+    if not isinstance(loss, torch.Tensor):
+        raise UserError(f"Workload loss returned {type(loss).__name__}; {valid}")
+    if loss.numel() != 1:
+        raise UserError(f"Workload loss returned a tensor of shape {list(loss.shape)}; {valid}")
+    if not loss.requires_grad:
+        raise UserError(
+            "Workload loss does not depend on any trainable parameter; "
+            "check for torch.no_grad(), .detach() or parameters that are all frozen"
+        )
+
+
 @dataclass(frozen=True)
 class Changed:
     """Builds a model, then changes it.
@@ -182,7 +196,19 @@ class Workload:
             model = model.to(self.dtype)  # type: ignore[arg-type]
         model = model.to(device)
         model.train()
-        return model, None if self.optimizer is None else self.optimizer(model.parameters())
+        return model, self.make_optimizer(model)
+
+    def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:
+        """The optimizer of the model's parameters; None without one."""
+        if self.optimizer is None:
+            return None
+        made = self.optimizer(model.parameters())
+        if not hasattr(made, "step") or not hasattr(made, "zero_grad"):
+            kind = type(made).__name__
+            raise UserError(
+                f"Workload optimizer(params) returned {kind}; it must return a torch.optim.Optimizer"
+            )
+        return made
 
     def autocast_context(self, device: torch.device | str) -> contextlib.AbstractContextManager[Any]:
         """The autocast region of a forward pass; nothing without autocast."""
@@ -198,6 +224,7 @@ class Workload:
         for part, factor in self.passes(batch):
             with self.autocast_context(device):
                 loss = self.loss(model, part)
+            check_loss(loss)
             scaled = self.scaled(loss, factor)
             scaled.backward()
             total = total + scaled.detach()

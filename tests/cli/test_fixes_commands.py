@@ -121,13 +121,6 @@ def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path
     assert "holds no list of fixes" in capsys.readouterr().err
 
 
-def test_an_empty_file_of_fixes_is_a_mistake(program, tmp_path, capsys):
-    (tmp_path / "empty.json").write_text("[]")
-    for command in (["verify"], ["predict", "--fix"]):
-        assert run([command[0], f"{program}:work", *command[1:], str(tmp_path / "empty.json")]) == 2
-        assert "holds an empty list; give at least one fix" in capsys.readouterr().err
-
-
 def test_verify_says_that_it_holds(program, capsys):
     assert run(["verify", f"{program}:work", "activation_checkpointing", "--sizes", "B=3"]) == 0
     out = capsys.readouterr().out
@@ -135,42 +128,3 @@ def test_verify_says_that_it_holds(program, capsys):
     use = "activation_checkpointing:keep=products"
     assert run(["verify", f"{program}:work", use, "--sizes", "B=3", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["holds"] is True
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["fixes", "{}:work", "--allow", "speed"],
-            "--allow 'speed' is not a kind of fix; valid: exact, precision",
-        ),
-        (
-            ["fixes", "{}:work", "--only", "recompte"],
-            "there is no fix 'recompte'; did you mean 'activation_checkpointing'?",
-        ),
-        (["fixes", "{}:absent", "--only", "recompte"], "there is no fix 'recompte'"),
-        (
-            ["fixes", "{}:work", "--only", "gradient_checkpointing"],
-            "there is no fix 'gradient_checkpointing'; here that is 'activation_checkpointing'",
-        ),
-        (
-            ["verify", "{}:absent", "liger"],
-            "there is no fix 'liger'; here that is 'fused_linear_cross_entropy'",
-        ),
-        (["predict", "{}:work", "--fix", "FSDP"], "there is no fix 'FSDP'; here that is 'fsdp2'"),
-        (["fixes", "{}:step"], "need a Workload, or a function that returns one"),
-        (["verify", "{}:work"], "verify needs a fix"),
-        (
-            ["verify", "{}:work", "activation_checkpointing", "--sizes", "B"],
-            "--sizes 'B' is not valid; give NAME=NUMBER",
-        ),
-        (["verify", "{}:work", "activation_checkpointing:keep"], "'keep' is not option=value"),
-        (["predict", "{}:work", "--fix", "no.json"], "file 'no.json' cannot be read: No such file"),
-    ],
-)
-def test_mistakes_are_one_line_and_status_2(program, arguments, message, capsys):
-    assert run([word.format(program) for word in arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("oomph: ")
-    assert error.count("\n") == 1
-    assert message in error

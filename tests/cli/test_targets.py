@@ -10,21 +10,12 @@ import pytest
 
 from oomph.cli.main import run
 from oomph.cli.targets import open_target
-from oomph.errors import ProgramError, UserError
 from oomph.workload import Workload
 
 WORKLOAD = """
 from oomph.workload import Workload
 workload = Workload(model=lambda: None, batch=lambda device: {})
 """
-
-
-def _refusal(target: str) -> str:
-    with pytest.raises(UserError) as caught, open_target(target):
-        pass
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
 
 
 def test_a_workload_in_a_file_is_found(program):
@@ -74,85 +65,10 @@ def test_the_file_is_imported_rather_than_run_as_a_script(program):
         pass
 
 
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        ("train", "'train' has no colon; give file.py:name or package.module:name"),
-        ("train.py", "'train.py' is a whole script"),
-        (":name", "':name' is not valid; give file.py:name"),
-        ("train.py:a b", "'train.py:a b' is not valid"),
-        ("train.py:3", "'train.py:3' is not valid"),
-        ("trian.py:workload", "file 'trian.py' does not exist (did you mean 'train.py'?); give file.py:name"),
-        ("./folder.py:x", "file './folder.py' is a directory"),
-        ("./a.txt:x", "file './a.txt' is not a Python file"),
-        ("nothing_of_test:x", "module 'nothing_of_test' was not found; give"),
-        ("json.nothing:x", "module 'json.nothing' was not found; give"),
-        ("nopkg_.a.b:x", "module 'nopkg_.a.b' was not found (there is no 'nopkg_'); give"),
-        ("a-b:x", "module 'a-b' is not a valid module name; give"),
-        ("train.py:worklod", "train.py has no 'worklod'; did you mean 'workload'?"),
-        ("train.py:zzz", "train.py has no 'zzz'; it defines workload, make"),
-        ("empty.py:zzz", "empty.py has no 'zzz'; it defines nothing that could be a target"),
-    ],
-)
-def test_a_target_that_is_not_there_is_one_line_with_what_is_valid(program, tmp_path, target, message):
-    program(WORKLOAD + "import os\nclass Model: ...\ndef make(): ...\n")
-    program("", "empty.py")
-    program("hello", "a.txt")
-    (tmp_path / "folder.py").mkdir()
-    assert message in _refusal(target)
-
-
-@pytest.mark.parametrize(
-    ("source", "given"),
-    [
-        ("x = {}", "a value of type dict"),
-        ("class x: ...", "the class x"),
-        ("import torch\nx = torch.nn.Linear(1, 1)", "a model (Linear)"),
-        ("def x(batch, *, size): ...", "a function that needs arguments (batch, size)"),
-    ],
-)
-def test_an_object_of_the_wrong_kind_is_named_for_what_it_is(program, source, given):
-    program(source + "\n")
-    assert _refusal("train.py:x") == (
-        f"target 'train.py:x' is {given}; give a Workload, or a function of no arguments that returns one"
-    )
-
-
-@pytest.mark.parametrize(
-    ("source", "message", "line"),
-    [
-        ("\n1 / 0\n", "ZeroDivisionError: division by zero", 2),
-        ("import missing_of_test\n", "ModuleNotFoundError: No module named 'missing_of_test'", 1),
-        ("x = (\n", "SyntaxError: '(' was never closed", 1),
-    ],
-)
-@pytest.mark.parametrize("target", ["broken_of_test.py:x", "broken_of_test:x"])
-def test_an_error_inside_the_import_is_the_programs_own(program, target, source, message, line):
-    file = program(source, "broken_of_test.py")
-    with pytest.raises(ProgramError) as caught, open_target(target):
-        pass
-    assert (str(caught.value), caught.value.file, caught.value.line) == (message, str(file), line)
-    assert caught.value.__cause__ is not None
-    assert "broken_of_test" not in sys.modules
-
-
-def test_an_exit_during_the_import_is_the_programs_own(program):
-    program("import sys\nsys.exit(0)\n")
-    with pytest.raises(ProgramError) as caught, open_target("train.py:x"):
-        pass
-    assert str(caught.value) == "train.py ends the process while it is imported (SystemExit: 0)"
-    assert caught.value.line == 2
-
-
 def test_a_config_that_is_loaded_by_the_program_keeps_its_problems(program, capsys):
     program("import oomph.training.config as c\n\nc.load_dict({'system': 'pythia', 'epoch': 3}, 'mine')\n")
     (line,) = _error(capsys, "predict", "train.py:x")
     assert line.startswith("oomph: train.py:3: mine: epoch is not a key; did you mean 'training.epochs'?")
-
-
-def test_a_workload_that_refuses_its_arguments_says_where_it_is_made(program):
-    program("\nfrom oomph.workload import Workload\nw = Workload(model=3, batch=lambda device: {})\n")
-    assert _refusal("train.py:w").startswith("train.py:3: Workload model is of type int, not a function;")
 
 
 def test_a_file_that_chooses_its_device_when_imported_chooses_the_gpu(tmp_path: Path) -> None:
@@ -244,25 +160,6 @@ def test_fixes_and_verify_take_a_config_and_overrides(capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "config 'x.yaml' does not exist; give a .yaml file, e.g. in configs/"),
-        ("", "config 'x.yaml' is empty; it needs at least: system: pythia"),
-        ("[1]", "config 'x.yaml' holds a list; it should be a mapping, like `system: pythia`"),
-        ("a: 1\nb: [", "config 'x.yaml', line 2 is not valid YAML: expected the node content"),
-        ("system: mamba", "x.yaml: system = 'mamba' is not valid; Choose from hatchling, pythia, longctx"),
-        ("system: pythia\nepoch: 3", "x.yaml: epoch is not a key; did you mean 'training.epochs'?"),
-    ],
-)
-def test_a_wrong_config_is_one_line(program, capsys, text, message):
-    program("")
-    if text is not None:
-        program(text, "x.yaml")
-    (line,) = _error(capsys, "predict", "x.yaml")
-    assert line.startswith(f"oomph: {message}")
-
-
 def test_several_problems_are_a_line_each(program, capsys):
     program("system: pythia\nmodel: {hiden_size: 3}\ntraining: {steps: many}\n", "x.yaml")
     assert _error(capsys, "predict", "x.yaml", "clip=0") == [
@@ -271,23 +168,6 @@ def test_several_problems_are_a_line_each(program, capsys):
         "  training.steps = 'many' is not valid; it should be a valid integer",
         "  clip (which is training.clip) = 0 is not valid; it should be greater than 0",
     ]
-
-
-def test_a_word_that_is_no_override_is_one_line(capsys):
-    assert _error(capsys, "predict", TINY, "nsa") == [
-        "oomph: 'nsa' is not an override; give key=value, --key value, or --flag"
-    ]
-
-
-@pytest.mark.parametrize("command", ["predict", "fixes", "verify"])
-def test_a_program_takes_no_overrides(program, capsys, command):
-    program("def step(): ...\n")
-    words = ["activation_checkpointing"] if command == "verify" else []
-    (line,) = _error(capsys, command, "train.py:step", *words, "a.b=1")
-    assert line == (
-        "oomph: target 'train.py:step' is a program, and 'a.b=1' is not a size of its Workload, such as B=4: "
-        "change the program, or give a .yaml file, whose keys can be overridden"
-    )
 
 
 SIZED = """
@@ -305,19 +185,3 @@ def test_sizes_of_a_workload_can_be_given(program, fake_predict, capsys, name):
     program(SIZED)
     assert run(["predict", f"train.py:{name}", "B=3", "--json"]) == 0
     assert fake_predict.arguments(capsys.readouterr().out)["sizes"] == {"B": 3, "T": 64}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["w", "C=3"], "the Workload has no size 'C'; its sizes are B=8, T=64"),
-        (["unsized", "B=3"], "the Workload has no size 'B'; its sizes are none; name them, as Workload("),
-        (["step", "B=3"], "target 'train.py:step' returned a function; fixes and sizes need a Workload"),
-        (["w", "B=0"], "target 'train.py:w' is a program, and 'B=0' is not a size of its Workload"),
-    ],
-)
-def test_sizes_that_a_program_does_not_have_are_refused(program, capsys, words, message):
-    program(SIZED)
-    name, *sizes = words
-    (line,) = _error(capsys, "predict", f"train.py:{name}", *sizes)
-    assert line.startswith(f"oomph: {message}")

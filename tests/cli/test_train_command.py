@@ -53,34 +53,6 @@ def test_the_reports_own_flags_have_their_place(
     assert asked == ["cuda"]
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["batchsize=3"], "batch_size"),
-        (["--batch_sise", "3"], "batch_size"),
-        (["data.batch_size=none_of_it"], "data.batch_size"),
-        (["stray"], "'stray' is not an override"),
-        (["steps="], "override 'steps=' has no value; write steps=null for none"),
-        (["--device", "gpu"], "training.device='gpu' is not a device"),
-        (["--resume"], "runs/small holds no run to resume"),
-        (["--fixes", "optimizer_8bit"], "single fixes are given as fixes=[name, ...]"),
-        (["--export", "small.yaml"], "exists already"),
-        (["--export", "no/w.safetensors"], "folder 'no' does not exist"),
-        (["--dataset", "nowhere.txt"], "nowhere.txt"),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(
-    config: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: str
-) -> None:
-    assert run(["train", "small.yaml", *words]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("oomph: ")
-    assert err.count("\n") == 1
-    assert named in err
-    assert not Path("runs").exists() or "nowhere" in named
-
-
 # ---------------------------------------------------------------------------------------- fixes
 
 
@@ -91,29 +63,6 @@ def test_recorded_fixes_are_applied_and_are_part_of_the_run(config: Path, tmp_pa
     assert state["optimizer"]["state"][0]["exp_avg"].dtype == torch.uint8
     assert run(["train", "small.yaml", "--resume"]) == 2
     assert run(["train", "small.yaml", "--resume", "--fixes", "fixes.json"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("content", "words", "named"),
-    [
-        ('[{"fix": "recompte"}]', [], "recompte"),
-        ("{", [], "is not JSON"),
-        ('[{"fix": "optimizer_in_backward"}]', ["clip=1.0"], "training.clip"),
-    ],
-)
-def test_recorded_fixes_are_checked_like_those_of_a_config(
-    config: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    content: str,
-    words: list[str],
-    named: str,
-) -> None:
-    (tmp_path / "fixes.json").write_text(content)
-    assert run(["train", "small.yaml", *words, "--fixes", "fixes.json"]) == 2
-    err = capsys.readouterr().err
-    assert named in err
-    assert err.count("\n") == 1
 
 
 # ---------------------------------------------------------------------------------------- export

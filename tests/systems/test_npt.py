@@ -296,6 +296,8 @@ def test_fixes_applied_from_outside_give_the_same_gradients(fix):
 
 
 def test_weights_are_read_from_a_local_folder(tmp_path):
+    from safetensors.torch import save_file
+
     base = load_base("llama-tiny", None, torch.float32)
     base.save_pretrained(tmp_path)
     config = replace(TINY, weights=str(tmp_path))
@@ -307,6 +309,12 @@ def test_weights_are_read_from_a_local_folder(tmp_path):
     assert [each.shape for each in shape.parameters()] == [each.shape for each in model.parameters()]
     with pytest.raises(UserError, match="weights='nowhere' is not a folder"):
         replace(TINY, weights="nowhere").build()
+    save_file({"other": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"have no \S+ and \d+ others"):  # not random ones instead
+        config.build()
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="cannot be loaded"):
+        config.build()
 
 
 def test_layers_are_chosen_by_half_number_or_index():

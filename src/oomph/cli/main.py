@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from importlib import metadata
 from typing import Annotated, Any
 
 import typer
 
-from oomph.cli.output import flush_streams
-from oomph.errors import DeprecatedName, ExitStatus, OomphError, ProgramError, UserError, warn_deprecated
+from oomph.cli.output import flush_streams, open_missing_streams
+from oomph.errors import (
+    DeprecatedName,
+    ExitStatus,
+    OomphError,
+    ProgramError,
+    UserError,
+    environment_error,
+    warn_deprecated,
+)
 
 # Some versions of typer contain a copy of click, others use the installed one; the base of typer's public
 # BadParameter is the right class in both.
@@ -25,6 +35,7 @@ _OVERRIDES = typer.Argument(
     help="For a config: override a key, e.g. data.batch_size=4 or --batch_size 4. "
     "For a Workload: override a size, e.g. B=4.",
 )
+_OVERLONG = re.compile(r"\S{250,}")  # a name or number that an error quotes
 _TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a key of a config
 
 app = typer.Typer(
@@ -238,7 +249,7 @@ def diverge(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")],
     measured: Annotated[str, typer.Argument(metavar="LOG", help="An op log written on a GPU.")],
     gpu: Annotated[str, typer.Option(metavar="NAME", help="The GPU that the log was written on.")] = "h200",
-    limit: Annotated[int, typer.Option(help="How many differences to print.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, help="How many differences to print.")] = 20,
 ) -> int:
     """For developers: where a prediction differs from the op log of a GPU run."""
     from oomph.cli.diverge import run_diverge
@@ -248,27 +259,42 @@ def diverge(
 
 def main() -> None:
     """The console script, and `python -m oomph`."""
+    open_missing_streams()
     status = run(sys.argv[1:])
     flush_streams()
     sys.exit(status)
+
+
+@cache
+def _command() -> Any:
+    return typer.main.get_command(app)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; errors are printed to stderr. Returns the exit status."""
     try:
         with _deprecations_on_stderr():
-            status = app(list(arguments) or ["--help"], prog_name="oomph", standalone_mode=False)
-            return int(status or 0)
-    except (typer.Abort, KeyboardInterrupt):
-        print("oomph: interrupted", file=sys.stderr)
+            # Not `app()`, which handles Ctrl-C, closed pipes and the end of the input in its own way.
+            command = _command()
+            with command.make_context("oomph", list(arguments) or ["--help"]) as context:
+                return int(command.invoke(context) or 0)
+    except typer.Exit as end:
+        return end.exit_code
+    except KeyboardInterrupt:
+        _print_error("interrupted")
         return ExitStatus.INTERRUPTED
+    except BrokenPipeError:  # of `oomph --help | head`
+        return ExitStatus.FITS
     except _UsageError as error:
         _print_error(f"{_one_line(error.format_message())}; {_advice(error)}")  # type: ignore[attr-defined]
         return ExitStatus.USER_ERROR
     except ProgramError as error:
         from oomph.cli.targets import program_error_text
 
-        print(program_error_text(error), file=sys.stderr)
+        trace, line = program_error_text(error)
+        with suppress(OSError):
+            sys.stderr.write(trace)
+        _print_error(line)
         return error.exit_status
     except OomphError as error:
         # A config has one line per problem; all other messages are one line.
@@ -276,9 +302,12 @@ def run(arguments: Sequence[str]) -> int:
         message = str(error) if len(problems) > 1 else _one_line(str(error))
         _print_error(message + _nearest_option(arguments, problems))
         return error.exit_status
-    except Exception:
+    except Exception as error:
+        if refused := environment_error(error):
+            _print_error(_one_line(str(refused)))
+            return refused.exit_status
         traceback.print_exc()
-        print("oomph: this is a bug in oomph, not in your program", file=sys.stderr)
+        _print_error("this is a bug in oomph, not in your program")
         return ExitStatus.BUG
 
 
@@ -300,12 +329,15 @@ def _deprecations_on_stderr() -> Iterator[None]:
 
 
 def _print_error(message: str) -> None:
+    """Escape sequences of a file or name that is quoted do not reach the terminal."""
+    shown = "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in message)
     with suppress(OSError):  # a closed terminal does not change the exit status
-        print(f"oomph: {message}", file=sys.stderr)
+        print(f"oomph: {shown}", file=sys.stderr)
 
 
 def _one_line(message: str) -> str:
-    return " ".join(message.split()).rstrip(".")
+    line = " ".join(message.split()).rstrip(".")
+    return _OVERLONG.sub(lambda word: f"{word[0][:100]}...{word[0][-20:]}", line)
 
 
 def _nearest_option(arguments: Sequence[str], problems: Sequence[str]) -> str:
@@ -313,7 +345,7 @@ def _nearest_option(arguments: Sequence[str], problems: Sequence[str]) -> str:
     unknown = [problem.split()[0] for problem in problems if " is not a key; " in problem]
     if not unknown:
         return ""
-    command = typer.main.get_command(app).commands[arguments[0]]  # type: ignore[attr-defined]
+    command = _command().commands[arguments[0]]
     options = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
     for word in arguments[1:]:
         name = word.partition("=")[0]

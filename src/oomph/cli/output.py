@@ -12,6 +12,8 @@ from typing import TextIO
 
 from rich.console import Console
 
+from oomph.errors import UserError
+
 # What is being done, and the fraction done, or None if that is unknown.
 ProgressReport = Callable[[str, float | None], None]
 
@@ -26,14 +28,23 @@ def write_stdout(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         _redirect_to_devnull(sys.stdout)
+        if not isinstance(error, BrokenPipeError):
+            raise UserError(f"stdout cannot be written: {error.strerror}") from error
+
+
+def open_missing_streams() -> None:
+    """Streams that were closed when the process began (`oomph ... >&-`) are None in Python."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def flush_streams() -> None:
     """At the end of the process: a closed pipe or terminal does not change the exit status."""
     for stream in (sys.stdout, sys.stderr):
-        if stream is None or stream.closed:  # before the process began, or by the program
+        if stream.closed:  # by the program
             continue
         try:
             stream.flush()

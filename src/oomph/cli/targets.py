@@ -52,8 +52,8 @@ def check_target(target: str, overrides: Sequence[str] = ()) -> None:
 def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload | Callable[[], Any]]:
     """The object that `target` names, or the Workload of a config with its overrides.
 
-    sys.path is extended as Python would extend it for the program until the block ends, because models are
-    often built, and modules imported, only while the step is traced; then it is restored.
+    sys.path and sys.argv are as Python would have them for the program until the block ends, because models
+    are often built, and modules imported, only while the step is traced; then they are restored.
     """
     check_target(target, overrides)
     if is_config(target):
@@ -62,13 +62,14 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
         yield predicted_workload(_load_config(target, overrides))
         return
     source, name = split_target(target)
-    path, modules = list(sys.path), set(sys.modules)
+    path, modules, arguments = list(sys.path), set(sys.modules), sys.argv
+    sys.argv = [source]
     try:
         found = _check_object(_attribute(_import(source), name, source), target)
         sizes = _sizes(overrides, target)
         yield _with_sizes(workload_of(found, target), sizes) if sizes else found
     finally:
-        sys.path[:] = path
+        sys.path[:], sys.argv = path, arguments
         if _is_file(source):
             # Only the file's own entry is removed; the modules it imported belong to the process.
             for taken in _module_names(source):
@@ -126,7 +127,7 @@ def _sizes(words: Sequence[str], target: str) -> dict[str, int]:
     """`B=4 T=512` after a program: sizes of its Workload."""
     sizes = {}
     for word in words:
-        match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d*)", word)
+        match = re.fullmatch(r"([A-Za-z_]\w*)=([1-9]\d{0,17})", word)
         if match is None:
             raise UserError(
                 f"target {target!r} is a program, and {word!r} is not a size of its Workload, such as B=4: "
@@ -212,9 +213,11 @@ def _is_file(source: str) -> bool:
 
 
 def check_python_file(source: str) -> None:
-    path = Path(source).resolve()
+    path = Path(source).absolute()
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
+        if path.is_symlink():
+            what = "is a symbolic link to nothing"
         raise UserError(f"file {source!r} {what}{_nearest_file(path)}; {VALID}")
     if path.suffix != ".py":
         raise UserError(f"file {source!r} is not a Python file; {VALID}")
@@ -262,7 +265,7 @@ def _module_names(source: str) -> tuple[str, str]:
 
 def _nearest_file(path: Path) -> str:
     folder = path.parent
-    names = [one.name for one in folder.glob("*.py")] if folder.is_dir() else []
+    names = [one.name for one in folder.glob("*.py") if one.is_file()] if folder.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -307,18 +310,14 @@ def _as_program_error(source: str) -> Iterator[None]:
         raise ProgramError.of(error) from error
 
 
-def program_error_text(error: ProgramError) -> str:
-    """Guesses that it branched on, the program's own traceback, then one line: where, and the message."""
+def program_error_text(error: ProgramError) -> tuple[str, str]:
+    """Guesses that it branched on and the program's own traceback; and one line: where, and the message."""
+    trace = error.traceback
     if error.assumed:
-        assumed = "\n  ".join(error.assumed)
-        return f"assumed before the failure:\n  {assumed}\n{_program_error_text(error)}"
-    return _program_error_text(error)
-
-
-def _program_error_text(error: ProgramError) -> str:
+        trace = "\n  ".join(["assumed before the failure:", *error.assumed]) + f"\n{trace}"
     message = str(error).strip().split("\n")[0]  # the traceback has the rest
     file, line = error.file, error.line
     if file is None or f"{Path(file).name}:{line}" in message:  # the message says where
-        return f"{error.traceback}oomph: the program failed: {message}"
+        return trace, f"the program failed: {message}"
     where = f"{short_path(file)}:{line}" if line else short_path(file)
-    return f"{error.traceback}oomph: the program failed at {where}: {message}"
+    return trace, f"the program failed at {where}: {message}"

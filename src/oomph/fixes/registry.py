@@ -360,7 +360,11 @@ def uses_of(fixes: Fixes) -> list[FixUse]:
 
 def _uses_of_one(one: Any) -> list[FixUse]:
     if isinstance(one, str) and one.endswith(".json"):
-        return [use for row in _rows_of_file(one) for use in _uses_of_one(row)]
+        return [use for row in _rows_of_file(one) for use in _uses_of_row(row)]
+    return _uses_of_row(one)
+
+
+def _uses_of_row(one: Any) -> list[FixUse]:
     if isinstance(one, str):
         use = _parse(one)
     elif isinstance(one, Proposal):
@@ -368,7 +372,10 @@ def _uses_of_one(one: Any) -> list[FixUse]:
     elif isinstance(one, FixUse):
         use = one
     elif isinstance(one, Mapping) and isinstance(one.get("fix"), str) and "option" not in one:
-        use = FixUse(one["fix"], dict(one.get("options") or {}))  # a row of `oomph fixes --json` has more
+        options = one.get("options") or {}  # a row of `oomph fixes --json` has more
+        if not isinstance(options, Mapping):
+            raise UserError(f"fix {one['fix']!r}: options={options!r} is not a mapping of names to values")
+        use = FixUse(one["fix"], dict(options))
     else:
         raise UserError(f"a fix is given as {one!r}; {VALID_FIX}, or {{'fix': name, 'options': {{...}}}}")
     fix = find(use.fix)
@@ -386,7 +393,7 @@ def _parse(text: str) -> FixUse:
             raise UserError(f"fix {text!r}: {pair!r} is not option=value; {VALID_FIX}")
         try:
             options[key.strip()] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             options[key.strip()] = value.strip()  # a word without quotes
     return FixUse(name, options)
 
@@ -407,7 +414,7 @@ def _rows_of_file(file: str) -> list[Any]:
         content = json.loads(Path(file).read_text())
     except OSError as error:
         raise UserError(f"file {file!r} cannot be read: {error.strerror or error}") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"file {file!r} is not JSON: {error}") from None
     rows = content.get("fixes") if isinstance(content, dict) else content
     if rows == []:

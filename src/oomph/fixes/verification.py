@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oomph.errors import OomphError, ProgramError, UserError, blamed_on_program
+from oomph.errors import ProgramError, UserError, blame
 from oomph.fixes.application import apply
 from oomph.fixes.registry import Fixes, find, uses_of
 from oomph.prediction import built
@@ -56,27 +56,18 @@ def _verify(fixes: Fixes, workload: Workload, sizes: dict[str, int] | None, tole
     kind: FixKind = "training" if "training" in kinds else "precision" if "precision" in kinds else "exact"
     if kind == "exact":
         workload = widened(workload)
-    before = _run_program(workload)
+    try:
+        before = run(workload)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # without a fix: not ours
+        raise blame(error) or ProgramError.of(error) from error
     if not all(loss.isfinite() for loss in before.losses):
         raise UserError(
             "the workload's own loss is not finite, without any fix, so there is nothing to compare with"
         )
-    found = differences(before, _run_program(apply(uses, workload)), comparable=kind != "training")
+    found = differences(before, run(apply(uses, workload)), comparable=kind != "training")
     return Verification(tuple(use.fix for use in uses), kind, found, tolerance if kind == "exact" else None)
-
-
-def _run_program(workload: Workload) -> Run:
-    """`run`; what the user's model, batch, loss or optimizer raises is the program's error."""
-    try:
-        return run(workload)
-    except (OomphError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            raise UserError("the step does not fit in host memory; give smaller sizes") from error
-        if isinstance(error, SystemExit) or blamed_on_program(error):
-            raise ProgramError.of(error) from error
-        raise
 
 
 def widened(workload: Workload) -> Workload:
@@ -113,7 +104,7 @@ def run(workload: Workload, steps: int = STEPS) -> Run:
         if workload.dtype is not None:
             model = model.to(workload.dtype)  # type: ignore[arg-type]
         model.train()
-        optimizer = workload.optimizer(model.parameters()) if workload.optimizer is not None else None
+        optimizer = workload.make_optimizer(model)
         torch.manual_seed(1)
         batch = workload.make_batch(device)
         losses, gradients = [], {}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from oomph.errors import UserError
 from oomph.torch_internals import TorchDispatchMode, memory_snapshot, record_memory_history
 
 _SHOWN_OUTPUTS = 4  # a foreach op returns one tensor per parameter; the first few name it well enough
@@ -61,14 +64,32 @@ def write_rows(path: str | Path, rows: Iterable[OpRow]) -> None:
 
 def read_rows(path: str | Path) -> list[OpRow]:
     """What `write_rows` wrote. Keys that this version does not know are ignored."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [_row(json.loads(line)) for line in file if line.strip()]
+    rows: list[OpRow] = []
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            rows += (_row(json.loads(line)) for line in file if line.strip())
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError, KeyError, TypeError) as error:
+        where = f" after {len(rows)} rows" if rows else ""
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        raise UserError(f"op log {str(path)!r} cannot be read{where}: {reason}") from None
+    if not rows:
+        raise UserError(f"op log {str(path)!r} has no rows")
+    return rows
 
 
 def _row(values: dict[str, Any]) -> OpRow:
     known = {key: values[key] for key in OpRow._fields if key in values}
     known["allocs"] = tuple(known.get("allocs", ()))
-    return OpRow(**known)
+    row = OpRow(**known)
+    texts = (row.op, row.outputs, row.phase)
+    numbers = (row.before, row.after, row.high, row.n_allocs, row.requested, *row.allocs)
+    if not all(isinstance(text, str) and text.isprintable() for text in texts):  # they are printed
+        raise ValueError(f"{texts!r:.100} is not an op, its outputs and its phase")
+    if not all(isinstance(number, int) and abs(number) < 1 << 62 for number in numbers):
+        raise ValueError(f"{numbers!r:.100} are not numbers of bytes")
+    if row.phase.startswith("step") and not re.match(r"step \d+", row.phase):
+        raise ValueError(f"{row.phase!r:.100} is not a phase such as 'step 1 forward'")
+    return row
 
 
 def describe(value: Any) -> str:

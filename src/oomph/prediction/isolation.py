@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import torch
 
-from oomph.errors import OomphError, ProgramError, UserError
+from oomph.errors import OomphError, ProgramError, UserError, blame
 from oomph.prediction import file_overlay
 from oomph.torch_internals import FakeTensorMode
 
@@ -227,12 +227,11 @@ def _outcome(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[s
         return "no fork", None
     try:
         return "result", function(lambda text, fraction: _send_progress(messages, text, fraction))
-    except OomphError as error:
-        return "error", _sendable(error)
     except KeyboardInterrupt:
         return "error", KeyboardInterrupt()
     except BaseException as error:
-        return "error", RuntimeError(f"{error!r}\n{traceback.format_exc()}")
+        known = blame(error)
+        return "error", RuntimeError(traceback.format_exc()) if known is None else _sendable(known)
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

@@ -19,7 +19,7 @@ from oomph.prediction.allocator import allocator_settings
 from oomph.prediction.tracer.fake_cuda import DEVICE
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.torch_internals import FakeTensor
-from oomph.workload import Workload
+from oomph.workload import Workload, check_loss
 
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
 Progress = Callable[[str, float | None], None]
@@ -42,7 +42,7 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> N
     model.to(DEVICE)
     tracer.label_parameters()
     model.train()
-    optimizer = workload.optimizer(model.parameters()) if workload.optimizer is not None else None
+    optimizer = workload.make_optimizer(model)
     batch = workload.make_batch(DEVICE)
     tracer.batch = batch
 
@@ -57,7 +57,7 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> N
             with tracer.in_phase("forward"), tracer.loss_after_model():
                 with workload.autocast_context("cuda"):
                     loss = workload.loss(model, part)
-                _check_loss(loss)
+                check_loss(loss)
                 scaled = workload.scaled(loss, factor)
             progress(f"step {number} of {STEPS}: backward{of}", _done(number, (index + 0.3) / len(passes)))
             scaled.backward()
@@ -142,19 +142,6 @@ def _repeat(step: Callable[[int], None], tracer: Tracer) -> None:
         step(number)
     tracer.label_parameters()
     tracer.recorder.close()  # before the program's own objects go: what is left now is left after a step
-
-
-def _check_loss(loss: Any) -> None:
-    valid = "the loss function must return a tensor with one element"
-    if not isinstance(loss, torch.Tensor):
-        raise UserError(f"Workload loss returned {type(loss).__name__}; {valid}")
-    if loss.numel() != 1:
-        raise UserError(f"Workload loss returned a tensor of shape {list(loss.shape)}; {valid}")
-    if not loss.requires_grad:
-        raise UserError(
-            "Workload loss does not depend on any trainable parameter; "
-            "check for torch.no_grad(), .detach() or parameters that are all frozen"
-        )
 
 
 def _on_fake_tensors(model: torch.nn.Module, tracer: Tracer) -> torch.nn.Module:

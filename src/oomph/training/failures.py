@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.errors import UserError
+from oomph.errors import UserError, is_out_of_host_memory
 from oomph.torch_internals import tree_leaves
 from oomph.training.libraries import need
 from oomph.training.step import StepResult
@@ -36,12 +36,9 @@ class OutOfMemory(UserError):
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Of a GPU or of the host. Libraries that allocate for themselves raise a RuntimeError with one of these
-    texts, and so does torch on the CPU."""
-    texts = (
-        *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory"),
-        *("can't allocate memory", "not enough memory", "Storage size calculation overflowed"),
-    )
-    out_of_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    texts."""
+    texts = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+    out_of_memory = isinstance(error, torch.OutOfMemoryError) or is_out_of_host_memory(error)
     return out_of_memory or any(text in str(error) for text in texts)
 
 

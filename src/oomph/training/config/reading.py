@@ -14,6 +14,7 @@ from oomph.errors import UserError
 from oomph.training.metrics import METRICS
 
 RUN_CONFIG, RUN_LOCK = "config.yaml", "lock"
+_MOST_VALUES = 100_000
 _KEY = r"[A-Za-z_][A-Za-z0-9_.-]*"
 _OVERRIDE = re.compile(rf"({_KEY})=(.*)", re.DOTALL)
 
@@ -88,13 +89,28 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping)
 def parse_yaml(text: str, what: str, *, with_line: bool = False) -> Any:
     """One YAML value; a syntax error is one line."""
     try:
-        return yaml.load(text, _Loader)
+        value = yaml.load(text, _Loader)
+        _check_extent(value)
+        return value
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark and with_line else ""
         raise UserError(f"{what}{line} is not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{what} is not valid YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise UserError(f"{what} is not valid YAML: it is nested too deeply") from None
+
+
+def _check_extent(value: Any) -> None:
+    """Refuse what aliases expand to millions of values, or to itself."""
+    pending, left = [value], _MOST_VALUES
+    while pending and left:
+        value, left = pending.pop(), left - 1
+        if isinstance(value, dict | list):
+            pending += value.values() if isinstance(value, dict) else value
+    if pending:
+        raise ValueError(f"its aliases stand for more than {_MOST_VALUES} values")
 
 
 def to_yaml(values: dict[str, Any]) -> str:
@@ -126,7 +142,7 @@ def check_file(path: str | Path) -> Path:
         raise UserError(f"config {str(path)!r} is a directory; give a .yaml file")
     if not file.is_file():
         folder = file.parent
-        names = [one.name for one in folder.glob("*.y*ml")] if folder.is_dir() else []
+        names = [one.name for one in folder.glob("*.y*ml") if one.is_file()] if folder.is_dir() else []
         close = nearest(file.name, names)
         hint = f"did you mean {str(folder / close)!r}?" if close else "give a .yaml file, e.g. in configs/"
         raise UserError(f"config {str(path)!r} does not exist; {hint}")

@@ -1,0 +1,781 @@
+"""300 mistakes: for each, a command line, the exit status and a part of the one line that the user gets.
+
+All run in this process and in one folder, which has what FILES names and a finished run of small.yaml.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from oomph.cli.main import run
+from oomph.training.checkpoint import _write_manifest
+
+USER, PROGRAM, INTERRUPTED = 2, 3, 130
+
+
+class Case(NamedTuple):
+    command: str  # as in a shell
+    line: str  # a part of the error
+    status: int
+    files: dict[str, str | bytes]  # written before
+    damage: Callable[[Path], object] | None = None  # what happens to the run in runs/small before
+
+
+CASES: list[Case] = []
+
+
+def cases(command: str, *rows: tuple[str, str] | tuple[str, str, str | bytes], status: int = USER) -> None:
+    """Rows of (more words, line), or (more words, line, what the file `x` with that suffix holds)."""
+    for words, line, *content in rows:
+        typed = f"{command} {words}"
+        file = found[0] if (found := re.search(r"\bx\.[a-z]+", typed)) else "x.py"
+        CASES.append(Case(typed, line, status, dict.fromkeys([file][: len(content)], *content)))
+
+
+def run_cases(*rows: tuple[str, str, Callable[[Path], object]]) -> None:
+    """Rows of (words after `train small.yaml`, line, damage to the run)."""
+    for words, line, damage in rows:
+        CASES.append(Case(f"train small.yaml {words}", line, USER, {}, damage))
+
+
+LONG, DIGITS, DEEP = "n" * 300, "9" * 5000, "[" * 3000
+
+# ------------------------------------------------------------------------------------ the command line
+
+cases(
+    "",
+    ("frobnicate", "No such command 'frobnicate'; the commands are predict, fixes, verify, train"),
+    ("--verison", "No such option: --verison"),
+    ("predict", "Missing argument 'TARGET'; see `oomph predict --help`"),
+    ("verify", "Missing argument 'TARGET'"),
+    ("train", "Missing argument 'CONFIG'"),
+    ("diverge p.py:ok", "Missing argument 'LOG'"),
+    ("gpus h100", "unexpected extra argument(s) (h100)"),
+    ("gpus --jsn", "No such option: --jsn"),
+    ("predict p.py:ok --gpu", "Option '--gpu' requires an argument"),
+    ("predict p.py:ok --html f", "No such option: --html"),
+    ("predict p.py:ok --json=yes", "Option '--json' does not take a value"),
+    ("fixes --only micro_batches", "--only tries fixes on a target"),
+    ("fixes p.py:ok --allow speed", "--allow 'speed' is not a kind of fix; valid: exact, precision"),
+    ("fixes p.py:ok --only recompte", "there is no fix 'recompte'; did you mean 'activation_check"),
+    ("fixes p.py:nothing --only gradient_checkpointing", "here that is 'activation_checkpointing'"),
+    ("systems mamba", "there is no system 'mamba'; choose from hatchling"),
+    ("systems ''", "there is no system ''"),
+    ("systems 9", "there is no system '9'"),
+    ("systems pythia longctx", "unexpected extra argument(s) (longctx)"),
+    ("systems --check", "--check is for the systems that came with one; give longctx or npt"),
+    ("systems pythia --check", "--check is for the systems that came with one"),
+    ("diverge p.py:ok x.gz --limit many", "'--limit': Input should be a valid integer"),
+    ("diverge p.py:ok x.gz --limit 0", "'--limit': Input should be greater than or equal to 1"),
+    ("diverge p.py:ok x.gz --gpu rtx3091", "unknown GPU 'rtx3091'"),
+    ("verify p.py:ok", "verify needs a fix: oomph verify TARGET FIX"),
+    ("verify p.py:ok micro_batches --sizes B", "--sizes 'B' is not valid; give NAME=NUMBER"),
+    ("verify p.py:ok micro_batches --sizes B=-1", "--sizes 'B=-1' is not valid"),
+    (f"verify p.py:ok micro_batches --sizes B={DIGITS}", "is not valid; give NAME=NUMBER"),
+    ("verify p.py:ok micro_batches --sizes C=2", "cannot be called with (device, B, C)"),
+    ("predict p.py:ok --snapshot no/such/f", "--snapshot 'no/such/f': the directory 'no/such' does not"),
+    ("predict p.py:ok --snapshot .", "--snapshot '.' is a directory; give a file"),
+    ("predict p.py:ok --snapshot loop.py", "'loop.py' cannot be written: Too many levels of symbolic"),
+    ("predict p.py:ok --snapshot /proc/memory", "--snapshot '/proc/memory' cannot be written"),
+    (f"predict p.py:ok --snapshot {LONG}", "File name too long"),
+)
+cases(
+    "predict p.py:ok --gpu",
+    ("rtx3091", "unknown GPU 'rtx3091'; nearest: rtx3090"),
+    ("'RTX 3080 12GB'", "nearest: rtx3080"),
+    ("a100", "ambiguous"),
+    ("''", "unknown GPU ''; `oomph gpus` lists every name"),
+    ("---", "unknown GPU '---'"),
+    ("24", "unknown GPU '24'"),
+    ("-24GiB", "unknown GPU '-24GiB'"),
+    ("24G", "size '24G' is ambiguous; write 24GiB (powers of 1024) or 24GB"),
+    ("24gigs", "unknown unit, 'gigs'"),
+    ("0GiB", "size '0GiB' is less than one byte"),
+    (f"{DIGITS}GiB", "is larger than any machine"),
+    (f"'rtx3090 {DIGITS}GB'", "unknown GPU 'rtx3090 999"),
+    ("'\x1b[31mh100'", r"unknown GPU '\x1b[31mh100'"),
+)
+cases(
+    "predict p.py:ok --max",
+    ("24", "size '24' has no unit"),
+    ("ten", "size 'ten' is not valid; a size is a number with a unit"),
+    ("''", "size '' is not valid"),
+    ("-1GiB", "size '-1GiB' is not valid"),
+    ("1e3GiB", "size '1e3GiB' is not valid"),
+    ("1,5GiB", "size '1,5GiB' is not valid"),
+    ("nan", "size 'nan' is not valid"),
+    ("0.4B", "is less than one byte"),
+    ("2000000TiB", "is larger than any machine"),
+)
+
+# --------------------------------------------------------------------------------------------- targets
+
+cases(
+    "predict",
+    ("train", "target 'train' has no colon; give file.py:name or package.module:name"),
+    ("p.py", "target 'p.py' is a whole script"),
+    (":ok", "target ':ok' is not valid"),
+    ("p.py:", "target 'p.py:' is not valid"),
+    ("'p.py:a b'", "target 'p.py:a b' is not valid"),
+    ("p.py:3", "target 'p.py:3' is not valid"),
+    ("pp.py:ok", "file 'pp.py' does not exist (did you mean 'p.py'?)"),
+    ("./folder:x", "file './folder' is a directory"),
+    ("./text.txt:x", "file './text.txt' is not a Python file"),
+    ("loop.py:x", "file 'loop.py' is a symbolic link to nothing"),
+    (f"{LONG}.py:x", "File name too long"),
+    ("text.txt/p.py:x", "file 'text.txt/p.py' does not exist"),
+    ("nothing_here:x", "module 'nothing_here' was not found"),
+    ("json.nothing:x", "module 'json.nothing' was not found"),
+    ("nopkg.a.b:x", "module 'nopkg.a.b' was not found (there is no 'nopkg')"),
+    ("a-b:x", "module 'a-b' is not a valid module name"),
+    ("p.py:okay", "p.py has no 'okay'; did you mean 'ok'"),
+    ("p.py:zzz", "p.py has no 'zzz'; it defines"),
+    ("x.py:zzz", "x.py has no 'zzz'; it defines nothing that could be a target", ""),
+    ("p.py:a_dict", "is a value of type dict; give a Workload, or a function of no arguments"),
+    ("p.py:AClass", "is the class AClass"),
+    ("p.py:a_model", "is a model (Linear)"),
+    ("p.py:batch", "is a function that needs arguments (device)"),
+    ("p.py:ok C=3", "the Workload has no size 'C'; its sizes are B=4"),
+    ("p.py:unsized B=3", "its sizes are none; name them, as Workload("),
+    ("p.py:returns_step B=3", "fixes and sizes need a Workload"),
+    ("p.py:ok B=0", "'B=0' is not a size of its Workload"),
+    ("p.py:ok B=2.5", "'B=2.5' is not a size of its Workload"),
+    (f"p.py:ok B={DIGITS}", "is not a size of its Workload"),
+    ("p.py:ok data.batch_size=4", "is a program, and 'data.batch_size=4' is not a size"),
+    ("p.py:ok --batch-size 4", "No such option: --batch-size"),
+    ("p.py:ok p.py:unsized", "'p.py:unsized' is not a size of its Workload"),
+    ("p.py:returns_tuple", "returned a tuple of a model (Linear) and a function"),
+    ("p.py:returns_model", "returned a model (Linear), and no training step was traced"),
+    ("p.py:generates", "returned a generator, and no training step was traced"),
+    ("p.py:is_async", "returned a coroutine, and no training step was traced"),
+    ("p.py:step_with_arguments", "which needs arguments (batch)"),
+    ("p.py:on_the_host", "the program put nothing on the GPU"),
+    ("p.py:predicts_itself", "predict was called by a program that is itself being predicted"),
+    ("p.py:loss_none", "Workload loss returned NoneType; the loss function must return a tensor"),
+    ("p.py:loss_vector", "Workload loss returned a tensor of shape [4, 8]"),
+    ("p.py:loss_detached", "Workload loss does not depend on any trainable parameter"),
+    ("p.py:optimizer_none", "Workload optimizer(params) returned NoneType; it must return a torch.optim"),
+    ("p.py:model_none", "Workload model() returned NoneType; it must return a torch.nn.Module"),
+    ("p.py:batch_on_host", "Workload batch(device) returned a tensor on cpu"),
+    ("p.py:tensor_for_default_loss", "the default loss is model(**batch).loss, but the batch is a tensor"),
+    ("x.py:w", "x.py:2: Workload model is of type int", "from oomph import Workload\nw = Workload(3, print)"),
+    ("x.py:w", "Workload model is a model; give a function", "from p import *\nw = Workload(model(), batch)"),
+    (
+        "x.py:w",
+        "Workload batch cannot be called with (device)",
+        "from p import *\nw = Workload(model, model)",
+    ),
+    ("x.py:w", "sizes={'B': 0} is not valid", "from p import *\nw = Workload(model, batch, sizes={'B': 0})"),
+    ("x.py:w", "accumulate=0 is not valid", "from p import *\nw = Workload(model, batch, accumulate=0)"),
+    ("x.py:w", "dtype='int8' is not a float", "from p import *\nw = Workload(model, batch, dtype='int8')"),
+    ("x.py:w", "optimizer='adam' is not", "from p import *\nw = Workload(model, batch, optimizer='adam')"),
+    ("p.py:bad_allocator", "expandable_segments:maybe"),
+)
+
+# ------------------------------------------------------------------------------- programs that fail
+
+cases(
+    "predict",
+    ("x.py:w", "x.py:1: SyntaxError: '(' was never closed", "w = ("),
+    ("x.py:w", "x.py:2: IndentationError", "if True:\nw = 1"),
+    ("x.py:w", "SyntaxError: source code string cannot contain null bytes", "w = 1\0"),
+    ("x.py:w", "SyntaxError", "# coding: nothing\nw = 1"),
+    ("x.py:w", "SyntaxError", b"w = '\xff'"),
+    ("x.py:w", "x.py:1: ModuleNotFoundError: No module named 'not_there'", "import not_there"),
+    ("x.py:w", "x.py:1: ImportError: cannot import name 'nope'", "from json import nope"),
+    ("x.py:w", "x.py:1: NameError: name 'torch' is not defined", "w = torch.ones(3)"),
+    ("x.py:w", "x.py ends the process while it is imported (SystemExit: 0)", "import sys\nsys.exit(0)"),
+    ("x.py:w", "x.py:1: EOFError", "w = input('size? ')"),
+    ("x.py:w", "x.py:1: RecursionError", "exec('f = lambda: f()'); f()"),
+    ("x.py:w", "x.py:1: FileNotFoundError", "w = open('nothing.txt')"),
+    ("x:w", "x.py:1: ZeroDivisionError: division by zero", "1 / 0"),
+    ("p.py:loss_raises", "the program failed at p.py:20: ValueError: my own"),
+    ("p.py:loss_exits", "the program ends the process (SystemExit: 0)"),
+    ("p.py:loss_leaves", "the program ended the process (os._exit, status 0)"),
+    ("p.py:loss_aborts", "the program crashed the process (SIGABRT)"),
+    ("p.py:loss_crashes", "the program crashed the process (SIGSEGV)"),
+    ("p.py:loss_fatal", "p.py:20: Fatal: not an Exception"),
+    ("p.py:loss_at_end", "p.py:20: EOFError"),
+    ("p.py:loss_unprintable", "Unprintable: (its text cannot be shown"),
+    ("p.py:loss_recurses", "RecursionError"),
+    ("p.py:loss_key", "KeyError: 'missing'"),
+    ("p.py:loss_json", "p.py:34: JSONDecodeError"),
+    ("p.py:loss_shape", "RuntimeError"),
+    ("p.py:loss_dtype", "RuntimeError"),
+    ("p.py:loss_index", "IndexError"),
+    ("p.py:loss_device", "RuntimeError"),
+    ("p.py:loss_escapes", r"ValueError: \x1b[31mred"),
+    ("p.py:model_raises", "p.py:20: ValueError: my own"),
+    ("p.py:model_loads", "FileNotFoundError"),
+    ("p.py:model_shape", "TypeError"),
+    ("p.py:batch_raises", "ValueError: my own"),
+    ("p.py:optimizer_raises", "ValueError: my own"),
+    ("p.py:optimizer_lr", "ValueError: Invalid learning rate: -1"),
+    ("p.py:optimizer_empty", "ValueError: optimizer got an empty parameter list"),
+    ("p.py:second_gpu", "invalid device ordinal"),
+    ("p.py:starts_program", "a prediction starts no other program"),
+    ("p.py:asks", "EOFError"),
+    ("p.py:needs_arguments", "the program ends the process (SystemExit: 2)"),
+    ("p.py:backward_twice", "Trying to backward through the graph a second time"),
+    ("p.py:in_place", "leaf Variable"),
+    ("p.py:wrong_op_argument", "the program failed at p.py:81: ArgumentError: "),
+    status=PROGRAM,
+)
+cases("predict", ("p.py:loss_interrupts", "interrupted"), status=INTERRUPTED)
+
+for command, more in (("verify", "micro_batches"), ("fixes", ""), ("diverge", "good.gz")):
+    cases(
+        command,
+        (f"p.py:loss_exits {more}", "the program ends the process (SystemExit: 0)"),
+        (f"p.py:loss_fatal {more}", "Fatal: not an Exception"),
+        (f"p.py:loss_unprintable {more}", "Unprintable: (its text cannot be shown"),
+        (f"x.py:w {more}", "x.py:1: ZeroDivisionError", "1 / 0"),
+        status=PROGRAM,
+    )
+    cases(command, (f"p.py:loss_interrupts {more}", "interrupted"), status=INTERRUPTED)
+cases(
+    "verify",
+    ("p.py:loss_raises micro_batches", "ValueError: my own"),
+    ("p.py:loss_leaves micro_batches", "the program ended the process (os._exit, status 0)"),
+    ("p.py:loss_at_end micro_batches", "EOFError"),
+    ("p.py:loss_shape micro_batches", "RuntimeError"),
+    ("p.py:loss_json micro_batches", "p.py:34: JSONDecodeError"),
+    ("p.py:model_raises micro_batches", "ValueError: my own"),
+    ("p.py:batch_raises micro_batches", "ValueError: my own"),
+    ("p.py:optimizer_raises micro_batches", "ValueError: my own"),
+    status=PROGRAM,
+)
+cases(
+    "verify",
+    ("p.py:loss_none micro_batches", "Workload loss returned NoneType"),
+    ("p.py:loss_host_memory micro_batches", "the host's memory is not enough; give smaller sizes"),
+    ("p.py:loss_nan micro_batches", "the workload's own loss is not finite"),
+    ("p.py:returns_step micro_batches", "fixes and sizes need a Workload"),
+    ("p.py:huge_model micro_batches", "verify runs the model on the CPU"),
+    ("p.py:ok micro_batches:parts=9", "a batch of 4 rows cannot be cut into 9 parts"),
+)
+cases("fixes", ("p.py:returns_step", "fixes and sizes need a Workload"))
+
+# ----------------------------------------------------------------------------------------------- fixes
+
+cases(
+    "verify p.py:ok",
+    ("liger", "there is no fix 'liger'; here that is 'fused_linear_cross_entropy'"),
+    ("''", "there is no fix ''"),
+    ("micro_batch", "there is no fix 'micro_batch'; did you mean 'micro_batches'?"),
+    ("micro_batches:parts", "'parts' is not option=value"),
+    ("micro_batches:parts=two", "parts='two' is not valid; give a whole number >= 2"),
+    ("micro_batches:parts=1", "parts=1 is not valid"),
+    ("micro_batches:pieces=2", "fix 'micro_batches' has no option 'pieces'; its options are parts"),
+    (f"micro_batches:parts={DIGITS}", "is not valid; give a whole number >= 2"),
+    (f"micro_batches:parts={DEEP}", "is not valid"),
+    ("micro_batches micro_batches:parts=3", "fix 'micro_batches' is already applied"),
+    ("fused_optimizer no_foreach", "cannot be combined"),
+    ("nothing.json", "file 'nothing.json' cannot be read: No such file"),
+    ("loop.json", "file 'loop.json' cannot be read: Too many levels of symbolic links"),
+    ("folder.json", "file 'folder.json' cannot be read: Is a directory"),
+    ("x.json", "file 'x.json' is not JSON", "{"),
+    ("x.json", "file 'x.json' is not JSON", b"\xff"),
+    ("x.json", "file 'x.json' is not JSON", DEEP),
+    (
+        "x.json",
+        "file 'x.json' is not JSON",
+        f'[{{"fix": "micro_batches", "options": {{"parts": {DIGITS}}}}}]',
+    ),
+    ("x.json", "holds an empty list; give at least one fix", "[]"),
+    ("x.json", "holds no list of fixes such as", "[1]"),
+    ("x.json", "holds no list of fixes such as", '{"fixes": "micro_batches"}'),
+    ("x.json", "there is no fix 'x.json'", '["x.json"]'),
+    ("x.json", "there is no fix 'recompte'", '[{"fix": "recompte"}]'),
+    ("x.json", "a fix is given as {'fix': 3}", '[{"fix": 3}]'),
+    ("x.json", "options='parts=2' is not a mapping", '[{"fix": "micro_batches", "options": "parts=2"}]'),
+    ("x.json", "options=[2] is not a mapping", '[{"fix": "micro_batches", "options": [2]}]'),
+    ("x.json", "parts=nan is not valid", '[{"fix": "micro_batches", "options": {"parts": NaN}}]'),
+)
+cases(
+    "predict p.py:ok --fix",
+    ("FSDP", "there is no fix 'FSDP'; here that is 'fsdp2'"),
+    ("x.json", "is not JSON", "micro_batches"),
+    ("fused_attention", "fix 'fused_attention': the model has no code of its own"),
+)
+
+# --------------------------------------------------------------------------------------------- op logs
+
+ROW = {"op": "aten.mm", "outputs": "f32[8]", "before": 0, "after": 1, "high": 2, "phase": "step 1 forward"}
+
+
+def op_log(**changes: object) -> bytes:
+    return gzip.compress(json.dumps({**ROW, **changes}).encode())
+
+
+cases(
+    "diverge p.py:ok",
+    ("nothing.gz", "op log 'nothing.gz' cannot be read: No such file or directory"),
+    ("folder", "op log 'folder' cannot be read: Is a directory"),
+    (LONG, "cannot be read: File name too long"),
+    ("x.gz", "Not a gzipped file", "{}"),
+    ("x.gz", "has no rows", b""),
+    ("x.gz", "has no rows", gzip.compress(b"\n\n")),
+    ("x.gz", "EOFError", op_log()[:-9]),
+    ("x.gz", "cannot be read", op_log()[:12] + b"\xff\xff\xff" + op_log()[15:]),
+    ("x.gz", "JSONDecodeError", gzip.compress(b"{")),
+    ("x.gz", "UnicodeDecodeError", gzip.compress(b"\xff\xfe")),
+    ("x.gz", "RecursionError", gzip.compress(DEEP.encode())),
+    ("x.gz", "TypeError", gzip.compress(b"[1, 2]")),
+    ("x.gz", "TypeError", gzip.compress(b'{"op": "aten.mm"}')),
+    ("x.gz", "is not an op", op_log(op=3)),
+    ("x.gz", "is not an op", op_log(outputs="\x1b[2Jgone")),
+    ("x.gz", "are not numbers of bytes", op_log(before="many")),
+    ("x.gz", "are not numbers of bytes", op_log(high=10**30)),
+    ("x.gz", "are not numbers of bytes", op_log(allocs=["a"])),
+    ("x.gz", "TypeError", op_log(allocs=3)),
+    ("x.gz", "is not a phase such as 'step 1 forward'", op_log(phase="step")),
+)
+
+# --------------------------------------------------------------------------------------------- configs
+
+BOMB = "a: &a [1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+cases(
+    "predict",
+    ("nothing.yaml", "config 'nothing.yaml' does not exist"),
+    ("smal.yaml", "config 'smal.yaml' does not exist; did you mean 'small.yaml'?"),
+    ("folder.yaml", "config 'folder.yaml' is a directory"),
+    ("loop.yaml", "config 'loop.yaml' does not exist"),
+    (f"{LONG}.yaml", "File name too long"),
+    ("x.yaml", "config 'x.yaml' is empty", "# nothing\n"),
+    ("x.yaml", "holds a list; it should be a mapping", "- a"),
+    ("x.yaml", "holds one str", "pythia"),
+    ("x.yaml", "line 2 is not valid YAML: expected the node content", "a: 1\nb: ["),
+    ("x.yaml", "line 4 is not valid YAML: the key 'a' is given twice", "a: 1\n\nb: 2\na: 3"),
+    ("x.yaml", "is not valid YAML: could not determine a constructor", "a: !!python/object:os.system x"),
+    ("x.yaml", "is not UTF-8 text", b"\xff"),
+    ("x.yaml", "special characters are not allowed", "a: \0"),
+    ("x.yaml", "found character '\\t'", "system: pythia\ntraining:\n\tsteps: 3"),
+    ("x.yaml", "it is nested too deeply", f"a: {DEEP[:900]}"),
+    ("x.yaml", "it is nested too deeply", "- " * 3000),
+    ("x.yaml", "its aliases stand for more than 100000 values", BOMB),
+    ("x.yaml", "found unconstructable recursive node", "a: &a [*a]"),
+    ("x.yaml", "is not valid YAML", f"a: {DIGITS}"),
+    ("x.yaml", "system is missing; choose from hatchling, pythia", "model: {}"),
+    ("x.yaml", "system = 'pytha' is not valid; did you mean 'pythia'?", "system: pytha"),
+    ("x.yaml", "system = ['a'] is not valid", "system: [a]"),
+    ("x.yaml", "epoch is not a key; did you mean 'training.epochs'?", "system: pythia\nepoch: 3"),
+    ("x.yaml", "x.yaml has 2 problems:", "system: pythia\nmodel: {hiden_size: 3}\ntraining: {steps: many}"),
+    ("x.yaml", "model = [1] is not valid; give a mapping of keys", "system: pythia\nmodel: [1]"),
+    (
+        "x.yaml",
+        "model.preset = '70m' is not valid; pythia has report",
+        "system: pythia\nmodel: {preset: 70m}",
+    ),
+    ("x.yaml", "reads images", "system: ginr\ndata: {seq_len: 64}"),
+    ("small.yaml nsa", "'nsa' is not an override; give key=value"),
+    ("small.yaml --gup rtx3090", "(the nearest option to --gup is --gpu)"),
+    ("small.yaml --fix micro_batches:parts=9 B=3", "B is not a key"),
+    (
+        "small.yaml p.yaml",
+        "'p.yaml' is not an override; give key=value, --key value, or --flag; give one config",
+    ),
+)
+cases(
+    "train small.yaml",
+    ("batchsize=3", "batchsize is not a key; did you mean 'data.batch_size'?"),
+    ("--batch_sise 3", "batch_sise is not a key"),
+    ("trainig.steps=3", "did you mean 'training.steps'?"),
+    ("modle.vocab_size=3", "is not a key"),
+    ("model.zzz=1", "the keys of 'model' are preset"),
+    ("zzz=1", "the sections are model, data"),
+    ("data.batch_size=some", "data.batch_size = 'some' is not valid; it should be a valid integer"),
+    ("data.batch_size=0", "it should be greater than or equal to 1"),
+    ("data.batch_size=2.5", "data.batch_size = 2.5 is not valid"),
+    (f"data.batch_size={DIGITS}", "is not valid YAML"),
+    ("data.batch_size=1000000000000", "the batches of a step need 238418.6 GiB, and this machine has"),
+    ("training.accumulate=1000000000000", "the batches of a step need"),
+    ("data.batch_size=null data.batch_tokens=5", "one sequence has 16 tokens"),
+    ("batch_size=4 data.batch_size=8", "is given twice, as batch_size = 4 and as data.batch_size = 8"),
+    ("batch_size=4 batch_tokens=128", "with batch_tokens=128 it is 8: give one of them"),
+    ("steps=5 epochs=2", "training.steps is 5: give one"),
+    ("data.seq_len=1", "data.seq_len = 1 is not valid; it should be greater than or equal to 2"),
+    ("data.seq_len=100000", "seq_len=100000 is longer than the data"),
+    ("training.epochs=1 data.batch_size=10000", "is larger than the data"),
+    ("'data.curriculum=[]'", "give at least one stage, or null"),
+    ("'data.curriculum=[{seq_len: 8}]' data.seq_len=null data.batch_size=null", "batch_tokens is missing"),
+    ("'data.curriculum=[{seq_len: 8, batch_token: 8}]'", "did you mean 'batch_tokens'?"),
+    ("data.vocab_size=20000", "data.vocab_size = 20000 is not valid; the model has 260 tokens"),
+    ("data.tokenizer=bytes model.vocab_size=100", "it has at least 260 tokens"),
+    ("data.tokenizer=sentencepiece", "it should be 'words', 'bpe' or 'bytes'"),
+    (
+        "data.tokenizer=words data.vocab_size=260 data.source=few.txt data.validation=0",
+        "is larger than the data",
+    ),
+    ("data.shuffle=maybe", "data.shuffle = 'maybe' is not valid; it should be a valid boolean"),
+    ("data.validation=1", "data.validation = 1 is not valid"),
+    ("data.source=nothing.txt", "nothing.txt does not exist"),
+    ("data.source=tekst.txt", "tekst.txt does not exist (nearest name: text.txt)"),
+    ("data.source=wikitext2", "there is no data source 'wikitext2' (nearest name: wikitext-2)"),
+    ("data.source=cifar10", "cifar10 has images, not text"),
+    ("'data.source=*.md'", "no file matches *.md"),
+    ("data.source=folder", "folder has no files"),
+    ("data.source=empty.txt", "empty.txt is empty"),
+    ("data.source=few.txt", "few.txt is too small to hold a part out for validation"),
+    ("data.source=./loop.py", "does not exist"),
+    (f"data.source=./{LONG}", "File name too long"),
+    ("data.source=x.txt", "x.txt is not a text file (a NUL byte at offset 4)", b"text\0text\n" * 99),
+    ("data.source=x.txt", "x.txt is not a text file (not UTF-8 at offset 0)", b"\xe9\n" * 99),
+    ("data.source=x.parquet", "x.parquet cannot be read as parquet", "text\n" * 99),
+    ("data.source=x.jsonl", "x.jsonl:1: broken JSON", '{"text": "a"\n' * 99),
+    ("data.source=x.jsonl", 'no text in field "text" (fields: body)', '{"body": "a"}\n' * 99),
+    ("data.source=x.jsonl data.field=body", 'no text in field "body" (it is a list)', "[1, 2, 3, 4]\n" * 99),
+    ("optimizer.learning_rate=fast", "optimizer.learning_rate = 'fast' is not valid"),
+    ("optimizer.learning_rate=0", "it should be greater than 0"),
+    ("lr=.nan", "a finite number"),
+    ("lr=-1", "it should be greater than 0"),
+    ("'lr=[1'", "override 'lr=[1' is not valid YAML"),
+    ("lr", "'lr' is not an override"),
+    ("steps=", "override 'steps=' has no value; write steps=null for none"),
+    ("--=3", "'--=3' is not a flag"),
+    ("training.steps=0", "training.steps = 0 is not valid"),
+    ("training.schedule=cosin", "it should be 'constant', 'cosine' or 'linear'"),
+    ("training.clip=-1", "training.clip = -1"),
+    ("training.seed=99999999999999999999", "training.seed = 99999999999999999999 is not valid"),
+    ("training.memory_limit=25000000000", "has no unit; a size is a number with a unit"),
+    ("training.dtype=int8", "training.dtype = 'int8' is not valid; it should be 'float32' or 'bfloat16'"),
+    ("training.dtype=bf16 training.autocast=fp16", "the parameters are bfloat16"),
+    ("training.device=gpu", "training.device='gpu' is not a device; give cpu, cuda or cuda:0"),
+    ("training.device=meta", "training.device='meta' is not supported"),
+    ("model.hidden_size=17", "model.hidden_size = 17 is not valid; give a multiple of num_heads=2"),
+    ("model.num_layers=0", "model.num_layers = 0 is not valid"),
+    ("model.hidden_size=1000000000000", "out of memory (Storage size calculation overflowed"),
+    ("model.dropout=some", "model.dropout = 'some' is not valid"),
+    ("form=ill", "form = 'ill' is not valid; choose from 'model', 'naive'"),
+    ("system=mamba", "system = 'mamba' is not valid"),
+    ("fixes=3", "fixes.0 = 3 is not valid; a fix is given as 3"),
+    ("fixes=recompte", "there is no fix 'recompte'"),
+    ("'fixes=[fused_optimizer, no_foreach]'", "'fused_optimizer' and 'no_foreach' cannot be combined"),
+    ("fixes=optimizer_in_backward clip=1", "with the fix 'optimizer_in_backward'"),
+    ("--fixes optimizer_8bit", "single fixes are given as fixes=[name, ...]"),
+    ("--fixes x.json", "is not JSON", "{"),
+    ("--fixes x.json clip=1.0", "training.clip", '[{"fix": "optimizer_in_backward"}]'),
+    ("--export text.txt", "--export 'text.txt' exists already; give another name"),
+    ("--export no/w.safetensors", "--export 'no/w.safetensors': the folder 'no' does not exist"),
+    ("--export /proc/w.safetensors", "--export '/proc/w.safetensors': cannot write there"),
+    (f"--export {LONG[:250]}", "cannot write there: File name too long"),
+    ("output.dir=text.txt/run", "cannot write in text.txt/run: Not a directory"),
+    (f"output.dir={LONG}", "File name too long; give another output.dir"),
+    ("output.dir=/proc/run", "cannot write in /proc/run"),
+    ("output.dir=other", "other/config.yaml is not of a run, and a run would overwrite it"),
+    ("output.dir=new --resume", "new holds no run to resume; leave --resume out"),
+)
+cases(
+    "train x.yaml",
+    *(
+        (words, line, "system: pythia")
+        for words, line in (
+            ("'curriculum=[{batch_size: 8}]'", "data.curriculum.0.seq_len is missing"),
+            ("'curriculum=[{seq_len: 8, batch_size: 2}]' seq_len=64", "give data.curriculum=null too"),
+            (
+                "'curriculum=[{seq_len: 8, batch_size: 2}, {seq_len: 16, batch_size: 1}]'",
+                "data.curriculum.0.steps is missing; only the last stage",
+            ),
+            ("fixes=optimizer_in_backward accumulation=4", "= 4 is not valid; with the fix 'optimizer_in"),
+            ("model=3", "model = 3 is not valid; give a mapping of keys"),
+            ("training.cuda_graph=true autocast=fp16", "float16 changes the loss scale at every step"),
+        )
+    ),
+)
+NPT = "system: npt\nmodel: {preset: tiny, weights: %s}\ndata: {tokenizer: words, vocab_size: 9}"
+cases(
+    "train",
+    ("p.py", "config 'p.py', line 6 is not valid YAML"),
+    ("nothing.yaml", "config 'nothing.yaml' does not exist"),
+    ("x.yaml", "weights='w' is not a folder", NPT % "w"),
+    ("x.yaml", "weights='folder' cannot be loaded (ValueError: Unrecognized model", NPT % "folder"),
+)
+
+# ----------------------------------------------------------------------------- a run that is resumed
+
+
+def write(name: str, content: bytes | str) -> Callable[[Path], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda run: (run / name).write_bytes(data)
+
+
+def in_state(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    """Change state.json of the newest checkpoint and write its hashes again."""
+
+    def damage(run: Path) -> None:
+        *older, folder = sorted((run / "checkpoints").iterdir())
+        for path in older:
+            shutil.rmtree(path)
+        state = json.loads((folder / "state.json").read_text())
+        change(state)
+        (folder / "state.json").write_text(json.dumps(state))
+        step = json.loads((folder / "manifest.json").read_text())["step"]
+        (folder / "manifest.json").unlink()
+        _write_manifest(folder, step)
+
+    return damage
+
+
+def each_checkpoint(name: str, content: str) -> Callable[[Path], object]:
+    return lambda run: [(path / name).write_text(content) for path in (run / "checkpoints").iterdir()]
+
+
+def edited_text(run: Path) -> None:
+    text = Path("text.txt")
+    text.write_text(text.read_text().replace("line 3", "LINE 3"))
+
+
+RESUME = "training.steps=6 --resume"
+run_cases(
+    ("", "runs/small holds a run already; continue with --resume", lambda run: None),
+    ("model.dropout=0.5 --resume", "was started with another config: model.dropout was", lambda run: None),
+    ("training.steps=1 --resume", "is at step 4, and training.steps is 1", lambda run: None),
+    (RESUME, "the data are not those of the checkpoint: contents was", edited_text),
+    (
+        RESUME,
+        "the data are not those of the checkpoint: size was",
+        lambda run: write("../../text.txt", "a\n" * 999)(run),
+    ),
+    (RESUME, "text.txt is empty", lambda run: Path("text.txt").write_bytes(b"")),
+    (RESUME, "text.txt does not exist", lambda run: Path("text.txt").unlink()),
+    (RESUME, "is not a tokenizer that oomph saved", write("tokenizer.json", "{")),
+    (RESUME, "is not a tokenizer that oomph saved", write("tokenizer.json", b"\xff")),
+    (RESUME, "is not a tokenizer that oomph saved", write("tokenizer.json", '{"model": {"type": "BPE"}}')),
+    (RESUME, "is not the record that oomph wrote", write("tokenizer_source.json", "{")),
+    (RESUME, "was made with source=None", write("tokenizer_source.json", "{}")),
+    (RESUME, "config.yaml' is empty", write("config.yaml", "")),
+    (RESUME, "is not valid YAML", write("config.yaml", "a: [")),
+    (RESUME, "holds checkpoints, and no config.yaml", lambda run: (run / "config.yaml").unlink()),
+    (RESUME, "no checkpoint in runs/small/checkpoints can be used", each_checkpoint("manifest.json", "{}")),
+    (RESUME, "no checkpoint in runs/small/checkpoints can be used", each_checkpoint("manifest.json", "")),
+    (RESUME, "is corrupt", each_checkpoint("state.json", "{}")),
+    (RESUME, "is malformed (KeyError: 'scaler'", in_state(lambda state: state.pop("scaler"))),
+    (RESUME, "is malformed (ValueError: step 'four'", in_state(lambda state: state.update(step="four"))),
+    (RESUME, "is malformed (KeyError: 'identity'", in_state(lambda state: state["data"].pop("identity"))),
+    (RESUME, "is malformed", in_state(lambda state: state["data"]["position"].update(chunk=-1))),
+    (RESUME, "is malformed", in_state(lambda state: state["data"]["position"].update(epoch=None))),
+    (
+        RESUME,
+        "random number state cannot be restored",
+        in_state(lambda state: state["rng"].update(python=[3])),
+    ),
+    (RESUME, "is malformed", in_state(lambda state: state["optimizer"].update(state=3))),
+    (
+        RESUME,
+        "do not hold the tensors that state.json names",
+        in_state(lambda state: state["model"].popitem()),
+    ),
+)
+
+
+def test_there_are_300() -> None:
+    assert len(CASES) >= 300
+    assert len({(case.command, *case.files.items(), case.damage) for case in CASES}) == len(CASES)
+
+
+# ------------------------------------------------------------------------------------------ the folder
+
+CONFIG = """
+system: pythia
+model: {preset: report, vocab_size: 260, hidden_size: 16, num_layers: 2, num_heads: 2,
+        intermediate_size: 32, block_size: 8}
+data: {source: text.txt, tokenizer: bytes, seq_len: 16, batch_size: 2, validation: 0.1}
+training: {steps: 4, save_every: 2, eval_every: 4, eval_batches: 1, device: cpu}
+"""
+SOURCE = """\
+import argparse, ctypes, json, os, signal, sys
+import torch
+from torch import nn
+from oomph import Workload
+
+def model(): return nn.Linear(8, 8)
+def batch(device, B=4): return torch.randn(B, 8, device=device)
+def loss(model, batch): return model(batch).square().mean()
+ok = Workload(model, batch, loss, sizes={"B": 4})
+unsized = Workload(model, lambda device: batch(device), loss)
+tensor_for_default_loss = Workload(model, batch)
+bad_allocator = Workload(model, batch, loss, allocator="expandable_segments:maybe")
+huge_model = Workload(lambda: nn.Linear(40000, 40000), batch, loss)
+a_dict, a_model = {}, model()
+class AClass: ...
+class Fatal(BaseException): ...
+class Unprintable(Exception):
+    def __str__(self): raise ValueError
+
+def fail(error): raise error
+def recurse(): return recurse()
+def failing(name, action):
+    part = name.partition("_")[0]
+    globals()[name] = Workload(**{"model": model, "batch": batch, "loss": loss, part: action})
+
+for name, error in {
+    "raises": ValueError("my own"), "exits": SystemExit(0),
+    "fatal": Fatal("not an Exception"), "at_end": EOFError(), "unprintable": Unprintable(),
+    "interrupts": KeyboardInterrupt(),
+    "escapes": ValueError("\\x1b[31mred"),
+}.items():
+    for part in ("loss", "model", "batch", "optimizer"):
+        failing(f"{part}_{name}", lambda *_, error=error: fail(error))
+failing("loss_json", lambda model, batch: json.loads("{"))
+failing("loss_key", lambda model, batch: {}["missing"])
+failing("loss_leaves", lambda model, batch: os._exit(0))
+failing("loss_aborts", lambda model, batch: os.abort())
+failing("loss_crashes", lambda model, batch: os.kill(os.getpid(), signal.SIGSEGV))
+failing("loss_recurses", lambda model, batch: recurse())
+failing("loss_shape", lambda model, batch: model(batch[:, 1:]))
+failing("loss_dtype", lambda model, batch: model(batch.long()))
+failing("loss_index", lambda model, batch: batch[99])
+failing("loss_device", lambda model, batch: model(batch.cpu()))
+failing("loss_none", lambda model, batch: None)
+failing("loss_vector", lambda model, batch: model(batch))
+failing("loss_detached", lambda model, batch: loss(model, batch).detach())
+failing("loss_nan", lambda model, batch: loss(model, batch) * float("nan"))
+failing("loss_host_memory", lambda model, batch: loss(model, batch) + torch.empty(10**15).sum())
+failing("model_none", lambda: None)
+failing("model_loads", lambda: torch.load("nothing.pt"))
+failing("model_shape", lambda: nn.Linear("8", 8))
+failing("batch_on_host", lambda device: torch.randn(4, 8))
+failing("optimizer_none", lambda params: None)
+failing("optimizer_lr", lambda params: torch.optim.AdamW(params, lr=-1))
+failing("optimizer_empty", lambda params: torch.optim.AdamW([]))
+
+def returns_step(): return lambda: None
+def returns_model(): return model().cuda()
+def returns_tuple(): return model().cuda(), lambda: None
+def generates(): yield torch.ones(1, device="cuda")
+async def is_async(): return torch.ones(1, device="cuda")
+def step_with_arguments(): return lambda batch: None
+def on_the_host(): model()(torch.ones(1, 8)).sum().backward()
+def predicts_itself():
+    import oomph
+    oomph.predict(ok)
+def second_gpu(): torch.ones(1, device="cuda:1")
+def starts_program(): os.system("true")
+def asks(): input("size? ")
+def needs_arguments():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("data")
+    parser.parse_args()
+def backward_twice():
+    value = model().cuda()(torch.ones(1, 8, device="cuda")).exp().sum()
+    value.backward()
+    value.backward()
+def in_place(): model().cuda().weight.add_(1)
+def wrong_op_argument():
+    import oomph.ops
+    oomph.ops.linear_cross_entropy(*torch.ones(3, 2, 8, device="cuda"))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder, before = tmp_path_factory.mktemp("bad_input"), Path.cwd()
+    os.chdir(folder)
+    files = {
+        "p.py": SOURCE,
+        "small.yaml": CONFIG,
+        "few.txt": "short",
+        "empty.txt": "",
+        "other/config.yaml": "a: 1",
+    }
+    files["text.txt"] = "".join(f"line {number}: {number * number}\n" for number in range(500))
+    for name in ("folder", "folder.json", "folder.yaml", "other"):
+        (folder / name).mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    for name in ("loop.py", "loop.json", "loop.yaml"):
+        (folder / name).symlink_to(name)
+    (folder / "good.gz").write_bytes(op_log())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("oomph.training.evaluation.NEW_TOKENS", 3)
+        patch.setattr("sys.stdin", io.StringIO())
+        assert run(["train", "small.yaml", "output.dir=finished"]) == 0
+        yield folder
+    os.chdir(before)
+
+
+@pytest.mark.parametrize("case", CASES, ids=[f"{case.command[:60]} {case.line[:30]}" for case in CASES])
+def test_it_is_one_line_with_its_status(case: Case, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree("runs", ignore_errors=True)
+    text = Path("text.txt").read_bytes()
+    if case.damage is not None:
+        shutil.copytree("finished", "runs/small")
+        config = Path("runs/small/config.yaml")
+        config.write_text(config.read_text().replace("dir: finished", "dir: runs/small"))
+        case.damage(Path("runs/small"))
+    for name, content in case.files.items():
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    try:
+        status = run(shlex.split(case.command))
+    finally:
+        Path("text.txt").write_bytes(text)
+        for name in case.files:
+            Path(name).unlink()
+        sys.modules.pop("x", None)
+    out, err = capfd.readouterr()
+    errors = [line for line in err.splitlines() if line.startswith("oomph: ")]
+    assert (status, len(errors)) == (case.status, 1), err
+    assert case.line in errors[0]
+    assert errors[0].isprintable()
+    assert out == ""
+    assert "Traceback" not in err or status == PROGRAM
+    assert f"{os.sep}oomph{os.sep}cli" not in err
+    assert case.damage is not None or not Path("runs/small/config.yaml").exists()  # no run was started
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "line"),
+    [
+        ("gpus --json >/dev/full", USER, "oomph: stdout cannot be written: No space left on device"),
+        ("--help >/dev/full", USER, "oomph: No space left on device"),
+        ("gpus >&-", 0, ""),
+        ("gpus 2>&-", 0, ""),
+        ("nothing 2>&-", USER, ""),
+        ("--help | true; exit ${PIPESTATUS[0]}", 0, ""),
+        ("gpus | true; exit ${PIPESTATUS[0]}", 0, ""),
+    ],
+)
+def test_streams_that_cannot_be_written(command: str, status: int, line: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{shlex.quote(sys.executable)} -m oomph {command}"], stderr=subprocess.PIPE, text=True
+    )
+    assert (done.returncode, done.stderr.strip()) == (status, line)
+
+
+def test_a_current_directory_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for command in ("predict p.py:ok", "predict p:ok", "train small.yaml"):
+        assert run(command.split()) == USER, command
+        assert capsys.readouterr().err.count("oomph: ") == 1
+
+
+def test_a_program_sees_arguments_of_its_own_and_may_change_the_directory(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("moves.py").write_text(
+        "from p import *\ndef w():\n    assert sys.argv == ['moves.py']\n    os.chdir('/')\n    return ok\n"
+    )
+    assert run("predict moves.py:w --json --snapshot here.pickle".split()) == 0
+    assert Path("here.pickle").stat().st_size > 0
+    capfd.readouterr()
