@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import socket
@@ -69,10 +70,22 @@ def _run(script: Script) -> None:
     sys.argv = [script.path, *script.arguments]
     if script.module:
         sys.path.insert(0, os.getcwd())
+        _check_module(script.path)
         runpy.run_module(script.path, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, str(Path(script.path).resolve().parent))
         runpy.run_path(script.path, run_name="__main__")
+
+
+def _check_module(name: str) -> None:
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package above it lacks another module
+        found = None
+    if found is None:
+        raise UserError(f"module {name!r} was not found; give one that `python -m` could run")
 
 
 def _environment_of_one_rank() -> dict[str, str]:
