@@ -139,12 +139,15 @@ def program_traceback(error: BaseException) -> str:
 
 
 def _remove_internal_frames(summary: traceback.TracebackException) -> None:
-    """In the whole chain of causes."""
+    """In the whole chain of causes; those without a frame of the program are left out."""
     kept = [frame for frame in summary.stack if not _is_internal(frame.filename)]
     summary.stack = traceback.StackSummary.from_list(kept)
-    for chained in (summary.__cause__, summary.__context__):
+    for link in ("__cause__", "__context__"):
+        chained = getattr(summary, link)
         if chained is not None:
             _remove_internal_frames(chained)
+            if not chained.stack:
+                setattr(summary, link, None)
 
 
 def _is_internal(file: str) -> bool:

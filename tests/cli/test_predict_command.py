@@ -13,6 +13,7 @@ from small_prediction import GiB, make_prediction
 
 from oomph.cli.main import run
 from oomph.errors import UserError
+from oomph.units import format_bytes
 
 PROGRAM = "def step(): ...\n"
 
@@ -129,7 +130,7 @@ def test_a_program_that_fails_shows_its_own_traceback_then_one_line(program, cap
 
 
 def test_a_bug_of_ours_does_not_pass_for_a_verdict(fake_predict, capsys):
-    fake_predict.during = lambda target: {}["missing"]
+    fake_predict.during = lambda target: format_bytes("a bug")  # type: ignore[arg-type]
     assert run(["predict", "train.py:step"]) == 70
     assert capsys.readouterr().err.splitlines()[-1] == "oomph: this is a bug in oomph, not in your program"
 
