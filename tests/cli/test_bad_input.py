@@ -444,7 +444,7 @@ cases(
     ("data.source=empty.txt", "empty.txt is empty"),
     ("data.source=few.txt", "few.txt is too small to hold a part out for validation"),
     ("data.source=./loop.py", "does not exist"),
-    (f"data.source=./{LONG}", "File name too long"),
+    (f"data.source=./{LONG}", "cannot be read: File name too long"),
     ("data.source=x.txt", "x.txt is not a text file (a NUL byte at offset 4)", b"text\0text\n" * 99),
     ("data.source=x.txt", "x.txt is not a text file (not UTF-8 at offset 0)", b"\xe9\n" * 99),
     ("data.source=x.parquet", "x.parquet cannot be read as parquet", "text\n" * 99),

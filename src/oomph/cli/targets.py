@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -221,6 +222,8 @@ def check_python_file(source: str) -> None:
         raise UserError(f"file {source!r} {what}{_nearest_file(path)}; {VALID}")
     if path.suffix != ".py":
         raise UserError(f"file {source!r} is not a Python file; {VALID}")
+    if not os.access(path, os.R_OK):
+        raise UserError(f"file {source!r} cannot be read: Permission denied")
 
 
 def _import_file(source: str) -> ModuleType:

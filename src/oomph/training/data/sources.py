@@ -468,7 +468,10 @@ def open_text(source: str, field: str = "text") -> Corpus:
         raise UserError(
             f"there is no data source {source!r}{hint}; choose from {', '.join(TEXT_NAMES)} or a path"
         )
-    return _open_path(source, field)
+    try:
+        return _open_path(source, field)
+    except OSError as error:
+        raise UserError(f"{error.filename or source} cannot be read: {error.strerror}") from error
 
 
 def _open_path(source: str, field: str) -> Corpus:
@@ -529,7 +532,11 @@ def _block_bytes(total: int) -> int:
 
 def _files_below(root: Path) -> Iterator[Path]:
     """In a stable order, without hidden files, installed packages and the folders of runs."""
-    for folder, folders, files in os.walk(root):
+
+    def fail(error: OSError) -> None:  # by default, what cannot be read would be left out
+        raise error
+
+    for folder, folders, files in os.walk(root, onerror=fail):
         folders[:] = sorted(
             name
             for name in folders
