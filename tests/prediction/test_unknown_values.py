@@ -211,7 +211,7 @@ def test_a_failure_with_both_answers_is_reported_after_the_guesses() -> None:
 
     with pytest.raises(ProgramError, match="ValueError: first") as caught:
         oomph.predict(program)
-    text = program_error_text(caught.value)
+    text, _ = program_error_text(caught.value)
     assert text.index("is taken as true") < text.index("Traceback")
 
 
