@@ -195,6 +195,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     gc.freeze()  # the parent's objects: collecting them would copy its memory
     sys.addaudithook(lambda event, args: _refuse_effect(event, args, allow))
     os.environ.update(_ENVIRONMENT)
+    sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]  # MPI starts processes when it is imported
     if "subprocesses" not in allow:
         file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
 

@@ -246,15 +246,12 @@ class Tracer:
         )
 
     def mark_gradient(self, out: Any) -> None:
-        """The result of an AccumulateGrad node is a gradient, and its variable a parameter."""
+        """The result of an AccumulateGrad node is a gradient."""
         node = current_autograd_node()
         if node is not None and node._sequence_nr() == _ACCUMULATE_GRAD and isinstance(out, torch.Tensor):
             allocation = self.recorder.allocation_of(out)
             if allocation is not None:
                 allocation.kind = "gradient"
-            variable = self.recorder.allocation_of(node.variable)
-            if variable is not None and variable.kind in ("batch", "activation"):
-                variable.kind = "parameter"  # of no module
 
     def name_modules(self, model: torch.nn.Module) -> None:
         """Give every module of the model its path."""
@@ -300,7 +297,8 @@ class Tracer:
             return
         if allocation.cloned and allocation.during != "optimizer step" and self._averages_weights():
             allocation.kind = "weight average"
-        if allocation.kind == "parameter" and self.gradients_are_new:
+        trained = allocation.kind == "parameter" or (tensor.is_leaf and tensor.grad is not None)
+        if trained and self.gradients_are_new:
             self.gradients_are_new = False
             if self.on_parameter_update is not None:
                 self.on_parameter_update()
