@@ -243,6 +243,8 @@ def run_all(
 ) -> Iterator[Row]:
     from oomph import gpus
 
+    # A process that asks CUDA itself whether there is a GPU, as imports do, bars its children from it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     memory = _Memory(gpus.find(gpu).memory - 2 * 2**30)
