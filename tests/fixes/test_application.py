@@ -369,7 +369,8 @@ def test_many_accumulated_batches_are_predicted_from_two_and_three(capfd):
         assert capfd.readouterr().out.count("one batch\n") == 3 * batches  # three steps each
     exact = oomph.predict(oomph.apply(proposal, work), gpu="h200")
     assert (proposal.peak, proposal.fits) == (exact.peak, exact.fits)
-    assert proposal.slowdown == pytest.approx(exact.step_seconds / prediction.step_seconds, rel=1e-6)
+    # Of six batches the last ones repeat the kernels of those before: host ops around them are not the same.
+    assert proposal.slowdown == pytest.approx(exact.step_seconds / prediction.step_seconds, rel=0.01)
 
 
 def test_the_limit_of_a_prediction_is_that_of_its_proposals():

@@ -156,8 +156,9 @@ class RepeatedCalls:
         work = self._tracer.work
         if self._last is not None and not self._pending:
             self._last.backward = work.kernels[kernels:]
-        elif work.counting:
-            for known in self._pending:
-                work.kernels += known.backward
+        elif self._pending and work.counting:
+            work.kernels[kernels:] = self._pending[
+                -1
+            ].backward  # with those of the loss, outside of the model
         self._last = None
         self._pending.clear()
