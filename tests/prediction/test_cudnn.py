@@ -161,7 +161,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 @contextlib.contextmanager
 def on_fake_gpu() -> Iterator[Bytes]:
     """Fake tensors count as the GPU's."""
-    context = RuleContext(H200, is_fake, RuleGuard(nothing), nothing, nothing, nothing, held=[])
+    context = RuleContext(H200, is_fake, RuleGuard(nothing), nothing, nothing, nothing, nothing, held=[])
     with cuda_composites(context), FakeTensorMode(), Bytes() as found:
         yield found
 

@@ -51,6 +51,11 @@ PROGRAMS = {
     "truncate": "os.truncate('log.txt', 3); assert os.path.getsize('log.txt') == 3",
     "chmod": "os.chmod('log.txt', 0o600); os.utime('log.txt', (1, 1))",
     "symlink": "os.symlink('log.txt', 'link'); assert open('link').read() == 'one line\\n'",
+    "symlink to a folder": "os.symlink('old', 'latest'); open('latest/new', 'w').close(); assert 'new' in os.listdir('old') and 'new' in os.listdir('latest')",
+    "symlink to a new folder": "os.makedirs('runs/1'); os.symlink('runs/1', 'latest'); open('latest/x', 'w').close(); assert os.path.exists('runs/1/x')",
+    "symlinked folder": "open('linked/new', 'w').close(); assert 'new' in os.listdir('linked') and glob.glob('linked/*')",
+    "multiprocessing spawn": "refused(lambda: multiprocessing.get_context('spawn').Process(target=print).start())",
+    "options of queries": "refused(lambda: subprocess.run(['git', 'log', '--output=log.txt'])); refused(lambda: os.system('hostname x'))",
     "hard link": "os.link('log.txt', 'link'); assert open('link').read() == 'one line\\n'",
     "makedirs": "os.makedirs('x/y/z', exist_ok=True); assert os.path.isdir('x/y/z')",
     "walk and remove": "[os.remove(os.path.join(r, f)) for r, _, fs in os.walk('deep') for f in fs]",
@@ -86,7 +91,7 @@ ENDINGS = {
     "os._exit": "os._exit(0)",
 }
 HEADER = """
-import csv, ctypes, glob, io, json, logging, os, pickle, posix, shutil, sqlite3, subprocess, sys, tempfile, zipfile
+import csv, ctypes, glob, io, json, logging, multiprocessing, os, pickle, posix, shutil, sqlite3, subprocess, sys, tempfile, zipfile
 from os import remove
 from pathlib import Path
 import numpy as np, safetensors.torch, torch
@@ -116,6 +121,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, content in BEFORE.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "linked").symlink_to(tmp_path / "deep")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

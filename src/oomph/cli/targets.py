@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from oomph.workload import Workload
 
 VALID = (
-    "give file.py:name or package.module:name, where name is a Workload, a function that returns one, "
-    "or a function that sets up and returns the step; or a config, e.g. configs/pythia_70m.yaml"
+    "give a script, as train.py; file.py:name or package.module:name, where name is a Workload, a function "
+    "that returns one, or a function that sets up and returns the step; or a config, e.g. configs/pythia_70m.yaml"
 )
 
 # ------------------------------------------------------------------------------------------- targets

@@ -39,7 +39,6 @@ class FileOverlay:
         self.used = False  # until the first write, reads go straight through
         self.deleted: set[str] = set()  # real paths that the program removed, with all that is below them
         self._cwd: str | None = None  # where it differs from the process': a folder that exists here alone
-        self._folders: dict[str, str] = {}
         self._direct = threading.local()
 
     # Paths ------------------------------------------------------------------------------------------------
@@ -60,10 +59,14 @@ class FileOverlay:
         return posixpath.join(self._resolved(folder), name)
 
     def _resolved(self, folder: str) -> str:
-        if folder not in self._folders:
-            with self.direct():
-                self._folders[folder] = posixpath.realpath(folder)
-        return self._folders[folder]
+        """Links followed from the root on, also those that the program made."""
+        path = "/"
+        for part in folder.split("/"):
+            if part == "..":
+                path = posixpath.dirname(path)
+            elif part not in ("", "."):
+                path = self.of_scratch(self.find(posixpath.join(path, part)))
+        return path
 
     def of_scratch(self, path: str) -> str:
         """The path that the program knows for one in the scratch folder."""
@@ -131,6 +134,7 @@ class FileOverlay:
 
     def names(self, folder: str) -> list[str]:
         """What is in a folder, as the program left it."""
+        folder = self.of_scratch(self.find(folder))
         here = self.scratch + folder
         found: dict[str, None] = {}
         listed = False
@@ -394,7 +398,7 @@ _READS = ("stat", "lstat", "access", "readlink", "statvfs", "getxattr", "listxat
 _CHANGES = ("truncate", "chmod", "chown", "utime", "setxattr", "removexattr")
 _OWN = (
     *("open", "remove", "unlink", "rmdir", "rename", "replace", "mkdir", "link", "symlink"),
-    *("listdir", "scandir", "chdir", "getcwd", "mkfifo", "mknod"),
+    *("listdir", "scandir", "chdir", "getcwd"),
 )
 _REAL = _Real()
 
@@ -450,9 +454,10 @@ def install(scratch: str) -> None:
     for name in _CHANGES:
         if hasattr(os, name):
             replaced[getattr(os, name)] = _changing(overlay, name)
-    import sqlite3
+    with contextlib.suppress(ImportError):  # Python can be built without it
+        import sqlite3
 
-    replaced[sqlite3.connect] = _connecting(overlay, sqlite3.connect)
+        replaced[sqlite3.connect] = _connecting(overlay, sqlite3.connect)
     for supported in (os.supports_follow_symlinks, os.supports_fd, os.supports_effective_ids):
         supported |= {new for old, new in replaced.items() if old in supported}
     _replace_everywhere(replaced)

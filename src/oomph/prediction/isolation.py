@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -101,11 +102,12 @@ def _run_here(function: Callable[[Progress], T], progress: Progress, allow: Coll
         stacklevel=4,
     )
     _refuse_effects_here()
+    before = vars(_refusing).copy()
     _refusing.on, _refusing.allow = True, allow
     try:
         return function(progress)
     finally:
-        _refusing.on = False
+        _refusing.on, _refusing.allow = before.get("on", False), before.get("allow", ())
 
 
 @functools.cache
@@ -169,10 +171,14 @@ def _run_child(
     status = 70
     try:
         os.close(read)
-        _isolate(scratch, allow)
         with os.fdopen(write, "wb") as messages:
             _messages_to_parent = messages
-            outcome = _outcome(function, messages)
+            try:
+                _isolate(scratch, allow)
+            except Exception as error:  # ours, not the program's
+                outcome = "error", RuntimeError(f"{error!r}\n{traceback.format_exc()}")
+            else:
+                outcome = _outcome(function, messages)
             with _sending:
                 _send(messages, outcome)
         status = 0
@@ -197,7 +203,15 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     os.environ.update(_ENVIRONMENT)
     sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]  # MPI starts processes when it is imported
     if "subprocesses" not in allow:
+        multiprocessing.util.spawnv_passfds = _refuse_spawn  # it raises no audit event
         file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
+
+
+def _refuse_spawn(path: Any, args: Any, passfds: Any) -> NoReturn:
+    raise Refused(
+        "a prediction starts no process of its own interpreter (--allow-subprocesses permits it); "
+        "multiprocessing can fork"
+    )
 
 
 def _use_one_thread() -> None:
@@ -278,17 +292,25 @@ def _forget_imports_of_other_threads() -> None:
 
 _ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "WANDB_MODE": "disabled"}  # wandb's offline mode starts a server
 _COMMANDS = {"subprocess.Popen": 1, "os.system": 0, "os.exec": 1, "os.posix_spawn": 1}
-_QUERIES = (  # what programs ask before they train; none of these writes
-    *(
-        "git rev-parse",
-        "git describe",
-        "git log",
-        "git show",
-        "git config --get",
-        "git branch --show-current",
-    ),
-    *("nvidia-smi", "uname", "hostname", "lscpu", "ldconfig -p", "/sbin/ldconfig -p"),
+_QUERIES = (  # what programs ask before they train; with these words, none of them writes
+    *(("git", each) for each in ("rev-parse", "describe", "log", "show")),
+    *(("git", "config", "--get"), ("git", "branch", "--show-current")),
+    *(("nvidia-smi",), ("uname",), ("hostname",), ("lscpu",), ("ldconfig", "-p"), ("/sbin/ldconfig", "-p")),
 )
+_NVIDIA_SMI_QUERIES = ("-L", "-q", "--query", "--format", "-i", "--id")
+
+
+def _is_query(command: str) -> bool:
+    words = tuple(command.split())
+    known = next((each for each in _QUERIES if words[: len(each)] == each), None)
+    if known is None or not command.isprintable() or set(command) & set(";|&<>`$"):
+        return False
+    rest = words[len(known) :]
+    if known == ("hostname",):
+        return not rest
+    if known == ("nvidia-smi",):
+        return all(word.startswith(_NVIDIA_SMI_QUERIES) or word.isdigit() for word in rest)
+    return not any(word.startswith("--output") for word in rest)
 
 
 def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) -> None:
@@ -298,7 +320,7 @@ def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) ->
         if isinstance(command, (list, tuple)):
             command = " ".join(map(os.fsdecode, command))
         command = os.fsdecode(command)
-        if not (command.startswith(_QUERIES) and command.isprintable() and not set(command) & set(";|&<>`$")):
+        if not _is_query(command):
             raise Refused(
                 f"a prediction starts no other program (--allow-subprocesses permits it): {command[:200]}"
             )
@@ -333,8 +355,8 @@ def _receive(messages: BinaryIO, progress: Progress) -> tuple[str, Any] | None:
 
 def _messages(messages: BinaryIO) -> Iterator[tuple[str, Any]]:
     while len(size := messages.read(8)) == 8:
-        data = messages.read(struct.unpack("<Q", size)[0])
-        try:
-            yield pickle.loads(data)
-        except EOFError:
+        expected = struct.unpack("<Q", size)[0]
+        data = messages.read(expected)
+        if len(data) < expected:  # it was killed while it sent
             return
+        yield pickle.loads(data)

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from oomph.errors import ProgramError, UserError
+from oomph.errors import ProgramError, UserError, program_traceback, user_line
 from oomph.prediction.program import STEPS, Progress
 from oomph.prediction.tracer.tracer import Tracer
 
@@ -58,11 +58,14 @@ def run_script(
         with tracer.in_phase("forward"):
             _run(script)
     except SystemExit as error:
-        if not steps.finished_one:
+        if error.code not in (None, 0):
             status = f"status {error.code}" if isinstance(error.code, int) else f"{error.code}"
-            raise ProgramError(
-                f"{script.name} ended before an optimizer step ({status})", traceback=""
-            ) from error
+            raise ProgramError(f"{script.name} ended with {status}", traceback="") from error
+    except KeyError as error:
+        if script.torchrun or error.args[0] not in _environment_of_one_rank():
+            raise
+        message = f"KeyError: {error.args[0]!r}, which torchrun sets in the environment: add --torchrun"
+        raise ProgramError(message, *user_line(error), program_traceback(error)) from error
     steps.check_trained()
 
 
@@ -107,10 +110,6 @@ class _Steps:
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._updates = 0  # of parameters, without an optimizer
 
-    @property
-    def finished_one(self) -> bool:
-        return self._updates > 0 or any(self._counts.values())
-
     def begin(self, number: int) -> None:
         tracer = self._tracer
         tracer.step = number
@@ -145,16 +144,23 @@ class _Steps:
             self.begin(self._updates)
 
     def _end(self) -> NoReturn:
+        self._check_gpu()
+        self._tracer.recorder.note(
+            f"{self._script.name} was stopped after {self._tracer.step} steps: what it would do later, such "
+            "as evaluation or saving after an epoch, is not included (--steps N traces more)"
+        )
         self._tracer.label_parameters()
         self._finish(self._tracer)
 
     def watch(self) -> None:
         """Runs in a thread: end a program that would never do so, such as a loop of forward passes."""
-        peak, since = -1, time.monotonic()
+        peak, seen, since = -1, 0, time.monotonic()
         while True:
             time.sleep(1)
             recorder = self._tracer.recorder
-            if recorder.peak_bytes != peak or self._counts or not recorder.allocations:
+            active = len(recorder.allocations) > seen  # else it prepares something on the host
+            seen = len(recorder.allocations)
+            if recorder.peak_bytes != peak or self._counts or self._updates or not active:
                 peak, since = recorder.peak_bytes, time.monotonic()
             elif time.monotonic() - since > _ENDLESS_S:
                 recorder.note(
@@ -163,11 +169,15 @@ class _Steps:
                 )
                 self._end()  # what the program does meanwhile is not in the copy of the events
 
+    def _check_gpu(self) -> None:
+        if not self._tracer.recorder.allocations:
+            name = self._script.name
+            raise UserError(f"{name} put nothing on the GPU; build its model and data on device 'cuda'")
+
     def check_trained(self) -> None:
         """The script has ended by itself."""
         name = self._script.name
-        if not self._tracer.recorder.allocations:
-            raise UserError(f"{name} put nothing on the GPU; build its model and data on device 'cuda'")
+        self._check_gpu()
         steps = max(self._counts.values(), default=0) or self._updates
         if not steps:
             self._tracer.recorder.note(

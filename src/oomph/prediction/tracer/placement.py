@@ -141,7 +141,7 @@ def move(
     dtype = dtype or tensor.dtype
     if tensor.requires_grad and torch.is_grad_enabled():
         return _DeviceCopy.apply(tensor, tracer, place, dtype, non_blocking)
-    with tracer.placing(place), torch.no_grad():
+    with tracer.placing(place):
         return torch.ops.aten._to_copy.default(tensor, dtype=dtype, non_blocking=non_blocking)
 
 

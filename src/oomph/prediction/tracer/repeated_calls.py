@@ -8,6 +8,7 @@ pass, which is repeated as well: every parameter has a gradient already, into wh
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +38,7 @@ class _TensorLike:
 
 @dataclass(slots=True)
 class _TracedCall:
+    module: weakref.ref[nn.Module]
     live_bytes: int  # before the call
     times: int  # it was traced one after the other
     results: list[Any]  # _TensorLike for a tensor
@@ -53,6 +55,12 @@ class _EndOfBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return (None,) * (len(gradients) + 1)
+
+
+def _keeps_graph(module: nn.Module) -> bool:
+    """Whether a program could read from the module what the call computed: hooks, an auxiliary loss."""
+    kept = (value for value in vars(module).values() if isinstance(value, torch.Tensor))
+    return bool(module._forward_hooks) or any(value.grad_fn is not None for value in kept)
 
 
 def _make(like: _TensorLike) -> torch.Tensor:
@@ -79,19 +87,21 @@ class RepeatedCalls:
             return forward(module, *args, **kwargs)
         known = self._traced.get(key)
         same = known is not None and known.live_bytes == live
-        if known is not None and same and known.times >= _TRACED_TIMES:
+        if known is not None and same and known.module() is module and known.times >= _TRACED_TIMES:
             return self._repeat(known, module)
         first, kernels = len(tracer.recorder.allocations), len(tracer.work.kernels)
         out = forward(module, *args, **kwargs)
         try:
             leaves, structure = tree_flatten(out)
             results = self._results(leaves, first, module.training)
+            if any(_keeps_graph(each) for each in module.modules()):
+                raise _NotRepeatable
         except _NotRepeatable:
             self._traced.pop(key, None)
         else:
             times = known.times + 1 if known is not None and same else 1
             self._last = self._traced[key] = _TracedCall(
-                live, times, results, structure, tracer.work.kernels[kernels:], []
+                weakref.ref(module), live, times, results, structure, tracer.work.kernels[kernels:], []
             )
         return out
 
@@ -131,8 +141,8 @@ class RepeatedCalls:
                 found.append(_TensorLike(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
             elif isinstance(leaf, _PLAIN):
                 found.append(leaf)
-            elif training:  # such as a cache of keys and values, which no training loop reads
-                found.append(None)
+            elif training and type(leaf).__name__.endswith("Cache"):
+                found.append(None)  # of keys and values, which no training loop reads
             else:
                 raise _NotRepeatable
         return found

@@ -109,7 +109,9 @@ def _tensor_without_data(
     where = _map_location.get()
     if isinstance(where, dict):
         where = where.get(device, device)
-    where = device if where is None or callable(where) else where
+    if callable(where):  # such as lambda storage, location: storage
+        where = "cpu"
+    where = device if where is None else where
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=where)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 

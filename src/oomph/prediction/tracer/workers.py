@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 import threading
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.torch_internals import DATA_LOADER_ITERATOR, init_fake_process_group
+from oomph.torch_internals import DATA_LOADER_ITERATOR, init_fake_process_group, tree_map
 
 _MODES = tuple[Any, ...]
 _MiB = 1 << 20
@@ -25,6 +26,7 @@ def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
     _load_data_in_process(patches)
     _trace_threads(patches, tracer, modes)
     _call_replicas_directly(patches)
+    _spawn_one_process_directly(patches)
     if torch.distributed.is_available():
         _make_process_groups_of_one_rank(patches)
         _replace_distributed_data_parallel(patches)
@@ -62,14 +64,23 @@ def _trace_threads(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
     patches.set(threading.Thread, "start", start_traced)
 
 
+def _spawn_one_process_directly(patches: Patches) -> None:
+    """torch.multiprocessing.spawn(main, nprocs=1), as scripts for several GPUs start themselves."""
+    spawn = torch.multiprocessing.spawn
+
+    @functools.wraps(spawn)
+    def spawn_directly(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
+        return fn(0, *args) if nprocs == 1 else spawn(fn, args, nprocs, *rest, **kwargs)
+
+    patches.set(torch.multiprocessing, "spawn", spawn_directly)
+
+
 def _call_replicas_directly(patches: Patches) -> None:
     """nn.DataParallel on one GPU: inputs are moved there, and the module is called."""
 
     def forward(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
         def moved(value: Any) -> Any:
             return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
-
-        from oomph.torch_internals import tree_map
 
         return self.module(*tree_map(moved, inputs), **tree_map(moved, kwargs))
 
@@ -85,8 +96,6 @@ def _make_process_groups_of_one_rank(patches: Patches) -> None:
 
     @functools.wraps(init)
     def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
-        import os
-
         size = kwargs.get("world_size", -1)
         size = int(os.environ.get("WORLD_SIZE", 1)) if size in (-1, None) else size
         if size != 1:
