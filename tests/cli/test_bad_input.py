@@ -127,7 +127,7 @@ cases(
 
 cases(
     "predict",
-    ("train", "target 'train' has no colon; give a script or package.module:name"),
+    ("train", "target 'train' has no colon; give a script, as train.py"),
     ("pp.py", "file 'pp.py' does not exist (did you mean 'p.py'?)"),
     ("p.py --fix micro_batches", "--fix needs a Workload, as file.py:name"),
     ("p.py --steps 0", "--steps 0 is not valid; give a positive number"),
@@ -210,7 +210,7 @@ cases(
     ("x.py:w", "x.py:1: FileNotFoundError", "w = open('nothing.txt')"),
     ("x:w", "x.py:1: ZeroDivisionError: division by zero", "1 / 0"),
     ("x.py", "x.py:1: ZeroDivisionError: division by zero", "1 / 0"),
-    ("x.py", "x.py ended with", "import sys\nsys.exit(0)"),
+    ("x.py", "x.py ended with status 5", "import sys\nsys.exit(5)"),
     ("x.py -- --lr 3", "ended with status 2", "import argparse\nargparse.ArgumentParser().parse_args()"),
     ("p.py:loss_raises", "the program failed at p.py:20: ValueError: my own"),
     ("p.py:loss_exits", "the program ends the process (SystemExit: 0)"),

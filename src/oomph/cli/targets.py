@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 VALID = (
     "give a script, as train.py; file.py:name or package.module:name, where name is a Workload, a function "
-    "that returns one, or a function that sets up and returns the step; or a config, e.g. configs/pythia_70m.yaml"
+    "that returns one, or a function that sets up and returns the step; or a config, e.g. "
+    "configs/pythia_70m.yaml"
 )
 
 # ------------------------------------------------------------------------------------------- targets
