@@ -88,8 +88,8 @@ def main() -> int:
         interrupted = changed = other_peaks = 0
         for _ in range(times):
             timer = threading.Timer(random.uniform(0, 1.2), os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
             try:
+                timer.start()
                 other_peaks += oomph.predict(program).peak != peak
                 timer.cancel()
                 timer.join()
