@@ -79,9 +79,11 @@ def _run_in_child(
     child, ended = -1, 0
     with tempfile.TemporaryDirectory(prefix="oomph-", ignore_cleanup_errors=True) as scratch:
         try:
-            child = _fork()
+            child, interrupted = _fork()
             if child == 0:
                 _run_child(function, scratch, read, write, allow)
+            if interrupted:
+                raise KeyboardInterrupt
             os.close(write)
             with os.fdopen(read, "rb", closefd=False) as messages:
                 outcome = _receive(messages, progress)
@@ -137,10 +139,22 @@ def is_isolated() -> bool:
     return _inside
 
 
-def _fork() -> int:
-    with trace_lock, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads in the caller: the child uses none
-        return os.fork()
+def _fork() -> tuple[int, list[int]]:
+    """The child, and interrupts that came meanwhile: what runs after a fork must not be cut short."""
+    arrived: list[int] = []
+    handler = signal.getsignal(signal.SIGINT)
+    defer = threading.current_thread() is threading.main_thread() and handler is signal.default_int_handler
+    if defer:
+        signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
+    try:
+        with trace_lock, warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of threads in the caller: the child uses none
+            return os.fork(), arrived
+    finally:
+        if defer:
+            signal.signal(signal.SIGINT, handler)
 
 
 def _end(child: int) -> int:
