@@ -50,7 +50,6 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         install_fake_cuda(patches, gpu, tracer.recorder)
         stack.enter_context(torch.inference_mode(False))  # the caller's own modes are not the program's
         stack.enter_context(torch.enable_grad())
-        _replace_inference_mode(patches)
         placement, dispatch = PlacementMode(tracer), DispatchMode(tracer)
         install_hooks(patches, stack, tracer, placement)
         install_default_device(patches, placement)
@@ -169,20 +168,6 @@ def _format_scalars(patches: Patches) -> None:
         return object.__format__(tensor, spec)
 
     patches.set(FakeTensor, "__format__", format)
-
-
-def _replace_inference_mode(patches: Patches) -> None:
-    """By no_grad, which needs the same memory: in inference mode, composite ops reach the trace undivided."""
-
-    def enter(self: Any) -> None:
-        self._before = torch.is_grad_enabled()
-        torch.set_grad_enabled(not self.mode)
-
-    def leave(self: Any, *error: Any) -> None:
-        torch.set_grad_enabled(self._before)
-
-    patches.set(torch.inference_mode, "__enter__", enter)
-    patches.set(torch.inference_mode, "__exit__", leave)
 
 
 def _hide_fake_tensor(patches: Patches) -> None:
