@@ -151,7 +151,7 @@ def predict_here(workload: str, change: str, gpu: str) -> dict[str, Any]:
         change,
         gpu,
         torch.__version__,
-        ", ".join(classes(found.allocations, found.notes, gpus.find(gpu), torch.__version__)),
+        ", ".join(classes(found.allocations, found.interval is not None, gpus.find(gpu), torch.__version__)),
         found.peak.allocated,
         found.peak.reserved,
         found.margin,

@@ -18,7 +18,6 @@ from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import allocator_settings
-from oomph.prediction.assumptions import Assumptions, assuming
 from oomph.prediction.isolation import finish, is_isolated, run_isolated, trace_lock
 from oomph.prediction.margin import margin
 from oomph.prediction.replay import Replay, replay
@@ -28,6 +27,7 @@ from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import Tracer
+from oomph.prediction.tracer.values import Assumptions, assuming
 from oomph.records import (
     Allocation,
     BatchTensor,
@@ -143,7 +143,8 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
     settings = allocator_settings(tracer.allocator)
     run = functools.partial(replay, events, allocations, settings=settings)
     unlimited = run()
-    off_by = margin(unlimited.peak_reserved, allocations, notes, card, torch.__version__)
+    sizes_assumed = tracer.estimates.sizes_assumed
+    off_by = margin(unlimited.peak_reserved, allocations, sizes_assumed, card, torch.__version__)
     verdict, refused = _verdict(run, unlimited, limit, off_by)
     step_seconds, work = step_work(tracer.work.kernels, card)
     growth = _growth(unlimited, events, allocations)
@@ -169,7 +170,7 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
         margin=off_by,
         batch=_batch(tracer),
         assumptions=tuple(_assumptions(tracer)),
-        interval=Interval(peak, peak) if tracer.estimates.sizes_assumed else None,
+        interval=Interval(peak, peak) if sizes_assumed else None,
     )
 
 

@@ -1,15 +1,17 @@
 """How far the predicted `reserved` may be off, as a share of it, from what was measured.
 
-The shares come from benchmarks/results/margins.csv (`python -m benchmarks.accuracy.margins`), which compares
-predicted and measured `reserved` of every class of programs. A program of several classes gets the largest.
+`python -m benchmarks.accuracy.margins` compares predicted and measured `reserved`
+(benchmarks/results/margins.csv). The shares of plain programs and of convolutions come from it; those of the
+other classes, of which few or no runs are measured, are estimates. A program of several classes gets the
+largest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from oomph.gpus import GPU
-from oomph.records import Allocation, Note
+from oomph.records import Allocation
 from oomph.units import MiB
 
 MARGINS = {
@@ -22,27 +24,27 @@ MARGINS = {
 # One segment more or less, for requests of 1 to 10 MiB, is decided by the order of a few frees.
 _SEGMENT = 20 * MiB
 _MEASURED_CAPABILITIES = {(9, 0)}
-_MEASURED_TORCH = {"2.11", "2.12", "2.13"}  # measured with 2.11, predicted with each of these
+_MEASURED_TORCH = {"2.11", "2.13"}  # measured with 2.11, predicted with both
 
 
 def margin(
-    reserved: int, allocations: Sequence[Allocation], notes: Iterable[Note], card: GPU, torch_version: str
+    reserved: int, allocations: Sequence[Allocation], sizes_assumed: bool, card: GPU, torch_version: str
 ) -> int:
     """Bytes by which the predicted `reserved` may be off, either way."""
-    share = max(MARGINS[name] for name in classes(allocations, notes, card, torch_version))
+    share = max(MARGINS[name] for name in classes(allocations, sizes_assumed, card, torch_version))
     return min(max(int(share * reserved), _SEGMENT), int(max(MARGINS.values()) * reserved))
 
 
 def classes(
-    allocations: Sequence[Allocation], notes: Iterable[Note], card: GPU, torch_version: str
+    allocations: Sequence[Allocation], sizes_assumed: bool, card: GPU, torch_version: str
 ) -> Iterator[str]:
-    """The classes of programs that the traced one belongs to."""
+    """The classes of programs that the traced one belongs to. `sizes_assumed`: a size depends on values."""
     yield "plain"
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
         yield "convolutions"
     if any(one.stream for one in allocations):
         yield "several streams"
-    if any("depends on values" in note.text for note in notes):
+    if sizes_assumed:
         yield "data-dependent shapes"
     version = ".".join(torch_version.split(".")[:2])
     if card.capability not in _MEASURED_CAPABILITIES or version not in _MEASURED_TORCH:

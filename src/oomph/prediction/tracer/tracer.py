@@ -12,7 +12,6 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.gpus import GPU
-from oomph.prediction.assumptions import current_assumptions
 from oomph.prediction.cuda.rules import RuleContext, RuleGuard
 from oomph.prediction.tracer.attribution import (
     ModuleStack,
@@ -64,9 +63,8 @@ class Tracer:
         self.recorder = AllocationRecorder()
         self.boundary = StackBoundary()
         self.guard = RuleGuard(self.note_once)
-        assumptions = current_assumptions()
-        self.values = Values(assumptions)
-        self.estimates = ValueEstimates(self.values, assumptions, self.note, self.note_once, self.site)
+        self.values = Values()
+        self.estimates = ValueEstimates(self.values, self.note, self.note_once, self.site)
         self.work = KernelCounter(gpu)
         self.rule_context = RuleContext(
             gpu,

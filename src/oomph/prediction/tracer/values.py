@@ -15,18 +15,20 @@ these values. Guesses are noted with their line.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import linecache
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from oomph.prediction.assumptions import Assumptions, ConditionKey
 from oomph.prediction.cuda.rules import BoundArguments, Fake, aten_ops, bind, op_name
 from oomph.prediction.tracer.fast_path import VIEWS
 from oomph.prediction.tracer.work import tensors_in
@@ -103,6 +105,32 @@ _FACTORIZATIONS = aten_ops("""
 """)
 
 
+ConditionKey = tuple[str, int, int]  # file, line, and how often the line has asked
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """`other_answers`: the conditions that get the other answer. `sizes`: how many elements ops select whose
+    result depends on values."""
+
+    other_answers: frozenset[ConditionKey] = frozenset()
+    sizes: Literal["fewest", "typical", "most"] = "typical"
+
+
+_NO_ASSUMPTIONS = Assumptions()
+_assumptions: ContextVar[Assumptions] = ContextVar("assumptions", default=_NO_ASSUMPTIONS)
+
+
+@contextlib.contextmanager
+def assuming(assumptions: Assumptions) -> Iterator[None]:
+    """For traces that begin inside, also in child processes."""
+    token = _assumptions.set(assumptions)
+    try:
+        yield
+    finally:
+        _assumptions.reset(token)
+
+
 class Representative(NamedTuple):
     """Values, on the host, that stand for a tensor's: of its shape (`whole`), or a sample of its elements."""
 
@@ -115,8 +143,8 @@ class Representative(NamedTuple):
 class Values:
     """Fake tensor -> its Representative. "most" sizes send 7 of 8 tokens to the same experts."""
 
-    def __init__(self, assumptions: Assumptions) -> None:
-        self._assumptions = assumptions
+    def __init__(self) -> None:
+        self._assumptions = _assumptions.get()
         self._entries = WeakIdKeyDictionary()
         self._guessed = WeakIdKeyDictionary()  # storages into which a guess was written
         self._overwritten = WeakIdKeyDictionary()  # storages -> the stamp of their last unknown write
@@ -477,13 +505,12 @@ class ValueEstimates:
     def __init__(
         self,
         values: Values,
-        assumptions: Assumptions,
         note: Callable[[str], None],
         note_once: Callable[[str], None],
         site: Callable[[], Site | None],
     ) -> None:
         self._values = values
-        self._assumptions = assumptions
+        self._assumptions = _assumptions.get()
         self._note = note
         self._note_once = note_once
         self._site = site
