@@ -321,6 +321,16 @@ def test_without_a_child_process_writes_are_refused(folder: Path, monkeypatch: p
             pytest.raises(ProgramError, match="a prediction"),
         ):
             oomph.predict(made(body))
+    in_thread = [
+        "import threading",
+        "done = []",
+        "write = lambda: (refused(lambda: open('weights.pt', 'w')), done.append(True))",
+        "thread = threading.Thread(target=write)",
+        "thread.start(), thread.join()",
+        "assert done",
+    ]
+    with pytest.warns(UserWarning, match="in this process"):
+        oomph.predict(made("\n".join(in_thread)))
     assert folder_in(folder) == before
     monkeypatch.undo()
     assert oomph.predict(made("pass")).peak == alone.peak

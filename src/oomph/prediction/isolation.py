@@ -98,9 +98,11 @@ def _run_in_child(
 
 def _run_here(function: Callable[[Progress], T], progress: Progress, allow: Collection[str]) -> T:
     """Torch cannot run a backward pass in a child of a process that has run one beside a GPU."""
+    reason = (
+        "torch cannot run backward passes in a child of it" if hasattr(os, "fork") else "there is no fork"
+    )
     warnings.warn(
-        "predicted in this process, because torch cannot run backward passes in a child of it: "
-        "files that the program would write are refused",
+        f"predicted in this process, because {reason}: files that the program would write are refused",
         stacklevel=4,
     )
     _refuse_effects_here()
@@ -122,6 +124,12 @@ def _refuse_effects_here() -> None:
             _refuse_effect(event, args, _refusing.allow)
 
     sys.addaudithook(hook)
+
+
+def refuse_in_thread() -> Callable[[], None]:
+    """For a thread that a program starts: called in it, what is refused to the program is refused there."""
+    refused = vars(_refusing).copy()
+    return lambda: vars(_refusing).update(refused)
 
 
 def finish(result: Any) -> NoReturn:
@@ -148,9 +156,8 @@ def _fork() -> tuple[int, list[int]]:
         signal.signal(signal.SIGINT, lambda number, frame: arrived.append(number))
     try:
         with trace_lock, warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of threads in the caller: the child uses none
+            # It warns of threads in the caller; the child uses none.
+            warnings.simplefilter("ignore", DeprecationWarning)
             return os.fork(), arrived
     finally:
         if defer:

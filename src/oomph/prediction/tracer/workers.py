@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from oomph.prediction.cuda.rules import program_error
+from oomph.prediction.isolation import refuse_in_thread
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.torch_internals import DATA_LOADER_ITERATOR, init_fake_process_group, tree_map
@@ -51,9 +52,10 @@ def _trace_threads(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
 
     def start_traced(thread: threading.Thread) -> None:
         if threading.get_ident() in tracer.threads:
-            run = thread.run
+            run, refuse = thread.run, refuse_in_thread()
 
             def traced() -> None:
+                refuse()
                 tracer.threads.add(threading.get_ident())
                 with modes[0], modes[1]:
                     run()
