@@ -21,9 +21,12 @@ from oomph.errors import ProgramError, UserError, program_traceback, user_line
 from oomph.prediction.program import STEPS, Progress
 from oomph.prediction.tracer.tracer import Tracer
 
-_MOST_ROUNDS = (
-    10  # an optimizer that has not stepped while another did so many times the steps is not waited for
-)
+# An optimizer that has not stepped while another made so many times the steps is not waited for.
+_MOST_ROUNDS = 10
+_ONE_RANK = {
+    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1"),
+    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
+}
 _ENDLESS_S = 60.0  # a program without an optimizer whose peak has not risen for so long is stopped
 
 
@@ -48,7 +51,7 @@ def run_script(
     """Run the script. `finish` is called as soon as its steps repeat, from inside the script, and never
     returns: no handler of the script's can catch it, and nothing that it would do next is waited for."""
     if script.torchrun:
-        os.environ.update(_environment_of_one_rank())
+        os.environ.update(_ONE_RANK, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
     steps = _Steps(script, tracer, progress, finish)
     tracer.on_optimizer_made, tracer.on_optimizer_step = steps.made, steps.stepped
     tracer.on_parameter_update = steps.updated
@@ -62,7 +65,7 @@ def run_script(
             status = f"status {error.code}" if isinstance(error.code, int) else f"{error.code}"
             raise ProgramError(f"{script.name} ended with {status}", traceback="") from error
     except KeyError as error:
-        if script.torchrun or error.args[0] not in _environment_of_one_rank():
+        if script.torchrun or error.args[0] not in (*_ONE_RANK, "MASTER_ADDR", "MASTER_PORT"):
             raise
         message = f"KeyError: {error.args[0]!r}, which torchrun sets in the environment: add --torchrun"
         raise ProgramError(message, *user_line(error), program_traceback(error)) from error
@@ -91,13 +94,11 @@ def _check_module(name: str) -> None:
         raise UserError(f"module {name!r} was not found; give one that `python -m` could run")
 
 
-def _environment_of_one_rank() -> dict[str, str]:
+def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    one = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
-    first = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
-    return {**one, **first, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        port: int = found.getsockname()[1]
+        return port
 
 
 class _Steps:
@@ -143,12 +144,13 @@ class _Steps:
         if self._updates > 1:
             self.begin(self._updates)
 
-    def _end(self) -> NoReturn:
+    def _end(self, why: str | None = None) -> NoReturn:
         self._check_gpu()
-        self._tracer.recorder.note(
-            f"{self._script.name} was stopped after {self._tracer.step} steps: what it would do later, such "
-            "as evaluation or saving after an epoch, is not included (--steps N traces more)"
+        why = why or (
+            f"after {self._tracer.step} steps: what it would do later, such as evaluation or saving after an "
+            "epoch, is not included (--steps N traces more)"
         )
+        self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
         self._tracer.label_parameters()
         self._finish(self._tracer)
 
@@ -163,11 +165,8 @@ class _Steps:
             if recorder.peak_bytes != peak or self._counts or self._updates or not active:
                 peak, since = recorder.peak_bytes, time.monotonic()
             elif time.monotonic() - since > _ENDLESS_S:
-                recorder.note(
-                    f"{self._script.name} was stopped: it trains nothing, and its peak had not risen for "
-                    f"{_ENDLESS_S:.0f} s"
-                )
-                self._end()  # what the program does meanwhile is not in the copy of the events
+                # What the program does meanwhile is not in the copy of the events.
+                self._end(f"because it trains nothing and its peak had not risen for {_ENDLESS_S:.0f} s")
 
     def _check_gpu(self) -> None:
         if not self._tracer.recorder.allocations:
