@@ -106,7 +106,10 @@ def _traced_steps(prediction: Prediction) -> Verdict:
     need_text, available_text = distinct_sizes(needed, available)
     there_is = f"{owner} {available_text}"
     if prediction.verdict == "too close to call":
-        details = f": needs {need_text}{margin}; {there_is}{peak}"
+        verb, cached = "needs", ""
+        if needed > available:
+            verb, cached = "would reserve", ", which releasing cached memory may just make enough"
+        details = f": {verb} {need_text}{margin}; {there_is}{cached}{peak}"
         return Verdict("too close to call", details, _out_of_memory(prediction))
     if prediction.verdict == "does not fit":
         fragmented = "" if needed > available else ", but its free blocks are too small (fragmentation)"
