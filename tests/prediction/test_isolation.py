@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 
 import oomph
 from oomph.errors import ProgramError, UserError
+from oomph.prediction import isolation
 
 BEFORE = {
     "weights.pt": b"weights",
@@ -278,6 +280,43 @@ print(interrupted)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) >= 3
     assert folder_in(folder) == before
+
+
+def test_a_process_that_the_program_leaves_behind_is_not_waited_for(folder: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ProgramError, match=r"os\._exit"):
+        oomph.predict(made("os.fork() or __import__('time').sleep(60)\nos._exit(0)"))
+    assert time.monotonic() - began < 30
+
+
+def test_a_child_that_waits_for_a_lock_of_another_thread_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(isolation, "_STUCK_S", 1.0)
+    lock, forked = threading.Lock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            forked.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    before = os.fork
+
+    def fork() -> int:
+        child = before()
+        if child:
+            forked.set()
+        return child
+
+    monkeypatch.setattr(os, "fork", fork)
+
+    def program() -> None:
+        with lock:
+            torch.empty(4, device="cuda")
+
+    assert oomph.predict(program).peak.allocated == 512
+    thread.join()
 
 
 def test_nothing_of_a_killed_prediction_goes_on(folder: Path) -> None:

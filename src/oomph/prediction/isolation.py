@@ -12,17 +12,20 @@ import contextlib
 import ctypes
 import functools
 import gc
+import math
 import multiprocessing.util
 import os
 import pickle
+import selectors
 import signal
 import struct
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import torch
@@ -30,11 +33,14 @@ import torch
 from oomph.errors import OomphError, ProgramError, UserError, blame
 from oomph.prediction import file_overlay
 from oomph.torch_internals import FakeTensorMode
+from oomph.units import MiB
 
 T = TypeVar("T")
 Progress = Callable[[str, float | None], None]
 _PARENT_DEATH_SIGNAL = 1  # of prctl
 _LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
+_POLL_S = 0.5
+_STUCK_S = 20.0  # a child that has not used the CPU for so long is started again, once
 ALLOWABLE = ("subprocesses", "network")
 _inside = False  # this process is such a child
 _messages_to_parent: BinaryIO
@@ -42,6 +48,10 @@ _sending = threading.Lock()
 _modules_of_parent: frozenset[str] = frozenset()
 _refusing = threading.local()  # .on: this thread runs a program in the caller's own process
 trace_lock = threading.RLock()  # held while a trace changes torch in this process: no fork, no second trace
+
+
+class _Stuck(Exception):
+    """The child does not compute. It may wait for a lock that another thread held when it was forked."""
 
 
 class Refused(PermissionError):
@@ -61,7 +71,10 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
         return function(progress)
     kind, value = "no fork", None
     if hasattr(os, "fork"):  # Windows has none
-        kind, value = _run_in_child(function, progress, allow)
+        try:
+            kind, value = _run_in_child(function, progress, allow, stuck_after=_STUCK_S)
+        except _Stuck:
+            kind, value = _run_in_child(function, progress, allow, stuck_after=math.inf)
     if kind == "no fork":
         return _run_here(function, progress, allow)
     if isinstance(value, BaseException):
@@ -70,7 +83,7 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
 
 
 def _run_in_child(
-    function: Callable[[Progress], Any], progress: Progress, allow: Collection[str]
+    function: Callable[[Progress], Any], progress: Progress, allow: Collection[str], stuck_after: float
 ) -> tuple[str, Any]:
     FakeTensorMode()  # imports what every trace needs: once, and not again in every child
     sys.stdout.flush()
@@ -85,8 +98,7 @@ def _run_in_child(
             if interrupted:
                 raise KeyboardInterrupt
             os.close(write)
-            with os.fdopen(read, "rb", closefd=False) as messages:
-                outcome = _receive(messages, progress)
+            outcome = _receive(_Child(child, read, stuck_after), progress)
         finally:
             if child > 0:
                 ended = _end(child)
@@ -365,19 +377,60 @@ def _send(messages: BinaryIO, message: tuple[str, Any]) -> None:
     messages.flush()
 
 
-def _receive(messages: BinaryIO, progress: Progress) -> tuple[str, Any] | None:
+class _Child:
+    """The parent's end of the pipe. That the child has ended is asked of the system: processes which the
+    program forked may hold the pipe open."""
+
+    def __init__(self, pid: int, pipe: int, stuck_after: float) -> None:
+        self.pid, self.pipe, self.stuck_after = pid, pipe, stuck_after
+
+    def read(self, size: int) -> bytes | None:
+        """None where the child ended before it had sent so many bytes."""
+        data = bytearray()
+        waiting = time.monotonic()
+        cpu_time = self._cpu_time()
+        while len(data) < size:
+            if not self._has_data(_POLL_S):
+                if self._has_ended() and not self._has_data(0):
+                    return None
+                if (used := self._cpu_time()) != cpu_time:
+                    waiting, cpu_time = time.monotonic(), used
+                elif time.monotonic() - waiting > self.stuck_after:
+                    raise _Stuck
+                continue
+            received = os.read(self.pipe, min(size - len(data), MiB))
+            if not received:
+                return None
+            data += received
+        return bytes(data)
+
+    def _has_data(self, seconds: float) -> bool:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.pipe, selectors.EVENT_READ)
+            return bool(selector.select(seconds))
+
+    def _has_ended(self) -> bool:
+        if not hasattr(os, "waitid"):  # macOS before Python 3.13
+            return False
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def _cpu_time(self) -> object:
+        """Anything that changes while the child computes."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[11:13]
+        except OSError:  # not Linux
+            return time.monotonic()
+
+
+def _receive(child: _Child, progress: Progress) -> tuple[str, Any] | None:
     """Pass progress on until the outcome comes; None where the child ended without one."""
-    for kind, value in _messages(messages):
+    while (header := child.read(8)) is not None:
+        data = child.read(struct.unpack("<Q", header)[0])
+        if data is None:  # it was killed while it sent
+            return None
+        kind, value = pickle.loads(data)
         if kind != "progress":
             return kind, value
         progress(*value)
     return None
-
-
-def _messages(messages: BinaryIO) -> Iterator[tuple[str, Any]]:
-    while len(size := messages.read(8)) == 8:
-        expected = struct.unpack("<Q", size)[0]
-        data = messages.read(expected)
-        if len(data) < expected:  # it was killed while it sent
-            return
-        yield pickle.loads(data)
