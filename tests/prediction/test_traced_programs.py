@@ -14,6 +14,7 @@ from small_programs import MiB, line_of, mean_square, notes_of, predict_step, wo
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import oomph
@@ -333,3 +334,14 @@ def test_sparse_gradients_hold_the_rows_that_were_used() -> None:
     assert 12 * MiB < states.peak.allocated < 13 * MiB  # weights and two states of 4 MiB
     assert predicted(True, torch.optim.SGD).peak.allocated < 5 * MiB
     assert predicted(False, torch.optim.SGD).peak.allocated >= 8 * MiB
+
+
+def test_recomputation_may_end_inside_a_dropout() -> None:
+    """Checkpointing stops its recomputation with an exception from the op that saves the last tensor."""
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)).to("cuda")
+        x = torch.randn(8, 64, device="cuda", requires_grad=True)
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+
+    assert not [note for note in oomph.predict(program).notes if "dropout" in note.text]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.placement import PlacementMode
@@ -73,8 +74,11 @@ def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMod
 
     def as_program(hook: Any) -> Any:
         def called(*args: Any) -> Any:
-            with placement.for_program():
-                return hook(*args)
+            try:
+                with placement.for_program():
+                    return hook(*args)
+            except Exception as error:  # such as the one that ends checkpointing's recomputation early
+                raise program_error(error)  # noqa: B904 (the same exception)
 
         return called
 
