@@ -4,7 +4,7 @@ python -m benchmarks.accuracy.capped [names...]            # on a GPU; results/c
 python -m benchmarks.accuracy.capped --list | --dry-run    # anywhere: the cases; or their predictions only
 
 A case is a workload of the accuracy benchmark, one with half of its batch, or one with a fix. Every case is
-predicted, then run in a fresh process under torch.cuda.set_per_process_memory_fraction, several at a time.
+predicted and then run in a fresh process under torch.cuda.set_per_process_memory_fraction, several at a time.
 One that fails, or that had to release cached memory, runs again without the cap: how much did it want?
 """
 
@@ -27,13 +27,6 @@ from typing import Any
 
 from benchmarks import RESULTS
 
-_PRELOAD = [
-    "torch",
-    "transformers",
-    "oomph.fixes",
-    "oomph.measurement.measure",
-    "benchmarks.accuracy.workloads",
-]
 _TOO_SLOW_TO_BUILD = (
     "llama1b-bf16",
     "llama1b-bf16-ckpt",
@@ -137,7 +130,7 @@ def _half(batch: Callable[..., Any]) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------- in a process of its own
 
 
-def predict_here(workload: str, change: str, gpu: str) -> dict[str, Any]:
+def predict_here(workload: str, change: str, gpu: str) -> Row:
     import torch
 
     import oomph
@@ -146,7 +139,7 @@ def predict_here(workload: str, change: str, gpu: str) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     found = oomph.predict(target_of(workload, change), gpu=gpu)
-    row = Row(
+    return Row(
         workload,
         change,
         gpu,
@@ -157,7 +150,6 @@ def predict_here(workload: str, change: str, gpu: str) -> dict[str, Any]:
         found.margin,
         round(100 * found.margin / found.peak.reserved, 3),
     )
-    return asdict(row)
 
 
 def run_here(workload: str, change: str, cap: int | None, history: bool) -> dict[str, Any]:
@@ -190,31 +182,21 @@ def run_here(workload: str, change: str, cap: int | None, history: bool) -> dict
     }
 
 
-def _child(pipe: Any, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+def _child(pipe: Any, case: tuple[str, str], gpu: str, cap: bool, history: bool) -> None:
+    """Send the prediction; run the case when told to."""
     import torch
 
     try:
-        pipe.send(function(*arguments))
+        row = predict_here(*case, gpu)  # before the GPU is used here: the prediction forks
+        pipe.send(row)
+        if pipe.recv() == "run":
+            pipe.send(run_here(*case, row.predicted_reserved + row.margin if cap else None, history))
     except torch.cuda.OutOfMemoryError as error:
         pipe.send({"oom": str(error).split(". ")[0]})
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}".replace("\n", " ")[:300]})
     pipe.close()
     os._exit(0)  # nothing of torch's needs to be taken down
-
-
-def _in_process(context: Any, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(theirs, function, arguments))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv() if ours.poll(_SECONDS) else {"error": f"took more than {_SECONDS} s"}
-    except EOFError:
-        return {"error": "the process died"}
-    finally:
-        process.kill()
-        process.join()
 
 
 # ---------------------------------------------------------------------------------------- all of them
@@ -243,36 +225,43 @@ def run_all(
 ) -> Iterator[Row]:
     from oomph import gpus
 
-    # A process that asks CUDA itself whether there is a GPU, as imports do, bars its children from it.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context = multiprocessing.get_context("spawn")
     memory = _Memory(gpus.find(gpu).memory - 2 * 2**30)
-    turn, lock = threading.BoundedSemaphore(jobs), threading.Lock()
+    lock = threading.Lock()
 
-    def on_gpu(row: Row, cap: int | None, history: bool = False) -> dict[str, Any]:
-        size = int(1.1 * row.predicted_reserved) + _CONTEXT
-        with turn:
+    def run(case: tuple[str, str], cap: bool = True, history: bool = False) -> tuple[Row, dict[str, Any]]:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(theirs, case, gpu, cap, history))
+        process.start()
+        theirs.close()
+        row = Row(*case, gpu, "", "", 0, 0, 0, 0.0)
+        try:
+            row = _received(ours)
+            if dry or not isinstance(row, Row):
+                return row, {}
+            size = int(1.1 * row.predicted_reserved) + _CONTEXT
             memory.take(size)
             try:
-                return _in_process(context, run_here, row.workload, row.change, cap, history)
+                ours.send("run")
+                return row, _received(ours)
             finally:
                 memory.give_back(size)
+        except (EOFError, TimeoutError) as error:
+            return row, {"error": repr(error)}
+        finally:
+            process.kill()
+            process.join()
 
     def one(case: tuple[str, str]) -> Row:
-        found = _in_process(context, predict_here, *case, gpu)
-        if found.get("error"):
-            return Row(*case, gpu, "", "", 0, 0, 0, 0.0, error=found["error"])
-        row = Row(**found)
-        if dry:
-            return row
-        measured = on_gpu(row, row.predicted_reserved + row.margin)
-        if "error" in measured:
-            return replace(row, error=measured["error"])
+        row, measured = run(case)
+        if not isinstance(row, Row):
+            return Row(*case, gpu, "", "", 0, 0, 0, 0.0, error=row["error"])
+        if dry or "error" in measured:
+            return replace(row, error=measured.get("error", ""))
         row = _measured(replace(row, ran="oom" not in measured, error=measured.get("oom", "")), measured)
         above = (row.measured_reserved or 0) - row.predicted_reserved
         if not row.ran or row.retries or (histories and above >= _RECORDED):
-            again = on_gpu(row, None, histories is not None)
+            again = run(case, cap=False, history=histories is not None)[1]
             if histories is not None and again.get("history"):
                 with lock, zipfile.ZipFile(histories, "a", zipfile.ZIP_DEFLATED) as file:
                     file.writestr(f"{row.workload}/{row.change}.json", json.dumps(again["history"]))
@@ -280,9 +269,15 @@ def run_all(
         off = 100 * (row.predicted_reserved / row.measured_reserved - 1) if row.measured_reserved else None
         return replace(row, reserved_error_percent=None if off is None else round(off, 3))
 
-    with ThreadPoolExecutor(2 * jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         for done in as_completed([pool.submit(one, case) for case in wanted]):
             yield done.result()
+
+
+def _received(pipe: Any) -> Any:
+    if not pipe.poll(_SECONDS):
+        raise TimeoutError(f"took more than {_SECONDS} s")
+    return pipe.recv()
 
 
 def _measured(row: Row, found: dict[str, Any]) -> Row:
@@ -298,14 +293,20 @@ def summary(rows: Sequence[Row]) -> str:
     text = f"{len(judged)} capped runs, {len(failed)} failed {failed}"
     if margins:
         text += f"; margins median {margins[len(margins) // 2]:.2f} %, worst {margins[-1]:.2f} %"
-    return f"{text}; {sum(bool(row.retries) for row in judged)} released cached memory"
+    text += f"; {sum(bool(row.retries) for row in judged)} released cached memory"
+    from oomph import gpus
+
+    cards = {card.memory - card.context for card in gpus.catalogue()}
+    close = [abs(limit - row.predicted_reserved) <= row.margin for row in rows for limit in cards]
+    percent = 100 * sum(close) / max(1, len(close))
+    return f"{text}; on the catalogue's cards {percent:.1f} % are too close to call"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="workloads (default: all)")
     parser.add_argument("--gpu", default="h200", help="the catalogue's name of this machine's GPU")
-    parser.add_argument("--jobs", type=int, default=8, help="processes on the GPU at a time")
+    parser.add_argument("--jobs", type=int, default=8, help="processes at a time")
     parser.add_argument("--out", type=Path)
     parser.add_argument(
         "--history",

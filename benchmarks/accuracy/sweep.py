@@ -1,6 +1,7 @@
 """Which models of public libraries can be predicted: every architecture of transformers, and many others.
 
 python -m benchmarks.accuracy.sweep [--jobs N] [names...]   # anywhere; results/sweep.csv
+python -m benchmarks.accuracy.sweep --measure               # on a GPU: also run each model there
 python -m benchmarks.accuracy.sweep --list
 
 Each model is built from a small config and trained as a new user would: forward, backward, AdamW. It runs on
@@ -13,16 +14,17 @@ from __future__ import annotations
 import argparse
 import collections
 import csv
+import gc
 import multiprocessing
 import os
 import resource
+import statistics
 import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ import torch
 from benchmarks import RESULTS
 from benchmarks.accuracy import architectures
 from benchmarks.accuracy.architectures import Case, TooLarge, Variant
+from oomph.torch_internals import clear_cublas_workspaces
 
 TRACED, PROGRAM_FAILS, OUR_FAULT = "traced", "program fails", "our fault"
 _CPU_SECONDS = 40  # of processor time that a run or a prediction may take
@@ -51,6 +54,9 @@ class Row:
     failed_rules: int  # of ours, each with an estimate and a note in its place
     guesses: str  # notes on values that the trace cannot know
     error: str
+    measured: int | None = None  # allocated on the GPU, in bytes
+    error_percent: float | None = None
+    gpu: str = ""
 
 
 # ---------------------------------------------------------------------------- in a process of their own
@@ -84,22 +90,37 @@ def predict(case: Case, variant: Variant) -> tuple[int, float, list[str]]:
     """Allocated bytes, seconds and notes of the predicted step."""
     import oomph
 
-    def setup() -> Callable[[], None]:
-        model = architectures.build(case, variant.sizes).train()
-        given = architectures.batch(case, model, variant)
-        model.to("cuda")
-        given = _to_gpu(given)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-        def step() -> None:
-            architectures.loss_of(case, model, given, variant).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    found = oomph.predict(setup)
+    found = oomph.predict(lambda: training_step(case, variant))
     return found.peak.allocated, found.seconds, [note.text for note in found.notes]
+
+
+def measure(case: Case, variant: Variant) -> int:
+    """Allocated bytes of three steps on the GPU, in a process that has run others before."""
+    gc.collect()
+    clear_cublas_workspaces()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step = training_step(case, variant)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def training_step(case: Case, variant: Variant) -> Callable[[], None]:
+    model = architectures.build(case, variant.sizes).train()
+    given = architectures.batch(case, model, variant)
+    model.to("cuda")
+    given = _to_gpu(given)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        architectures.loss_of(case, model, given, variant).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def _to_gpu(value: Any) -> Any:
@@ -149,10 +170,10 @@ def in_child(function: Callable[..., Any], *arguments: Any, verbose: bool = Fals
 # ------------------------------------------------------------------------------------------------ rows
 
 
-def row_of(case: Case, verbose: bool = False) -> Row:
+def row_of(case: Case, verbose: bool = False) -> tuple[Row, Variant]:
     how, found = in_child(run_on_cpu, case)
     if how == "failed":
-        return Row(case.library, case.name, "", "", "", PROGRAM_FAILS, None, 0.0, 0, "", found)
+        return Row(case.library, case.name, "", "", "", PROGRAM_FAILS, None, 0.0, 0, "", found), Variant()
     model, variant = found
     inputs = " + ".join((*variant.inputs, "labels") if variant.labels else variant.inputs)
     began = time.perf_counter()
@@ -160,12 +181,35 @@ def row_of(case: Case, verbose: bool = False) -> Row:
     seconds = round(time.perf_counter() - began, 1)
     described = (case.library, case.name, model, variant.sizes, inputs)
     if how == "failed":
-        return Row(*described, OUR_FAULT, None, seconds, 0, "", found)
+        return Row(*described, OUR_FAULT, None, seconds, 0, "", found), variant
     allocated, seconds, notes = found
     failed = [note for note in notes if _FAILED_RULE in note]
     guesses = "; ".join(sorted({note for note in notes if note not in failed and "taken as" in note}))
     error = failed[0] if failed else ""
-    return Row(*described, TRACED, allocated, round(seconds, 1), len(failed), guesses[:300], error[:300])
+    seconds = round(seconds, 1)
+    row = Row(*described, TRACED, allocated, seconds, len(failed), guesses[:300], error[:300])
+    return row, variant
+
+
+def work(cases: list[Case], rows: Any, verbose: bool, measuring: bool) -> None:
+    """A worker process: predict first, in forked children, which it could not have after it used the GPU."""
+    _silence()
+    traced = []
+    for case in cases:
+        row, variant = row_of(case, verbose)
+        if measuring and row.outcome == TRACED:
+            traced.append((case, variant, row))
+        else:
+            rows.put(row)
+    for case, variant, row in traced:
+        try:
+            measured = measure(case, variant)
+        except Exception as error:
+            rows.put(replace(row, error=f"measurement: {type(error).__name__}: {error}"[:300]))
+            continue
+        off = round(100 * ((row.allocated or 0) / measured - 1), 3)
+        rows.put(replace(row, measured=measured, error_percent=off, gpu=torch.cuda.get_device_name()))
+    rows.put(None)
 
 
 def read_rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -182,7 +226,7 @@ def write_rows(path: Path, rows: dict[tuple[str, str], dict[str, Any]]) -> None:
         writer.writerows(rows[key] for key in sorted(rows))
 
 
-def summary(rows: Iterable[dict[str, Any]]) -> str:
+def summary(rows: Sequence[dict[str, Any]]) -> str:
     counts = collections.Counter((row["library"], row["outcome"]) for row in rows)
     libraries = sorted({library for library, _ in counts})
     outcomes = (TRACED, PROGRAM_FAILS, OUR_FAULT)
@@ -190,6 +234,10 @@ def summary(rows: Iterable[dict[str, Any]]) -> str:
         f"{library}: " + ", ".join(f"{counts[library, each]} {each}" for each in outcomes)
         for library in libraries
     ]
+    errors = [abs(float(row["error_percent"])) for row in rows if row["error_percent"] not in (None, "")]
+    if errors:
+        text = f"{len(errors)} measured: allocated median {statistics.median(errors):.3f} %"
+        lines.append(f"{text}, worst {max(errors):.2f} %, {sum(error <= 1 for error in errors)} within 1 %")
     return "\n".join(lines)
 
 
@@ -200,6 +248,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="model types and names; all without any")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--library", help="only its models")
+    parser.add_argument("--measure", action="store_true", help="also run the models on this machine's GPU")
     parser.add_argument("--failed", action="store_true", help="only those that failed through our fault")
     parser.add_argument("--out", type=Path, default=RESULTS / "sweep.csv")
     parser.add_argument("--list", action="store_true", help="print the cases and exit")
@@ -219,15 +268,24 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     verbose = len(chosen) == 1
     done: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for future in as_completed([pool.submit(row_of, case, verbose) for case in chosen]):
-            row = future.result()
-            done.append(asdict(row))
-            rows[row.library, row.name] = done[-1]
-            print(
-                f"{len(done)}/{len(chosen)} {row.library} {row.name}: {row.outcome} {row.error}", flush=True
-            )
-            write_rows(options.out, rows)
+    context = multiprocessing.get_context("spawn")  # a fork of this process might not be able to use CUDA
+    results = context.Queue()
+    jobs = min(options.jobs, len(chosen))
+    for worker in range(jobs):
+        share = chosen[worker::jobs]
+        context.Process(target=work, args=(share, results, verbose, options.measure)).start()
+    while jobs:
+        row = results.get()
+        if row is None:
+            jobs -= 1
+            continue
+        done.append(asdict(row))
+        rows[row.library, row.name] = done[-1]
+        off = "" if row.error_percent is None else f"{row.error_percent:+.2f} %"
+        print(
+            f"{len(done)}/{len(chosen)} {row.library} {row.name}: {row.outcome} {off} {row.error}", flush=True
+        )
+        write_rows(options.out, rows)
     print(summary(done))
     return int(any(row["outcome"] == OUR_FAULT for row in done))
 
