@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from oomph.prediction.cuda.autocast import autocast_ops, cuda_autocast
+from oomph.prediction.cuda.autocast import AUTOCAST_OPS, cuda_autocast
 from oomph.torch_internals import CHECKPOINT_DEFAULT_DEVICE
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -71,7 +71,7 @@ def test_the_tables_name_exactly_the_ops_that_torch_casts_on_cuda() -> None:
     cast_by_torch = {n.removeprefix("aten::") for n in names if has_kernel(n, "AutocastCUDA")}
     # Named dimensions (torch <= 2.12) and cuDNN's recurrent layers never come up in a trace.
     left_out = {op for op in cast_by_torch if "imname" in op or "names_" in op or op == "_cudnn_rnn"}
-    assert autocast_ops() == cast_by_torch - left_out
+    assert AUTOCAST_OPS.keys() == cast_by_torch - left_out
 
 
 @pytest.mark.parametrize("dtype", [bf16, fp16])
@@ -377,7 +377,7 @@ def test_nothing_of_the_process_is_changed_afterwards(gpu_claimed: None, failing
             nn.Linear(4, 4)(torch.randn(2, 4))
             if failing:
                 1 / 0  # noqa: B018
-    assert not any(has_python_kernel(op) for op in autocast_ops())
+    assert not any(has_python_kernel(op) for op in AUTOCAST_OPS)
     assert functions == (
         torch.clear_autocast_cache,
         torch.autocast_increment_nesting,

@@ -454,10 +454,9 @@ def install(scratch: str) -> None:
     for name in _CHANGES:
         if hasattr(os, name):
             replaced[getattr(os, name)] = _changing(overlay, name)
-    with contextlib.suppress(ImportError):  # Python can be built without it
-        import sqlite3
-
-        replaced[sqlite3.connect] = _connecting(overlay, sqlite3.connect)
+    if "sqlite3" in sys.modules:  # find_holders imports it
+        connect = sys.modules["sqlite3"].connect
+        replaced[connect] = _connecting(overlay, connect)
     for supported in (os.supports_follow_symlinks, os.supports_fd, os.supports_effective_ids):
         supported |= {new for old, new in replaced.items() if old in supported}
     _replace_everywhere(replaced)
@@ -528,20 +527,48 @@ def _connecting(overlay: FileOverlay, connect: Callable[..., Any]) -> Callable[.
     return call
 
 
+_holders: list[Any] = []  # dicts, and functions with defaults, that hold what is replaced
+_reference_counts: tuple[int, ...] = ()
+
+
+def find_holders() -> None:
+    """Before a fork, in the parent. Looks through all objects if the functions are referenced anew."""
+    global _reference_counts
+    originals = [*vars(_REAL).values()]
+    with contextlib.suppress(ImportError):  # Python can be built without it
+        import sqlite3
+
+        originals.append(sqlite3.connect)
+    counts = tuple(map(sys.getrefcount, originals))
+    if counts == _reference_counts:
+        return
+    _reference_counts = counts
+    _holders.clear()
+    kept = (vars(_REAL), vars(sys.modules["posix"]), vars(sys.modules["_io"]))
+    found = gc.get_referrers(*originals)
+    functions = gc.get_referrers(*(each for each in found if isinstance(each, tuple)))
+    _holders.extend(each for each in functions if isinstance(each, FunctionType) and each.__defaults__)
+    dicts = (each for each in found if isinstance(each, dict) and not any(each is one for one in kept))
+    _holders.extend(filter(_is_of_code, dicts))
+
+
+def _is_of_code(holder: dict[Any, Any]) -> bool:
+    """A namespace or a table of functions. The attributes of an object are not: they would be kept alive."""
+    namespace = holder.keys() & {"__builtins__", "__module__", "__name__"}
+    return bool(namespace) or all(map(callable, holder.values()))
+
+
 def _replace_everywhere(replaced: dict[Any, Any]) -> None:
     """Put the replacements where the originals are: in modules that imported them, in default arguments."""
 
     def new(value: Any) -> Any:
         return replaced.get(value, value) if isinstance(value, BuiltinFunctionType) else value
 
-    kept = (vars(_REAL), replaced, vars(sys.modules["posix"]), vars(sys.modules["_io"]))
-    holders = gc.get_referrers(*replaced)
-    for holder in holders:
-        if isinstance(holder, dict) and not any(holder is each for each in kept):
+    for holder in _holders:
+        if isinstance(holder, dict):
             holder.update({name: new(value) for name, value in holder.items() if new(value) is not value})
-    for function in gc.get_referrers(*(holder for holder in holders if isinstance(holder, tuple))):
-        if isinstance(function, FunctionType) and function.__defaults__:
-            function.__defaults__ = tuple(map(new, function.__defaults__))
+        elif holder.__defaults__:
+            holder.__defaults__ = tuple(map(new, holder.__defaults__))
 
 
 def _divert_open_files(overlay: FileOverlay) -> None:

@@ -71,6 +71,7 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
         return function(progress)
     kind, value = "no fork", None
     if hasattr(os, "fork"):  # Windows has none
+        _prepare()
         try:
             kind, value = _run_in_child(function, progress, allow, stuck_after=_STUCK_S)
         except _Stuck:
@@ -82,10 +83,19 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
     return value  # type: ignore[return-value]
 
 
+def _prepare() -> None:
+    """Once in this process, and not again in every child."""
+    global _modules_of_parent
+    FakeTensorMode()  # imports what every trace needs
+    with contextlib.suppress(ImportError):
+        import safetensors.torch  # noqa: F401
+    file_overlay.find_holders()
+    _modules_of_parent = frozenset(sys.modules)
+
+
 def _run_in_child(
     function: Callable[[Progress], Any], progress: Progress, allow: Collection[str], stuck_after: float
 ) -> tuple[str, Any]:
-    FakeTensorMode()  # imports what every trace needs: once, and not again in every child
     sys.stdout.flush()
     sys.stderr.flush()
     read, write = os.pipe()
@@ -220,8 +230,8 @@ def _run_child(
 
 
 def _isolate(scratch: str, allow: Collection[str]) -> None:
-    global _inside, _modules_of_parent
-    _inside, _modules_of_parent = True, frozenset(sys.modules)
+    global _inside
+    _inside = True
     _forget_imports_of_other_threads()
     os.setpgid(0, 0)  # Ctrl-C reaches the parent, which ends this group
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -16,7 +16,6 @@ real CUDA tensor would not be.
 Facts: the op lists and policies are those of ATen/autocast_mode.h and ATen/autocast_mode.cpp.
 """
 
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -106,13 +105,22 @@ OnGpu = Callable[[torch.Tensor], bool]
 Kernel = Callable[..., Any]
 
 
-@functools.cache
-def autocast_ops() -> frozenset[str]:
-    """The ops of our tables that the installed torch casts on CUDA: the lists differ a little by version."""
+def _overload(op: str) -> OpOverload:
+    name, _, overload = op.partition(".")
+    found: OpOverload = getattr(getattr(torch.ops.aten, name), overload or "default")
+    return found
+
+
+def _autocast_ops() -> dict[str, OpOverload]:
     listed = LOWER_PRECISION | FLOAT32 | FLOAT32_RESULT | FLOAT32_RESULT_BY_OVERLOAD.keys() | PROMOTE | BANNED
     has_kernel = dispatch_has_kernel_for_dispatch_key
     known = {name.removeprefix("aten::") for name in dispatch_get_all_op_names()}
-    return frozenset(op for op in listed & known if has_kernel(f"aten::{op}", _KEY_NAME))
+    return {op: _overload(op) for op in listed & known if has_kernel(f"aten::{op}", _KEY_NAME)}
+
+
+# The ops of our tables that the installed torch casts on CUDA: the lists differ a little by version. Found at
+# import, because every prediction is a process of its own.
+AUTOCAST_OPS = _autocast_ops()
 
 
 @contextmanager
@@ -134,8 +142,8 @@ def cuda_autocast(is_on_gpu: OnGpu) -> Iterator[None]:
         with warnings.catch_warnings():
             # Torch remarks, once per process, that a kernel is replaced. Here that is the purpose.
             warnings.simplefilter("ignore")
-            for op in autocast_ops():
-                library.impl(op, casts.kernel(op), _KEY_NAME, allow_override=True)
+            for op, overload in AUTOCAST_OPS.items():
+                library.impl(op, casts.kernel(op, overload), _KEY_NAME, allow_override=True)
         for name, replacement in _torch_functions(casts.kept).items():
             undo.callback(setattr, torch, name, getattr(torch, name))
             setattr(torch, name, replacement)
@@ -183,8 +191,7 @@ class _Casts:
         self.is_on_gpu = _nothing_is_on_gpu
         self.kept.clear()
 
-    def kernel(self, op: str) -> Kernel:
-        overload = _overload(op)
+    def kernel(self, op: str, overload: OpOverload) -> Kernel:
         if op in LOWER_PRECISION:
             return self._casting(overload, lambda args: torch.get_autocast_dtype("cuda"))
         if op in FLOAT32:
@@ -348,12 +355,6 @@ def _nothing_is_on_gpu(tensor: torch.Tensor) -> bool:
 
 def _in_backward() -> bool:
     return current_graph_task_id() != -1
-
-
-def _overload(op: str) -> OpOverload:
-    name, _, overload = op.partition(".")
-    found: OpOverload = getattr(getattr(torch.ops.aten, name), overload or "default")
-    return found
 
 
 def _call(overload: OpOverload, *args: Any, **kwargs: Any) -> Any:
