@@ -8,6 +8,8 @@ import signal
 import pytest
 import torch
 
+from oomph.prediction import isolation
+
 
 def pytest_configure() -> None:
     """nohup, and a shell for what it starts with &, leave signals ignored, which all below them inherit."""
@@ -23,3 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions run in the test's own process: a child for each takes several times as long.
+
+    For tests of what is traced. There are then no second attempts and no intervals, and scripts do not end.
+    """
+    monkeypatch.setattr(isolation, "_inside", True)

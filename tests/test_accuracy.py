@@ -15,6 +15,8 @@ import torch
 import oomph
 from oomph.prediction.cuda.rules import RuleGuard
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the models' own libraries
     from benchmarks import RESULTS

@@ -4,6 +4,7 @@ import importlib.util
 import os
 from typing import Any
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -27,3 +28,8 @@ def _keep_masks_boolean() -> None:
 
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     _keep_masks_boolean()
+
+
+@pytest.fixture(autouse=True)
+def _in_process(in_process: None) -> None:
+    """Predictions of every test here."""

@@ -19,6 +19,7 @@ from oomph.prediction.cuda.rules import RuleGuard
 from oomph.prediction.tracer.values import DATA_DEPENDENT_RESULTS
 
 aten = torch.ops.aten
+in_process = pytest.mark.usefixtures("in_process")
 ROWS = json.loads((RESULTS / "kernels_h200_torch2.11.json").read_text())
 GROUP = list(ROWS)[list(ROWS).index("nonzero all") :]
 # Measured with other random values than the trace draws.
@@ -35,6 +36,7 @@ def notes_of(program: Callable[[], Any]) -> str:
 
 
 @pytest.mark.parametrize("name", GROUP)
+@in_process
 def test_the_prediction_is_what_was_measured(name: str) -> None:
     measured = ROWS[name]["steps"][-1][0]
     predicted = oomph.predict(KERNELS[name], gpu="h200").steps[-1].allocated
@@ -59,6 +61,7 @@ def test_cumprod_takes_the_longer_way_back_where_an_element_is_zero() -> None:
     assert with_zeros.peak.allocated > without.peak.allocated
 
 
+@in_process
 def test_known_values_give_exact_sizes_without_a_note() -> None:
     def program() -> None:
         x = torch.randn(6, 4, device="cuda")
@@ -77,6 +80,7 @@ def test_known_values_give_exact_sizes_without_a_note() -> None:
     assert "depends on values" not in notes_of(program)
 
 
+@in_process
 def test_positions_and_random_ids_are_in_their_range() -> None:
     def program() -> None:
         logits = torch.randn(64, 10, device="cuda")
@@ -98,6 +102,7 @@ def test_positions_and_random_ids_are_in_their_range() -> None:
     notes_of(program)
 
 
+@in_process
 def test_repeats_by_counts_of_tokens_give_one_row_per_token() -> None:
     def program() -> None:
         chosen = torch.randn(64, 8, device="cuda").topk(2, dim=-1).indices
@@ -112,6 +117,7 @@ def test_repeats_by_counts_of_tokens_give_one_row_per_token() -> None:
     assert "repeat_interleave" in notes_of(program)
 
 
+@in_process
 def test_one_mask_selects_the_same_number_of_elements_each_time() -> None:
     def program() -> None:
         x = torch.randn(64, 16, device="cuda", requires_grad=True)
@@ -128,6 +134,7 @@ def test_one_mask_selects_the_same_number_of_elements_each_time() -> None:
     assert "depends on values: 16 is assumed" in notes_of(program)
 
 
+@in_process
 def test_masks_of_the_host_select_what_they_select() -> None:
     def program() -> None:
         x = torch.randn(64, 16, device="cuda")
@@ -140,6 +147,7 @@ def test_masks_of_the_host_select_what_they_select() -> None:
     notes_of(program)
 
 
+@in_process
 def test_values_say_how_many_elements_an_unknown_mask_selects() -> None:
     """Fewer values than the mask has elements are no error of the program."""
 
@@ -165,6 +173,7 @@ def test_a_mask_of_another_shape_is_an_error_of_the_program() -> None:
         oomph.predict(program, gpu="h200")
 
 
+@in_process
 def test_results_are_written_into_out() -> None:
     def program() -> None:
         mask = torch.randn(64, device="cuda") < 0.5

@@ -15,6 +15,8 @@ from oomph.errors import UserError
 from oomph.prediction.cuda.cublas import cublas_workspace_bytes
 from oomph.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 MiB = 2**20
 B, H, T, D = 1, 8, 4096, 64
 

@@ -13,6 +13,8 @@ from oomph.gpus import find
 from oomph.prediction.cuda.reductions import reduction_buffers
 from oomph.prediction.cuda.rules import temporaries_of
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 aten = torch.ops.aten
 H200 = find("h200")
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64

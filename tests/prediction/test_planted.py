@@ -11,6 +11,8 @@ import pytest
 import oomph
 from oomph.records import Prediction
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 FILE = planted_programs.__file__
 LINES = {
     line.split("# PLANTED: ")[1]: number

@@ -13,6 +13,8 @@ import oomph
 from oomph import UserError, Workload
 from oomph.prediction.replay import replay
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 
 def test_parameters_gradients_and_optimizer_state_are_exact(linear):
     assert requested(linear, stage="parameters") == 4 * MiB

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import oomph
 from oomph import Prediction, ProgramError, UserError, Workload
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 
 class Stray(nn.Module):
     """Forgets to register its table, so that it stays on the host."""

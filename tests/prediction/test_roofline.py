@@ -14,6 +14,8 @@ from oomph import Workload, gpus
 from oomph.prediction.roofline import CALIBRATED, step_work
 from oomph.prediction.tracer.work import Kernel
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 H200 = gpus.find("h200")
 
 

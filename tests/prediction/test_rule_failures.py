@@ -21,6 +21,8 @@ from oomph.prediction.tracer.attribution import ModuleStack
 from oomph.prediction.tracer.dispatch import DispatchMode
 from oomph.prediction.tracer.tracer import Tracer
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 BF16 = torch.bfloat16
 
 

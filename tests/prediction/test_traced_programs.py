@@ -19,6 +19,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import oomph
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 
 def test_zeroed_gradients_stay_allocated_between_steps():
     def ends(set_to_none: bool) -> list[int]:

@@ -18,6 +18,8 @@ from oomph.records import Prediction
 from oomph.report.as_json import prediction_to_json
 from oomph.report.terminal import report_text
 
+in_process = pytest.mark.usefixtures("in_process")  # not where attempts are repeated
+
 
 @pytest.fixture(autouse=True)
 def _strict_rules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,11 +67,13 @@ def fail_unless_finite(model: nn.Module, loss: torch.Tensor, optimizer: torch.op
 
 
 @pytest.mark.parametrize("check", [if_finite, if_norm_is_small, fail_unless_finite])
+@in_process
 def test_checks_of_finite_numbers_pass(check: Callable[..., Any]) -> None:
     expected = oomph.predict(training(always), gpu="h200").peak.allocated
     assert oomph.predict(training(check), gpu="h200").peak.allocated == pytest.approx(expected, rel=0.05)
 
 
+@in_process
 def test_arguments_of_distributions_are_valid() -> None:
     def program() -> None:
         x = torch.randn(64, 10, device="cuda", requires_grad=True)
@@ -98,6 +102,7 @@ def test_arguments_of_distributions_are_valid() -> None:
     oomph.predict(program)
 
 
+@in_process
 def test_boxes_are_valid_and_probabilities_add_up() -> None:
     def program() -> None:
         x = torch.randn(8, 100, 4, device="cuda").sigmoid()
@@ -115,6 +120,7 @@ def test_boxes_are_valid_and_probabilities_add_up() -> None:
     oomph.predict(program)
 
 
+@in_process
 def test_ids_are_followed_through_slices() -> None:
     def program() -> None:
         ids = torch.full((2, 8), 7, device="cuda")
@@ -134,6 +140,7 @@ def test_ids_are_followed_through_slices() -> None:
     oomph.predict(program)
 
 
+@in_process
 def test_generation_with_an_end_token_stops_at_its_length() -> None:
     def program() -> None:
         head = torch.randn(64, 100, device="cuda", requires_grad=True)
@@ -167,6 +174,7 @@ def endless_break() -> None:
 
 
 @pytest.mark.parametrize("program", [endless_while, endless_break])
+@in_process
 def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program: Callable[[], None]) -> None:
     (assumed,) = oomph.predict(program).assumptions
     assert "loop" in assumed.text
@@ -174,6 +182,7 @@ def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program: Ca
     assert assumed.site.function == program.__name__
 
 
+@in_process
 def test_a_condition_that_is_asked_often_but_ends_no_loop_keeps_its_answer() -> None:
     def program() -> None:
         x = torch.randn(64, device="cuda", requires_grad=True)
@@ -227,6 +236,7 @@ def test_a_failure_without_a_guess_is_not_tried_again() -> None:
     assert len(texts) == 1
 
 
+@in_process
 def test_a_skipped_backward_pass_or_update_is_said_with_the_verdict() -> None:
     def no_backward(model: nn.Module, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
         if loss > 10:
@@ -318,6 +328,7 @@ def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all() -> N
     assert any("verdict depends on" in line for line in lines_of(between)[:4])
 
 
+@in_process
 def test_nms_keeps_half_of_the_boxes() -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

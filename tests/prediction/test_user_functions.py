@@ -15,6 +15,8 @@ from torch import nn
 import oomph
 from oomph import UserError
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 WIDTH = 256
 
 

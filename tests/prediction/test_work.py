@@ -18,6 +18,8 @@ from oomph.prediction.tracer.work import Kernel
 from oomph.records import Work
 from oomph.units import MiB
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 H200 = gpus.find("h200")
 
 

@@ -16,6 +16,8 @@ from oomph.prediction.replay import replay
 from oomph.records import Allocation, Event, Kind, Peak, Prediction, Site
 from oomph.report.snapshot import snapshot, write_snapshot
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 MIB = 1024 * 1024
 
 # What the unpickler inside PyTorch's MemoryViz.js understands.

@@ -18,6 +18,8 @@ from oomph.report.terminal import PLAIN_WIDTH, report_console
 from oomph.systems.longctx import LongContextConfig
 from oomph.systems.longctx.naive import NaiveLongContext
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 # Each word is an event: +id, -id, or a mark.
 SCRIPT = (
     "+0 +1 +2 |step 1 |forward +3 |enter layers.0 +4 |enter layers.0.mlp.1 +5 |exit layers.0.mlp.1 -5 "

@@ -13,6 +13,8 @@ from oomph.errors import ArgumentError
 from oomph.systems.ginr import PRESETS, Attention, FeedForward, FourierFeatures, claims, naive
 from oomph.systems.ginr.model import positions, psnr
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 GiB = 2**30
 TINY = PRESETS["tiny"]
 MIXINGS = ("self", "cross", "feedforward", "residual")

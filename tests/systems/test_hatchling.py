@@ -14,6 +14,8 @@ from oomph.systems.blocks import CausalAttention
 from oomph.systems.hatchling import PRESETS, HatchlingConfig, KDABlock
 from oomph.systems.hatchling.naive import REPORT, NaiveHatchling
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 TINY = PRESETS["tiny"]
 NO_DROP = replace(TINY, token_drop=0.0)
 

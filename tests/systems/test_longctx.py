@@ -13,6 +13,8 @@ from oomph.nn import RotaryEmbedding
 from oomph.systems.longctx import PRESETS, LongContextConfig
 from oomph.systems.longctx.naive import REPORT, NaiveLongContext, RopeCache
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 TINY = PRESETS["tiny"]
 
 

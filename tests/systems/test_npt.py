@@ -14,6 +14,8 @@ from oomph.systems.npt.base_model import load_base
 from oomph.systems.npt.frozen_linear import Int8Linear
 from oomph.systems.npt.model import layer_indices, matching_loss
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 pytest.importorskip("transformers")
 
 TINY = PRESETS["tiny"]

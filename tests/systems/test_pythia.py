@@ -21,6 +21,8 @@ from oomph.systems.pythia.naive import (
     one_hot,
 )
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 TINY = {"vocab_size": 50, "seq_len": 24, "hidden_size": 32, "num_heads": 4, "intermediate_size": 64}
 TINY_REPORT = replace(PRESETS["report"], **TINY, num_layers=2, dropout=0.0)
 
