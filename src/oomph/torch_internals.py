@@ -8,6 +8,7 @@ that moved is reported in one sentence: by `self_test`, and by every import of t
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -96,6 +97,10 @@ with _section():  # questions that a lazy tensor's wrapper answers
 
 with _section():  # a wrapper with a shape, a dtype and a place in the autograd graph, and no memory
     make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    MAKE_WRAPPER_SUBCLASS: tuple[Any, str] = (torch.Tensor, "_make_wrapper_subclass")
+
+with _section():  # whether a tensor names the tensors that hold its data
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 with _section():  # the modes around a call, and whether it runs without data
     current_function_modes: Any = torch.overrides._get_current_function_mode_stack
@@ -109,6 +114,10 @@ with _section():  # the type of `torch.ops.aten.mm.default`, the key of every ru
 
 with _section():  # tensors without data
     from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+
+with _section():  # the fake mode that a program has entered
+    get_dispatch_mode: Any = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
+    FAKE_MODE_KEY: Any = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
 
 with _section():  # the memory format that a convolution takes from its input
     from torch._prims_common import suggest_memory_format
@@ -203,6 +212,7 @@ with _section():  # programs that ask whether they are traced look here
     EXPORTED_FAKE_TENSOR: tuple[Any, str] = (torch._subclasses, "FakeTensor")
 
 with _section():  # torch.cuda without a driver
+    ACCELERATOR: tuple[Any, str] = (torch._C, "_get_accelerator")
     CUDA_LAZY_INIT: tuple[Any, str] = (torch.cuda, "_lazy_init")
     DATA_LOADER_ITERATOR: tuple[Any, str] = (torch.utils.data.DataLoader, "_get_iterator")
     CUDA_RECORD_MEMORY_HISTORY: tuple[Any, str] = (torch.cuda.memory, "_record_memory_history")
@@ -217,6 +227,18 @@ def compiled_frame_callback() -> tuple[Any, str] | None:
     """Where Dynamo looks up what to do with a compiled function; None: Dynamo was never loaded."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return None if dynamo is None else (dynamo, "_callback_from_stance")
+
+
+def is_dtensor(kind: type) -> bool:
+    """Whether it is the class DTensor, whose ops are dispatched in C++, not by its Python method."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
+
+
+@functools.cache
+def is_composite(op: OpOverload) -> bool:
+    """Whether the op only calls others; autograd sees those, not the op."""
+    return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
@@ -285,10 +307,12 @@ def self_test() -> None:
         PUSH_SAVED_TENSORS_HOOKS,
         AVERAGE_GROUP_TENSORS,
         FOREACH_SUPPORTED_TYPES,
+        MAKE_WRAPPER_SUBCLASS,
         MODULE_APPLY,
         *HAS_TORCH_FUNCTION,
         *HAS_TORCH_FUNCTION_OF_ARGUMENTS,
         EXPORTED_FAKE_TENSOR,
+        ACCELERATOR,
         CUDA_LAZY_INIT,
         DATA_LOADER_ITERATOR,
         CUDA_RECORD_MEMORY_HISTORY,
@@ -351,6 +375,7 @@ def _check_autograd_nodes() -> None:
 
 
 __all__ = [
+    "ACCELERATOR",
     "AUTOCAST_CUDA",
     "AVERAGE_GROUP_TENSORS",
     "CHECKPOINT_DEFAULT_DEVICE",
@@ -359,10 +384,12 @@ __all__ = [
     "DATA_LOADER_ITERATOR",
     "ENGINE_RUN_BACKWARD",
     "EXPORTED_FAKE_TENSOR",
+    "FAKE_MODE_KEY",
     "FOREACH_SUPPORTED_TYPES",
     "GLOBAL_DEVICE_CONTEXT",
     "HAS_TORCH_FUNCTION",
     "HAS_TORCH_FUNCTION_OF_ARGUMENTS",
+    "MAKE_WRAPPER_SUBCLASS",
     "MODULE_APPLY",
     "PUSH_SAVED_TENSORS_HOOKS",
     "SIGCHLD_HANDLER",
@@ -397,11 +424,15 @@ __all__ = [
     "dispatch_tls_set_dispatch_key_included",
     "dynamo_config_patch",
     "flex_attention_hop",
+    "get_dispatch_mode",
     "get_eval_frame_callback",
     "get_sdp_priority_order",
     "get_sequence_nr",
     "has_triton",
     "init_fake_process_group",
+    "is_composite",
+    "is_dtensor",
+    "is_traceable_wrapper_subclass",
     "keystr",
     "make_subclass",
     "make_wrapper_subclass",

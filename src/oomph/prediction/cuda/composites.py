@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,15 +46,22 @@ def cuda_composites(context: RuleContext) -> Iterator[None]:
 
 def _kernel(op: OpOverload, active: list[RuleContext]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        decompose = functools.partial(op.decompose, *args, **kwargs)
-        if not active or not active[0].on_gpu(args[0]):
-            return decompose()
-        rule = functools.partial(COMPOSITES[op], active[0], bind(op, args, kwargs))
-        fallback = functools.partial(_decomposed_or_like_first_argument, op, decompose, args[0])
-        result = active[0].guard.call("results", op, rule, fallback)
-        return decompose() if result is NotImplemented else result
+        return run_composite(active[0], op, args, kwargs) if active else op.decompose(*args, **kwargs)
 
     return kernel
+
+
+def run_composite(
+    context: RuleContext, op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Decompose the op, as CUDA does where it has a path of its own."""
+    decompose = functools.partial(op.decompose, *args, **kwargs)
+    if op not in COMPOSITES or not context.on_gpu(args[0]):
+        return decompose()
+    rule = functools.partial(COMPOSITES[op], context, bind(op, args, kwargs))
+    fallback = functools.partial(_decomposed_or_like_first_argument, op, decompose, args[0])
+    result = context.guard.call("results", op, rule, fallback)
+    return decompose() if result is NotImplemented else result
 
 
 def _decomposed_or_like_first_argument(

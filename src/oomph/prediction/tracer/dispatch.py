@@ -16,6 +16,7 @@ import torch
 from oomph.deterministic import NO_KERNEL
 from oomph.errors import UserError
 from oomph.prediction.cuda.checks import check_dtypes, lacks_deterministic_kernel
+from oomph.prediction.cuda.composites import run_composite
 from oomph.prediction.cuda.cublas import CublasWorkspaces
 from oomph.prediction.cuda.rules import (
     ALLOCATION_ORDER,
@@ -29,10 +30,12 @@ from oomph.prediction.cuda.rules import (
     temporaries_of,
 )
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, is_dense
+from oomph.prediction.tracer.placement import PlacementMode
 from oomph.prediction.tracer.recorder import AllocationRecorder
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import KERNEL_OP, tensors_in
 from oomph.torch_internals import (
+    FAKE_MODE_KEY,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
@@ -40,6 +43,9 @@ from oomph.torch_internals import (
     TorchDispatchMode,
     current_autograd_node,
     disable_torch_function,
+    get_dispatch_mode,
+    is_composite,
+    is_dtensor,
     storage_id,
     storage_use_count,
     tensor_use_count,
@@ -92,9 +98,10 @@ WrongDevice.__module__ = "builtins"
 class DispatchMode(TorchDispatchMode):
     """Sits below autograd and autocast: sees exactly the aten ops that a GPU would run."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, placement: PlacementMode) -> None:
         super().__init__()
         self.tracer = tracer
+        self.placement = placement
         self.workspaces = CublasWorkspaces(tracer)
         self.fast_path = FastPath(tracer.fake_mode)
         self.gradient_reuse = GradientReuse(tracer.fake_mode, tracer.recorder)
@@ -109,6 +116,16 @@ class DispatchMode(TorchDispatchMode):
         if func is _DEVICE:  # autograd asks this of fake tensors all the time
             return _CPU
         tracer = self.tracer
+        if tracer.call.redispatched:
+            tracer.call.redispatched = False
+            return NotImplemented
+        if get_dispatch_mode(FAKE_MODE_KEY) is not None:  # DTensor asks for the shape of a whole result
+            return func(*args, **{name: _without_cuda(value) for name, value in (kwargs or {}).items()})
+        if any(kind is not FakeTensor for kind in types):
+            return self._run_subclass(func, types, args, dict(kwargs or {}))
+        if tracer.call.inside_subclass and is_composite(func):
+            with self:
+                return run_composite(tracer.rule_context, func, args, kwargs or {})
         if not types and not kwargs and tracer.call.place is None and _is_small_host_op(args):
             tracer.work.count_host_op()
             return func(*args)
@@ -124,6 +141,31 @@ class DispatchMode(TorchDispatchMode):
                 return self._run(func, args, given)
             finally:
                 tracer.call.inside_dispatch -= 1
+
+    def _run_subclass(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Have a tensor subclass run the op on its inner tensors, which come back as ops of their own.
+
+        It runs below autograd, where composite ops arrive whole.
+        """
+        call = self.tracer.call
+        call.inside_subclass += 1
+        try:
+            if any(map(is_dtensor, types)):  # is dispatched in C++
+                with self:
+                    call.redispatched = True
+                    return func(*args, **kwargs)
+            with self.placement.for_program(), self:
+                for kind in types:
+                    if kind is not FakeTensor:
+                        result = kind.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[attr-defined]
+                        if result is not NotImplemented:
+                            return result
+        finally:
+            call.inside_subclass -= 1
+        names = ", ".join(kind.__name__ for kind in types)
+        raise program_error(TypeError(f"no implementation of {op_name(func)} for {names}"))
 
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.tracer
@@ -521,6 +563,10 @@ def _nothing() -> None:
     return None
 
 
+def _without_cuda(value: Any) -> Any:
+    return _CPU if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
 def _is_small_host_op(args: Sequence[Any]) -> bool:
     """Whether it is an op on small tensors with data, such as the numbers that a data loader draws."""
     if not args or type(args[0]) is not torch.Tensor:
@@ -533,7 +579,12 @@ def _is_small_host_op(args: Sequence[Any]) -> bool:
 
 
 def _may_be_large(func: OpOverload, kwargs: dict[str, Any], tensors: Sequence[torch.Tensor]) -> bool:
-    if func._schema.is_mutable or func.is_view or func is aten._local_scalar_dense.default:
+    if (
+        func.namespace == "profiler"
+        or func._schema.is_mutable
+        or func.is_view
+        or func is aten._local_scalar_dense.default
+    ):
         return False
     asked = kwargs.get("device")
     if any(tensor.is_meta for tensor in tensors) or (asked is not None and asked.type == "meta"):

@@ -21,6 +21,7 @@ from oomph.gpus import GPU
 from oomph.prediction.cuda.attention import SHIPPED_CUDNN
 from oomph.prediction.tracer.recorder import AllocationRecorder
 from oomph.torch_internals import (
+    ACCELERATOR,
     CHECKPOINT_DEFAULT_DEVICE,
     CUDA_LAZY_INIT,
     CUDA_RECORD_MEMORY_HISTORY,
@@ -255,6 +256,7 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     patches.set(torch.backends.cudnn, "version", _answer(_CUDNN_VERSION))
     for name in _LEGACY_TYPES:
         patches.set(torch.cuda, name, LegacyTensorType(name, (), {"dtype": _LEGACY_TYPES[name]}))
+    patches.set(*ACCELERATOR, _answer(torch.device("cuda")))  # of device meshes
     patches.set(*CUDA_LAZY_INIT, _nothing)
     patches.set(*CUDA_RECORD_MEMORY_HISTORY, _nothing)
 

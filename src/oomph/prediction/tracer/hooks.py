@@ -29,6 +29,7 @@ from oomph.torch_internals import (
     FakeTensor,
     disable_torch_function,
     disabled_torch_function_impl,
+    is_traceable_wrapper_subclass,
 )
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -119,6 +120,8 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         _use_fake_parameters(patches, tracer, optimizer)
+        name = type(optimizer).__name__
+        tracer.guard.call("gradients' label", name, lambda: _label_gradients(tracer, optimizer), lambda: None)
         running.append(tracer.in_phase("optimizer"))
         running[-1].__enter__()
         given = {**kwargs, "closure": as_forward(kwargs["closure"])} if "closure" in kwargs else kwargs
@@ -162,15 +165,23 @@ def _drop_fake_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
         optimizer.state.pop(fake, None)
 
 
+def _label_gradients(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients that autograd did not accumulate itself: sharded ones, those of torch.func."""
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.grad is not None:
+            for allocation in tracer.recorder.allocations_of(parameter.grad):
+                if allocation.kind in ("temporary", "activation"):
+                    allocation.kind = "gradient"
+
+
 def _label_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if not isinstance(state, dict):
             continue
         for value in state.values():
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(tensor, FakeTensor):
-                    allocation = tracer.recorder.allocation_of(tensor)
-                    if allocation is not None and allocation.kind == "temporary":
+                for allocation in tracer.recorder.allocations_of(tensor):
+                    if allocation.kind == "temporary":
                         allocation.kind = "optimizer state"
                         allocation.module = tracer.parameter_names.get(id(parameter), allocation.module)
 
@@ -256,7 +267,16 @@ def _convert_parameter(
         tracer.fake_parameters[id(parameter)] = (parameter, fake)
         undo.append(functools.partial(setattr, module, name, parameter))
         return fake
-    parameter.data = converted
+    is_wrapper: bool = is_traceable_wrapper_subclass(converted)
+    if is_wrapper:  # as torch does: `data` would change the wrapper, not its inner tensors
+        swapped = nn.Parameter(converted, parameter.requires_grad)
+        site = tracer.parameter_sites.pop(parameter, None)  # tensors with weak references cannot be swapped
+        tracer.parameter_sites.pop(swapped, None)
+        swapped.grad = parameter.grad
+        torch.utils.swap_tensors(parameter, swapped)
+        tracer.parameter_sites[parameter] = site
+    else:
+        parameter.data = converted
     if parameter.grad is not None:
         with torch.no_grad():
             parameter.grad = fn(parameter.grad)

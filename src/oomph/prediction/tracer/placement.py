@@ -15,10 +15,12 @@ from oomph.prediction.tracer.fake_cuda import DEVICE, LegacyTensorType, Patches
 from oomph.prediction.tracer.tracer import Place, Tracer
 from oomph.torch_internals import (
     GLOBAL_DEVICE_CONTEXT,
+    MAKE_WRAPPER_SUBCLASS,
     FakeTensor,
     device_constructors,
     disable_torch_function,
     flex_attention_hop,
+    is_traceable_wrapper_subclass,
     parse_to,
 )
 
@@ -59,6 +61,8 @@ class PlacementMode(TorchFunctionMode):
         if given.get("pin_memory"):
             given["pin_memory"] = False
         place = place_of(given["device"]) if given.get("device") is not None else None
+        if place is not None and any(map(is_traceable_wrapper_subclass, args)):
+            return func(*args, **given)  # the subclass makes its inner tensors there
         if place is not None:
             given["device"] = _HOST
         elif tracer.call.place is None and self._takes_gpu_tensor(args):
@@ -139,6 +143,9 @@ def move(
 ) -> torch.Tensor:
     """A copy of the tensor on the other device; `non_blocking`: the program does not wait for it."""
     dtype = dtype or tensor.dtype
+    if is_traceable_wrapper_subclass(tensor):  # its own code moves its inner tensors
+        device = DEVICE if place == "gpu" else _HOST
+        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, non_blocking=non_blocking)
     if tensor.requires_grad and torch.is_grad_enabled():
         return _DeviceCopy.apply(tensor, tracer, place, dtype, non_blocking)
     with tracer.placing(place):
@@ -310,6 +317,7 @@ _HANDLERS: dict[Any, Handler] = {
     torch.as_tensor: _from_data,
     _T.new_tensor: _new_tensor,
     torch.asarray: _from_data,
+    _T.device.__get__: lambda tracer, func, args, kwargs: device_of(tracer, args[0]),  # type: ignore[attr-defined]
     _T.is_cuda.__get__: _property(True, lambda tensor: False),  # type: ignore[attr-defined]
     _T.is_cpu.__get__: _property(False, lambda tensor: tensor.is_cpu),  # type: ignore[attr-defined]
     _T.get_device: _property(0, lambda tensor: -1),
@@ -318,7 +326,10 @@ _HANDLERS: dict[Any, Handler] = {
 
 
 def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
-    """`tensor.device` gives the fake device to the program, the true one to torch's own fake kernels."""
+    """`tensor.device` gives the fake device to the program, the true one to torch's own fake kernels.
+
+    A wrapper subclass is where its inner tensors are; to torch it is on the host, as they are.
+    """
 
     def device(tensor: FakeTensor) -> torch.device:
         if tensor.fake_mode.in_kernel_invocation:
@@ -328,6 +339,15 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
         return device_of(tracer, tensor)
 
     patches.set(FakeTensor, "device", property(device))
+    make_wrapper = getattr(*MAKE_WRAPPER_SUBCLASS)
+
+    def make_wrapper_on_host(*args: Any, **kwargs: Any) -> torch.Tensor:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = _HOST
+        return make_wrapper(*args, **kwargs)
+
+    patches.set(*MAKE_WRAPPER_SUBCLASS, staticmethod(make_wrapper_on_host))
 
 
 def install_default_device(patches: Patches, placement: PlacementMode) -> None:

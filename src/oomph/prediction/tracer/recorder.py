@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from oomph.records import Allocation, Event, Kind, Note, Site, Stage
-from oomph.torch_internals import OpOverload, storage_id
+from oomph.torch_internals import FakeTensor, OpOverload, is_traceable_wrapper_subclass, storage_id
 
 _STAGE_OF_KIND: dict[Kind, Stage] = {
     "parameter": "parameters",
@@ -62,6 +62,15 @@ class PendingAllocation:
 Describe = Callable[[int, int, torch.Tensor], PendingAllocation]  # of an id, a size in bytes and the tensor
 
 
+def inner_tensors(tensor: torch.Tensor) -> Iterator[FakeTensor]:
+    """The fake tensors that hold a tensor's data: itself, or those inside of a wrapper subclass."""
+    if isinstance(tensor, FakeTensor):
+        yield tensor
+    elif is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from inner_tensors(getattr(tensor, name))
+
+
 class AllocationRecorder:
     """Storages are identified by their C++ identity; a weak reference reports when one is freed."""
 
@@ -96,6 +105,9 @@ class AllocationRecorder:
             tensor = tensor._values()
         entry = self._storages.get(storage_id(tensor.untyped_storage()))
         return entry[0] if entry else None
+
+    def allocations_of(self, tensor: torch.Tensor) -> Iterator[PendingAllocation]:
+        return filter(None, map(self.allocation_of, inner_tensors(tensor)))
 
     def live_allocations(self) -> Iterator[PendingAllocation]:
         return (allocation for allocation, _ in self._storages.values())
@@ -141,10 +153,10 @@ class AllocationRecorder:
 
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """`stream` uses the tensor, too: its memory is not reused before that stream is done with it."""
-        allocation = self.allocation_of(tensor)
-        if allocation is not None and allocation.stream != stream:
-            self.events.append(Event("mark", allocation.id, "record_stream"))
-            self._streams_recorded = True
+        for allocation in self.allocations_of(tensor):
+            if allocation.stream != stream:
+                self.events.append(Event("mark", allocation.id, "record_stream"))
+                self._streams_recorded = True
 
     def synchronize(self) -> None:
         """The host waits for the GPU; recorded where it decides what memory can be reused."""

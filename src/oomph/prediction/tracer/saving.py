@@ -8,6 +8,7 @@ import importlib.util
 import json
 import pickle
 import sys
+import warnings
 from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -48,8 +49,8 @@ def _tell_storages_apart(patches: Patches) -> None:
     address = torch.UntypedStorage.data_ptr
 
     def data_ptr(storage: torch.UntypedStorage) -> int:
-        with contextlib.suppress(RuntimeError):  # some storages without data refuse the question
-            if found := address(storage):
+        with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
+            if found := address(storage):  # some storages without data refuse the question, some warn
                 return found
         return storage_id(storage)
 

@@ -50,7 +50,8 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         install_fake_cuda(patches, gpu, tracer.recorder)
         stack.enter_context(torch.inference_mode(False))  # the caller's own modes are not the program's
         stack.enter_context(torch.enable_grad())
-        placement, dispatch = PlacementMode(tracer), DispatchMode(tracer)
+        placement = PlacementMode(tracer)
+        dispatch = DispatchMode(tracer, placement)
         install_hooks(patches, stack, tracer, placement)
         install_default_device(patches, placement)
         install_tensor_device(patches, tracer)

@@ -20,7 +20,13 @@ from oomph.prediction.tracer.attribution import (
     in_loss_function,
 )
 from oomph.prediction.tracer.fake_cuda import current_streams
-from oomph.prediction.tracer.recorder import AllocationRecorder, Describe, OpLog, PendingAllocation
+from oomph.prediction.tracer.recorder import (
+    AllocationRecorder,
+    Describe,
+    OpLog,
+    PendingAllocation,
+    inner_tensors,
+)
 from oomph.prediction.tracer.values import ValueEstimates, Values
 from oomph.prediction.tracer.work import KernelCounter
 from oomph.records import BatchTensor, Kind, Site, Stage
@@ -50,6 +56,8 @@ class CallState(threading.local):
     inside_dispatch = 0  # depth of our own dispatch, in which tensors show their true device
     place: Place | None = None  # the device argument of the function being called
     handling = 0  # depth of the function mode's handler, inside which the mode is off
+    inside_subclass = 0  # depth of the code of tensor subclasses, which runs ops on their inner tensors
+    redispatched = False  # the op that is dispatched next is for the subclass
 
 
 class Tracer:
@@ -108,7 +116,9 @@ class Tracer:
     # -- placement ------------------------------------------------------------------------------------
 
     def on_gpu(self, tensor: torch.Tensor) -> bool:
-        return isinstance(tensor, FakeTensor) and self.recorder.is_on_gpu(tensor)
+        if isinstance(tensor, FakeTensor):
+            return self.recorder.is_on_gpu(tensor)
+        return any(map(self.recorder.is_on_gpu, inner_tensors(tensor)))
 
     @contextlib.contextmanager
     def placing(self, place: Place | None) -> Iterator[None]:
@@ -263,15 +273,15 @@ class Tracer:
     def _label_parameters(self) -> None:
         names = self.modules.tensor_names()
         for tensor, (owner, kind) in names:
-            allocation = self.recorder.allocation_of(tensor) if isinstance(tensor, FakeTensor) else None
-            if allocation is not None and allocation.kind not in _OF_MODEL:
-                allocation.kind, allocation.module, allocation.op = kind, owner, kind
-                made_by = self.parameter_sites.get(tensor) or self.buffer_sites.get(tensor)
-                allocation.site = made_by or allocation.site
+            for allocation in self.recorder.allocations_of(tensor):
+                if allocation.kind not in _OF_MODEL:
+                    allocation.kind, allocation.module, allocation.op = kind, owner, kind
+                    made_by = self.parameter_sites.get(tensor) or self.buffer_sites.get(tensor)
+                    allocation.site = made_by or allocation.site
         for tensor in self.parameter_sites:
-            allocation = self.recorder.allocation_of(tensor)
-            if allocation is not None and allocation.kind not in _OF_MODEL:
-                allocation.kind, allocation.op = "parameter", "parameter"
+            for allocation in self.recorder.allocations_of(tensor):
+                if allocation.kind not in _OF_MODEL:
+                    allocation.kind, allocation.op = "parameter", "parameter"
         self.parameter_names = {id(tensor): owner for tensor, (owner, _) in names}
 
     # -- recording ------------------------------------------------------------------------------------

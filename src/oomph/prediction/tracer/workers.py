@@ -93,11 +93,13 @@ def _call_replicas_directly(patches: Patches) -> None:
 
 
 def _make_process_groups_of_one_rank(patches: Patches) -> None:
-    """Collectives of the only rank change nothing; they are not run."""
+    """Collectives of the only rank change nothing; they are not run. Those of the fake backend never do."""
     init = torch.distributed.init_process_group
 
     @functools.wraps(init)
     def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
+        if backend == "fake":  # as many ranks as the program pretends to have
+            return init(backend, init_method, *args, **kwargs)
         size = kwargs.get("world_size", -1)
         size = int(os.environ.get("WORLD_SIZE", 1)) if size in (-1, None) else size
         if size != 1:

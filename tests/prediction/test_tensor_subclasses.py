@@ -1,0 +1,237 @@
+"""Tensor subclasses are as large as their inner tensors, and where those are."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
+
+import oomph
+from oomph import Prediction
+
+WIDTH, LAYERS, ROWS, STEPS = 256, 3, 32, 3
+PER_LAYER = WIDTH * WIDTH  # elements
+
+
+def model(device: str = "cuda") -> nn.Sequential:
+    with torch.device(device):
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        model(torch.randn(ROWS, WIDTH, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def left(prediction: Prediction) -> Counter[str]:
+    """Bytes per kind that a step leaves behind."""
+    live = {}
+    for event in prediction.events:
+        if event.action == "alloc":
+            live[event.id] = prediction.allocations[event.id]
+        elif event.action == "free":
+            del live[event.id]
+    totals: Counter[str] = Counter()
+    for allocation in live.values():
+        totals[allocation.kind] += allocation.bytes
+    return totals
+
+
+# -- DTensor and FSDP2 ----------------------------------------------------------------------------------
+
+
+def fsdp2(ranks: int, device: str = "cuda", fused: bool = False, **options: Any) -> Callable[[], None]:
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    sharded = model(device)
+    for layer in sharded:
+        fully_shard(layer, **options)
+    fully_shard(sharded, **options)
+    if device == "meta":
+        sharded.to_empty(device="cuda")
+        for layer in sharded:
+            layer.reset_parameters()
+    optimizer = torch.optim.AdamW(sharded.parameters(), fused=fused)
+    return step_of(sharded, optimizer)
+
+
+def predicted_fsdp2(*args: Any, **kwargs: Any) -> Prediction:
+    return oomph.predict(functools.partial(fsdp2, *args, **kwargs), gpu="h200")
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Prediction:
+    return predicted_fsdp2(8, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Prediction:
+    return predicted_fsdp2(2, device="meta", fused=True, reshard_after_forward=False)
+
+
+def test_a_rank_holds_its_share_of_parameters_and_state(
+    eight_ranks: Prediction, two_ranks: Prediction
+) -> None:
+    for prediction, ranks, steps in ((eight_ranks, 8, 0), (two_ranks, 2, LAYERS)):
+        share = LAYERS * PER_LAYER * 4 // ranks
+        kept = left(prediction)
+        assert kept["parameter"] == share
+        assert kept["optimizer state"] == 2 * share + 4 * steps  # fused: step counts are on the GPU, too
+        gradients = [each.bytes for each in prediction.allocations if each.kind == "gradient"]
+        assert gradients.count(share // LAYERS) == STEPS * LAYERS
+
+
+def test_ranks_gather_in_bf16_and_reduce_in_float32(eight_ranks: Prediction) -> None:
+    made = Counter((each.dtype, each.shape) for each in eight_ranks.allocations if each.step == STEPS)
+    # A layer is gathered twice, but the last one, which the backward pass begins with, once.
+    assert made["bfloat16", (PER_LAYER,)] >= 2 * LAYERS - 1
+    assert made["float32", (PER_LAYER,)] == LAYERS  # what a reduce-scatter takes
+    assert made["float32", (PER_LAYER // 8,)] == LAYERS  # what it gives to a rank
+
+
+def test_parameters_that_are_not_resharded_stay_until_the_backward_pass(
+    eight_ranks: Prediction, two_ranks: Prediction
+) -> None:
+    def most_alive(prediction: Prediction) -> int:
+        """Whole parameters alive at one time."""
+        parameters = [each for each in prediction.allocations if each.kind == "parameter" and each.bytes]
+        whole = {each.id for each in parameters if each.shape == (PER_LAYER,)}
+        alive = most = 0
+        for event in prediction.events:
+            alive += (event.id in whole) * {"alloc": 1, "free": -1, "mark": 0}[event.action]
+            most = max(most, alive)
+        return most
+
+    assert most_alive(two_ranks) == LAYERS
+    assert most_alive(eight_ranks) < LAYERS
+
+
+def test_offloaded_shards_leave_only_workspaces_on_the_gpu() -> None:
+    prediction = predicted_fsdp2(2, device="cpu", offload_policy=CPUOffloadPolicy())
+    assert {kind for kind, size in left(prediction).items() if size} == {"workspace"}
+
+
+def test_tensor_parallel_layers_hold_their_part() -> None:
+    def tensor_parallel() -> Callable[[], None]:
+        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        mesh = dist.init_device_mesh("cuda", (2,))
+        pair = model()[:2]
+        parallelize_module(pair, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        return step_of(pair, torch.optim.AdamW(pair.parameters()))
+
+    kept = left(oomph.predict(tensor_parallel, gpu="h200"))
+    assert kept["parameter"] == 2 * PER_LAYER * 4 // 2
+    assert kept["optimizer state"] == 2 * kept["parameter"]
+
+
+# -- subclasses of the program's own --------------------------------------------------------------------
+
+BLOCK = 256
+
+
+class Quantized(torch.Tensor):
+    """Eight bits per element and a float32 scale per block, as 8-bit optimizers keep their state."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type, codes: torch.Tensor, scales: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Quantized:
+        return cls(inner["codes"], inner["scales"])
+
+    def dequantize(self) -> torch.Tensor:
+        return (self.codes.float().view(-1, BLOCK) * self.scales[:, None]).view(self.codes.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        if func is aten.copy_.default:
+            target, source = args
+            target.scales.copy_(source.reshape(-1, BLOCK).abs().amax(-1))
+            target.codes.copy_((source.reshape(-1, BLOCK) / target.scales[:, None]).view(source.shape))
+            return target
+        if func in (aten.detach.default, aten.clone.default, aten._to_copy.default, aten.zeros_like.default):
+            kwargs.pop("dtype", None)
+            return cls(func(args[0].codes, **kwargs), func(args[0].scales, **kwargs))
+        return func(*tree_map_only(Quantized, Quantized.dequantize, args), **kwargs)
+
+
+def quantized(elements: int, device: str) -> Quantized:
+    codes = torch.zeros(elements, dtype=torch.int8, device=device).view(-1, WIDTH)
+    return Quantized(codes, torch.zeros(elements // BLOCK, device=device))
+
+
+class Adam8bit(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["average"] = torch.zeros_like(
+                    quantized(parameter.numel(), "cpu"), device=parameter.device
+                )
+                state["square"] = quantized(parameter.numel(), "cpu").to(parameter.device)
+            average = state["average"].dequantize().lerp_(parameter.grad, 0.1)
+            square = state["square"].dequantize().lerp_(parameter.grad.square(), 0.001)
+            state["average"].copy_(average)
+            state["square"].copy_(square)
+            parameter.addcdiv_(average, square.sqrt_().add_(1e-8), value=-1e-3)
+            assert state["square"].device == parameter.device
+            assert state["square"].is_cuda
+
+
+BYTES_PER_STATE = PER_LAYER + PER_LAYER // BLOCK * 4
+
+
+def test_the_state_of_an_8_bit_optimizer_is_its_codes_and_scales() -> None:
+    def train() -> Callable[[], None]:
+        plain = model()
+        return step_of(plain, Adam8bit(plain.parameters()))
+
+    prediction = oomph.predict(train, gpu="h200")
+    kept = left(prediction)
+    assert kept["parameter"] == LAYERS * PER_LAYER * 4
+    assert kept["optimizer state"] == 2 * LAYERS * BYTES_PER_STATE
+    assert not [note for note in prediction.notes if "general estimate" in note.text]
+
+
+def test_quantized_weights_move_with_their_module_and_are_used_by_its_ops() -> None:
+    def train() -> Callable[[], None]:
+        tuned = model("cpu")
+        tuned[0].weight = nn.Parameter(quantized(PER_LAYER, "cpu"), requires_grad=False)
+        tuned.cuda()
+        assert tuned[0].weight.device.type == "cuda"
+        trained = [each for each in tuned.parameters() if each.requires_grad]
+        return step_of(tuned, torch.optim.SGD(trained))
+
+    prediction = oomph.predict(train, gpu="h200")
+    assert left(prediction)["parameter"] == (LAYERS - 1) * PER_LAYER * 4 + BYTES_PER_STATE
+    dequantized = [each for each in prediction.allocations if each.op == "aten.mul.Tensor"]
+    assert {each.bytes for each in dequantized} >= {PER_LAYER * 4}
