@@ -15,6 +15,7 @@ from oomph.systems.longctx.naive import should_chunk
 from oomph.systems.npt import PRESETS
 from oomph.systems.npt.naive import COMPONENTS
 
+pytestmark = pytest.mark.usefixtures("in_process")
 GiB = 2**30
 
 
