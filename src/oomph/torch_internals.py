@@ -140,6 +140,12 @@ with _section():  # a meta kernel called directly, without FakeTensorMode's chec
     set_meta_in_tls_dispatch_include: Any = torch._C._set_meta_in_tls_dispatch_include
     make_subclass: Any = torch.Tensor._make_subclass
 
+with _section():  # tensors of a class without data of its own, such as a quantized parameter
+    MAKE_SUBCLASS: tuple[tuple[Any, str], ...] = (
+        (torch.Tensor, "_make_subclass"),
+        (torch.Tensor, "as_subclass"),
+    )
+
 with _section():  # what `.to` and nn.Module.to make of their arguments
     parse_to: Any = torch._C._nn._parse_to
 
@@ -213,6 +219,7 @@ with _section():  # programs that ask whether they are traced look here
 
 with _section():  # torch.cuda without a driver
     ACCELERATOR: tuple[Any, str] = (torch._C, "_get_accelerator")
+    CUDA_RAW_STREAM: tuple[Any, str] = (torch._C, "_cuda_getCurrentRawStream")  # not in builds for CPUs
     CUDA_LAZY_INIT: tuple[Any, str] = (torch.cuda, "_lazy_init")
     DATA_LOADER_ITERATOR: tuple[Any, str] = (torch.utils.data.DataLoader, "_get_iterator")
     CUDA_RECORD_MEMORY_HISTORY: tuple[Any, str] = (torch.cuda.memory, "_record_memory_history")
@@ -307,6 +314,7 @@ def self_test() -> None:
         PUSH_SAVED_TENSORS_HOOKS,
         AVERAGE_GROUP_TENSORS,
         FOREACH_SUPPORTED_TYPES,
+        *MAKE_SUBCLASS,
         MAKE_WRAPPER_SUBCLASS,
         MODULE_APPLY,
         *HAS_TORCH_FUNCTION,
@@ -380,6 +388,7 @@ __all__ = [
     "AVERAGE_GROUP_TENSORS",
     "CHECKPOINT_DEFAULT_DEVICE",
     "CUDA_LAZY_INIT",
+    "CUDA_RAW_STREAM",
     "CUDA_RECORD_MEMORY_HISTORY",
     "DATA_LOADER_ITERATOR",
     "ENGINE_RUN_BACKWARD",
@@ -389,6 +398,7 @@ __all__ = [
     "GLOBAL_DEVICE_CONTEXT",
     "HAS_TORCH_FUNCTION",
     "HAS_TORCH_FUNCTION_OF_ARGUMENTS",
+    "MAKE_SUBCLASS",
     "MAKE_WRAPPER_SUBCLASS",
     "MODULE_APPLY",
     "PUSH_SAVED_TENSORS_HOOKS",

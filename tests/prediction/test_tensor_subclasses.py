@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 import oomph
 from oomph import Prediction
 
+pytestmark = pytest.mark.usefixtures("in_process")
 WIDTH, LAYERS, ROWS, STEPS = 256, 3, 32, 3
 PER_LAYER = WIDTH * WIDTH  # elements
 
@@ -54,8 +56,14 @@ def left(prediction: Prediction) -> Counter[str]:
 # -- DTensor and FSDP2 ----------------------------------------------------------------------------------
 
 
-def fsdp2(ranks: int, device: str = "cuda", fused: bool = False, **options: Any) -> Callable[[], None]:
+def start_group(ranks: int) -> None:
+    if dist.is_initialized():  # of another test
+        dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+
+
+def fsdp2(ranks: int, device: str = "cuda", fused: bool = False, **options: Any) -> Callable[[], None]:
+    start_group(ranks)
     sharded = model(device)
     for layer in sharded:
         fully_shard(layer, **options)
@@ -72,20 +80,18 @@ def predicted_fsdp2(*args: Any, **kwargs: Any) -> Prediction:
     return oomph.predict(functools.partial(fsdp2, *args, **kwargs), gpu="h200")
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def eight_ranks() -> Prediction:
     return predicted_fsdp2(8, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
-@pytest.fixture(scope="module")
+@functools.cache
 def two_ranks() -> Prediction:
     return predicted_fsdp2(2, device="meta", fused=True, reshard_after_forward=False)
 
 
-def test_a_rank_holds_its_share_of_parameters_and_state(
-    eight_ranks: Prediction, two_ranks: Prediction
-) -> None:
-    for prediction, ranks, steps in ((eight_ranks, 8, 0), (two_ranks, 2, LAYERS)):
+def test_a_rank_holds_its_share_of_parameters_and_state() -> None:
+    for prediction, ranks, steps in ((eight_ranks(), 8, 0), (two_ranks(), 2, LAYERS)):
         share = LAYERS * PER_LAYER * 4 // ranks
         kept = left(prediction)
         assert kept["parameter"] == share
@@ -94,17 +100,15 @@ def test_a_rank_holds_its_share_of_parameters_and_state(
         assert gradients.count(share // LAYERS) == STEPS * LAYERS
 
 
-def test_ranks_gather_in_bf16_and_reduce_in_float32(eight_ranks: Prediction) -> None:
-    made = Counter((each.dtype, each.shape) for each in eight_ranks.allocations if each.step == STEPS)
+def test_ranks_gather_in_bf16_and_reduce_in_float32() -> None:
+    made = Counter((each.dtype, each.shape) for each in eight_ranks().allocations if each.step == STEPS)
     # A layer is gathered twice, but the last one, which the backward pass begins with, once.
     assert made["bfloat16", (PER_LAYER,)] >= 2 * LAYERS - 1
     assert made["float32", (PER_LAYER,)] == LAYERS  # what a reduce-scatter takes
     assert made["float32", (PER_LAYER // 8,)] == LAYERS  # what it gives to a rank
 
 
-def test_parameters_that_are_not_resharded_stay_until_the_backward_pass(
-    eight_ranks: Prediction, two_ranks: Prediction
-) -> None:
+def test_parameters_that_are_not_resharded_stay_until_the_backward_pass() -> None:
     def most_alive(prediction: Prediction) -> int:
         """Whole parameters alive at one time."""
         parameters = [each for each in prediction.allocations if each.kind == "parameter" and each.bytes]
@@ -115,8 +119,8 @@ def test_parameters_that_are_not_resharded_stay_until_the_backward_pass(
             most = max(most, alive)
         return most
 
-    assert most_alive(two_ranks) == LAYERS
-    assert most_alive(eight_ranks) < LAYERS
+    assert most_alive(two_ranks()) == LAYERS
+    assert most_alive(eight_ranks()) < LAYERS
 
 
 def test_offloaded_shards_leave_only_workspaces_on_the_gpu() -> None:
@@ -126,7 +130,7 @@ def test_offloaded_shards_leave_only_workspaces_on_the_gpu() -> None:
 
 def test_tensor_parallel_layers_hold_their_part() -> None:
     def tensor_parallel() -> Callable[[], None]:
-        dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+        start_group(2)
         mesh = dist.init_device_mesh("cuda", (2,))
         pair = model()[:2]
         parallelize_module(pair, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -235,3 +239,73 @@ def test_quantized_weights_move_with_their_module_and_are_used_by_its_ops() -> N
     assert left(prediction)["parameter"] == (LAYERS - 1) * PER_LAYER * 4 + BYTES_PER_STATE
     dequantized = [each for each in prediction.allocations if each.op == "aten.mul.Tensor"]
     assert {each.bytes for each in dequantized} >= {PER_LAYER * 4}
+
+
+def test_a_compiled_optimizer_step_stores_no_intermediate_results() -> None:
+    class Compiled(Adam8bit):
+        step = torch.no_grad()(lambda self, closure=None: torch.compile(super().step)())
+
+    def train(kind: type[Adam8bit]) -> Callable[[], None]:
+        plain = model()
+        return step_of(plain, kind(plain.parameters()))
+
+    eager, compiled = (
+        oomph.predict(functools.partial(train, kind), gpu="h200") for kind in (Adam8bit, Compiled)
+    )
+    assert left(compiled) == left(eager)
+    assert "optimizer step" in {stage for stage, _ in eager.by_stage()}
+    assert "optimizer step" not in {stage for stage, _ in compiled.by_stage()}
+
+
+class Packed(nn.Parameter):
+    """Quantizes its data when it is moved to the GPU, as bitsandbytes' parameters do."""
+
+    @staticmethod
+    def __new__(cls: type, data: torch.Tensor) -> Any:
+        return torch.Tensor._make_subclass(cls, data, False)
+
+    def cuda(self, *args: Any, **kwargs: Any) -> Any:
+        codes, self.scales = torch.ops.oomph_test.quantize(self.data.to("cuda"))
+        self.data = codes
+        return self
+
+
+def register_quantize() -> None:
+    """An op of a library whose kernel for CUDA allocates in Python and launches through ctypes."""
+    torch.library.define("oomph_test::quantize", "(Tensor x) -> (Tensor, Tensor)")
+
+    @torch.library.register_fake("oomph_test::quantize")
+    def _(x: torch.Tensor) -> Any:
+        return torch.empty_like(x, dtype=torch.uint8), x.new_empty(x.numel() // BLOCK, dtype=torch.float32)
+
+    @torch.library.register_kernel("oomph_test::quantize", "cuda")
+    def _(x: torch.Tensor) -> Any:
+        library = ctypes.cdll.LoadLibrary("libquantize_cuda130.so")
+        library.quantize.restype = ctypes.c_int32
+        workspace = torch.empty(12345, dtype=torch.uint8, device=x.device)
+        codes = torch.empty_like(x, dtype=torch.uint8)
+        scales = torch.empty(x.numel() // BLOCK, device=x.device)
+        assert library.quantize(x.data_ptr(), codes.data_ptr(), scales.data_ptr(), workspace.data_ptr()) == 0
+        return codes, scales
+
+
+def test_a_parameter_class_may_quantize_itself_with_a_kernel_of_its_library() -> None:
+    def train() -> Callable[[], None]:
+        register_quantize()
+        tuned = model("cpu")
+        tuned[0].weight = Packed(tuned[0].weight.data)
+        tuned.cuda()
+        weight = tuned[0].weight
+        assert isinstance(weight, Packed)
+        assert weight.is_cuda
+        assert weight.dtype == torch.uint8
+        tuned[0].forward = lambda x: (
+            x @ (weight.float() * weight.scales.repeat_interleave(BLOCK).view_as(weight))
+        )
+        trained = [each for each in tuned.parameters() if each.requires_grad]
+        return step_of(tuned, torch.optim.SGD(trained))
+
+    prediction = oomph.predict(train, gpu="h200")
+    assert (12345,) in {each.shape for each in prediction.allocations}
+    assert left(prediction)["parameter"] == (LAYERS - 1) * PER_LAYER * 4 + PER_LAYER
+    assert not [note for note in prediction.notes if "general estimate" in note.text]

@@ -6,8 +6,10 @@ works as always: data loaders, seeds and `.item()` on the host give what they gi
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +31,7 @@ from oomph.prediction.cuda.rules import (
     program_error,
     temporaries_of,
 )
+from oomph.prediction.tracer.fake_cuda import Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, is_dense
 from oomph.prediction.tracer.placement import PlacementMode
 from oomph.prediction.tracer.recorder import AllocationRecorder
@@ -121,9 +124,11 @@ class DispatchMode(TorchDispatchMode):
             return NotImplemented
         if get_dispatch_mode(FAKE_MODE_KEY) is not None:  # DTensor asks for the shape of a whole result
             return func(*args, **{name: _without_cuda(value) for name, value in (kwargs or {}).items()})
-        if any(kind is not FakeTensor for kind in types):
+        if any(not issubclass(kind, FakeTensor) for kind in types):
             return self._run_subclass(func, types, args, dict(kwargs or {}))
-        if tracer.call.inside_subclass and is_composite(func):
+        if _python_kernels and func.name() in _python_kernels:
+            return self._run_python_kernel(func, args, kwargs or {})
+        if tracer.call.below_autograd and is_composite(func):
             with self:
                 return run_composite(tracer.rule_context, func, args, kwargs or {})
         if not types and not kwargs and tracer.call.place is None and _is_small_host_op(args):
@@ -145,27 +150,50 @@ class DispatchMode(TorchDispatchMode):
     def _run_subclass(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Have a tensor subclass run the op on its inner tensors, which come back as ops of their own.
-
-        It runs below autograd, where composite ops arrive whole.
-        """
-        call = self.tracer.call
-        call.inside_subclass += 1
-        try:
-            if any(map(is_dtensor, types)):  # is dispatched in C++
-                with self:
-                    call.redispatched = True
+        """Have a tensor subclass run the op on its inner tensors, which come back as ops of their own."""
+        if any(map(is_dtensor, types)):  # is dispatched in C++
+            with self._below_autograd():
+                try:
+                    self.tracer.call.redispatched = True
                     return func(*args, **kwargs)
-            with self.placement.for_program(), self:
-                for kind in types:
-                    if kind is not FakeTensor:
-                        result = kind.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[attr-defined]
-                        if result is not NotImplemented:
-                            return result
-        finally:
-            call.inside_subclass -= 1
+                finally:
+                    self.tracer.call.redispatched = False
+        with self.placement.for_program(), self._below_autograd():
+            for kind in types:
+                if not issubclass(kind, FakeTensor):
+                    result = kind.__torch_dispatch__(func, types, args, kwargs)  # type: ignore[attr-defined]
+                    if result is not NotImplemented:
+                        return result
         names = ", ".join(kind.__name__ for kind in types)
         raise program_error(TypeError(f"no implementation of {op_name(func)} for {names}"))
+
+    def _run_python_kernel(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a library's kernel for CUDA that is written in Python: what it allocates is recorded.
+
+        It may launch what cannot run on fake tensors; then the op's fake kernel takes its place.
+        """
+
+        def kernel() -> Any:
+            with self.placement.for_program(), self._below_autograd():
+                return _python_kernels[func.name()](*args, **kwargs)
+
+        def without() -> Any:
+            del _python_kernels[func.name()]
+            with self:
+                return func(*args, **kwargs)
+
+        return self.tracer.guard.call("temporaries", func, kernel, without)
+
+    @contextlib.contextmanager
+    def _below_autograd(self) -> Iterator[None]:
+        """Dispatch again from inside of an op. Composite ops arrive whole here."""
+        call = self.tracer.call
+        call.below_autograd += 1
+        try:
+            with self:
+                yield
+        finally:
+            call.below_autograd -= 1
 
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.tracer
@@ -557,6 +585,23 @@ class DispatchMode(TorchDispatchMode):
 # Set after the class is made: TorchDispatchMode wraps the method of a class body to keep the compiler out, at
 # a price for every op. There is no compiler to keep out of a trace.
 DispatchMode.__torch_dispatch__ = DispatchMode._dispatch  # type: ignore[method-assign,assignment]
+
+
+# Name of an op -> the kernel for CUDA, a Python function, that a library registered for it during a trace.
+_python_kernels: dict[str, Callable[..., Any]] = {}
+
+
+def install_python_kernels(patches: Patches) -> None:
+    """Keep the kernels for CUDA that libraries register in Python: torch calls them for real CUDA only."""
+    register = torch.library.Library.impl
+
+    @functools.wraps(register)
+    def impl(library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
+        if dispatch_key == "CUDA" and isinstance(op_name, str) and not options.get("with_keyset"):
+            _python_kernels[f"{library.ns}::{op_name.split('::')[-1]}"] = fn
+        return register(library, op_name, fn, dispatch_key, **options)
+
+    patches.set(torch.library.Library, "impl", impl)
 
 
 def _nothing() -> None:

@@ -8,10 +8,13 @@ a GPU follows from the stream of each op and from the waits between streams, in 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
+import mmap
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
@@ -24,6 +27,7 @@ from oomph.torch_internals import (
     ACCELERATOR,
     CHECKPOINT_DEFAULT_DEVICE,
     CUDA_LAZY_INIT,
+    CUDA_RAW_STREAM,
     CUDA_RECORD_MEMORY_HISTORY,
     check_attribute,
     disable_torch_function,
@@ -38,9 +42,10 @@ class Patches:
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
+    def set(self, owner: Any, name: str, value: Any, missing_ok: bool = False) -> None:
         """Replace `owner.name`, which must exist. An inherited attribute is removed again, not frozen in."""
-        check_attribute(owner, name)
+        if not missing_ok:
+            check_attribute(owner, name)
         if name in vars(owner):
             self._stack.callback(setattr, owner, name, vars(owner)[name])
         else:
@@ -258,6 +263,8 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
         patches.set(torch.cuda, name, LegacyTensorType(name, (), {"dtype": _LEGACY_TYPES[name]}))
     patches.set(*ACCELERATOR, _answer(torch.device("cuda")))  # of device meshes
     patches.set(*CUDA_LAZY_INIT, _nothing)
+    patches.set(*CUDA_RAW_STREAM, _answer(0), missing_ok=True)
+    _load_no_cuda_library(patches, recorder)
     patches.set(*CUDA_RECORD_MEMORY_HISTORY, _nothing)
 
     def record_stream(tensor: torch.Tensor, s: Any) -> None:
@@ -268,6 +275,43 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     # Checkpointing asks this when no argument is a tensor, and remembers the answer for the process.
     patches.set(*CHECKPOINT_DEFAULT_DEVICE, "cuda")
+
+
+class CudaLibrary:
+    """Stands for a shared library of CUDA kernels, loaded with ctypes: its functions do nothing."""
+
+    def __init__(self, recorder: AllocationRecorder) -> None:
+        mapped: list[Any] = []
+
+        def cget_managed_ptr(size: Any) -> int:
+            """Unified memory for bitsandbytes' paged optimizers. The host takes a page once it is written."""
+            recorder.note_once(
+                "paged optimizer states are in unified memory, outside of torch's allocator: none of it is "
+                "counted",
+                None,
+            )
+            mapped.append(mmap.mmap(-1, size.value))
+            return ctypes.addressof(ctypes.c_char.from_buffer(mapped[-1]))
+
+        self.cget_managed_ptr = cget_managed_ptr
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*args: Any) -> int:
+            return 0
+
+        setattr(self, name, function)  # its signature is set on it
+        return function
+
+    __getitem__ = __getattr__
+
+
+def _load_no_cuda_library(patches: Patches, recorder: AllocationRecorder) -> None:
+    load = ctypes.LibraryLoader.LoadLibrary
+
+    def load_library(loader: Any, name: Any) -> Any:
+        return CudaLibrary(recorder) if "_cuda" in Path(str(name)).name else load(loader, name)
+
+    patches.set(ctypes.LibraryLoader, "LoadLibrary", load_library)
 
 
 class _DeviceType(type):

@@ -24,6 +24,7 @@ from oomph.torch_internals import (
     FOREACH_SUPPORTED_TYPES,
     HAS_TORCH_FUNCTION,
     HAS_TORCH_FUNCTION_OF_ARGUMENTS,
+    MAKE_SUBCLASS,
     MODULE_APPLY,
     PUSH_SAVED_TENSORS_HOOKS,
     FakeTensor,
@@ -200,7 +201,10 @@ def _follow_parameters(patches: Patches, tracer: Tracer) -> None:
         if data is not None and plain and data.device.type == "cpu":
             with tracer.lock, disable_torch_function():
                 data = tracer.fake_mode.from_tensor(data.detach())
-        parameter: nn.Parameter = make(cls, data, requires_grad)
+        if cls is not nn.Parameter and type(data) is FakeTensor:
+            parameter: Any = getattr(*MAKE_SUBCLASS[0])(cls, data, requires_grad)
+        else:
+            parameter = make(cls, data, requires_grad)
         tracer.parameter_sites[parameter] = find_site(tracer.boundary)[0]
         return parameter
 

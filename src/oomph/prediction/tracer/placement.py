@@ -15,6 +15,7 @@ from oomph.prediction.tracer.fake_cuda import DEVICE, LegacyTensorType, Patches
 from oomph.prediction.tracer.tracer import Place, Tracer
 from oomph.torch_internals import (
     GLOBAL_DEVICE_CONTEXT,
+    MAKE_SUBCLASS,
     MAKE_WRAPPER_SUBCLASS,
     FakeTensor,
     device_constructors,
@@ -348,6 +349,33 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
         return make_wrapper(*args, **kwargs)
 
     patches.set(*MAKE_WRAPPER_SUBCLASS, staticmethod(make_wrapper_on_host))
+    make_subclass, as_subclass = (getattr(*pair) for pair in MAKE_SUBCLASS)
+
+    def make_fake_subclass(
+        cls: Any, data: torch.Tensor, require_grad: bool = False, **options: Any
+    ) -> torch.Tensor:
+        if not isinstance(data, FakeTensor) or issubclass(cls, FakeTensor):
+            return make_subclass(cls, data, require_grad, **options)
+        with torch.no_grad(), disable_torch_function():
+            made = data.detach()
+        made.__class__ = _fake_class(cls)
+        return made.requires_grad_(require_grad)
+
+    def as_fake_subclass(data: torch.Tensor, cls: Any) -> torch.Tensor:
+        if not isinstance(data, FakeTensor) or issubclass(cls, FakeTensor):
+            return as_subclass(data, cls)
+        made = data.view_as(data)
+        made.__class__ = _fake_class(cls)
+        return made
+
+    patches.set(*MAKE_SUBCLASS[0], staticmethod(make_fake_subclass))
+    patches.set(*MAKE_SUBCLASS[1], as_fake_subclass)
+
+
+@functools.cache
+def _fake_class(cls: type) -> Any:
+    """A class of the program's for tensors that are fake."""
+    return type(cls.__name__, (cls, FakeTensor), {"__module__": cls.__module__})
 
 
 def install_default_device(patches: Patches, placement: PlacementMode) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -150,6 +151,17 @@ class AllocationRecorder:
     def record_free(self, allocation: PendingAllocation) -> None:
         self.live_bytes -= allocation.bytes
         self.events.append(Event("free", allocation.id))
+
+    @contextlib.contextmanager
+    def fused(self) -> Iterator[None]:
+        """What runs inside is one kernel: what it allocates and frees again is never stored."""
+        first, peak = len(self.events), self.peak_bytes
+        yield
+        inside = self.events[first:]
+        freed = {event.id for event in inside if event.action == "free"}
+        freed &= {event.id for event in inside if event.action == "alloc"}
+        self.events[first:] = [event for event in inside if event.id not in freed]
+        self.peak_bytes = max(peak, self.live_bytes)
 
     def record_stream(self, tensor: torch.Tensor, stream: int) -> None:
         """`stream` uses the tensor, too: its memory is not reused before that stream is done with it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import logging
 import random
 import sys
@@ -17,7 +18,7 @@ from oomph.gpus import GPU
 from oomph.prediction.cuda.autocast import cuda_autocast
 from oomph.prediction.cuda.composites import cuda_composites
 from oomph.prediction.cuda.cudnn import flatten_parameters
-from oomph.prediction.tracer.dispatch import DispatchMode
+from oomph.prediction.tracer.dispatch import DispatchMode, install_python_kernels
 from oomph.prediction.tracer.fake_cuda import Patches, install_fake_cuda
 from oomph.prediction.tracer.hooks import install_hooks
 from oomph.prediction.tracer.placement import (
@@ -60,6 +61,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         _format_scalars(patches)
         _run_inference_mode_as_no_grad(patches)
         install_saving(patches)
+        install_python_kernels(patches)
         _make_generators_on_host(patches)
         _follow_resized_storages(patches, tracer)
         _run_compiled_as_eager(patches, tracer)
@@ -181,8 +183,26 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
         tracer.note("torch.compile is traced as eager: the compiled step may need less memory")
 
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if model is None:
+            return compile
+        if inspect.isroutine(model):
+            return compiled(model)
         note()
-        return model if model is not None else (lambda function: function)
+        return model
+
+    def compiled(function: Any) -> Any:
+        of_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not of_optimizer and tracer.phase != "optimizer":
+                note()
+                return function(*args, **kwargs)
+            tracer.note_once("a compiled optimizer step is assumed to store no intermediate results")
+            with tracer.recorder.fused():
+                return function(*args, **kwargs)
+
+        return run
 
     def compile_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
         note()

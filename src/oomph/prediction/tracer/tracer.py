@@ -56,7 +56,7 @@ class CallState(threading.local):
     inside_dispatch = 0  # depth of our own dispatch, in which tensors show their true device
     place: Place | None = None  # the device argument of the function being called
     handling = 0  # depth of the function mode's handler, inside which the mode is off
-    inside_subclass = 0  # depth of the code of tensor subclasses, which runs ops on their inner tensors
+    below_autograd = 0  # depth of Python code that an op runs: of a tensor subclass, of a library's kernel
     redispatched = False  # the op that is dispatched next is for the subclass
 
 
