@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
     from oomph.fixes import apply
     from oomph.measurement import measure
+    from oomph.planning import fit
     from oomph.prediction import Script, predict
     from oomph.records import (
         Change,
         Difference,
         FixUse,
         Measurement,
+        Plan,
         Prediction,
         Proposal,
         Verification,
@@ -30,6 +32,7 @@ __all__ = [
     "Measurement",
     "MicroBatches",
     "OomphError",
+    "Plan",
     "Prediction",
     "ProgramError",
     "Proposal",
@@ -38,6 +41,7 @@ __all__ = [
     "Verification",
     "Workload",
     "apply",
+    "fit",
     "fixes",
     "measure",
     "nn",
@@ -52,12 +56,14 @@ __getattr__, __dir__ = attach(
         "errors": ("ArgumentError", "OomphError", "ProgramError", "UserError"),
         "fixes": ("apply",),
         "measurement": ("measure",),
+        "planning": ("fit",),
         "prediction": ("Script", "predict"),
         "records": (
             "Change",
             "Difference",
             "FixUse",
             "Measurement",
+            "Plan",
             "Prediction",
             "Proposal",
             "Verification",

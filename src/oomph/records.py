@@ -298,6 +298,44 @@ class Proposal:
 
 
 @dataclass(frozen=True)
+class PricedFixes:
+    """A set of fixes, with what was predicted for a step that has them."""
+
+    fixes: tuple[FixUse, ...]
+    peak: Peak
+    fits: bool
+    step_seconds: float
+    slowdown: float  # a step's time over that without fixes, by a roofline
+    host_bytes: int = 0  # pinned host memory that it needs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cheapest set of fixes that was found for a card, or the one that comes closest."""
+
+    fixes: tuple[FixUse, ...]
+    fits: bool
+    gpu: str  # catalogue name, or the size that was given
+    gpu_title: str
+    limit: int  # what the allocator may reserve
+    before: PricedFixes  # the step as it was given
+    after: PricedFixes
+    allowed: tuple[FixKind, ...]  # kinds of fixes that were tried
+    model: str = ""  # class and number of parameters of the model: "GPT2LMHeadModel, 124,439,808 parameters"
+    front: tuple[PricedFixes, ...] = ()  # what was predicted and is best for its time, fastest first
+    conditions: tuple[str, ...] = ()  # that the user must check for its fixes to be exact
+    needs: tuple[FixKind, ...] = ()  # kinds that would have to be allowed to fit; () where none is enough
+    predictions: int = 0  # that the search took
+    seconds: float = 0.0
+
+    def __repr__(self) -> str:
+        names = ", ".join(use.fix for use in self.fixes) or "no fixes"
+        sizes = f"{self.before.peak.device / 2**30:.2f} -> {self.after.peak.device / 2**30:.2f} GiB"
+        verdict = "fits" if self.fits else "does not fit"
+        return f"Plan({verdict} {self.gpu_title}: {names}; {sizes}, time x{self.after.slowdown:.2f})"
+
+
+@dataclass(frozen=True)
 class Difference:
     """The largest difference of a tensor with and without fixes, relative to its largest entry without."""
 

@@ -37,7 +37,7 @@ class FixesOptions:
 
 
 def run_fixes(options: FixesOptions) -> int:
-    kinds = _kinds(options.allow)
+    kinds = fix_kinds(options.allow)
     if options.gpu is not None:
         gpus.find(options.gpu)
     if options.target is None:
@@ -73,7 +73,7 @@ def run_fixes(options: FixesOptions) -> int:
     return 0
 
 
-def _kinds(allow: str) -> tuple[FixKind, ...]:
+def fix_kinds(allow: str) -> tuple[FixKind, ...]:
     """Exact fixes, and the kinds that are allowed besides."""
     words = [word.strip() for word in allow.split(",") if word.strip()]
     for word in words:

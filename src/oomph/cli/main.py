@@ -100,6 +100,9 @@ def predict(
             metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."
         ),
     ] = None,
+    plan: Annotated[
+        str | None, typer.Option(metavar="FILE.json", help="Apply the fixes of a plan of `oomph fit`.")
+    ] = None,
     module: Annotated[
         str | None,
         typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does."),
@@ -133,7 +136,7 @@ def predict(
         max,
         json,
         snapshot,
-        fixes=tuple(fix or ()),
+        fixes=(*(fix or ()), *([plan] if plan is not None else [])),
         overrides=words,
         module=module is not None,
         steps=steps,
@@ -161,6 +164,35 @@ def fixes(
     from oomph.cli.fixes import FixesOptions, run_fixes
 
     return run_fixes(FixesOptions(target, gpu, allow, tuple(only or ()), json, tuple(overrides or ())))
+
+
+@app.command(context_settings=_TAKES_KEYS)
+def fit(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict; not a script.")],
+    overrides: Annotated[list[str] | None, _OVERRIDES] = None,
+    gpu: Annotated[str | None, typer.Option(metavar="NAME|SIZE", help="The GPU to fit.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What the step may take, e.g. 20GiB.")
+    ] = None,
+    allow: Annotated[
+        str, typer.Option(metavar="KINDS", help="Kinds besides exact: precision, training, or both.")
+    ] = "",
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What fixes may pin on the host; default: all.")
+    ] = None,
+    plan: Annotated[str | None, typer.Option(metavar="FILE.json", help="Write the plan there.")] = None,
+    largest: Annotated[
+        str | None,
+        typer.Option(metavar="batch|sequence", help="Also find the largest that fits."),
+    ] = None,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Also list the cards that would do.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
+) -> int:
+    """Find the cheapest set of fixes with which the step fits."""
+    from oomph.cli.fit import FitOptions, run_fit
+
+    words = tuple(overrides or ())
+    return run_fit(FitOptions(target, gpu, budget, allow, host_memory, plan, largest, gpus, json, words))
 
 
 @app.command()
@@ -193,7 +225,13 @@ def train(
         bool, typer.Option("--force", help="Train even if the prediction does not fit.")
     ] = False,
     fixes: Annotated[
-        str | None, typer.Option(metavar="FILE.json", help="Fixes from a file, instead of the config's.")
+        str | None,
+        typer.Option(
+            "--fixes",
+            "--plan",
+            metavar="FILE.json",
+            help="Fixes or a plan from a file, instead of the config's.",
+        ),
     ] = None,
     export: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write the final weights as safetensors.")

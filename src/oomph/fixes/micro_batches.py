@@ -47,7 +47,7 @@ class MicroBatching(Fix):
         parts = 2
         while parts <= rows:
             if rows % parts == 0:
-                yield Target(("batch",), {"parts": parts, "shifted": shifted}, note, condition)
+                yield Target(("batch",), {"parts": parts}, note, condition)
             parts *= 2
 
     def change_workload(

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import torch
@@ -146,6 +146,54 @@ def _refuse_effects_here() -> None:
             _refuse_effect(event, args, _refusing.allow)
 
     sys.addaudithook(hook)
+
+
+def run_forked(
+    functions: Sequence[Callable[[], T]], jobs: int
+) -> Iterator[tuple[int, T | OomphError | RuntimeError]]:
+    """In an isolated process: (position, result or error) of each function, in the order in which they end.
+
+    Each runs in a fork of this process, which has all that was imported and built before; `jobs` at a time.
+    """
+    waiting, running = list(enumerate(functions)), dict[int, tuple[int, int]]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                position, function = waiting.pop(0)
+                read, write = os.pipe()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                child = os.fork()
+                if child == 0:
+                    _run_fork(function, read, write)
+                os.close(write)
+                running[read] = position, child
+            with selectors.DefaultSelector() as selector:
+                for pipe in running:
+                    selector.register(pipe, selectors.EVENT_READ)
+                ready = [key.fd for key, _ in selector.select()]
+            for pipe in ready:
+                position, child = running[pipe]
+                outcome = _receive(_Child(child, pipe, math.inf), lambda text, fraction: None)
+                ended = _end(child)
+                os.close(pipe)
+                del running[pipe]
+                yield position, ProgramError(_how_it_ended(ended)) if outcome is None else outcome[1]
+    finally:
+        for pipe, (_, child) in running.items():
+            _end(child)
+            os.close(pipe)
+
+
+def _run_fork(function: Callable[[], Any], read: int, write: int) -> NoReturn:
+    global _messages_to_parent
+    try:
+        os.close(read)
+        with os.fdopen(write, "wb") as messages:
+            _messages_to_parent = messages
+            _send(messages, _outcome(lambda progress: function(), messages))
+    finally:
+        os._exit(0)
 
 
 def refuse_in_thread() -> Callable[[], None]:
@@ -425,12 +473,16 @@ class _Child:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _cpu_time(self) -> object:
-        """Anything that changes while the child computes."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[11:13]
-        except OSError:  # not Linux
+        """Anything that changes while the child, or a process that it started, computes."""
+        if not os.path.isdir("/proc/self"):  # not Linux
             return time.monotonic()
+        used = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+                state = file.read().rpartition(")")[2].split()
+                if state[2] == str(self.pid):  # its group
+                    used.append((pid, *state[11:13]))
+        return used
 
 
 def _receive(child: _Child, progress: Progress) -> tuple[str, Any] | None:

@@ -1,0 +1,102 @@
+"""`oomph fit`: the cheapest set of fixes with which a training step fits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from oomph import gpus, units
+from oomph.cli.fixes import fix_kinds
+from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.targets import check_target, config_limit, open_target, workload_of
+from oomph.errors import ExitStatus, UserError
+from oomph.records import Plan
+from oomph.report.plan import plan_text
+from oomph.report.terminal import report_console
+
+LARGEST = ("batch", "sequence")
+
+
+@dataclass(frozen=True, slots=True)
+class FitOptions:
+    target: str
+    gpu: str | None = None
+    budget: str | None = None
+    allow: str = ""
+    host_memory: str | None = None
+    plan: str | None = None
+    largest: str | None = None
+    gpus: bool = False
+    json: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+def run_fit(options: FitOptions) -> ExitStatus:
+    kinds = fix_kinds(options.allow)
+    _check(options)
+    # Imported here: torch takes a second to load.
+    from oomph.planning import fit, largest_size, write_plan
+    from oomph.planning.plan import plan_to_json
+    from oomph.prediction.isolation import run_isolated
+
+    def run(progress: ProgressReport) -> tuple[Plan, dict[str, tuple[int, int]]]:
+        with open_target(options.target, options.overrides) as target:
+            workload = workload_of(target, options.target)
+            limits = (options.budget, config_limit(options.target, options.overrides))
+            budget = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
+            plan = fit(
+                workload,
+                gpu=options.gpu,
+                budget=budget,
+                allow=kinds,
+                host_memory=options.host_memory,
+                progress=progress,
+            )
+            if options.largest is None:
+                return plan, {}
+            return plan, {options.largest: largest_size(workload, plan, options.largest, progress)}
+
+    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+        plan, largest = run_isolated(run, report)
+    if options.plan is not None:
+        write_plan(plan, options.plan)
+    cards = [
+        (card.title, _fits(plan.before.peak.device, card), _fits(plan.after.peak.device, card))
+        for card in sorted(gpus.catalogue(), key=lambda card: card.memory)
+        if options.gpus
+    ]
+    if options.json:
+        found = plan_to_json(plan)
+        if largest:
+            found["largest"] = {name: {"without": a, "with": b} for name, (a, b) in largest.items()}
+        if cards:
+            found["gpus"] = [{"gpu": name, "before": before, "after": after} for name, before, after in cards]
+        write_stdout(json.dumps(found, allow_nan=False) + "\n")
+    else:
+        typed = shlex.join((options.target, *options.overrides))
+        write_stdout(plan_text(plan, report_console(), typed, options.plan, largest, cards))
+    return ExitStatus.FITS if plan.fits else ExitStatus.DOES_NOT_FIT
+
+
+def _fits(needed: int, card: gpus.GPU) -> bool:
+    return needed <= card.memory
+
+
+def _check(options: FitOptions) -> None:
+    """Raise for mistakes that show before torch is imported and the target traced."""
+    if options.gpu is None and options.budget is None:
+        raise UserError("fit needs a card or a budget: --gpu rtx4090, or --budget 20GiB")
+    if options.gpu is not None:
+        gpus.find(options.gpu)
+    for size in (options.budget, options.host_memory):
+        if size is not None:
+            units.parse_bytes(size)
+    if options.largest is not None and options.largest not in LARGEST:
+        raise UserError(f"--largest {options.largest!r} is not valid; valid: {', '.join(LARGEST)}")
+    if options.plan is not None and not Path(options.plan).absolute().parent.is_dir():
+        raise UserError(f"--plan {options.plan!r}: the directory does not exist")
+    check_target(options.target, options.overrides)

@@ -1,0 +1,7 @@
+"""Planning: the cheapest set of fixes with which a training step fits."""
+
+from oomph.planning.largest import largest_size
+from oomph.planning.plan import read_plan, write_plan
+from oomph.planning.search import fit
+
+__all__ = ["fit", "largest_size", "read_plan", "write_plan"]

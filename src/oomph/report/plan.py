@@ -1,0 +1,147 @@
+"""A plan, as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from oomph.records import FixUse, Plan, PricedFixes
+from oomph.report.terminal import distinct_sizes, strip_lines
+from oomph.units import format_bytes
+
+_MOST_NAMES = 3  # of a list among a fix's options
+
+
+def fix_word(use: FixUse) -> str:
+    """As the user types it: `micro_batches:parts=4`."""
+    options = ",".join(f"{key}={_plain(value)}" for key, value in use.options.items())
+    return f"{use.fix}:{options}" if options else use.fix
+
+
+def plan_text(
+    plan: Plan,
+    console: Console,
+    target: str,
+    file: str | None,
+    largest: Mapping[str, tuple[int, int]] | None = None,
+    cards: Sequence[tuple[str, bool, bool]] = (),
+) -> str:
+    """Verdict, fixes, before and after, and how to apply them.
+
+    `target`: as typed. `file`: where the plan was written. `largest`: sizes that fit, without fixes and with.
+    `cards`: title, and whether the step fits without fixes and with them.
+    """
+    with console.capture() as capture:
+        console.print(Text(_verdict(plan), style="bold green" if plan.fits else "bold red"))
+        if plan.fixes:
+            console.print(Padding(_fixes_table(plan), (1, 0, 1, 2)))
+        for condition in plan.conditions:
+            console.print(Text(f"  exact only if {condition}"))
+        if plan.after.host_bytes:
+            console.print(f"  pinned host memory: {format_bytes(plan.after.host_bytes)}")
+        if plan.needs:
+            kinds = ",".join(kind for kind in plan.needs if kind != "exact")
+            console.print(f"It fits if fixes that change the numbers are allowed: --allow {kinds}")
+        elif not plan.fits:
+            console.print(
+                "No fix of any kind is enough: take a larger card, a smaller model or shorter input."
+            )
+        if plan.fixes:
+            _print_commands(console, plan, target, file)
+        smaller = [one for one in plan.front if one.fits and one.fixes and one.fixes != plan.fixes]
+        if smaller:
+            console.print("For more time, less memory:")
+            console.print(Padding(_front_table(smaller), (1, 0, 1, 2)))
+        for name, (without, with_fixes) in (largest or {}).items():
+            console.print(
+                f"largest {name} that fits: {without:,} without fixes, {with_fixes:,} with the plan"
+            )
+        if cards:
+            console.print(Padding(_cards_table(cards), (0, 0, 1, 2)))
+        console.print(f"{plan.predictions} predictions in {plan.seconds:.0f} s")
+    return strip_lines(capture.get())
+
+
+def _verdict(plan: Plan) -> str:
+    before, after = plan.before.peak.device, plan.after.peak.device
+    context = plan.after.peak.device - plan.after.peak.reserved
+    needs, there_is = distinct_sizes(after, plan.limit + context)
+    if plan.fits and not plan.fixes:
+        return f"fits {plan.gpu_title} as it is: needs {needs} of {there_is}"
+    if not plan.fixes:
+        return f"does not fit {plan.gpu_title}, and no fix lowers the peak: needs {needs} of {there_is}"
+    verdict = "fits" if plan.fits else "does not fit"
+    return (
+        f"{verdict} {plan.gpu_title} with {len(plan.fixes)} fix{'es' if len(plan.fixes) > 1 else ''}: "
+        f"{format_bytes(before)} -> {needs} of {there_is}; {_time(plan.after)}"
+    )
+
+
+def _time(priced: PricedFixes) -> str:
+    return f"a step takes x{priced.slowdown:.2f} of its time"
+
+
+def _fixes_table(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for use in plan.fixes:
+        table.add_row(Text(_short(use), style="bold"))
+    return table
+
+
+def _front_table(front: Sequence[PricedFixes]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column("needs", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("fixes")
+    for one in front:
+        table.add_row(
+            format_bytes(one.peak.device), f"x{one.slowdown:.2f}", " + ".join(map(_short, one.fixes))
+        )
+    return table
+
+
+def _cards_table(cards: Sequence[tuple[str, bool, bool]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for title in ("card", "as it is", "with the plan"):
+        table.add_column(title, no_wrap=True)
+    for title, without, with_fixes in cards:
+        table.add_row(title, "fits" if without else "no", "fits" if with_fixes else "no")
+    return table
+
+
+def _print_commands(console: Console, plan: Plan, target: str, file: str | None) -> None:
+    if file is None:
+        words = " ".join(f"--fix '{fix_word(use)}'" for use in plan.fixes)
+        command = f"oomph predict {target} {words}"
+    elif target.partition(" ")[0].endswith((".yaml", ".yml")):
+        command = f"oomph train {target} --plan {file}"
+    else:
+        command = f"oomph predict {target} --plan {file}"
+    given = f'"{file}"' if file else json.dumps([fix_word(use) for use in plan.fixes])
+    console.print(Text("To apply it:"))
+    console.print(Text(f"    {command}"), soft_wrap=True)
+    console.print(Text(f"    workload = oomph.apply({given}, workload)   # in Python\n"), soft_wrap=True)
+
+
+def _short(use: FixUse) -> str:
+    return fix_word(
+        FixUse(
+            use.fix,
+            {
+                key: f"[{len(value)} names]"
+                if isinstance(value, list) and len(value) > _MOST_NAMES
+                else value
+                for key, value in use.options.items()
+            },
+        )
+    )
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

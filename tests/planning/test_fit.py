@@ -1,0 +1,146 @@
+"""oomph.fit finds a cheap set of fixes that fits; plans are files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import oomph
+from oomph.cli.main import run
+from oomph.planning import largest_size, read_plan, write_plan
+from oomph.records import Plan
+
+MiB = 1 << 20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4096, 64)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(64, 4096, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def batch(device: torch.device, B: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 4096, (B, 256), device=device)
+    return {"ids": ids, "labels": ids}
+
+
+STEP = oomph.Workload(model=Model, batch=batch, loss=loss, sizes={"B": 32})
+
+
+@pytest.fixture(scope="module")
+def as_it_is() -> oomph.Prediction:
+    return oomph.predict(STEP)
+
+
+@pytest.fixture(scope="module")
+def found(as_it_is: oomph.Prediction, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The plan's file and what the command printed."""
+    file = tmp_path_factory.mktemp("fit") / "plan.json"
+    budget = f"{as_it_is.peak.reserved // 2 // MiB}MiB"
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        status = run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--budget", budget, "--plan", str(file)])
+    assert status == 0
+    return file, shown.getvalue()
+
+
+@pytest.fixture(scope="module")
+def plan(found: tuple[Path, str]) -> Plan:
+    return read_plan(found[0])
+
+
+def test_the_plan_fits_and_its_prediction_is_that_of_the_fixed_workload(
+    plan: Plan, as_it_is: oomph.Prediction
+) -> None:
+    assert plan.fits
+    assert plan.before.peak.reserved == as_it_is.peak.reserved
+    fixed = oomph.predict(oomph.apply(plan, STEP), gpu="h200", max=plan.limit)
+    assert fixed.fits
+    assert fixed.peak.reserved == plan.after.peak.reserved
+
+
+def test_nothing_predicted_that_fits_is_faster(plan: Plan) -> None:
+    assert all(one.step_seconds >= plan.after.step_seconds * 0.99 for one in plan.front if one.fits)
+
+
+def test_the_report_says_how_to_apply_it(found: tuple[Path, str], plan: Plan) -> None:
+    file, shown = found
+    assert shown.startswith("fits")
+    assert f"--plan {file}" in shown
+    assert all(use.fix in shown for use in plan.fixes)
+
+
+def test_what_fits_as_it_is_needs_no_fix() -> None:
+    found = oomph.fit(STEP, gpu="h200")
+    assert found.fits
+    assert not found.fixes
+    assert found.predictions == 1
+
+
+def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert oomph.apply(str(tmp_path / "plan.json"), STEP).fixes == plan.fixes
+    content = json.loads((tmp_path / "plan.json").read_text())
+    for name, value, message in (("schema", 99, "schema 99"), ("fixes", [{"fix": "unknown"}], "unknown")):
+        (tmp_path / "bad.json").write_text(json.dumps({**content, name: value}))
+        with pytest.raises(oomph.UserError, match=message):
+            read_plan(tmp_path / "bad.json")
+
+
+def test_the_largest_batch_that_fits(plan: Plan) -> None:
+    without, with_plan = largest_size(STEP, plan, "batch", lambda text, fraction: None)
+    assert without < 32 <= with_plan
+    fits = [oomph.predict(_sized(rows), gpu="h200", max=plan.limit).fits for rows in (without, without + 1)]
+    assert fits == [True, False]
+    with pytest.raises(oomph.UserError, match="no size of its sequence"):
+        largest_size(STEP, plan, "sequence", lambda text, fraction: None)
+
+
+def _sized(rows: int) -> oomph.Workload:
+    return oomph.Workload(model=Model, batch=batch, loss=loss, sizes={"B": rows})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "a card or a budget"),
+        (("--gpu", "h200", "--largest", "depth"), "batch, sequence"),
+        (("--budget", "lots"), "lots"),
+        (("--gpu", "h200", "--allow", "anything"), "anything"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["fit", f"{__file__}:STEP", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
