@@ -33,7 +33,7 @@ def test_the_blocks_do_run_twice():
 
 
 def test_the_peak_falls_and_the_step_gets_slower():
-    work = workload(layers=6, width=256, heads=4, longest=512)
+    work = workload(layers=4, width=256, heads=4, longest=512)
     work = oomph.Workload(work.model, lambda device: tiny_batch(device, 16, 256), work.loss)
     prediction = oomph.predict(work, gpu="h200")
     proposals = fixes.propose(prediction, work, only=("activation_checkpointing",))

@@ -49,8 +49,7 @@ def test_the_options(options: dict[str, Any]) -> None:
 EVERYTHING: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.05, "softcap": 3.0, "through_lse": True}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("dtype", "reduction"), [(torch.float32, "mean"), (HALF, "none")])
 def test_everything_at_once_in_blocks_of_rows_and_of_classes(dtype: torch.dtype, reduction: str) -> None:
     case = inputs(19, v=200, dtype=dtype, bias=True)
     weights = {"class_weight": numbers(200), "token_weight": numbers(19)}
@@ -85,8 +84,7 @@ def test_strides_do_not_matter(dtype: torch.dtype, num_valid: int | None) -> Non
     check(case, impl="triton", label_smoothing=0.1, memory_budget=TINY, num_valid=num_valid, **extra)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("dtype", "transposed"), [(torch.float32, False), (HALF, True)])
 def test_accumulation_into_the_gradient(dtype: torch.dtype, transposed: bool) -> None:
     case = inputs(20, v=11, dtype=dtype, ignored=None)
     weight = nn.Parameter(case.weight.t().contiguous().t() if transposed else case.weight)
@@ -108,8 +106,9 @@ def test_the_gradient_that_arrives_multiplies(factor: float) -> None:
     assert_close([*first, *second], [*exact, *exact], TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("budget", [None, TINY])
-@pytest.mark.parametrize("wrong", [-1, 200, 1 << 31, (1 << 32) + 3, -(1 << 40)])
+@pytest.mark.parametrize(
+    ("wrong", "budget"), [(-1, None), (200, TINY), (1 << 31, None), ((1 << 32) + 3, TINY), (-(1 << 40), None)]
+)
 def test_a_target_out_of_range_spoils_its_own_token_only(wrong: int, budget: int | None) -> None:
     case = inputs(6, v=200, dtype=HALF)
     case.target[3] = wrong
