@@ -355,22 +355,18 @@ def accumulating(accumulate, loss=plain_loss):
     )
 
 
-def test_many_accumulated_batches_are_predicted_from_two_and_three(capfd):
+def test_accumulated_batches_are_traced_once(capfd):
     def loss(model, batch):
         print("one batch")
         return plain_loss(model, batch)
 
     work = accumulating(6, loss)
     prediction = oomph.predict(work, gpu="h200")
-    for other_peak, batches in ((512, 2 + 6), (0, 2 + 2 + 3)):  # only where two batches have the same peak
-        peak = replace(prediction.peak, allocated=prediction.peak.allocated + other_peak)
-        capfd.readouterr()
-        (proposal,) = fixes.propose(replace(prediction, peak=peak), work, only=("bf16_parameters",))
-        assert capfd.readouterr().out.count("one batch\n") == 3 * batches  # three steps each
+    assert capfd.readouterr().out.count("one batch\n") == 2 + 1  # the third step repeats the second
+    (proposal,) = fixes.propose(prediction, work, only=("bf16_parameters",))
     exact = oomph.predict(oomph.apply(proposal, work), gpu="h200")
     assert (proposal.peak, proposal.fits) == (exact.peak, exact.fits)
-    # Of six batches the last ones repeat the kernels of those before: host ops around them are not the same.
-    assert proposal.slowdown == pytest.approx(exact.step_seconds / prediction.step_seconds, rel=0.01)
+    assert proposal.slowdown == pytest.approx(exact.step_seconds / prediction.step_seconds)
 
 
 def test_the_limit_of_a_prediction_is_that_of_its_proposals():

@@ -28,8 +28,6 @@ from oomph.workload import Changed, Workload
 
 # The attribute of a model that holds the journal of its fixes: on the instance, so both are freed together.
 _JOURNAL = "_oomph_fixes"
-# Up to this many accumulated batches a step is predicted whole: predicting two and three costs as much.
-_FEW_BATCHES = 5
 
 Progress = Callable[[str, float | None], None]
 
@@ -196,25 +194,21 @@ def _propose(
         for proposal in fix.proposals(context)
         if not any(conflict(proposal.use, use) for use in workload.fixes)
     ]
-    extrapolate = bool(found) and _two_batches_have_the_peak(workload, prediction)
     proposals = []
     for number, proposal in enumerate(found):
         progress(f"predicting with {proposal.fix}", number / len(found))
-        predicted = _with_prediction(proposal, context, extrapolate)
+        predicted = _with_prediction(proposal, context)
         if predicted is not None and (predicted.saving is None or predicted.saving > 0):
             proposals.append(predicted)
     return sorted(proposals, key=lambda proposal: -(proposal.saving or 0))
 
 
-def _with_prediction(proposal: Proposal, context: FixContext, extrapolate: bool) -> Proposal | None:
+def _with_prediction(proposal: Proposal, context: FixContext) -> Proposal | None:
     """The proposal with its peak, saving and slowdown; None where the fix refuses the program."""
     before = context.prediction
     try:
         fixed = apply(proposal, context.workload)
-        if extrapolate:
-            after = _predict_from_few_batches(fixed, before.gpu, before.limit)
-        else:
-            after = predict(fixed, gpu=before.gpu, max=before.limit)
+        after = predict(fixed, gpu=before.gpu, max=before.limit)
     except OomphError as error:
         if isinstance(error, UserError) and proposal.saving is None:
             return None
@@ -225,23 +219,3 @@ def _with_prediction(proposal: Proposal, context: FixContext, extrapolate: bool)
         slowdown = after.step_seconds / before.step_seconds
     saving = before.peak.reserved - after.peak.reserved
     return replace(proposal, peak=after.peak, saving=saving, slowdown=slowdown, fits=after.fits)
-
-
-def _two_batches_have_the_peak(workload: Workload, prediction: Prediction) -> bool:
-    """Whether a step of many accumulated batches can be predicted from steps of two and three.
-
-    From the second batch on, a step allocates nothing new, and each batch takes as long as the one before.
-    """
-    if workload.accumulate <= _FEW_BATCHES:
-        return False
-    peak = predict(replace(workload, accumulate=2), gpu=prediction.gpu).peak
-    return (peak.allocated, peak.reserved) == (prediction.peak.allocated, prediction.peak.reserved)
-
-
-def _predict_from_few_batches(workload: Workload, gpu: str | None, limit: int | None) -> Prediction:
-    """The Workload's prediction, with the peak of two accumulated batches and the time of all of them."""
-    two, three = (predict(replace(workload, accumulate=n), gpu=gpu, max=limit) for n in (2, 3))
-    if two.step_seconds is None or three.step_seconds is None:
-        return two
-    each = three.step_seconds - two.step_seconds
-    return replace(two, step_seconds=two.step_seconds + (workload.accumulate - 2) * each)

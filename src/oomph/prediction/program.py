@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
 import numbers
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,9 +19,12 @@ from oomph.errors import UserError
 from oomph.prediction.allocator import allocator_settings
 from oomph.prediction.tracer.fake_cuda import DEVICE
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.torch_internals import FakeTensor
+from oomph.prediction.tracer.work import Kernel
+from oomph.records import Event
+from oomph.torch_internals import FakeTensor, tree_flatten
 from oomph.workload import Workload, check_loss
 
+_REPEATED_PASSES = 4  # accumulated passes whose events are recorded; later ones add nothing
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
 Progress = Callable[[str, float | None], None]
 
@@ -47,27 +51,102 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> N
     tracer.batch = batch
 
     loss: Any = None  # alive until the next one takes its place, as in the loop that this stands for
+    repeated = _RepeatedPasses(tracer)
 
     def step(number: int) -> None:
         nonlocal loss
         passes = workload.passes(batch)
         for index, (part, factor) in enumerate(passes):
+            if repeated.repeat(index, part):
+                continue
             of = f" (part {index + 1} of {len(passes)})" if len(passes) > 1 else ""
             progress(f"step {number} of {STEPS}: forward{of}", _done(number, index / len(passes)))
-            with tracer.in_phase("forward"), tracer.loss_after_model():
-                with workload.autocast_context("cuda"):
-                    loss = workload.loss(model, part)
-                check_loss(loss)
-                scaled = workload.scaled(loss, factor)
-            progress(f"step {number} of {STEPS}: backward{of}", _done(number, (index + 0.3) / len(passes)))
-            scaled.backward()
-            del scaled
+            with repeated.tracing(index, part):
+                with tracer.in_phase("forward"), tracer.loss_after_model():
+                    with workload.autocast_context("cuda"):
+                        loss = workload.loss(model, part)
+                    check_loss(loss)
+                    scaled = workload.scaled(loss, factor)
+                done = _done(number, (index + 0.3) / len(passes))
+                progress(f"step {number} of {STEPS}: backward{of}", done)
+                scaled.backward()
+                del scaled
         if optimizer is not None:
             progress(f"step {number} of {STEPS}: optimizer", _done(number, 0.95))
             optimizer.step()
             optimizer.zero_grad()
 
-    _repeat(step, tracer)
+    # Optimizers of others may do something only at every third step.
+    same_steps = optimizer is None or type(optimizer).__module__.startswith("torch.optim")
+    _repeat(step, tracer, repeated if same_steps else None)
+
+
+class _TracedPass(NamedTuple):
+    events: Sequence[Event]
+    kernels: Sequence[Kernel]
+    requests: Sequence[tuple[int, str]]  # bytes and op of each allocation, without workspaces
+    forward_requests: Sequence[tuple[int, str]]
+
+
+class _RepeatedPasses:
+    """Forward and backward passes of a Workload that repeat an earlier one: its events are recorded again.
+
+    The first pass of every step is traced. From the second on, gradients are accumulated, and all passes of
+    one shape are the same: one of them is traced, if its forward pass is that of the first.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._first: dict[Any, _TracedPass] = {}  # by the shapes of the batch
+        self._accumulated: dict[Any, _TracedPass] = {}
+        self.same_in_all_steps = tracer.log is None  # the first pass of every step, so far
+
+    @contextlib.contextmanager
+    def tracing(self, index: int, part: Any) -> Iterator[None]:
+        tracer, work, key = self._tracer, self._tracer.work, _shapes(part)
+        counting, work.counting = work.counting, work.counting or index > 0
+        events, kernels, made = (
+            len(tracer.recorder.events),
+            len(work.kernels),
+            len(tracer.recorder.allocations),
+        )
+        yield
+        new = [each for each in tracer.recorder.allocations[made:] if each.kind != "workspace"]
+        traced = _TracedPass(
+            tracer.recorder.events[events:],
+            work.kernels[kernels:],
+            [(each.bytes, each.op) for each in new],
+            [(each.bytes, each.op) for each in new if each.during != "backward"],
+        )
+        work.counting = counting
+        if index > 0:
+            self._accumulated[key] = traced
+            return
+        before = self._first.get(key)
+        self.same_in_all_steps &= before is None or before.requests == traced.requests
+        self._first[key] = traced
+
+    def repeat(self, index: int, part: Any) -> bool:
+        """Record the events of an earlier pass, if this one would be the same."""
+        key = _shapes(part)
+        first, known = self._first.get(key), self._accumulated.get(key)
+        if index == 0 or first is None or known is None or not self.same_in_all_steps:
+            return False
+        if first.forward_requests != known.forward_requests:
+            return False
+        # After some passes the allocator finds blocks for all requests among those of the passes before.
+        if index < _REPEATED_PASSES and not self._tracer.recorder.repeat(known.events, self._tracer.step):
+            return False
+        if self._tracer.work.counting:
+            self._tracer.work.kernels += known.kernels
+        return True
+
+
+def _shapes(part: Any) -> Any:
+    leaves, structure = tree_flatten(part)
+    return str(structure), tuple(
+        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+    )
 
 
 def build_model(workload: Workload, tracer: Tracer) -> torch.nn.Module:
@@ -134,14 +213,20 @@ def _done(step: int, part: float) -> float:
     return (step - 1 + part) / STEPS
 
 
-def _repeat(step: Callable[[int], None], tracer: Tracer) -> None:
+def _repeat(step: Callable[[int], None], tracer: Tracer, passes: _RepeatedPasses | None = None) -> None:
+    """`passes`: if the second step's are those of the first, the last step repeats the second's events."""
+    recorder, before = tracer.recorder, 0
     for number in range(1, STEPS + 1):
         tracer.step = number
-        tracer.work.begin(counting=number == STEPS)
-        tracer.recorder.mark(f"step {number}")
+        recorder.mark(f"step {number}")
+        same = number == STEPS and passes is not None and passes.same_in_all_steps
+        if same and recorder.repeat(recorder.events[before:-1], number):
+            break
+        before = len(recorder.events)
+        tracer.work.begin(counting=number == STEPS or (passes is not None and number > 1))
         step(number)
     tracer.label_parameters()
-    tracer.recorder.close()  # before the program's own objects go: what is left now is left after a step
+    recorder.close()  # before the program's own objects go: what is left now is left after a step
 
 
 def _on_fake_tensors(model: torch.nn.Module, tracer: Tracer) -> torch.nn.Module:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -41,6 +42,10 @@ class PendingAllocation:
     saved: bool = False
     stream: int = 0
     cloned: bool = False  # a copy of another tensor; of a parameter, perhaps to average it
+
+    def description(self) -> tuple[Any, ...]:
+        """What two allocations have in common that the same line makes for the same purpose."""
+        return self.bytes, self.shape, self.dtype, self.op, self.module, self.site, self.during, self.stream
 
     def finish(self) -> Allocation:
         return Allocation(
@@ -174,6 +179,48 @@ class AllocationRecorder:
         """The host waits for the GPU; recorded where it decides what memory can be reused."""
         if self._streams_recorded:
             self.mark("synchronize")
+
+    def repeat(self, events: Sequence[Event], step: int) -> bool:
+        """Record the events once more, as if what caused them ran again in `step`.
+
+        False, and nothing is recorded, unless the events leave the memory as they found it: for each earlier
+        allocation that they free, such as the loss before, they leave one like it, and one is alive now.
+        """
+        made = {event.id for event in events if event.action == "alloc"}
+        freed = [event.id for event in events if event.action == "free"]
+        left = made.difference(freed)
+        alive: dict[Any, list[tuple[PendingAllocation, Any]]] = {}
+        for allocation, ref in self._storages.values():
+            alive.setdefault(allocation.description(), []).append((allocation, ref))
+        new_ids: dict[int, int] = {}
+        held: dict[Any, list[Any]] = {}  # references to the storages of the earlier allocations
+        for id in freed:
+            if id in made:
+                continue
+            description = self.allocations[id].description()
+            if not alive.get(description):
+                return False
+            allocation, ref = alive[description].pop()
+            new_ids[id] = allocation.id
+            held.setdefault(description, []).append(ref)
+        if Counter(self.allocations[id].description() for id in left) != Counter(
+            {description: len(refs) for description, refs in held.items()}
+        ):
+            return False
+        for action, id, label in events:
+            if action == "alloc":
+                new = replace(self.allocations[id], id=len(self.allocations), step=step)
+                new_ids[id] = new.id
+                self.record_allocation(new)
+            elif action == "free":
+                self.record_free(self.allocations[new_ids[id]])
+            else:
+                self.events.append(Event(action, new_ids.get(id, id), label))
+        for id in left:  # the program holds the earlier tensor, which stands for the new one from here on
+            storage = held[self.allocations[id].description()].pop()()
+            if storage is not None:
+                self._watch(storage, self.allocations[new_ids[id]])
+        return True
 
     def close(self) -> None:
         """Stop recording frees: what is freed after the trace is not part of it."""

@@ -270,9 +270,10 @@ class Values:
         pointwise = torch.Tag.pointwise in func.tags
         if pointwise or func in _KEEPS_VALUES or func is _COPY:
             sources = given[1:2] if func is _COPY else given if pointwise else given[:1]
-            samples = {id(source): _sample(inputs[id(source)]) for source in sources}
-            of_whole = [key for key in samples if inputs[key].whole and inputs[key].values.numel() > 1]
-            if not of_whole or (not small and sum(samples[key].dim() for key in of_whole) <= 1):
+            of_whole = [source for source in sources if _is_whole(inputs[id(source)])]
+            if not of_whole or not small:
+                samples = {id(source): _sample(inputs[id(source)]) for source in sources}
+            if not of_whole or (not small and sum(samples[id(each)].dim() for each in of_whole) <= 1):
                 values = _run_on_samples(func, args, kwargs, samples) if pointwise else samples.popitem()[1]
                 if values is not None:
                     return self._store_written(func, args, result, values, known, results)
@@ -472,13 +473,17 @@ def _default(dtype: torch.dtype) -> Representative:
     return Representative(torch.ones((), dtype=dtype), whole=False, known=False)
 
 
+def _is_whole(entry: Representative) -> bool:
+    return entry.whole and entry.values.numel() > 1
+
+
 def _sample(entry: Representative) -> torch.Tensor:
     if not entry.whole:
         return entry.values
     flat = entry.values.reshape(-1)
-    if flat.numel() and bool((flat == flat[0]).all()):
-        return flat[0]
-    return flat[:: math.ceil(flat.numel() / _SAMPLE) or 1]
+    sample = flat[:: math.ceil(flat.numel() / _SAMPLE) or 1]
+    alike = flat.numel() > 0 and bool((sample == flat[0]).all()) and bool((flat == flat[0]).all())
+    return flat[0] if alike else sample
 
 
 def _fraction(entry: Representative) -> float:
