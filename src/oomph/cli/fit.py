@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -12,7 +13,14 @@ from rich.console import Console
 from oomph import gpus, units
 from oomph.cli.fixes import fix_kinds
 from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
-from oomph.cli.targets import check_target, config_limit, open_target, workload_of
+from oomph.cli.targets import (
+    check_python_file,
+    check_target,
+    config_limit,
+    is_script,
+    open_target,
+    workload_of,
+)
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Plan
 from oomph.report.plan import plan_text
@@ -41,27 +49,28 @@ def run_fit(options: FitOptions) -> ExitStatus:
     # Imported here: torch takes a second to load.
     from oomph.planning import fit, largest_size, write_plan
     from oomph.planning.plan import plan_to_json
+    from oomph.prediction import Script
     from oomph.prediction.isolation import run_isolated
+
+    search = partial(fit, gpu=options.gpu, allow=kinds, host_memory=options.host_memory)
 
     def run(progress: ProgressReport) -> tuple[Plan, dict[str, tuple[int, int]]]:
         with open_target(options.target, options.overrides) as target:
             workload = workload_of(target, options.target)
             limits = (options.budget, config_limit(options.target, options.overrides))
             budget = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
-            plan = fit(
-                workload,
-                gpu=options.gpu,
-                budget=budget,
-                allow=kinds,
-                host_memory=options.host_memory,
-                progress=progress,
-            )
+            plan = search(workload, budget=budget, progress=progress)
             if options.largest is None:
                 return plan, {}
             return plan, {options.largest: largest_size(workload, plan, options.largest, progress)}
 
+    largest: dict[str, tuple[int, int]] = {}
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
-        plan, largest = run_isolated(run, report)
+        if is_script(options.target):
+            script = Script(options.target, options.overrides)
+            plan = search(script, budget=options.budget, progress=report)
+        else:
+            plan, largest = run_isolated(run, report)
     if options.plan is not None:
         write_plan(plan, options.plan)
     cards = [
@@ -99,4 +108,9 @@ def _check(options: FitOptions) -> None:
         raise UserError(f"--largest {options.largest!r} is not valid; valid: {', '.join(LARGEST)}")
     if options.plan is not None and not Path(options.plan).absolute().parent.is_dir():
         raise UserError(f"--plan {options.plan!r}: the directory does not exist")
+    if is_script(options.target):
+        check_python_file(options.target)
+        if options.largest is not None:
+            raise UserError("--largest needs a Workload that names its sizes; a script has none")
+        return
     check_target(options.target, options.overrides)

@@ -168,7 +168,7 @@ def fixes(
 
 @app.command(context_settings=_TAKES_KEYS)
 def fit(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict; not a script.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")],
     overrides: Annotated[list[str] | None, _OVERRIDES] = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME|SIZE", help="The GPU to fit.")] = None,
     budget: Annotated[
@@ -193,6 +193,24 @@ def fit(
 
     words = tuple(overrides or ())
     return run_fit(FitOptions(target, gpu, budget, allow, host_memory, plan, largest, gpus, json, words))
+
+
+@app.command("run", context_settings={"allow_interspersed_args": False, **_TAKES_KEYS})
+def run_(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script (.py).")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS ...]", help="The script's own arguments.")
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(metavar="FILE.json", help="Apply the fixes of a plan of `oomph fit`.")
+    ] = None,
+    fix: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Apply this fix; repeatable.")] = None,
+) -> int:
+    """Run a script with fixes applied to its model, on the real device."""
+    from oomph.cli.run import run_script
+
+    fixes = [*(fix or ()), *([plan] if plan is not None else [])]
+    return run_script(script, [word for word in arguments or () if word != "--"], fixes)
 
 
 @app.command()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from oomph.cli.targets import (
     check_target,
     config_limit,
     is_config,
+    is_script,
     open_target,
     workload_of,
 )
@@ -77,10 +78,13 @@ def _check(options: PredictOptions) -> None:
     if options.steps is not None and options.steps < 1:
         raise UserError(f"--steps {options.steps} is not valid; give a positive number")
     if _is_script(options):
-        if options.fixes:
-            raise UserError("--fix needs a Workload, as file.py:name; a script is predicted as it is")
         if not options.module:
             check_python_file(options.target)
+        if options.fixes:
+            from oomph.fixes import uses_of
+            from oomph.fixes.scripts import check_for_scripts
+
+            check_for_scripts(uses_of(options.fixes))
         return
     if options.steps is not None or options.torchrun:
         raise UserError("--steps and --torchrun are for scripts, as train.py or -m package.module")
@@ -108,8 +112,14 @@ def _predict_target(options: PredictOptions, progress: ProgressReport) -> Predic
             options.overrides,
             module=options.module,
             torchrun=options.torchrun,
-            **({} if options.steps is None else {"steps": options.steps}),
         )
+        if options.steps is not None:
+            script = replace(script, steps=options.steps)
+        if options.fixes:
+            from oomph.fixes import uses_of
+            from oomph.fixes.scripts import change_model_of
+
+            script = replace(script, on_optimizer=change_model_of(uses_of(options.fixes)))
         return predict(script, gpu=options.gpu, max=options.max, progress=progress)
     with open_target(options.target, options.overrides) as target:
         if options.fixes:
@@ -122,7 +132,7 @@ def _predict_target(options: PredictOptions, progress: ProgressReport) -> Predic
 
 
 def _is_script(options: PredictOptions) -> bool:
-    return options.module or (options.target.endswith(".py") and ":" not in options.target)
+    return options.module or is_script(options.target)
 
 
 def _write_snapshot(file: str, prediction: Prediction) -> None:

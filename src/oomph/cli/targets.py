@@ -79,6 +79,10 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
                     sys.modules.pop(taken, None)
 
 
+def is_script(target: str) -> bool:
+    return target.endswith(".py") and ":" not in target
+
+
 def is_config(target: str) -> bool:
     return target.endswith((".yaml", ".yml"))
 
@@ -118,7 +122,7 @@ def split_target(target: str) -> tuple[str, str]:
     source, colon, name = target.rpartition(":")
     if not colon:
         if target.endswith(".py"):
-            raise UserError(f"target {target!r} is a whole script, which only `oomph predict` takes; {VALID}")
+            raise UserError(f"target {target!r} is a whole script, which predict, fit and run take; {VALID}")
         raise UserError(f"target {target!r} has no colon; {VALID}")
     if not source or not name.isidentifier():
         raise UserError(f"target {target!r} is not valid; {VALID}")

@@ -23,9 +23,11 @@ from oomph import gpus
 from oomph.errors import OomphError, UserError
 from oomph.fixes.application import apply
 from oomph.fixes.registry import FixContext, all_fixes, conflict, find, position
+from oomph.fixes.scripts import change_model_of, propose_for, trained_model
 from oomph.gpus import GPU
-from oomph.prediction import Script, built, predict
-from oomph.prediction.isolation import run_forked, run_isolated
+from oomph.prediction import Script, predict
+from oomph.prediction.api import silently
+from oomph.prediction.isolation import finish, run_forked, run_isolated
 from oomph.records import FIX_KINDS, FixKind, FixUse, Plan, Prediction, PricedFixes, Proposal
 from oomph.units import parse_bytes
 from oomph.workload import Workload
@@ -60,7 +62,7 @@ class _Trial:
 
 
 def fit(
-    target: Workload,
+    target: Workload | Script,
     *,
     gpu: str | GPU | None = None,
     budget: str | int | None = None,
@@ -74,12 +76,8 @@ def fit(
     what fixes may pin on the host; by default what this machine has. If nothing fits, the plan is the closest
     set that was found, and `needs` names the kinds that would have to be allowed.
     """
-    if isinstance(target, Script):
-        raise UserError(
-            "fit takes a Workload; for a script, see `oomph fixes` on a function that returns one"
-        )
-    if not isinstance(target, Workload):
-        raise UserError(f"fit takes a Workload; {type(target).__name__} was given")
+    if not isinstance(target, Workload | Script):
+        raise UserError(f"fit takes a Workload or a Script; {type(target).__name__} was given")
     if gpu is None and budget is None:
         raise UserError("fit needs a card or a budget: gpu='rtx4090', or budget='20GiB'")
     for kind in allow:
@@ -91,8 +89,12 @@ def fit(
     if gpu is not None and budget is not None:
         limit = min(limit, parse_bytes(budget))
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
-    search = _Search(target, _with_rates(card), limit, host)
-    return run_isolated(lambda report: search.plan(kinds, report), progress or (lambda text, fraction: None))
+    report = progress or (lambda text, fraction: None)
+    card = _with_rates(card)
+    if isinstance(target, Script):
+        return _Search(_ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
+    search = _Search(_WorkloadProgram(target, card, limit), card, limit, host)
+    return run_isolated(lambda report: search.plan(kinds, report), report)
 
 
 def _with_rates(card: GPU) -> GPU:
@@ -112,26 +114,91 @@ def _host_memory() -> int:
         return 1 << 62
 
 
-class _Search:
-    """Runs in an isolated process."""
+class _WorkloadProgram:
+    """Predicts a Workload with fixes. Runs in an isolated process, whose forks have all that it imported."""
 
-    def __init__(self, workload: Workload, card: GPU, limit: int, host: int) -> None:
-        self.workload, self.card, self.limit, self.host = workload, card, limit, host
+    def __init__(self, workload: Workload, card: GPU, limit: int) -> None:
+        self._workload = workload
+        self._predict = functools.partial(predict, gpu=card, max=limit)
+
+    def predict(self) -> Prediction:
+        return self._predict(self._workload)
+
+    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+        """(position, prediction or why there is none), as they come."""
+
+        def predicted(fixes: Fixes) -> Prediction:
+            return self._predict(apply(list(fixes), self._workload))
+
+        return run_forked([functools.partial(predicted, fixes) for fixes in sets], _JOBS)
+
+    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
+        """The model in words, and the fixes that apply."""
+        context = FixContext(prediction, self._workload)
+        found = [
+            proposal
+            for fix in all_fixes()
+            if fix.name != "fsdp2"  # needs more than one GPU
+            for proposal in fix.proposals(context)
+            if not any(conflict(proposal.use, use) for use in self._workload.fixes)
+        ]
+        return _described(context.model), found
+
+
+class _ScriptProgram:
+    """Predicts a script with fixes of its model, each time in a process of its own."""
+
+    def __init__(self, script: Script, card: GPU, limit: int) -> None:
+        self._script = script
+        self._predict = functools.partial(predict, gpu=card, max=limit)
+
+    def predict(self) -> Prediction:
+        return self._predict(self._script)
+
+    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+        for number, fixes in enumerate(sets):
+            fixed = replace(self._script, on_optimizer=change_model_of(fixes))
+            try:
+                yield number, self._run_silently(fixed)
+            except OomphError as error:
+                yield number, error
+
+    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
+        """The script runs until it makes its optimizer."""
+
+        def propose(optimizer: Any) -> None:
+            model = trained_model(optimizer)
+            finish((_described(model), propose_for(model, prediction)))
+
+        asked = replace(self._script, on_optimizer=propose)
+        found = self._run_silently(asked)
+        return found if isinstance(found, tuple) else ("", [])  # it made no optimizer
+
+    def _run_silently(self, script: Script) -> Any:
+        """It has printed all that it prints before."""
+        run = functools.partial(silently, lambda progress: self._predict(script))
+        return run_isolated(run, lambda text, fraction: None)
+
+
+def _described(model: Any) -> str:
+    return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
+
+
+class _Search:
+    def __init__(self, program: _WorkloadProgram | _ScriptProgram, card: GPU, limit: int, host: int) -> None:
+        self.program, self.card, self.limit, self.host = program, card, limit, host
         self.trials: dict[Any, _Trial] = {}
         self.began = time.perf_counter()
 
     def plan(self, kinds: tuple[FixKind, ...], progress: Progress) -> Plan:
         progress("predicting the step as it is", None)
-        base_prediction = predict(self.workload, gpu=self.card, max=self.limit)
-        self.base = base = self._trial((), base_prediction)
-        model = built(self.workload)
-        described = f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
-        conditions: dict[str, str] = {}
+        prediction = self.program.predict()
+        self.base = base = self._trial((), prediction)
+        model, found = self.program.proposals(prediction)
+        conditions = {one.fix: one.condition for one in found if one.condition}
         chosen = base
         needs: tuple[FixKind, ...] = ()
         if not base.priced.fits:
-            found = self._proposals(base_prediction, FIX_KINDS)
-            conditions = {one.fix: one.condition for one in found if one.condition}
             chosen = self._search([one for one in found if one.kind in kinds], progress)
             if not chosen.priced.fits and set(kinds) != set(FIX_KINDS):
                 needs = self._needs(found, kinds, progress)
@@ -144,7 +211,7 @@ class _Search:
             before=base.priced,
             after=chosen.priced,
             allowed=kinds,
-            model=described,
+            model=model,
             front=self._front(kinds),
             conditions=tuple(
                 f"{use.fix}: {conditions[use.fix]}" for use in chosen.priced.fixes if use.fix in conditions
@@ -169,25 +236,10 @@ class _Search:
 
     # ------------------------------------------------------------------------------------ predictions
 
-    def _proposals(self, prediction: Prediction, kinds: Collection[FixKind]) -> list[Proposal]:
-        context = FixContext(prediction, self.workload)
-        return [
-            proposal
-            for fix in all_fixes()
-            if fix.kind in kinds and fix.name != "fsdp2"  # more than one GPU
-            for proposal in fix.proposals(context)
-            if not any(conflict(proposal.use, use) for use in self.workload.fixes)
-        ]
-
     def _predict(self, sets: Sequence[Fixes], progress: Progress, what: str) -> None:
         """Fill `trials`. A set that its fixes refuse has no trial."""
         new = [fixes for fixes in sets if _key(fixes) not in self.trials]
-
-        def predicted(fixes: Fixes) -> Prediction:
-            return predict(apply(list(fixes), self.workload), gpu=self.card, max=self.limit)
-
-        results = run_forked([functools.partial(predicted, fixes) for fixes in new], _JOBS)
-        for done, (number, result) in enumerate(results, 1):
+        for done, (number, result) in enumerate(self.program.predict_with(new), 1):
             progress(what, done / len(new))
             if isinstance(result, Prediction):
                 self._trial(new[number], result)

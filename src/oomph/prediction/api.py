@@ -121,14 +121,14 @@ def predict_isolated(
     for sizes in ("most", "fewest"):
         try:
             with assuming(replace(assumed, sizes=sizes)):
-                peaks.append(run_isolated(functools.partial(_silently, function), progress, allow).peak)
+                peaks.append(run_isolated(functools.partial(silently, function), progress, allow).peak)
         except OomphError:  # the program cannot run with such sizes
             continue
     low, high = (choose(peaks, key=lambda peak: peak.allocated) for choose in (min, builtins.max))
     return replace(prediction, interval=Interval(low, high))
 
 
-def _silently(function: Callable[[program.Progress], T], progress: program.Progress) -> T:
+def silently(function: Callable[[program.Progress], T], progress: program.Progress) -> T:
     """The program has printed all that it prints before."""
     if is_isolated():
         silent = os.open(os.devnull, os.O_WRONLY)

@@ -39,6 +39,7 @@ class Script:
     module: bool = False
     steps: int = STEPS
     torchrun: bool = False  # with the environment of the only rank
+    on_optimizer: Callable[[torch.optim.Optimizer], None] | None = None  # called with each that it makes
 
     @property
     def name(self) -> str:
@@ -120,6 +121,8 @@ class _Steps:
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[optimizer] = 0
+        if self._script.on_optimizer is not None:
+            self._script.on_optimizer(optimizer)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1

@@ -116,13 +116,19 @@ def _cards_table(cards: Sequence[tuple[str, bool, bool]]) -> Table:
 
 
 def _print_commands(console: Console, plan: Plan, target: str, file: str | None) -> None:
+    is_script = target.partition(" ")[0].endswith(".py")
     if file is None:
         words = " ".join(f"--fix '{fix_word(use)}'" for use in plan.fixes)
-        command = f"oomph predict {target} {words}"
+        command = f"oomph run {words} {target}" if is_script else f"oomph predict {target} {words}"
     elif target.partition(" ")[0].endswith((".yaml", ".yml")):
         command = f"oomph train {target} --plan {file}"
+    elif is_script:
+        command = f"oomph run --plan {file} {target}"
     else:
         command = f"oomph predict {target} --plan {file}"
+    if is_script:
+        console.print(Text(f"To apply it, without editing the script:\n    {command}\n"), soft_wrap=True)
+        return
     given = f'"{file}"' if file else json.dumps([fix_word(use) for use in plan.fixes])
     console.print(Text("To apply it:"))
     console.print(Text(f"    {command}"), soft_wrap=True)

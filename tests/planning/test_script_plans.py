@@ -1,0 +1,89 @@
+"""Fixes for scripts: predicted and run without editing them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import oomph
+from oomph.cli.main import run
+
+SCRIPT = """
+    import sys, torch
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x):
+            return x + self.down(torch.tanh(self.up(x)))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    device, rows = sys.argv[1], int(sys.argv[2])
+    model = Model().to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        loss = model(torch.randn(rows, 64, device=device))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item())
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("script") / "train.py"
+    file.write_text(textwrap.dedent(SCRIPT))
+    return str(file)
+
+
+def test_a_plan_for_a_script_fits_and_is_what_predict_says(script: str) -> None:
+    given = oomph.Script(script, ("cuda", "65536"))
+    before = oomph.predict(given, gpu="h200").peak.reserved
+    plan = oomph.fit(given, gpu="h200", budget=before * 8 // 10)
+    assert plan.fits
+    assert [use.fix for use in plan.fixes] == ["activation_checkpointing"]
+    assert plan.model.startswith("Model, ")
+
+
+def test_the_script_runs_with_a_fix_and_computes_the_same(script: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    plain, fixed = (
+        subprocess.run(
+            [sys.executable, *words, script, "cpu", "64"], capture_output=True, text=True, env=environment
+        )
+        for words in ([], ["-m", "oomph", "run", "--fix", "activation_checkpointing"])
+    )
+    assert fixed.returncode == 0, fixed.stderr
+    assert fixed.stdout == plain.stdout != ""
+
+
+def test_its_own_failure_and_what_cannot_be_applied(
+    tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = tmp_path / "failing.py"
+    failing.write_text("raise ValueError('mine')\n")
+    assert run(["run", "--fix", "activation_checkpointing", str(failing)]) == 1
+    assert "ValueError: mine" in capsys.readouterr().err
+    for command in (["run", "--fix", "micro_batches", script], ["predict", "--fix", "micro_batches", script]):
+        assert run(command) == 2
+        assert "changes the step" in capsys.readouterr().err
+    assert run(["run", script]) == 2
