@@ -11,7 +11,9 @@ from oomph.fixes.modules import blocks
 from oomph.records import FixUse
 
 
-@pytest.mark.parametrize("options", [{}, {"keep": "products"}, {"blocks": ["blocks.0", "blocks.2"]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"keep": "products"}, {"keep": "attention"}, {"blocks": ["blocks.0", "blocks.2"]}]
+)
 def test_gradients_are_the_same_and_undo_restores_the_model(options):
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     before, state = gradients(model, plain_loss, batch), state_of(model)
@@ -124,3 +126,30 @@ def test_without_blocks_the_error_suggests_modules(fix):
         fixes.apply_to_model(fix, bare)
     changed = fixes.apply_to_model("activation_checkpointing:blocks=body.encoder", TwoParts())
     assert [change.where for change in changed] == ["body.encoder"]
+
+
+class LongAttention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project, self.out = torch.nn.Linear(256, 768), torch.nn.Linear(256, 256)
+
+    def forward(self, x):
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 4, 64).permute(2, 0, 3, 1, 4)
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+
+def test_keeping_attention_costs_little_memory_and_saves_its_time():
+    work = oomph.Workload(
+        lambda: torch.nn.Sequential(*(LongAttention() for _ in range(4))),
+        lambda device: torch.randn(1, 65536, 256, device=device, dtype=torch.bfloat16),
+        lambda model, batch: model(batch).float().mean(),
+        dtype="bfloat16",
+    )
+    all_saved, nothing, attention = (
+        oomph.predict(oomph.apply(chosen, work), gpu="h200")
+        for chosen in ([], "activation_checkpointing", "activation_checkpointing:keep=attention")
+    )
+    assert nothing.peak.allocated < attention.peak.allocated < all_saved.peak.allocated
+    assert attention.peak.allocated - nothing.peak.allocated < 4 * (65536 * 256 * 2 * 1.1)
+    assert attention.step_seconds < 1.05 * all_saved.step_seconds < 1.1 * nothing.step_seconds

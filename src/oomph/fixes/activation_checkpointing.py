@@ -25,19 +25,23 @@ from oomph.fixes.modules import blocks as blocks_of
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice
 
 aten = torch.ops.aten
-KEEP = ("nothing", "products")
-# The ops of a block's forward that take longest to recompute for the size of their results.
-_PRODUCTS = {
-    aten.mm.default,
-    aten.addmm.default,
-    aten.bmm.default,
-    aten.baddbmm.default,
+# Its time grows with the square of the sequence, the size of its results (and their log-sum-exp) linearly.
+_ATTENTION = {
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+# The ops of a block's forward that take longest to recompute for the size of their results.
+_PRODUCTS = _ATTENTION | {
+    aten.mm.default,
+    aten.addmm.default,
+    aten.bmm.default,
+    aten.baddbmm.default,
     aten.convolution.default,
 }
+_KEPT_OPS = {"nothing": set[Any](), "attention": _ATTENTION, "products": _PRODUCTS}
+KEEP = tuple(_KEPT_OPS)
 
 
 class ActivationCheckpointing(Fix):
@@ -52,6 +56,8 @@ class ActivationCheckpointing(Fix):
             return
         yield Target(names, {"keep": "nothing"})
         yield Target(names, {"keep": "products"}, "keeps the results of matrix products and attention")
+        if any("scaled_dot_product" in made.op for made in context.prediction.allocations):
+            yield Target(names, {"keep": "attention"}, "keeps the results of attention")
         every_second = tuple(name for group in groups for name, _ in group[::2])
         if len(names) > 2:
             yield Target(every_second, {"blocks": list(every_second)}, "every second block")
@@ -65,7 +71,9 @@ class ActivationCheckpointing(Fix):
         keep: str = "nothing",
     ) -> None:
         """`blocks`: names of modules ("layers.*.mlp" is one in each layer); by default every repeated block.
-        `keep`: what is saved besides the inputs, "nothing" or "products"."""
+        `keep`: what is saved besides the inputs: "nothing", results of "attention", or results of "products"
+        (matrix products, convolutions and attention). Attention counts where it is torch's
+        scaled_dot_product_attention."""
         check_choice(self.name, "keep", keep, KEEP)
         refuse_own_checkpointing(model, self.name)
         names = block_names(model) if blocks is None else names_option(self.name, "blocks", blocks)
@@ -81,7 +89,7 @@ def _checkpointed(forward: Callable[..., Any], *args: Any, keep: str, **kwargs: 
         return forward(*args, **kwargs)
     if keep == "nothing":
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = partial(create_selective_checkpoint_contexts, _save_products)
+    contexts = partial(create_selective_checkpoint_contexts, partial(_save, _KEPT_OPS[keep]))
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **_HOOKS_BYPASSED, **kwargs)
 
 
@@ -93,5 +101,5 @@ _HOOKS_BYPASSED: dict[str, Any] = (
 )
 
 
-def _save_products(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+def _save(kept: set[Any], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
