@@ -698,5 +698,5 @@ def _count_known_case(mode: FakeTensorMode) -> tuple[int, int]:
     with disable_torch_function(), torch.enable_grad(), RecordUseCounts():
         leaf = torch.ones(2, requires_grad=True)
         twice = leaf * 2
-        (torch.sin(twice) + torch.tanh(twice)).sum().backward()  # both gradients are autograd's alone
+        (twice * 2 + twice * 2).sum().backward()  # both gradients are autograd's alone
     return found[0]
