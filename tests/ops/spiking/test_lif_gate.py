@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -257,33 +254,6 @@ def test_bad_arguments(wrong: dict, message: str) -> None:
 
 
 # On a GPU --------------------------------------------------------------------------------------------
-
-_COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from oomph.ops.spiking.kernels import lif_forward
-
-constants = dict(before_ptr=None, initial_ptr=None, decay_ptr=None, HAS_INITIAL=False, HAS_DECAY=False,
-                 KEEP_SLOPE=True, KEEP_BEFORE=False, DOUBLE=False, BLOCK=64, STEPS=1)
-types = dict(membrane_ptr="*fp32", T="i32", N="i32", drive_b="i32", drive_t="i32", decay="fp64",
-             threshold="fp64", surrogate_beta="fp64")
-signature = {name: "constexpr" if name in constants else types.get(name, "*bf16")
-             for name in lif_forward.arg_names}
-source = ASTSource(lif_forward, signature, constexprs=constants)
-options = {"num_warps": 1, "enable_fp_fusion": False}
-print("fma.rn" in triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
-"""
-
-
-def test_the_compiled_kernel_has_no_fused_multiply_add() -> None:
-    """It would round once where torch rounds twice, and fire at other steps."""
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout.strip() == "False", done.stderr[-2000:]
 
 
 @pytest.mark.gpu
