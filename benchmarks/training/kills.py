@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils.tensorboard
 import torchdata.stateful_dataloader  # noqa: F401  (imported before forking, not by every child)
 from torch.utils._pytree import tree_leaves
 
@@ -245,6 +246,7 @@ def main() -> int:
     # Python 3.12 warns of every fork where there are threads, and numpy has some.
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     torch.set_num_threads(1)
+    torch.compiler.reset()  # imports what every optimizer does
     rows: list[Row] = []
     seed = options.seed
     with tempfile.TemporaryDirectory() as folder:
