@@ -13,6 +13,7 @@ from oomph.ops import explain, linear_cross_entropy
 from oomph.systems.longctx.claims import loss_backward_bytes, saved_by_chunked_loss
 from oomph.systems.longctx.naive import should_chunk
 from oomph.systems.npt import PRESETS
+from oomph.systems.npt.base_model import SHAPES
 from oomph.systems.npt.naive import COMPONENTS
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -96,9 +97,10 @@ def test_the_check_of_npt_prints_sizes_and_every_row_of_the_reports_table(capsys
 
 
 @pytest.fixture
-def gpt2():
-    """GPT-2 with two layers converted. The first one's input has no gradient: one layer saves its weights."""
+def gpt2(monkeypatch):
+    """Two of three layers are converted. The input of the first has no gradient: one saves its weights."""
     pytest.importorskip("transformers")
+    monkeypatch.setitem(SHAPES, "gpt2", ("gpt2", {"n_layer": 3}))
     small = next(row for row in checks.CONFIGURATIONS if row.model == "GPT-2")
     return replace(small, config=replace(PRESETS["small"], convert_layers=2))
 

@@ -10,7 +10,7 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.systems.npt import PRESETS, NPComponent, NPTModel, NPTOptimization, convert, naive
-from oomph.systems.npt.base_model import load_base
+from oomph.systems.npt.base_model import SHAPES, load_base
 from oomph.systems.npt.frozen_linear import Int8Linear
 from oomph.systems.npt.model import layer_indices, matching_loss
 
@@ -373,7 +373,9 @@ def test_llama_8b_in_8_bits_is_smaller():
     assert held < 8.6 * GiB
 
 
-def test_the_reports_form_fits_no_gpu():
+def test_the_reports_form_fits_no_gpu(monkeypatch):
+    kind, shape = SHAPES["llama-3.1-8b"]
+    monkeypatch.setitem(SHAPES, "llama-3.1-8b", (kind, {**shape, "num_hidden_layers": 2}))
     prediction = predicted(lambda: naive.build(replace(PRESETS["default"], convert_layers=1), "whole"))
     assert not prediction.fits
     # W + dW and dW in float32, [4, 512, 4096, 14336] each.

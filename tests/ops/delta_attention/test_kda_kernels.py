@@ -48,8 +48,8 @@ def float32(*shape, **options):
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
-        ((2, 67, 1, 20, 40), {"memory_chunk_size": 32}),
-        ((1, 1, 2, 32, 16), {}),
+        ((1, 67, 1, 20, 40), {"memory_chunk_size": 32}),
+        ((2, 1, 2, 32, 16), {}),
         ((1, 33, 1, 80, 16), {"memory_budget": "1KiB"}),  # several slices of key channels
     ],
     ids=["segments and odd sizes", "one token", "slices of channels"],
