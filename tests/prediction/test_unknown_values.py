@@ -326,6 +326,22 @@ def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all() -> N
     assert in_json["high"]["allocated"] == found[2].allocated
     between = oomph.predict(program, max=(found[1].reserved + found[2].reserved) // 2)
     assert any("verdict depends on" in line for line in lines_of(between)[:4])
+    assert (between.verdict, between.fits) == ("too close to call", False)
+    assert "more with other values" in lines_of(between)[0]
+    assert oomph.predict(program, max=int(1.1 * found[2].reserved)).verdict == "fits"
+
+
+def test_sizes_that_follow_from_guessed_sizes_do_not_multiply() -> None:
+    def program() -> None:
+        x = torch.randn(512, 8, device="cuda")
+        chosen = x[x.sum(-1) > 0]
+        pairs = (chosen @ chosen.T).flatten()
+        again = pairs[pairs > 0]
+        again[: len(chosen)].outer(again[: 4 * len(chosen)])
+
+    prediction = oomph.predict(program)
+    assert prediction.interval is not None
+    assert prediction.interval.high.allocated <= 3 * prediction.peak.allocated
 
 
 @in_process

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
@@ -46,6 +46,8 @@ from oomph.workload import Workload
 
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
 _CONDITIONS_SHOWN = 5
+_MOST = 3.0  # times the typical number of elements, where it depends on values; also of the peak
+_MOST_OF_EACH = 1.5  # where such sizes multiply each other
 _depth = 0
 T = TypeVar("T")
 
@@ -117,15 +119,23 @@ def predict_isolated(
         prediction = replace(prediction, assumptions=(note, *prediction.assumptions))
     if prediction.interval is None:
         return prediction
-    peaks = [prediction.peak]
-    for sizes in ("most", "fewest"):
+
+    def other(sizes: Literal["fewest", "most"], most: float = _MOST) -> Prediction:
         try:
-            with assuming(replace(assumed, sizes=sizes)):
-                peaks.append(run_isolated(functools.partial(silently, function), progress, allow).peak)
+            with assuming(replace(assumed, sizes=sizes, most=most)):
+                return run_isolated(functools.partial(silently, function), progress, allow)
         except OomphError:  # the program cannot run with such sizes
-            continue
-    low, high = (choose(peaks, key=lambda peak: peak.allocated) for choose in (min, builtins.max))
-    return replace(prediction, interval=Interval(low, high))
+            return prediction
+
+    high, low = other("most"), other("fewest")
+    if high.peak.allocated > _MOST * prediction.peak.allocated:
+        high = other("most", _MOST_OF_EACH)
+    verdict = prediction.verdict
+    if verdict == "fits" and high.verdict != "fits":
+        verdict = "too close to call"
+    peaks = [each.peak for each in (prediction, low, high)]
+    low_peak, high_peak = (choose(peaks, key=lambda peak: peak.allocated) for choose in (min, builtins.max))
+    return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict)
 
 
 def silently(function: Callable[[program.Progress], T], progress: program.Progress) -> T:

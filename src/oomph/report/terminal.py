@@ -109,6 +109,8 @@ def _traced_steps(prediction: Prediction) -> Verdict:
         verb, cached = "needs", ""
         if needed > available:
             verb, cached = "would reserve", ", which releasing cached memory may just make enough"
+        elif _depends_on_values(prediction):
+            margin += ", and more with other values"
         details = f": {verb} {need_text}{margin}; {there_is}{cached}{peak}"
         return Verdict("too close to call", details, _out_of_memory(prediction))
     if prediction.verdict == "does not fit":
@@ -120,6 +122,14 @@ def _traced_steps(prediction: Prediction) -> Verdict:
         return Verdict("fits, but only by releasing cached memory", details)
     spare = f" with {format_bytes(available - needed)} to spare{margin}"
     return Verdict("fits", f"{spare}: needs {need_text}; {there_is}{peak}")
+
+
+def _depends_on_values(prediction: Prediction) -> bool:
+    """Whether the limit lies between what the fewest and the most elements need."""
+    interval, limit = prediction.interval, prediction.limit
+    if interval is None or limit is None:
+        return False
+    return interval.low.reserved <= limit < interval.high.reserved + prediction.margin
 
 
 def _growth(prediction: Prediction, growth: Growth) -> str:
@@ -255,11 +265,10 @@ def _assumptions(prediction: Prediction) -> Iterator[str]:
     for note in prediction.assumptions:
         at = f" ({file_and_line(note.site)})" if note.site else ""
         yield f"assumed: {note.text}{at}"
-    interval, limit = prediction.interval, prediction.limit
+    interval = prediction.interval
     if interval is not None:
         low, high = distinct_sizes(interval.low.device, interval.high.device)
-        depends = limit is not None and interval.low.reserved <= limit < interval.high.reserved
-        verdict = "; the verdict depends on them" if depends else ""
+        verdict = "; the verdict depends on them" if _depends_on_values(prediction) else ""
         yield f"sizes depend on values: from {low} to {high}{verdict}"
 
 

@@ -111,10 +111,11 @@ ConditionKey = tuple[str, int, int]  # file, line, and how often the line has as
 @dataclass(frozen=True, slots=True)
 class Assumptions:
     """`other_answers`: the conditions that get the other answer. `sizes`: how many elements ops select whose
-    result depends on values."""
+    result depends on values; `most`: times the typical number, at most."""
 
     other_answers: frozenset[ConditionKey] = frozenset()
     sizes: Literal["fewest", "typical", "most"] = "typical"
+    most: float = 3.0
 
 
 _NO_ASSUMPTIONS = Assumptions()
@@ -595,6 +596,7 @@ class ValueEstimates:
         if fewest >= most:
             return typical
         self.sizes_assumed = True
+        most = min(most, math.ceil(self._assumptions.most * typical))
         size = {"fewest": min(fewest, typical), "typical": typical, "most": most}[self._assumptions.sizes]
         self._note(
             f"the size of the result of {op} depends on values: {size:,} of at most {most:,} is assumed"
