@@ -225,6 +225,7 @@ while True:
     [
         ("import torch\n1 / 0\n", ProgramError, "ZeroDivisionError"),
         ("import sys\nsys.exit(4)\n", ProgramError, "ended with status 4"),
+        ("import sys, torch\ntorch.ones(3).cuda()\nsys.exit()\n", ProgramError, "before any training step"),
         ("import missing_package\n", ProgramError, "missing_package"),
         ("import torch\ntorch.ones(3).sum()\n", UserError, "nothing on the GPU"),
         ("import torch\ntorch.ones(3, device='cuda:1')\n", ProgramError, "one GPU is traced"),

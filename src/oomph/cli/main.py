@@ -332,6 +332,7 @@ def run(arguments: Sequence[str]) -> int:
         with _deprecations_on_stderr():
             # Not `app()`, which handles Ctrl-C, closed pipes and the end of the input in its own way.
             command = _command()
+            _check_options_of_script(arguments)
             with command.make_context("oomph", list(arguments) or ["--help"]) as context:
                 return int(command.invoke(context) or 0)
     except typer.Exit as end:
@@ -396,17 +397,37 @@ def _one_line(message: str) -> str:
     return _OVERLONG.sub(lambda word: f"{word[0][:100]}...{word[0][-20:]}", line)
 
 
+def _options(command: str) -> list[str]:
+    parameters = _command().commands[command].params
+    return ["--help", *(name for each in parameters for name in each.opts if name.startswith("--"))]
+
+
+def _check_options_of_script(arguments: Sequence[str]) -> None:
+    """Options before `--` are ours. Without it, one that is nearly ours is misspelt."""
+    if arguments[:1] != ["predict"]:
+        return
+    separated = "--" in arguments
+    ours = arguments[1 : arguments.index("--")] if separated else arguments[1:]
+    if "-m" not in ours and not any(word.endswith(".py") for word in ours):
+        return
+    options = _options("predict")
+    for word in ours:
+        name = word.partition("=")[0]
+        close = difflib.get_close_matches(name, options, n=1, cutoff=0.4 if separated else 0.8)
+        if name.startswith("--") and name not in options and (separated or close):
+            nearest = f"; the nearest is {close[0]}" if close else ""
+            raise UserError(f"No such option: {name}{nearest}. Options of the script come after --")
+
+
 def _nearest_option(arguments: Sequence[str], problems: Sequence[str]) -> str:
     """A misspelt option such as --resum is read as a key of the config: name the nearest option as well."""
     unknown = [problem.split()[0] for problem in problems if " is not a key; " in problem]
     if not unknown:
         return ""
-    command = _command().commands[arguments[0]]
-    options = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]
     for word in arguments[1:]:
         name = word.partition("=")[0]
         if name.startswith("--") and name[2:].replace("-", "_") in unknown:
-            close = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
+            close = difflib.get_close_matches(name, _options(arguments[0]), n=1, cutoff=0.75)
             if close:
                 return f" (the nearest option to {name} is {close[0]})"
     return ""

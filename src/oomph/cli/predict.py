@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,8 +58,22 @@ def run_predict(options: PredictOptions) -> ExitStatus:
         write_stdout(json.dumps(found, allow_nan=False) + "\n")
     else:
         text = report_text(prediction, report_console())
-        write_stdout(text + (stage_table_text(stages, report_console()) if stages is not None else ""))
+        table = stage_table_text(stages, report_console()) if stages is not None else ""
+        write_stdout(text + table + _next_step(options, prediction))
     return ExitStatus.DOES_NOT_FIT if prediction.fits is False else ExitStatus.FITS
+
+
+def _next_step(options: PredictOptions, prediction: Prediction) -> str:
+    if prediction.fits is not False:
+        return ""
+    if options.module or options.torchrun:  # which `oomph fit` does not take
+        return "\nNext: a smaller batch or shorter samples; `oomph fixes` lists what else lowers the peak.\n"
+    limit = [] if options.gpu is None else ["--gpu", options.gpu]
+    if not limit and options.max is not None:
+        limit = ["--budget", options.max]
+    words = [*limit, "--", *options.overrides] if _is_script(options) else [*options.overrides, *limit]
+    command = shlex.join(["oomph", "fit", options.target, *words]).removesuffix(" --")
+    return f"\nNext: `{command}` finds the cheapest fixes with which it fits.\n"
 
 
 def _check(options: PredictOptions) -> None:

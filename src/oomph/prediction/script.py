@@ -62,9 +62,12 @@ def run_script(
         with tracer.in_phase("forward"):
             _run(script)
     except SystemExit as error:
-        if error.code not in (None, 0):
-            status = f"status {error.code}" if isinstance(error.code, int) else f"{error.code}"
-            raise ProgramError(f"{script.name} ended with {status}", traceback="") from error
+        failed = error.code not in (None, 0)
+        if failed or not steps.trained:
+            status = f"status {error.code or 0}" if not isinstance(error.code, str) else error.code
+            early = "" if failed else ", before any training step"
+            message = f"{script.name} ended with {status}{early}"
+            raise ProgramError(message, *user_line(error)) from error
     except KeyError as error:
         if script.torchrun or error.args[0] not in (*_ONE_RANK, "MASTER_ADDR", "MASTER_PORT"):
             raise
@@ -176,11 +179,14 @@ class _Steps:
             name = self._script.name
             raise UserError(f"{name} put nothing on the GPU; build its model and data on device 'cuda'")
 
+    @property
+    def trained(self) -> int:
+        return max(self._counts.values(), default=0) or self._updates
+
     def check_trained(self) -> None:
         """The script has ended by itself."""
-        name = self._script.name
+        name, steps = self._script.name, self.trained
         self._check_gpu()
-        steps = max(self._counts.values(), default=0) or self._updates
         if not steps:
             self._tracer.recorder.note(
                 f"{name} ended without a training step: this is the memory of what it did"
