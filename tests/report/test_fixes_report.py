@@ -48,7 +48,7 @@ def test_where_it_does_not_fit_each_row_tells_whether_it_would():
     assert row(shown, "small")[5] == "yes"
     assert row(shown, "large")[5] == "no"
     assert "3 of 5 rows make it fit." in shown
-    assert "oomph predict train.py:w --gpu rtx3090 --fix A --fix B" in shown
+    assert "oomph fit train.py:w --gpu rtx3090" in shown
     assert "No row makes it fit by itself." in text(prediction(), OFFERS[1:3])
 
 

@@ -19,6 +19,7 @@ from oomph.units import format_bytes
 _LONGEST_LIST = 30  # characters
 _CONDITIONAL = "(?)"  # marks a fix that is exact on a condition
 _FITS = {True: "yes", False: "no", None: "?"}
+_JUST = "just"
 _DIFFERENCES_SHOWN = 8
 
 
@@ -72,6 +73,8 @@ def proposals_text(
         else:
             console.print("Each fix by itself, predicted:")
             console.print(Padding(_table(prediction, proposals), (1, 0, 1, 2)))
+            if any(_fits(one, prediction) == _JUST for one in proposals):
+                console.print(f"  {_JUST}: only because the allocator releases cached memory\n")
             for text, command in (
                 *_how_many_fit(prediction, proposals, target),
                 *_conditions(proposals, target),
@@ -123,9 +126,8 @@ def _table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
 
 
 def _fits(one: Proposal, prediction: Prediction) -> str:
-    """ "just": it fits only because the allocator releases cached memory."""
     if one.fits and one.peak is not None and one.peak.reserved > (prediction.limit or one.peak.reserved):
-        return "just"
+        return _JUST
     return _FITS[one.fits]
 
 
@@ -137,8 +139,7 @@ def _how_many_fit(prediction: Prediction, proposals: Sequence[Proposal], target:
         return []
     fitting = sum(one.fits is True for one in proposals)
     result = f"{fitting} of {len(proposals)} rows make it fit" if fitting else "No row makes it fit by itself"
-    command = f"oomph predict {target} --gpu {prediction.gpu} --fix A --fix B"
-    return [(f"{result}. To try several together:", command)]
+    return [(f"{result}. The cheapest set that fits:", f"oomph fit {target} --gpu {prediction.gpu}")]
 
 
 def _conditions(proposals: Sequence[Proposal], target: str) -> list[_Advice]:
