@@ -61,6 +61,9 @@ class Allocation:
     saved: bool = False  # made in forward and still alive when backward began
     during: Stage | None = None  # what the program was doing when it was made; `stage` says what it became
     stream: int = 0  # 0 is the default stream; the program's own ones are numbered as they are first used
+    parent: int | None = None  # the allocation of the op's largest operand on the GPU
+    call: int = 0  # calls of outermost modules that had ended before
+    differentiable: bool = False  # autograd recorded the op
 
 
 class Event(NamedTuple):
@@ -120,6 +123,24 @@ class BatchTensor(NamedTuple):
     name: str  # its key in a Workload's batch; "" where the program moved it to the GPU
     shape: tuple[int, ...]
     dtype: str
+
+
+class EmbeddingUse(NamedTuple):
+    """A table that the program looks rows up in, and how many of its first rows the known indices reach."""
+
+    module: str
+    rows: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A line that keeps tensors of earlier steps or calls alive, such as `history.append(loss)`."""
+
+    site: Site
+    ids: frozenset[int]  # allocations that the container or variable holds itself
+    graph: bool  # it holds results of autograd, and with them what their graph saved
+    recurrent: bool = False  # it computes the next value from the last, as `state = cell(x, state)`
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +241,10 @@ class Prediction:
     interval: Interval | None = None  # None: no size depends on values that are not known
     margin: int = 0  # bytes by which the needed memory may be off, either way
     batch: tuple[BatchTensor, ...] = ()  # distinct ones, in the order of the program; () where unknown
+    sizes: tuple[tuple[str, int], ...] = ()  # of the Workload
+    dimensions: tuple[tuple[str, int], ...] = ()  # of the model's config: ("V", 50257), ("d", 768)
+    embeddings: tuple[EmbeddingUse, ...] = ()
+    holders: tuple[Holder, ...] = ()  # those that hold most come first
 
     @property
     def fits(self) -> bool | None:
@@ -249,6 +274,32 @@ class Prediction:
         """Bytes at the peak per source line, largest first."""
         totals = _sum((alive.allocation.site, alive.bytes) for alive in self.at_peak)
         return [(site, size) for site, size in _largest(totals) if site is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A pattern that owns bytes at the peak."""
+
+    pattern: str  # "logits", "attention matrices", "optimizer state"
+    bytes: int
+    formula: str  # "3 x B*T*V float32 (B=8, T=1024, V=50257)"
+    growth: str  # "x4 when T doubles"
+    sites: tuple[Site, ...]  # the first is the line to change; then those with the most bytes
+    fixes: tuple[str, ...]  # names of fixes, the most effective first
+    advice: str  # what causes it, and what to do, in one sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What the peak consists of, the cause first."""
+
+    prediction: Prediction
+    findings: tuple[Finding, ...]
+    notes: tuple[Note, ...] = ()
+
+    def __repr__(self) -> str:
+        rows = (f"{one.pattern} {one.bytes / 2**20:.1f} MiB" for one in self.findings[:3])
+        return f"Diagnosis({', '.join(rows)}{', ...' if len(self.findings) > 3 else ''})"
 
 
 @dataclass(frozen=True, slots=True)

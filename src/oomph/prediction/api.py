@@ -31,6 +31,7 @@ from oomph.prediction.tracer.values import Assumptions, assuming
 from oomph.records import (
     Allocation,
     BatchTensor,
+    EmbeddingUse,
     Event,
     Growth,
     Interval,
@@ -179,6 +180,10 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
         growth=growth,
         margin=off_by,
         batch=_batch(tracer),
+        sizes=tuple(tracer.sizes.items()),
+        dimensions=tracer.guard.call("config", "dimensions", tracer.modules.dimensions, tuple),
+        embeddings=tuple(EmbeddingUse(*key, used) for key, used in tracer.embeddings.items()),
+        holders=tracer.holders.found(),
         assumptions=tuple(_assumptions(tracer)),
         interval=Interval(peak, peak) if sizes_assumed else None,
     )

@@ -37,7 +37,7 @@ def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None
 
 def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> None:
     allocator_settings(workload.allocator)  # a mistake there is reported before the trace, not after
-    tracer.allocator = workload.allocator
+    tracer.allocator, tracer.sizes = workload.allocator, workload.sizes or {}
     progress("building the model", None)
     model = build_model(workload, tracer)
     tracer.name_modules(model)

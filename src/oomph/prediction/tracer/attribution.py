@@ -27,6 +27,13 @@ _PACKAGE = Path(__file__).parent.parent.parent
 _WORKLOAD = str(_PACKAGE / "workload.py")
 _OWN_OPS = tuple(str(_PACKAGE / package) + os.sep for package in ("ops", "nn", "fixes"))
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+_CONFIG_NAMES = {
+    "V": ("vocab_size", "n_vocab", "num_embeddings"),
+    "d": ("hidden_size", "d_model", "n_embd", "dim", "hidden_dim", "embed_dim"),
+    "f": ("intermediate_size", "d_ff", "n_inner", "ffn_dim"),
+    "H": ("num_attention_heads", "n_heads", "n_head", "num_heads", "heads"),
+    "dk": ("head_dim", "dim_head"),
+}
 _PASS_THROUGH_LIBRARIES = ("einops", "typing_extensions", "jaxtyping", "beartype", "opt_einsum", "triton")
 
 
@@ -130,6 +137,18 @@ class ModuleStack:
             if isinstance(module, (nn.ModuleList, nn.Sequential)):
                 self._blocks.update(_repeated_blocks(module))
 
+    def dimensions(self) -> tuple[tuple[str, int], ...]:
+        """Sizes that the configs of the models state, by the letters that papers use: V, d, H, dk, f."""
+        found: dict[str, int] = {}
+        for root in self._roots:
+            for module in (root, *root.children()):
+                config = getattr(module, "config", None)
+                for letter, names in _CONFIG_NAMES.items():
+                    for size in (getattr(config, name, None) for name in names):
+                        if isinstance(size, int) and not isinstance(size, bool) and size > 1:
+                            found.setdefault(letter, size)
+        return tuple(found.items())
+
     def tensor_names(self) -> list[tuple[torch.Tensor, tuple[str, Kind]]]:
         """Every parameter and buffer of the modules known so far, with its owner's path."""
         found: list[tuple[torch.Tensor, tuple[str, Kind]]] = []
@@ -149,10 +168,11 @@ class ModuleStack:
         guard: RuleGuard,
         threads: set[int],
         call_root: Callable[..., Any],
+        before_root: Callable[[], None],
     ) -> None:
         """Push and pop around every module call of these threads for as long as `patches` last.
 
-        `call_root` makes the calls of modules that are inside no other.
+        `call_root` makes the calls of modules that are inside no other, `before_root` runs before them.
         """
         call = nn.Module.__call__
 
@@ -168,6 +188,7 @@ class ModuleStack:
             self._stack.append((path, module))
             try:
                 if len(self._stack) == 1:
+                    before_root()
                     return call_root(call, module, args, kwargs)
                 return call(module, *args, **kwargs)
             finally:

@@ -389,6 +389,8 @@ class DispatchMode(TorchDispatchMode):
         tracer.estimates.note_effects(func, args)
         if func is aten._to_copy.default and not gpu:
             tracer.record_move(args[0])
+        if func is aten.embedding.default:
+            guard.call("rows", func, partial(tracer.record_embedding, args[0], args[1]), _nothing)
         if tracer.call.place != "host":
             self._record_results(func, expanded or args, kwargs, tensors, out)
             self._check_deterministic(func, args, kwargs)
@@ -440,7 +442,7 @@ class DispatchMode(TorchDispatchMode):
             if any(tensor is known for known in given):  # written in place, wherever it is
                 tracer.record_in_place(tensor, name)
             else:
-                tracer.record_result(tensor, name)
+                tracer.record_result(tensor, name, given)
         guard.call("workspace", func, partial(self.workspaces.allocate, func, args), _nothing)
         rule = partial(temporaries_of, func, args, kwargs, tracer.gpu)
         sizes: list[int] = guard.call("temporaries", func, rule, list)

@@ -47,7 +47,9 @@ def install_hooks(
     _keep_function_mode_on(patches)
     repeated = RepeatedCalls(tracer)
     _follow_backward(patches, tracer, repeated)
-    tracer.modules.follow(patches, tracer.boundary, tracer.guard, tracer.threads, repeated.call)
+    tracer.modules.follow(
+        patches, tracer.boundary, tracer.guard, tracer.threads, repeated.call, tracer.holders.before_call
+    )
 
 
 def _follow_backward(patches: Patches, tracer: Tracer, repeated: RepeatedCalls) -> None:
@@ -58,6 +60,7 @@ def _follow_backward(patches: Patches, tracer: Tracer, repeated: RepeatedCalls) 
         if tracer.phase == "backward":  # reentrant checkpointing calls the engine from inside
             return engine(*args, **kwargs)
         tracer.label_parameters()
+        tracer.holders()
         with tracer.in_phase("backward"):
             kernels = len(tracer.work.kernels)
             result = engine(*args, **kwargs)
@@ -134,6 +137,7 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
         tracer.guard.call("state's label", name, lambda: _label_state(tracer, optimizer), lambda: None)
         tracer.optimizer_steps += 1
         tracer.module_calls_at_update = tracer.modules.completed
+        tracer.holders()
         if tracer.on_optimizer_step is not None:
             tracer.on_optimizer_step(optimizer)
 

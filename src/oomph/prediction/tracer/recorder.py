@@ -41,6 +41,9 @@ class PendingAllocation:
     kind: Kind
     saved: bool = False
     stream: int = 0
+    parent: int | None = None
+    call: int = 0
+    differentiable: bool = False
     cloned: bool = False  # a copy of another tensor; of a parameter, perhaps to average it
 
     def description(self) -> tuple[Any, ...]:
@@ -62,6 +65,9 @@ class PendingAllocation:
             saved=self.saved,
             during=self.during,
             stream=self.stream,
+            parent=self.parent,
+            call=self.call,
+            differentiable=self.differentiable,
         )
 
 

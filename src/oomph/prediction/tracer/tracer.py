@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from oomph.prediction.tracer.attribution import (
     in_loss_function,
 )
 from oomph.prediction.tracer.fake_cuda import current_streams
+from oomph.prediction.tracer.holders import HolderSearch
 from oomph.prediction.tracer.recorder import (
     AllocationRecorder,
     Describe,
@@ -42,6 +43,7 @@ Place = Literal["gpu", "host"]
 Phase = Literal["setup", "forward", "backward", "optimizer"]
 
 _ACCUMULATE_GRAD = 2**64 - 1  # the sequence number of every AccumulateGrad node
+_MOST_OPERANDS = 4  # that are looked at: a foreach op has hundreds
 _OF_MODEL = ("parameter", "buffer", "weight average")
 _KIND_OF_STAGE: dict[Stage, Kind] = {
     "batch": "batch",
@@ -112,6 +114,9 @@ class Tracer:
         # autograd sequence number -> line, module, is loss, stream, of the forward op
         self._origins: dict[int, tuple[Site | None, str, bool, int]] = {}
         self._newest_node = -1
+        self.embeddings: dict[tuple[str, int], int] = {}  # module, rows -> rows that indices reach
+        self.holders = HolderSearch(self)
+        self.sizes: Mapping[str, int] = {}  # of the Workload
 
     # -- placement ------------------------------------------------------------------------------------
 
@@ -286,9 +291,9 @@ class Tracer:
 
     # -- recording ------------------------------------------------------------------------------------
 
-    def record_result(self, tensor: torch.Tensor, op: str) -> None:
+    def record_result(self, tensor: torch.Tensor, op: str, operands: Sequence[torch.Tensor] = ()) -> None:
         """Record a result of `op` on the GPU, if its storage is new."""
-        self.recorder.record_tensor(tensor, self._describe(op))
+        self.recorder.record_tensor(tensor, self._describe(op, operands[:_MOST_OPERANDS]))
 
     def record_move(self, source: torch.Tensor) -> None:
         """The program moves a tensor from the host to the GPU: data, if no module holds it."""
@@ -311,15 +316,39 @@ class Tracer:
             if self.on_parameter_update is not None:
                 self.on_parameter_update()
 
-    def _describe(self, op: str) -> Describe:
+    def record_embedding(self, weight: torch.Tensor, indices: torch.Tensor) -> None:
+        """Rows that the program looks up; all where the indices are not known."""
+        found = self.values.of(indices)
+        known = found.known and found.values.numel() > 0
+        used = int(found.values.max()) + 1 if known else weight.shape[0]
+        key = (self.modules.path, weight.shape[0])
+        self.embeddings[key] = max(used, self.embeddings.get(key, 0))
+
+    def _describe(self, op: str, operands: Sequence[torch.Tensor] = ()) -> Describe:
         def describe(id: int, size: int, tensor: torch.Tensor) -> PendingAllocation:
             site, path, stage = self.attribution()
             kind = _KIND_OF_STAGE.get(stage, "activation")
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             cloned = op == "aten.clone"
             stream = self.stream()
+            sources = [one for one in map(self.recorder.allocation_of, operands) if one is not None]
+            parent = max(sources, key=lambda one: one.bytes).id if sources else None
             return PendingAllocation(
-                id, size, shape, dtype, op, path, site, stage, self.step, kind, stream=stream, cloned=cloned
+                id,
+                size,
+                shape,
+                dtype,
+                op,
+                path,
+                site,
+                stage,
+                self.step,
+                kind,
+                stream=stream,
+                cloned=cloned,
+                parent=parent,
+                call=self.modules.completed,
+                differentiable=torch.is_grad_enabled() and any(one.requires_grad for one in operands),
             )
 
         return describe
