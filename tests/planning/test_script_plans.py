@@ -6,9 +6,12 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import oomph
 from oomph.cli.main import run
@@ -62,6 +65,26 @@ def test_a_plan_for_a_script_fits_and_is_what_predict_says(script: str) -> None:
     assert plan.fits
     assert [use.fix for use in plan.fixes] == ["activation_checkpointing"]
     assert plan.model.startswith("Model, ")
+
+
+def test_a_function_that_returns_the_step_is_fitted_too() -> None:
+    def setup() -> Callable[[], None]:
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)]
+        model = nn.Sequential(*blocks).to("cuda")
+        optimizer = torch.optim.SGD(model.parameters())
+        x = torch.randn(65536, 64, device="cuda")
+
+        def step() -> None:
+            model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    before = oomph.predict(setup).peak.reserved
+    plan = oomph.fit(setup, gpu="h200", budget=before * 8 // 10)
+    assert plan.fits
+    assert [use.fix for use in plan.fixes] == ["activation_checkpointing"]
 
 
 def test_the_script_runs_with_a_fix_and_computes_the_same(script: str) -> None:

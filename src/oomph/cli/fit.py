@@ -56,12 +56,12 @@ def run_fit(options: FitOptions) -> ExitStatus:
 
     def run(progress: ProgressReport) -> tuple[Plan, dict[str, tuple[int, int]]]:
         with open_target(options.target, options.overrides) as target:
-            workload = workload_of(target, options.target)
             limits = (options.budget, config_limit(options.target, options.overrides))
             budget = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
-            plan = search(workload, budget=budget, progress=progress)
+            plan = search(target, budget=budget, progress=progress)
             if options.largest is None:
                 return plan, {}
+            workload = workload_of(target, options.target)
             return plan, {options.largest: largest_size(workload, plan, options.largest, progress)}
 
     largest: dict[str, tuple[int, int]] = {}

@@ -23,9 +23,9 @@ from oomph import gpus
 from oomph.errors import OomphError, UserError
 from oomph.fixes.application import apply
 from oomph.fixes.registry import FixContext, all_fixes, conflict, find, position
-from oomph.fixes.scripts import change_model_of, propose_for, trained_model
+from oomph.fixes.scripts import change_model_of, on_each_optimizer, propose_for, trained_model
 from oomph.gpus import GPU
-from oomph.prediction import Script, predict
+from oomph.prediction import Script, called, predict
 from oomph.prediction.api import silently
 from oomph.prediction.isolation import finish, run_forked, run_isolated
 from oomph.records import FIX_KINDS, FixKind, FixUse, Plan, Prediction, PricedFixes, Proposal
@@ -62,7 +62,7 @@ class _Trial:
 
 
 def fit(
-    target: Workload | Script,
+    target: Workload | Script | Callable[[], Any],
     *,
     gpu: str | GPU | None = None,
     budget: str | int | None = None,
@@ -72,12 +72,15 @@ def fit(
 ) -> Plan:
     """The cheapest set of fixes with which the step fits `gpu`, a name or a size, within `budget`.
 
+    To a function that sets up and returns the step, and to a Script, fixes of the model alone are applied,
+    where the program makes its optimizer.
+
     `allow` names the kinds of fixes that may be used: "exact", "precision", "training". `host_memory` limits
     what fixes may pin on the host; by default what this machine has. If nothing fits, the plan is the closest
     set that was found, and `needs` names the kinds that would have to be allowed.
     """
-    if not isinstance(target, Workload | Script):
-        raise UserError(f"fit takes a Workload or a Script; {type(target).__name__} was given")
+    if not isinstance(target, Workload | Script) and not callable(target):
+        raise UserError(f"fit takes a Workload, a function or a Script; {type(target).__name__} was given")
     if gpu is None and budget is None:
         raise UserError("fit needs a card or a budget: gpu='rtx4090', or budget='20GiB'")
     for kind in allow:
@@ -93,8 +96,16 @@ def fit(
     card = _with_rates(card)
     if isinstance(target, Script):
         return _Search(_ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
-    search = _Search(_WorkloadProgram(target, card, limit), card, limit, host)
-    return run_isolated(lambda report: search.plan(kinds, report), report)
+
+    def search(report: Progress) -> Plan:
+        found = target if isinstance(target, Workload) else called(target)
+        if isinstance(found, Workload):
+            program: _WorkloadProgram | _FunctionProgram = _WorkloadProgram(found, card, limit)
+        else:
+            program = _FunctionProgram(target, card, limit)  # type: ignore[arg-type]
+        return _Search(program, card, limit, host).plan(kinds, report)
+
+    return run_isolated(search, report)
 
 
 def _with_rates(card: GPU) -> GPU:
@@ -145,6 +156,35 @@ class _WorkloadProgram:
         return _described(context.model), found
 
 
+class _FunctionProgram:
+    """Predicts a function that sets up and returns the step, with fixes of its model. Isolated, too."""
+
+    def __init__(self, function: Callable[[], Any], card: GPU, limit: int) -> None:
+        self._function = function
+        self._predict = functools.partial(predict, gpu=card, max=limit)
+
+    def predict(self) -> Prediction:
+        return self._predict(self._function)
+
+    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+        changes = [self._calling(change_model_of(fixes)) for fixes in sets]
+        return run_forked([functools.partial(self._predict, change) for change in changes], _JOBS)
+
+    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
+        asked = self._calling(functools.partial(_send_proposals, prediction))
+        ((_, found),) = run_forked([functools.partial(self._predict, asked)], 1)
+        return found if isinstance(found, tuple) else ("", [])  # it made no optimizer
+
+    def _calling(self, call: Callable[[Any], None]) -> Callable[[], Any]:
+        """The function, with a call for each optimizer that it makes."""
+
+        def function() -> Any:
+            with on_each_optimizer(call):
+                return self._function()
+
+        return function
+
+
 class _ScriptProgram:
     """Predicts a script with fixes of its model, each time in a process of its own."""
 
@@ -165,12 +205,7 @@ class _ScriptProgram:
 
     def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
         """The script runs until it makes its optimizer."""
-
-        def propose(optimizer: Any) -> None:
-            model = trained_model(optimizer)
-            finish((_described(model), propose_for(model, prediction)))
-
-        asked = replace(self._script, on_optimizer=propose)
+        asked = replace(self._script, on_optimizer=functools.partial(_send_proposals, prediction))
         found = self._run_silently(asked)
         return found if isinstance(found, tuple) else ("", [])  # it made no optimizer
 
@@ -180,12 +215,20 @@ class _ScriptProgram:
         return run_isolated(run, lambda text, fraction: None)
 
 
+def _send_proposals(prediction: Prediction, optimizer: Any) -> None:
+    """End this process with the fixes that apply to the model of an optimizer."""
+    model = trained_model(optimizer)
+    finish((_described(model), propose_for(model, prediction)))
+
+
 def _described(model: Any) -> str:
     return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
 
 
 class _Search:
-    def __init__(self, program: _WorkloadProgram | _ScriptProgram, card: GPU, limit: int, host: int) -> None:
+    def __init__(
+        self, program: _WorkloadProgram | _FunctionProgram | _ScriptProgram, card: GPU, limit: int, host: int
+    ) -> None:
         self.program, self.card, self.limit, self.host = program, card, limit, host
         self.trials: dict[Any, _Trial] = {}
         self.began = time.perf_counter()
