@@ -67,7 +67,7 @@ def test_in_float32_the_update_is_torchs_own(name):
 )
 def test_kernels_do_what_slices_do(name, state_format):
     pytest.importorskip("triton")
-    slices, gradients = some_parameters((5, 7), (4099,), (16, 512))
+    slices, gradients = some_parameters((5, 7), (4099,), (8, 512))
     kernels = [nn.Parameter(p.detach().clone()) for p in slices]
     by_slice, by_kernel = (converted(OPTIMIZERS[name], ps, state_format) for ps in (slices, kernels))
     by_kernel._update_in_slices = by_kernel._launch
