@@ -57,7 +57,7 @@ LONG, DIGITS, DEEP = "n" * 300, "9" * 5000, "[" * 3000
 
 cases(
     "",
-    ("frobnicate", "No such command 'frobnicate'; the commands are predict, fixes, verify, train"),
+    ("frobnicate", "No such command 'frobnicate'; the commands are predict, fixes, fit, run, verify"),
     ("--verison", "No such option: --verison"),
     ("predict", "predict needs a TARGET, or -m MODULE"),
     ("verify", "Missing argument 'TARGET'"),
@@ -74,7 +74,7 @@ cases(
     ("fixes p.py:nothing --only gradient_checkpointing", "here that is 'activation_checkpointing'"),
     ("predict p.py --stpes 4 -- --lr 3", "No such option: --stpes; the nearest is --steps"),
     ("predict -m p --toruchrun", "No such option: --toruchrun; the nearest is --torchrun"),
-    ("fixes p.py", "target 'p.py' is a whole script, which only `oomph predict` takes"),
+    ("fixes p.py", "target 'p.py' is a whole script, which predict, fit and run take"),
     ("verify p.py micro_batches", "target 'p.py' is a whole script"),
     ("systems mamba", "there is no system 'mamba'; choose from hatchling"),
     ("systems ''", "there is no system ''"),
@@ -131,7 +131,7 @@ cases(
     "predict",
     ("train", "target 'train' has no colon; give a script, as train.py"),
     ("pp.py", "file 'pp.py' does not exist (did you mean 'p.py'?)"),
-    ("p.py --fix micro_batches", "--fix needs a Workload, as file.py:name"),
+    ("p.py --fix micro_batches", "changes the step, not the model, and cannot be applied to a script"),
     ("p.py --steps 0", "--steps 0 is not valid; give a positive number"),
     ("p.py:ok --steps 4", "--steps and --torchrun are for scripts"),
     ("-m not_a_module", "module 'not_a_module' was not found"),
