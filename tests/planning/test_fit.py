@@ -22,7 +22,7 @@ MiB = 1 << 20
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -31,9 +31,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(4096, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(64, 4096, bias=False)
+        self.embed = nn.Embedding(4096, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(32, 4096, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -76,6 +76,7 @@ def plan(found: tuple[Path, str]) -> Plan:
     return read_plan(found[0])
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_plan_fits_and_its_prediction_is_that_of_the_fixed_workload(
     plan: Plan, as_it_is: oomph.Prediction
 ) -> None:
@@ -97,6 +98,7 @@ def test_the_report_says_how_to_apply_it(found: tuple[Path, str], plan: Plan) ->
     assert all(use.fix in shown for use in plan.fixes)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_what_fits_as_it_is_needs_no_fix() -> None:
     found = oomph.fit(STEP, gpu="h200")
     assert found.fits
@@ -115,6 +117,7 @@ def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
             read_plan(tmp_path / "bad.json")
 
 
+@pytest.mark.usefixtures("in_process")
 def test_the_largest_batch_that_fits(plan: Plan) -> None:
     without, with_plan = largest_size(STEP, plan, "batch", lambda text, fraction: None)
     assert without < 32 <= with_plan
