@@ -6,6 +6,7 @@ from oomph.lazy import attach
 
 if TYPE_CHECKING:
     from oomph import fixes, nn, ops
+    from oomph.diagnosis import diagnose
     from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
     from oomph.fixes import apply
     from oomph.measurement import measure
@@ -13,7 +14,9 @@ if TYPE_CHECKING:
     from oomph.prediction import Script, predict
     from oomph.records import (
         Change,
+        Diagnosis,
         Difference,
+        Finding,
         FixUse,
         Measurement,
         Plan,
@@ -27,7 +30,9 @@ __version__ = "0.1.0"
 __all__ = [
     "ArgumentError",
     "Change",
+    "Diagnosis",
     "Difference",
+    "Finding",
     "FixUse",
     "Measurement",
     "MicroBatches",
@@ -41,6 +46,7 @@ __all__ = [
     "Verification",
     "Workload",
     "apply",
+    "diagnose",
     "fit",
     "fixes",
     "measure",
@@ -53,6 +59,7 @@ __all__ = [
 __getattr__, __dir__ = attach(
     __name__,
     {
+        "diagnosis": ("diagnose",),
         "errors": ("ArgumentError", "OomphError", "ProgramError", "UserError"),
         "fixes": ("apply",),
         "measurement": ("measure",),
@@ -60,7 +67,9 @@ __getattr__, __dir__ = attach(
         "prediction": ("Script", "predict"),
         "records": (
             "Change",
+            "Diagnosis",
             "Difference",
+            "Finding",
             "FixUse",
             "Measurement",
             "Plan",

@@ -69,67 +69,64 @@ def _oomph(
     pass
 
 
+_Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="TARGET",
+        help="A script (train.py -- --its --flags), a config (.yaml), or file.py:name or "
+        "package.module:name; name is a Workload, a function that returns one, or a function that sets "
+        "up and returns the step.",
+    ),
+]
+_Overrides = Annotated[list[str] | None, _OVERRIDES]
+_Gpu = Annotated[
+    str | None, typer.Option(metavar="NAME|SIZE", help="The GPU: a name from `oomph gpus`, or a size.")
+]
+_Max = Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")]
+_Fix = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."),
+]
+_Module = Annotated[
+    str | None, typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does.")
+]
+_Steps = Annotated[
+    int | None, typer.Option(metavar="N", help="Optimizer steps of a script to trace; default: 3.")
+]
+_Torchrun = Annotated[bool, typer.Option("--torchrun", help="Run a script as the only rank of torchrun.")]
+_Subprocesses = Annotated[
+    bool,
+    typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
+]
+_Network = Annotated[bool, typer.Option("--allow-network", help="Let the program use the network.")]
+
+
 @app.command(context_settings=_TAKES_KEYS)
 def predict(
-    target: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="TARGET",
-            help="A script (train.py -- --its --flags), a config (.yaml), or file.py:name or "
-            "package.module:name; name is a Workload, a function that returns one, or a function that sets "
-            "up and returns the step.",
-        ),
-    ] = None,
-    overrides: Annotated[list[str] | None, _OVERRIDES] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|SIZE", help="The GPU: a name from `oomph gpus`, or a size."),
-    ] = None,
-    max: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB."),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
+    target: _Target = None,
+    overrides: _Overrides = None,
+    gpu: _Gpu = None,
+    max: _Max = None,
+    json: _Json = False,
     snapshot: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write a snapshot for PyTorch's memory visualiser."),
     ] = None,
-    fix: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."
-        ),
-    ] = None,
+    fix: _Fix = None,
     plan: Annotated[
         str | None, typer.Option(metavar="FILE.json", help="Apply the fixes of a plan of `oomph fit`.")
     ] = None,
-    module: Annotated[
-        str | None,
-        typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does."),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Optimizer steps of a script to trace; default: 3.")
-    ] = None,
-    torchrun: Annotated[
-        bool, typer.Option("--torchrun", help="Run a script as the only rank of torchrun.")
-    ] = False,
-    allow_subprocesses: Annotated[
-        bool,
-        typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
-    ] = False,
-    allow_network: Annotated[
-        bool, typer.Option("--allow-network", help="Let the program use the network.")
-    ] = False,
+    module: _Module = None,
+    steps: _Steps = None,
+    torchrun: _Torchrun = False,
+    allow_subprocesses: _Subprocesses = False,
+    allow_network: _Network = False,
 ) -> int:
     """Predict the memory of a training step. Report whether it fits and which lines hold the peak."""
     from oomph.cli.predict import PredictOptions, run_predict
 
-    allowed = {"subprocesses": allow_subprocesses, "network": allow_network}
-    words = tuple(overrides or ())
-    if module is not None:
-        target, words = module, (target, *words) if target is not None else words
-    if target is None:
-        raise UserError("predict needs a TARGET, or -m MODULE")
+    target, words = _target_and_words("predict", target, overrides, module)
     options = PredictOptions(
         target,
         gpu,
@@ -141,9 +138,60 @@ def predict(
         module=module is not None,
         steps=steps,
         torchrun=torchrun,
-        allow=tuple(name for name, allow in allowed.items() if allow),
+        allow=_allowed(allow_subprocesses, allow_network),
     )
     return run_predict(options)
+
+
+@app.command(context_settings=_TAKES_KEYS)
+def diagnose(
+    target: _Target = None,
+    overrides: _Overrides = None,
+    gpu: _Gpu = None,
+    max: _Max = None,
+    json: _Json = False,
+    fix: _Fix = None,
+    module: _Module = None,
+    steps: _Steps = None,
+    torchrun: _Torchrun = False,
+    allow_subprocesses: _Subprocesses = False,
+    allow_network: _Network = False,
+) -> int:
+    """Name the cause of the peak: the pattern, its formula and growth, its lines, and the fixes."""
+    from oomph.cli.diagnose import run_diagnose
+    from oomph.cli.predict import PredictOptions
+
+    target, words = _target_and_words("diagnose", target, overrides, module)
+    options = PredictOptions(
+        target,
+        gpu,
+        max,
+        json,
+        fixes=tuple(fix or ()),
+        overrides=words,
+        module=module is not None,
+        steps=steps,
+        torchrun=torchrun,
+        allow=_allowed(allow_subprocesses, allow_network),
+    )
+    return run_diagnose(options)
+
+
+def _target_and_words(
+    command: str, target: str | None, overrides: list[str] | None, module: str | None
+) -> tuple[str, tuple[str, ...]]:
+    """With -m, the first word is an argument of the module."""
+    words = tuple(overrides or ())
+    if module is not None:
+        return module, (target, *words) if target is not None else words
+    if target is None:
+        raise UserError(f"{command} needs a TARGET, or -m MODULE")
+    return target, words
+
+
+def _allowed(subprocesses: bool, network: bool) -> tuple[str, ...]:
+    allowed = {"subprocesses": subprocesses, "network": network}
+    return tuple(name for name, allow in allowed.items() if allow)
 
 
 @app.command(context_settings=_TAKES_KEYS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -45,8 +46,8 @@ class PredictOptions:
 
 
 def run_predict(options: PredictOptions) -> ExitStatus:
-    _check(options)
-    prediction = _predict(options)
+    check_options(options)
+    prediction = predict_target(options)
     if options.snapshot is not None:
         _write_snapshot(options.snapshot, prediction)
     # The memory profiler of report 002, for every config whose model is a stack of layers.
@@ -76,7 +77,7 @@ def _next_step(options: PredictOptions, prediction: Prediction) -> str:
     return f"\nNext: `{command}` finds the cheapest fixes with which it fits.\n"
 
 
-def _check(options: PredictOptions) -> None:
+def check_options(options: PredictOptions) -> None:
     """Raise for mistakes that show before torch is imported and the target traced."""
     if options.gpu is not None:
         gpus.find(options.gpu)
@@ -110,15 +111,20 @@ def _check(options: PredictOptions) -> None:
         uses_of(options.fixes)
 
 
-def _predict(options: PredictOptions) -> Prediction:
+def predict_target(options: PredictOptions, sizes: Mapping[str, int] | None = None) -> Prediction:
+    """`sizes`: of the Workload, instead of its own."""
     from oomph.prediction.api import predict_isolated
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
-        return predict_isolated(lambda progress: _predict_target(options, progress), report, options.allow)
+        return predict_isolated(
+            lambda progress: _predict_target(options, sizes, progress), report, options.allow
+        )
 
 
-def _predict_target(options: PredictOptions, progress: ProgressReport) -> Prediction:
+def _predict_target(
+    options: PredictOptions, sizes: Mapping[str, int] | None, progress: ProgressReport
+) -> Prediction:
     from oomph.prediction import Script, predict
 
     if _is_script(options):
@@ -141,6 +147,8 @@ def _predict_target(options: PredictOptions, progress: ProgressReport) -> Predic
             from oomph.fixes import apply, uses_of
 
             target = apply(uses_of(options.fixes), workload_of(target, options.target))
+        if sizes is not None:
+            target = replace(workload_of(target, options.target), sizes=sizes)
         limits = (options.max, config_limit(options.target, options.overrides))
         limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
         return predict(target, gpu=options.gpu, max=limit, progress=progress)

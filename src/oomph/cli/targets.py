@@ -122,7 +122,7 @@ def split_target(target: str) -> tuple[str, str]:
     source, colon, name = target.rpartition(":")
     if not colon:
         if target.endswith(".py"):
-            raise UserError(f"target {target!r} is a whole script, which predict, fit and run take; {VALID}")
+            raise UserError(f"target {target!r} is a whole script, which this command does not take; {VALID}")
         raise UserError(f"target {target!r} has no colon; {VALID}")
     if not source or not name.isidentifier():
         raise UserError(f"target {target!r} is not valid; {VALID}")

@@ -206,17 +206,17 @@ def report_text(prediction: Prediction, console: Console) -> str:
     glyphs = UNICODE if console.is_terminal and console.encoding.lower().startswith("utf") else ASCII
     width = console.width - _INDENT
     with console.capture() as capture:
-        _print_verdict(prediction, console)
+        print_verdict(prediction, console)
         if prediction.at_peak:
-            _section(console, "By stage at the peak", [_stages(prediction, width, glyphs)])
+            section(console, "By stage at the peak", [_stages(prediction, width, glyphs)])
             groups = group_tensors(prediction.at_peak)
-            _section(console, "Largest tensors at the peak", [_tensors(groups, width)])
+            section(console, "Largest tensors at the peak", [_tensors(groups, width)])
         if prediction.by_line():
-            _section(console, "Source lines with the most memory at the peak", [_lines(prediction, width)])
+            section(console, "Source lines with the most memory at the peak", [_lines(prediction, width)])
         if chart := timeline_lines(prediction, width, glyphs):
-            _section(console, "Allocated memory over the run", chart)
+            section(console, "Allocated memory over the run", chart)
         if prediction.notes:
-            _section(console, "Notes", [_notes(prediction)])
+            section(console, "Notes", [_notes(prediction)])
     return strip_lines(capture.get())
 
 
@@ -225,14 +225,14 @@ def strip_lines(text: str) -> str:
     return "".join(line.rstrip() + "\n" for line in text.splitlines())
 
 
-def _section(console: Console, title: str, body: Sequence[RenderableType]) -> None:
+def section(console: Console, title: str, body: Sequence[RenderableType]) -> None:
     console.print()
     console.print(Text(title, "bold"))
     for part in body:
         console.print(Padding(part, (0, 0, 0, _INDENT)))
 
 
-def _print_verdict(prediction: Prediction, console: Console) -> None:
+def print_verdict(prediction: Prediction, console: Console) -> None:
     # One line however narrow the console: people copy it, and scripts look for it.
     line, peak = verdict(prediction), prediction.peak
     style = _OUTCOME_STYLE.get(line.outcome, "bold yellow")
@@ -283,8 +283,8 @@ def _stages(prediction: Prediction, width: int, glyphs: Glyphs) -> Table:
     table.add_column(no_wrap=True, overflow="crop")
     for stage, size in stages:
         drawn = bar(size, largest, min(40, max(4, width - 42)), glyphs)
-        share = Text(_share(size, total), "dim")
-        table.add_row(stage, format_bytes(size), share, Text(drawn, _STAGE_STYLE[stage]))
+        part = Text(share(size, total), "dim")
+        table.add_row(stage, format_bytes(size), part, Text(drawn, _STAGE_STYLE[stage]))
     return table
 
 
@@ -321,7 +321,7 @@ def _lines(prediction: Prediction, width: int) -> Table:
     table = _sizes_and_text()
     code_width = width - _SIZE_WIDTH - 2 - 7
     for site, size in prediction.by_line()[:_LINES]:
-        text = Text(f"{_share(size, prediction.peak.allocated):>5}  ", "dim").append_text(_site(site))
+        text = Text(f"{share(size, prediction.peak.allocated):>5}  ", "dim").append_text(_site(site))
         code = linecache.getline(site.file, site.line).strip()
         if len(code) > code_width:
             code = code[: max(0, code_width - 3)] + "..."
@@ -370,6 +370,6 @@ def _ops(ops: tuple[str, ...]) -> str:
     return joined if len(names) == 1 or len(joined) <= _OPS_WIDTH else f"{names[0]}, +{len(names) - 1}"
 
 
-def _share(size: int, total: int) -> str:
+def share(size: int, total: int) -> str:
     share = size / total if total else 0.0
     return "<1 %" if 0 < share < 0.01 else f"{share:.0%}".replace("%", " %")

@@ -1,0 +1,5 @@
+"""Names the causes of a predicted peak."""
+
+from oomph.diagnosis.api import diagnose
+
+__all__ = ["diagnose"]

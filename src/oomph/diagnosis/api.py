@@ -1,0 +1,62 @@
+"""oomph.diagnose: predict, and once more at other sizes, and name the causes of the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from oomph.diagnosis.findings import find, notes, scaled_sizes
+from oomph.errors import OomphError
+from oomph.gpus import GPU
+from oomph.prediction import Script, predict
+from oomph.records import Diagnosis, Note, Prediction
+from oomph.workload import Workload
+
+Progress = Callable[[str, float | None], None]
+
+
+def diagnose(
+    target: Workload | Script | Callable[[], Any] | Prediction,
+    *,
+    gpu: str | GPU | None = None,
+    max: str | int | None = None,
+    allow: Collection[str] = (),
+    progress: Progress | None = None,
+) -> Diagnosis:
+    """What the peak of a training step consists of, the cause first.
+
+    The arguments are those of `oomph.predict`; a Prediction is diagnosed as it is. A Workload with sizes is
+    predicted a second time at other sizes, to find how its memory grows.
+    """
+    if isinstance(target, Prediction):
+        return Diagnosis(target, find(target))
+
+    def at(sizes: Mapping[str, int] | None) -> Prediction:
+        return predict(at_sizes(target, sizes), gpu=gpu, max=max, allow=allow, progress=progress)
+
+    return diagnose_with(at)
+
+
+def diagnose_with(predict_at: Callable[[Mapping[str, int] | None], Prediction]) -> Diagnosis:
+    """`predict_at` predicts the target at sizes; None: at its own."""
+    prediction = predict_at(None)
+    scaled: Prediction | None = None
+    remarks: tuple[Note, ...] = ()
+    if prediction.sizes:
+        try:
+            scaled = predict_at(scaled_sizes(dict(prediction.sizes)))
+        except OomphError as error:
+            remarks = notes(prediction, str(error).split("\n")[0])
+    return Diagnosis(prediction, find(prediction, scaled), remarks)
+
+
+def at_sizes(
+    target: Workload | Script | Callable[[], Any], sizes: Mapping[str, int] | None
+) -> Workload | Script | Callable[[], Any]:
+    """The target at other sizes; a function that returns a Workload still does."""
+    if sizes is None or isinstance(target, Script):
+        return target
+    if isinstance(target, Workload):
+        return replace(target, sizes=sizes)
+    return lambda: replace(target(), sizes=sizes)

@@ -1,0 +1,89 @@
+"""A Diagnosis as text and as JSON."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from oomph.records import Diagnosis, Finding, Site
+from oomph.report.as_json import prediction_to_json
+from oomph.report.labels import file_and_line
+from oomph.report.terminal import print_verdict, section, share, strip_lines
+from oomph.units import format_bytes
+
+_ROWS = 9
+_LEAST_SHARE = 0.005  # of the peak: smaller findings are left to the JSON
+
+
+def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
+    """The object of `oomph predict --json`, with its findings."""
+    found = prediction_to_json(diagnosis.prediction)
+    found["findings"] = [
+        {
+            "pattern": one.pattern,
+            "bytes": one.bytes,
+            "formula": one.formula,
+            "growth": one.growth,
+            "sites": [
+                {"file": site.file, "line": site.line, "function": site.function} for site in one.sites
+            ],
+            "fixes": list(one.fixes),
+            "advice": one.advice,
+        }
+        for one in diagnosis.findings
+    ]
+    found["notes"] += [{"text": note.text, "file": None, "line": None} for note in diagnosis.notes]
+    return found
+
+
+def diagnosis_text(diagnosis: Diagnosis, console: Console, target: str = "TARGET") -> str:
+    """The verdict, the cause with its lines, and a row for each further finding. `target`: as typed."""
+    total = diagnosis.prediction.peak.reserved
+    with console.capture() as capture:
+        print_verdict(diagnosis.prediction, console)
+        if diagnosis.findings:
+            cause, *others = diagnosis.findings
+            section(console, f"Cause: {cause.pattern}, {_size(cause, total)}", _cause(cause, target))
+            shown = [one for one in others if one.bytes >= _LEAST_SHARE * total][:_ROWS]
+            if shown:
+                section(console, "Also at the peak", [_table(shown, total)])
+        for note in diagnosis.notes:
+            console.print(Padding(Text(note.text, "dim"), (1, 0, 0, 0)))
+    return strip_lines(capture.get())
+
+
+def _size(one: Finding, total: int) -> str:
+    return f"{format_bytes(one.bytes)} ({share(one.bytes, total)} of the peak)"
+
+
+def _cause(one: Finding, target: str) -> Sequence[Text]:
+    lines = [Text(f"{one.advice[0].upper()}{one.advice[1:]}.")]
+    lines += [Text(text, "dim") for text in (one.formula, one.growth) if text]
+    for site in one.sites:
+        lines.append(Text.assemble((file_and_line(site), "bold"), "  ", _source(site)))
+    if one.fixes:
+        lines.append(Text(f"Fixes: {', '.join(one.fixes)} (`oomph fixes {target}` predicts what they save)"))
+    return lines
+
+
+def _source(site: Site) -> str:
+    return linecache.getline(site.file, site.line).strip() or site.function
+
+
+def _table(findings: Sequence[Finding], total: int) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    for title in ("pattern", "growth", "line", "fixes"):
+        table.add_column(title)
+    for one in findings:
+        line = file_and_line(one.sites[0]) if one.sites else ""
+        fixes = ", ".join(one.fixes[:2])
+        table.add_row(format_bytes(one.bytes), share(one.bytes, total), one.pattern, one.growth, line, fixes)
+    return table

@@ -1,0 +1,149 @@
+"""oomph.diagnose: the planted cause comes first, with its line, bytes and growth."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from benchmarks.diagnosis import training_loops
+from benchmarks.diagnosis.__main__ import planted
+from torch import nn
+
+import oomph
+from oomph.cli.main import run
+from oomph.diagnosis.findings import find, scaled_sizes
+from oomph.diagnosis.patterns import FRAGMENTATION, PATTERNS
+from oomph.fixes import all_fixes
+from oomph.records import Alive, Allocation, Peak, Prediction
+
+PLANTED = {name: (pattern, lines) for name, pattern, lines in planted("training_loops")}
+MiB = 2**20
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pairwise_distances",
+        "meter_that_keeps_features",
+        "running_loss_with_retain_graph",
+        "evaluation_with_gradients",
+        "gradients_accumulated_by_hand",
+    ],
+)
+def test_planted_cause_is_first(name):
+    pattern, lines = PLANTED[name]
+    diagnosis = oomph.diagnose(getattr(training_loops, name))
+    cause = diagnosis.findings[0]
+    assert cause.pattern == pattern
+    assert cause.sites[0].line in lines
+    peak = diagnosis.prediction.peak
+    assert peak.allocated * 0.9 <= sum(one.bytes for one in diagnosis.findings) <= peak.reserved
+    assert all(one.bytes > 0 for one in diagnosis.findings)
+
+
+def attention(model: Any, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = model(x).chunk(3, -1)
+    return ((q @ k.transpose(1, 2)).softmax(-1) @ v).square().mean()
+
+
+WORKLOAD = oomph.Workload(
+    model=lambda: nn.Linear(32, 96),
+    batch=lambda device, B, T: torch.randn(B, T, 32, device=device),
+    loss=attention,
+    sizes={"B": 4, "T": 2048},
+)
+
+
+def test_command_prints_findings_of_a_workload_as_json(capsys, monkeypatch):
+    monkeypatch.setattr("oomph.cli.predict.open_target", _opened)
+    monkeypatch.setattr("oomph.cli.predict.check_target", lambda *arguments: None)
+    assert run(["diagnose", "attention.py:workload", "--gpu", "8GiB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cause = found["findings"][0]
+    assert cause["pattern"] == "attention matrices"
+    assert cause["growth"] == "x4 when T doubles, x2 when B doubles"
+    assert "B*T^2 float32" in cause["formula"]
+    assert cause["sites"][0]["function"] == "attention"
+    assert "fused_attention" in cause["fixes"]
+
+
+class _opened:
+    def __init__(self, *arguments: Any) -> None: ...
+
+    def __enter__(self) -> oomph.Workload:
+        return WORKLOAD
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def test_fixes_of_patterns_exist():
+    known = {fix.name for fix in all_fixes()}
+    assert {name for pattern in (*PATTERNS, FRAGMENTATION) for name in pattern.fixes} <= known
+
+
+def test_ordinary_parts_come_after_an_avoidable_one():
+    """Logits of a quarter of the peak, beside a large model."""
+    parameter = {"op": "parameter", "kind": "parameter", "stage": "parameters", "module": "layers.0"}
+    found = find(
+        _prediction(
+            _allocation(0, 300 * MiB, (1024, 76800), **parameter),
+            _allocation(1, 100 * MiB, (1024, 25600), op="aten._log_softmax", stage="loss"),
+        )
+    )
+    assert [one.pattern for one in found] == ["logits", "parameters"]
+
+
+def test_fragmentation_is_the_cause_where_the_tensors_alone_would_fit():
+    tensors = _allocation(0, 600 * MiB, (1024, 25600), op="aten._log_softmax", stage="loss")
+    prediction = _prediction(tensors, reserved=800 * MiB, limit=700 * MiB, verdict="does not fit")
+    found = find(prediction)
+    assert (found[0].pattern, found[0].bytes) == ("fragmentation", 200 * MiB)
+
+
+def test_scaled_sizes_shorten_sequences():
+    assert scaled_sizes({"B": 2, "T": 1024}) == {"B": 6, "T": 512}
+    assert scaled_sizes({"B": 1, "T": 7}) == {"B": 3, "T": 14}
+
+
+def test_scaled_prediction_that_fails_leaves_a_note():
+    def batch(device: torch.device, B: int, T: int) -> torch.Tensor:
+        if T < 2048:
+            raise ValueError("too short")
+        return torch.randn(B, T, 32, device=device)
+
+    workload = oomph.Workload(
+        model=lambda: nn.Linear(32, 96),
+        batch=batch,
+        loss=lambda model, x: F.silu(model(x)).mean(),
+        sizes={"B": 4, "T": 2048},
+    )
+    diagnosis = oomph.diagnose(workload)
+    assert diagnosis.findings
+    assert "too short" in diagnosis.notes[0].text
+
+
+def _allocation(id: int, size: int, shape: tuple[int, ...], **changes: Any) -> Allocation:
+    values = {"module": "", "site": None, "kind": "activation", "step": 1, "stage": "forward activations"}
+    return Allocation(id=id, bytes=size, shape=shape, dtype="float32", **{**values, **changes})
+
+
+def _prediction(*tensors: Allocation, reserved: int = 0, **changes: Any) -> Prediction:
+    allocated = sum(one.bytes for one in tensors)
+    reserved = reserved or allocated
+    values: dict[str, Any] = {"limit": None, "verdict": None, **changes}
+    return Prediction(
+        gpu=None,
+        gpu_title="",
+        capacity=None,
+        refused=None,
+        peak=Peak(allocated, reserved, reserved),
+        steps=(),
+        at_peak=tuple(Alive(one.bytes, one) for one in tensors),
+        timeline=(),
+        events=(),
+        allocations=tensors,
+        **values,
+    )
