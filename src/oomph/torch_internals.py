@@ -119,6 +119,12 @@ with _section():  # the fake mode that a program has entered
     get_dispatch_mode: Any = torch._C._get_dispatch_mode  # type: ignore[attr-defined]
     FAKE_MODE_KEY: Any = torch._C._TorchDispatchModeKey.FAKE  # type: ignore[attr-defined]
 
+with _section():  # the lengths of a jagged tensor
+    from torch.nested._internal import sdpa as _jagged_sdpa
+    from torch.nested._internal.nested_tensor import get_tensor_symint
+
+    JAGGED_SDPA_BACKEND: tuple[Any, str] = (_jagged_sdpa, "_select_sdp_backend")
+
 with _section():  # the memory format that a convolution takes from its input
     from torch._prims_common import suggest_memory_format
 
@@ -202,6 +208,7 @@ with _section():  # nn.Module.to and its kin
 
 with _section():  # whether torch's Python functions hand a call to a torch function mode
     disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
+    torch_function_enabled: Any = torch._C._is_torch_function_enabled
     HAS_TORCH_FUNCTION: tuple[tuple[Any, str], ...] = (
         (torch.nn.functional, "has_torch_function"),
         (torch.functional, "has_torch_function"),
@@ -321,6 +328,7 @@ def self_test() -> None:
         *HAS_TORCH_FUNCTION_OF_ARGUMENTS,
         EXPORTED_FAKE_TENSOR,
         ACCELERATOR,
+        JAGGED_SDPA_BACKEND,
         CUDA_LAZY_INIT,
         DATA_LOADER_ITERATOR,
         CUDA_RECORD_MEMORY_HISTORY,
@@ -398,6 +406,7 @@ __all__ = [
     "GLOBAL_DEVICE_CONTEXT",
     "HAS_TORCH_FUNCTION",
     "HAS_TORCH_FUNCTION_OF_ARGUMENTS",
+    "JAGGED_SDPA_BACKEND",
     "MAKE_SUBCLASS",
     "MAKE_WRAPPER_SUBCLASS",
     "MODULE_APPLY",
@@ -438,6 +447,7 @@ __all__ = [
     "get_eval_frame_callback",
     "get_sdp_priority_order",
     "get_sequence_nr",
+    "get_tensor_symint",
     "has_triton",
     "init_fake_process_group",
     "is_composite",
@@ -457,6 +467,7 @@ __all__ = [
     "storage_use_count",
     "suggest_memory_format",
     "tensor_use_count",
+    "torch_function_enabled",
     "tree_flatten",
     "tree_flatten_with_path",
     "tree_leaves",

@@ -309,3 +309,58 @@ def test_a_parameter_class_may_quantize_itself_with_a_kernel_of_its_library() ->
     assert (12345,) in {each.shape for each in prediction.allocations}
     assert left(prediction)["parameter"] == (LAYERS - 1) * PER_LAYER * 4 + PER_LAYER
     assert not [note for note in prediction.notes if "general estimate" in note.text]
+
+
+# -- nested tensors and transforms ----------------------------------------------------------------------
+
+
+def test_jagged_tensors_hold_their_tokens_without_padding() -> None:
+    lengths = (100, 37, 250, 64)
+
+    def train() -> Callable[[], None]:
+        qkv, out = nn.Linear(WIDTH, 3 * WIDTH).cuda().bfloat16(), nn.Linear(WIDTH, WIDTH).cuda().bfloat16()
+        optimizer = torch.optim.SGD([*qkv.parameters(), *out.parameters()])
+
+        def step() -> None:
+            rows = [torch.randn(length, WIDTH, dtype=torch.bfloat16) for length in lengths]
+            tokens = torch.nested.nested_tensor(rows, layout=torch.jagged, device="cuda")
+            assert tokens.is_cuda
+            parts = [part.unflatten(-1, [4, WIDTH // 4]).transpose(1, 2) for part in qkv(tokens).chunk(3, -1)]
+            attention = nn.functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(-2)
+            out(attention).values().float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    prediction = oomph.predict(train, gpu="h200")
+    made = Counter(each.shape for each in prediction.allocations if each.step == STEPS)
+    assert made[sum(lengths), 3 * WIDTH]  # q, k and v of all tokens
+    assert made[4, sum(lengths)] or made[sum(lengths), 4]  # one sum for each row of scores, no scores
+    assert prediction.peak.step is not None
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch itself
+def test_transforms_of_torch_func_run_on_the_gpu() -> None:
+    def train() -> Callable[[], None]:
+        net = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).cuda()
+        template = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).cuda().to("meta")
+        optimizer = torch.optim.SGD(net.parameters())
+
+        def energy(x: torch.Tensor) -> torch.Tensor:
+            parameters = dict(net.named_parameters())
+            return torch.func.functional_call(template, parameters, (x,)).squeeze(-1)
+
+        def step() -> None:
+            points = torch.randn(ROWS, 2, device="cuda")
+            curvature = torch.func.hessian(energy)(points[0])
+            slopes = torch.func.vmap(torch.func.grad(energy))(points)
+            (slopes.square().mean() + curvature.diagonal().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    prediction = oomph.predict(train, gpu="h200")
+    assert left(prediction)["parameter"] == 4 * (2 * WIDTH + WIDTH + WIDTH + 1)
+    assert (ROWS, WIDTH) in {each.shape[-2:] for each in prediction.allocations if each.step == STEPS}

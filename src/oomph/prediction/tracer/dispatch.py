@@ -31,9 +31,9 @@ from oomph.prediction.cuda.rules import (
     program_error,
     temporaries_of,
 )
-from oomph.prediction.tracer.fake_cuda import Patches
+from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, is_dense
-from oomph.prediction.tracer.placement import PlacementMode
+from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.recorder import AllocationRecorder
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import KERNEL_OP, tensors_in
@@ -77,6 +77,7 @@ _MAKE_SPARSE = aten._sparse_coo_tensor_with_dims_and_tensors.default
 _SPARSE_VIEWS = aten_ops("_indices.default _values.default detach.default is_coalesced.default") | {
     _MAKE_SPARSE
 }
+_FAKE = (FakeTensor,)
 _INT64 = {"dtype": torch.int64}
 _FEW_TENSORS = 4  # an op on more of them goes through a list
 
@@ -123,8 +124,8 @@ class DispatchMode(TorchDispatchMode):
             tracer.call.redispatched = False
             return NotImplemented
         if get_dispatch_mode(FAKE_MODE_KEY) is not None:  # DTensor asks for the shape of a whole result
-            return func(*args, **{name: _without_cuda(value) for name, value in (kwargs or {}).items()})
-        if any(not issubclass(kind, FakeTensor) for kind in types):
+            return func(*args, **{name: without_cuda(value) for name, value in (kwargs or {}).items()})
+        if types != _FAKE and any(not issubclass(kind, FakeTensor) for kind in types):
             return self._run_subclass(func, types, args, dict(kwargs or {}))
         if _python_kernels and func.name() in _python_kernels:
             return self._run_python_kernel(func, args, kwargs or {})
@@ -143,6 +144,9 @@ class DispatchMode(TorchDispatchMode):
                     given["device"] = _CPU
                     with tracer.placing("gpu"):
                         return self._run(func, args, given)
+                if device is not None and device.type == "meta" and types:  # takes no memory anywhere
+                    dtype, like = given.get("dtype") or args[0].dtype, args[0]
+                    return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
                 return self._run(func, args, given)
             finally:
                 tracer.call.inside_dispatch -= 1
@@ -151,6 +155,10 @@ class DispatchMode(TorchDispatchMode):
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Have a tensor subclass run the op on its inner tensors, which come back as ops of their own."""
+        device = kwargs.get("device")
+        if device is not None and device.type == "cpu" and self.tracer.call.place != "host":
+            # Not the program's: autograd's formulas ask for the device of a tensor, to torch the host.
+            kwargs["device"] = DEVICE if any(map(self.tracer.on_gpu, tensors_in(args, {}))) else device
         if any(map(is_dtensor, types)):  # is dispatched in C++
             with self._below_autograd():
                 try:
@@ -217,6 +225,8 @@ class DispatchMode(TorchDispatchMode):
         if layout is not None or func is _MAKE_SPARSE:
             return self._run_sparse(func, args, kwargs, layout)
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
+        if "device" not in kwargs and any(map(_is_meta, tensors)):  # the program's own, without memory
+            return func(*args, **kwargs)
         if not gpu and tracer.call.place != "gpu" and not (not tensors and tracer.called_by_autograd()):
             return self._run_host_op(func, args, kwargs, tensors)
         if gpu and len(gpu) < len(tensors) and func not in _CROSS_DEVICE:
@@ -469,9 +479,12 @@ class DispatchMode(TorchDispatchMode):
             raise program_error(RuntimeError(f"{func.overloadpacket.__name__}{where}{NO_KERNEL}"))
 
     def _check_devices(self, func: OpOverload, tensors: list[torch.Tensor]) -> None:
-        """Raise as CUDA does when an op mixes devices. Host scalars are allowed, as on CUDA."""
+        """Raise as CUDA does when an op mixes devices. Host scalars are allowed, as on CUDA.
+
+        A scalar that is expanded is allowed, too: the zeros of a tangent that autograd found undefined.
+        """
         for index, tensor in enumerate(tensors):
-            if tensor.dim() > 0 and not self.tracer.on_gpu(tensor):
+            if any(tensor.stride()) and not self.tracer.on_gpu(tensor):
                 error = WrongDevice(
                     "Expected all tensors to be on the same device, but found at least two devices, "
                     f"cuda:0 and {tensor.device}! ({op_name(func)}: tensor argument "
@@ -610,10 +623,6 @@ def _nothing() -> None:
     return None
 
 
-def _without_cuda(value: Any) -> Any:
-    return _CPU if isinstance(value, torch.device) and value.type == "cuda" else value
-
-
 def _is_small_host_op(args: Sequence[Any]) -> bool:
     """Whether it is an op on small tensors with data, such as the numbers that a data loader draws."""
     if not args or type(args[0]) is not torch.Tensor:
@@ -637,6 +646,10 @@ def _may_be_large(func: OpOverload, kwargs: dict[str, Any], tensors: Sequence[to
     if any(tensor.is_meta for tensor in tensors) or (asked is not None and asked.type == "meta"):
         return False
     return not tensors or max(map(_bytes_of, tensors)) > _SMALL_INPUT_BYTES
+
+
+def _is_meta(tensor: torch.Tensor) -> bool:
+    return not isinstance(tensor, FakeTensor) and tensor.is_meta
 
 
 def _is_mask(index: Any) -> bool:

@@ -31,6 +31,7 @@ from oomph.torch_internals import (
     disable_torch_function,
     disabled_torch_function_impl,
     is_traceable_wrapper_subclass,
+    torch_function_enabled,
 )
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
@@ -275,6 +276,8 @@ def _convert_parameter(
         tracer.fake_parameters[id(parameter)] = (parameter, fake)
         undo.append(functools.partial(setattr, module, name, parameter))
         return fake
+    if converted.device.type == "meta" != parameter.device.type:
+        return nn.Parameter(converted, parameter.requires_grad)
     is_wrapper: bool = is_traceable_wrapper_subclass(converted)
     if is_wrapper:  # as torch does: `data` would change the wrapper, not its inner tensors
         swapped = nn.Parameter(converted, parameter.requires_grad)
@@ -309,7 +312,7 @@ def _keep_function_mode_on(patches: Patches) -> None:
             elif kind not in ours and not isinstance(value, type):
                 override = getattr(kind, "__torch_function__", disabled_torch_function_impl)
                 if override is not disabled_torch_function_impl:
-                    return True
+                    return torch_function_enabled()
         return False
 
     for owner, name in HAS_TORCH_FUNCTION:

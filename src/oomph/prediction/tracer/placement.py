@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
 from oomph.prediction.cuda.rules import program_error
@@ -15,12 +16,14 @@ from oomph.prediction.tracer.fake_cuda import DEVICE, LegacyTensorType, Patches
 from oomph.prediction.tracer.tracer import Place, Tracer
 from oomph.torch_internals import (
     GLOBAL_DEVICE_CONTEXT,
+    JAGGED_SDPA_BACKEND,
     MAKE_SUBCLASS,
     MAKE_WRAPPER_SUBCLASS,
     FakeTensor,
     device_constructors,
     disable_torch_function,
     flex_attention_hop,
+    get_tensor_symint,
     is_traceable_wrapper_subclass,
     parse_to,
 )
@@ -63,7 +66,8 @@ class PlacementMode(TorchFunctionMode):
             given["pin_memory"] = False
         place = place_of(given["device"]) if given.get("device") is not None else None
         if place is not None and any(map(is_traceable_wrapper_subclass, args)):
-            return func(*args, **given)  # the subclass makes its inner tensors there
+            with tracer.placing(place):
+                return func(*args, **given)  # the subclass makes its inner tensors there
         if place is not None:
             given["device"] = _HOST
         elif tracer.call.place is None and self._takes_gpu_tensor(args):
@@ -146,7 +150,10 @@ def move(
     dtype = dtype or tensor.dtype
     if is_traceable_wrapper_subclass(tensor):  # its own code moves its inner tensors
         device = DEVICE if place == "gpu" else _HOST
-        return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=device, non_blocking=non_blocking)
+        with tracer.placing(place):
+            return torch.ops.aten._to_copy.default(
+                tensor, dtype=dtype, device=device, non_blocking=non_blocking
+            )
     if tensor.requires_grad and torch.is_grad_enabled():
         return _DeviceCopy.apply(tensor, tracer, place, dtype, non_blocking)
     with tracer.placing(place):
@@ -326,6 +333,11 @@ _HANDLERS: dict[Any, Handler] = {
 }
 
 
+def without_cuda(argument: Any) -> Any:
+    """The host for a device of CUDA, any other argument as it is."""
+    return _HOST if isinstance(argument, torch.device) and argument.type == "cuda" else argument
+
+
 def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
     """`tensor.device` gives the fake device to the program, the true one to torch's own fake kernels.
 
@@ -343,10 +355,8 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
     make_wrapper = getattr(*MAKE_WRAPPER_SUBCLASS)
 
     def make_wrapper_on_host(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = _HOST
-        return make_wrapper(*args, **kwargs)
+        given = {name: without_cuda(value) for name, value in kwargs.items()}
+        return make_wrapper(*map(without_cuda, args), **given)
 
     patches.set(*MAKE_WRAPPER_SUBCLASS, staticmethod(make_wrapper_on_host))
     make_subclass, as_subclass = (getattr(*pair) for pair in MAKE_SUBCLASS)
@@ -368,8 +378,29 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
         made.__class__ = _fake_class(cls)
         return made
 
+    patches.set(FakeTensor, "get_nested_int", _nested_int)
+    select_backend = getattr(*JAGGED_SDPA_BACKEND)
+
+    def jagged_backend(query: torch.Tensor, *args: Any) -> SDPBackend:
+        """Of scaled_dot_product_attention on jagged tensors of the GPU, in torch's order."""
+        if not tracer.on_gpu(query):
+            return select_backend(query, *args)
+        if query.dtype in (torch.float16, torch.bfloat16) and torch.backends.cuda.flash_sdp_enabled():
+            return SDPBackend.FLASH_ATTENTION
+        efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
+        return SDPBackend.EFFICIENT_ATTENTION if efficient else SDPBackend.MATH
+
+    patches.set(*JAGGED_SDPA_BACKEND, jagged_backend)
     patches.set(*MAKE_SUBCLASS[0], staticmethod(make_fake_subclass))
     patches.set(*MAKE_SUBCLASS[1], as_fake_subclass)
+
+
+def _nested_int(tensor: FakeTensor, *, coeff: int = 1) -> Any:
+    """The length of a jagged dimension, one for each tensor of offsets; as torch makes it for real ones."""
+    if tensor.nested_int_memo is None:
+        tensor.nested_int_memo = get_tensor_symint(torch.empty(0, device="meta"))
+    length: Any = tensor.nested_int_memo
+    return length * coeff
 
 
 @functools.cache

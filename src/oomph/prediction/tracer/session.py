@@ -26,7 +26,7 @@ from oomph.prediction.tracer.placement import (
     install_default_device,
     install_tensor_device,
 )
-from oomph.prediction.tracer.recorder import OpLog
+from oomph.prediction.tracer.recorder import OpLog, inner_tensors
 from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.workers import install_workers
@@ -35,6 +35,7 @@ from oomph.torch_internals import (
     FakeTensor,
     compiled_frame_callback,
     disable_torch_function,
+    tree_leaves,
 )
 
 
@@ -192,6 +193,7 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
 
     def compiled(function: Any) -> Any:
         of_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
+        updates: set[str] = set()  # descriptions of arguments with which it left nothing behind
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -199,8 +201,17 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
                 note()
                 return function(*args, **kwargs)
             tracer.note_once("a compiled optimizer step is assumed to store no intermediate results")
+            leaves = tree_leaves((args, kwargs))
+            given = "; ".join(map(_described, leaves))
+            if given in updates:
+                tracer.count_kernel(*(each for leaf in leaves for each in inner_tensors(leaf)))
+                return None
+            live = tracer.recorder.live_bytes
             with tracer.recorder.fused():
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            if result is None and not of_optimizer and tracer.recorder.live_bytes == live:
+                updates.add(given)
+            return result
 
         return run
 
@@ -228,6 +239,12 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
             return None
 
         patches.set(*callback, run_eagerly)
+
+
+def _described(argument: Any) -> str:
+    if isinstance(argument, torch.Tensor):
+        return f"{type(argument)} {argument.shape} {argument.dtype} {argument.device}"
+    return repr(argument)
 
 
 def _follow_resized_storages(patches: Patches, tracer: Tracer) -> None:
