@@ -354,8 +354,10 @@ def test_transforms_of_torch_func_run_on_the_gpu() -> None:
         def step() -> None:
             points = torch.randn(ROWS, 2, device="cuda")
             curvature = torch.func.hessian(energy)(points[0])
+            assert points.new_zeros(3, device="meta").shape == (3,)
+            curvatures = torch.func.vmap(torch.func.hessian(energy))(points)
             slopes = torch.func.vmap(torch.func.grad(energy))(points)
-            (slopes.square().mean() + curvature.diagonal().sum()).backward()
+            (slopes.square().mean() + curvature.diagonal().sum() + curvatures.mean()).backward()
             optimizer.step()
             optimizer.zero_grad()
 

@@ -144,9 +144,13 @@ class DispatchMode(TorchDispatchMode):
                     given["device"] = _CPU
                     with tracer.placing("gpu"):
                         return self._run(func, args, given)
-                if device is not None and device.type == "meta" and types:  # takes no memory anywhere
-                    dtype, like = given.get("dtype") or args[0].dtype, args[0]
-                    return torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
+                if (
+                    device is not None
+                    and device.type == "meta"
+                    and args
+                    and isinstance(args[0], torch.Tensor)
+                ):
+                    return func(_without_memory(args[0]), *args[1:], **given)
                 return self._run(func, args, given)
             finally:
                 tracer.call.inside_dispatch -= 1
@@ -225,8 +229,10 @@ class DispatchMode(TorchDispatchMode):
         if layout is not None or func is _MAKE_SPARSE:
             return self._run_sparse(func, args, kwargs, layout)
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
-        if "device" not in kwargs and any(map(_is_meta, tensors)):  # the program's own, without memory
-            return func(*args, **kwargs)
+        if func is aten._efficientzerotensor.default or (
+            "device" not in kwargs and any(map(_is_meta, tensors))
+        ):
+            return func(*args, **kwargs)  # without memory on any device
         if not gpu and tracer.call.place != "gpu" and not (not tensors and tracer.called_by_autograd()):
             return self._run_host_op(func, args, kwargs, tensors)
         if gpu and len(gpu) < len(tensors) and func not in _CROSS_DEVICE:
@@ -646,6 +652,10 @@ def _may_be_large(func: OpOverload, kwargs: dict[str, Any], tensors: Sequence[to
     if any(tensor.is_meta for tensor in tensors) or (asked is not None and asked.type == "meta"):
         return False
     return not tensors or max(map(_bytes_of, tensors)) > _SMALL_INPUT_BYTES
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _is_meta(tensor: torch.Tensor) -> bool:
