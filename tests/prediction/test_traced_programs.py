@@ -347,3 +347,15 @@ def test_recomputation_may_end_inside_a_dropout() -> None:
         checkpoint(model, x, use_reentrant=False).sum().backward()
 
     assert not [note for note in oomph.predict(program).notes if "dropout" in note.text]
+
+
+def test_a_model_may_be_built_on_the_meta_device() -> None:
+    def program() -> None:
+        with torch.device("meta"):
+            ids = torch.cat([torch.tensor([[1, 5]]), torch.arange(4).view(2, 2)])
+            model = nn.Linear(64, 64)
+        assert ids.is_meta
+        assert model.weight.is_meta
+        model.to_empty(device="cuda")(torch.randn(8, 64, device="cuda")).sum().backward()
+
+    assert oomph.predict(program).peak.allocated > 0

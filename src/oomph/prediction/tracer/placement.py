@@ -227,8 +227,11 @@ def _from_data(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str,
     else:
         gradient = kwargs.pop("requires_grad", False)
         made = func(*map(_with_numbers, args), **kwargs)
-        if device is not None and place_of(device) == "gpu":
+        place = place_of(device) if device is not None else "host"
+        if place == "gpu":
             made = move(tracer, made, "gpu")
+        elif place is None:
+            made = made.to(device)
         return made.requires_grad_() if gradient else made
     return made if device is None else _to(tracer, torch.Tensor.to, (made, device), {})
 
