@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import shlex
 
 from oomph.cli.output import write_stdout
-from oomph.cli.predict import PredictOptions, check_options, predict_target
+from oomph.cli.predict import PredictOptions, check_options, next_step, predict_target
 from oomph.errors import ExitStatus
 from oomph.report.diagnosis import diagnosis_text, diagnosis_to_json
 from oomph.report.terminal import report_console
@@ -21,6 +20,6 @@ def run_diagnose(options: PredictOptions) -> ExitStatus:
     if options.json:
         write_stdout(json.dumps(diagnosis_to_json(diagnosis), allow_nan=False) + "\n")
     else:
-        typed = shlex.join((options.target, *options.overrides))
-        write_stdout(diagnosis_text(diagnosis, report_console(), typed))
+        text = diagnosis_text(diagnosis, report_console())
+        write_stdout(text + next_step(options, diagnosis.prediction))
     return ExitStatus.DOES_NOT_FIT if diagnosis.prediction.fits is False else ExitStatus.FITS

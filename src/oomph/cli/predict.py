@@ -60,11 +60,11 @@ def run_predict(options: PredictOptions) -> ExitStatus:
     else:
         text = report_text(prediction, report_console())
         table = stage_table_text(stages, report_console()) if stages is not None else ""
-        write_stdout(text + table + _next_step(options, prediction))
+        write_stdout(text + table + next_step(options, prediction))
     return ExitStatus.DOES_NOT_FIT if prediction.fits is False else ExitStatus.FITS
 
 
-def _next_step(options: PredictOptions, prediction: Prediction) -> str:
+def next_step(options: PredictOptions, prediction: Prediction) -> str:
     if prediction.fits is not False:
         return ""
     if options.module or options.torchrun:  # which `oomph fit` does not take

@@ -8,6 +8,7 @@ counts several times over, because it fills any GPU in the end.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import math
 from collections import Counter, defaultdict
@@ -220,9 +221,12 @@ class Facts:
 
     @cached_property
     def broadcasts(self) -> frozenset[int]:
-        return self._family(
-            lambda one, op, ratio: ratio >= 8 if op in _BROADCASTS else op in _COPIES and ratio >= 16
-        )
+        def begins(one: Allocation, op: str, ratio: float) -> bool:
+            if one.during == "backward":  # the gradient of every sum is expanded
+                return False
+            return ratio >= 8 if op in _BROADCASTS else op in _COPIES and ratio >= 16
+
+        return self._family(begins)
 
     @cached_property
     def matrices_of_factors(self) -> frozenset[int]:
@@ -646,7 +650,8 @@ def classify(facts: Facts) -> dict[Pattern, list[Allocation]]:
             workspaces.append(one)
             continue
         found.setdefault(pattern.name, (pattern, []))[1].append(one)
-        at_site[one.site][pattern.name] += one.bytes
+        if pattern.avoidable <= 1:  # a list that grows makes no workspace
+            at_site[one.site][pattern.name] += one.bytes
     for one in workspaces:  # of an op: it belongs to what else its line makes
         pattern = _first(facts, one, PATTERNS)
         name = at_site[one.site].most_common(1)[0][0] if at_site[one.site] else pattern.name
@@ -655,4 +660,9 @@ def classify(facts: Facts) -> dict[Pattern, list[Allocation]]:
 
 
 def _first(facts: Facts, one: Allocation, patterns: Iterable[Pattern]) -> Pattern:
-    return next(pattern for pattern in patterns if pattern.applies(facts, one))
+    """A rule that fails does not apply; the last one always does."""
+    for pattern in patterns:
+        with contextlib.suppress(Exception):
+            if pattern.applies(facts, one):
+                return pattern
+    return PATTERNS[-1]

@@ -42,14 +42,14 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
     return found
 
 
-def diagnosis_text(diagnosis: Diagnosis, console: Console, target: str = "TARGET") -> str:
-    """The verdict, the cause with its lines, and a row for each further finding. `target`: as typed."""
+def diagnosis_text(diagnosis: Diagnosis, console: Console) -> str:
+    """The verdict, the cause with its lines, and a row for each further finding."""
     total = diagnosis.prediction.peak.reserved
     with console.capture() as capture:
         print_verdict(diagnosis.prediction, console)
         if diagnosis.findings:
             cause, *others = diagnosis.findings
-            section(console, f"Cause: {cause.pattern}, {_size(cause, total)}", _cause(cause, target))
+            section(console, f"Cause: {cause.pattern}, {_size(cause, total)}", _cause(cause))
             shown = [one for one in others if one.bytes >= _LEAST_SHARE * total][:_ROWS]
             if shown:
                 section(console, "Also at the peak", [_table(shown, total)])
@@ -62,13 +62,13 @@ def _size(one: Finding, total: int) -> str:
     return f"{format_bytes(one.bytes)} ({share(one.bytes, total)} of the peak)"
 
 
-def _cause(one: Finding, target: str) -> Sequence[Text]:
+def _cause(one: Finding) -> Sequence[Text]:
     lines = [Text(f"{one.advice[0].upper()}{one.advice[1:]}.")]
     lines += [Text(text, "dim") for text in (one.formula, one.growth) if text]
     for site in one.sites:
         lines.append(Text.assemble((file_and_line(site), "bold"), "  ", _source(site)))
     if one.fixes:
-        lines.append(Text(f"Fixes: {', '.join(one.fixes)} (`oomph fixes {target}` predicts what they save)"))
+        lines.append(Text(f"Fixes: {', '.join(one.fixes)}"))
     return lines
 
 
@@ -80,10 +80,10 @@ def _table(findings: Sequence[Finding], total: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
-    for title in ("pattern", "growth", "line", "fixes"):
-        table.add_column(title)
+    table.add_column("pattern", no_wrap=True)
+    table.add_column("growth")
+    table.add_column("line", overflow="fold")
     for one in findings:
         line = file_and_line(one.sites[0]) if one.sites else ""
-        fixes = ", ".join(one.fixes[:2])
-        table.add_row(format_bytes(one.bytes), share(one.bytes, total), one.pattern, one.growth, line, fixes)
+        table.add_row(format_bytes(one.bytes), share(one.bytes, total), one.pattern, one.growth, line)
     return table
