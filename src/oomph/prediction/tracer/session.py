@@ -191,9 +191,10 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
         note()
         return model
 
+    updates: set[tuple[Any, str]] = set()  # function and arguments with which it left nothing behind
+
     def compiled(function: Any) -> Any:
         of_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
-        updates: set[str] = set()  # descriptions of arguments with which it left nothing behind
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -202,7 +203,7 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
                 return function(*args, **kwargs)
             tracer.note_once("a compiled optimizer step is assumed to store no intermediate results")
             leaves = tree_leaves((args, kwargs))
-            given = "; ".join(map(_described, leaves))
+            given = function, "; ".join(map(_described, leaves))
             if given in updates:
                 tracer.count_kernel(*(each for leaf in leaves for each in inner_tensors(leaf)))
                 return None
