@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -44,8 +44,7 @@ class Site:
     function: str
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """One request to the allocator: a tensor's storage, or an operator's workspace."""
 
     id: int
@@ -141,6 +140,18 @@ class Holder:
     ids: frozenset[int]  # allocations that the container or variable holds itself
     graph: bool  # it holds results of autograd, and with them what their graph saved
     recurrent: bool = False  # it computes the next value from the last, as `state = cell(x, state)`
+
+
+def dimension_names(shape: Sequence[int]) -> tuple[str, ...]:
+    """What `--sizes` calls the dimensions of a batch tensor: [B, T, F], or [B, C, H, W]; "" beyond these."""
+    names = ("B", "C", "H", "W") if len(shape) == 4 else ("B", "T", "F")
+    return (names + ("",) * len(shape))[: len(shape)]
+
+
+def named_shape(shape: Sequence[int]) -> str:
+    """`[B=8, T=512]`"""
+    named = zip(dimension_names(shape), shape, strict=True)
+    return f"[{', '.join(f'{name}={size}' if name else str(size) for name, size in named)}]"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -229,6 +229,16 @@ class Workload:
             scaled.backward()
             total = total + scaled.detach()
         return total  # type: ignore[no-any-return]
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> Workload:
+        """The same with other values of its sizes."""
+        known = self.sizes or {}
+        for name in sizes:
+            if name not in known:
+                has = ", ".join(f"{own}={size}" for own, size in known.items())
+                none = 'none; name them, as Workload(batch=lambda device, B: ..., sizes={"B": 8})'
+                raise UserError(f"the Workload has no size {name!r}; its sizes are {has or none}")
+        return replace(self, sizes={**known, **sizes})
 
     def passes(self, batch: Any) -> list[tuple[Any, float | torch.Tensor]]:
         """The forward and backward passes of a step: what each is given, and the factor of its loss."""

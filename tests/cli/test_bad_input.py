@@ -72,6 +72,7 @@ cases(
     ("fixes p.py:ok --allow speed", "--allow 'speed' is not a kind of fix; valid: exact, precision"),
     ("fixes p.py:ok --only recompte", "there is no fix 'recompte'; did you mean 'activation_check"),
     ("fixes p.py:nothing --only gradient_checkpointing", "here that is 'activation_checkpointing'"),
+    ("predict p.py:ok --sizes T", "--sizes 'T' is not valid; give NAME=NUMBER"),
     ("predict p.py --stpes 4 -- --lr 3", "No such option: --stpes; the nearest is --steps"),
     ("predict -m p --toruchrun", "No such option: --toruchrun; the nearest is --torchrun"),
     ("fixes p.py", "target 'p.py' is a whole script, which predict, fit and run take"),

@@ -243,8 +243,8 @@ def test_the_shapes_of_the_batch_are_stated():
     assert "\nbatch: input_ids [8, 1024] int64\n" in _plain(prediction(batch=(ids,)))
     many = tuple(BatchTensor("", (8, length), "int64") for length in range(100, 110))
     line = next(line for line in _plain(prediction(batch=many)).splitlines() if line.startswith("batch"))
-    assert line.startswith("batch: [8, 104] int64, [8, 105]")
-    assert line.endswith("[8, 109] int64 and 4 more")
+    assert line.startswith("batch: [B=8, T=104] int64, [B=8, T=105]")
+    assert line.endswith("[B=8, T=109] int64 and 4 more")
 
 
 def test_notes_come_with_their_place():

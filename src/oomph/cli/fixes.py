@@ -112,7 +112,7 @@ def run_verify(options: VerifyOptions) -> int:
     check_target(options.target, overrides)
     if not words:
         raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")
-    sizes, uses = _sizes(options.sizes), uses_of(words)
+    sizes, uses = parse_sizes(options.sizes), uses_of(words)
 
     def run(progress: ProgressReport) -> Verification:
         with open_target(options.target, overrides) as target:
@@ -128,7 +128,8 @@ def run_verify(options: VerifyOptions) -> int:
     return VERIFIED if found.holds else DIFFERS
 
 
-def _sizes(text: str) -> dict[str, int]:
+def parse_sizes(text: str) -> dict[str, int]:
+    """`B=1,T=16`"""
     sizes = {}
     for pair in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = pair.partition("=")

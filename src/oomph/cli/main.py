@@ -119,6 +119,13 @@ def predict(
     ] = None,
     module: _Module = None,
     steps: _Steps = None,
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T=4096|longest",
+            help="Sizes of the batch (B, T, H, W), or those of the longest sample of the data set.",
+        ),
+    ] = None,
     torchrun: _Torchrun = False,
     allow_subprocesses: _Subprocesses = False,
     allow_network: _Network = False,
@@ -137,6 +144,7 @@ def predict(
         overrides=words,
         module=module is not None,
         steps=steps,
+        sizes=sizes,
         torchrun=torchrun,
         allow=_allowed(allow_subprocesses, allow_network),
     )

@@ -7,10 +7,12 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from oomph import gpus, units
+from oomph.cli.fixes import parse_sizes
 from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
 from oomph.cli.targets import (
     check_python_file,
@@ -41,6 +43,7 @@ class PredictOptions:
     overrides: tuple[str, ...] = ()  # of a script: its arguments
     module: bool = False  # the target is a module that is run as a script
     steps: int | None = None
+    sizes: str | None = None  # B=8,T=4096, or longest
     torchrun: bool = False
     allow: tuple[str, ...] = ()  # what the program may do outside of its process
 
@@ -93,6 +96,9 @@ def check_options(options: PredictOptions) -> None:
             )
     if options.steps is not None and options.steps < 1:
         raise UserError(f"--steps {options.steps} is not valid; give a positive number")
+    if options.sizes is not None and is_config(options.target):
+        raise UserError("--sizes is for programs; override the keys of a config, e.g. data.seq_len=4096")
+    _sizes(options)
     if _is_script(options):
         if not options.module:
             check_python_file(options.target)
@@ -141,7 +147,7 @@ def _predict_target(
             from oomph.fixes.scripts import change_model_of
 
             script = replace(script, on_optimizer=change_model_of(uses_of(options.fixes)))
-        return predict(script, gpu=options.gpu, max=options.max, progress=progress)
+        return predict(script, gpu=options.gpu, max=options.max, sizes=_sizes(options), progress=progress)
     with open_target(options.target, options.overrides) as target:
         if options.fixes:
             from oomph.fixes import apply, uses_of
@@ -151,7 +157,12 @@ def _predict_target(
             target = replace(workload_of(target, options.target), sizes=sizes)
         limits = (options.max, config_limit(options.target, options.overrides))
         limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
-        return predict(target, gpu=options.gpu, max=limit, progress=progress)
+        return predict(target, gpu=options.gpu, max=limit, sizes=_sizes(options), progress=progress)
+
+
+def _sizes(options: PredictOptions) -> Any:
+    """As `oomph.predict` takes them."""
+    return options.sizes if options.sizes in (None, "longest") else parse_sizes(str(options.sizes))
 
 
 def _is_script(options: PredictOptions) -> bool:

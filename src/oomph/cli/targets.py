@@ -9,9 +9,8 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -69,7 +68,7 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
     try:
         found = _check_object(_attribute(_import(source), name, source), target)
         sizes = _sizes(overrides, target)
-        yield _with_sizes(workload_of(found, target), sizes) if sizes else found
+        yield workload_of(found, target).with_sizes(sizes) if sizes else found
     finally:
         sys.path[:], sys.argv = path, arguments
         if _is_file(source):
@@ -141,16 +140,6 @@ def _sizes(words: Sequence[str], target: str) -> dict[str, int]:
             )
         sizes[match[1]] = int(match[2])
     return sizes
-
-
-def _with_sizes(workload: Workload, sizes: Mapping[str, int]) -> Workload:
-    known = workload.sizes or {}
-    for name in sizes:
-        if name not in known:
-            has = ", ".join(f"{own}={size}" for own, size in known.items())
-            none = 'none; name them, as Workload(batch=lambda device, B: ..., sizes={"B": 8})'
-            raise UserError(f"the Workload has no size {name!r}; its sizes are {has or none}")
-    return replace(workload, sizes={**known, **sizes})
 
 
 def _attribute(module: ModuleType, name: str, source: str) -> Any:

@@ -23,6 +23,7 @@ from oomph.prediction.margin import margin
 from oomph.prediction.replay import Replay, replay
 from oomph.prediction.roofline import step_work
 from oomph.prediction.script import Script, run_script
+from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes, check_sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.session import tracing
@@ -58,6 +59,7 @@ def predict(
     *,
     gpu: str | GPU | None = None,
     max: str | int | None = None,
+    sizes: Sizes | None = None,
     allow: Collection[str] = (),
     progress: program.Progress | None = None,
 ) -> Prediction:
@@ -67,6 +69,8 @@ def predict(
     that is predicted; if it returns a callable, that is the step and is called three times. A Script is run
     as it is until its optimizers have stepped three times.
     `gpu` is a name of the catalogue or a size ("24GiB"); `max` limits the allocator further.
+    `sizes` replaces sizes of a Workload. The batches of other programs get the sizes B, T, H or W that it
+    gives, as {"T": 4096}, or those of the longest sample of their data sets ("longest").
     The program runs in a child process and changes no file; `allow` may name "subprocesses", to let it start
     other programs, and "network".
     `progress` receives a text and, where it is known, the fraction that is done.
@@ -75,7 +79,16 @@ def predict(
     limit = _limit(card if gpu is not None else None, max)
     began = time.perf_counter()
 
+    if sizes is not None and isinstance(target, Workload):
+        if sizes == "longest":
+            raise UserError('sizes="longest" is for scripts and functions; a Workload names its sizes')
+        target, sizes = target.with_sizes(sizes), None
+    elif sizes is not None:
+        check_sizes(sizes)
+
     def prediction(tracer: Tracer) -> Prediction:
+        if tracer.batch_sizes is not None:
+            tracer.batch_sizes.check_applied(tuple(tracer.moved))
         found = _prediction(tracer, card, gpu is not None, limit)
         return replace(
             found,
@@ -84,7 +97,9 @@ def predict(
         )
 
     def run(progress: program.Progress) -> Prediction:
-        return prediction(trace(target, card, progress, finish=lambda tracer: finish(prediction(tracer))))
+        return prediction(
+            trace(target, card, progress, sizes=sizes, finish=lambda tracer: finish(prediction(tracer)))
+        )
 
     return predict_isolated(run, progress or (lambda text, fraction: None), allow)
 
@@ -249,6 +264,7 @@ def trace(
     progress: program.Progress,
     log: OpLog | None = None,
     finish: Callable[[Tracer], NoReturn] | None = None,
+    sizes: Sizes | None = None,
 ) -> Tracer:
     """Run the target on the fake GPU; its own failures come out as ProgramError.
 
@@ -256,6 +272,8 @@ def trace(
     """
 
     def run(tracer: Tracer) -> Tracer:
+        if sizes is not None:
+            tracer.batch_sizes = BatchSizes(sizes, tracer.recorder.note)
         if isinstance(target, Workload):
             program.run_workload(target, tracer, progress)
         elif isinstance(target, Script):

@@ -164,6 +164,8 @@ def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress
         result = function()
     tracer.work.counting, tracer.on_optimizer_step = False, None
     if isinstance(result, Workload):
+        if tracer.batch_sizes is not None:
+            result, tracer.batch_sizes = result.with_sizes(tracer.batch_sizes.wanted), None
         run_workload(result, tracer, progress)
     elif is_step(result):
         check_step(result, name)

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from oomph.errors import UserError
-from oomph.records import BatchTensor, Growth, Peak, Prediction, Site, Stage
+from oomph.records import BatchTensor, Growth, Peak, Prediction, Site, Stage, named_shape
 from oomph.report.labels import TensorGroup, file_and_line, group_tensors
 from oomph.report.timeline import ASCII, UNICODE, Glyphs, bar, timeline_lines
 from oomph.units import format_bytes, parse_bytes
@@ -253,9 +253,16 @@ def print_verdict(prediction: Prediction, console: Console) -> None:
 
 
 def _batch(tensors: Sequence[BatchTensor]) -> str:
-    """`input_ids [8, 1024] int64, labels [8, 1024] int64`, the largest ones where there are many."""
+    """`input_ids [8, 1024] int64, labels [8, 1024] int64`, the largest ones where there are many.
+
+    Those that a program moved to the GPU have no names; their dimensions have those of `--sizes`.
+    """
     shown = sorted(tensors, key=lambda one: -math.prod(one.shape))[:_BATCH_TENSORS]
-    texts = [f"{one.name} {list(one.shape)} {one.dtype}".strip() for one in tensors if one in shown]
+    texts = [
+        f"{one.name} {list(one.shape)} {one.dtype}" if one.name else f"{named_shape(one.shape)} {one.dtype}"
+        for one in tensors
+        if one in shown
+    ]
     more = len(tensors) - len(shown)
     return ", ".join(texts) + (f" and {more} more" if more else "")
 

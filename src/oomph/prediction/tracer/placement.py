@@ -148,6 +148,8 @@ def move(
 ) -> torch.Tensor:
     """A copy of the tensor on the other device; `non_blocking`: the program does not wait for it."""
     dtype = dtype or tensor.dtype
+    if tracer.batch_sizes is not None and place == "gpu" and tracer.is_batch(tensor):
+        tensor = tracer.batch_sizes.resize(tensor)
     if is_traceable_wrapper_subclass(tensor):  # its own code moves its inner tensors
         device = DEVICE if place == "gpu" else _HOST
         with tracer.placing(place):

@@ -19,6 +19,7 @@ from oomph.prediction.tracer.attribution import (
     find_site,
     in_loss_function,
 )
+from oomph.prediction.tracer.batch_sizes import BatchSizes
 from oomph.prediction.tracer.fake_cuda import current_streams
 from oomph.prediction.tracer.holders import HolderSearch
 from oomph.prediction.tracer.recorder import (
@@ -100,6 +101,7 @@ class Tracer:
         self.lock = threading.RLock()  # held during an op: neither this nor the fake mode is made for threads
         self.batch: Any = None
         self.moved: dict[BatchTensor, None] = {}  # from the host to the GPU, outside modules; each once
+        self.batch_sizes: BatchSizes | None = None  # that the batch gets, other than the program's
         self.allocator: str | None = None  # as the Workload gives it
         self.log: OpLog | None = None
         self.parameter_sites = WeakIdKeyDictionary()  # parameter -> the line that made it
@@ -295,10 +297,13 @@ class Tracer:
         """Record a result of `op` on the GPU, if its storage is new."""
         self.recorder.record_tensor(tensor, self._describe(op, operands[:_MOST_OPERANDS]))
 
-    def record_move(self, source: torch.Tensor) -> None:
-        """The program moves a tensor from the host to the GPU: data, if no module holds it."""
+    def is_batch(self, source: torch.Tensor) -> bool:
+        """Whether a tensor that the program moves from the host to the GPU is data: no module holds it."""
         held = isinstance(source, torch.nn.Parameter) or source in self.buffer_sites
-        if source.dim() and self.phase == "forward" and not held and not self.modules.inside_model:
+        return source.dim() > 0 and self.phase == "forward" and not held and not self.modules.inside_model
+
+    def record_move(self, source: torch.Tensor) -> None:
+        if self.is_batch(source):
             dtype = str(source.dtype).removeprefix("torch.")
             self.moved[BatchTensor("", tuple(source.shape), dtype)] = None
 

@@ -24,7 +24,7 @@ _MiB = 1 << 20
 
 def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
     """Run all of these in the traced thread and process, or with the trace's modes."""
-    _load_data_in_process(patches)
+    _load_data_in_process(patches, tracer)
     _trace_threads(patches, tracer, modes)
     _call_replicas_directly(patches)
     _spawn_one_process_directly(patches)
@@ -33,11 +33,13 @@ def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
         _replace_distributed_data_parallel(patches)
 
 
-def _load_data_in_process(patches: Patches) -> None:
+def _load_data_in_process(patches: Patches, tracer: Tracer) -> None:
     """Workers and pinning threads change nothing on the GPU; they could not return fake tensors."""
     iterator = getattr(*DATA_LOADER_ITERATOR)
 
     def get_iterator(loader: DataLoader[Any]) -> Any:
+        if tracer.batch_sizes is not None:
+            tracer.batch_sizes.look_through(loader.dataset)
         alone = copy.copy(loader)
         alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
         alone.prefetch_factor = None

@@ -1,0 +1,119 @@
+"""`--sizes T=4096`: batches of other sizes than those that the program loads.
+
+The batch of a script or function is what it moves to the GPU outside of modules. Every such tensor is
+repeated or cut along the dimensions that have the name, so that ids, labels and masks stay alike.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from oomph.errors import UserError
+from oomph.records import dimension_names, named_shape
+
+Sizes = Mapping[str, int] | Literal["longest"]
+NAMES = ("B", "T", "H", "W")
+_MOST_SECONDS = 10.0  # for looking through a data set
+
+
+def check_sizes(sizes: Sizes) -> None:
+    if sizes == "longest":
+        return
+    wrong = {
+        name: size
+        for name, size in sizes.items()
+        if name not in NAMES or isinstance(size, bool) or not isinstance(size, int) or size < 1
+    }
+    if wrong or not sizes:
+        raise UserError(
+            f"sizes={dict(sizes)!r} is not valid for a script or function; give whole numbers for "
+            f"{', '.join(NAMES)}, as T=4096, or 'longest'"
+        )
+
+
+class BatchSizes:
+    """The sizes that are asked for, and the tensors that got them."""
+
+    def __init__(self, sizes: Sizes, note: Callable[[str], None]) -> None:
+        self._asked, self._note = sizes, note
+        self.wanted: dict[str, int] = {} if sizes == "longest" else dict(sizes)  # type: ignore[arg-type]
+        self._length: int | None = None  # of the last batch, as loaded
+        self._applied: set[str] = set()
+        self._scanned: set[int] = set()  # ids of data sets
+
+    def resize(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, on the host, with the sizes that are asked for."""
+        shape = tuple(tensor.shape)
+        names = list(dimension_names(shape))
+        if len(shape) in (2, 3):
+            self._length = shape[1]
+        square = len(shape) == 4 or not tensor.dtype.is_floating_point  # masks: [B, 1, T, T], [B, T, T]
+        for dim in range(2, len(shape)):
+            if square and shape[dim] == self._length:
+                names[dim] = "T"
+        out = tensor
+        for dim, name in enumerate(names):
+            wanted = self.wanted.get(name, shape[dim])
+            if name in self.wanted:
+                self._applied.add(name)
+            if wanted != shape[dim] and shape[dim]:
+                out = out.index_select(dim, torch.arange(wanted) % shape[dim])
+        if out is not tensor:
+            self._note(f"--sizes: batches of {list(shape)} are traced as {list(out.shape)}")
+        return out
+
+    def look_through(self, data: Any) -> None:
+        """For "longest": the longest sample of a map-style data set of tensors or lists of numbers."""
+        if self._asked != "longest" or id(data) in self._scanned:
+            return
+        self._scanned.add(id(data))
+        try:
+            count = len(data)
+        except TypeError:
+            return
+        began, seen = time.monotonic(), 0
+        for index in range(count):
+            for name, size in _sizes_of_sample(data[index]):
+                self.wanted[name] = max(size, self.wanted.get(name, 0))
+            seen += 1
+            if time.monotonic() - began > _MOST_SECONDS:
+                break
+        found = " ".join(f"{name}={size}" for name, size in self.wanted.items())
+        if found:
+            of = f"all {count:,}" if seen == count else f"the first {seen:,} of {count:,}"
+            self._note(f"--sizes longest: {found}, of {of} samples")
+
+    def check_applied(self, moved: Sequence[Any]) -> None:
+        """Raise for a size that no tensor has."""
+        missing = [name for name in self.wanted or ("T",) if name not in self._applied]
+        if not missing or (self._asked == "longest" and self._applied):
+            return
+        seen = [named_shape(one.shape) for one in moved]
+        what = ", ".join(seen[:4]) or "nothing: it makes its batch there"
+        asked = "longest" if self._asked == "longest" else f"{missing[0]}={self.wanted[missing[0]]}"
+        why = "no data set of tensors or lists was found" if asked == "longest" else "no such dimension"
+        raise UserError(f"--sizes {asked}: {why} in what the program moves to the GPU ({what})")
+
+
+def _sizes_of_sample(sample: Any) -> list[tuple[str, int]]:
+    if isinstance(sample, Mapping):
+        sample = dict(sample)
+    if _is_list_of_numbers(sample):
+        return [("T", len(sample))]
+    found: list[tuple[str, int]] = []
+    parts = sample if isinstance(sample, (list, tuple)) else [sample]
+    for part in sample.values() if isinstance(sample, dict) else parts:
+        if _is_list_of_numbers(part):
+            found.append(("T", len(part)))
+        elif hasattr(part, "shape") and len(part.shape):
+            names = dimension_names((1, *part.shape))[1:]  # without the batch's dimension
+            found += [(name, size) for name, size in zip(names, part.shape, strict=True) if name in NAMES]
+    return found
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], (int, float))

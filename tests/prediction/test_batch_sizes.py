@@ -1,0 +1,78 @@
+"""`--sizes`: scripts and functions, predicted with longer batches than those that they load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import oomph
+from oomph import Script, UserError
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+class Texts(Dataset):
+    def __len__(self):
+        return 40
+    def __getitem__(self, index):
+        return {"ids": list(range(1, 2 + (64 if index == 33 else index % 8)))}
+
+def collate(samples):
+    longest = max(len(sample["ids"]) for sample in samples)
+    ids = torch.tensor([sample["ids"] + [0] * (longest - len(sample["ids"])) for sample in samples])
+    return ids, ids != 0, ids.clone()
+
+embedding, head = nn.Embedding(100, 64).cuda(), nn.Linear(64, 100).cuda()
+optimizer = torch.optim.AdamW([*embedding.parameters(), *head.parameters()])
+for ids, mask, labels in DataLoader(Texts(), batch_size=4, collate_fn=collate):
+    ids, mask, labels = ids.cuda(), mask.to("cuda"), labels.to("cuda", non_blocking=True)
+    assert mask.shape == labels.shape == ids.shape
+    logits = head(embedding(ids)) * mask[..., None]
+    nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return Script(str(tmp_path / "train.py"))
+
+
+def test_ids_labels_and_masks_of_a_script_get_the_sizes(script: Script) -> None:
+    found = oomph.predict(script, sizes={"T": 48, "B": 16})
+    assert {each.shape for each in found.batch} == {(16, 48)}
+    assert any("traced as [16, 48]" in note.text for note in found.notes)
+    assert found.peak.allocated > oomph.predict(script).peak.allocated
+
+
+def test_the_longest_sample_of_the_data_set(script: Script) -> None:
+    found = oomph.predict(script, sizes="longest")
+    assert {each.shape for each in found.batch} == {(4, 65)}
+    assert any("T=65, of all 40 samples" in note.text for note in found.notes)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_functions_images_and_workloads() -> None:
+    def training(made_there: bool = False) -> None:
+        images = torch.randn(2, 3, 16, 16, device="cuda" if made_there else None).cuda()
+        nn.Conv2d(3, 4, 3).cuda()(images).sum().backward()
+
+    found = oomph.predict(training, sizes={"H": 32, "W": 24})
+    assert [each.shape for each in found.batch] == [(2, 3, 32, 24)]
+    with pytest.raises(UserError, match=r"T=8: no such dimension .*\[B=2, C=3, H=16, W=16\]"):
+        oomph.predict(training, sizes={"T": 8})
+    with pytest.raises(UserError, match="makes its batch there"):
+        oomph.predict(lambda: training(True), sizes={"H": 8})
+    with pytest.raises(UserError, match="B, T, H, W"):
+        oomph.predict(training, sizes={"length": 8})
+    model, batch = lambda: nn.Linear(8, 8), lambda device, B: torch.ones(B, 8, device=device)
+    work = oomph.Workload(model, batch, lambda model, x: model(x).sum(), sizes={"B": 2})
+    assert oomph.predict(work, sizes={"B": 4}).batch[0].shape == (4, 8)
+    assert oomph.predict(lambda: work, sizes={"B": 4}).batch[0].shape == (4, 8)
