@@ -425,9 +425,22 @@ def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) ->
 # Messages ---------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Many new objects would start collections of all objects of the process, and none of them is garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _send(messages: BinaryIO, message: tuple[str, Any]) -> None:
     try:
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with _without_collection():
+            data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         data = pickle.dumps(("error", RuntimeError(f"the result cannot be sent: {error!r}")))
     messages.write(struct.pack("<Q", len(data)))
@@ -491,7 +504,8 @@ def _receive(child: _Child, progress: Progress) -> tuple[str, Any] | None:
         data = child.read(struct.unpack("<Q", header)[0])
         if data is None:  # it was killed while it sent
             return None
-        kind, value = pickle.loads(data)
+        with _without_collection():
+            kind, value = pickle.loads(data)
         if kind != "progress":
             return kind, value
         progress(*value)
