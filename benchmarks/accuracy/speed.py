@@ -1,6 +1,10 @@
-"""How long a prediction takes and how much host memory, in a fresh process each, after import.
+"""How long predictions take beyond imports, and how much host memory, in a fresh process each.
 
 python -m benchmarks.accuracy.speed [names...]    # prints a row each and writes results/speed.csv
+
+`seconds` are those of the CPU, of the predicting process and of its child, after the imports: on a machine
+that does nothing else, they are the time that passes. nanogpt is predicted if NANOGPT names a clone of
+karpathy/nanoGPT, with its data/openwebtext/train.bin and val.bin; its train.py runs with its defaults.
 """
 
 from __future__ import annotations
@@ -10,92 +14,113 @@ import os
 import resource
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from benchmarks import RESULTS
+from benchmarks.tables import stored
 
 OUT = RESULTS / "speed.csv"
-LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "vocab_size": 128256}
-LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-LONG_4B = {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9216, "vocab_size": 151936}
-LONG_4B |= {
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 80,
-    "max_position_embeddings": 131072,
-}
-LLAMA_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "vocab_size": 128256}
-LLAMA_1B |= {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+FIELDS = ("case", "cores", "seconds", "bar_seconds", "host_gib", "events", "predicted_peak_gib")
+LLAMA = {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8}
+LLAMA_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, **LLAMA}
+LLAMA_8B = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, **LLAMA}
+QWEN3 = {"hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "num_attention_heads": 16}
+QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True}
+MAMBA = {"hidden_size": 768, "num_hidden_layers": 24, "vocab_size": 50280}
 
 
-def _llama(sizes: dict[str, int], batch: int, length: int, checkpointing: bool) -> Callable[[], object]:
-    def build() -> object:
-        import transformers as tr
-
-        from benchmarks.accuracy.workloads.entry import from_config, tokens
-        from oomph import Workload
-
-        model = from_config(lambda: tr.LlamaConfig(**sizes), tr.LlamaForCausalLM, checkpointing=checkpointing)
-        return Workload(model, tokens(sizes["vocab_size"], batch, length), dtype="bfloat16")
-
-    return build
-
-
-def _gpt2() -> object:
-    import transformers as tr
+def _transformer(
+    name: str, batch: int, length: int, accumulate: int = 1, dtype: str | None = "bfloat16", **sizes: int
+) -> Any:
+    import transformers
 
     from benchmarks.accuracy.workloads.entry import from_config, tokens
     from oomph import Workload
 
-    return Workload(from_config(tr.GPT2Config, tr.GPT2LMHeadModel), tokens(50257, 8, 1024))
+    config = getattr(transformers, f"{name}Config")
+    attention = "eager" if name == "Mamba" else "sdpa"
+    head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    model = from_config(partial(config, **sizes), getattr(transformers, name + head), attention=attention)
+    ids = tokens(config(**sizes).vocab_size, batch, length)
+    return Workload(model, ids, dtype=dtype, accumulate=accumulate)
 
 
-CASES: dict[str, Callable[[], object]] = {
-    "gpt2": _gpt2,
-    "llama-1b": _llama(LLAMA_1B, 2, 2048, False),
-    "4b-36-layers-131072": _llama(LONG_4B, 1, 131072, True),
-    "llama-8b": _llama(LLAMA_8B, 1, 4096, False),
+def _config(path: str, *overrides: str) -> Any:
+    from oomph.training.config import load
+    from oomph.training.workloads import predicted_workload
+
+    return predicted_workload(load(path, overrides))
+
+
+def _nanogpt() -> Any:
+    from oomph.prediction import Script
+
+    os.chdir(os.environ["NANOGPT"])
+    return Script("train.py")
+
+
+# What is predicted, and the seconds that it may take.
+CASES: dict[str, tuple[partial[Any], float]] = {
+    "gpt2": (partial(_transformer, "GPT2", 8, 1024, dtype=None), 2),
+    "llama-1b": (partial(_transformer, "Llama", 2, 2048, **LLAMA_1B), 3),
+    "llama-8b": (partial(_transformer, "Llama", 1, 4096, **LLAMA_8B), 4),
+    "longctx-4b-nsa-131072": (
+        partial(_config, "configs/longctx_4b.yaml", "model.attention=nsa", "data.context_length=131072"),
+        20,
+    ),
+    "mamba-130m": (partial(_transformer, "Mamba", 2, 512, **MAMBA), 8),
+    "qwen3-0.6b": (partial(_transformer, "Qwen3", 2, 2048, **QWEN3), 0),
+    "qwen3-0.6b-4-batches": (partial(_transformer, "Qwen3", 2, 2048, accumulate=4, **QWEN3), 0),
+    "nanogpt": (partial(_nanogpt), 60),
 }
+MOST_FOR_FOUR_BATCHES = 1.3  # times one batch
 
 
-def here(name: str) -> None:
+def cpu_seconds() -> float:
+    used = (resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def predict_case(name: str) -> None:
     import oomph
+    from oomph.torch_internals import FakeTensorMode
 
-    workload = CASES[name]()
-    began = time.perf_counter()
-    prediction = oomph.predict(workload, gpu="h200")  # type: ignore[arg-type]
-    seconds = time.perf_counter() - began
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"{seconds:.2f} {host} {len(prediction.events)} {prediction.peak.allocated}")
+    FakeTensorMode()  # its imports are imports, too
+    target = CASES[name][0]()
+    before = cpu_seconds()
+    prediction = oomph.predict(target, gpu="h200")
+    seconds = cpu_seconds() - before
+    most = (resource.getrusage(of).ru_maxrss for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    sys.stderr.flush()
+    print(f"\n{seconds:.2f} {max(most) * 1024} {len(prediction.events)} {prediction.peak.allocated}")
 
 
 def main() -> None:
-    rows = []
-    for name in sys.argv[1:] or CASES:
-        environment = {**os.environ, "SPEED_CASE": name}
+    rows = {row["case"]: row for row in stored(OUT)}
+    for name in sys.argv[1:] or [name for name in CASES if name != "nanogpt" or "NANOGPT" in os.environ]:
         out = subprocess.run(
             [sys.executable, "-m", "benchmarks.accuracy.speed"],
-            env=environment,
-            capture_output=True,
+            env={**os.environ, "SPEED_CASE": name},
+            stdout=subprocess.PIPE,
             text=True,
             check=True,
         )
-        seconds, host, events, peak = out.stdout.split()
-        rows.append(
-            [name, os.cpu_count(), seconds, f"{int(host) / 2**30:.2f}", events, f"{int(peak) / 2**30:.2f}"]
-        )
-        print(
-            f"{name:24s} {seconds:>7s} s   host {rows[-1][3]} GiB   {events} events   peak {rows[-1][5]} GiB"
-        )
+        seconds, host, events, peak = out.stdout.splitlines()[-1].split()
+        bar = CASES[name][1]
+        if name == "qwen3-0.6b-4-batches":
+            bar = MOST_FOR_FOUR_BATCHES * float(rows["qwen3-0.6b"]["seconds"])
+        found = (name, os.cpu_count(), seconds, f"{bar:.1f}" if bar else "", f"{int(host) / 2**30:.2f}")
+        rows[name] = dict(zip(FIELDS, (*found, events, f"{int(peak) / 2**30:.2f}"), strict=True))
+        print(" ".join(map(str, rows[name].values())), flush=True)
     with OUT.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["case", "cores", "seconds", "host_gib", "events", "predicted_peak_gib"])
-        writer.writerows(rows)
+        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows[name] for name in CASES if name in rows)
 
 
 if __name__ == "__main__":
     if "SPEED_CASE" in os.environ:
-        here(os.environ["SPEED_CASE"])
+        predict_case(os.environ["SPEED_CASE"])
     else:
         main()
