@@ -215,7 +215,9 @@ class AllocationRecorder:
             return False
         for action, id, label in events:
             if action == "alloc":
-                new = replace(self.allocations[id], id=len(self.allocations), step=step)
+                old = self.allocations[id]
+                parent = None if old.parent is None else new_ids.get(old.parent, old.parent)
+                new = replace(old, id=len(self.allocations), step=step, parent=parent)
                 new_ids[id] = new.id
                 self.record_allocation(new)
             elif action == "free":
