@@ -1,4 +1,8 @@
-"""Planted programs that were written after the patterns, and first run when they were complete."""
+"""Planted programs that were written after the patterns: 12 of 13 were right at their first run.
+
+The rules were then corrected for the miss, cosine_similarity_of_all_pairs, which was taken for logits, and
+residual_network was first run with the corrected rules. The rows of this file are no blind test any more.
+"""
 
 import copy
 

@@ -221,10 +221,15 @@ class Facts:
 
     @cached_property
     def broadcasts(self) -> frozenset[int]:
+        expanded: set[tuple[Site | None, int]] = set()  # lines, and elements of what they expand
+
         def begins(one: Allocation, op: str, ratio: float) -> bool:
-            if one.during == "backward":  # the gradient of every sum is expanded
+            if not (ratio >= 8 if op in _BROADCASTS else op in _COPIES and ratio >= 16):
                 return False
-            return ratio >= 8 if op in _BROADCASTS else op in _COPIES and ratio >= 16
+            if one.during == "backward":  # the gradient of every sum is expanded, too
+                return (one.site, elements(one)) in expanded
+            expanded.add((one.site, elements(one)))
+            return True
 
         return self._family(begins)
 
