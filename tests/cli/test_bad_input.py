@@ -57,7 +57,7 @@ LONG, DIGITS, DEEP = "n" * 300, "9" * 5000, "[" * 3000
 
 cases(
     "",
-    ("frobnicate", "No such command 'frobnicate'; the commands are predict, fixes, fit, run, verify"),
+    ("frobnicate", "No such command 'frobnicate'; the commands are predict, diagnose, fixes, fit, run, verify"),
     ("--verison", "No such option: --verison"),
     ("predict", "predict needs a TARGET, or -m MODULE"),
     ("verify", "Missing argument 'TARGET'"),
@@ -75,7 +75,7 @@ cases(
     ("predict p.py:ok --sizes T", "--sizes 'T' is not valid; give NAME=NUMBER"),
     ("predict p.py --stpes 4 -- --lr 3", "No such option: --stpes; the nearest is --steps"),
     ("predict -m p --toruchrun", "No such option: --toruchrun; the nearest is --torchrun"),
-    ("fixes p.py", "target 'p.py' is a whole script, which predict, fit and run take"),
+    ("fixes p.py", "target 'p.py' is a whole script, which this command does not take"),
     ("verify p.py micro_batches", "target 'p.py' is a whole script"),
     ("systems mamba", "there is no system 'mamba'; choose from hatchling"),
     ("systems ''", "there is no system ''"),

@@ -61,7 +61,7 @@ def test_options_that_do_not_exist():
 @pytest.mark.parametrize(
     ("use", "words"),
     [
-        ("activation_checkpointing:keep=all", ("keep='all'", "nothing, products")),
+        ("activation_checkpointing:keep=all", ("keep='all'", "nothing, attention, products")),
         ("activation_checkpointing:blocks=blocks", ("'blocks' is a ModuleList", "'blocks.0'")),
         ("activation_offloading:blocks=blocks.2", ("'blocks.2' is the last block",)),
         ("activation_offloading:smallest=1.5", ("smallest=1.5", "give bytes")),
