@@ -57,7 +57,10 @@ LONG, DIGITS, DEEP = "n" * 300, "9" * 5000, "[" * 3000
 
 cases(
     "",
-    ("frobnicate", "No such command 'frobnicate'; the commands are predict, diagnose, fixes, fit, run, verify"),
+    (
+        "frobnicate",
+        "No such command 'frobnicate'; the commands are predict, diagnose, fixes, fit, run, verify",
+    ),
     ("--verison", "No such option: --verison"),
     ("predict", "predict needs a TARGET, or -m MODULE"),
     ("verify", "Missing argument 'TARGET'"),

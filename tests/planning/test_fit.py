@@ -66,7 +66,7 @@ def found(as_it_is: oomph.Prediction, tmp_path_factory: pytest.TempPathFactory) 
     budget = f"{as_it_is.peak.reserved // 2 // MiB}MiB"
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        status = run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--budget", budget, "--plan", str(file)])
+        status = run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--max", budget, "--plan", str(file)])
     assert status == 0
     return file, shown.getvalue()
 
@@ -119,7 +119,9 @@ def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("in_process")
 def test_the_largest_batch_that_fits(plan: Plan) -> None:
-    without, with_plan = largest_size(STEP, plan, "batch", lambda text, fraction: None)
+    found = largest_size(STEP, plan, "batch", lambda text, fraction: None)
+    assert all(each.exact for each in found)
+    without, with_plan = (each.size for each in found)
     assert without < 32 <= with_plan
     fits = [oomph.predict(_sized(rows), gpu="h200", max=plan.limit).fits for rows in (without, without + 1)]
     assert fits == [True, False]

@@ -61,7 +61,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_a_plan_for_a_script_fits_and_is_what_predict_says(script: str) -> None:
     given = oomph.Script(script, ("cuda", "65536"))
     before = oomph.predict(given, gpu="h200").peak.reserved
-    plan = oomph.fit(given, gpu="h200", budget=before * 8 // 10)
+    plan = oomph.fit(given, gpu="h200", max=before * 8 // 10)
     assert plan.fits
     assert [use.fix for use in plan.fixes] == ["activation_checkpointing"]
     assert plan.model.startswith("Model, ")
@@ -82,7 +82,7 @@ def test_a_function_that_returns_the_step_is_fitted_too() -> None:
         return step
 
     before = oomph.predict(setup).peak.reserved
-    plan = oomph.fit(setup, gpu="h200", budget=before * 8 // 10)
+    plan = oomph.fit(setup, gpu="h200", max=before * 8 // 10)
     assert plan.fits
     assert [use.fix for use in plan.fixes] == ["activation_checkpointing"]
 

@@ -359,3 +359,26 @@ def test_a_model_may_be_built_on_the_meta_device() -> None:
         model.to_empty(device="cuda")(torch.randn(8, 64, device="cuda")).sum().backward()
 
     assert oomph.predict(program).peak.allocated > 0
+
+
+def test_accumulated_passes_that_leave_tensors_behind_are_all_counted() -> None:
+    kept: list[torch.Tensor] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        out = model(batch)
+        kept.append(out.detach() * 2)
+        return out.mean()
+
+    def growth(accumulate: int) -> int:
+        kept.clear()
+        step = oomph.Workload(
+            lambda: nn.Linear(512, 512),
+            lambda device: torch.randn(2048, 512, device=device),
+            loss,
+            accumulate=accumulate,
+        )
+        found = oomph.predict(step).growth
+        assert found is not None
+        return found.bytes
+
+    assert [growth(accumulate) for accumulate in (1, 8)] == [4 * MiB, 32 * MiB]

@@ -7,6 +7,7 @@ import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -17,6 +18,7 @@ from oomph.cli.targets import (
     check_python_file,
     check_target,
     config_limit,
+    is_config,
     is_script,
     open_target,
     workload_of,
@@ -26,6 +28,7 @@ from oomph.records import Plan
 from oomph.report.plan import plan_text
 from oomph.report.terminal import report_console
 
+_MARGIN = 1.01  # of a plain prediction
 LARGEST = ("batch", "sequence")
 
 
@@ -34,6 +37,7 @@ class FitOptions:
     target: str
     gpu: str | None = None
     budget: str | None = None
+    max: str | None = None
     allow: str = ""
     host_memory: str | None = None
     plan: str | None = None
@@ -52,36 +56,39 @@ def run_fit(options: FitOptions) -> ExitStatus:
     from oomph.prediction import Script
     from oomph.prediction.isolation import run_isolated
 
-    search = partial(fit, gpu=options.gpu, allow=kinds, host_memory=options.host_memory)
+    search = partial(
+        fit, gpu=options.gpu, budget=options.budget, allow=kinds, host_memory=options.host_memory
+    )
 
-    def run(progress: ProgressReport) -> tuple[Plan, dict[str, tuple[int, int]]]:
+    def run(progress: ProgressReport) -> tuple[Plan, dict[str, Any]]:
         with open_target(options.target, options.overrides) as target:
-            limits = (options.budget, config_limit(options.target, options.overrides))
-            budget = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
-            plan = search(target, budget=budget, progress=progress)
+            limits = (options.max, config_limit(options.target, options.overrides))
+            limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
+            plan = search(target, max=limit, progress=progress)
             if options.largest is None:
                 return plan, {}
             workload = workload_of(target, options.target)
             return plan, {options.largest: largest_size(workload, plan, options.largest, progress)}
 
-    largest: dict[str, tuple[int, int]] = {}
+    largest: dict[str, Any] = {}
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
         if is_script(options.target):
-            script = Script(options.target, options.overrides)
-            plan = search(script, budget=options.budget, progress=report)
+            plan = search(Script(options.target, options.overrides), max=options.max, progress=report)
         else:
             plan, largest = run_isolated(run, report)
     if options.plan is not None:
         write_plan(plan, options.plan)
     cards = [
-        (card.title, _fits(plan.before.peak.device, card), _fits(plan.after.peak.device, card))
+        (card.title, _fits(plan.before.peak.reserved, card), _fits(plan.after.peak.reserved, card))
         for card in sorted(gpus.catalogue(), key=lambda card: card.memory)
         if options.gpus
     ]
     if options.json:
         found = plan_to_json(plan)
         if largest:
-            found["largest"] = {name: {"without": a, "with": b} for name, (a, b) in largest.items()}
+            found["largest"] = {
+                name: {"without": a._asdict(), "with": b._asdict()} for name, (a, b) in largest.items()
+            }
         if cards:
             found["gpus"] = [{"gpu": name, "before": before, "after": after} for name, before, after in cards]
         write_stdout(json.dumps(found, allow_nan=False) + "\n")
@@ -91,17 +98,18 @@ def run_fit(options: FitOptions) -> ExitStatus:
     return ExitStatus.FITS if plan.fits else ExitStatus.DOES_NOT_FIT
 
 
-def _fits(needed: int, card: gpus.GPU) -> bool:
-    return needed <= card.memory
+def _fits(reserved: int, card: gpus.GPU) -> bool:
+    return _MARGIN * reserved <= card.memory - card.context
 
 
 def _check(options: FitOptions) -> None:
     """Raise for mistakes that show before torch is imported and the target traced."""
-    if options.gpu is None and options.budget is None:
+    no_limit = options.gpu is None and options.budget is None and options.max is None
+    if no_limit and not is_config(options.target):  # which may have a limit of its own
         raise UserError("fit needs a card or a budget: --gpu rtx4090, or --budget 20GiB")
     if options.gpu is not None:
         gpus.find(options.gpu)
-    for size in (options.budget, options.host_memory):
+    for size in (options.budget, options.max, options.host_memory):
         if size is not None:
             units.parse_bytes(size)
     if options.largest is not None and options.largest not in LARGEST:

@@ -228,7 +228,11 @@ def fit(
     overrides: Annotated[list[str] | None, _OVERRIDES] = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME|SIZE", help="The GPU to fit.")] = None,
     budget: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What the step may take, e.g. 20GiB.")
+        str | None,
+        typer.Option(metavar="SIZE", help="What the process may take, with the CUDA context, e.g. 20GiB."),
+    ] = None,
+    max: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB.")
     ] = None,
     allow: Annotated[
         str, typer.Option(metavar="KINDS", help="Kinds besides exact: precision, training, or both.")
@@ -248,7 +252,7 @@ def fit(
     from oomph.cli.fit import FitOptions, run_fit
 
     words = tuple(overrides or ())
-    return run_fit(FitOptions(target, gpu, budget, allow, host_memory, plan, largest, gpus, json, words))
+    return run_fit(FitOptions(target, gpu, budget, max, allow, host_memory, plan, largest, gpus, json, words))
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False, **_TAKES_KEYS})
@@ -266,7 +270,8 @@ def run_(
     from oomph.cli.run import run_script
 
     fixes = [*(fix or ()), *([plan] if plan is not None else [])]
-    return run_script(script, [word for word in arguments or () if word != "--"], fixes)
+    words = list(arguments or ())
+    return run_script(script, words[1:] if words[:1] == ["--"] else words, fixes)
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,9 @@ def next_step(options: PredictOptions, prediction: Prediction) -> str:
     if options.module or options.torchrun:  # which `oomph fit` does not take
         return "\nNext: a smaller batch or shorter samples; `oomph fixes` lists what else lowers the peak.\n"
     limit = [] if options.gpu is None else ["--gpu", options.gpu]
-    if not limit and options.max is not None:
-        limit = ["--budget", options.max]
+    limit += [] if options.max is None else ["--max", options.max]
+    if options.fixes or options.sizes or options.steps:  # which `oomph fit` does not take
+        return "\nNext: `oomph fit` finds the cheapest fixes with which a step fits.\n"
     words = [*limit, "--", *options.overrides] if _is_script(options) else [*options.overrides, *limit]
     command = shlex.join(["oomph", "fit", options.target, *words]).removesuffix(" --")
     return f"\nNext: `{command}` finds the cheapest fixes with which it fits.\n"
@@ -144,20 +145,38 @@ def _predict_target(
             script = replace(script, steps=options.steps)
         if options.fixes:
             from oomph.fixes import uses_of
-            from oomph.fixes.scripts import change_model_of
+            from oomph.fixes.scripts import ModelChange
 
-            script = replace(script, on_optimizer=change_model_of(uses_of(options.fixes)))
+            script = replace(script, on_optimizer=ModelChange(uses_of(options.fixes)))
         return predict(script, gpu=options.gpu, max=options.max, sizes=_sizes(options), progress=progress)
     with open_target(options.target, options.overrides) as target:
         if options.fixes:
-            from oomph.fixes import apply, uses_of
-
-            target = apply(uses_of(options.fixes), workload_of(target, options.target))
+            target = _with_fixes(target, options.fixes)
         if sizes is not None:
             target = replace(workload_of(target, options.target), sizes=sizes)
         limits = (options.max, config_limit(options.target, options.overrides))
         limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
         return predict(target, gpu=options.gpu, max=limit, sizes=_sizes(options), progress=progress)
+
+
+def _with_fixes(target: Any, fixes: Sequence[str]) -> Any:
+    """A Workload with the fixes; a function that returns the step, with those of its model."""
+    from oomph.fixes import apply, uses_of
+    from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
+    from oomph.prediction import called
+    from oomph.workload import Workload
+
+    uses = uses_of(fixes)
+    workload = target if isinstance(target, Workload) else called(target)
+    if isinstance(workload, Workload):
+        return apply(uses, workload)
+    check_for_scripts(uses)
+
+    def function() -> Any:
+        with on_each_optimizer(ModelChange(uses)):
+            return target()
+
+    return function
 
 
 def _sizes(options: PredictOptions) -> Any:

@@ -17,18 +17,21 @@ def run_script(script: str, arguments: Sequence[str], fixes: Sequence[str]) -> i
     if not fixes:
         raise UserError("run needs a plan or a fix: oomph run --plan plan.json train.py, or --fix NAME")
     from oomph.fixes import uses_of
-    from oomph.fixes.scripts import change_model_of, check_for_scripts, on_each_optimizer
+    from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
 
     uses = uses_of(fixes)
     check_for_scripts(uses)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
+    change = ModelChange(uses)
     try:
-        with on_each_optimizer(change_model_of(uses)):
+        with on_each_optimizer(change):
             runpy.run_path(script, run_name="__main__")
     except OomphError:
         raise
     except Exception as error:
         sys.stderr.write(program_traceback(error))
         return 1
+    if not change.changed:
+        raise UserError(f"no fix was applied: {script} made no optimizer of torch.optim")
     return 0

@@ -16,6 +16,7 @@ from oomph.prediction import built
 from oomph.torch_internals import tree_flatten_with_path, tree_leaves
 from oomph.workload import MicroBatches, Workload, rows_of
 
+_MOST_PARTS = 64  # that are proposed
 WEIGHTS = ("auto", "rows", "labels")
 LABEL_NAMES = ("labels", "targets", "target", "label")
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "DoubleHeadsModel")
@@ -45,7 +46,7 @@ class MicroBatching(Fix):
         note = "; ".join([_ASSUMED, *([_SHIFTED] if shifted else []), _NOT_CHECKED, *_remarks(context.model)])
         condition = _condition(context.batch)
         parts = 2
-        while parts <= rows:
+        while parts <= min(rows, _MOST_PARTS):
             if rows % parts == 0:
                 yield Target(("batch",), {"parts": parts}, note, condition)
             parts *= 2

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from oomph.errors import OomphError, UserError
+from oomph.errors import UserError
 from oomph.fixes.application import apply_to_model, undo
 from oomph.fixes.registry import Fix, FixContext, all_fixes
 from oomph.records import FixUse, Prediction, Proposal
@@ -40,28 +40,34 @@ def check_for_scripts(uses: Sequence[FixUse]) -> None:
             )
 
 
-def change_model_of(uses: Sequence[FixUse]) -> Callable[[Optimizer], None]:
-    """Called with every optimizer that a program makes: apply the fixes to the model that it trains, once."""
-    changed: list[nn.Module] = []
+class ModelChange:
+    """Called with every optimizer that a program makes: applies fixes to the model that it trains, once."""
 
-    def change(optimizer: Optimizer) -> None:
+    def __init__(self, uses: Sequence[FixUse]) -> None:
+        self._uses = uses
+        self.changed: list[nn.Module] = []
+
+    def __call__(self, optimizer: Optimizer) -> None:
         model = trained_model(optimizer)
-        if any(model is each for each in changed):
+        if any(model is each for each in self.changed):
             return
         parameters = set(map(id, model.parameters()))
-        apply_to_model(uses, model)
+        try:
+            apply_to_model(self._uses, model)
+        except UserError:
+            if self.changed:  # a second model, such as a discriminator, to which they do not apply
+                return
+            raise
         if set(map(id, model.parameters())) != parameters:
             undo(model)
-            names = ", ".join(use.fix for use in uses)
+            names = ", ".join(use.fix for use in self._uses)
             raise UserError(f"{names}: the model would get parameters that the optimizer does not have")
-        changed.append(model)
-
-    return change
+        self.changed.append(model)
 
 
 @contextlib.contextmanager
 def on_each_optimizer(call: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Call it with every optimizer that is made inside, after its own __init__."""
+    """Call it with every optimizer that is made inside, as soon as it has its parameters."""
     make = Optimizer.__init__
 
     def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -81,7 +87,7 @@ def propose_for(model: nn.Module, prediction: Prediction) -> list[Proposal]:
     vars(context)["model"] = model
     found: list[Proposal] = []
     for fix in fixes_for_scripts():
-        with contextlib.suppress(OomphError, AttributeError):  # it asks for the Workload
+        if fix.name != "gradient_accumulation_fusion":  # whether the script accumulates is not known
             found += fix.proposals(context)
     return found
 
@@ -89,6 +95,7 @@ def propose_for(model: nn.Module, prediction: Prediction) -> list[Proposal]:
 def trained_model(optimizer: Optimizer) -> nn.Module:
     """The outermost module that has the optimizer's parameters; of a data-parallel wrapper, its module."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    gc.unfreeze()  # in a prediction's process, objects of before are frozen, and not listed
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     own = [each for each in modules if not wanted.isdisjoint(map(id, each.parameters()))]
     inside = {id(child) for each in own for child in each.modules() if child is not each}

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from oomph import gpus
-from oomph.errors import UserError
+from oomph.errors import ProgramError, UserError
 from oomph.fixes.application import apply
 from oomph.prediction import predict
-from oomph.records import Plan, Prediction
+from oomph.records import Plan
 from oomph.workload import Workload
 
 _NAMES = {
     "batch": ("b", "batch", "batch_size", "bs", "n", "rows"),
     "sequence": ("t", "s", "l", "seq", "seq_len", "sequence", "sequence_length", "length", "context_length"),
 }
-_MOST_PREDICTIONS = 12
+_MOST_PREDICTIONS = 16
+
+
+class Largest(NamedTuple):
+    size: int
+    exact: bool  # False: more may fit; the search was ended
 
 
 def largest_size(
     workload: Workload, plan: Plan, what: str, progress: Callable[[str, float | None], None]
-) -> tuple[int, int]:
+) -> tuple[Largest, Largest]:
     """The largest `what` ("batch" or "sequence") that fits the plan's card, without its fixes and with."""
     name = _size_name(workload, what)
 
     def report(text: str) -> None:
         progress(text, None)
 
-    return _largest(workload, name, plan, report), _largest(apply(plan, workload), name, plan, report)
+    without = _largest(workload, name, plan, report)
+    return without, _largest(apply(plan, workload), name, plan, report) if plan.fixes else without
 
 
 def _size_name(workload: Workload, what: str) -> str:
@@ -42,32 +49,40 @@ def _size_name(workload: Workload, what: str) -> str:
     )
 
 
-def _largest(workload: Workload, name: str, plan: Plan, progress: Callable[[str], None]) -> int:
-    """By the secant through the sizes tried last, which is exact where memory grows linearly."""
-    known: dict[int, Prediction] = {}
-
-    def at(size: int) -> Prediction:
-        if size not in known:
-            progress(f"predicting {name}={size:,}")
-            sizes = {**(workload.sizes or {}), name: size}
-            known[size] = predict(replace(workload, sizes=sizes), gpu=gpus.find(plan.gpu), max=plan.limit)
-        return known[size]
-
-    size = (workload.sizes or {})[name]
+def _largest(workload: Workload, name: str, plan: Plan, progress: Callable[[str], None]) -> Largest:
+    """By lines through the sizes tried before, and by halves."""
+    reserved: dict[int, int] = {}
     low, high = 0, 0  # fits; does not
-    while len(known) < _MOST_PREDICTIONS and (not high or high - low > 1):
-        if at(size).fits:
+    size = (workload.sizes or {})[name]
+    while len(reserved) < _MOST_PREDICTIONS and (not high or high - low > 1):
+        progress(f"predicting {name}={size:,}")
+        sizes = {**(workload.sizes or {}), name: size}
+        try:
+            found = predict(replace(workload, sizes=sizes), gpu=gpus.find(plan.gpu), max=plan.limit)
+        except ProgramError:  # it cannot run at this size
+            if not low:
+                raise
+            return Largest(low, exact=False)
+        reserved[size] = found.peak.reserved
+        if found.fits:
             low = max(low, size)
         else:
             high = min(high or size, size)
-        if not high:
-            size = 2 * low
-        elif not low:
-            size = high // 2
-            if size == 0:
-                return 0
-        else:
-            below, above = at(low).peak.reserved, at(high).peak.reserved
-            share = (plan.limit - below) / max(1, above - below)
-            size = min(max(low + 1, low + int(share * (high - low))), high - 1)
-    return low
+        size = _next_size(reserved, low, high, plan.limit)
+        if size == 0:
+            break
+    return Largest(low, exact=high - low == 1 or low == 0)
+
+
+def _next_size(reserved: dict[int, int], low: int, high: int, limit: int) -> int:
+    if not low:
+        return high // 2
+    if high and len(reserved) % 2:  # reserved memory grows in steps, which lines miss
+        return (low + high) // 2
+    others = [size for size in reserved if size != low]
+    other = high or max(others, default=0)
+    if not other:
+        return 2 * low
+    slope = (reserved[other] - reserved[low]) / (other - low)
+    size = low + int((limit - reserved[low]) / slope) if slope > 0 else 16 * low
+    return min(max(low + 1, size), high - 1 if high else 16 * low)

@@ -10,6 +10,7 @@ checkpointed is interpolated.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
 import math
@@ -23,7 +24,7 @@ from oomph import gpus
 from oomph.errors import OomphError, UserError
 from oomph.fixes.application import apply
 from oomph.fixes.registry import FixContext, all_fixes, conflict, find, position
-from oomph.fixes.scripts import change_model_of, on_each_optimizer, propose_for, trained_model
+from oomph.fixes.scripts import ModelChange, on_each_optimizer, propose_for, trained_model
 from oomph.gpus import GPU
 from oomph.prediction import Script, called, predict
 from oomph.prediction.api import silently
@@ -66,11 +67,14 @@ def fit(
     *,
     gpu: str | GPU | None = None,
     budget: str | int | None = None,
+    max: str | int | None = None,
     allow: Collection[str] = ("exact",),
     host_memory: str | int | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """The cheapest set of fixes with which the step fits `gpu`, a name or a size, within `budget`.
+    """The cheapest set of fixes with which the step fits `gpu`, a name or a size.
+
+    `budget` is what the process may take of the card, with the CUDA context; `max` limits the allocator.
 
     To a function that sets up and returns the step, and to a Script, fixes of the model alone are applied,
     where the program makes its optimizer.
@@ -81,16 +85,17 @@ def fit(
     """
     if not isinstance(target, Workload | Script) and not callable(target):
         raise UserError(f"fit takes a Workload, a function or a Script; {type(target).__name__} was given")
-    if gpu is None and budget is None:
+    if gpu is None and budget is None and max is None:
         raise UserError("fit needs a card or a budget: gpu='rtx4090', or budget='20GiB'")
     for kind in allow:
         if kind not in FIX_KINDS:
             raise UserError(f"{kind!r} is not a kind of fix; valid: {', '.join(FIX_KINDS)}")
     kinds = tuple(kind for kind in FIX_KINDS if kind in allow)
-    card = gpu if isinstance(gpu, GPU) else gpus.find(str(budget) if gpu is None else gpu)
-    limit = card.memory - card.context
-    if gpu is not None and budget is not None:
-        limit = min(limit, parse_bytes(budget))
+    card = gpu if isinstance(gpu, GPU) else gpus.find(str(gpu or budget or _RATES_OF))
+    limits = [card.memory - card.context]
+    limits += [parse_bytes(budget) - card.context] if budget is not None else []
+    limits += [parse_bytes(max)] if max is not None else []
+    limit = builtins.max(min(limits), 1)
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
     report = progress or (lambda text, fraction: None)
     card = _with_rates(card)
@@ -167,13 +172,19 @@ class _FunctionProgram:
         return self._predict(self._function)
 
     def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
-        changes = [self._calling(change_model_of(fixes)) for fixes in sets]
+        changes = [self._calling(ModelChange(fixes)) for fixes in sets]
         return run_forked([functools.partial(self._predict, change) for change in changes], _JOBS)
 
     def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
-        asked = self._calling(functools.partial(_send_proposals, prediction))
-        ((_, found),) = run_forked([functools.partial(self._predict, asked)], 1)
-        return found if isinstance(found, tuple) else ("", [])  # it made no optimizer
+        def propose(optimizer: Any) -> None:
+            raise _Proposals(_proposals_for(prediction, optimizer))
+
+        ((_, found),) = run_forked([functools.partial(self._predict, self._calling(propose))], 1)
+        if isinstance(found, _Proposals):
+            return found.found
+        if isinstance(found, Exception):
+            raise found
+        return "", []  # it made no optimizer
 
     def _calling(self, call: Callable[[Any], None]) -> Callable[[], Any]:
         """The function, with a call for each optimizer that it makes."""
@@ -197,7 +208,7 @@ class _ScriptProgram:
 
     def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
         for number, fixes in enumerate(sets):
-            fixed = replace(self._script, on_optimizer=change_model_of(fixes))
+            fixed = replace(self._script, on_optimizer=ModelChange(fixes))
             try:
                 yield number, self._run_silently(fixed)
             except OomphError as error:
@@ -205,7 +216,9 @@ class _ScriptProgram:
 
     def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
         """The script runs until it makes its optimizer."""
-        asked = replace(self._script, on_optimizer=functools.partial(_send_proposals, prediction))
+        asked = replace(
+            self._script, on_optimizer=lambda optimizer: finish(_proposals_for(prediction, optimizer))
+        )
         found = self._run_silently(asked)
         return found if isinstance(found, tuple) else ("", [])  # it made no optimizer
 
@@ -215,10 +228,17 @@ class _ScriptProgram:
         return run_isolated(run, lambda text, fraction: None)
 
 
-def _send_proposals(prediction: Prediction, optimizer: Any) -> None:
-    """End this process with the fixes that apply to the model of an optimizer."""
+class _Proposals(OomphError):
+    """Ends a function that was called for its proposals alone."""
+
+    @property
+    def found(self) -> tuple[str, list[Proposal]]:
+        return self.args[0]
+
+
+def _proposals_for(prediction: Prediction, optimizer: Any) -> tuple[str, list[Proposal]]:
     model = trained_model(optimizer)
-    finish((_described(model), propose_for(model, prediction)))
+    return _described(model), propose_for(model, prediction)
 
 
 def _described(model: Any) -> str:
@@ -237,11 +257,12 @@ class _Search:
         progress("predicting the step as it is", None)
         prediction = self.program.predict()
         self.base = base = self._trial((), prediction)
-        model, found = self.program.proposals(prediction)
-        conditions = {one.fix: one.condition for one in found if one.condition}
+        model, conditions = "", dict[str, str]()
         chosen = base
         needs: tuple[FixKind, ...] = ()
         if not base.priced.fits:
+            model, found = self.program.proposals(prediction)
+            conditions = {one.fix: one.condition for one in found if one.condition}
             chosen = self._search([one for one in found if one.kind in kinds], progress)
             if not chosen.priced.fits and set(kinds) != set(FIX_KINDS):
                 needs = self._needs(found, kinds, progress)

@@ -73,9 +73,11 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
     if hasattr(os, "fork"):  # Windows has none
         _prepare()
         try:
-            kind, value = _run_in_child(function, progress, allow, stuck_after=_STUCK_S)
+            # What is allowed to have effects must not have them twice.
+            stuck_after = math.inf if allow else _STUCK_S
+            kind, value = _run_in_child(function, progress, allow, stuck_after)
         except _Stuck:
-            kind, value = _run_in_child(function, progress, allow, stuck_after=math.inf)
+            kind, value = _run_in_child(function, progress, allow, math.inf)
     if kind == "no fork":
         return _run_here(function, progress, allow)
     if isinstance(value, BaseException):
@@ -174,20 +176,34 @@ def run_forked(
                 ready = [key.fd for key, _ in selector.select()]
             for pipe in ready:
                 position, child = running[pipe]
-                outcome = _receive(_Child(child, pipe, math.inf), lambda text, fraction: None)
+                kind, value = _receive(_Child(child, pipe, math.inf), lambda text, fraction: None) or (
+                    "",
+                    None,
+                )
                 ended = _end(child)
                 os.close(pipe)
                 del running[pipe]
-                yield position, ProgramError(_how_it_ended(ended)) if outcome is None else outcome[1]
+                if kind == "no fork":  # beside a GPU, this process has run a backward pass
+                    value = _result_of(functions[position])
+                result: Any = value if kind else ProgramError(_how_it_ended(ended))
+                yield position, result
     finally:
         for pipe, (_, child) in running.items():
             _end(child)
             os.close(pipe)
 
 
+def _result_of(function: Callable[[], T]) -> T | OomphError:
+    try:
+        return function()
+    except OomphError as error:
+        return error
+
+
 def _run_fork(function: Callable[[], Any], read: int, write: int) -> NoReturn:
     global _messages_to_parent
     try:
+        _end_with_parent()
         os.close(read)
         with os.fdopen(write, "wb") as messages:
             _messages_to_parent = messages
@@ -285,8 +301,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _without_terminal()
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    _end_with_parent()
     _use_one_thread()
     file_overlay.install(scratch)
     gc.freeze()  # the parent's objects: collecting them would copy its memory
@@ -296,6 +311,11 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     if "subprocesses" not in allow:
         multiprocessing.util.spawnv_passfds = _refuse_spawn  # it raises no audit event
         file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
+
+
+def _end_with_parent() -> None:
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
 
 
 def _refuse_spawn(path: Any, args: Any, passfds: Any) -> NoReturn:

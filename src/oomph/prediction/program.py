@@ -99,6 +99,7 @@ class _RepeatedPasses:
         self._tracer = tracer
         self._first: dict[Any, _TracedPass] = {}  # by the shapes of the batch
         self._accumulated: dict[Any, _TracedPass] = {}
+        self._repeated: dict[Any, bool] = {}  # whether the last pass of these shapes could be
         self.same_in_all_steps = tracer.log is None  # the first pass of every step, so far
 
     @contextlib.contextmanager
@@ -135,7 +136,9 @@ class _RepeatedPasses:
         if first.forward_requests != known.forward_requests:
             return False
         # After some passes the allocator finds blocks for all requests among those of the passes before.
-        if index < _REPEATED_PASSES and not self._tracer.recorder.repeat(known.events, self._tracer.step):
+        if index < _REPEATED_PASSES:
+            self._repeated[key] = self._tracer.recorder.repeat(known.events, self._tracer.step)
+        if not self._repeated.get(key):
             return False
         if self._tracer.work.counting:
             self._tracer.work.kernels += known.kernels

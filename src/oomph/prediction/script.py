@@ -175,6 +175,8 @@ class _Steps:
                 self._end(f"because it trains nothing and its peak had not risen for {_ENDLESS_S:.0f} s")
 
     def _check_gpu(self) -> None:
+        if self._script.on_optimizer is not None and not self._counts:
+            raise UserError(f"no fix was applied: {self._script.name} made no optimizer of torch.optim")
         if not self._tracer.recorder.allocations:
             name = self._script.name
             raise UserError(f"{name} put nothing on the GPU; build its model and data on device 'cuda'")

@@ -29,12 +29,13 @@ def plan_text(
     console: Console,
     target: str,
     file: str | None,
-    largest: Mapping[str, tuple[int, int]] | None = None,
+    largest: Mapping[str, tuple[tuple[int, bool], tuple[int, bool]]] | None = None,
     cards: Sequence[tuple[str, bool, bool]] = (),
 ) -> str:
     """Verdict, fixes, before and after, and how to apply them.
 
-    `target`: as typed. `file`: where the plan was written. `largest`: sizes that fit, without fixes and with.
+    `target`: as typed. `file`: where the plan was written. `largest`: sizes that fit, and whether no larger
+    ones do, without fixes and with.
     `cards`: title, and whether the step fits without fixes and with them.
     """
     with console.capture() as capture:
@@ -73,18 +74,20 @@ def _verdict(plan: Plan) -> str:
     context = plan.after.peak.device - plan.after.peak.reserved
     needs, there_is = distinct_sizes(after, plan.limit + context)
     if plan.fits and not plan.fixes:
-        return f"fits {plan.gpu_title} as it is: needs {needs} of {there_is}"
+        return f"fits {plan.gpu_title} as it is: needs {needs}; it has {there_is}"
     if not plan.fixes:
-        return f"does not fit {plan.gpu_title}, and no fix lowers the peak: needs {needs} of {there_is}"
+        found = "no fix was found that lowers the peak"
+        return f"does not fit {plan.gpu_title}, and {found}: needs {needs}; it has {there_is}"
     verdict = "fits" if plan.fits else "does not fit"
     return (
         f"{verdict} {plan.gpu_title} with {len(plan.fixes)} fix{'es' if len(plan.fixes) > 1 else ''}: "
-        f"{format_bytes(before)} -> {needs} of {there_is}; {_time(plan.after)}"
+        f"{format_bytes(before)} -> {needs}; it has {there_is}; step time x{plan.after.slowdown:.2f}"
     )
 
 
-def _time(priced: PricedFixes) -> str:
-    return f"a step takes x{priced.slowdown:.2f} of its time"
+def _at_least(largest: tuple[int, bool]) -> str:
+    size, exact = largest
+    return f"{size:,}" if exact else f"at least {size:,}"
 
 
 def _fixes_table(plan: Plan) -> Table:
@@ -132,7 +135,7 @@ def _print_commands(console: Console, plan: Plan, target: str, file: str | None)
     given = f'"{file}"' if file else json.dumps([fix_word(use) for use in plan.fixes])
     console.print(Text("To apply it:"))
     console.print(Text(f"    {command}"), soft_wrap=True)
-    console.print(Text(f"    workload = oomph.apply({given}, workload)   # in Python\n"), soft_wrap=True)
+    console.print(Text(f"    oomph.apply({given}, workload_or_model)   # in Python\n"), soft_wrap=True)
 
 
 def _short(use: FixUse) -> str:

@@ -42,6 +42,7 @@ class BatchSizes:
         self._asked, self._note = sizes, note
         self.wanted: dict[str, int] = {} if sizes == "longest" else dict(sizes)  # type: ignore[arg-type]
         self._length: int | None = None  # of the last batch, as loaded
+        self._rows: int | None = None  # of the last tensor with several dimensions
         self._applied: set[str] = set()
         self._scanned: set[int] = set()  # ids of data sets
 
@@ -51,6 +52,10 @@ class BatchSizes:
         names = list(dimension_names(shape))
         if len(shape) in (2, 3):
             self._length = shape[1]
+        if len(shape) > 1:
+            self._rows = shape[0]
+        elif shape != (self._rows,):  # such as the weights of classes: no batch
+            return tensor
         square = len(shape) == 4 or not tensor.dtype.is_floating_point  # masks: [B, 1, T, T], [B, T, T]
         for dim in range(2, len(shape)):
             if square and shape[dim] == self._length:
