@@ -153,3 +153,25 @@ def test_keeping_attention_costs_little_memory_and_saves_its_time():
     assert nothing.peak.allocated < attention.peak.allocated < all_saved.peak.allocated
     assert attention.peak.allocated - nothing.peak.allocated < 4 * (65536 * 256 * 2 * 1.1)
     assert attention.step_seconds < 1.05 * all_saved.step_seconds < 1.1 * nothing.step_seconds
+
+
+@pytest.mark.parametrize("keep", ["nothing", "products"])
+def test_running_statistics_are_updated_once(keep):
+    def trained(*chosen):
+        model = seeded(
+            lambda: torch.nn.Sequential(
+                *(
+                    torch.nn.Sequential(torch.nn.Conv1d(4, 4, 3, padding=1), torch.nn.BatchNorm1d(4))
+                    for _ in range(3)
+                )
+            )
+        )
+        fixes.apply_to_model(list(chosen), model)
+        for step in range(2):
+            torch.manual_seed(step)
+            model(torch.randn(8, 4, 16)).square().mean().backward()
+        return dict(model.named_buffers())
+
+    plain, checkpointed = trained(), trained(f"activation_checkpointing:keep={keep}")
+    for name, buffer in plain.items():
+        assert torch.equal(buffer, checkpointed[name]), name

@@ -382,3 +382,23 @@ def test_accumulated_passes_that_leave_tensors_behind_are_all_counted() -> None:
         return found.bytes
 
     assert [growth(accumulate) for accumulate in (1, 8)] == [4 * MiB, 32 * MiB]
+
+
+def test_repeated_calls_leave_gradients_and_no_tensors() -> None:
+    """Gradients dropped between forward and backward come back; locals of a function are not kept alive."""
+
+    def program() -> None:
+        model = nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        allocated = []
+        for _ in range(8):
+            x = torch.randn(2048, 512, device="cuda")
+            loss = model(x).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            assert model.weight.grad is not None
+            optimizer.step()
+            allocated.append(torch.cuda.memory_allocated())
+        assert len(set(allocated[1:])) == 1, allocated
+
+    oomph.predict(program)

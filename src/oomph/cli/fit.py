@@ -52,6 +52,7 @@ def run_fit(options: FitOptions) -> ExitStatus:
     _check(options)
     # Imported here: torch takes a second to load.
     from oomph.planning import fit, largest_size, write_plan
+    from oomph.planning.largest import size_name
     from oomph.planning.plan import plan_to_json
     from oomph.prediction import Script
     from oomph.prediction.isolation import run_isolated
@@ -64,10 +65,11 @@ def run_fit(options: FitOptions) -> ExitStatus:
         with open_target(options.target, options.overrides) as target:
             limits = (options.max, config_limit(options.target, options.overrides))
             limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
-            plan = search(target, max=limit, progress=progress)
             if options.largest is None:
-                return plan, {}
+                return search(target, max=limit, progress=progress), {}
             workload = workload_of(target, options.target)
+            size_name(workload, options.largest)
+            plan = search(workload, max=limit, progress=progress)
             return plan, {options.largest: largest_size(workload, plan, options.largest, progress)}
 
     largest: dict[str, Any] = {}

@@ -465,15 +465,17 @@ def _options(command: str) -> list[str]:
 
 def _check_options_of_script(arguments: Sequence[str]) -> None:
     """Options before `--` are ours. Without it, one that is nearly ours is misspelt."""
-    if arguments[:1] != ["predict"]:
+    if not arguments or arguments[0] not in ("predict", "diagnose", "fit"):
         return
     separated = "--" in arguments
     ours = arguments[1 : arguments.index("--")] if separated else arguments[1:]
     if "-m" not in ours and not any(word.endswith(".py") for word in ours):
         return
-    options = _options("predict")
+    options = _options(arguments[0])
     for word in ours:
         name = word.partition("=")[0]
+        if name not in options and name in _options("predict"):
+            raise UserError(f"`oomph {arguments[0]}` has no option {name}")
         close = difflib.get_close_matches(name, options, n=1, cutoff=0.4 if separated else 0.8)
         if name.startswith("--") and name not in options and (separated or close):
             nearest = f"; the nearest is {close[0]}" if close else ""

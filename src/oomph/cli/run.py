@@ -23,7 +23,7 @@ def run_script(script: str, arguments: Sequence[str], fixes: Sequence[str]) -> i
     check_for_scripts(uses)
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    change = ModelChange(uses)
+    change = ModelChange(uses, lambda text: print(f"oomph: {text}", file=sys.stderr))
     try:
         with on_each_optimizer(change):
             runpy.run_path(script, run_name="__main__")

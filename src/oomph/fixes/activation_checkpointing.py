@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from oomph.fixes.journal import Journal
+from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import (
     block_names,
     blocks_at,
@@ -87,10 +88,40 @@ class ActivationCheckpointing(Fix):
 def _checkpointed(forward: Callable[..., Any], *args: Any, keep: str, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    if keep == "nothing":
+    module = module_of(forward)
+    norms = [each for each in (module.modules() if module is not None else ()) if _has_statistics(each)]
+    if keep == "nothing" and not norms:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    contexts = partial(create_selective_checkpoint_contexts, partial(_save, _KEPT_OPS[keep]))
+    contexts = partial(_contexts, _KEPT_OPS[keep], norms)
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **_HOOKS_BYPASSED, **kwargs)
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """BatchNorm and its like."""
+    return module.training and bool(getattr(module, "track_running_stats", False))
+
+
+def _contexts(kept: set[Any], norms: Sequence[nn.Module]) -> tuple[Any, Any]:
+    """Of the forward pass and of the recomputation, which does not update running statistics again."""
+    first: Any = contextlib.nullcontext()
+    again: Any = contextlib.nullcontext()
+    if kept:
+        first, again = create_selective_checkpoint_contexts(partial(_save, kept))
+    return first, _without_statistics(again, norms)
+
+
+@contextlib.contextmanager
+def _without_statistics(inner: Any, norms: Sequence[Any]) -> Iterator[None]:
+    """With a momentum of 0 the statistics stay, and as many tensors are saved as in the first pass."""
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        with inner:
+            yield
+    finally:
+        for norm, (momentum, batches) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
 # What the policy saves bypasses saved-tensor hooks; from torch 2.15 on that has to be said.

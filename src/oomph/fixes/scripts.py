@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from oomph.errors import UserError
-from oomph.fixes.application import apply_to_model, undo
+from oomph.fixes.application import apply_to_model, changes_in, undo
 from oomph.fixes.registry import Fix, FixContext, all_fixes
 from oomph.records import FixUse, Prediction, Proposal
 
@@ -43,8 +43,8 @@ def check_for_scripts(uses: Sequence[FixUse]) -> None:
 class ModelChange:
     """Called with every optimizer that a program makes: applies fixes to the model that it trains, once."""
 
-    def __init__(self, uses: Sequence[FixUse]) -> None:
-        self._uses = uses
+    def __init__(self, uses: Sequence[FixUse], report: Callable[[str], None] = lambda text: None) -> None:
+        self._uses, self._report = uses, report
         self.changed: list[nn.Module] = []
 
     def __call__(self, optimizer: Optimizer) -> None:
@@ -63,6 +63,9 @@ class ModelChange:
             names = ", ".join(use.fix for use in self._uses)
             raise UserError(f"{names}: the model would get parameters that the optimizer does not have")
         self.changed.append(model)
+        for use in self._uses:
+            where = [change.where for change in changes_in(model) if change.fix == use.fix]
+            self._report(f"{use.fix}: {len(where)} changes in {type(model).__name__}")
 
 
 @contextlib.contextmanager

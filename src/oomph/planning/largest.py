@@ -29,7 +29,7 @@ def largest_size(
     workload: Workload, plan: Plan, what: str, progress: Callable[[str, float | None], None]
 ) -> tuple[Largest, Largest]:
     """The largest `what` ("batch" or "sequence") that fits the plan's card, without its fixes and with."""
-    name = _size_name(workload, what)
+    name = size_name(workload, what)
 
     def report(text: str) -> None:
         progress(text, None)
@@ -38,7 +38,7 @@ def largest_size(
     return without, _largest(apply(plan, workload), name, plan, report) if plan.fixes else without
 
 
-def _size_name(workload: Workload, what: str) -> str:
+def size_name(workload: Workload, what: str) -> str:
     for name in workload.sizes or {}:
         if name.lower() in _NAMES[what]:
             return name

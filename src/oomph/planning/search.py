@@ -10,7 +10,6 @@ checkpointed is interpolated.
 
 from __future__ import annotations
 
-import builtins
 import functools
 import itertools
 import math
@@ -30,7 +29,7 @@ from oomph.prediction import Script, called, predict
 from oomph.prediction.api import silently
 from oomph.prediction.isolation import finish, run_forked, run_isolated
 from oomph.records import FIX_KINDS, FixKind, FixUse, Plan, Prediction, PricedFixes, Proposal
-from oomph.units import parse_bytes
+from oomph.units import format_bytes, parse_bytes
 from oomph.workload import Workload
 
 Progress = Callable[[str, float | None], None]
@@ -95,7 +94,10 @@ def fit(
     limits = [card.memory - card.context]
     limits += [parse_bytes(budget) - card.context] if budget is not None else []
     limits += [parse_bytes(max)] if max is not None else []
-    limit = builtins.max(min(limits), 1)
+    limit = min(limits)
+    if limit <= 0:
+        context = format_bytes(card.context)
+        raise UserError(f"the CUDA context alone takes {context}, which is more than there is")
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
     report = progress or (lambda text, fraction: None)
     card = _with_rates(card)

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from oomph.records import FixUse, Plan, PricedFixes
 from oomph.report.terminal import distinct_sizes, strip_lines
-from oomph.units import format_bytes
+from oomph.units import MiB, format_bytes
 
 _MOST_NAMES = 3  # of a list among a fix's options
 
@@ -44,16 +44,16 @@ def plan_text(
             console.print(Padding(_fixes_table(plan), (1, 0, 1, 2)))
         for condition in plan.conditions:
             console.print(Text(f"  exact only if {condition}"))
-        if plan.after.host_bytes:
+        if plan.after.host_bytes >= MiB:
             console.print(f"  pinned host memory: {format_bytes(plan.after.host_bytes)}")
         if plan.needs:
             kinds = ",".join(kind for kind in plan.needs if kind != "exact")
             console.print(f"It fits if fixes that change the numbers are allowed: --allow {kinds}")
         elif not plan.fits:
             console.print(
-                "No fix of any kind is enough: take a larger card, a smaller model or shorter input."
+                "No fix of any kind is enough: take a smaller batch, shorter input or a larger card."
             )
-        if plan.fixes:
+        if plan.fixes and plan.fits:
             _print_commands(console, plan, target, file)
         smaller = [one for one in plan.front if one.fits and one.fixes and one.fixes != plan.fixes]
         if smaller:

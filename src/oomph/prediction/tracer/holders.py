@@ -8,6 +8,7 @@ the source of the frame's file for the statement that adds to the variable.
 from __future__ import annotations
 
 import ast
+import inspect
 import linecache
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -128,7 +129,9 @@ class HolderSearch:
 def _variables(frame: FrameType) -> Iterator[tuple[str, Any, str]]:
     """Name, value and file of locals, globals, and attributes of the program's objects."""
     file = frame.f_code.co_filename
-    scopes = [frame.f_locals] if frame.f_locals is frame.f_globals else [frame.f_locals, frame.f_globals]
+    scopes = [frame.f_globals]
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a function
+        scopes.append(_locals(frame))
     for scope in scopes:
         for name, value in list(scope.items()):
             if isinstance(value, (torch.Tensor, list, tuple, dict, set)) or hasattr(
@@ -138,6 +141,15 @@ def _variables(frame: FrameType) -> Iterator[tuple[str, Any, str]]:
             elif (home := _home(value)) is not None:
                 for attribute, part in list(vars(value).items()):
                     yield attribute, part, home
+
+
+def _locals(frame: FrameType) -> dict[str, Any]:
+    """A copy. Before Python 3.13 a frame keeps what it once gave out, and tensors with it."""
+    kept = frame.f_locals
+    found = dict(kept)
+    if sys.version_info < (3, 13):
+        kept.clear()
+    return found
 
 
 def _home(value: Any) -> str | None:

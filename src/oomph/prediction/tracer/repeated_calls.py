@@ -49,12 +49,16 @@ class _TracedCall:
 
 class _EndOfBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, *results: _TensorLike) -> Any:
+    def forward(ctx: Any, leaf: torch.Tensor, module: nn.Module, *results: _TensorLike) -> Any:
+        ctx.module = module
         return tuple(map(_make, results))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return (None,) * (len(gradients) + 1)
+        for parameter in ctx.module.parameters():
+            if parameter.requires_grad and parameter.grad is None:  # dropped since the call
+                parameter.grad = torch.empty_like(parameter)
+        return (None,) * (len(gradients) + 2)
 
 
 def _keeps_graph(module: nn.Module) -> bool:
@@ -151,7 +155,7 @@ class RepeatedCalls:
         with_grad = [like for like in known.results if isinstance(like, _TensorLike) and like.requires_grad]
         if with_grad:
             leaf = next(each for each in module.parameters() if each.requires_grad)
-            linked = iter(_EndOfBackward.apply(leaf, *with_grad))
+            linked = iter(_EndOfBackward.apply(leaf, module, *with_grad))
             self._pending.append(known)
         leaves = [
             like if not isinstance(like, _TensorLike) else next(linked) if like.requires_grad else _make(like)
