@@ -444,7 +444,7 @@ def evidence() -> str:
     )
     seconds = {row["case"]: float(row["seconds"]) for row in stored(RESULTS / "speed.csv")}
     lines.append(
-        f"| CPU time of a prediction, on a busy machine | GPT-2 {seconds['gpt2']:.1f} s, Llama 1B "
+        f"| CPU time of a prediction | GPT-2 {seconds['gpt2']:.1f} s, Llama 1B "
         f"{seconds['llama-1b']:.1f} s, Llama 8B {seconds['llama-8b']:.1f} s | speed.csv |"
     )
     loss = _op_rows("cross_entropy")
