@@ -78,6 +78,7 @@ class Stream:
 
     device = DEVICE
     device_index = 0
+    device_type = 1  # of CUDA
     priority = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
