@@ -377,3 +377,24 @@ def test_without_a_child_process_writes_are_refused(folder: Path, monkeypatch: p
     assert folder_in(folder) == before
     monkeypatch.undo()
     assert oomph.predict(made("pass")).peak == alone.peak
+
+
+def test_a_script_is_predicted_where_forks_cannot_run_backward(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a notebook that has run a backward pass on a GPU."""
+    script = HEADER + "\nprogram()\nopen('log.txt', 'w').close()\n"
+    (folder / "train.py").write_text(script)
+    before, expected = folder_in(folder), oomph.predict(oomph.Script("train.py"), gpu="rtx3090")
+    monkeypatch.setattr(isolation, "autograd_runs", lambda: False)
+    messages: list[str] = []
+    found = oomph.predict(
+        oomph.Script("train.py"), gpu="rtx3090", progress=lambda text, fraction: messages.append(text)
+    )
+    assert found.peak == expected.peak
+    assert found.notes == expected.notes
+    assert messages
+    assert folder_in(folder) == before
+    (folder / "train.py").write_text(HEADER + "\nraise ValueError('mine')")
+    with pytest.raises(ProgramError, match="ValueError: mine"):
+        oomph.predict(oomph.Script("train.py"))

@@ -27,7 +27,13 @@ from oomph.fixes.scripts import ModelChange, on_each_optimizer, propose_for, tra
 from oomph.gpus import GPU
 from oomph.prediction import Script, called, predict
 from oomph.prediction.api import silently
-from oomph.prediction.isolation import finish, run_forked, run_isolated
+from oomph.prediction.isolation import (
+    autograd_breaks_in_forks,
+    finish,
+    run_forked,
+    run_in_new_interpreter,
+    run_isolated,
+)
 from oomph.records import FIX_KINDS, FixKind, FixUse, Plan, Prediction, PricedFixes, Proposal
 from oomph.units import format_bytes, parse_bytes
 from oomph.workload import Workload
@@ -101,6 +107,9 @@ def fit(
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
     report = progress or (lambda text, fraction: None)
     card = _with_rates(card)
+    if isinstance(target, Script) and autograd_breaks_in_forks():
+        options = {"gpu": gpu, "budget": budget, "max": max, "allow": kinds, "host_memory": host}
+        return run_in_new_interpreter(fit, report, target, **options)
     if isinstance(target, Script):
         return _Search(_ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
 

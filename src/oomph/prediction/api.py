@@ -18,7 +18,15 @@ from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
 from oomph.prediction.allocator import allocator_settings
-from oomph.prediction.isolation import finish, is_isolated, run_isolated, trace_lock
+from oomph.prediction.isolation import (
+    autograd_breaks_in_forks,
+    autograd_runs,
+    finish,
+    is_isolated,
+    run_in_new_interpreter,
+    run_isolated,
+    trace_lock,
+)
 from oomph.prediction.margin import margin
 from oomph.prediction.replay import Replay, replay
 from oomph.prediction.roofline import step_work
@@ -77,6 +85,9 @@ def predict(
     """
     card = _card(gpu)
     limit = _limit(card if gpu is not None else None, max)
+    report = progress or (lambda text, fraction: None)
+    if isinstance(target, Script) and autograd_breaks_in_forks():
+        return run_in_new_interpreter(predict, report, target, gpu=gpu, max=max, sizes=sizes, allow=allow)
     began = time.perf_counter()
 
     if sizes is not None and isinstance(target, Workload):
@@ -101,7 +112,7 @@ def predict(
             trace(target, card, progress, sizes=sizes, finish=lambda tracer: finish(prediction(tracer)))
         )
 
-    return predict_isolated(run, progress or (lambda text, fraction: None), allow)
+    return predict_isolated(run, report, allow)
 
 
 def predict_isolated(
@@ -318,6 +329,10 @@ def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> 
 @functools.cache
 def _check_torch() -> None:
     """Once per process, before the first trace."""
+    if not torch.cuda.device_count():
+        # Autograd starts a thread for each device at the first backward pass, and torch runs none in a fork
+        # after that. Within a FakeTensorMode, a machine without a GPU has one.
+        autograd_runs()
     self_test()
 
 

@@ -19,6 +19,7 @@ import pickle
 import selectors
 import signal
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -150,6 +151,47 @@ def _refuse_effects_here() -> None:
     sys.addaudithook(hook)
 
 
+def autograd_breaks_in_forks() -> bool:
+    """Whether this process has run a backward pass beside a GPU: torch runs none in a child of it then."""
+    if not hasattr(os, "fork") or _inside:
+        return False
+    child, _ = _fork()
+    if child == 0:
+        os._exit(0 if autograd_runs() else 1)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def run_in_new_interpreter(function: Callable[..., T], progress: Progress, *args: Any, **kwargs: Any) -> T:
+    """`function(*args, progress=progress, **kwargs)`, all of it picklable, in another process of Python."""
+    read, write = os.pipe()
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import _answer; _answer({write})"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, pass_fds=(write,)) as process:
+        try:
+            os.close(write)
+            assert process.stdin is not None
+            with process.stdin as request, contextlib.suppress(BrokenPipeError):
+                pickle.dump((function, args, kwargs), request)
+            outcome = _receive(_Child(process.pid, read, math.inf), progress)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            os.close(read)
+    if outcome is None:
+        raise ProgramError(f"a new process of {sys.executable} ended with status {process.returncode}")
+    if isinstance(outcome[1], BaseException):
+        raise outcome[1]
+    return outcome[1]  # type: ignore[no-any-return]
+
+
+def _answer(write: int) -> None:
+    """The new process of `run_in_new_interpreter`."""
+    _end_with_parent()
+    with os.fdopen(write, "wb") as messages:
+        function, args, kwargs = pickle.load(sys.stdin.buffer)
+        _send(messages, _outcome(lambda progress: function(*args, progress=progress, **kwargs), messages))
+
+
 def run_forked(
     functions: Sequence[Callable[[], T]], jobs: int
 ) -> Iterator[tuple[int, T | OomphError | RuntimeError]]:
@@ -207,7 +249,7 @@ def _run_fork(function: Callable[[], Any], read: int, write: int) -> NoReturn:
         os.close(read)
         with os.fdopen(write, "wb") as messages:
             _messages_to_parent = messages
-            _send(messages, _outcome(lambda progress: function(), messages))
+            _send(messages, _outcome_in_fork(lambda progress: function(), messages))
     finally:
         os._exit(0)
 
@@ -285,7 +327,7 @@ def _run_child(
             except Exception as error:  # ours, not the program's
                 outcome = "error", RuntimeError(f"{error!r}\n{traceback.format_exc()}")
             else:
-                outcome = _outcome(function, messages)
+                outcome = _outcome_in_fork(function, messages)
             with _sending:
                 _send(messages, outcome)
         status = 0
@@ -338,7 +380,7 @@ def _use_one_thread() -> None:
     torch.get_num_threads = lambda: threads
 
 
-def _autograd_runs() -> bool:
+def autograd_runs() -> bool:
     """False in a child that was forked after the first backward pass of a process with a GPU."""
     try:
         with torch.inference_mode(False):
@@ -348,9 +390,11 @@ def _autograd_runs() -> bool:
     return True
 
 
+def _outcome_in_fork(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[str, Any]:
+    return _outcome(function, messages) if autograd_runs() else ("no fork", None)
+
+
 def _outcome(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[str, Any]:
-    if not _autograd_runs():
-        return "no fork", None
     try:
         return "result", function(lambda text, fraction: _send_progress(messages, text, fraction))
     except KeyboardInterrupt:
