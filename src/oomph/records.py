@@ -369,6 +369,7 @@ class PricedFixes:
     step_seconds: float
     slowdown: float  # a step's time over that without fixes, by a roofline
     host_bytes: int = 0  # pinned host memory that it needs
+    estimated: bool = False  # from predictions of each fix by itself, not of all together
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import oomph
 from oomph.cli.main import run
 from oomph.planning import largest_size, read_plan, write_plan
+from oomph.planning.reduced import reduction
+from oomph.prediction.replay import replay
 from oomph.records import Plan
 
 MiB = 1 << 20
@@ -32,7 +34,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(4096, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
         self.head = nn.Linear(32, 4096, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -85,6 +87,18 @@ def test_the_plan_fits_and_its_prediction_is_that_of_the_fixed_workload(
     fixed = oomph.predict(oomph.apply(plan, STEP), gpu="h200", max=plan.limit)
     assert fixed.fits
     assert fixed.peak.reserved == plan.after.peak.reserved
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("fixes", [[], ["activation_checkpointing"], ["optimizer_in_backward"]])
+def test_the_events_of_two_blocks_stand_for_those_of_all(fixes: list[str]) -> None:
+    reduced = reduction(Model(), 1e9)
+    assert reduced is not None
+    whole = oomph.predict(oomph.apply(fixes, STEP))
+    two = oomph.predict(oomph.apply(fixes, reduced.workload(STEP)))
+    assert len(two.events) < 0.7 * len(whole.events)
+    edited = replay(two.events, reduced.allocations(two))
+    assert edited.peak_allocated == pytest.approx(whole.peak.allocated, rel=0.005)
 
 
 def test_nothing_predicted_that_fits_is_faster(plan: Plan) -> None:

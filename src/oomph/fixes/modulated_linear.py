@@ -44,7 +44,13 @@ class ModulatedLinear(Fix):
 
     def targets(self, context: FixContext) -> Iterable[Target]:
         """Modules that make, at the peak, a tensor of many matrices of a weight's shape."""
-        weights = {tuple(one.shape) for one in context.model.parameters() if one.dim() == 2}
+        weights = {
+            tuple(one.shape)
+            for module in context.model.modules()
+            if not isinstance(module, nn.Embedding)
+            for one in module.parameters(recurse=False)
+            if one.dim() == 2
+        }
         weights |= {shape[::-1] for shape in weights}
         made_in = {
             alive.allocation.module

@@ -91,14 +91,16 @@ class Allocator(Fix):
         if context.workload.allocator:
             return
         now = context.prediction.peak.reserved
-        if _reserved(context, AllocatorSettings(expandable_segments=True)) < now:
+        expandable = _reserved(context, AllocatorSettings(expandable_segments=True))
+        if expandable < now:
             note = "needs Linux; memory cannot be shared between processes then"
-            yield Target(("allocator",), {"expandable_segments": True}, note)
+            yield Target(("allocator",), {"expandable_segments": True}, note, saving=now - expandable)
         reserved = {size: _reserved(context, AllocatorSettings(False, size * MiB)) for size in _SPLITS_TRIED}
         best = min(_SPLITS_TRIED, key=reserved.__getitem__)
         if reserved[best] < now:
             options = {"expandable_segments": False, "max_split_size_mb": best}
-            yield Target(("allocator",), options, "the best of " + ", ".join(map(str, _SPLITS_TRIED)))
+            note = "the best of " + ", ".join(map(str, _SPLITS_TRIED))
+            yield Target(("allocator",), options, note, saving=now - reserved[best])
 
     def change_workload(
         self,

@@ -100,4 +100,5 @@ def _priced(content: Mapping[str, Any]) -> PricedFixes:
         float(content["step_seconds"]),
         float(content["slowdown"]),
         int(content["host_bytes"]),
+        bool(content.get("estimated")),
     )

@@ -1,21 +1,21 @@
 """oomph.fit: the cheapest set of fixes with which a training step fits.
 
-Every fix that applies is predicted by itself. That gives its step time and, for the highest moment of each
-part of the step (forward, loss, backward, optimizer), what it leaves of parameters, gradients, activations
-and so on. Several fixes together are estimated to leave the product of these shares, and to take the sum of
-their times. Sets are tried in the order of their estimated times; the first that fits in a prediction of its
-own is the plan, less what it does not need. Identical blocks need only a count: how many of them are
-checkpointed is interpolated.
+Every fix that applies is priced by itself: by a prediction, or where the model has many identical blocks by
+one of a model with two of them, whose events are edited to stand for all (reduced.py). That gives its step
+time and, for the highest moment of each part of the step (forward, loss, backward, optimizer), what it leaves
+of parameters, gradients, activations and so on. Several fixes together are estimated to leave the product of
+these shares, and to take the sum of their times. Sets are predicted in the order of their estimated times,
+with and without what they are not estimated to need, until no other is estimated to fit and be faster.
+Identical blocks need only a count: how many of them are checkpointed is interpolated.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from oomph.fixes.application import apply
 from oomph.fixes.registry import FixContext, all_fixes, conflict, find, position
 from oomph.fixes.scripts import ModelChange, on_each_optimizer, propose_for, trained_model
 from oomph.gpus import GPU
+from oomph.planning.reduced import Reduction, reduction
 from oomph.prediction import Script, called, predict
 from oomph.prediction.api import silently
 from oomph.prediction.isolation import (
@@ -34,7 +35,18 @@ from oomph.prediction.isolation import (
     run_in_new_interpreter,
     run_isolated,
 )
-from oomph.records import FIX_KINDS, FixKind, FixUse, Plan, Prediction, PricedFixes, Proposal
+from oomph.records import (
+    FIX_KINDS,
+    Allocation,
+    Event,
+    FixKind,
+    FixUse,
+    Peak,
+    Plan,
+    Prediction,
+    PricedFixes,
+    Proposal,
+)
 from oomph.units import format_bytes, parse_bytes
 from oomph.workload import Workload
 
@@ -43,15 +55,17 @@ Fixes = tuple[FixUse, ...]
 # Bytes at the highest moment of a part of the step, by what they are: {"backward": {"gradients": 123, ...}}
 Parts = Mapping[str, Mapping[str, int]]
 
-_JOBS = 2  # predictions at a time
-_TRIES = 8  # sets that are predicted before the search ends with the closest one
+_TRIES = 6  # sets that are predicted before the search ends with the best one
 _COUNTS = 8  # numbers of checkpointed blocks that are considered
-_HIGHER = 1.02  # estimates may be above the limit by so much and are still tried
+_WORTH = 0.99  # of the best time so far: what a set must be estimated to take to be tried
+_SAFE = 0.99  # of the limit: what an estimate may need for fixes to be left out
+_ALIKE = 0.02  # of the peak, by which the events of a reduced model may be off
+_LESS = 0.75  # of the memory of a set: what one that takes longer must be estimated to need to be shown
 _SAME_TIME = 0.005  # sets whose times differ by less are ordered by the number of fixes
 _RATES_OF = "h200"  # for a card of which only the size is known
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Option:
     """One way to use a fix, or a few that belong together, with what it leaves and costs."""
 
@@ -59,6 +73,23 @@ class _Option:
     parts: Parts
     seconds: float  # more than without
     host_bytes: int
+
+
+@dataclass
+class _Set:
+    """Options that can be combined, with their estimated peak and time."""
+
+    options: tuple[_Option, ...]
+    peak: float  # bytes that the allocator reserves
+    seconds: float  # more than without
+
+    @property
+    def fixes(self) -> Fixes:
+        return _fixes(self.options)
+
+    def rank(self, base: float) -> tuple[int, int, float]:
+        """The fastest, of equals that with the fewest fixes, of these the smallest."""
+        return round(self.seconds / base / _SAME_TIME), len(self.fixes), self.peak
 
 
 @dataclass(frozen=True)
@@ -144,8 +175,10 @@ def _host_memory() -> int:
 class _WorkloadProgram:
     """Predicts a Workload with fixes. Runs in an isolated process, whose forks have all that it imported."""
 
+    reduction: Reduction | None = None  # known after `proposals`
+
     def __init__(self, workload: Workload, card: GPU, limit: int) -> None:
-        self._workload = workload
+        self._workload, self._link = workload, card.host_link
         self._predict = functools.partial(predict, gpu=card, max=limit)
 
     def predict(self) -> Prediction:
@@ -154,10 +187,19 @@ class _WorkloadProgram:
     def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
         """(position, prediction or why there is none), as they come."""
 
-        def predicted(fixes: Fixes) -> Prediction:
-            return self._predict(apply(list(fixes), self._workload))
+        return self._predict_all(self._workload, sets)
 
-        return run_forked([functools.partial(predicted, fixes) for fixes in sets], _JOBS)
+    def predict_reduced(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+        assert self.reduction is not None
+        return self._predict_all(self.reduction.workload(self._workload), sets)
+
+    def _predict_all(
+        self, workload: Workload, sets: Sequence[Fixes]
+    ) -> Iterator[tuple[int, Prediction | Exception]]:
+        def predicted(fixes: Fixes) -> Prediction:
+            return self._predict(apply(list(fixes), workload))
+
+        return run_forked([functools.partial(predicted, fixes) for fixes in sets], _jobs())
 
     def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
         """The model in words, and the fixes that apply."""
@@ -169,6 +211,7 @@ class _WorkloadProgram:
             for proposal in fix.proposals(context)
             if not any(conflict(proposal.use, use) for use in self._workload.fixes)
         ]
+        self.reduction = reduction(context.model, self._link)
         return _described(context.model), found
 
 
@@ -184,7 +227,7 @@ class _FunctionProgram:
 
     def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
         changes = [self._calling(ModelChange(fixes)) for fixes in sets]
-        return run_forked([functools.partial(self._predict, change) for change in changes], _JOBS)
+        return run_forked([functools.partial(self._predict, change) for change in changes], _jobs())
 
     def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
         def propose(optimizer: Any) -> None:
@@ -239,6 +282,11 @@ class _ScriptProgram:
         return run_isolated(run, lambda text, fraction: None)
 
 
+def _jobs() -> int:
+    """Predictions at a time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class _Proposals(OomphError):
     """Ends a function that was called for its proposals alone."""
 
@@ -262,14 +310,16 @@ class _Search:
     ) -> None:
         self.program, self.card, self.limit, self.host = program, card, limit, host
         self.trials: dict[Any, _Trial] = {}
+        self.options: dict[Any, _Option] = {}
+        self.sets: list[_Set] = []  # not predicted
         self.began = time.perf_counter()
 
     def plan(self, kinds: tuple[FixKind, ...], progress: Progress) -> Plan:
         progress("predicting the step as it is", None)
         prediction = self.program.predict()
-        self.base = base = self._trial((), prediction)
+        self.prediction, self.base = prediction, self._trial((), prediction)
+        base = chosen = self.base
         model, conditions = "", dict[str, str]()
-        chosen = base
         needs: tuple[FixKind, ...] = ()
         if not base.priced.fits:
             model, found = self.program.proposals(prediction)
@@ -311,74 +361,106 @@ class _Search:
 
     # ------------------------------------------------------------------------------------ predictions
 
-    def _predict(self, sets: Sequence[Fixes], progress: Progress, what: str) -> None:
-        """Fill `trials`. A set that its fixes refuse has no trial."""
-        new = [fixes for fixes in sets if _key(fixes) not in self.trials]
+    def _predict(self, sets: Sequence[Fixes], progress: Progress, what: str) -> list[_Trial]:
+        """Those of the sets that their fixes do not refuse."""
+        new = list({_key(fixes): fixes for fixes in sets if _key(fixes) not in self.trials}.values())
         for done, (number, result) in enumerate(self.program.predict_with(new), 1):
             progress(what, done / len(new))
             if isinstance(result, Prediction):
                 self._trial(new[number], result)
             elif not isinstance(result, OomphError):
                 raise result  # a bug of ours
+        return [self.trials[_key(fixes)] for fixes in sets if _key(fixes) in self.trials]
 
     def _trial(self, fixes: Fixes, prediction: Prediction) -> _Trial:
         seconds = prediction.step_seconds or math.nan
         slowdown = seconds / self.base.priced.step_seconds if fixes else 1.0
-        host = sum(phase.to_host for phase in prediction.work.phases) if fixes else 0
+        host = _host_bytes(prediction) if fixes else 0
         fits = bool(prediction.fits) and host <= self.host
-        trial = _Trial(PricedFixes(fixes, prediction.peak, fits, seconds, slowdown, host), _parts(prediction))
+        trial = _Trial(
+            PricedFixes(fixes, prediction.peak, fits, seconds, slowdown, host),
+            _parts(prediction.events, prediction.allocations),
+        )
         self.trials[_key(fixes)] = trial
         return trial
 
-    # ----------------------------------------------------------------------------------------- search
+    # --------------------------------------------------------------------------------------- options
 
-    def _search(self, proposals: Sequence[Proposal], progress: Progress) -> _Trial:
-        axes = self._axes(proposals, progress)
-        closest, optimism = min(self.trials.values(), key=_closeness), 1.0
-        tried = 0
-        for estimated, fixes in self._sets(axes):
-            if tried == _TRIES:
-                break
-            if estimated * optimism > self.limit and not closest.priced.fits:
-                continue
-            tried += 1
-            self._predict([fixes], progress, f"predicting {', '.join(use.fix for use in fixes)}")
-            trial = self.trials.get(_key(fixes))
-            if trial is None:
-                continue
-            if trial.priced.fits:
-                return self._without_needless(trial, axes, progress)
-            optimism = max(optimism, trial.priced.peak.reserved / estimated)
-            closest = min(closest, trial, key=_closeness)
-        if closest.priced.fits:
-            return closest
-        smallest = self._smallest(axes)
-        self._predict([smallest], progress, "predicting the smallest set")
-        return min((closest, self.trials.get(_key(smallest), closest)), key=_closeness)
+    def _price(self, candidates: Sequence[tuple[Proposal, ...]], progress: Progress) -> None:
+        """Fill `options`. A candidate that its fixes refuse has none."""
+        new = [each for each in candidates if _key(_uses(each)) not in self.options]
+        for each in new:
+            if each[0].fix == "allocator":  # its events are the same
+                self.options[_key(_uses(each))] = self._of_allocator(each[0])
+        new = [each for each in new if each[0].fix != "allocator"]
+        if not self._price_reduced(new, progress):
+            trials = self._predict([_uses(each) for each in new], progress, "predicting each fix by itself")
+            for trial in trials:
+                more = trial.priced.step_seconds - self.base.priced.step_seconds
+                self.options[_key(trial.priced.fixes)] = _Option(
+                    trial.priced.fixes, trial.parts, more, trial.priced.host_bytes
+                )
+
+    def _price_reduced(self, candidates: Sequence[tuple[Proposal, ...]], progress: Progress) -> bool:
+        """By predictions of a reduced model; False where there is none that stands for the whole."""
+        program, whole = self.program, self.prediction
+        if not isinstance(program, _WorkloadProgram) or program.reduction is None:
+            return False
+        reduction = program.reduction
+        sets = [(), *(tuple(map(reduction.use, each)) for each in candidates)]
+        found: dict[int, Prediction] = {}
+        for done, (number, result) in enumerate(program.predict_reduced(sets), 1):
+            progress("pricing each fix by itself", done / len(sets))
+            if isinstance(result, Prediction):
+                found[number] = result
+            elif not isinstance(result, OomphError):
+                raise result
+        reduced = found.pop(0, None)
+        parts = _parts(reduced.events, reduction.allocations(reduced)) if reduced is not None else {}
+        if reduced is None or not _is_like(parts, self.base.parts):
+            program.reduction = None
+            return False
+        for number, fixed in found.items():
+            each = candidates[number - 1]
+            seconds = max(reduction.seconds(one, fixed, reduced, whole) for one in each)
+            with_fix = _parts(fixed.events, reduction.allocations(fixed))
+            self.options[_key(_uses(each))] = _Option(
+                _uses(each),
+                _rescaled(with_fix, parts, self.base.parts),
+                seconds - self.base.priced.step_seconds,
+                reduction.host_bytes(each[-1], _host_bytes(fixed)),
+            )
+        return True
+
+    def _of_allocator(self, proposal: Proposal) -> _Option:
+        share = 1 - (proposal.saving or 0) / self.base.priced.peak.reserved
+        parts = {
+            part: {what: round(share * size) for what, size in bytes_of.items()}
+            for part, bytes_of in self.base.parts.items()
+        }
+        return _Option((proposal.use,), parts, 0.0, 0)
 
     def _axes(self, proposals: Sequence[Proposal], progress: Progress) -> list[list[_Option]]:
-        """For each fix its options, predicted; options of one axis exclude each other."""
-        where = {_key((proposal.use,)): proposal.where for proposal in proposals}
-        singles: list[Fixes] = [(proposal.use,) for proposal in proposals]
-        first = {proposal.fix: proposal.use for proposal in reversed(proposals)}
+        """For each fix its options; options of one axis exclude each other."""
+        first = {one.fix: one for one in reversed(proposals)}
+        candidates: list[tuple[Proposal, ...]] = [
+            (one,)
+            for one in proposals
+            if (one.fix not in _OF_ACTIVATIONS or "blocks" not in one.options)  # counts are interpolated
+            and (one.fix != "no_foreach" or "fused_optimizer" not in first)  # which is better at all it does
+        ]
         if set(_OF_ACTIVATIONS) <= set(first):
-            singles.append(tuple(first[name] for name in _OF_ACTIVATIONS))
-        self._predict(singles, progress, "predicting each fix by itself")
+            candidates.append(tuple(first[name] for name in _OF_ACTIVATIONS))
+        self._price(candidates, progress)
         axes: dict[str, list[_Option]] = {}
-        for fixes in singles:
-            trial = self.trials.get(_key(fixes))
-            if trial is None:
+        for each in candidates:
+            option = self.options.get(_key(_uses(each)))
+            if option is None:
                 continue
-            axis = "activations" if fixes[0].fix in _OF_ACTIVATIONS else fixes[0].fix
-            option = _Option(
-                fixes,
-                trial.parts,
-                trial.priced.step_seconds - self.base.priced.step_seconds,
-                trial.priced.host_bytes,
-            )
+            axis = "activations" if each[0].fix in _OF_ACTIVATIONS else each[0].fix
             axes.setdefault(axis, []).append(option)
-            if axis == "activations" and len(fixes) == 1 and "blocks" not in fixes[0].options:
-                axes[axis] += self._counted(option, where[_key(fixes)])
+            if axis == "activations" and len(each) == 1:
+                axes[axis] += self._counted(option, each[0].where)
         return list(axes.values())
 
     def _counted(self, all_blocks: _Option, names: Sequence[str]) -> Iterator[_Option]:
@@ -394,28 +476,95 @@ class _Search:
                 parts = _between(self.base.parts, all_blocks.parts, share)
                 yield _Option((use,), parts, share * all_blocks.seconds, int(share * all_blocks.host_bytes))
 
-    def _sets(self, axes: Sequence[Sequence[_Option]]) -> Iterator[tuple[float, Fixes]]:
-        """(estimated peak, fixes), fastest first. What costs no time is in every set."""
+    # ----------------------------------------------------------------------------------------- search
+
+    def _search(self, proposals: Sequence[Proposal], progress: Progress) -> _Trial:
+        """Predict sets in the order of their estimated times, while one may be faster than the best found.
+
+        What a prediction shows of a set corrects the estimates of others.
+        """
+        axes = self._axes(proposals, progress)
+        self.sets = sets = self._sets(axes)
+        closest = min(self.trials.values(), key=_closeness)
+        base, optimism = self.base.priced.step_seconds, 1.0
+        for _ in range(_TRIES):
+            most = _WORTH * closest.priced.step_seconds if closest.priced.fits else math.inf
+            fitting = (one for one in sets if one.peak * optimism <= self.limit and base + one.seconds < most)
+            chosen = min(fitting, key=lambda one: one.rank(base), default=None)
+            if chosen is None:
+                break
+            sets.remove(chosen)
+            tried = [self._without_needless(chosen.options), chosen.fixes]
+            trials = self._predict(tried, progress, f"predicting {', '.join(use.fix for use in tried[0])}")
+            if not trials:
+                continue
+            closest = min(closest, *trials, key=_closeness)
+            if not trials[-1].priced.fits:
+                optimism = max(optimism, trials[-1].priced.peak.reserved / chosen.peak)
+            late = trials[-1].priced.step_seconds - base - chosen.seconds
+            costly = max(chosen.options, key=lambda option: abs(option.seconds))
+            for one in sets:
+                if costly in one.options:
+                    one.seconds += late
+        if not closest.priced.fits and sets:
+            smallest = min(sets, key=lambda one: one.peak).fixes
+            trials = self._predict([smallest], progress, "predicting the smallest set")
+            closest = min(closest, *trials, key=_closeness)
+        return closest
+
+    def _sets(self, axes: Sequence[Sequence[_Option]]) -> list[_Set]:
+        """Every combination of options that is worth a thought. What costs no time is in all of them."""
         choices: list[list[_Option | None]] = []
         for axis in axes:
             useful = [option for option in axis if self._saves(option) or self._is_faster(option)]
             free = [option for option in useful if self._costs_nothing(option)]
             paid: list[_Option | None] = [option for option in useful if option not in free]
             choices.append([min(free, key=self._alone), *paid] if free else [None, *paid])
-        found: list[tuple[int, int, int, float, list[_Option]]] = []
-        for chosen in itertools.product(*choices):
-            options = [option for option in chosen if option is not None]
-            if sum(option.host_bytes for option in options) > self.host:
-                continue
-            peak = self._estimate(options)
-            if peak <= _HIGHER * self.limit:
-                seconds = sum(option.seconds for option in options)
-                rank = round(seconds / self.base.priced.step_seconds / _SAME_TIME)
-                found.append((rank, sum(len(option.fixes) for option in options), len(found), peak, options))
-        for *_, peak, options in sorted(found):
-            fixes = _in_order([use for option in options for use in option.fixes])
-            if fixes and not any(conflict(a, b) for a, b in itertools.combinations(fixes, 2)):
-                yield peak, fixes
+        uses = [[use for option in axis if option is not None for use in option.fixes] for axis in choices]
+        for choice, own in zip(choices, uses, strict=True):
+            others = [use for each in uses if each is not own for use in each]
+            if None not in choice and any(conflict(a, b) for a in own for b in others):
+                choice.append(None)
+        found: list[_Set] = []
+        sizes = [(part, what, size) for part, held in self.base.parts.items() for what, size in held.items()]
+        shares = {
+            id(option): [_share(option.parts, part, what, size) for part, what, size in sizes]
+            for axis in choices
+            for option in axis
+            if option is not None
+        }
+
+        def extend(position: int, options: tuple[_Option, ...], left: list[float]) -> None:
+            if position == len(choices):
+                if options and sum(option.host_bytes for option in options) <= self.host:
+                    seconds = sum(option.seconds for option in options)
+                    found.append(_Set(options, self._reserved(sizes, left), seconds))
+                return
+            for option in choices[position]:
+                if option is None:
+                    extend(position + 1, options, left)
+                elif not any(conflict(a, b) for each in options for a in each.fixes for b in option.fixes):
+                    rest = [a * b for a, b in zip(left, shares[id(option)], strict=True)]
+                    extend(position + 1, (*options, option), rest)
+
+        extend(0, (), [float(size) for *_, size in sizes])
+        return found
+
+    def _reserved(self, sizes: Sequence[tuple[str, str, int]], left: Sequence[float]) -> float:
+        """Bytes that the allocator reserves if so much is left of each size at the highest moments."""
+        highest: dict[str, float] = {}
+        for (part, *_), size in zip(sizes, left, strict=True):
+            highest[part] = highest.get(part, 0.0) + size
+        peak = self.base.priced.peak
+        return max(highest.values(), default=0.0) * peak.reserved / max(1, peak.allocated)
+
+    def _estimate(self, options: Sequence[_Option]) -> float:
+        sizes = [(part, what, size) for part, held in self.base.parts.items() for what, size in held.items()]
+        left = [
+            size * math.prod(_share(option.parts, part, what, size) for option in options)
+            for part, what, size in sizes
+        ]
+        return self._reserved(sizes, left)
 
     def _alone(self, option: _Option) -> float:
         return self._estimate([option])
@@ -433,47 +582,18 @@ class _Search:
     def _is_faster(self, option: _Option) -> bool:
         return option.seconds < -_SAME_TIME * self.base.priced.step_seconds
 
-    def _without_needless(
-        self, trial: _Trial, axes: Sequence[Sequence[_Option]], progress: Progress
-    ) -> _Trial:
-        """The same without fixes that are estimated not to be needed and do not make the step faster."""
-        known = {_key(option.fixes): option for axis in axes for option in axis}
-        options = [known[_key((use,))] for use in trial.priced.fixes if _key((use,)) in known]
-        if len(options) < len(trial.priced.fixes):
-            return trial
-        scale = trial.priced.peak.reserved / self._estimate(options)
+    def _without_needless(self, options: Sequence[_Option]) -> Fixes:
+        """Without fixes that are estimated not to be needed and do not make the step faster."""
         kept = list(options)
         for option in sorted(options, key=self._alone, reverse=True):
             rest = [each for each in kept if each is not option]
-            if not self._is_faster(option) and scale * self._estimate(rest) <= self.limit:
+            if rest and not self._is_faster(option) and self._estimate(rest) <= _SAFE * self.limit:
                 kept = rest
-        fixes = _in_order([use for option in kept for use in option.fixes])
-        if len(fixes) == len(trial.priced.fixes):
-            return trial
-        self._predict([fixes], progress, "predicting the plan without what it may not need")
-        smaller = self.trials.get(_key(fixes))
-        return smaller if smaller is not None and smaller.priced.fits else trial
-
-    def _smallest(self, axes: Sequence[Sequence[_Option]]) -> Fixes:
-        """Of each fix the option that leaves least."""
-        fixes: list[FixUse] = []
-        for option in sorted((min(axis, key=self._alone) for axis in axes), key=self._alone):
-            if not any(conflict(a, b) for a in option.fixes for b in fixes):
-                fixes += option.fixes
-        return _in_order(fixes)
-
-    def _estimate(self, options: Sequence[_Option]) -> float:
-        """Bytes that the allocator reserves with all of them."""
-        base, highest = self.base, 0.0
-        for part, bytes_of in base.parts.items():
-            total = 0.0
-            for what, size in bytes_of.items():
-                total += size * math.prod(_share(option.parts, part, what, size) for option in options)
-            highest = max(highest, total)
-        return highest * base.priced.peak.reserved / max(1, base.priced.peak.allocated)
+        return _fixes(kept)
 
     def _front(self, kinds: Collection[FixKind]) -> tuple[PricedFixes, ...]:
-        """What was predicted and is neither slower nor larger than another, fastest first."""
+        """What was predicted and is neither slower nor larger than another, fastest first; where estimated
+        sets need much less, these too."""
         front: list[PricedFixes] = []
         allowed = [
             trial.priced
@@ -483,6 +603,17 @@ class _Search:
         for one in sorted(allowed, key=lambda one: (one.step_seconds, one.peak.reserved, len(one.fixes))):
             if not front or one.peak.reserved < front[-1].peak.reserved:
                 front.append(one)
+        base, context = self.base.priced, self.base.priced.peak.device - self.base.priced.peak.reserved
+        for estimated in sorted(self.sets, key=lambda one: (one.seconds, one.peak)):
+            fixes, reserved = estimated.fixes, round(estimated.peak)
+            seconds = base.step_seconds + estimated.seconds
+            is_allowed = all(find(use.fix).kind in kinds for use in fixes)
+            if is_allowed and seconds > front[-1].step_seconds and reserved < _LESS * front[-1].peak.reserved:
+                allocated = round(reserved * base.peak.allocated / base.peak.reserved)
+                peak = Peak(allocated, reserved, reserved + context)
+                host = sum(option.host_bytes for option in estimated.options)
+                slowdown = seconds / base.step_seconds
+                front.append(PricedFixes(fixes, peak, reserved <= self.limit, seconds, slowdown, host, True))
         return tuple(front)
 
 
@@ -491,10 +622,6 @@ _OF_ACTIVATIONS = ("activation_checkpointing", "activation_offloading")
 
 def _key(fixes: Fixes) -> Any:
     return frozenset((use.fix, repr(sorted(use.options.items()))) for use in fixes)
-
-
-def _in_order(fixes: Sequence[FixUse]) -> Fixes:
-    return tuple(sorted(fixes, key=lambda use: position(use.fix)))
 
 
 def _closeness(trial: _Trial) -> tuple[float, float]:
@@ -517,15 +644,49 @@ def _between(base: Parts, other: Parts, share: float) -> Parts:
     }
 
 
-def _parts(prediction: Prediction) -> Parts:
+def _fixes(options: Iterable[_Option]) -> Fixes:
+    uses = [use for option in options for use in option.fixes]
+    return tuple(sorted(uses, key=lambda use: position(use.fix)))
+
+
+def _uses(proposals: Iterable[Proposal]) -> Fixes:
+    return tuple(proposal.use for proposal in proposals)
+
+
+def _host_bytes(prediction: Prediction) -> int:
+    return sum(phase.to_host for phase in prediction.work.phases)
+
+
+def _is_like(parts: Parts, base: Parts) -> bool:
+    """Whether the events of a reduced model give the whole one's peaks."""
+    highest = max(sum(held.values()) for held in base.values())
+    return all(
+        abs(sum(parts.get(part, {}).values()) - sum(held.values())) <= _ALIKE * highest
+        for part, held in base.items()
+    )
+
+
+def _rescaled(parts: Parts, reduced: Parts, base: Parts) -> Parts:
+    """From the reduced model's to the whole one's: the same shares of the base."""
+
+    def rescale(part: str, what: str, size: int) -> int:
+        before, whole = reduced.get(part, {}).get(what, 0), base.get(part, {}).get(what, 0)
+        return round(size * whole / before) if before and whole else size
+
+    return {
+        part: {what: rescale(part, what, size) for what, size in held.items()} for part, held in parts.items()
+    }
+
+
+def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> Parts:
     """What is allocated when each part of the step is at its highest."""
     held: dict[str, int] = {}
     highest: dict[str, tuple[int, dict[str, int]]] = {}
     total = 0
-    for event in prediction.events:
+    for event in events:
         if event.action == "mark":
             continue
-        made = prediction.allocations[event.id]
+        made = allocations[event.id]
         size = made.bytes if event.action == "alloc" else -made.bytes
         total += size
         held[made.stage] = held.get(made.stage, 0) + size

@@ -57,11 +57,12 @@ def plan_text(
             _print_commands(console, plan, target, file)
         smaller = [one for one in plan.front if one.fits and one.fixes and one.fixes != plan.fixes]
         if smaller:
-            console.print("For more time, less memory:")
+            console.print("For more time, less memory (~ estimated):")
             console.print(Padding(_front_table(smaller), (1, 0, 1, 2)))
         for name, (without, with_fixes) in (largest or {}).items():
             console.print(
-                f"largest {name} that fits: {without:,} without fixes, {with_fixes:,} with the plan"
+                f"largest {name} that fits: {_at_least(without)} without fixes, "
+                f"{_at_least(with_fixes)} with the plan"
             )
         if cards:
             console.print(Padding(_cards_table(cards), (0, 0, 1, 2)))
@@ -103,9 +104,9 @@ def _front_table(front: Sequence[PricedFixes]) -> Table:
     table.add_column("time", justify="right", no_wrap=True)
     table.add_column("fixes")
     for one in front:
-        table.add_row(
-            format_bytes(one.peak.device), f"x{one.slowdown:.2f}", " + ".join(map(_short, one.fixes))
-        )
+        about = "~" if one.estimated else ""
+        needs, time = f"{about}{format_bytes(one.peak.device)}", f"{about}x{one.slowdown:.2f}"
+        table.add_row(needs, time, " + ".join(map(_short, one.fixes)))
     return table
 
 

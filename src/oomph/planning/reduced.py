@@ -1,0 +1,132 @@
+"""The step with two blocks of each list of identical ones, whose events are edited to stand for all of them.
+
+Blocks of one kind allocate and compute the same. So fixes are priced on a model with two of them, which is
+traced in a fraction of the time: the first one's parameters, gradients, optimizer state and what it saves for
+backward are counted for all blocks but the last, and the difference in time for every block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from oomph.fixes.modules import blocks
+from oomph.records import Allocation, FixUse, Prediction, Proposal
+from oomph.workload import Changed, Workload
+
+_KEPT = 2
+_FEWEST = 5  # with fewer blocks, little time would be saved
+_OF_ALL = (("batch",), ("parameters",), ("forward",), ("",))  # what a proposal says where all changes
+_STAY = ("parameter", "buffer", "gradient", "optimizer state", "weight average")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What is left out of a model."""
+
+    lists: tuple[tuple[str, ...], ...]  # the names of the blocks of each list
+    parameters: float  # of the whole model, over those of the reduced one
+    link: float  # bytes per second between host and GPU
+
+    def workload(self, workload: Workload) -> Workload:
+        return replace(workload, model=Changed(workload.model, self._reduce))
+
+    def _reduce(self, model: nn.Module) -> None:
+        for names in self.lists:
+            members: Any = model.get_submodule(names[0].rpartition(".")[0])
+            del members[_KEPT:]
+
+    def use(self, proposal: Proposal) -> FixUse:
+        """The fix, in the blocks that are left."""
+        options = {
+            key: [name for name in value if not self._is_left_out(name)] if isinstance(value, list) else value
+            for key, value in proposal.options.items()
+        }
+        if proposal.fix in ("activation_checkpointing", "activation_offloading"):
+            options["blocks"] = self._left(proposal.where)
+        return FixUse(proposal.fix, options)
+
+    def _is_left_out(self, name: Any) -> bool:
+        return any(
+            isinstance(name, str) and f"{name}.".startswith(f"{block}.")
+            for names in self.lists
+            for block in names[_KEPT:]
+        )
+
+    def allocations(self, prediction: Prediction) -> tuple[Allocation, ...]:
+        """Those of the reduced model's prediction, with the bytes of the whole model's."""
+        blocks = {names[0]: len(names) - 1 for names in self.lists}
+        scales: dict[str, int] = {}
+
+        def scaled(made: Allocation) -> Allocation:
+            if made.stage == "optimizer step":
+                return made._replace(bytes=round(made.bytes * self.parameters))
+            if not made.saved and made.kind not in _STAY:
+                return made
+            scale = scales.get(made.module)
+            if scale is None:
+                inside = [
+                    count for first, count in blocks.items() if f"{made.module}.".startswith(f"{first}.")
+                ]
+                scale = scales[made.module] = inside[0] if inside else 1
+            return made if scale == 1 else made._replace(bytes=made.bytes * scale)
+
+        return tuple(map(scaled, prediction.allocations))
+
+    def host_bytes(self, proposal: Proposal, reduced: int) -> int:
+        if proposal.where == ("optimizer",):
+            return round(reduced * self.parameters)
+        return round(reduced * self._times(proposal))
+
+    def _left(self, where: Sequence[str]) -> list[str]:
+        return [name for name in where if not self._is_left_out(name)]
+
+    def _times(self, proposal: Proposal) -> float:
+        """The modules that a fix changes, over those of the reduced model that it changes."""
+        left = len(self._left(proposal.where))
+        if proposal.fix == "activation_offloading":
+            left -= 1  # the last block's stay
+        return len(proposal.where) / max(1, left)
+
+    def seconds(self, proposal: Proposal, fixed: Prediction, reduced: Prediction, whole: Prediction) -> float:
+        """Of the whole model's step with a fix, from predictions of the reduced one with and without it."""
+        where, times = proposal.where, self._times(proposal)
+
+        def scaled(with_fix: float, without: float, of_whole: float) -> float:
+            if times > 1:
+                return of_whole + (with_fix - without) * times
+            if where == ("optimizer",):
+                return of_whole + (with_fix - without) * self.parameters
+            if where in _OF_ALL and without:
+                return of_whole * with_fix / without
+            return of_whole + with_fix - without
+
+        busy = 0.0
+        for a, b, c in zip(fixed.work.phases, reduced.work.phases, whole.work.phases, strict=True):
+            copied = max(
+                scaled(a.to_host, b.to_host, c.to_host), scaled(a.to_device, b.to_device, c.to_device)
+            )
+            busy += max(scaled(a.seconds, b.seconds, c.seconds), copied / self.link)
+        host = scaled(fixed.work.host_seconds, reduced.work.host_seconds, whole.work.host_seconds)
+        steps = (each.step_seconds or 0.0 for each in (fixed, reduced, whole))
+        return max(scaled(*steps), busy, host)
+
+
+def reduction(model: nn.Module, link: float) -> Reduction | None:
+    """None where the model has no list of many identical blocks."""
+    lists: list[tuple[str, ...]] = []
+    removed = 0
+    for group in blocks(model):
+        names = tuple(name for name, _ in group)
+        members = model.get_submodule(names[0].rpartition(".")[0])
+        if not isinstance(members, nn.ModuleList | nn.Sequential) or len(members) != len(group):
+            continue
+        shapes = {(type(block), tuple(p.shape for p in block.parameters())) for _, block in group}
+        if len(shapes) == 1 and len(group) >= _FEWEST:
+            lists.append(names)
+            removed += sum(p.numel() for _, block in group[_KEPT:] for p in block.parameters())
+    total = sum(p.numel() for p in model.parameters())
+    return Reduction(tuple(lists), total / (total - removed), link) if lists and removed < total else None
