@@ -193,9 +193,17 @@ def plain_run(seed: int) -> list[tuple[int, int]]:
             if not block[2] and block[1] >= size
         ]
         if not fitting:
-            bottom -= whole
-            segments.append([[bottom, whole, 0]])
-            fitting = [(whole, bottom, segments[-1])]
+            taken = sorted((blocks[0][0], blocks[-1][0] + blocks[-1][1]) for blocks in segments)
+            start = bottom  # the lowest address with room, within a chunk of 32 MiB that is in use
+            for low, high in taken:
+                if low - start >= whole:
+                    break
+                start = high
+            end = min([low for low, _ in taken if low >= start] or [0x7F00_0000_0000])
+            if end - start < whole:
+                bottom = start = bottom - (whole + 32 * MIB - 1) // (32 * MIB) * 32 * MIB
+            segments.append([[start, whole, 0]])
+            fitting = [(whole, start, segments[-1])]
         _, address, blocks = min(fitting)
         at = next(i for i, block in enumerate(blocks) if block[0] == address)
         left = blocks[at][1] - size

@@ -141,6 +141,27 @@ def test_cached_segments_are_released_before_a_request_is_refused(limit, verdict
     assert (prediction.refused is None) == (limit >= 80)
 
 
+def test_the_margin_holds_where_addresses_decide_what_is_reserved():
+    """Two free blocks of 28 MiB: which one is taken decides whether 56 MiB stay in one piece."""
+
+    def setup():
+        whole = torch.empty(56 * MiB, dtype=torch.uint8, device="cuda")
+        other = torch.empty(28 * MiB, dtype=torch.uint8, device="cuda")
+        del whole
+        first = torch.empty(28 * MiB, dtype=torch.uint8, device="cuda")
+        del other
+        second = torch.empty(28 * MiB, dtype=torch.uint8, device="cuda")
+        del first
+        kept = torch.empty(56 * MiB, dtype=torch.uint8, device="cuda"), second
+        return lambda: kept
+
+    prediction = oomph.predict(setup, gpu="h200")
+    assert prediction.peak.reserved == 84 * MiB
+    assert 28 * MiB <= prediction.margin <= 32 * MiB  # the other 28 MiB are released, if they must be
+    assert oomph.predict(setup, max="110MiB").verdict == "too close to call"
+    assert oomph.predict(setup, max="116MiB").verdict == "fits"
+
+
 def test_the_margin_grows_where_less_was_measured(stack):
     unknown = oomph.predict(stack_workload(), gpu="rtx3090")
     assert unknown.margin / unknown.peak.reserved >= stack.margin / stack.peak.reserved

@@ -181,8 +181,9 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
     run = functools.partial(replay, events, allocations, settings=settings)
     unlimited = run()
     sizes_assumed = tracer.estimates.sizes_assumed
-    off_by = margin(unlimited.peak_reserved, allocations, sizes_assumed, card, torch.__version__)
-    verdict, refused = _verdict(run, unlimited, limit, off_by)
+    residual = margin(unlimited.peak_reserved, allocations, sizes_assumed, card, torch.__version__)
+    off_by = _margin_for_addresses(run, unlimited, residual)
+    verdict, refused = _verdict(run, unlimited, limit, off_by, residual)
     step_seconds, work = step_work(tracer.work.kernels, card)
     growth = _growth(unlimited, events, allocations)
     peak = _peak(unlimited, events, allocations, card)
@@ -245,19 +246,36 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
         yield Note(f"{missing}, where a condition on values is taken as {str(answer).lower()}", site)
 
 
+def _margin_for_addresses(run: Callable[..., Replay], unlimited: Replay, residual: int) -> int:
+    """The margin, widened to what the step takes with segments at rising addresses."""
+    reserved, enough = unlimited.highest_reserved, residual
+    if run(reserved + enough, rising=True).refused is not None:
+        too_little, enough = residual, run(rising=True).highest_reserved - reserved
+        while enough - too_little > residual:
+            middle = (too_little + enough) // 2
+            if run(reserved + middle, rising=True).refused is None:
+                enough = middle
+            else:
+                too_little = middle
+    return enough
+
+
 def _verdict(
-    run: Callable[..., Replay], unlimited: Replay, limit: int | None, margin: int
+    run: Callable[..., Replay], unlimited: Replay, limit: int | None, margin: int, residual: int
 ) -> tuple[Verdict | None, int | None]:
     """Whether the allocator serves all requests within `limit`, and the id of the one that it refuses.
 
-    `limit` itself decides only if a limit that is higher or lower by `margin` gives the same answer.
+    `limit` itself decides only if a limit that is higher or lower by `residual` gives the same answer, with
+    segments at falling and at rising addresses.
     """
     if limit is None:
         return None, None
-    if unlimited.highest_reserved + margin <= limit or run(limit - margin).refused is None:
+    if unlimited.highest_reserved + margin <= limit:
+        return "fits", None
+    if all(run(limit - residual, rising=rising).refused is None for rising in (False, True)):
         return "fits", None
     refused = run(limit).refused
-    if refused is not None and run(limit + margin).refused is not None:
+    if all(run(limit + residual, rising=rising).refused is not None for rising in (False, True)):
         return "does not fit", refused
     return "too close to call", refused
 

@@ -50,10 +50,12 @@ def replay(
     *,
     settings: AllocatorSettings | None = None,
     record: bool = False,
+    rising: bool = False,
 ) -> Replay:
     """Run the events through a fresh allocator that may reserve `limit` bytes (None: as many as it likes).
 
-    `allocations` is indexed by id. `record` keeps every act of the allocator in `Replay.trace`.
+    `allocations` is indexed by id. `record` keeps every act of the allocator in `Replay.trace`. `rising`
+    places segments at rising addresses, see allocator.py; it changes nothing for expandable segments.
     Events that contradict themselves raise ValueError with the index of the first such event.
     """
     trace: list[TraceEntry] = []
@@ -64,7 +66,7 @@ def replay(
 
     settings = settings or AllocatorSettings()
     allocator = (ExpandableAllocator if settings.expandable_segments else CachingAllocator)(
-        limit, max_split=settings.max_split, on_segment=on_segment if record else None
+        limit, max_split=settings.max_split, on_segment=on_segment if record else None, rising=rising
     )
     malloc, free = allocator.malloc, allocator.free
     known = len(allocations)
