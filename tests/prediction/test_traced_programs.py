@@ -402,3 +402,12 @@ def test_repeated_calls_leave_gradients_and_no_tensors() -> None:
         assert len(set(allocated[1:])) == 1, allocated
 
     oomph.predict(program)
+
+
+def test_a_bias_is_added_in_place_to_the_product_of_a_transposed_input() -> None:
+    def forward() -> None:
+        model = nn.Linear(1024, 1024, device="cuda")
+        model(torch.empty(256, 8, 1024, device="cuda").transpose(0, 1))
+
+    made = [each.bytes for each in oomph.predict(forward).allocations if each.kind != "workspace"]
+    assert made.count(8 * MiB) == 3  # the input, its contiguous copy and the product

@@ -1,4 +1,4 @@
-"""Composite ops that decompose differently on CUDA: dropout, RMSNorm, softmax, attention, one_hot.
+"""Composite ops that decompose differently on CUDA: linear, dropout, RMSNorm, softmax, attention, one_hot.
 
 They dissolve above the dispatch mode, so CUDA's path is taken at autograd's own key, for tensors of the fake
 GPU only. All other tensors take torch's own decomposition.
@@ -75,6 +75,15 @@ def _decomposed_or_like_first_argument(
             raise
     results = tuple(torch.empty_like(first) for _ in op._schema.returns)
     return results[0] if len(results) == 1 else results
+
+
+@composite(aten.linear.default)
+def _linear(context: RuleContext, call: BoundArguments) -> Any:
+    """Linear.cpp adds the bias to the product in place, except for tensor subclasses such as our fakes."""
+    input, weight, bias = call["input"], call["weight"], call["bias"]
+    if bias is None or input.dim() <= 2 or input.is_contiguous():
+        return NotImplemented
+    return torch.matmul(input, weight.t()).add_(bias)
 
 
 @composite(aten.dropout.default)
