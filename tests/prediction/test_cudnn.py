@@ -15,7 +15,7 @@ from oomph import gpus
 from oomph.prediction.api import trace
 from oomph.prediction.cuda.composites import cuda_composites
 from oomph.prediction.cuda.cudnn import flatten_parameters
-from oomph.prediction.cuda.rules import RuleContext, RuleGuard, temporaries_of
+from oomph.prediction.cuda.rules import NEXT_RESULT, RuleContext, RuleGuard, temporaries_of
 from oomph.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_dispatch_modes
 
 aten = torch.ops.aten
@@ -38,18 +38,17 @@ def convolution(
     backward: tuple[bool, bool, bool] | None = None,
     grad_format: torch.memory_format | None = None,
 ) -> list[int]:
-    """The temporaries of a convolution, or of its backward pass."""
+    """The temporaries of a convolution, or of its backward pass, without the places of its results."""
     dims = len(input) - 2
     geometry = ([stride] * dims, [padding] * dims, [1] * dims, transposed, [0] * dims, groups)
     with FakeTensorMode():
         x = torch.empty(input, dtype=dtype).to(memory_format=format)
         w = torch.empty(weight, dtype=dtype).to(memory_format=format)
-        if backward is None:
-            return temporaries_of(aten.convolution.default, (x, w, None, *geometry), {}, H200)
-        out = aten.convolution.default(x, w, None, *geometry)
-        out = out.contiguous(memory_format=grad_format or format)
-        args = (out, x, w, None, *geometry, backward)
-        return temporaries_of(aten.convolution_backward.default, args, {}, H200)
+        op, args = aten.convolution.default, (x, w, None, *geometry)
+        if backward is not None:
+            out = op(*args).contiguous(memory_format=grad_format or format)
+            op, args = aten.convolution_backward.default, (out, *args, backward)
+        return [size for size in temporaries_of(op, args, {}, H200) if size is not None]
 
 
 def weight_gradient(*args: Any, **options: Any) -> int:
@@ -133,7 +132,7 @@ def test_a_weight_in_channels_last_makes_the_convolution_copy_its_input_to_that_
         x = torch.empty(16, 64, 56, 56)
         w = torch.empty(64, 64, 3, 3).to(memory_format=NHWC)
         args = (x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-        assert temporaries_of(aten.convolution.default, args, {}, H200) == [x.nbytes]
+        assert temporaries_of(aten.convolution.default, args, {}, H200) == [x.nbytes, NEXT_RESULT]
 
 
 class Bytes(TorchDispatchMode):

@@ -67,6 +67,11 @@ SUMS = [  # shape, strides, reduced, type; the staging buffer and the semaphores
 ]
 
 
+def test_a_sum_that_is_written_into_a_tensor_needs_the_same_buffers():
+    rows, out = meta(8192, 3072, dtype=bf16), meta(3072)
+    assert taken(aten.sum.IntList_out, rows, [0], dtype=f32, out=out) == [138412032, 96]
+
+
 @pytest.mark.parametrize(("shape", "strides", "dims", "dtype", "measured"), SUMS)
 def test_a_sum_stages_as_many_bytes_as_were_measured(
     shape: tuple[int, ...],

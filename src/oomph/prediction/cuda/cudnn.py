@@ -25,6 +25,7 @@ from torch import nn
 from oomph.gpus import GPU
 from oomph.prediction.cuda.rules import (
     HOST_OUTPUTS,
+    NEXT_RESULT,
     BoundArguments,
     CompositeRule,
     Fake,
@@ -78,26 +79,28 @@ class _Convolution(NamedTuple):
 
 
 @temporaries(aten.convolution.default)
-def _forward(call: BoundArguments, gpu: GPU) -> list[int]:
+def _forward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     format = memory_format(call["input"], call["weight"])
     found = _describe(call, _output_shape(call), format)
-    return [*_copies(format, call["input"], call["weight"]), _workspace(found, "forward", gpu)]
+    return [*_copies(format, call["input"], call["weight"]), NEXT_RESULT, _workspace(found, "forward", gpu)]
 
 
 @temporaries(aten.convolution_backward.default)
-def _backward(call: BoundArguments, gpu: GPU) -> list[int]:
+def _backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     format = memory_format(call["input"], call["weight"])
     gradient = call["grad_output"]
     found = _describe(call, tuple(gradient.shape), format)
-    sizes = _copies(format, gradient, call["input"], call["weight"])
+    copies = _copies(format, gradient, call["input"], call["weight"])
+    sizes: list[int | None] = [*copies]
     passes: tuple[Pass, Pass] = ("data", "weight")
     for kind, wanted in zip(passes, call["output_mask"], strict=False):
         if wanted:
             size = _workspace(found, kind, gpu)
-            sizes += [size, -size]  # each pass frees its own before the next begins
+            sizes += [NEXT_RESULT, size, -size]  # each pass frees its own before the next begins
     if call["output_mask"][2]:
         others = [dim for dim in range(gradient.dim()) if dim != 1]
-        sizes += temporaries_of(aten.sum.dim_IntList, (gradient, others), {}, gpu)
+        sizes += [-size for size in copies]
+        sizes += [NEXT_RESULT, *temporaries_of(aten.sum.dim_IntList, (gradient, others), {}, gpu)]
     return sizes
 
 

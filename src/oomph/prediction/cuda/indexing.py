@@ -344,7 +344,7 @@ def _masked_scatter(call: BoundArguments, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten._unique.default, aten._unique2.default, aten.unique_consecutive.default)
-def _unique(call: BoundArguments, gpu: GPU) -> list[int]:
+def _unique(call: BoundArguments, gpu: GPU) -> Sequence[int | None]:
     """UniqueCub.cu. The results are as long as the input, and are shortened without being reallocated."""
     if call.get("dim") is not None:
         return _unique_rows(call, gpu)

@@ -7,6 +7,7 @@ tables.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,14 +21,16 @@ T = TypeVar("T")
 BoundArguments = dict[str, Any]  # an op's arguments by name, defaults filled in
 Fake = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]  # runs an op on fake tensors
 CudaKernel = Callable[[Fake, OpOverload, Sequence[Any], dict[str, Any]], Any]
-TemporariesRule = Callable[[BoundArguments, GPU], list[int]]
+TemporariesRule = Callable[[BoundArguments, GPU], Sequence[int | None]]
 HostOutputsRule = Callable[[BoundArguments], frozenset[int]]
 CompositeRule = Callable[["RuleContext", BoundArguments], Any]  # may return NotImplemented
 
 # The op's results on CUDA, where the fake CPU kernel gives others.
 CUDA_KERNELS: dict[OpOverload, CudaKernel] = {}
 # Bytes that a kernel's host code allocates for itself, in order. A positive number is an allocation, freed
-# when the kernel returns unless a negative number (the same size) frees it earlier.
+# when the kernel returns unless a negative number (the same size) frees it earlier. NEXT_RESULT is where the
+# kernel allocates its next result; results without one come before all temporaries.
+NEXT_RESULT = None
 TEMPORARIES: dict[OpOverload, TemporariesRule] = {}
 # Indices of results that the fake kernel makes, but that take no device memory on a GPU.
 HOST_OUTPUTS: dict[OpOverload, HostOutputsRule] = {}
@@ -70,9 +73,25 @@ def composite(*ops: OpOverload) -> Callable[[CompositeRule], CompositeRule]:
     return register
 
 
-def temporaries_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], gpu: GPU) -> list[int]:
-    rule = TEMPORARIES.get(func)
-    return [size for size in rule(bind(func, args, kwargs), gpu) if size] if rule is not None else []
+def temporaries_of(
+    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], gpu: GPU
+) -> list[int | None]:
+    """Those of an op that writes into `out` are the same as those of the op that makes its result."""
+    rule = TEMPORARIES.get(func) or TEMPORARIES.get(_without_out(func))
+    return [size for size in rule(bind(func, args, kwargs), gpu) if size != 0] if rule is not None else []
+
+
+@functools.cache
+def _without_out(func: OpOverload) -> OpOverload:
+    """`aten.sum.dim_IntList` for `aten.sum.IntList_out`; the op itself if it takes no `out`."""
+    arguments = func._schema.arguments
+    names = [argument.name for argument in arguments if not argument.is_out]
+    if len(names) < len(arguments):
+        for overload in func.overloadpacket.overloads():
+            other = getattr(func.overloadpacket, overload)
+            if [argument.name for argument in other._schema.arguments] == names:
+                return other
+    return func
 
 
 def bind(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:

@@ -24,6 +24,7 @@ from oomph.prediction.cuda.rules import (
     ALLOCATION_ORDER,
     CUDA_KERNELS,
     HOST_OUTPUTS,
+    NEXT_RESULT,
     aten_ops,
     bind,
     is_program_error,
@@ -454,27 +455,38 @@ class DispatchMode(TorchDispatchMode):
             results = [result for index, result in enumerate(results) if index not in on_host]
         if func in ALLOCATION_ORDER:
             results = [results[index] for index in ALLOCATION_ORDER[func]]
-        for tensor in tensors_in(results, {}):
+        rule = partial(temporaries_of, func, args, kwargs, tracer.gpu)
+        sizes: list[int | None] = guard.call("temporaries", func, rule, list)
+
+        def record(tensor: torch.Tensor) -> None:
             if any(tensor is known for known in given):  # written in place, wherever it is
                 tracer.record_in_place(tensor, name)
             else:
                 tracer.record_result(tensor, name, given)
-        guard.call("workspace", func, partial(self.workspaces.allocate, func, args), _nothing)
-        rule = partial(temporaries_of, func, args, kwargs, tracer.gpu)
-        sizes: list[int] = guard.call("temporaries", func, rule, list)
-        self._record_temporaries(name, sizes)
 
-    def _record_temporaries(self, name: str, sizes: list[int]) -> None:
+        made = list(tensors_in(results, {}))
+        first = max(0, len(made) - sizes.count(NEXT_RESULT))
+        for tensor in made[:first]:
+            record(tensor)
+        guard.call("workspace", func, partial(self.workspaces.allocate, func, args), _nothing)
+        self._record_temporaries(name, sizes, map(record, made[first:]))
+
+    def _record_temporaries(
+        self, name: str, sizes: Sequence[int | None], results: Iterator[None] | None = None
+    ) -> None:
+        """`results`: records a result of the op with each step."""
         live = []
         for size in sizes:
-            if size > 0:
+            if size is None:  # NEXT_RESULT
+                next(results or iter(()), None)
+            elif size > 0:
                 live.append(self.tracer.record_workspace(size, name))
             else:
                 freed = next((allocation for allocation in live if allocation.bytes == -size), None)
                 if freed is not None:
                     live.remove(freed)
                     self.tracer.recorder.record_free(freed)
-        for allocation in live:
+        for allocation in reversed(live):  # as C++ destroys local variables
             self.tracer.recorder.record_free(allocation)
 
     def _check_deterministic(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
