@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import collections
 import csv
-import gc
 import multiprocessing
 import os
 import resource
@@ -33,7 +32,6 @@ import torch
 from benchmarks import RESULTS
 from benchmarks.accuracy import architectures
 from benchmarks.accuracy.architectures import Case, TooLarge, Variant
-from oomph.torch_internals import clear_cublas_workspaces
 
 TRACED, PROGRAM_FAILS, OUR_FAULT = "traced", "program fails", "our fault"
 _CPU_SECONDS = 40  # of processor time that a run or a prediction may take
@@ -94,18 +92,13 @@ def predict(case: Case, variant: Variant) -> tuple[int, float, list[str]]:
     return found.peak.allocated, found.seconds, [note.text for note in found.notes]
 
 
-def measure(case: Case, variant: Variant) -> int:
-    """Allocated bytes of three steps on the GPU, in a process that has run others before."""
-    gc.collect()
-    clear_cublas_workspaces()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+def measure(case: Case, variant: Variant) -> tuple[int, str]:
+    """Allocated bytes of three steps on the GPU, and its name."""
     step = training_step(case, variant)
     for _ in range(3):
         step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    return torch.cuda.max_memory_allocated(), torch.cuda.get_device_name()
 
 
 def training_step(case: Case, variant: Variant) -> Callable[[], None]:
@@ -142,8 +135,11 @@ def _child(connection: Any, function: Callable[..., Any], arguments: tuple[Any, 
     except BaseException as error:
         if verbose:
             print(getattr(error, "traceback", "") or traceback.format_exc(), file=sys.stderr)
-        lines = str(error).strip().splitlines()
-        name = "" if type(error).__module__.startswith("oomph") else f"{type(error).__name__}: "
+        cause = error
+        while cause.__cause__ is not None:  # libraries that import on demand wrap what went wrong
+            cause = cause.__cause__
+        lines = str(cause).strip().splitlines()
+        name = "" if type(error).__module__.startswith("oomph") else f"{type(cause).__name__}: "
         where = f" ({Path(error.file).name}:{error.line})" if getattr(error, "file", None) else ""
         connection.send(("failed", f"{name}{lines[0] if lines else ''}{where}"[:300]))
 
@@ -192,23 +188,18 @@ def row_of(case: Case, verbose: bool = False) -> tuple[Row, Variant]:
 
 
 def work(cases: list[Case], rows: Any, verbose: bool, measuring: bool) -> None:
-    """A worker process: predict first, in forked children, which it could not have after it used the GPU."""
+    """A worker process. What uses the GPU runs in forked children, since it never does so itself."""
     _silence()
-    traced = []
     for case in cases:
         row, variant = row_of(case, verbose)
         if measuring and row.outcome == TRACED:
-            traced.append((case, variant, row))
-        else:
-            rows.put(row)
-    for case, variant, row in traced:
-        try:
-            measured = measure(case, variant)
-        except Exception as error:
-            rows.put(replace(row, error=f"measurement: {type(error).__name__}: {error}"[:300]))
-            continue
-        off = round(100 * ((row.allocated or 0) / measured - 1), 3)
-        rows.put(replace(row, measured=measured, error_percent=off, gpu=torch.cuda.get_device_name()))
+            how, found = in_child(measure, case, variant)
+            if how == "failed":
+                row = replace(row, error=f"measurement: {found}")
+            else:
+                off = round(100 * ((row.allocated or 0) / found[0] - 1), 3)
+                row = replace(row, measured=found[0], error_percent=off, gpu=found[1])
+        rows.put(row)
     rows.put(None)
 
 
