@@ -10,11 +10,13 @@ from __future__ import annotations
 import csv
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from benchmarks import RESULTS, ROOT
+from oomph import gpus
+from oomph.systems import SYSTEMS as REGISTRY
 
 
 def stored(path: Path) -> list[dict[str, str]]:
@@ -122,15 +124,58 @@ def peaks(system: str) -> str:
     return "\n".join(lines)
 
 
+def _table(titles: str, rows: Iterable[Sequence[str]]) -> str:
+    """Of titles separated by commas."""
+    cells = [[cell.strip() for cell in titles.split(",")], *rows]
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in cells]
+    return "\n".join([lines[0], "|---" * len(cells[0]) + "|", *lines[1:]])
+
+
 def claims(system: str) -> str:
     """The report's claims as `oomph systems` works them out."""
-    from oomph.systems import SYSTEMS as REGISTRY
+    rows = [
+        (one.text, one.claimed, one.derive(), one.predicted(), one.measured(), one.verdict, one.why)
+        for one in REGISTRY[system].claims
+    ]
+    return _table("claim, claimed, derived, predicted, measured, verdict, why", rows)
 
-    lines = ["| claim | claimed | derived | verdict | why |", "|---|---|---|---|---|"]
-    for claim in REGISTRY[system].claims:
-        cells = (claim.text, claim.claimed, claim.derive(), claim.verdict, claim.why)
-        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return "\n".join(lines)
+
+def failed(system: str) -> str:
+    story = REGISTRY[system].story
+    return f"Out of memory on {gpus.find(story.gpu).title}: `{story.failed}`"
+
+
+def commands(system: str) -> str:
+    rows = [(f"`{theirs}`", f"`{ours}`") for theirs, ours in REGISTRY[system].story.commands.items()]
+    return _table("the report, here", rows)
+
+
+def story(system: str) -> str:
+    """The stored outcome of `oomph systems NAME`."""
+    rows = [row for row in stored(RESULTS / "stories.csv") if row["system"] == system]
+    if not rows:
+        return ""
+    cells = [
+        (
+            row["form"],
+            f"{float(row['needs_gib']):,.1f} GiB" if row["needs_gib"] else "-",
+            row["verdict"],
+            f"`{row['failure']}`" if row["failure"] else "",
+        )
+        for row in rows
+    ]
+    shown = [f"{row['command']}".strip() for row in rows]
+    table = _table("form, needs, verdict, where", cells)
+    return "\n".join(
+        [table, "", "```", *shown, "```", "", f"{float(rows[0]['story_seconds']):.0f} seconds on two cores."]
+    )
+
+
+def audit(system: str) -> str:
+    """What a report names besides figures, and where it is."""
+    report = REGISTRY[system].report
+    rows = [(row["item"], row["here"]) for row in stored(RESULTS / "audit.csv") if row["report"] == report]
+    return _table("item, here", rows)
 
 
 def system_rows() -> dict[str, dict[str, str]]:
@@ -491,11 +536,17 @@ FILES: Mapping[str, Tables] = {
     "README.md": {"evidence": evidence, "systems": systems},
     "docs/accuracy.md": {"accuracy": accuracy, "fixes": fixes, "speed": speed},
     "docs/ops.md": {"losses": losses, "other ops": other_ops},
-    "docs/systems.md": {
-        "systems": systems,
-        "races": races,
-        **{name: partial(peaks, name) for name, *_ in SYSTEMS},
-        **{f"claims of {name}": partial(claims, name) for name, *_ in SYSTEMS},
+    "docs/systems.md": {"systems": systems, "races": races},
+    **{
+        f"docs/report_{system.report}.md": {
+            name: partial(peaks, name),
+            f"failed {name}": partial(failed, name),
+            f"commands {name}": partial(commands, name),
+            f"story {name}": partial(story, name),
+            f"claims of {name}": partial(claims, name),
+            f"audit {name}": partial(audit, name),
+        }
+        for name, system in REGISTRY.items()
     },
     "docs/training.md": {"training": training, "overhead": overhead, "long context": long_context},
 }

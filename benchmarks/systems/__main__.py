@@ -1,10 +1,14 @@
 """The five systems on a real GPU: peaks against predictions, and races against other forms of the same model.
 
 python -m benchmarks.systems measure [WORD ...]   # on a GPU: peak and time of every form
+python -m benchmarks.systems parts [WORD ...]     # on a GPU: of ops, layers and losses by themselves
 python -m benchmarks.systems race [WORD ...]      # on a GPU: against Hugging Face's models and the dense scan
 python -m benchmarks.systems judge                # anywhere: predicts the same, writes results/systems.csv
+python -m benchmarks.systems stories              # anywhere: times `oomph systems NAME`: results/stories.csv
+python -m benchmarks.systems figures              # anywhere: rows to claims, writes results/claims.csv
 
-Both on a GPU write results/systems_<gpu>.json. WORDs choose what has them in its name.
+Those on a GPU write results/systems_<gpu>.json and results/parts_<gpu>.json after every row. WORDs choose
+what has them in its name; `--new` leaves out what has a row already.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import argparse
 import csv
 import gc
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -23,12 +28,17 @@ from typing import Any
 import torch
 
 import oomph
-from benchmarks import RESULTS
+from benchmarks import RESULTS, ROOT
 from benchmarks.accuracy.rows import short_name
 from benchmarks.systems.entries import entries
+from benchmarks.systems.figures import claim_rows, collect, rows_of
+from benchmarks.systems.parts import milliseconds, parts, steps, values
 from benchmarks.systems.races import races, run
+from oomph.systems import SYSTEMS
+from oomph.systems.claims import NO_FIGURE, stored_figures
 
 PEAK_BAR = 2.0  # percent
+STORY_BAR = 60.0  # seconds, on two cores
 
 
 @dataclass(frozen=True)
@@ -41,13 +51,17 @@ class Row:
     other_mib: float | None = None  # of a race
     other_ms: float | None = None
     predicted_mib: float | None = None
+    predicted_ms: float | None = None
     error_percent: float | None = None
     bar: str = ""
     met: bool | None = None
 
 
-def measure(words: Sequence[str], out: Path) -> int:
+def measure(words: Sequence[str], out: Path, new: bool = False) -> int:
+    stored = {row["name"] for row in json.loads(out.read_text())} if new and out.exists() else set()
     for name, entry in chosen(entries(), words):
+        if name in stored:
+            continue
         began = time.perf_counter()
         try:
             found = oomph.measure(entry.fixed, steps=3)
@@ -69,6 +83,26 @@ def measure(words: Sequence[str], out: Path) -> int:
             flush=True,
         )
         _free()
+    return 0
+
+
+def measure_parts(words: Sequence[str], out: Path) -> int:
+    """Each in a state of its own; `ms` is the median of ten steps, forward and backward."""
+    timed = steps()
+    for name, part in chosen({**parts(), **values()}, words):
+        _free()
+        try:
+            found = dict(part())
+            if name in timed:
+                _free()
+                found["ms"] = milliseconds(timed[name]())
+        except Exception as error:  # one must not stop the others
+            print(f"{name}: FAILED {type(error).__name__}: {error}"[:600], flush=True)
+            continue
+        rows = json.loads(out.read_text()) if out.exists() else {}
+        rows[name] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **found}
+        out.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{name}: {found}", flush=True)
     return 0
 
 
@@ -102,11 +136,16 @@ def race(words: Sequence[str], out: Path) -> int:
     return 0
 
 
-def judge(files: Iterable[Path], gpu: str, out: Path) -> int:
+def judge(files: Iterable[Path], gpu: str, out: Path, new: bool = False) -> int:
+    """new: keep the committed rows of what was predicted before."""
     stored = [Row(**row) for file in files for row in json.loads(file.read_text())]
     known, races_known = entries(), races()
-    rows = []
+    before = {row["name"]: row for row in rows_of(out)} if new else {}
+    rows: list[Any] = []
     for row in stored:
+        if before.get(row.name, {}).get("met"):
+            rows.append(before[row.name])
+            continue
         if row.name in known:
             rows.append(
                 _judged_peak(row, oomph.predict(known[row.name].fixed, gpu=gpu), known[row.name].at_most_gib)
@@ -120,9 +159,78 @@ def judge(files: Iterable[Path], gpu: str, out: Path) -> int:
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    print(f"{sum(bool(row.met) for row in rows)} of {len(rows)} rows meet their bars; {out}")
+        writer.writerows(row if isinstance(row, dict) else asdict(row) for row in rows)
+    missed = sum(not (row["met"] == "True" if isinstance(row, dict) else row.met) for row in rows)
+    print(f"{len(rows) - missed} of {len(rows)} rows meet their bars; {out}")
     return 0
+
+
+def judge_parts(file: Path, out: Path) -> int:
+    """Predicts what was measured; values (counts, not memory) are computed on the CPU instead."""
+    from oomph.prediction import called
+
+    known, counted = parts(), values()
+    rows = []
+    for name, measured in json.loads(file.read_text()).items():
+        predicted = counted[name]("cpu") if name in counted else called(known[name])
+        for field, value in measured.items():
+            if field in ("gpu", "torch"):
+                continue
+            guess = predicted.get(field)
+            error = round(100 * (guess / value - 1), 3) if guess is not None and value else None
+            rows.append({"name": name, "field": field, "measured": value, "predicted": guess})
+            rows[-1] |= {"error_percent": error, "gpu": measured["gpu"], "torch": measured["torch"]}
+        print(name, {row["field"]: row["error_percent"] for row in rows if row["name"] == name}, flush=True)
+    _write(out, rows)
+    return 0
+
+
+def stories(out: Path) -> int:
+    """Every report's story, as a reader runs it: seconds, what each form needs, and the line that fails."""
+    rows = []
+    for system in SYSTEMS.values():
+        command = [sys.executable, "-m", "oomph", "systems", system.name, "--json"]
+        began = time.perf_counter()
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        took = time.perf_counter() - began
+        for form in json.loads(done.stdout)["forms"]:
+            needs = None if form["needs"] is None else round(form["needs"] / 2**30, 2)
+            rows.append(
+                {
+                    "system": system.name,
+                    "form": form["form"],
+                    "needs_gib": needs,
+                    "verdict": form["verdict"],
+                    "failure": form["failure"],
+                    "command": form["command"],
+                    "story_seconds": round(took, 1),
+                    "bar_seconds": STORY_BAR,
+                }
+            )
+        print(f"{'met   ' if took <= STORY_BAR else 'MISSED'} {system.name}: {took:.1f} s", flush=True)
+    _write(out, rows)
+    return 0
+
+
+def figures(out: Path) -> int:
+    """The rows that claims refer to, for the package; and all claims with their columns."""
+    found = collect()
+    path = ROOT / "src" / "oomph" / "systems" / "figures.json"
+    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    stored_figures.cache_clear()
+    rows = claim_rows()
+    _write(out, rows)
+    for kind in ("predicted", "measured"):
+        has = sum(row[kind] != NO_FIGURE for row in rows)
+        print(f"{has} of {len(rows)} claims have a {kind} figure ({100 * has / len(rows):.0f} %)")
+    return 0
+
+
+def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _judged_peak(row: Row, prediction: Any, at_most_gib: float | None) -> Row:
@@ -131,7 +239,15 @@ def _judged_peak(row: Row, prediction: Any, at_most_gib: float | None) -> Row:
     bar, met = f"predicted within {PEAK_BAR:g} %", abs(error) <= PEAK_BAR
     if at_most_gib is not None:
         bar, met = f"{bar}, peak <= {at_most_gib:g} GiB", met and row.measured_mib <= at_most_gib * 1024
-    return _rounded(row, predicted_mib=round(predicted, 1), error_percent=round(error, 3), bar=bar, met=met)
+    seconds = prediction.step_seconds
+    return _rounded(
+        row,
+        predicted_mib=round(predicted, 1),
+        predicted_ms=None if seconds is None else round(1e3 * seconds, 2),
+        error_percent=round(error, 3),
+        bar=bar,
+        met=met,
+    )
 
 
 def _judged_race(row: Row, time_bar: float, memory_bar: float) -> Row:
@@ -188,19 +304,32 @@ def _store(path: Path, row: Row) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("command", choices=("measure", "race", "judge"))
+    known = ("measure", "parts", "race", "judge", "stories", "figures")
+    parser.add_argument("command", choices=known)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--new", action="store_true", help="measure only what has no row")
     parser.add_argument("--gpu", default="h200", help="the GPU that the stored rows were measured on")
     given = parser.parse_args()
     if given.command == "judge":
-        return judge(sorted(RESULTS.glob("systems_*.json")), given.gpu, given.out or RESULTS / "systems.csv")
+        judge_parts(RESULTS / f"parts_{given.gpu}.json", RESULTS / "parts.csv")
+        return judge(
+            sorted(RESULTS.glob("systems_*.json")), given.gpu, given.out or RESULTS / "systems.csv", given.new
+        )
+    if given.command == "stories":
+        return stories(given.out or RESULTS / "stories.csv")
+    if given.command == "figures":
+        return figures(given.out or RESULTS / "claims.csv")
     if not torch.cuda.is_available():
         print("error: measuring needs a CUDA GPU and torch sees none", file=sys.stderr)
         return 2
     short = short_name(torch.cuda.get_device_name())
+    if given.command == "parts":
+        return measure_parts(given.words, given.out or RESULTS / f"parts_{short}.json")
     out = given.out or RESULTS / f"systems_{short}.json"
-    return {"measure": measure, "race": race}[given.command](given.words, out)
+    if given.command == "measure":
+        return measure(given.words, out, given.new)
+    return race(given.words, out)
 
 
 if __name__ == "__main__":

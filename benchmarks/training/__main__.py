@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import fnmatch
 import json
 import math
 import statistics
@@ -224,15 +225,17 @@ def main() -> int:
         files = sorted(file for file in RESULTS.glob("training_*.json"))
         return judge(files, given.gpu, given.out or RESULTS / "training.csv")
     known = OVERHEADS if given.command == "overhead" else RUNS
-    unknown = [name for name in given.names if name not in known]
+    matched = [(name, fnmatch.filter(known, name)) for name in given.names]
+    unknown = [name for name, found in matched if not found]
     if unknown:
         print(f"error: there is no run {unknown[0]!r}; valid: {'; '.join(known)}", file=sys.stderr)
         return 2
+    names = [name for _, found in matched for name in found]
     if given.command == "overhead":
-        return overhead(given.names or list(OVERHEADS), given.out)
+        return overhead(names or list(OVERHEADS), given.out)
     if given.command == "here":
         return here(given.names[0], given.out, given.jobs == 1)
-    return run(given.names or list(RUNS), given.out, given.jobs)
+    return run(names or list(RUNS), given.out, given.jobs)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ _ALWAYS = ("training.save=false", "training.eval_every=null", "training.log_ever
 _FIRST_STAGE = ("data.curriculum=null", "data.seq_len=256", "data.batch_size=16", "training.accumulate=2")
 _GINR = ("training.steps=1000", "training.log_every=10", "training.eval_batches=8")
 # A few percent in so few steps, less than one batch differs from another: the same ones before and after.
+_NO_GRAPH = "training.cuda_graph=false"
 _NPT = ("training.accumulate=4", "training.eval_batches=20", "training.eval_at_start=true")
 
 _RUNS = (
@@ -90,6 +91,55 @@ _RUNS = (
             "ginr_scent_queries",
             "ginr_residual",
         )
+    ),
+)
+# Report 004's solutions after equal steps; gradient checkpointing is the report's model itself.
+_QUALITY = {
+    **{mixing: (f"model.query_mixing={mixing}",) for mixing in ("self", "cross", "feedforward", "residual")},
+    "batch 16": ("data.batch_size=16",),
+    "resolution 16": ("model.preset=solution_5_resolution",),
+    "queries": ("model.queries_per_step=256",),
+}
+_RUNS += tuple(
+    Run(
+        f"ginr {name}, seed {seed}",
+        "ginr",
+        ("training.steps=200", "training.eval_batches=8", f"training.seed={seed}", *changes),
+        330,
+    )
+    for name, changes in _QUALITY.items()
+    for seed in range(3)
+)
+_RUNS += (
+    Run(
+        "hn_xs curriculum",
+        "hn_xs",
+        (
+            "data.curriculum=[{seq_len: 256, batch_tokens: 4096, steps: 10}, "
+            "{seq_len: 512, batch_tokens: 5120, steps: 10}, {seq_len: 768, batch_tokens: 4608, steps: 10}, "
+            "{seq_len: 1024, batch_tokens: 5120}]",
+            "training.accumulate=2",
+            "training.steps=40",
+            "training.warmup=10",
+        ),
+    ),
+    Run(
+        "hn_xs sequential",
+        "hn_xs",
+        (*_FIRST_STAGE, "training.steps=6", "model.kda_mode=sequential", _NO_GRAPH),
+    ),
+    Run("hn_xs chunked", "hn_xs", (*_FIRST_STAGE, "training.steps=50", "model.kda_mode=chunked")),
+    Run(
+        "longctx_4b_24gb_nsa",
+        "longctx_4b_24gb_nsa",
+        ("training.steps=4", "training.warmup=2", "training.memory_limit=23GiB", "data.validation=0"),
+        320,
+    ),
+    Run(
+        "longctx_8b",
+        "longctx_8b",
+        ("training.steps=2", "training.warmup=1", "training.memory_limit=80GiB", "data.validation=0"),
+        320,
     ),
 )
 _EXACT = ("hn_xs", "pythia_70m_published", "longctx_0.6b")  # what the same bits at every run cost

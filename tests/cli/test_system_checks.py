@@ -63,9 +63,16 @@ def test_the_check_of_longctx_prints_the_reports_lines(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [[], ["ginr"]])
-def test_only_two_systems_have_a_check(arguments, capsys):
+def test_not_every_system_has_a_check(arguments, capsys):
     assert run(["systems", *arguments, "--check"]) == 2
-    assert "longctx or npt" in capsys.readouterr().err
+    assert "pythia or longctx or npt" in capsys.readouterr().err
+
+
+def test_the_check_of_pythia_is_the_parameter_table(capsys):
+    assert run(["systems", "001", "--check"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for part in ("transformer layers 18,902,016 75.6 MB", "total 29,208,576 116.8 MB", "70,426,624"):
+        assert part in out
 
 
 # ------------------------------------------------------------------------------------------- npt

@@ -5,14 +5,19 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from oomph import gpus
 from oomph.cli.main import run
-from oomph.systems import SYSTEMS
+from oomph.systems import SYSTEMS, find_system
+from oomph.systems.claims import FormRun
+from oomph.systems.longctx import claims as longctx_claims
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "scripts"
 
 
 def test_all_systems_are_listed_with_both_forms(capsys):
@@ -29,15 +34,47 @@ def test_all_systems_are_listed_with_both_forms(capsys):
 
 
 def test_the_claims_of_one_system_are_a_table(capsys):
-    assert run(["systems", "longctx"]) == 0
+    assert run(["systems", "longctx", "--claims"]) == 0
     out = capsys.readouterr().out
     assert out.isascii()
-    for word in ("claim", "derived", "verdict", "why", "37.09 GiB", "never measured"):
+    for word in ("claim", "derived", "predicted", "measured", "verdict", "why", "37.09 GiB", "in part"):
         assert word in out
-    assert run(["systems", "003", "--json"]) == 0
+    assert run(["systems", "003", "--claims", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["system"]["name"] == "npt"
-    assert set(found["claims"][0]) == {"claim", "claimed", "derived", "verdict", "why"}
+    columns = {"claim", "claimed", "derived", "predicted", "measured", "verdict", "why"}
+    assert set(found["claims"][0]) == columns
+
+
+def test_a_story_names_the_line_that_fails_and_the_errors_of_programs(capsys, monkeypatch, in_process):
+    """On small shapes: the forms of longctx, on a GPU that holds the model and not the naive form."""
+    story = find_system("longctx").story
+    small = ("preset=tiny", "vocab_size=50000", "seq_len=2048", "gradient_checkpointing=false")
+    forms = tuple(
+        FormRun(form, "longctx_tiny", (f"form={form}", *small)) for form in ("naive", "rope_on_cpu", "model")
+    )
+    monkeypatch.setattr(longctx_claims, "STORY", replace(story, gpu="2GiB", forms=forms))
+    assert run(["systems", "002", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    naive, rope, model = found["forms"]
+    assert naive["verdict"] == "does not fit"
+    assert "longctx/naive.py:" in naive["failure"]
+    assert "logits_BTV = F.linear" in naive["failure"]
+    assert naive["needs"] > model["needs"]
+    assert rope["verdict"] == "fails"
+    assert "device" in rope["failure"]
+    assert model["verdict"] == "fits"
+    assert model["failure"] == ""
+    assert found["commands"]["python verify_chunked_loss.py"] == "oomph systems longctx --check"
+
+
+@pytest.mark.parametrize("system", SYSTEMS.values(), ids=list(SYSTEMS))
+def test_the_configs_and_keys_of_every_story_are_valid(system):
+    from oomph.training.config import load
+
+    for form in system.story.forms:
+        load(ROOT / "configs" / f"{form.config}.yaml", form.overrides)
+    assert not gpus.find(system.story.gpu).memory % 1
 
 
 def test_an_unknown_system_is_one_line_with_the_valid_names(capsys):

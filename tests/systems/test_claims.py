@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import RESULTS
+from benchmarks.systems.figures import claim_rows, collect
 
 from oomph.errors import UserError
 from oomph.systems import SYSTEMS, find_system
-from oomph.systems.claims import VERDICTS
+from oomph.systems.claims import VERDICTS, stored_figures
 from oomph.systems.ginr import claims as ginr
 from oomph.systems.hatchling import claims as hatchling
 from oomph.systems.longctx import claims as longctx
@@ -28,6 +30,13 @@ def test_every_claim_has_a_figure_a_verdict_and_a_reason(system):
         assert claim.derive()
         assert claim.why
         assert claim.claimed
+
+
+def test_figures_are_those_of_the_committed_rows():
+    """Run python -m benchmarks.systems figures."""
+    assert stored_figures() == collect()
+    with (RESULTS / "claims.csv").open(newline="") as file:
+        assert list(csv.DictReader(file)) == claim_rows()
 
 
 def derived(name):

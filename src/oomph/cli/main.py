@@ -117,6 +117,9 @@ def predict(
     plan: Annotated[
         str | None, typer.Option(metavar="FILE.json", help="Apply the fixes of a plan of `oomph fit`.")
     ] = None,
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Only how memory grows over the first step, stage by stage.")
+    ] = False,
     module: _Module = None,
     steps: _Steps = None,
     sizes: Annotated[
@@ -144,6 +147,7 @@ def predict(
         overrides=words,
         module=module is not None,
         steps=steps,
+        stages=stages,
         sizes=sizes,
         torchrun=torchrun,
         allow=_allowed(allow_subprocesses, allow_network),
@@ -329,14 +333,15 @@ _SYSTEM = typer.Argument(metavar="[NAME]", help="A system, or the number of its 
 def systems(
     name: Annotated[str | None, _SYSTEM] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Run the report's own check, corrected (longctx, npt).")
+        bool, typer.Option("--check", help="Run the report's own check, corrected (pythia, longctx, npt).")
     ] = False,
+    claims: Annotated[bool, typer.Option("--claims", help="Predict nothing; only the claims.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
-    """List the reference systems. For one: check the claims of its report."""
+    """List the reference systems. For one: predict its report's failure and fixes, and check its claims."""
     from oomph.cli.systems import run_check, run_systems
 
-    return run_check(name) if check else run_systems(name, json)
+    return run_check(name) if check else run_systems(name, json, claims_only=claims)
 
 
 @app.command(hidden=True)
@@ -348,7 +353,7 @@ def cases(
     from oomph.cli.systems import run_systems
 
     warn_deprecated("oomph cases", "oomph systems")
-    return run_systems(name, json, old_keys=True)
+    return run_systems(name, json, old_keys=True, claims_only=True)
 
 
 @app.command()

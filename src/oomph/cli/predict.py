@@ -43,6 +43,7 @@ class PredictOptions:
     overrides: tuple[str, ...] = ()  # of a script: its arguments
     module: bool = False  # the target is a module that is run as a script
     steps: int | None = None
+    stages: bool = False  # only the table of stages, from one traced step
     sizes: str | None = None  # B=8,T=4096, or longest
     torchrun: bool = False
     allow: tuple[str, ...] = ()  # what the program may do outside of its process
@@ -54,7 +55,12 @@ def run_predict(options: PredictOptions) -> ExitStatus:
     if options.snapshot is not None:
         _write_snapshot(options.snapshot, prediction)
     # The memory profiler of report 002, for every config whose model is a stack of layers.
-    stages = stage_table(prediction) if is_config(options.target) else None
+    stages = stage_table(prediction) if options.stages or is_config(options.target) else None
+    if options.stages and not options.json:
+        if stages is None:
+            raise UserError(f"--stages: the model of {options.target} is not a stack of layers")
+        write_stdout(stage_table_text(stages, report_console()).lstrip("\n"))
+        return ExitStatus.FITS
     if options.json:
         found = prediction_to_json(prediction)
         if stages is not None:
@@ -133,6 +139,7 @@ def _predict_target(
     options: PredictOptions, sizes: Mapping[str, int] | None, progress: ProgressReport
 ) -> Prediction:
     from oomph.prediction import Script, predict
+    from oomph.prediction.program import STEPS
 
     if _is_script(options):
         script = Script(
@@ -156,7 +163,14 @@ def _predict_target(
             target = replace(workload_of(target, options.target), sizes=sizes)
         limits = (options.max, config_limit(options.target, options.overrides))
         limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
-        return predict(target, gpu=options.gpu, max=limit, sizes=_sizes(options), progress=progress)
+        return predict(
+            target,
+            gpu=options.gpu,
+            max=limit,
+            sizes=_sizes(options),
+            steps=1 if options.stages else STEPS,
+            progress=progress,
+        )
 
 
 def _with_fixes(target: Any, fixes: Sequence[str]) -> Any:

@@ -1,7 +1,7 @@
-"""The check scripts of two reports, with correct figures: `oomph systems longctx --check`, `... npt --check`.
+"""The check scripts of three reports, with correct figures: `oomph systems NAME --check`.
 
-Each check compares the report's implementations with ours in float64 on a small shape, then predicts their
-memory at the report's shape.
+pythia: the table of parameters. longctx and npt: the report's implementations are compared with ours in
+float64 on a small shape, and their memory is predicted at the report's shape.
 
 Legend: B batch, T tokens, D hidden size.
 """
@@ -29,6 +29,9 @@ from oomph.systems.npt import NPComponent, NPTConfig, NPTModel, NPTOptimization
 from oomph.systems.npt import claims as npt_claims
 from oomph.systems.npt.naive import COMPONENTS
 from oomph.systems.npt.naive import build as build_naive_npt
+from oomph.systems.pythia import PRESETS as PYTHIA
+from oomph.systems.pythia import claims as pythia_claims
+from oomph.systems.pythia import create_pythia_70m
 from oomph.workload import Workload
 
 Print = Callable[[str], None]
@@ -43,6 +46,27 @@ def _relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
 def _agreement(name: str, error: float, reference: str) -> str:
     wrong = "" if error <= TOLERANCE else ", WRONG"
     return f"  {name}: within {error:.1e} of {reference}{wrong}"
+
+
+# ------------------------------------------------------------------------------------------- pythia
+
+
+def check_pythia(write: Print) -> bool:
+    """The parameter table of report 001, from the built model. Returns whether get_total_params() agrees."""
+    agree = True
+    for vocab_size in (pythia_claims.CAPPED, pythia_claims.REPORT_VOCAB_SIZE):
+        table = pythia_claims.parameter_table(vocab_size)
+        write(f"create_pythia_70m(vocab_size={vocab_size})")
+        for name, count in table.items():
+            write(f"  {name:20}{count:>12,}{count * 4 / 1e6:>9.1f} MB")
+        total = create_pythia_70m(vocab_size, device="meta")[1].get_total_params()
+        agree = agree and total == table["total"]
+        held = {"parameters": 1, "gradients": 1, "Adam's averages": 2}
+        for name, times in held.items():
+            write(f"  {name:20}{'':12}{times * total * 4 / 1e6:>9.1f} MB")
+    published = PYTHIA["pythia"].get_total_params()
+    write(f"published Pythia-70M: {published:,}")
+    return agree
 
 
 # ------------------------------------------------------------------------------------------- longctx

@@ -1,23 +1,31 @@
-"""`oomph systems`: the five reference systems, and the derived figures behind the claims of their reports."""
+"""`oomph systems`: the five reference systems. For one: its report's failure, predicted, and its claims."""
 
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from oomph.cli.output import stdout_to_stderr, write_stdout
-from oomph.errors import ExitStatus, UserError
-from oomph.report.systems import ClaimLine, SystemLines, claims_text, systems_text
+from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
+from oomph.records import Prediction, Site
+from oomph.report.labels import short_path
+from oomph.report.systems import ClaimLine, FormLine, ReportLines, SystemLines, report_text, systems_text
 from oomph.report.terminal import report_console
 from oomph.systems import SYSTEMS, System, find_system
-from oomph.systems.claims import Claim
+from oomph.systems.claims import Claim, FormRun
+from oomph.units import format_bytes
 
 # The keys of `oomph cases --json`, which this command replaces.
 _OLD_KEYS = {"systems": "cases", "system": "case", "naive": "sick", "model": "healthy"}
+_CONFIGS = Path(__file__).resolve().parents[3] / "configs"  # of the repository
 
 
-def run_systems(name: str | None, as_json: bool, old_keys: bool = False) -> ExitStatus:
-    """List all systems, or check the claims of one."""
+def run_systems(
+    name: str | None, as_json: bool, old_keys: bool = False, claims_only: bool = False
+) -> ExitStatus:
+    """List all systems, or predict the forms of one at its report's shape and check the report's claims."""
     if name is None:
         rows = [_lines(system) for system in SYSTEMS.values()]
         if as_json:
@@ -27,36 +35,91 @@ def run_systems(name: str | None, as_json: bool, old_keys: bool = False) -> Exit
         return ExitStatus.FITS
     system = find_system(name)
     with stdout_to_stderr():  # libraries may print while they are imported
-        claims = [_claim(claim) for claim in system.claims]
+        claims = [claim_line(claim) for claim in system.claims]
+        story = system.story
+        forms = [] if claims_only else predicted_forms(system)
+    lines = ReportLines(story.failed, tuple(story.commands.items()), tuple(forms))
     if as_json:
-        _write_json(
-            {"system": _lines(system)._asdict(), "claims": [claim._asdict() for claim in claims]}, old_keys
-        )
+        found = {"system": _lines(system)._asdict(), "claims": [claim._asdict() for claim in claims]}
+        if not old_keys:
+            found |= {"failed": story.failed, "commands": dict(story.commands)}
+            found |= {"forms": [form._asdict() for form in forms]}
+        _write_json(found, old_keys)
     else:
-        write_stdout(claims_text(_lines(system), claims, report_console()))
+        write_stdout(report_text(_lines(system), lines, claims, report_console()))
     return ExitStatus.FITS
+
+
+def predicted_forms(system: System) -> list[FormLine]:
+    """Each form of the story at the report's shape and GPU, two predictions at a time."""
+    if not _CONFIGS.is_dir():  # installed without the repository
+        return []
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda form: _predicted(form, system.story.gpu), system.story.forms))
+
+
+def _predicted(form: FormRun, gpu: str) -> FormLine:
+    from oomph.prediction import predict
+    from oomph.training.config import load
+    from oomph.training.workloads import predicted_workload
+
+    try:
+        workload = predicted_workload(load(_CONFIGS / f"{form.config}.yaml", form.overrides))
+        found = predict(workload, gpu=gpu)
+    except ProgramError as error:
+        return FormLine(form.what, form.command(gpu), "fails", None, str(error).splitlines()[-1])
+    except OomphError as error:
+        return FormLine(form.what, form.command(gpu), "not predicted", None, str(error))
+    return FormLine(form.what, form.command(gpu), found.verdict or "", found.peak.device, _failure(found))
+
+
+def _failure(found: Prediction) -> str:
+    refused = found.refused
+    if refused is None:
+        return ""
+    where = "" if refused.site is None else f" at {_place(refused.site)}"
+    return f"tried to allocate {format_bytes(refused.bytes)}{where}"
+
+
+def _place(site: Site) -> str:
+    """With the text of the line."""
+    path = Path(site.file)
+    text = path.read_text().splitlines()[site.line - 1].strip() if path.is_file() else ""
+    return f"{short_path(site.file)}:{site.line}: {text}"
 
 
 def run_check(name: str | None) -> ExitStatus:
     """Run the check that a system's report came with."""
-    names = ("longctx", "npt")
+    names = ("pythia", "longctx", "npt")
     system = find_system(name) if name is not None else None
     if system is None or system.name not in names:
         raise UserError(f"--check is for the systems that came with one; give {' or '.join(names)}")
     with stdout_to_stderr():
         from oomph.cli import system_checks
 
-    check = {"longctx": system_checks.check_longctx, "npt": system_checks.check_npt}[system.name]
+    check = {
+        "pythia": system_checks.check_pythia,
+        "longctx": system_checks.check_longctx,
+        "npt": system_checks.check_npt,
+    }[system.name]
     agree = check(lambda line: write_stdout(line + "\n"))
     return ExitStatus.FITS if agree else ExitStatus.DOES_NOT_FIT
 
 
+def claim_line(claim: Claim) -> ClaimLine:
+    return ClaimLine(
+        claim.text,
+        claim.claimed,
+        claim.derive(),
+        claim.verdict,
+        claim.why,
+        claim.predicted(),
+        claim.measured(),
+    )
+
+
 def _lines(system: System) -> SystemLines:
     return SystemLines(system.name, system.report, system.title, system.naive, system.model)
-
-
-def _claim(claim: Claim) -> ClaimLine:
-    return ClaimLine(claim.text, claim.claimed, claim.derive(), claim.verdict, claim.why)
 
 
 def _write_json(content: dict[str, Any], old_keys: bool) -> None:

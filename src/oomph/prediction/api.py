@@ -68,6 +68,7 @@ def predict(
     gpu: str | GPU | None = None,
     max: str | int | None = None,
     sizes: Sizes | None = None,
+    steps: int = program.STEPS,
     allow: Collection[str] = (),
     progress: program.Progress | None = None,
 ) -> Prediction:
@@ -79,6 +80,7 @@ def predict(
     `gpu` is a name of the catalogue or a size ("24GiB"); `max` limits the allocator further.
     `sizes` replaces sizes of a Workload. The batches of other programs get the sizes B, T, H or W that it
     gives, as {"T": 4096}, or those of the longest sample of their data sets ("longest").
+    `steps` of a Workload are traced. With one, nothing of the optimizer's state is there yet at the peak.
     The program runs in a child process and changes no file; `allow` may name "subprocesses", to let it start
     other programs, and "network".
     `progress` receives a text and, where it is known, the fraction that is done.
@@ -109,7 +111,14 @@ def predict(
 
     def run(progress: program.Progress) -> Prediction:
         return prediction(
-            trace(target, card, progress, sizes=sizes, finish=lambda tracer: finish(prediction(tracer)))
+            trace(
+                target,
+                card,
+                progress,
+                sizes=sizes,
+                finish=lambda tracer: finish(prediction(tracer)),
+                steps=steps,
+            )
         )
 
     return predict_isolated(run, report, allow)
@@ -294,6 +303,7 @@ def trace(
     log: OpLog | None = None,
     finish: Callable[[Tracer], NoReturn] | None = None,
     sizes: Sizes | None = None,
+    steps: int = program.STEPS,
 ) -> Tracer:
     """Run the target on the fake GPU; its own failures come out as ProgramError.
 
@@ -304,7 +314,7 @@ def trace(
         if sizes is not None:
             tracer.batch_sizes = BatchSizes(sizes, tracer.recorder.note)
         if isinstance(target, Workload):
-            program.run_workload(target, tracer, progress)
+            program.run_workload(target, tracer, progress, steps)
         elif isinstance(target, Script):
             if finish is None or not is_isolated():
                 raise UserError("a script is predicted in a child process, which is not possible here")

@@ -29,13 +29,13 @@ STEPS = 3  # the optimizer's state appears in the first; from the second on, ste
 Progress = Callable[[str, float | None], None]
 
 
-def run_workload(workload: Workload, tracer: Tracer, progress: Progress) -> None:
-    """Build on the host, move to the GPU, then three times forward, backward, update."""
+def run_workload(workload: Workload, tracer: Tracer, progress: Progress, steps: int = STEPS) -> None:
+    """Build on the host, move to the GPU, then `steps` times forward, backward, update."""
     with deterministic_algorithms(workload.deterministic):
-        _build_and_step(workload, tracer, progress)
+        _build_and_step(workload, tracer, progress, steps)
 
 
-def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> None:
+def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress, steps: int) -> None:
     allocator_settings(workload.allocator)  # a mistake there is reported before the trace, not after
     tracer.allocator, tracer.sizes = workload.allocator, workload.sizes or {}
     progress("building the model", None)
@@ -78,7 +78,7 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress) -> N
 
     # Optimizers of others may do something only at every third step.
     same_steps = optimizer is None or type(optimizer).__module__.startswith("torch.optim")
-    _repeat(step, tracer, repeated if same_steps else None)
+    _repeat(step, tracer, repeated if same_steps else None, steps)
 
 
 class _TracedPass(NamedTuple):
@@ -218,17 +218,19 @@ def _done(step: int, part: float) -> float:
     return (step - 1 + part) / STEPS
 
 
-def _repeat(step: Callable[[int], None], tracer: Tracer, passes: _RepeatedPasses | None = None) -> None:
+def _repeat(
+    step: Callable[[int], None], tracer: Tracer, passes: _RepeatedPasses | None = None, steps: int = STEPS
+) -> None:
     """`passes`: if the second step's are those of the first, the last step repeats the second's events."""
     recorder, before = tracer.recorder, 0
-    for number in range(1, STEPS + 1):
+    for number in range(1, steps + 1):
         tracer.step = number
         recorder.mark(f"step {number}")
-        same = number == STEPS and passes is not None and passes.same_in_all_steps
+        same = 2 < number == steps and passes is not None and passes.same_in_all_steps
         if same and recorder.repeat(recorder.events[before:-1], number):
             break
         before = len(recorder.events)
-        tracer.work.begin(counting=number == STEPS or (passes is not None and number > 1))
+        tracer.work.begin(counting=number == steps or (passes is not None and number > 1))
         step(number)
     tracer.label_parameters()
     recorder.close()  # before the program's own objects go: what is left now is left after a step

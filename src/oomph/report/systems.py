@@ -1,4 +1,4 @@
-"""The reference systems, and the claims of their reports beside the derived figures, in the terminal."""
+"""The reference systems, and the claims of their reports beside our figures, in the terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from oomph.report.terminal import strip_lines
+from oomph.units import format_bytes
 
-_VERDICT_STYLE = {"right": "green", "wrong": "red", "in part": "yellow", "never measured": "dim"}
+_STYLES = {"right": "green", "wrong": "red", "in part": "yellow", "never measured": "dim"}
+_STYLES |= {"fits": "green", "does not fit": "red", "fails": "red"}
 
 
 class SystemLines(NamedTuple):
@@ -33,6 +35,24 @@ class ClaimLine(NamedTuple):
     derived: str
     verdict: str
     why: str
+    predicted: str
+    measured: str
+
+
+class FormLine(NamedTuple):
+    """A form of a system at the shape and on the GPU of its report."""
+
+    form: str
+    command: str
+    verdict: str
+    needs: int | None  # bytes, with the CUDA context
+    failure: str  # the allocation that is refused and its line, or the program's error
+
+
+class ReportLines(NamedTuple):
+    failed: str
+    commands: tuple[tuple[str, str], ...]  # the report's, ours
+    forms: tuple[FormLine, ...]
 
 
 def systems_text(systems: Sequence[SystemLines], console: Console) -> str:
@@ -44,23 +64,43 @@ def systems_text(systems: Sequence[SystemLines], console: Console) -> str:
         forms.add_row(Text("naive", "red"), system.naive)
         forms.add_row(Text("model", "green"), system.model)
         parts += [_heading(system), Padding(forms, (0, 0, 0, 2))]
-    parts.append(Text("\n`oomph systems NAME` checks the claims of its report."))
+    parts.append(Text("\n`oomph systems NAME` predicts what its report ran into and checks its claims."))
     return _captured(parts, console)
 
 
-def claims_text(system: SystemLines, claims: Sequence[ClaimLine], console: Console) -> str:
-    """Four columns; the claim and the report's figure share one."""
+def report_text(
+    system: SystemLines, report: ReportLines, claims: Sequence[ClaimLine], console: Console
+) -> str:
+    """What failed, the commands, the forms, and the claims with the report's figure beside ours."""
+    commands = Table.grid(padding=(0, 2, 0, 0))
+    for theirs, ours in report.commands:
+        commands.add_row(Text("report", "dim"), Text(theirs, overflow="fold"))
+        commands.add_row(Text("here", "green"), Text(ours, overflow="fold"))
+    forms = Table.grid(padding=(0, 2, 0, 0))
+    for form in report.forms:
+        needs = "" if form.needs is None else f"needs {format_bytes(form.needs)}"
+        forms.add_row(form.form, Text(form.verdict, _STYLES.get(form.verdict, "")), needs)
+    failures = [Text(f"  {form.form}: {form.failure}") for form in report.forms if form.failure]
     table = Table(box=None, padding=(0, 2, 1, 0), header_style="bold", pad_edge=False)
-    for title, ratio in (("claim", 3), ("derived", 3), ("verdict", None), ("why", 4)):
+    for title, ratio in (("claim", 3), ("ours", 4), ("verdict", None), ("why", 3)):
         table.add_column(title, overflow="fold", ratio=ratio, no_wrap=ratio is None)
     for one in claims:
+        figures = [("derived", one.derived), ("predicted", one.predicted), ("measured", one.measured)]
         table.add_row(
             Text.assemble(one.claim, ":\n", (one.claimed, "italic")),
-            one.derived,
-            Text(one.verdict, _VERDICT_STYLE.get(one.verdict, "")),
+            Text("\n").join(
+                Text.assemble((f"{kind} ", "dim"), text) for kind, text in figures if text != "-"
+            ),
+            Text(one.verdict, _STYLES.get(one.verdict, "")),
             one.why,
         )
-    return _captured([_heading(system), Padding(table, (1, 0, 0, 2))], console)
+    parts: list[RenderableType] = [_heading(system), Text(f"  {report.failed}\n")]
+    parts += [Padding(commands, (0, 0, 0, 2))]
+    if report.forms:
+        gpu = report.forms[0].command.rpartition(" ")[2]
+        parts += [Text(f"\nPredicted at the report's shape on {gpu}", "bold"), Padding(forms, (0, 0, 0, 2))]
+        parts += [Text("Where it fails", "bold"), *failures]
+    return _captured([*parts, Padding(table, (1, 0, 0, 2))], console)
 
 
 def _heading(system: SystemLines) -> Text:

@@ -13,7 +13,7 @@ from oomph.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
-    from oomph.systems.claims import Claim
+    from oomph.systems.claims import Claim, Report
 
 FORMS = ("model", "naive")
 
@@ -27,6 +27,7 @@ class System:
     tokenizer: the default tokenizer; None for images.
     length: the field of the model's config that holds the sequence length and follows the data's, if any.
     seq_len: the default sequence length of the data.
+    report_forms: the report's own fixes, besides FORMS.
     """
 
     name: str
@@ -39,6 +40,11 @@ class System:
     tokenizer: str | None = "bpe"
     length: str | None = None
     seq_len: int = 512
+    report_forms: tuple[str, ...] = ()
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        return (*FORMS, *self.report_forms)
 
     @property
     def has_text(self) -> bool:
@@ -60,12 +66,18 @@ class System:
         """The claims of the report."""
         return tuple(self._module(".claims").CLAIMS)
 
+    @property
+    def story(self) -> Report:
+        """What failed, the report's commands, and its forms."""
+        found: Report = self._module(".claims").STORY
+        return found
+
     def build(self, config: Any, form: str = "model", seq_len: int | None = None) -> nn.Module:
         """A model of `config`. seq_len: the tokens for which a naive form allocates caches in advance."""
-        if form not in FORMS:
-            raise UserError(f"form={form!r} is not valid; choose from {', '.join(map(repr, FORMS))}")
+        if form not in self.forms:
+            raise UserError(f"form={form!r} is not valid; choose from {', '.join(map(repr, self.forms))}")
         made: nn.Module = (
-            config.build() if form == "model" else self._module(".naive").build(config, seq_len=seq_len)
+            config.build() if form == "model" else self._module(".naive").build(config, form, seq_len=seq_len)
         )
         return made
 
@@ -83,6 +95,7 @@ _ALL = (
         config_name="HatchlingConfig",
         preset="hn_xs",
         length="context_length",
+        report_forms=("chunked_updates",),
     ),
     System(
         "pythia",
@@ -94,6 +107,7 @@ _ALL = (
         preset="report",
         tokenizer="words",
         length="seq_len",
+        report_forms=("all_words", "all_batches"),
     ),
     System(
         "longctx",
@@ -104,6 +118,7 @@ _ALL = (
         config_name="LongContextConfig",
         preset="4B",
         seq_len=4096,
+        report_forms=("chunked_loss", "rope_on_cpu", "rope_rounded"),
     ),
     System(
         "npt",
@@ -113,6 +128,7 @@ _ALL = (
         model="h W + ((h A) * mod) B: no weight delta is formed",
         config_name="NPTConfig",
         preset="default",
+        report_forms=("per_token", "per_chunk", "per_token_offloaded"),
     ),
     System(
         "ginr",

@@ -21,7 +21,8 @@ from oomph.ops.common import (
 )
 from oomph.ops.delta_attention import chunked, launch
 from oomph.ops.delta_attention.autograd import ChunkedOptions, chunked_kda, triton_kda
-from oomph.ops.delta_attention.reference import dense_scan, dense_updates, kda_reference
+from oomph.ops.delta_attention.dense_scan import dense_scan, dense_updates
+from oomph.ops.delta_attention.reference import kda_reference
 from oomph.ops.delta_attention.segments import plan_batch, plan_packed, tokens_per_segment
 
 MODES = ("auto", "sequential", "scan", "chunked")

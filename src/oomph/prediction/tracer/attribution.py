@@ -26,6 +26,7 @@ _PREDICTION = str(Path(__file__).parent.parent) + os.sep
 _PACKAGE = Path(__file__).parent.parent.parent
 _WORKLOAD = str(_PACKAGE / "workload.py")
 _OWN_OPS = tuple(str(_PACKAGE / package) + os.sep for package in ("ops", "nn", "fixes"))
+_SHOWN_OPS = str(_PACKAGE / "ops" / "delta_attention" / "dense_scan.py")  # a report's code
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 _CONFIG_NAMES = {
     "V": ("vocab_size", "n_vocab", "num_embeddings"),
@@ -40,6 +41,8 @@ _PASS_THROUGH_LIBRARIES = ("einops", "typing_extensions", "jaxtyping", "beartype
 @lru_cache(maxsize=4096)
 def is_internal(filename: str) -> bool:
     """Whether the file is not the user's: torch, oomph, the standard library, wrapper libraries."""
+    if filename == _SHOWN_OPS:
+        return False
     if filename.startswith((_TORCH, _PREDICTION, *_OWN_OPS, "<frozen", "<__array_function__")):
         return True
     if filename == _WORKLOAD:

@@ -40,5 +40,5 @@ class NaiveGINR(GINR):
     layer_classes = LayerClasses(EagerAttention, EagerFeedForward)
 
 
-def build(config: GINRConfig, *, seq_len: int | None = None) -> NaiveGINR:
+def build(config: GINRConfig, form: str = "naive", *, seq_len: int | None = None) -> NaiveGINR:
     return NaiveGINR(config)

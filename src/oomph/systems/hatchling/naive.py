@@ -11,6 +11,7 @@ from oomph.systems.hatchling.config import HatchlingConfig
 from oomph.systems.hatchling.model import Hatchling
 
 REPORT = ReportedRun("rtx3090", "hn_xs", batch=16, tokens=256)  # the first stage of its curriculum
+REPORT_CHUNK = 64  # tokens; the default of its fix
 
 
 class NaiveHatchling(Hatchling):
@@ -23,5 +24,6 @@ class NaiveHatchling(Hatchling):
         super().__init__(replace(config, kda_mode="scan", kda_memory_chunk_size=size))
 
 
-def build(config: HatchlingConfig, *, seq_len: int | None = None) -> NaiveHatchling:
-    return NaiveHatchling(config)
+def build(config: HatchlingConfig, form: str = "naive", *, seq_len: int | None = None) -> NaiveHatchling:
+    """form "chunked_updates": the report's fix, in chunks of config.kda_memory_chunk_size tokens, or 64."""
+    return NaiveHatchling(config, None if form == "naive" else config.kda_memory_chunk_size or REPORT_CHUNK)

@@ -1,14 +1,39 @@
 """The claims of report 002."""
 
-from oomph.systems.claims import Claim, gib
+from oomph.systems.claims import Claim, FormRun, Report, gib
 from oomph.systems.longctx.config import LongContextConfig
-from oomph.systems.longctx.naive import REPORT
+from oomph.systems.longctx.naive import CHUNK, REPORT, should_chunk
 
 TOKENS = REPORT.tokens
 SPARSE_PARAMS = 3_921_918_720  # with the report's own sparse attention, which differs from NSA
 # Measured by the report, in GiB.
-AFTER_FIRST_LAYER, AFTER_FORWARD, MODEL_AND_ACTIVATIONS = 25.87, 62.97, 68.0
+AFTER_EMBEDDING, AFTER_FIRST_LAYER, AFTER_FORWARD, MODEL_AND_ACTIVATIONS = 9.35, 25.87, 62.97, 68.0
 BF16, FP32 = 2, 4
+_SHAPE = ("training.accumulate=1",)
+_STAGES = "forward stages 131,072"
+STORY = Report(
+    failed="logits = self.lm_head(hidden_states): 131,072 x 151,936 logits, then a cast to fp32 and its log-softmax",
+    gpu=REPORT.gpu,
+    commands={
+        "python profile_memory.py --model_size 4B --context_length 131072": "oomph predict --stages "
+        "configs/longctx_4b.yaml --model_size 4B --context_length 131072",
+        "python profile_memory.py ... --attention_type nsa": "oomph predict --stages configs/longctx_4b.yaml "
+        "--context_length 131072 --attention_type nsa",
+        "python verify_chunked_loss.py": "oomph systems longctx --check",
+        "torchrun --nproc_per_node=2 train.py --model_size 4B --context_length 131072 --gradient_checkpointing "
+        "--batch_size 1 --gradient_accumulation_steps 4": "oomph train configs/longctx_4b.yaml --model_size 4B "
+        "--context_length 131072 --gradient_checkpointing --batch_size 1 --gradient_accumulation_steps 4 "
+        "(one GPU of 80 GiB is enough)",
+        "sequence parallelism (future work)": "not needed: oomph train configs/longctx_4b_24gb.yaml "
+        "(one GPU of 24 GiB)",
+    },
+    forms=(
+        FormRun("naive", "longctx_4b", ("form=naive", *_SHAPE)),
+        FormRun("the report's chunked loss", "longctx_4b", ("form=chunked_loss", *_SHAPE)),
+        FormRun("the report's RoPE bug", "longctx_4b", ("form=rope_on_cpu", *_SHAPE)),
+        FormRun("model", "longctx_4b", _SHAPE),
+    ),
+)
 
 
 def config() -> LongContextConfig:
@@ -17,6 +42,11 @@ def config() -> LongContextConfig:
 
 def logits_bytes(tokens: int, itemsize: int = BF16) -> int:
     return tokens * config().vocab_size * itemsize
+
+
+def hidden_bytes() -> int:
+    """[1, T, D] in bf16."""
+    return TOKENS * config().hidden_size * BF16
 
 
 def parameter_bytes() -> int:
@@ -42,8 +72,7 @@ def loss_backward_bytes() -> int:
 
 def saved_by_chunked_loss() -> int:
     """Autograd saves the log-softmax of every chunk, because no chunk is recomputed."""
-    chunk = 4096
-    return sum(logits_bytes(min(chunk, TOKENS - start), FP32) for start in range(0, TOKENS, chunk))
+    return sum(logits_bytes(min(CHUNK, TOKENS - start), FP32) for start in range(0, TOKENS, CHUNK))
 
 
 def distinct_bf16_positions(tokens: int) -> int:
@@ -60,20 +89,61 @@ def sharded_gib(gpus: int = 2) -> float:
     return MODEL_AND_ACTIVATIONS - parameter_bytes() / 2**30 * (1 - 1 / gpus)
 
 
+def checkpointed_bytes() -> int:
+    """With gradient checkpointing: the input of every layer."""
+    return config().num_layers * hidden_bytes()
+
+
+def _chunked(tokens: int) -> str:
+    return "chunked" if should_chunk(tokens, config().vocab_size) else "standard"
+
+
 CLAIMS = (
     Claim(
-        "logits at 131,072 tokens",
+        "logits at 131,072 tokens, and the allocation that failed",
         "37.09 GB",
         lambda: gib(logits_bytes(TOKENS)),
         "right",
         "131,072 x 151,936 x 2 bytes; the unit is GiB",
+        lambda f: gib(f(_STAGES, "logits")),
     ),
     Claim(
-        "logits at 4,096 and at 40,000 tokens",
-        "1.16 GB, 11.32 GB",
-        lambda: f"{gib(logits_bytes(4096))}, {gib(logits_bytes(40_000))}",
+        "capacity of the GPU",
+        "94.97 GiB",
+        lambda: "95.0 GiB, as an H20 reports it",
+        "right",
+        "the story is predicted on that card",
+        lambda f: (
+            f"naive, 32,768 tokens: {gib(f('longctx 4B dense naive 1 x 32768 activation_checkpointing'))}"
+        ),
+    ),
+    Claim(
+        "logits at 4,096 tokens",
+        "1.16 GB, standard",
+        lambda: f"{gib(logits_bytes(4096))}, {_chunked(4096)}",
         "right",
         "the unit is GiB",
+        lambda f: (
+            f"{gib(f('loss standard 4,096', 'forward'))} for the loss in forward: logits, fp32, log-softmax"
+        ),
+    ),
+    Claim(
+        "logits at 40,000 tokens",
+        "11.32 GB, chunked",
+        lambda: f"{gib(logits_bytes(40_000))}, {_chunked(40_000)}",
+        "right",
+        "the unit is GiB",
+        lambda f: f"{gib(f(_STAGES, 'logits') * 40_000 / TOKENS)}, in proportion",
+    ),
+    Claim(
+        "fp32 intermediates of the loss",
+        "~74 GB",
+        lambda: f"{gib(2 * logits_bytes(TOKENS, FP32))}: the fp32 logits and their log-softmax",
+        "wrong",
+        "there are two of 74 GiB",
+        lambda f: (
+            f"{gib(4 * (f('loss standard 32,768', 'forward') - f(_STAGES, 'logits') / 4))} (4 x 32,768 tokens)"
+        ),
     ),
     Claim(
         "the loss needs",
@@ -83,6 +153,15 @@ CLAIMS = (
         "fp32 logits and log-softmax are 74 GiB each, and backward holds three such tensors; "
         "with more than one row, the shifted logits are a copy as well: "
         f"{gib(loss_forward_bytes(2))} in forward for the same tokens",
+        lambda f: f"{gib(4 * f('loss standard 32,768'))} (4 x 32,768 tokens)",
+    ),
+    Claim(
+        "parameters",
+        "3.92B",
+        lambda: f"{config().get_total_params():,}; {SPARSE_PARAMS:,} with the report's sparse attention",
+        "right",
+        "the count of the built model",
+        lambda f: f"{(f(_STAGES, 'parameters') - duplicate_rope_bytes()) / BF16 / 1e9:.2f}B",
     ),
     Claim(
         "model parameters",
@@ -90,6 +169,34 @@ CLAIMS = (
         lambda: f"{gib(SPARSE_PARAMS * BF16)} + {gib(duplicate_rope_bytes())} of rotary caches",
         "wrong",
         "each of the 36 layers has its own copy of the rotary cache",
+        lambda f: f"{gib(f(_STAGES, 'parameters'))} with the caches",
+    ),
+    Claim(
+        "after embedding",
+        "9.35 GB",
+        lambda: gib(SPARSE_PARAMS * BF16 + duplicate_rope_bytes() + hidden_bytes()),
+        "right",
+        "parameters, caches and hidden states; the unit is GiB",
+        lambda f: gib(f(_STAGES, "embedding")),
+    ),
+    Claim(
+        "hidden states",
+        "+640 MB",
+        lambda: f"{hidden_bytes() / 2**20:.0f} MiB",
+        "right",
+        "131,072 x 2,560 x 2 bytes; the unit is MiB",
+        lambda f: f"{(f(_STAGES, 'embedding') - f(_STAGES, 'parameters')) / 2**20:.0f} MiB",
+    ),
+    Claim(
+        "after the first layer, attention activations",
+        "25.87 GB",
+        lambda: (
+            f"+{AFTER_FIRST_LAYER - AFTER_EMBEDDING:.2f} GiB, "
+            f"{(AFTER_FIRST_LAYER - AFTER_EMBEDDING) * 2**30 / hidden_bytes():.0f} tensors as large as the hidden states"
+        ),
+        "in part",
+        "the report's attention keeps its temporaries cached; with fused attention a layer leaves its output alone",
+        lambda f: gib(f(_STAGES, "first_layer")),
     ),
     Claim(
         "after full forward, all layer activations",
@@ -97,6 +204,17 @@ CLAIMS = (
         lambda: f"{AFTER_FIRST_LAYER:.2f} + {gib(logits_bytes(TOKENS))} of logits",
         "wrong",
         "layers 2 to 36 add nothing: the report measured under no_grad",
+        lambda f: (
+            f"{gib(f(_STAGES, 'layers'))} after all layers, {gib(f(_STAGES, 'forward'))} with the logits"
+        ),
+    ),
+    Claim(
+        "the chunked loss in all",
+        "~66 GB",
+        lambda: f"{gib(saved_by_chunked_loss() + logits_bytes(CHUNK, FP32))} for the loss alone, in training",
+        "wrong",
+        "true under no_grad alone: in training every chunk's log-softmax is saved",
+        lambda f: f"{gib(f('loss chunked 131,072'))} for the loss alone",
     ),
     Claim(
         "chunking the loss saves in training",
@@ -104,6 +222,19 @@ CLAIMS = (
         lambda: f"{gib(saved_by_chunked_loss())} saved for backward, as without chunks",
         "wrong",
         "no chunk is recomputed, so the log-softmax of each is saved for backward; only the peak falls",
+        lambda f: (
+            f"saved at 32,768 tokens: {gib(f('loss standard 32,768', 'saved'))} -> "
+            f"{gib(f('loss chunked 32,768', 'saved'))}; recomputed {gib(f('loss recomputed 32,768', 'saved'))}; "
+            f"model {gib(f('loss model 32,768', 'saved'))}"
+        ),
+    ),
+    Claim(
+        "activations with gradient checkpointing",
+        "60-90 GB",
+        lambda: f"{gib(checkpointed_bytes())}: the inputs of 36 layers",
+        "wrong",
+        "without the logits; parameters, gradients and AdamW are 29 GiB besides",
+        lambda f: f"{gib(f('training longctx_4b'))} for the whole step",
     ),
     Claim(
         "two GPUs with FSDP",
@@ -111,6 +242,10 @@ CLAIMS = (
         lambda: f"{sharded_gib():.1f} GiB each",
         "wrong",
         "FSDP shards parameters, gradients and optimizer state; activations are not sharded",
+        lambda f: (
+            f"{gib(f('training longctx_4b'))} on one GPU; {gib(f('training longctx_4b') - 2 * parameter_bytes())} "
+            "without half of parameters, gradients and AdamW"
+        ),
     ),
     Claim(
         "the rotary cache is fixed",
@@ -118,12 +253,24 @@ CLAIMS = (
         lambda: f"{distinct_bf16_positions(TOKENS):,} distinct positions of {TOKENS:,}",
         "in part",
         "positions have the dtype of inv_freq: in bf16 they are wrong from 257 on",
+        lambda f: f"{f('rope positions 131,072', 'distinct'):,.0f} distinct rows of the cache",
     ),
     Claim(
         "slowdown of the chunks",
         "5-10 % slower",
-        lambda: "not derivable",
-        "never measured",
-        "the report has no measurement",
+        lambda: "the same products; each chunk reads the head's weight again, 742 MiB",
+        "wrong",
+        "the report has no measurement; smaller chunks fit the cache better",
+        lambda f: (
+            f"{f.slower('loss chunked 32,768', 'loss standard 32,768')} for the loss; the model's "
+            f"{f.slower('loss model 32,768', 'loss standard 32,768')}"
+        ),
+    ),
+    Claim(
+        "quality of the chunked loss",
+        "no impact",
+        lambda: "the same sum in another order",
+        "right",
+        "`oomph systems longctx --check` compares loss and gradients in float64",
     ),
 )

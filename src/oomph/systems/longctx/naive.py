@@ -100,9 +100,27 @@ class NaiveLongContext(LongContext):
         return LanguageModelOutput(loss=next_token_loss(logits_BTV, labels))
 
 
-def build(config: LongContextConfig, *, seq_len: int | None = None) -> NaiveLongContext:
-    """seq_len: the length of the rotary caches; without it they are built in the first forward."""
-    return NaiveLongContext(config, seq_len or 0)
+class ChunkedLoss(NaiveLongContext):
+    """The report's fix: above "10 GB" of logits, the loss is computed in chunks of CHUNK tokens."""
+
+    def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
+        if labels is None or not should_chunk(hidden_BTD.shape[1], self.config.vocab_size):
+            return super().output(hidden_BTD, labels)
+        return LanguageModelOutput(loss=chunked_loss(self, hidden_BTD, labels))
+
+
+_ROPE_FORMS = {"rope_on_cpu": "wrong_device", "rope_rounded": "rounded_positions"}
+
+
+def build(config: LongContextConfig, form: str = "naive", *, seq_len: int | None = None) -> NaiveLongContext:
+    """seq_len: the length of the rotary caches; without it they are built in the first forward.
+
+    form "chunked_loss": the report's fix of the loss. "rope_on_cpu": the caches are rebuilt, with the
+    report's bug. "rope_rounded": rebuilt with its fix.
+    """
+    if form in _ROPE_FORMS:
+        return NaiveLongContext(config, 1, _ROPE_FORMS[form])
+    return (ChunkedLoss if form == "chunked_loss" else NaiveLongContext)(config, seq_len or 0)
 
 
 def next_token_loss(logits_BTV: Tensor, labels_BT: Tensor) -> Tensor:

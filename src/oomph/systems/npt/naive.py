@@ -13,6 +13,8 @@ from oomph.ops.modulation import TokenIndex
 from oomph.systems.npt.config import NPTConfig
 from oomph.systems.npt.model import NPComponent, NPTModel
 
+CHUNK = 16  # tokens of a chunk; the report does not say how many
+
 
 class WholeDelta(NPComponent):
     """The original: one einsum computes the deltas of all tokens, [B, S, d, f]."""
@@ -47,6 +49,19 @@ class DeltaPerToken(NPComponent):
         return _add_bias(self, torch.stack(outputs, dim=1)).to(h.dtype)
 
 
+class DeltaPerChunk(WholeDelta):
+    """The same for CHUNK tokens at a time, [B, CHUNK, d, f]. Autograd saves all of them."""
+
+    penalty = NPComponent.penalty
+
+    def forward(self, h: Tensor, mod: Tensor | None = None) -> Tensor:
+        mod_BSr = self._current if mod is None else mod
+        if mod_BSr is None:
+            return super().forward(h)
+        parts = zip(h.split(CHUNK, dim=1), mod_BSr.split(CHUNK, dim=1), strict=True)
+        return torch.cat([super(DeltaPerChunk, self).forward(*part) for part in parts], dim=1)
+
+
 class OffloadedDeltaPerToken(DeltaPerToken):
     """The same with each delta computed on the CPU. Unlike in the report, B keeps its gradient."""
 
@@ -57,17 +72,21 @@ class OffloadedDeltaPerToken(DeltaPerToken):
 COMPONENTS: dict[str, type[NPComponent]] = {
     "whole": WholeDelta,
     "per_token": DeltaPerToken,
+    "per_chunk": DeltaPerChunk,
     "per_token_offloaded": OffloadedDeltaPerToken,
 }
 
 
-def build(config: NPTConfig, component: str = "whole", *, seq_len: int | None = None) -> NPTModel:
+def build(config: NPTConfig, form: str = "naive", *, seq_len: int | None = None) -> NPTModel:
     """The same parameters and outputs as config.build(), with the report's memory use.
 
-    component: one of COMPONENTS. The hidden states keep their autograd graph from layer to layer, as in the
-    report: W + dW of every token is saved for the gradient of the layer's input.
+    form: "naive" is the component "whole"; the others have the names of COMPONENTS. The hidden states keep
+    their autograd graph from layer to layer, as in the report: W + dW of every token is
+    saved for the gradient of the layer's input.
     """
-    return replace(config, stream="joint", gradients="backward").build(COMPONENTS[component])
+    return replace(config, stream="joint", gradients="backward").build(
+        COMPONENTS["whole" if form == "naive" else form]
+    )
 
 
 def _dense_weight(component: NPComponent) -> Tensor:

@@ -4,6 +4,7 @@ Legend: B batch, H heads, T and S tokens, E head size, V vocabulary.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from oomph.systems.pythia.model import Pythia
 
 REPORT = ReportedRun("a100-80gb", "report", batch=8, tokens=512)
 REPORT_VOCAB_SIZE = 50_304  # every word of the data
+WIKITEXT_2_WORDS = 2_088_628  # of its training split
 
 
 def one_hot(ids: Tensor, size: int, dtype: torch.dtype) -> Tensor:
@@ -92,8 +94,26 @@ class NaivePythia(Pythia):
         return LanguageModelOutput(loss=(losses_BT * counted_BT).sum() / counted_BT.sum())
 
 
-def build(config: PythiaConfig, *, seq_len: int | None = None) -> NaivePythia:
-    return NaivePythia(config)
+class ResidentBatches(Pythia):
+    """Pythia with all batches of the data set on the GPU, as the report's program had them before its fix."""
+
+    def __init__(self, config: PythiaConfig, tokens: int = WIKITEXT_2_WORDS) -> None:
+        super().__init__(config)
+        self.register_buffer(
+            "batches",
+            torch.zeros(tokens // config.seq_len, config.seq_len, dtype=torch.long),
+            persistent=False,
+        )
+
+
+def build(config: PythiaConfig, form: str = "naive", *, seq_len: int | None = None) -> Pythia:
+    """Two causes that the report names, each by itself in a model without the others.
+
+    form "all_words": the vocabulary of every word. "all_batches": the data set on the GPU.
+    """
+    if form == "all_words":
+        return Pythia(replace(config, vocab_size=max(config.vocab_size, REPORT_VOCAB_SIZE)))
+    return ResidentBatches(config) if form == "all_batches" else NaivePythia(config)
 
 
 def every_word(texts: Iterable[str]) -> dict[str, int]:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from oomph.errors import UserError, warn_deprecated
 from oomph.records import FixUse
-from oomph.systems import FORMS, SYSTEMS, System
+from oomph.systems import SYSTEMS, System
 from oomph.systems.config_checks import InvalidConfig
 from oomph.training.config.reading import RUN_CONFIG, is_run, nearest, parse_override, read_mapping
 from oomph.training.config.sections import (
@@ -289,8 +289,8 @@ def _build(name: str, keys: ConfigKeys, values: Mapping[str, Any], problems: _Pr
         return _read_section(kind, below(place), place, problems)
 
     form = values.get("form", "model")
-    if form not in FORMS:
-        problems.refuse("form", form, f"choose from {', '.join(map(repr, FORMS))}")
+    if form not in (forms := keys.system.forms):
+        problems.refuse("form", form, f"choose from {', '.join(map(repr, forms))}")
     data, training = section(DataConfig, "data"), section(TrainingConfig, "training")
     output = section(OutputConfig, "output")
     model = below("model")
