@@ -411,3 +411,18 @@ def test_a_bias_is_added_in_place_to_the_product_of_a_transposed_input() -> None
 
     made = [each.bytes for each in oomph.predict(forward).allocations if each.kind != "workspace"]
     assert made.count(8 * MiB) == 3  # the input, its contiguous copy and the product
+
+
+def test_a_graph_made_by_backward_runs_after_the_forward_pass_of_the_caller() -> None:
+    """On a GPU, backward makes the nodes of its graph in a thread whose numbers start at 0."""
+
+    def step() -> None:
+        weight = torch.ones(512, 512, device="cuda", requires_grad=True)
+        model = nn.Linear(1024, 1024, bias=False, device="cuda")
+        score = model(torch.ones(8, 1024, device="cuda")).sum()
+        slope = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)[0]
+        (score + (slope**2).sum()).backward()
+
+    made = [(one.op, one.bytes) for one in oomph.predict(step).allocations]
+    last_of_graph = max(index for index, found in enumerate(made) if found == ("aten.mul.Tensor", MiB))
+    assert made.index(("aten.mm", 4 * MiB)) < last_of_graph

@@ -711,8 +711,10 @@ class GradientReuse:
         return func is aten.add.Tensor and self._is_sum_of_gradients(*args[:2])
 
     def _is_sum_of_gradients(self, first: Any, second: Any) -> bool:
-        """A tensor used twice gets two gradients; the second is added to the first if autograd owns it."""
-        if not isinstance(first, FakeTensor) or not isinstance(second, FakeTensor):
+        """A tensor used twice gets two gradients; the second is added to the first if autograd owns it.
+
+        Not while backward makes a graph of its own (input_buffer.cpp)."""
+        if torch.is_grad_enabled() or not isinstance(first, FakeTensor) or not isinstance(second, FakeTensor):
             return False
         if first.shape != second.shape or first.dtype != second.dtype:
             return False

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -47,29 +48,44 @@ def install_hooks(
     _move_modules_in_place(patches, tracer)
     _keep_function_mode_on(patches)
     repeated = RepeatedCalls(tracer)
-    _follow_backward(patches, tracer, repeated)
+    _follow_backward(patches, stack, tracer, repeated)
     tracer.modules.follow(
         patches, tracer.boundary, tracer.guard, tracer.threads, repeated.call, tracer.holders.before_call
     )
 
 
-def _follow_backward(patches: Patches, tracer: Tracer, repeated: RepeatedCalls) -> None:
-    """Everything inside autograd's engine is the backward pass."""
-    engine = getattr(*ENGINE_RUN_BACKWARD[0])
+def _follow_backward(
+    patches: Patches, stack: contextlib.ExitStack, tracer: Tracer, repeated: RepeatedCalls
+) -> None:
+    """Everything inside autograd's engine is the backward pass.
 
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
+    On a GPU it runs in a thread of the engine's own, on the host in the caller's. That matters if it makes a
+    graph: autograd runs the newest nodes first, and every thread numbers its own. So such a pass gets a thread
+    here, too.
+    """
+    engine = getattr(*ENGINE_RUN_BACKWARD[0])
+    device_thread = ThreadPoolExecutor(1)
+    stack.callback(device_thread.shutdown)
+
+    def run_engine(*args: Any, **kwargs: Any) -> Any:
+        return engine(*args, **kwargs)
+
+    def run_backward(
+        tensors: Any, gradients: Any, keep: bool, create: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         if tracer.phase == "backward":  # reentrant checkpointing calls the engine from inside
-            return engine(*args, **kwargs)
+            return engine(tensors, gradients, keep, create, *args, **kwargs)
         tracer.label_parameters()
         tracer.holders()
         with tracer.in_phase("backward"):
             kernels = len(tracer.work.kernels)
-            result = engine(*args, **kwargs)
+            call = functools.partial(run_engine, tensors, gradients, keep, create, *args, **kwargs)
+            result = device_thread.submit(call).result() if create else call()
             repeated.after_backward(kernels)
         tracer.gradients_are_new = True
         return result
 
-    tracer.boundary.engine.add(run_backward.__code__)
+    tracer.boundary.engine.update({run_backward.__code__, run_engine.__code__})
     for owner, name in ENGINE_RUN_BACKWARD:
         patches.set(owner, name, run_backward)
 

@@ -222,6 +222,8 @@ class Tracer:
             site, at_engine = find_site(self.boundary, 2)
             if not at_engine:
                 self._origins[newest] = (site, self.modules.path, self._is_loss(), self.stream())
+            elif (node := current_autograd_node()) is not None and node._sequence_nr() in self._origins:
+                self._origins[newest] = self._origins[node._sequence_nr()]  # of a graph that backward makes
 
     def _is_loss(self) -> bool:
         if self.modules.inside_loss:
