@@ -256,17 +256,10 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
 
 
 def _margin_for_addresses(run: Callable[..., Replay], unlimited: Replay, residual: int) -> int:
-    """The margin, widened to what the step takes with segments at rising addresses."""
-    reserved, enough = unlimited.highest_reserved, residual
-    if run(reserved + enough, rising=True).refused is not None:
-        too_little, enough = residual, run(rising=True).highest_reserved - reserved
-        while enough - too_little > residual:
-            middle = (too_little + enough) // 2
-            if run(reserved + middle, rising=True).refused is None:
-                enough = middle
-            else:
-                too_little = middle
-    return enough
+    """The margin, widened if the step would not run within it with segments at rising addresses."""
+    if run(unlimited.highest_reserved + residual, rising=True).refused is None:
+        return residual
+    return max(residual, run(rising=True).highest_reserved - unlimited.highest_reserved)
 
 
 def _verdict(
