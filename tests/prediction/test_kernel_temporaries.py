@@ -29,7 +29,7 @@ def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype
 
 
 def taken(op: Any, *args: Any, **kwargs: Any) -> list[int]:
-    return temporaries_of(op, args, kwargs, H200)
+    return [size for size in temporaries_of(op, args, kwargs, H200) if size is not None]
 
 
 def highest(events: list[int]) -> int:

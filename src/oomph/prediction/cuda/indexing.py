@@ -19,6 +19,7 @@ from torch import Tensor
 
 from oomph.gpus import GPU
 from oomph.prediction.cuda.rules import (
+    NEXT_RESULT,
     BoundArguments,
     Fake,
     bind,
@@ -101,12 +102,13 @@ _ROWS_PER_PARTIAL = 10
 
 
 @temporaries(aten.embedding_dense_backward.default)
-def _embedding_backward(call: BoundArguments, gpu: GPU) -> list[int]:
+def _embedding_backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     grad, indices = call["grad_output"], call["indices"]
     copies = [contiguous_copy_bytes(indices), contiguous_copy_bytes(grad)]
     if indices.numel() <= _SMALL_LOOKUP and not call["scale_grad_by_freq"]:
-        return copies
-    return copies + _sorted_lookup(indices, grad, call["num_weights"], call["scale_grad_by_freq"], False, gpu)
+        return [*copies, NEXT_RESULT]
+    counted = call["scale_grad_by_freq"]
+    return [*copies, *_sorted_lookup(indices, grad, call["num_weights"], counted, False, gpu)]
 
 
 @cuda_kernel(aten._embedding_bag.default)
@@ -121,17 +123,18 @@ def _bags(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, A
 
 
 @temporaries(aten._embedding_bag_backward.default, aten._embedding_bag_dense_backward.default)
-def _bag_backward(call: BoundArguments, gpu: GPU) -> list[int]:
+def _bag_backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     grad, indices = call["grad"], call["indices"]
     copies = [contiguous_copy_bytes(grad)]
     if call["mode"] == _MAXIMUM or indices.numel() == 0:
-        return copies
-    return copies + _sorted_lookup(indices, grad, call["num_weights"], call["scale_grad_by_freq"], True, gpu)
+        return [*copies]
+    counted = call["scale_grad_by_freq"]
+    return [*copies, *_sorted_lookup(indices, grad, call["num_weights"], counted, True, gpu)]
 
 
 def _sorted_lookup(
     indices: Tensor, grad: Tensor, rows: int, counted: bool, bags: bool, gpu: GPU
-) -> list[int]:
+) -> list[int | None]:
     """Indices are sorted; runs of one index are summed in parts of ten rows, then the parts of each run."""
     n, width, size = indices.numel(), grad.size(-1), indices.element_size()
     span = n * size
@@ -139,10 +142,10 @@ def _sorted_lookup(
     segments = min(n, rows)
     partials = n // _ROWS_PER_PARTIAL + segments
     unique, scan = [span, scan_bytes(n)], scan_bytes(segments)
-    events = [span, span, *sort, *_freed(sort)]  # sorted, and where each came from
+    events: list[int | None] = [span, span, *sort, *_freed(sort)]  # sorted, and where each came from
     if counted:
         events += [span, scan_bytes(n), -scan_bytes(n)]
-    events += [span, _SCALAR, *unique, *_freed(unique)]  # where each run starts
+    events += [NEXT_RESULT, span, _SCALAR, *unique, *_freed(unique)]  # where each run starts
     events += [segments * size, segments * size, scan, -scan, _SCALAR, partials * size]
     accumulate = max(grad.element_size(), 4)
     block = min(-(-width // 32) * 32, 1024)

@@ -365,7 +365,7 @@ def _extreme_with_index(call: BoundArguments, gpu: GPU) -> list[int]:
     tensor = call["self"]
     copy: list[int] = []
     strides, offset = tensor.stride(), _offset(tensor)
-    if not tensor.is_contiguous():  # max.dim asks for it, and argmax without a dimension flattens
+    if call["dim"] is None and not tensor.is_contiguous():  # argmax without a dimension flattens
         strides, copy = _contiguous(tensor, tensor.dtype)
         offset = 0
     return copy + reduction_buffers(
