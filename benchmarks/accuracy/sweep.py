@@ -284,6 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _silence() -> None:
     """Import what children need once, before they are forked."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # libraries ask for a GPU: it is then not initialized
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.simplefilter("ignore")
     import oomph.prediction.api  # noqa: F401
