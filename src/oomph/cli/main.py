@@ -259,6 +259,28 @@ def fit(
     return run_fit(FitOptions(target, gpu, budget, max, allow, host_memory, plan, largest, gpus, json, words))
 
 
+@app.command(context_settings=_TAKES_KEYS)
+def measure(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")],
+    overrides: Annotated[list[str] | None, _OVERRIDES] = None,
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What to predict for; default: this machine's GPU.")
+    ] = None,
+    plan: Annotated[
+        str | None, typer.Option(metavar="FILE.json", help="Also with the fixes of a plan of `oomph fit`.")
+    ] = None,
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="FIX", help="Also with this fix; repeatable.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> int:
+    """Run steps on the real GPU: predicted beside measured memory and time."""
+    from oomph.cli.measure import MeasureOptions, run_measure
+
+    words = tuple(overrides or ())
+    return run_measure(MeasureOptions(target, gpu, plan, tuple(fix or ()), json, words))
+
+
 @app.command("run", context_settings={"allow_interspersed_args": False, **_TAKES_KEYS})
 def run_(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script (.py).")],
@@ -470,7 +492,7 @@ def _options(command: str) -> list[str]:
 
 def _check_options_of_script(arguments: Sequence[str]) -> None:
     """Options before `--` are ours. Without it, one that is nearly ours is misspelt."""
-    if not arguments or arguments[0] not in ("predict", "diagnose", "fit"):
+    if not arguments or arguments[0] not in ("predict", "diagnose", "fit", "measure"):
         return
     separated = "--" in arguments
     ours = arguments[1 : arguments.index("--")] if separated else arguments[1:]

@@ -158,7 +158,7 @@ def _predict_target(
         return predict(script, gpu=options.gpu, max=options.max, sizes=_sizes(options), progress=progress)
     with open_target(options.target, options.overrides) as target:
         if options.fixes:
-            target = _with_fixes(target, options.fixes)
+            target = with_fixes(target, options.fixes)
         if sizes is not None:
             target = replace(workload_of(target, options.target), sizes=sizes)
         limits = (options.max, config_limit(options.target, options.overrides))
@@ -173,7 +173,7 @@ def _predict_target(
         )
 
 
-def _with_fixes(target: Any, fixes: Sequence[str]) -> Any:
+def with_fixes(target: Any, fixes: Sequence[str]) -> Any:
     """A Workload with the fixes; a function that returns the step, with those of its model."""
     from oomph.fixes import apply, uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer

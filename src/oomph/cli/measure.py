@@ -1,0 +1,225 @@
+"""`oomph measure`: a step on the real GPU beside its prediction, as it is and with a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from oomph import gpus
+from oomph.cli.output import stdout_to_stderr, write_stdout
+from oomph.cli.predict import PredictOptions, check_options, predict_target, with_fixes
+from oomph.cli.targets import is_script, open_target
+from oomph.errors import ExitStatus, ProgramError, UserError
+from oomph.records import Measurement
+from oomph.report.measurement import Comparison, Residual, measurement_text, measurement_to_json
+from oomph.report.terminal import report_console
+
+_STEPS = 5
+_EXPLAINED = 0.002  # of the measured peak: a residual from here on is explained by op
+_MOST_OPS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class MeasureOptions:
+    target: str
+    gpu: str | None = None
+    plan: str | None = None
+    fixes: tuple[str, ...] = ()
+    json: bool = False
+    overrides: tuple[str, ...] = ()
+
+
+def run_measure(options: MeasureOptions) -> ExitStatus:
+    """Every run has a process of its own: what else lives in one would be counted."""
+    fixes = (*options.fixes, *([options.plan] if options.plan is not None else []))
+    asked = PredictOptions(options.target, options.gpu, fixes=fixes, overrides=options.overrides)
+    check_options(asked)
+    if options.gpu is None:
+        asked = replace(asked, gpu=_this_gpu())
+    else:
+        _this_gpu()  # there must be one
+    found = []
+    for words in ((), fixes) if fixes else ((),):
+        case = replace(asked, fixes=words)
+        found.append(
+            _comparison(
+                case, "as it is" if not words else "with the plan" if options.plan else "with the fixes"
+            )
+        )
+    if options.json:
+        write_stdout(json.dumps(measurement_to_json(found), allow_nan=False) + "\n")
+    else:
+        write_stdout(measurement_text(found, report_console()))
+    return ExitStatus.FITS
+
+
+def _this_gpu() -> str:
+    """The catalogue's name of the GPU, or its size. Asked in a process of its own: predictions fork this one,
+    and forks of a process that uses CUDA cannot use it."""
+    from oomph.measurement.measure import cuda_device
+
+    if _answer_of("import torch; print(torch.cuda.is_available())") != "True":
+        cuda_device("cuda")  # says what is missing
+    name, memory, *capability = json.loads(
+        _answer_of(
+            "import json, torch; p = torch.cuda.get_device_properties(0); "
+            "print(json.dumps([p.name, p.total_memory, p.major, p.minor]))"
+        )
+    )
+    card = gpus.for_device(name, memory, tuple(capability))
+    return card.name if card.bandwidth is not None else f"{memory >> 20}MiB"
+
+
+def _answer_of(code: str) -> str:
+    lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split("\n")
+    return next((line for line in reversed(lines) if line), "")
+
+
+def _comparison(options: PredictOptions, title: str) -> Comparison:
+    prediction = predict_target(options)
+    measured = _in_fresh_process(options, ops=False)
+    if not isinstance(measured, Measurement):
+        return Comparison(title, prediction, None, (), str(measured))
+    residuals: tuple[Residual, ...] = ()
+    difference = measured.peak.allocated - prediction.peak.allocated
+    if abs(difference) > _EXPLAINED * measured.peak.allocated and not is_script(options.target):
+        residuals = _residuals(options)
+    return Comparison(title, prediction, measured, residuals)
+
+
+def _residuals(options: PredictOptions) -> tuple[Residual, ...]:
+    """The ops whose measured and predicted bytes differ, those with the most first."""
+    from oomph.cli.diverge import predicted_rows
+    from oomph.measurement.divergence import compare
+    from oomph.prediction.isolation import run_isolated
+
+    rows = _in_fresh_process(options, ops=True)
+    if not isinstance(rows, list):
+        return ()
+    steps = {row.phase.split()[1] for row in rows if row.phase.startswith("step")}
+
+    def predicted(progress: Any) -> Any:
+        with _opened(options) as target:
+            return predicted_rows(target, str(options.gpu))
+
+    with stdout_to_stderr():
+        ours = run_isolated(predicted, lambda text, fraction: None)
+    ours = [row for row in ours if row.phase == "setup" or row.phase.split()[1] in steps]
+    totals = compare(rows, ours).totals[:_MOST_OPS]
+    return tuple(Residual(each.op, each.aspect, each.times, each.bytes) for each in totals)
+
+
+# ------------------------------------------------------------------------------ in a process of its own
+
+
+def _in_fresh_process(options: PredictOptions, ops: bool) -> Any:
+    """A Measurement, or rows of ops; or what went wrong, as text."""
+    with tempfile.TemporaryDirectory() as folder:
+        given, out = Path(folder) / "options", Path(folder) / "out"
+        given.write_bytes(pickle.dumps((options, ops)))
+        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import measure_here; measure_here()"
+        with stdout_to_stderr():
+            done = subprocess.run([sys.executable, "-c", code, str(given), str(out)], check=False)
+        if not out.exists():
+            raise ProgramError(
+                f"{options.target} ended with status {done.returncode} before it had made its steps"
+            )
+        kind, value = pickle.loads(out.read_bytes())
+    if kind == "error":
+        raise value
+    return value
+
+
+def measure_here() -> None:
+    given, out = sys.argv[1:3]
+    options, ops = pickle.loads(Path(given).read_bytes())
+    try:
+        outcome: tuple[str, Any] = "result", _measured(options, ops, Path(out))
+    except (UserError, ProgramError) as error:
+        outcome = "error", error
+    except Exception as error:
+        import torch
+
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            outcome = "result", str(error).split(". ")[0]
+        else:
+            found = ProgramError.of(error)
+            found.__cause__ = found.__context__ = None
+            outcome = "error", found
+    Path(out).write_bytes(pickle.dumps(outcome))
+
+
+def _measured(options: PredictOptions, ops: bool, out: Path) -> Any:
+    if is_script(options.target):
+        return _measured_script(options, out)
+    from oomph.measurement import measure
+    from oomph.measurement.measure import CudaMeter, cuda_device, empty_caches, observe
+    from oomph.measurement.oplog import record_ops
+
+    with _opened(options) as target:
+        if not ops:
+            return measure(target, steps=_STEPS)
+        device = cuda_device("cuda")
+        empty_caches()
+        with record_ops() as log:
+
+            def listen(step: int, moment: str) -> None:
+                log.phase = "setup" if step == 0 else f"step {step} {moment}".removesuffix(" begin")
+
+            observe(target, device, 2, CudaMeter(device), listen)
+        return log.rows
+
+
+@contextmanager
+def _opened(options: PredictOptions) -> Iterator[Any]:
+    """The target with its fixes."""
+    with open_target(options.target, options.overrides) as target:
+        yield with_fixes(target, options.fixes) if options.fixes else target
+
+
+def _measured_script(options: PredictOptions, out: Path) -> Any:
+    """The script until its optimizer has stepped five times, or to its end."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    from oomph.fixes import uses_of
+    from oomph.fixes.scripts import ModelChange, on_each_optimizer
+    from oomph.measurement.measure import Reading, summarise
+
+    readings: list[Any] = [Reading(0, "setup", 0, 0, 0, 0.0)]
+    began = time.perf_counter()
+
+    def measurement() -> Measurement:
+        return summarise(readings, 0, torch.cuda.get_device_name())
+
+    def stepped(*_: Any) -> None:
+        nonlocal began
+        torch.cuda.synchronize()
+        now, stats = time.perf_counter(), torch.cuda
+        sizes = stats.memory_allocated(), stats.max_memory_allocated(), stats.max_memory_reserved()
+        readings.append(Reading(len(readings), "end", *sizes, now - began))
+        began = now
+        if len(readings) > _STEPS:  # from inside the script, which need not end by itself
+            out.write_bytes(pickle.dumps(("result", measurement())))
+            os._exit(0)
+
+    register_optimizer_step_post_hook(stepped)
+    sys.argv = [options.target, *options.overrides]
+    sys.path.insert(0, str(Path(options.target).resolve().parent))
+    change: Any = ModelChange(uses_of(options.fixes)) if options.fixes else (lambda optimizer: None)
+    with on_each_optimizer(change):
+        runpy.run_path(options.target, run_name="__main__")
+    if len(readings) == 1:
+        raise UserError(f"{options.target} ended and no optimizer of torch.optim had stepped")
+    return measurement()

@@ -1,0 +1,51 @@
+"""`oomph measure`: predicted beside measured. There is no GPU here: measurements are made up."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import oomph
+from oomph.cli import measure
+from oomph.cli.main import run
+from oomph.measurement.oplog import OpRow
+from oomph.records import Measurement, Peak
+
+STEP = oomph.Workload(
+    model=lambda: nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2))),
+    batch=lambda device: torch.zeros(64, 64, device=device),
+    loss=lambda model, batch: model(batch).sum(),
+)
+TARGET = f"{__file__}:STEP"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["measure", TARGET]) == 2
+    shown = capsys.readouterr().err
+    assert "CUDA GPU" in shown
+    assert shown.count("\n") == 1
+
+
+def test_measured_stands_beside_predicted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(options: Any, ops: bool) -> Any:
+        if ops:
+            return [OpRow("aten.mm.default", "f32[64,64]", 0, 1 << 20, 1 << 20, "step 1 forward", 1, 1 << 20)]
+        return Measurement("H200", torch.__version__, Peak(1 << 20, 2 << 20, 0), (), 0, 0.001)
+
+    monkeypatch.setattr(measure, "_this_gpu", lambda: "h200")
+    monkeypatch.setattr(measure, "_in_fresh_process", measured)
+    arguments = ["measure", TARGET, "--fix", "activation_checkpointing"]
+    assert run(arguments) == 0
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("as it is", "with the fixes", "1.0 MiB", "mm", "step time: x"))
+    assert run([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["measured"] for row in found["runs"][0]["rows"]] == [1 << 20, 2 << 20, 0.001]
+    assert found["runs"][1]["residuals"]
