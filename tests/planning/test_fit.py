@@ -92,7 +92,7 @@ def test_the_plan_fits_and_its_prediction_is_that_of_the_fixed_workload(
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("fixes", [[], ["activation_checkpointing"], ["optimizer_in_backward"]])
 def test_the_events_of_two_blocks_stand_for_those_of_all(fixes: list[str]) -> None:
-    reduced = reduction(Model(), 1e9)
+    reduced = reduction(Model())
     assert reduced is not None
     whole = oomph.predict(oomph.apply(fixes, STEP))
     two = oomph.predict(oomph.apply(fixes, reduced.workload(STEP)))

@@ -17,6 +17,9 @@ from oomph.fixes.modules import blocks
 from oomph.records import Allocation, FixUse, Prediction, Proposal
 from oomph.workload import Changed, Workload
 
+# The step's seconds, the host's, the GPU's in forward, backward and optimizer, and of the copies in each.
+Costs = tuple[float, ...]
+
 _KEPT = 2
 _FEWEST = 5  # with fewer blocks, little time would be saved
 _OF_ALL = (("batch",), ("parameters",), ("forward",), ("",))  # what a proposal says where all changes
@@ -29,7 +32,6 @@ class Reduction:
 
     lists: tuple[tuple[str, ...], ...]  # the names of the blocks of each list
     parameters: float  # of the whole model, over those of the reduced one
-    link: float  # bytes per second between host and GPU
 
     def workload(self, workload: Workload) -> Workload:
         return replace(workload, model=Changed(workload.model, self._reduce))
@@ -91,8 +93,8 @@ class Reduction:
             left -= 1  # the last block's stay
         return len(proposal.where) / max(1, left)
 
-    def seconds(self, proposal: Proposal, fixed: Prediction, reduced: Prediction, whole: Prediction) -> float:
-        """Of the whole model's step with a fix, from predictions of the reduced one with and without it."""
+    def costs(self, proposal: Proposal, fixed: Costs, reduced: Costs, whole: Costs) -> Costs:
+        """Of the whole model's step with a fix, from the reduced one's with and without it."""
         where, times = proposal.where, self._times(proposal)
 
         def scaled(with_fix: float, without: float, of_whole: float) -> float:
@@ -104,18 +106,38 @@ class Reduction:
                 return of_whole * with_fix / without
             return of_whole + with_fix - without
 
-        busy = 0.0
-        for a, b, c in zip(fixed.work.phases, reduced.work.phases, whole.work.phases, strict=True):
-            copied = max(
-                scaled(a.to_host, b.to_host, c.to_host), scaled(a.to_device, b.to_device, c.to_device)
-            )
-            busy += max(scaled(a.seconds, b.seconds, c.seconds), copied / self.link)
-        host = scaled(fixed.work.host_seconds, reduced.work.host_seconds, whole.work.host_seconds)
-        steps = (each.step_seconds or 0.0 for each in (fixed, reduced, whole))
-        return max(scaled(*steps), busy, host)
+        return tuple(map(scaled, fixed, reduced, whole))
 
 
-def reduction(model: nn.Module, link: float) -> Reduction | None:
+def costs(prediction: Prediction, link: float) -> Costs:
+    """`link`: bytes per second between host and GPU."""
+    work = prediction.work
+    copies = (max(phase.to_host, phase.to_device) / link for phase in work.phases)
+    busy = (phase.seconds for phase in work.phases)
+    return (prediction.step_seconds or 0.0, work.host_seconds, *busy, *copies)
+
+
+def step_seconds(costs: Costs) -> float:
+    """No less than the host takes, and than the GPU takes in each part of the step, or the copies."""
+    step, host, *phases = costs
+    return max(step, host, sum(map(max, phases[:3], phases[3:])))
+
+
+def joint_costs(fixed: Costs, reduced: Costs, whole: Costs, alone: Sequence[tuple[Costs, Costs]]) -> Costs:
+    """Of the whole model's step with several fixes.
+
+    `alone`: the costs of each, in the reduced and in the whole model. What they take together besides the sum
+    of what each takes grows as the costs without fixes.
+    """
+    found = []
+    for index, (together, before, of_whole) in enumerate(zip(fixed, reduced, whole, strict=True)):
+        besides = together - before - sum(small[index] - before for small, _ in alone)
+        each = sum(large[index] - of_whole for _, large in alone)
+        found.append(of_whole + each + besides * (of_whole / before if before else 1.0))
+    return tuple(found)
+
+
+def reduction(model: nn.Module) -> Reduction | None:
     """None where the model has no list of many identical blocks."""
     lists: list[tuple[str, ...]] = []
     removed = 0
@@ -129,4 +151,4 @@ def reduction(model: nn.Module, link: float) -> Reduction | None:
             lists.append(names)
             removed += sum(p.numel() for _, block in group[_KEPT:] for p in block.parameters())
     total = sum(p.numel() for p in model.parameters())
-    return Reduction(tuple(lists), total / (total - removed), link) if lists and removed < total else None
+    return Reduction(tuple(lists), total / (total - removed)) if lists and removed < total else None

@@ -4,14 +4,14 @@ Every fix that applies is priced by itself: by a prediction, or where the model 
 one of a model with two of them, whose events are edited to stand for all (reduced.py). That gives its step
 time and, for the highest moment of each part of the step (forward, loss, backward, optimizer), what it leaves
 of parameters, gradients, activations and so on. Several fixes together are estimated to leave the product of
-these shares, and to take the sum of their times. Sets are predicted in the order of their estimated times,
-with and without what they are not estimated to need, until no other is estimated to fit and be faster.
-Identical blocks need only a count: how many of them are checkpointed is interpolated.
+these shares and to take the sum of their times; sets that come close to the limit are priced together, too.
+Sets are predicted in the order of their estimated times, with and without what they are not estimated to
+need, until no other is estimated to fit and be faster. Identical blocks need only a count: how many of them
+are checkpointed is interpolated.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import time
@@ -21,26 +21,17 @@ from typing import Any
 
 from oomph import gpus
 from oomph.errors import OomphError, UserError
-from oomph.fixes.application import apply
-from oomph.fixes.registry import FixContext, all_fixes, conflict, find, position
-from oomph.fixes.scripts import ModelChange, on_each_optimizer, propose_for, trained_model
+from oomph.fixes.registry import conflict, find, position
 from oomph.gpus import GPU
-from oomph.planning.reduced import Reduction, reduction
-from oomph.prediction import Script, called, predict
-from oomph.prediction.api import silently
-from oomph.prediction.isolation import (
-    autograd_breaks_in_forks,
-    finish,
-    run_forked,
-    run_in_new_interpreter,
-    run_isolated,
-)
+from oomph.planning.programs import Fixes, FunctionProgram, Program, ScriptProgram, WorkloadProgram
+from oomph.planning.reduced import Costs, costs, joint_costs, step_seconds
+from oomph.prediction import Script, called
+from oomph.prediction.isolation import autograd_breaks_in_forks, run_in_new_interpreter, run_isolated
 from oomph.records import (
     FIX_KINDS,
     Allocation,
     Event,
     FixKind,
-    FixUse,
     Peak,
     Plan,
     Prediction,
@@ -51,41 +42,60 @@ from oomph.units import format_bytes, parse_bytes
 from oomph.workload import Workload
 
 Progress = Callable[[str, float | None], None]
-Fixes = tuple[FixUse, ...]
 # Bytes at the highest moment of a part of the step, by what they are: {"backward": {"gradients": 123, ...}}
 Parts = Mapping[str, Mapping[str, int]]
+# Fixes that are used together; those of one group belong together.
+Groups = tuple[tuple[Proposal, ...], ...]
 
 _TRIES = 6  # sets that are predicted before the search ends with the best one
+_JOINT = 12  # sets that are priced together
 _COUNTS = 8  # numbers of checkpointed blocks that are considered
+_CLOSE = 0.8  # of the limit: a set that is estimated to need more is priced together before it is predicted
 _WORTH = 0.99  # of the best time so far: what a set must be estimated to take to be tried
 _SAFE = 0.99  # of the limit: what an estimate may need for fixes to be left out
 _ALIKE = 0.02  # of the peak, by which the events of a reduced model may be off
 _LESS = 0.75  # of the memory of a set: what one that takes longer must be estimated to need to be shown
 _SAME_TIME = 0.005  # sets whose times differ by less are ordered by the number of fixes
 _RATES_OF = "h200"  # for a card of which only the size is known
+_OF_ACTIVATIONS = ("activation_checkpointing", "activation_offloading")
+
+
+@dataclass(frozen=True, eq=False)
+class _Price:
+    """What fixes are estimated to leave and cost."""
+
+    parts: Parts
+    costs: Costs
+    host_bytes: int = 0
+    reduced: Costs = ()  # of the reduced model
 
 
 @dataclass(frozen=True, eq=False)
 class _Option:
-    """One way to use a fix, or a few that belong together, with what it leaves and costs."""
+    """One way to use a fix, or a few that belong together."""
 
+    group: tuple[Proposal, ...]
     fixes: Fixes
-    parts: Parts
-    seconds: float  # more than without
-    host_bytes: int
+    price: _Price
+    share: float = 1.0  # of the blocks that `group` changes
 
 
-@dataclass
+@dataclass(eq=False)
 class _Set:
     """Options that can be combined, with their estimated peak and time."""
 
     options: tuple[_Option, ...]
     peak: float  # bytes that the allocator reserves
-    seconds: float  # more than without
+    seconds: float
+    jointly: bool  # estimated for all together, not from each option by itself
 
     @property
     def fixes(self) -> Fixes:
         return _fixes(self.options)
+
+    @property
+    def groups(self) -> Groups:
+        return tuple(option.group for option in self.options)
 
     def rank(self, base: float) -> tuple[int, int, float]:
         """The fastest, of equals that with the fewest fixes, of these the smallest."""
@@ -95,7 +105,7 @@ class _Set:
 @dataclass(frozen=True)
 class _Trial:
     priced: PricedFixes
-    parts: Parts
+    price: _Price
 
 
 def fit(
@@ -142,14 +152,14 @@ def fit(
         options = {"gpu": gpu, "budget": budget, "max": max, "allow": kinds, "host_memory": host}
         return run_in_new_interpreter(fit, report, target, **options)
     if isinstance(target, Script):
-        return _Search(_ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
+        return _Search(ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
 
     def search(report: Progress) -> Plan:
         found = target if isinstance(target, Workload) else called(target)
         if isinstance(found, Workload):
-            program: _WorkloadProgram | _FunctionProgram = _WorkloadProgram(found, card, limit)
+            program: Program = WorkloadProgram(found, card, limit)
         else:
-            program = _FunctionProgram(target, card, limit)  # type: ignore[arg-type]
+            program = FunctionProgram(target, card, limit)  # type: ignore[arg-type]
         return _Search(program, card, limit, host).plan(kinds, report)
 
     return run_isolated(search, report)
@@ -172,153 +182,20 @@ def _host_memory() -> int:
         return 1 << 62
 
 
-class _WorkloadProgram:
-    """Predicts a Workload with fixes. Runs in an isolated process, whose forks have all that it imported."""
-
-    reduction: Reduction | None = None  # known after `proposals`
-
-    def __init__(self, workload: Workload, card: GPU, limit: int) -> None:
-        self._workload, self._link = workload, card.host_link
-        self._predict = functools.partial(predict, gpu=card, max=limit)
-
-    def predict(self) -> Prediction:
-        return self._predict(self._workload)
-
-    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
-        """(position, prediction or why there is none), as they come."""
-
-        return self._predict_all(self._workload, sets)
-
-    def predict_reduced(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
-        assert self.reduction is not None
-        return self._predict_all(self.reduction.workload(self._workload), sets)
-
-    def _predict_all(
-        self, workload: Workload, sets: Sequence[Fixes]
-    ) -> Iterator[tuple[int, Prediction | Exception]]:
-        def predicted(fixes: Fixes) -> Prediction:
-            return self._predict(apply(list(fixes), workload))
-
-        return run_forked([functools.partial(predicted, fixes) for fixes in sets], _jobs())
-
-    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
-        """The model in words, and the fixes that apply."""
-        context = FixContext(prediction, self._workload)
-        found = [
-            proposal
-            for fix in all_fixes()
-            if fix.name != "fsdp2"  # needs more than one GPU
-            for proposal in fix.proposals(context)
-            if not any(conflict(proposal.use, use) for use in self._workload.fixes)
-        ]
-        self.reduction = reduction(context.model, self._link)
-        return _described(context.model), found
-
-
-class _FunctionProgram:
-    """Predicts a function that sets up and returns the step, with fixes of its model. Isolated, too."""
-
-    def __init__(self, function: Callable[[], Any], card: GPU, limit: int) -> None:
-        self._function = function
-        self._predict = functools.partial(predict, gpu=card, max=limit)
-
-    def predict(self) -> Prediction:
-        return self._predict(self._function)
-
-    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
-        changes = [self._calling(ModelChange(fixes)) for fixes in sets]
-        return run_forked([functools.partial(self._predict, change) for change in changes], _jobs())
-
-    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
-        def propose(optimizer: Any) -> None:
-            raise _Proposals(_proposals_for(prediction, optimizer))
-
-        ((_, found),) = run_forked([functools.partial(self._predict, self._calling(propose))], 1)
-        if isinstance(found, _Proposals):
-            return found.found
-        if isinstance(found, Exception):
-            raise found
-        return "", []  # it made no optimizer
-
-    def _calling(self, call: Callable[[Any], None]) -> Callable[[], Any]:
-        """The function, with a call for each optimizer that it makes."""
-
-        def function() -> Any:
-            with on_each_optimizer(call):
-                return self._function()
-
-        return function
-
-
-class _ScriptProgram:
-    """Predicts a script with fixes of its model, each time in a process of its own."""
-
-    def __init__(self, script: Script, card: GPU, limit: int) -> None:
-        self._script = script
-        self._predict = functools.partial(predict, gpu=card, max=limit)
-
-    def predict(self) -> Prediction:
-        return self._predict(self._script)
-
-    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
-        for number, fixes in enumerate(sets):
-            fixed = replace(self._script, on_optimizer=ModelChange(fixes))
-            try:
-                yield number, self._run_silently(fixed)
-            except OomphError as error:
-                yield number, error
-
-    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
-        """The script runs until it makes its optimizer."""
-        asked = replace(
-            self._script, on_optimizer=lambda optimizer: finish(_proposals_for(prediction, optimizer))
-        )
-        found = self._run_silently(asked)
-        return found if isinstance(found, tuple) else ("", [])  # it made no optimizer
-
-    def _run_silently(self, script: Script) -> Any:
-        """It has printed all that it prints before."""
-        run = functools.partial(silently, lambda progress: self._predict(script))
-        return run_isolated(run, lambda text, fraction: None)
-
-
-def _jobs() -> int:
-    """Predictions at a time."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-class _Proposals(OomphError):
-    """Ends a function that was called for its proposals alone."""
-
-    @property
-    def found(self) -> tuple[str, list[Proposal]]:
-        return self.args[0]
-
-
-def _proposals_for(prediction: Prediction, optimizer: Any) -> tuple[str, list[Proposal]]:
-    model = trained_model(optimizer)
-    return _described(model), propose_for(model, prediction)
-
-
-def _described(model: Any) -> str:
-    return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
-
-
 class _Search:
-    def __init__(
-        self, program: _WorkloadProgram | _FunctionProgram | _ScriptProgram, card: GPU, limit: int, host: int
-    ) -> None:
+    def __init__(self, program: Program, card: GPU, limit: int, host: int) -> None:
         self.program, self.card, self.limit, self.host = program, card, limit, host
         self.trials: dict[Any, _Trial] = {}
-        self.options: dict[Any, _Option] = {}
+        self.prices: dict[Any, _Price] = {}
+        self.reduced: _Price | None = None  # the reduced model without fixes, if it stands for the whole
         self.sets: list[_Set] = []  # not predicted
         self.began = time.perf_counter()
 
     def plan(self, kinds: tuple[FixKind, ...], progress: Progress) -> Plan:
         progress("predicting the step as it is", None)
         prediction = self.program.predict()
-        self.prediction, self.base = prediction, self._trial((), prediction)
-        base = chosen = self.base
+        self.base = base = chosen = self._trial((), prediction)
+        self.seconds, self.margin = base.priced.step_seconds, prediction.margin
         model, conditions = "", dict[str, str]()
         needs: tuple[FixKind, ...] = ()
         if not base.priced.fits:
@@ -364,152 +241,151 @@ class _Search:
     def _predict(self, sets: Sequence[Fixes], progress: Progress, what: str) -> list[_Trial]:
         """Those of the sets that their fixes do not refuse."""
         new = list({_key(fixes): fixes for fixes in sets if _key(fixes) not in self.trials}.values())
-        for done, (number, result) in enumerate(self.program.predict_with(new), 1):
-            progress(what, done / len(new))
-            if isinstance(result, Prediction):
-                self._trial(new[number], result)
-            elif not isinstance(result, OomphError):
-                raise result  # a bug of ours
+        for number, prediction in _results(self.program.predict_with(new), len(new), progress, what):
+            self._trial(new[number], prediction)
         return [self.trials[_key(fixes)] for fixes in sets if _key(fixes) in self.trials]
 
     def _trial(self, fixes: Fixes, prediction: Prediction) -> _Trial:
         seconds = prediction.step_seconds or math.nan
-        slowdown = seconds / self.base.priced.step_seconds if fixes else 1.0
+        slowdown = seconds / self.seconds if fixes else 1.0
         host = _host_bytes(prediction) if fixes else 0
         fits = bool(prediction.fits) and host <= self.host
+        parts = _parts(prediction.events, prediction.allocations)
         trial = _Trial(
             PricedFixes(fixes, prediction.peak, fits, seconds, slowdown, host),
-            _parts(prediction.events, prediction.allocations),
+            _Price(parts, costs(prediction, self.card.host_link), host),
         )
         self.trials[_key(fixes)] = trial
         return trial
 
-    # --------------------------------------------------------------------------------------- options
+    # ---------------------------------------------------------------------------------------- prices
 
-    def _price(self, candidates: Sequence[tuple[Proposal, ...]], progress: Progress) -> None:
-        """Fill `options`. A candidate that its fixes refuse has none."""
-        new = [each for each in candidates if _key(_uses(each)) not in self.options]
-        for each in new:
-            if each[0].fix == "allocator":  # its events are the same
-                self.options[_key(_uses(each))] = self._of_allocator(each[0])
-        new = [each for each in new if each[0].fix != "allocator"]
-        if not self._price_reduced(new, progress):
-            trials = self._predict([_uses(each) for each in new], progress, "predicting each fix by itself")
-            for trial in trials:
-                more = trial.priced.step_seconds - self.base.priced.step_seconds
-                self.options[_key(trial.priced.fixes)] = _Option(
-                    trial.priced.fixes, trial.parts, more, trial.priced.host_bytes
-                )
+    def _price(self, candidates: Sequence[Groups], progress: Progress, what: str) -> None:
+        """Fill `prices`. Fixes that refuse the model, or each other, get none."""
+        new = [each for each in candidates if _key(_uses(each)) not in self.prices]
+        if isinstance(self.program, WorkloadProgram) and self.program.reduction is not None:
+            self._price_reduced(self.program, new, progress, what)
+        if self.reduced is None:
+            for trial in self._predict([_uses(each) for each in new], progress, what):
+                self.prices[_key(trial.priced.fixes)] = trial.price
 
-    def _price_reduced(self, candidates: Sequence[tuple[Proposal, ...]], progress: Progress) -> bool:
-        """By predictions of a reduced model; False where there is none that stands for the whole."""
-        program, whole = self.program, self.prediction
-        if not isinstance(program, _WorkloadProgram) or program.reduction is None:
-            return False
-        reduction = program.reduction
-        sets = [(), *(tuple(map(reduction.use, each)) for each in candidates)]
-        found: dict[int, Prediction] = {}
-        for done, (number, result) in enumerate(program.predict_reduced(sets), 1):
-            progress("pricing each fix by itself", done / len(sets))
-            if isinstance(result, Prediction):
-                found[number] = result
-            elif not isinstance(result, OomphError):
-                raise result
-        reduced = found.pop(0, None)
-        parts = _parts(reduced.events, reduction.allocations(reduced)) if reduced is not None else {}
-        if reduced is None or not _is_like(parts, self.base.parts):
+    def _price_reduced(
+        self, program: WorkloadProgram, new: Sequence[Groups], progress: Progress, what: str
+    ) -> None:
+        """By predictions of the reduced model, if that without fixes stands for the whole one."""
+        reduction, link, base = program.reduction, self.card.host_link, self.base.price
+        assert reduction is not None
+        sets = [tuple(map(reduction.use, _flat(each))) for each in new]
+        sets += [()] if self.reduced is None else []
+        found = dict(_results(program.predict_reduced(sets), len(sets), progress, what))
+        without = found.pop(len(new), None)
+        if without is not None:
+            parts = _parts(without.events, reduction.allocations(without))
+            if _is_like(parts, base.parts):
+                self.reduced = _Price(parts, costs(without, link))
+        if self.reduced is None:
             program.reduction = None
-            return False
-        for number, fixed in found.items():
-            each = candidates[number - 1]
-            seconds = max(reduction.seconds(one, fixed, reduced, whole) for one in each)
-            with_fix = _parts(fixed.events, reduction.allocations(fixed))
-            self.options[_key(_uses(each))] = _Option(
-                _uses(each),
-                _rescaled(with_fix, parts, self.base.parts),
-                seconds - self.base.priced.step_seconds,
-                reduction.host_bytes(each[-1], _host_bytes(fixed)),
-            )
-        return True
-
-    def _of_allocator(self, proposal: Proposal) -> _Option:
-        share = 1 - (proposal.saving or 0) / self.base.priced.peak.reserved
-        parts = {
-            part: {what: round(share * size) for what, size in bytes_of.items()}
-            for part, bytes_of in self.base.parts.items()
-        }
-        return _Option((proposal.use,), parts, 0.0, 0)
+            return
+        for number, prediction in found.items():
+            each, now = new[number], costs(prediction, link)
+            if len(each) == 1:
+                whole = reduction.costs(each[0][-1], now, self.reduced.costs, base.costs)
+            else:
+                alone = [self.prices[_key(_uses([group]))] for group in each]
+                pairs = [(one.reduced, one.costs) for one in alone]
+                whole = joint_costs(now, self.reduced.costs, base.costs, pairs)
+            left = _parts(prediction.events, reduction.allocations(prediction))
+            host = max(reduction.host_bytes(one, _host_bytes(prediction)) for one in _flat(each))
+            parts = _rescaled(left, self.reduced.parts, base.parts)
+            self.prices[_key(_uses(each))] = _Price(parts, whole, host, now)
 
     def _axes(self, proposals: Sequence[Proposal], progress: Progress) -> list[list[_Option]]:
         """For each fix its options; options of one axis exclude each other."""
         first = {one.fix: one for one in reversed(proposals)}
-        candidates: list[tuple[Proposal, ...]] = [
+        groups: list[tuple[Proposal, ...]] = [
             (one,)
             for one in proposals
             if (one.fix not in _OF_ACTIVATIONS or "blocks" not in one.options)  # counts are interpolated
             and (one.fix != "no_foreach" or "fused_optimizer" not in first)  # which is better at all it does
         ]
         if set(_OF_ACTIVATIONS) <= set(first):
-            candidates.append(tuple(first[name] for name in _OF_ACTIVATIONS))
-        self._price(candidates, progress)
+            groups.append(tuple(first[name] for name in _OF_ACTIVATIONS))
+        for one in proposals:
+            if one.fix == "allocator":  # the events are the same; what is reserved for them is known
+                share = 1 - (one.saving or 0) / self.base.priced.peak.reserved
+                self.prices[_key((one.use,))] = replace(
+                    self.base.price, parts=_times(self.base.price.parts, share)
+                )
+        self._price([(group,) for group in groups], progress, "pricing each fix by itself")
         axes: dict[str, list[_Option]] = {}
-        for each in candidates:
-            option = self.options.get(_key(_uses(each)))
-            if option is None:
+        for group in groups:
+            price = self.prices.get(_key(_uses([group])))
+            if price is None:
                 continue
-            axis = "activations" if each[0].fix in _OF_ACTIVATIONS else each[0].fix
-            axes.setdefault(axis, []).append(option)
-            if axis == "activations" and len(each) == 1:
-                axes[axis] += self._counted(option, each[0].where)
+            axis = "activations" if group[0].fix in _OF_ACTIVATIONS else group[0].fix
+            axes.setdefault(axis, []).append(_Option(group, _uses([group]), price))
+            if axis == "activations" and len(group) == 1:
+                axes[axis] += self._counted(group[0], price)
         return list(axes.values())
 
-    def _counted(self, all_blocks: _Option, names: Sequence[str]) -> Iterator[_Option]:
+    def _counted(self, proposal: Proposal, price: _Price) -> Iterator[_Option]:
         """The same for fewer of the blocks, interpolated."""
+        names = proposal.where
         for step in range(1, _COUNTS):
             count = round(len(names) * step / _COUNTS)
-            share = count / len(names)
             if 0 < count < len(names):
-                use = replace(
-                    all_blocks.fixes[0],
-                    options={**all_blocks.fixes[0].options, "blocks": list(names[:count])},
-                )
-                parts = _between(self.base.parts, all_blocks.parts, share)
-                yield _Option((use,), parts, share * all_blocks.seconds, int(share * all_blocks.host_bytes))
+                options = {**proposal.options, "blocks": list(names[:count])}
+                use, share = replace(proposal.use, options=options), count / len(names)
+                yield _Option((proposal,), (use,), _between(self.base.price, price, share), share)
 
     # ----------------------------------------------------------------------------------------- search
 
     def _search(self, proposals: Sequence[Proposal], progress: Progress) -> _Trial:
         """Predict sets in the order of their estimated times, while one may be faster than the best found.
 
-        What a prediction shows of a set corrects the estimates of others.
+        What a prediction shows of a set corrects the estimates of those with other numbers of blocks.
         """
-        axes = self._axes(proposals, progress)
-        self.sets = sets = self._sets(axes)
+        self.sets = sets = self._sets(self._axes(proposals, progress))
         closest = min(self.trials.values(), key=_closeness)
-        base, optimism = self.base.priced.step_seconds, 1.0
-        for _ in range(_TRIES):
+        joint, tries, optimism = 0, 0, 1.0
+        margin = 1 + self.margin / self.base.priced.peak.reserved
+        while tries < _TRIES:
             most = _WORTH * closest.priced.step_seconds if closest.priced.fits else math.inf
-            fitting = (one for one in sets if one.peak * optimism <= self.limit and base + one.seconds < most)
-            chosen = min(fitting, key=lambda one: one.rank(base), default=None)
+            fitting = (
+                one
+                for one in sets
+                if one.peak * margin * (1.0 if one.jointly else optimism) <= self.limit and one.seconds < most
+            )
+            chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
             if chosen is None:
                 break
+            text = f"predicting {', '.join(use.fix for use in chosen.fixes)}"
+            if not chosen.jointly and self.reduced and joint < _JOINT and chosen.peak > _CLOSE * self.limit:
+                joint += 1
+                families = [each for each in self._families(chosen.options) if each]
+                self._price(families, progress, text.replace("predicting", "pricing"))
+                for one in sets:
+                    if one.groups == chosen.groups:
+                        self._estimate(one)
+                chosen.jointly = True  # also where they refuse each other
+                continue
+            tries += 1
             sets.remove(chosen)
-            tried = [self._without_needless(chosen.options), chosen.fixes]
-            trials = self._predict(tried, progress, f"predicting {', '.join(use.fix for use in tried[0])}")
+            trials = self._predict([self._without_needless(chosen), chosen.fixes], progress, text)
             if not trials:
                 continue
             closest = min(closest, *trials, key=_closeness)
-            if not trials[-1].priced.fits:
-                optimism = max(optimism, trials[-1].priced.peak.reserved / chosen.peak)
-            late = trials[-1].priced.step_seconds - base - chosen.seconds
-            costly = max(chosen.options, key=lambda option: abs(option.seconds))
+            found = trials[-1].priced
+            error, late = found.peak.reserved / chosen.peak, found.step_seconds - chosen.seconds
+            optimism = max(optimism, error if not chosen.jointly else 1.0)
             for one in sets:
-                if costly in one.options:
-                    one.seconds += late
+                if one.groups == chosen.groups:
+                    one.peak, one.seconds = one.peak * error, one.seconds + late
         if not closest.priced.fits and sets:
             smallest = min(sets, key=lambda one: one.peak).fixes
-            trials = self._predict([smallest], progress, "predicting the smallest set")
-            closest = min(closest, *trials, key=_closeness)
+            closest = min(
+                closest, *self._predict([smallest], progress, "predicting the smallest set"), key=_closeness
+            )
         return closest
 
     def _sets(self, axes: Sequence[Sequence[_Option]]) -> list[_Set]:
@@ -517,7 +393,7 @@ class _Search:
         choices: list[list[_Option | None]] = []
         for axis in axes:
             useful = [option for option in axis if self._saves(option) or self._is_faster(option)]
-            free = [option for option in useful if self._costs_nothing(option)]
+            free = [option for option in useful if self._seconds(option) <= (1 + _SAME_TIME) * self.seconds]
             paid: list[_Option | None] = [option for option in useful if option not in free]
             choices.append([min(free, key=self._alone), *paid] if free else [None, *paid])
         uses = [[use for option in axis if option is not None for use in option.fixes] for axis in choices]
@@ -526,74 +402,95 @@ class _Search:
             if None not in choice and any(conflict(a, b) for a in own for b in others):
                 choice.append(None)
         found: list[_Set] = []
-        sizes = [(part, what, size) for part, held in self.base.parts.items() for what, size in held.items()]
-        shares = {
-            id(option): [_share(option.parts, part, what, size) for part, what, size in sizes]
-            for axis in choices
-            for option in axis
-            if option is not None
-        }
 
-        def extend(position: int, options: tuple[_Option, ...], left: list[float]) -> None:
+        def lacks_free_option(options: Sequence[_Option]) -> bool:
+            return any(
+                first is not None
+                and not any(option in choice for option in options)
+                and not any(conflict(a, b) for each in options for a in each.fixes for b in first.fixes)
+                for first, *choice in ((choice[0], *choice) for choice in choices)
+            )
+
+        def extend(position: int, options: tuple[_Option, ...]) -> None:
             if position == len(choices):
-                if options and sum(option.host_bytes for option in options) <= self.host:
-                    seconds = sum(option.seconds for option in options)
-                    found.append(_Set(options, self._reserved(sizes, left), seconds))
+                fits_host = sum(option.price.host_bytes for option in options) <= self.host
+                if options and fits_host and not lacks_free_option(options):
+                    found.append(_Set(options, 0.0, 0.0, jointly=False))
+                    self._estimate(found[-1])
                 return
             for option in choices[position]:
                 if option is None:
-                    extend(position + 1, options, left)
+                    extend(position + 1, options)
                 elif not any(conflict(a, b) for each in options for a in each.fixes for b in option.fixes):
-                    rest = [a * b for a, b in zip(left, shares[id(option)], strict=True)]
-                    extend(position + 1, (*options, option), rest)
+                    extend(position + 1, (*options, option))
 
-        extend(0, (), [float(size) for *_, size in sizes])
+        extend(0, ())
         return found
 
-    def _reserved(self, sizes: Sequence[tuple[str, str, int]], left: Sequence[float]) -> float:
-        """Bytes that the allocator reserves if so much is left of each size at the highest moments."""
-        highest: dict[str, float] = {}
-        for (part, *_), size in zip(sizes, left, strict=True):
-            highest[part] = highest.get(part, 0.0) + size
-        peak = self.base.priced.peak
-        return max(highest.values(), default=0.0) * peak.reserved / max(1, peak.allocated)
+    def _estimate(self, one: _Set) -> None:
+        """Its peak and time: from prices of all together where these are known."""
+        price = self._joint_price(one.options)
+        one.jointly = price is not None
+        if price is None:
+            price = _combined(self.base.price, [option.price for option in one.options])
+        one.peak, one.seconds = self._reserved(price), step_seconds(price.costs)
 
-    def _estimate(self, options: Sequence[_Option]) -> float:
-        sizes = [(part, what, size) for part, held in self.base.parts.items() for what, size in held.items()]
-        left = [
-            size * math.prod(_share(option.parts, part, what, size) for option in options)
-            for part, what, size in sizes
-        ]
-        return self._reserved(sizes, left)
+    def _families(self, options: Sequence[_Option]) -> tuple[Groups, Groups]:
+        """Without what can be done in a part of the blocks, and with that in all of them. Their prices give
+        those of all counts."""
+        own = [option.group for option in options if option.group[0].fix != "allocator"]
+        return tuple(group for group in own if group[0].fix not in _OF_ACTIVATIONS), tuple(own)
+
+    def _joint_price(self, options: Sequence[_Option]) -> _Price | None:
+        without, whole = self._families(options)
+        price = self.prices.get(_key(_uses(whole)))
+        share = math.prod(option.share for option in options)
+        if price is not None and share < 1:
+            rest = self.prices.get(_key(_uses(without))) if without else self.base.price
+            price = None if rest is None else _between(rest, price, share)
+        if price is None:
+            return None
+        settings = [option.price for option in options if option.group[0].fix == "allocator"]
+        return _combined(self.base.price, [price, *settings])
+
+    def _reserved(self, price: _Price) -> float:
+        """Bytes that the allocator reserves: as much more than is allocated as without fixes."""
+        peak = self.base.priced.peak
+        highest = max((sum(held.values()) for held in price.parts.values()), default=0)
+        return highest * peak.reserved / max(1, peak.allocated)
 
     def _alone(self, option: _Option) -> float:
-        return self._estimate([option])
+        return self._reserved(option.price)
+
+    def _seconds(self, option: _Option) -> float:
+        return step_seconds(option.price.costs)
 
     def _saves(self, option: _Option) -> bool:
         """At the highest moment of some part: the peak may be there when others have lowered it elsewhere."""
         return any(
-            sum(option.parts.get(part, {}).values()) < 0.995 * sum(bytes_of.values())
-            for part, bytes_of in self.base.parts.items()
+            sum(option.price.parts.get(part, {}).values()) < 0.995 * sum(held.values())
+            for part, held in self.base.price.parts.items()
         )
 
-    def _costs_nothing(self, option: _Option) -> bool:
-        return option.seconds <= _SAME_TIME * self.base.priced.step_seconds
-
     def _is_faster(self, option: _Option) -> bool:
-        return option.seconds < -_SAME_TIME * self.base.priced.step_seconds
+        return self._seconds(option) < (1 - _SAME_TIME) * self.seconds
 
-    def _without_needless(self, options: Sequence[_Option]) -> Fixes:
+    def _without_needless(self, one: _Set) -> Fixes:
         """Without fixes that are estimated not to be needed and do not make the step faster."""
-        kept = list(options)
-        for option in sorted(options, key=self._alone, reverse=True):
+
+        def peak(options: Sequence[_Option]) -> float:
+            return self._reserved(_combined(self.base.price, [option.price for option in options]))
+
+        kept, scale = list(one.options), one.peak / peak(one.options)
+        for option in sorted(one.options, key=self._alone, reverse=True):
             rest = [each for each in kept if each is not option]
-            if rest and not self._is_faster(option) and self._estimate(rest) <= _SAFE * self.limit:
+            if rest and not self._is_faster(option) and scale * peak(rest) <= _SAFE * self.limit:
                 kept = rest
         return _fixes(kept)
 
     def _front(self, kinds: Collection[FixKind]) -> tuple[PricedFixes, ...]:
-        """What was predicted and is neither slower nor larger than another, fastest first; where estimated
-        sets need much less, these too."""
+        """What was predicted and is neither slower nor larger than another, fastest first; then sets that are
+        estimated to need much less and take longer."""
         front: list[PricedFixes] = []
         allowed = [
             trial.priced
@@ -603,25 +500,48 @@ class _Search:
         for one in sorted(allowed, key=lambda one: (one.step_seconds, one.peak.reserved, len(one.fixes))):
             if not front or one.peak.reserved < front[-1].peak.reserved:
                 front.append(one)
-        base, context = self.base.priced, self.base.priced.peak.device - self.base.priced.peak.reserved
+        base = self.base.priced.peak
         for estimated in sorted(self.sets, key=lambda one: (one.seconds, one.peak)):
             fixes, reserved = estimated.fixes, round(estimated.peak)
-            seconds = base.step_seconds + estimated.seconds
             is_allowed = all(find(use.fix).kind in kinds for use in fixes)
-            if is_allowed and seconds > front[-1].step_seconds and reserved < _LESS * front[-1].peak.reserved:
-                allocated = round(reserved * base.peak.allocated / base.peak.reserved)
-                peak = Peak(allocated, reserved, reserved + context)
-                host = sum(option.host_bytes for option in estimated.options)
-                slowdown = seconds / base.step_seconds
-                front.append(PricedFixes(fixes, peak, reserved <= self.limit, seconds, slowdown, host, True))
+            is_slower = estimated.seconds > front[-1].step_seconds
+            if is_allowed and is_slower and reserved < _LESS * front[-1].peak.reserved:
+                allocated = round(reserved * base.allocated / base.reserved)
+                peak = Peak(allocated, reserved, reserved + base.device - base.reserved)
+                host = sum(option.price.host_bytes for option in estimated.options)
+                slowdown = estimated.seconds / self.seconds
+                fits = reserved <= self.limit
+                front.append(PricedFixes(fixes, peak, fits, estimated.seconds, slowdown, host, True))
         return tuple(front)
 
 
-_OF_ACTIVATIONS = ("activation_checkpointing", "activation_offloading")
+def _results(
+    results: Iterable[tuple[int, Prediction | Exception]], count: int, progress: Progress, what: str
+) -> Iterator[tuple[int, Prediction]]:
+    """Without those of programs that refuse their fixes."""
+    for done, (number, result) in enumerate(results, 1):
+        progress(what, done / count)
+        if isinstance(result, Prediction):
+            yield number, result
+        elif not isinstance(result, OomphError):
+            raise result  # a bug of ours
 
 
 def _key(fixes: Fixes) -> Any:
     return frozenset((use.fix, repr(sorted(use.options.items()))) for use in fixes)
+
+
+def _flat(groups: Groups) -> list[Proposal]:
+    return [proposal for group in groups for proposal in group]
+
+
+def _uses(groups: Iterable[tuple[Proposal, ...]]) -> Fixes:
+    return tuple(proposal.use for group in groups for proposal in group)
+
+
+def _fixes(options: Iterable[_Option]) -> Fixes:
+    uses = [use for option in options for use in option.fixes]
+    return tuple(sorted(uses, key=lambda use: position(use.fix)))
 
 
 def _closeness(trial: _Trial) -> tuple[float, float]:
@@ -630,31 +550,47 @@ def _closeness(trial: _Trial) -> tuple[float, float]:
     return (0.0, priced.step_seconds) if priced.fits else (float(priced.peak.reserved), 0.0)
 
 
-def _share(parts: Parts, part: str, what: str, size: int) -> float:
-    return parts.get(part, {}).get(what, 0) / size
-
-
-def _between(base: Parts, other: Parts, share: float) -> Parts:
-    return {
-        part: {
-            what: round(size + share * (other.get(part, {}).get(what, 0) - size))
-            for what, size in bytes_of.items()
-        }
-        for part, bytes_of in base.items()
-    }
-
-
-def _fixes(options: Iterable[_Option]) -> Fixes:
-    uses = [use for option in options for use in option.fixes]
-    return tuple(sorted(uses, key=lambda use: position(use.fix)))
-
-
-def _uses(proposals: Iterable[Proposal]) -> Fixes:
-    return tuple(proposal.use for proposal in proposals)
-
-
 def _host_bytes(prediction: Prediction) -> int:
     return sum(phase.to_host for phase in prediction.work.phases)
+
+
+# ----------------------------------------------------------------------------------- arithmetic of prices
+
+
+def _combined(base: _Price, prices: Sequence[_Price]) -> _Price:
+    """Of what one leaves, the other leaves its share; the costs add up."""
+
+    def left(part: str, what: str) -> int:
+        size = base.parts.get(part, {}).get(what, 0)
+        sizes = [one.parts.get(part, {}).get(what, 0) for one in prices]
+        return round(size * math.prod(each / size for each in sizes)) if size else max(sizes)
+
+    total = tuple(
+        cost + sum(one.costs[index] - cost for one in prices) for index, cost in enumerate(base.costs)
+    )
+    return _Price(_for_all(left, base, *prices), total, sum(one.host_bytes for one in prices))
+
+
+def _between(base: _Price, other: _Price, share: float) -> _Price:
+    def left(part: str, what: str) -> int:
+        size = base.parts.get(part, {}).get(what, 0)
+        return round(size + share * (other.parts.get(part, {}).get(what, 0) - size))
+
+    total = tuple(a + share * (b - a) for a, b in zip(base.costs, other.costs, strict=True))
+    host = round(base.host_bytes + share * (other.host_bytes - base.host_bytes))
+    return _Price(_for_all(left, base, other), total, host)
+
+
+def _for_all(left: Callable[[str, str], int], *prices: _Price) -> Parts:
+    keys = dict.fromkeys((part, what) for one in prices for part, held in one.parts.items() for what in held)
+    parts: dict[str, dict[str, int]] = {}
+    for part, what in keys:
+        parts.setdefault(part, {})[what] = left(part, what)
+    return parts
+
+
+def _times(parts: Parts, share: float) -> Parts:
+    return {part: {what: round(share * size) for what, size in held.items()} for part, held in parts.items()}
 
 
 def _is_like(parts: Parts, base: Parts) -> bool:

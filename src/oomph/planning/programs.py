@@ -1,0 +1,158 @@
+"""What fit predicts: a Workload, a function or a script, as it is and with fixes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from oomph.errors import OomphError
+from oomph.fixes.application import apply
+from oomph.fixes.registry import FixContext, all_fixes, conflict
+from oomph.fixes.scripts import ModelChange, on_each_optimizer, propose_for, trained_model
+from oomph.gpus import GPU
+from oomph.planning.reduced import Reduction, reduction
+from oomph.prediction import Script, predict
+from oomph.prediction.api import silently
+from oomph.prediction.isolation import finish, run_forked, run_isolated
+from oomph.records import FixUse, Prediction, Proposal
+from oomph.workload import Workload
+
+Fixes = tuple[FixUse, ...]
+
+
+class WorkloadProgram:
+    """Predicts a Workload with fixes. Runs in an isolated process, whose forks have all that it imported."""
+
+    reduction: Reduction | None = None  # known after `proposals`
+
+    def __init__(self, workload: Workload, card: GPU, limit: int) -> None:
+        self._workload = workload
+        self._predict = functools.partial(predict, gpu=card, max=limit)
+
+    def predict(self) -> Prediction:
+        return self._predict(self._workload)
+
+    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+        """(position, prediction or why there is none), as they come."""
+
+        return self._predict_all(self._workload, sets)
+
+    def predict_reduced(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+        assert self.reduction is not None
+        return self._predict_all(self.reduction.workload(self._workload), sets)
+
+    def _predict_all(
+        self, workload: Workload, sets: Sequence[Fixes]
+    ) -> Iterator[tuple[int, Prediction | Exception]]:
+        def predicted(fixes: Fixes) -> Prediction:
+            return self._predict(apply(list(fixes), workload))
+
+        return run_forked([functools.partial(predicted, fixes) for fixes in sets], _jobs())
+
+    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
+        """The model in words, and the fixes that apply."""
+        context = FixContext(prediction, self._workload)
+        found = [
+            proposal
+            for fix in all_fixes()
+            if fix.name != "fsdp2"  # needs more than one GPU
+            for proposal in fix.proposals(context)
+            if not any(conflict(proposal.use, use) for use in self._workload.fixes)
+        ]
+        self.reduction = reduction(context.model)
+        return _described(context.model), found
+
+
+class FunctionProgram:
+    """Predicts a function that sets up and returns the step, with fixes of its model. Isolated, too."""
+
+    def __init__(self, function: Callable[[], Any], card: GPU, limit: int) -> None:
+        self._function = function
+        self._predict = functools.partial(predict, gpu=card, max=limit)
+
+    def predict(self) -> Prediction:
+        return self._predict(self._function)
+
+    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+        changes = [self._calling(ModelChange(fixes)) for fixes in sets]
+        return run_forked([functools.partial(self._predict, change) for change in changes], _jobs())
+
+    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
+        def propose(optimizer: Any) -> None:
+            raise _Proposals(_proposals_for(prediction, optimizer))
+
+        ((_, found),) = run_forked([functools.partial(self._predict, self._calling(propose))], 1)
+        if isinstance(found, _Proposals):
+            return found.found
+        if isinstance(found, Exception):
+            raise found
+        return "", []  # it made no optimizer
+
+    def _calling(self, call: Callable[[Any], None]) -> Callable[[], Any]:
+        """The function, with a call for each optimizer that it makes."""
+
+        def function() -> Any:
+            with on_each_optimizer(call):
+                return self._function()
+
+        return function
+
+
+class ScriptProgram:
+    """Predicts a script with fixes of its model, each time in a process of its own."""
+
+    def __init__(self, script: Script, card: GPU, limit: int) -> None:
+        self._script = script
+        self._predict = functools.partial(predict, gpu=card, max=limit)
+
+    def predict(self) -> Prediction:
+        return self._predict(self._script)
+
+    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+        for number, fixes in enumerate(sets):
+            fixed = replace(self._script, on_optimizer=ModelChange(fixes))
+            try:
+                yield number, self._run_silently(fixed)
+            except OomphError as error:
+                yield number, error
+
+    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
+        """The script runs until it makes its optimizer."""
+        asked = replace(
+            self._script, on_optimizer=lambda optimizer: finish(_proposals_for(prediction, optimizer))
+        )
+        found = self._run_silently(asked)
+        return found if isinstance(found, tuple) else ("", [])  # it made no optimizer
+
+    def _run_silently(self, script: Script) -> Any:
+        """It has printed all that it prints before."""
+        run = functools.partial(silently, lambda progress: self._predict(script))
+        return run_isolated(run, lambda text, fraction: None)
+
+
+def _jobs() -> int:
+    """Predictions at a time."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Proposals(OomphError):
+    """Ends a function that was called for its proposals alone."""
+
+    @property
+    def found(self) -> tuple[str, list[Proposal]]:
+        return self.args[0]
+
+
+def _proposals_for(prediction: Prediction, optimizer: Any) -> tuple[str, list[Proposal]]:
+    model = trained_model(optimizer)
+    return _described(model), propose_for(model, prediction)
+
+
+def _described(model: Any) -> str:
+    return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
+
+
+Program = WorkloadProgram | FunctionProgram | ScriptProgram
