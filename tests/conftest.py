@@ -4,6 +4,10 @@ that stop a run are heard, also where the tests themselves were started in the b
 from __future__ import annotations
 
 import signal
+import socket
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +29,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def run_ranks() -> Callable[..., None]:
+    """Calls `function(rank, port, *args)` in a process for each rank.
+
+    The processes are forks, which start quickly; beside a GPU, torch refuses backward passes in them.
+    """
+
+    def run(function: Callable[..., None], ranks: int, *args: Any) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        method = "spawn" if torch.cuda.is_available() else "fork"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an error here, and not in a new process
+            torch.multiprocessing.start_processes(function, (port, *args), ranks, start_method=method)
+
+    return run
 
 
 @pytest.fixture

@@ -56,6 +56,8 @@ def test_importing_the_packages_imports_nothing_behind_them() -> None:
         "from oomph.ops import tiled_mlp\n"
         "assert 'oomph.ops.mlp' in sys.modules and 'oomph.ops.modulation' not in sys.modules\n"
         "assert oomph.ops.tiled_mlp is tiled_mlp\n"
+        "from oomph.ops import rotary\n"
+        "assert 'torch._dynamo' not in sys.modules, 'the compiler takes seconds to load'\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -200,14 +200,12 @@ def test_a_small_step_fits_a_large_gpu(oomph, name):
     assert "a program may print" in err
 
 
-def test_a_step_above_the_limit_ends_with_one_and_names_the_line(program):
-    program(WORKLOADS)
-    command = [sys.executable, "-m", "oomph", "predict", "train.py:workload", "--max", "40MiB"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith("does not fit: needs ")
-    assert "; the limit is 40 MiB; " in done.stdout.splitlines()[0]
-    assert "out of memory at train.py:" in done.stdout
+def test_a_step_above_the_limit_ends_with_one_and_names_the_line(oomph):
+    status, out, err = oomph(WORKLOADS, "predict", "train.py:workload", "--max", "40MiB")
+    assert status == 1, err
+    assert out.startswith("does not fit: needs ")
+    assert "; the limit is 40 MiB; " in out.splitlines()[0]
+    assert "out of memory at train.py:" in out
 
 
 WITHOUT_A_STEP = """

@@ -35,7 +35,7 @@ def test_the_blocks_do_run_twice():
 
 
 def test_the_peak_falls_and_the_step_gets_slower():
-    work = workload(layers=4, width=256, heads=4, longest=512)
+    work = workload(layers=3, width=256, heads=4, longest=512)
     work = oomph.Workload(work.model, lambda device: tiny_batch(device, 16, 256), work.loss)
     prediction = oomph.predict(work, gpu="h200")
     proposals = fixes.propose(prediction, work, only=("activation_checkpointing",))
@@ -141,7 +141,7 @@ class LongAttention(torch.nn.Module):
 
 def test_keeping_attention_costs_little_memory_and_saves_its_time():
     work = oomph.Workload(
-        lambda: torch.nn.Sequential(*(LongAttention() for _ in range(4))),
+        lambda: torch.nn.Sequential(*(LongAttention() for _ in range(2))),
         lambda device: torch.randn(1, 65536, 256, device=device, dtype=torch.bfloat16),
         lambda model, batch: model(batch).float().mean(),
         dtype="bfloat16",
@@ -151,7 +151,7 @@ def test_keeping_attention_costs_little_memory_and_saves_its_time():
         for chosen in ([], "activation_checkpointing", "activation_checkpointing:keep=attention")
     )
     assert nothing.peak.allocated < attention.peak.allocated < all_saved.peak.allocated
-    assert attention.peak.allocated - nothing.peak.allocated < 4 * (65536 * 256 * 2 * 1.1)
+    assert attention.peak.allocated - nothing.peak.allocated < 2 * (65536 * 256 * 2 * 1.1)
     assert attention.step_seconds < 1.05 * all_saved.step_seconds < 1.1 * nothing.step_seconds
 
 

@@ -1,7 +1,5 @@
 """FSDP2 on two processes: the same loss and gradients as the whole model."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -54,13 +52,9 @@ def _compared(rank, options):
     }
 
 
-def test_two_ranks_compute_what_one_does_and_undo_is_refused():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = mp.get_context("spawn")
-    told = context.SimpleQueue()
-    mp.spawn(on_rank, (port, told), nprocs=2)
+def test_two_ranks_compute_what_one_does_and_undo_is_refused(run_ranks):
+    told = mp.get_context("spawn").SimpleQueue()
+    run_ranks(on_rank, 2, told)
     for found in [*told.get(), *told.get()]:
         assert found["loss"] < 1e-6
         assert found["gradients"] < 1e-5
@@ -69,7 +63,7 @@ def test_two_ranks_compute_what_one_does_and_undo_is_refused():
 
 
 def test_the_saving_is_computed_and_says_so():
-    work = workload(layers=4, width=256, heads=4)
+    work = workload(layers=2, width=256, heads=4)
     prediction = oomph.predict(work, gpu="h200")
     eight, two = fixes.propose(prediction, work, only=("fsdp2",))
     assert eight.saving > two.saving > 0

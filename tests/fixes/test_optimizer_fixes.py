@@ -293,8 +293,8 @@ class Zeroing(torch.optim.AdamW):
 
 def test_gradients_are_freed_where_they_were_zeroed():
     work = larger(optimizer=partial(Zeroing, lr=1e-2))
-    (proposal,) = proposed("set_to_none", work)
     prediction = oomph.predict(work, gpu="h200")
+    (proposal,) = fixes.propose(prediction, work, only=("set_to_none",))
     fixed = oomph.predict(fixes.apply("set_to_none", work), gpu="h200")
     assert prediction.steps[-1].end - fixed.steps[-1].end > 0.9 * sum(
         parameter.numel() * 4 for parameter in work.model().parameters()

@@ -26,8 +26,36 @@ def _keep_masks_boolean() -> None:
     interpreter.InterpreterBuilder.create_splat = create_splat
 
 
+def _patch_language_once_per_launch() -> None:
+    """Triton's interpreter patches triton.language again at each call of a device function.
+
+    That takes 40 % of its time and changes nothing after the first call in a launch.
+    """
+    from triton.runtime import interpreter
+
+    patch, start = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    language = (interpreter.tl, interpreter.tl.core)
+    patched: set[tuple[bool, ...]] = set()
+
+    def patch_lang(function: Any) -> Any:
+        names = function.__globals__.values()
+        seen = tuple(any(value is module for value in names) for module in language)
+        if seen in patched:
+            return None  # device functions drop it
+        patched.add(seen)
+        return patch(function)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        return start(self, *args, **kwargs)
+
+    interpreter._patch_lang = patch_lang
+    interpreter.GridExecutor.__call__ = call
+
+
 if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
     _keep_masks_boolean()
+    _patch_language_once_per_launch()
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from small_runs import (
 from oomph.errors import UserError
 from oomph.training.checkpoint import Checkpoints
 from oomph.training.config import load
-from oomph.training.run import train
+from oomph.training.run import lock_folder, train
 
 
 def refused(match: str, *arguments, **options) -> str:
@@ -174,24 +173,20 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(
     refused("the run in .*run ended: No space left on device.*; make room", tmp_path / "run")
 
 
-HOLDER = """
-import sys
-from pathlib import Path
-from oomph.training.run import lock_folder
-with lock_folder(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_two_runs_cannot_be_in_one_folder_at_once(tmp_path: Path) -> None:
     trained(tmp_path / "run", ["training.steps=1"])
-    command = [sys.executable, "-c", HOLDER, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == b"held\n"
+    read, write = os.pipe()
+    other = os.fork()
+    if other == 0:
+        with lock_folder(tmp_path / "run"):
+            os.write(write, b"held")
+            signal.pause()
+    try:
+        assert os.read(read, 4) == b"held"
         refused(r"another run is using .*; wait for it", tmp_path / "run", resume=True)
-        other.kill()
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
     # The lock went with its process, although nobody could take it back.
     assert trained(tmp_path / "run", resume=True).step == 6
 

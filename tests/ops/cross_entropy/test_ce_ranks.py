@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from typing import Any
 
@@ -182,8 +181,5 @@ def check_on_a_rank(rank: int, port: int) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
-def test_on_two_ranks() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(check_on_a_rank, args=(port,), nprocs=RANKS)
+def test_on_two_ranks(run_ranks) -> None:
+    run_ranks(check_on_a_rank, RANKS)

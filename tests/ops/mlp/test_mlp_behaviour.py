@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -423,8 +422,5 @@ def check_sharded(rank: int, port: int) -> None:
         dist.destroy_process_group()
 
 
-def test_sharded_modules_and_blocks_give_the_losses_and_gradients_of_whole_ones() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(check_sharded, args=(port,), nprocs=RANKS)
+def test_sharded_modules_and_blocks_give_the_losses_and_gradients_of_whole_ones(run_ranks) -> None:
+    run_ranks(check_sharded, RANKS)
