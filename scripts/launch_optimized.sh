@@ -10,4 +10,5 @@ case "$mode" in
         ;;
 esac
 shift
-exec oomph train "$(dirname "${BASH_SOURCE[0]}")/../configs/npt_${mode}.yaml" "$@"
+here=$(dirname "${BASH_SOURCE[0]}")
+exec "$here/oomph" train "$here/../configs/npt_${mode}.yaml" "$@"

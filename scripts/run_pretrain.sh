@@ -5,4 +5,4 @@ if [ $# -lt 1 ]; then
     echo "usage: $0 CONFIG.yaml [key=value ...]   e.g. $0 configs/hn_xs.yaml" >&2
     exit 2
 fi
-exec oomph train "$@"
+exec "$(dirname "${BASH_SOURCE[0]}")/oomph" train "$@"

@@ -12,6 +12,7 @@ import csv
 import fnmatch
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -69,6 +70,8 @@ def here(name: str, out: Path, alone: bool) -> int:
             outcome = train(config)
         rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
         evaluations = read_metrics(Path(folder) / "run" / "metrics.jsonl", "evaluation")
+        for picture in sorted((Path(folder) / "run" / "samples").glob("*.png")):
+            shutil.copy(picture, out.with_suffix(".png"))  # the last one stays
     losses = [row["loss"] for row in rows]
     # Kernels are compiled in the first steps.
     speeds = [row["tokens_per_second"] for row in rows[min(5, len(rows) // 3) :]]
@@ -110,6 +113,9 @@ def run(names: Sequence[str], out: Path | None, jobs: int) -> int:
             row = Row(**found["row"])
             out = out or RESULTS / f"training_{short_name(row.gpu)}.json"
             _store(out, found)
+            if (picture := _file(Path(folder), name).with_suffix(".png")).exists():
+                (out.parent / "samples").mkdir(exist_ok=True)
+                shutil.copy(picture, out.parent / "samples" / picture.name)
             figures = {"perplexity": row.perplexity, "psnr": row.psnr, "matching": row.matching}
             told = ", ".join(f"{key} {value:.4g}" for key, value in figures.items() if value is not None)
             print(
@@ -123,7 +129,7 @@ def run(names: Sequence[str], out: Path | None, jobs: int) -> int:
 
 def _in_process(run: Run, folder: Path, jobs: int) -> tuple[dict[str, Any], float]:
     began = time.perf_counter()
-    out = folder / f"{run.name.replace(' ', '_')}.json"
+    out = _file(folder, run.name)
     command = [
         sys.executable,
         "-m",
@@ -140,6 +146,10 @@ def _in_process(run: Run, folder: Path, jobs: int) -> tuple[dict[str, Any], floa
         last = [line for line in (done.stderr + done.stdout).strip().splitlines() if line.strip()][-4:]
         raise RuntimeError(f"exit status {done.returncode}: {' | '.join(last)}"[:900])
     return json.loads(out.read_text()), time.perf_counter() - began
+
+
+def _file(folder: Path, name: str) -> Path:
+    return folder / f"{name.replace(', ', '_').replace(' ', '_')}.json"
 
 
 def overhead(names: Sequence[str], out: Path | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -69,12 +70,19 @@ def test_a_story_names_the_line_that_fails_and_the_errors_of_programs(capsys, mo
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=list(SYSTEMS))
-def test_the_configs_and_keys_of_every_story_are_valid(system):
-    from oomph.training.config import load
+def test_the_configs_and_keys_of_every_story_and_command_are_valid(system):
+    from oomph.training.config import load, overrides_from_words
 
     for form in system.story.forms:
         load(ROOT / "configs" / f"{form.config}.yaml", form.overrides)
-    assert not gpus.find(system.story.gpu).memory % 1
+    gpus.find(system.story.gpu)
+    for command in system.story.commands.values():
+        words = shlex.split(command.split(" (")[0])
+        configs = [word for word in words if word.endswith(".yaml")]
+        if words[:2] in (["oomph", "train"], ["oomph", "predict"]):
+            keys = words[words.index(configs[0]) + 1 :]
+            keys = keys[: keys.index("--gpu")] if "--gpu" in keys else keys
+            load(ROOT / configs[0], overrides_from_words(word for word in keys if word != "..."))
 
 
 def test_an_unknown_system_is_one_line_with_the_valid_names(capsys):
@@ -96,7 +104,7 @@ def test_cases_is_the_old_name_with_its_keys_and_one_deprecation_line(capsys):
 
 @pytest.fixture
 def launch(tmp_path):
-    """Runs a script with a stand-in for `oomph` that prints its arguments."""
+    """Runs a script with a stand-in for `oomph` on the PATH that prints its arguments."""
     command = tmp_path / "oomph"
     command.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     command.chmod(0o755)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import oomph
 from oomph import fixes
 from oomph.systems import SYSTEMS
-from oomph.training.config import ConfigError, load
+from oomph.training.config import ConfigError, load, load_dict
 from oomph.training.workloads import predicted_workload, workload
 from oomph.workload import Workload
 
@@ -110,3 +110,14 @@ def test_adamw_is_fused_on_a_gpu_and_over_the_trained_parameters_alone():
     assert [len(group["params"]) for group in on_gpu.param_groups] == [1]
     assert on_gpu.param_groups[0]["fused"]
     assert not make([nn.Parameter(torch.empty(3))]).param_groups[0]["fused"]
+
+
+def test_batch_tokens_replaces_those_of_every_stage_of_a_curriculum() -> None:
+    config = loaded("hn_xs", "batch_tokens=2048")
+    assert [(stage.seq_len, stage.batch_size) for stage in config.stages] == [
+        (256, 8),
+        (512, 4),
+        (768, 2),
+        (1024, 2),
+    ]
+    assert load_dict(config.to_dict(), "again").stages == config.stages

@@ -200,3 +200,18 @@ def test_a_source_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) ->
     assert message_of("", run).endswith(names)
     images = message_of("stdlib", run, image_size=32)
     assert images.endswith("of images; choose from photographs, cifar10")
+
+
+def test_a_folder_in_the_hubs_layout_gives_its_training_split(tmp_path: Path) -> None:
+    arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
+        (tmp_path / name).mkdir()
+        for split in ("train", "validation", "test"):
+            rows = arrow.table({"text": [f"{name} {split} {number}" for number in range(40)]})
+            tables.write_table(rows, tmp_path / name / f"{split}-00000-of-00001.parquet")
+    (tmp_path / "README.md").write_text("about the data")
+    corpus = open_text(str(tmp_path / "wikitext-2-raw-v1"))
+    read = {text for block in range(corpus.blocks) for text in corpus.read(block)}
+    assert read == {f"wikitext-2-raw-v1 train {number}" for number in range(40)}
+    with pytest.raises(UserError, match=r"has 2 data sets; give one of .*wikitext-103-raw-v1"):
+        open_text(str(tmp_path))

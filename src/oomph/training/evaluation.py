@@ -53,7 +53,8 @@ def evaluate(
     """Means over at most `most` batches, weighted by the tokens or images of each batch's loss.
 
     Returns loss, and perplexity for a cross-entropy; psnr in dB, of the mean squared error, for images; for
-    NPT also `matching`, the error of its converted layers, with the student's loss as language_loss.
+    NPT also `matching`, the error of its converted layers, with the student's loss as language_loss, and the
+    perplexity of the original model as base_perplexity.
     """
     sums: dict[str, Tensor] = {}
     total = 0
@@ -73,6 +74,8 @@ def evaluate(
     if "mse" in means:
         return {"loss": means["mse"], "psnr": -10 * math.log10(max(means["mse"], 1e-12))}
     means["perplexity"] = math.exp(min(means.get("loss", means.get("language_loss", 0.0)), 700.0))
+    if "base_loss" in means:
+        means["base_perplexity"] = math.exp(min(means.pop("base_loss"), 700.0))
     return means
 
 
@@ -89,7 +92,12 @@ def _metrics(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     match: Any = getattr(model, "match", None)
     if match is None:
         return {"loss": output.loss}
-    return {"language_loss": output.loss, "matching": match(batch["input_ids"]).loss}
+    base: Any = getattr(model, "teacher_loss")  # noqa: B009
+    return {
+        "language_loss": output.loss,
+        "matching": match(batch["input_ids"]).loss,
+        "base_loss": base(batch["input_ids"], batch["labels"]),
+    }
 
 
 def sample_text(

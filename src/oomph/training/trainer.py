@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import chain, islice
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -79,6 +80,9 @@ class Trainer:
         self.model = build_model(workload, device)
         assert workload.optimizer is not None
         self.optimizer: Optimizer = workload.optimizer(self.model.parameters())
+        # Weights that a folder holds are left out of checkpoints; a resumed run must have the same.
+        from_folder = getattr(config.model_config, "weights", None) is not None
+        self._frozen = frozen_fingerprint(self.model) if from_folder else None
         autocast = workload.autocast
         assert autocast is None or isinstance(autocast, torch.dtype)
         self.precision = Precision(device, autocast)
@@ -111,7 +115,12 @@ class Trainer:
         for why in saved.skipped.values():
             self.callbacks.on_message(f"skipped: {why}")
         # Into the model's own tensors, so that the device needs no second copy.
-        state = load(saved, into={"model": self.model.state_dict()})
+        state = load(saved, into={"model": self._saved_model()})
+        if state.get("frozen") != self._frozen:
+            raise UserError(
+                f"the frozen weights are not those of {saved.folder}, which does not hold them; give the "
+                "model.weights of the run"
+            )
         with malformed_errors(saved):
             self.optimizer.load_state_dict(with_own_options(state["optimizer"], self.optimizer))
             self.precision.load_state_dict(state["scaler"])
@@ -339,10 +348,19 @@ class Trainer:
 
     # ------------------------------------------------------------------------------- checkpoints
 
+    def _saved_model(self) -> dict[str, Any]:
+        """All of the model; of one with frozen weights from a folder, what is trained."""
+        state = self.model.state_dict()
+        if self._frozen is None:
+            return state
+        trained = {name for name, each in self.model.named_parameters() if each.requires_grad}
+        return {name: each for name, each in state.items() if name in trained}
+
     def state(self, data: dict[str, Any] | None = None) -> dict[str, Any]:
         return {
             "step": self.step,
-            "model": self.model.state_dict(),
+            "model": self._saved_model(),
+            "frozen": self._frozen,
             "optimizer": self.optimizer.state_dict(),
             "scaler": self.precision.state_dict(),
             "data": self.data.train.state_dict() if data is None else data,
@@ -394,6 +412,17 @@ class Trainer:
         except (UserError, RuntimeError, MemoryError) as second:
             return OutOfMemory(str(error), held, None, str(second))
         return OutOfMemory(str(error), held, self.step, "")
+
+
+def frozen_fingerprint(model: nn.Module) -> str:
+    """A hash of names, shapes and some values of what is not trained."""
+    digest = sha256()
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    for name, each in model.state_dict().items():
+        if name not in trained:
+            values = each.detach().flatten()[:: max(1, each.numel() // 64)].tolist()
+            digest.update(f"{name} {tuple(each.shape)} {values};".encode())
+    return digest.hexdigest()[:16]
 
 
 def _is_time(step: int, every: int | None) -> bool:

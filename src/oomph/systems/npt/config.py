@@ -14,7 +14,8 @@ _PRECISIONS = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 @dataclass(frozen=True)
 class NPTOptimization:
-    """use_cpu_offload: compute_weight_delta computes on the CPU; gradients still reach A and B.
+    """use_cpu_offload: the low-rank product is computed on the CPU, in training too; gradients reach A and B.
+        It frees little, since no weight delta is formed.
     mixed_precision: "no", "bf16" or "fp16", for the frozen base and the activations; A and B are float32.
     use_8bit: quantize the linear layers of the base to 8 bits.
     """

@@ -82,6 +82,10 @@ class NPComponent(ModulatedLinear):
         mod = self._current if mod is None else mod
         if mod is None:
             return frozen_linear(h, self.base_weight, self.bias)
+        if self.on_cpu:  # the low-rank product with its gradients; the frozen one stays where h is
+            factor, A, B, low = (x.cpu() for x in (mod, self.A, self.B, h))
+            delta = ((low.to(A.dtype) @ A) * factor) @ B
+            return frozen_linear(h, self.base_weight, self.bias) + delta.to(h)
         return super().forward(h, mod)
 
     def compute_weight_delta(self, modulation: Tensor, token_idx: TokenIndex) -> Tensor:
@@ -359,13 +363,9 @@ class NPTModel(nn.Module):
         if self.training:
             return self.match(input_ids, attention_mask)
         hidden = self._hidden("student", input_ids, attention_mask)
-        head = _head(self.base)
         if labels is None:
-            return NPTOutput(logits=head(hidden))
-        bias = getattr(head, "bias", None)
-        loss = linear_cross_entropy(hidden, head.weight, labels, bias=bias, shift=True, ignore_index=-100)
-        assert isinstance(loss, Tensor)
-        return NPTOutput(loss=loss)
+            return NPTOutput(logits=_head(self.base)(hidden))
+        return NPTOutput(loss=self._language_loss(hidden, labels))
 
     def match(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> NPTOutput:
         """The matching loss. attention_mask [B, S]: tokens with 0 are left out of the means."""
@@ -381,6 +381,17 @@ class NPTModel(nn.Module):
             matching=torch.stack([each.matching for each in losses]),
             penalty=torch.stack([each.penalty for each in losses]),
         )
+
+    def teacher_loss(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        """The language-model loss of the original model."""
+        return self._language_loss(self._hidden("teacher", input_ids, None), labels)
+
+    def _language_loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        head = _head(self.base)
+        bias = getattr(head, "bias", None)
+        loss = linear_cross_entropy(hidden, head.weight, labels, bias=bias, shift=True, ignore_index=-100)
+        assert isinstance(loss, Tensor)
+        return loss
 
     def teacher_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """The logits of the original model."""

@@ -450,6 +450,8 @@ def _complete_curriculum(data: DataConfig, training: TrainingConfig, problems: _
     stages = []
     for number, stage in enumerate(data.curriculum):
         place = f"data.curriculum.{number}"
+        if data.batch_tokens is not None:  # for all stages, instead of their own
+            stage = stage.model_copy(update={"batch_tokens": data.batch_tokens, "batch_size": None})
         rows = _checked_rows(stage, stage.seq_len, place, problems)
         if rows is None:
             problems.add(f"{place}.batch_tokens", "is missing; give batch_tokens or batch_size")
@@ -459,13 +461,13 @@ def _complete_curriculum(data: DataConfig, training: TrainingConfig, problems: _
         update["accumulate"] = stage.accumulate or training.accumulate
         stages.append(stage.model_copy(update=update))
     largest = max(stages, key=lambda stage: (stage.seq_len * (stage.batch_size or 1), stage.seq_len))
-    shape = {"seq_len": largest.seq_len, "batch_size": largest.batch_size, "batch_tokens": None}
+    shape = {"seq_len": largest.seq_len, "batch_size": largest.batch_size}
     for key, value in shape.items():
         given = getattr(data, key)
         if given is not None and given != value:
             advice = "the curriculum says that: change its stages, or give data.curriculum=null too"
             problems.refuse(f"data.{key}", given, advice)
-    return data.model_copy(update={"curriculum": tuple(stages), **shape})
+    return data.model_copy(update={"curriculum": tuple(stages), "batch_tokens": None, **shape})
 
 
 def _checked_rows(
@@ -484,7 +486,11 @@ def _checked_rows(
 
 
 def _complete_tokenizer(data: DataConfig, system: System, model: Any, problems: _Problems) -> DataConfig:
-    tokenizer = data.tokenizer or system.tokenizer
+    weights = getattr(model, "weights", None)
+    own = weights is not None and (Path(weights) / "tokenizer.json").is_file()
+    tokenizer = data.tokenizer or ("pretrained" if own else system.tokenizer)
+    if tokenizer == "pretrained" and not own:
+        problems.refuse("data.tokenizer", tokenizer, "model.weights names no folder with a tokenizer.json")
     try:
         vocabulary = int(model.vocab_size)
     except UserError as error:  # npt reads it from a folder of weights
@@ -493,7 +499,10 @@ def _complete_tokenizer(data: DataConfig, system: System, model: Any, problems: 
     default = {"bpe": min(vocabulary, _LARGEST_BPE), "bytes": min(vocabulary, _BYTE_TOKENS)}
     if data.vocab_size is not None and data.vocab_size > vocabulary:
         problems.refuse("data.vocab_size", data.vocab_size, f"the model has {vocabulary} tokens")
-    if tokenizer != "words" and min(vocabulary, data.vocab_size or vocabulary) < _BYTE_TOKENS:
+    if (
+        tokenizer not in ("words", "pretrained")
+        and min(vocabulary, data.vocab_size or vocabulary) < _BYTE_TOKENS
+    ):
         advice = (
             f"it has at least {_BYTE_TOKENS} tokens, and the model or data.vocab_size fewer; give 'words'"
         )

@@ -63,6 +63,7 @@ class DataConfig(Section):
 
     source: "stdlib" (Python's own source files), "photographs" (of scikit-learn; ginr), a file, folder or
         glob of text, JSONL or parquet, or the name of a hub data set. field: the one that holds the text.
+    tokenizer: "pretrained" is the one in the folder model.weights, the default where there is one.
     vocab_size: tokens that the tokenizer learns at most; the model's vocabulary may be larger.
     seq_len, batch_size: with a curriculum, those of its largest stage.
     shuffle_window: sequences that are shuffled with each other. validation: the fraction held out.
@@ -71,7 +72,7 @@ class DataConfig(Section):
 
     source: str | None = None
     field: str = "text"
-    tokenizer: Literal["words", "bpe", "bytes"] | None = None
+    tokenizer: Literal["words", "bpe", "bytes", "pretrained"] | None = None
     vocab_size: Count | None = None
     seq_len: Length | None = None
     batch_size: Count | None = None

@@ -16,7 +16,7 @@ from oomph.training.data.images import ImageBatches, Photographs, TableImages, v
 from oomph.training.data.loader import Batch, Batches
 from oomph.training.data.sources import HUB_IMAGES, IMAGE_NAMES, Corpus, Split, load_hub, open_text
 from oomph.training.data.text import PackedText, TokenStream, validation_batches
-from oomph.training.data.tokenizers import Tokenizer, learn
+from oomph.training.data.tokenizers import Tokenizer, learn, pretrained
 from oomph.units import counted, format_bytes
 
 
@@ -46,7 +46,8 @@ def _open_text(config: TrainConfig, folder: Path, workers: int) -> Data:
     assert data.seed is not None
     corpus = open_text(data.source, data.field)
     split = _split(corpus.blocks, data.validation, corpus.name)
-    tokenizer = _tokenizer(data, corpus, split, folder)
+    own = data.tokenizer == "pretrained"
+    tokenizer = pretrained(config.model_config.weights) if own else _tokenizer(data, corpus, split, folder)
     stream = TokenStream(corpus, split, tokenizer, data.shuffle, data.seed, config.training.epochs)
     _check_length(stream, curriculum)
     last = curriculum.stages[-1]

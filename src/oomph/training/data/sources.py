@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 import socket
 import sysconfig
 import threading
@@ -29,6 +30,7 @@ from oomph.training.config.reading import is_run, nearest
 from oomph.training.libraries import need
 from oomph.units import KiB, MiB
 
+_HUB_SPLIT = re.compile(r"train-\d+-of-\d+\.parquet")
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 # Small data are cut into finer blocks, so that there are enough to shuffle.
 _LARGEST_BLOCK, _SMALLEST_BLOCK, _WANTED_BLOCKS = MiB, KiB, 64
@@ -478,7 +480,7 @@ def _open_path(source: str, field: str) -> Corpus:
     """A file, a folder (every file below it that is not hidden, sorted) or a glob."""
     path = Path(source).expanduser()
     if path.is_dir():
-        paths = list(_files_below(path))
+        paths = _training_split(list(_files_below(path)), source)
     elif path.is_file():
         if path.stat().st_size == 0:
             raise UserError(f"{path} is empty; give a file with text in it")
@@ -512,6 +514,15 @@ def _open_path(source: str, field: str) -> Corpus:
     if not any(part.size for part in parts):
         raise UserError(f"{source} has no rows; give a file with text in it")
     return Corpus(source, parts)
+
+
+def _training_split(paths: list[Path], source: str) -> list[Path]:
+    """Of a data set in the hub's layout (NAME/train-00000-of-00001.parquet), the training split; else all."""
+    split = [path for path in paths if _HUB_SPLIT.fullmatch(path.name)]
+    folders = {str(path.parent): None for path in split}
+    if len(folders) > 1:
+        raise UserError(f"{source} has {len(folders)} data sets; give one of {', '.join(folders)}")
+    return split or paths
 
 
 def _open_stdlib() -> Corpus:

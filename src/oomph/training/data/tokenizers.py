@@ -123,6 +123,34 @@ class Learned(Tokenizer):
         return self._inner.to_str(pretty=True)  # type: ignore[no-any-return]
 
 
+class Pretrained(Learned):
+    """A model's own tokenizer. Special tokens that it does not have are its end of text."""
+
+    def __init__(self, inner: Any, sos: int, eos: int, pad: int) -> None:
+        self.kind = "pretrained"
+        self._inner = inner
+        inner.encode_special_tokens = True
+        self.vocab_size = inner.get_vocab_size()
+        self.sos, self.eos, self.pad, self.unk = sos, eos, pad, eos
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Pretrained, (self._inner, self.sos, self.eos, self.pad)
+
+
+def pretrained(folder: str | Path) -> Pretrained:
+    """The tokenizer.json in a folder of Hugging Face weights; config.json names its special tokens."""
+    library, path = need("tokenizers", "the model's own tokenizer"), Path(folder) / "tokenizer.json"
+    try:
+        inner = library.Tokenizer.from_file(str(path))
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except Exception as error:  # the library's own errors have no other class
+        raise UserError(f"{path} cannot be read as a tokenizer: {error!r:.200}") from error
+    ids = [config.get(f"{name}_token_id") for name in ("bos", "eos", "pad")]
+    bos, eos, pad = (each[0] if isinstance(each, list) and each else each for each in ids)
+    end = next((each for each in (eos, bos, pad) if isinstance(each, int)), 0)
+    return Pretrained(inner, *(each if isinstance(each, int) else end for each in (bos, eos, pad)))
+
+
 def _tensor(numbers: bytearray | array[int], dtype: torch.dtype) -> torch.Tensor:
     # frombuffer refuses an empty buffer.
     return torch.frombuffer(numbers, dtype=dtype) if len(numbers) else torch.empty(0, dtype=dtype)
