@@ -144,9 +144,11 @@ def _child(connection: Any, function: Callable[..., Any], arguments: tuple[Any, 
         connection.send(("failed", f"{name}{lines[0] if lines else ''}{where}"[:300]))
 
 
-def in_child(function: Callable[..., Any], *arguments: Any, verbose: bool = False) -> tuple[str, Any]:
-    """("done", result) or ("failed", message), from a forked process with a limit on its time."""
-    context = multiprocessing.get_context("fork")
+def in_child(
+    function: Callable[..., Any], *arguments: Any, verbose: bool = False, start: str = "fork"
+) -> tuple[str, Any]:
+    """("done", result) or ("failed", message), from a process of its own with a limit on its time."""
+    context: Any = multiprocessing.get_context(start)
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(sender, function, arguments, verbose))
     process.start()
@@ -188,12 +190,12 @@ def row_of(case: Case, verbose: bool = False) -> tuple[Row, Variant]:
 
 
 def work(cases: list[Case], rows: Any, verbose: bool, measuring: bool) -> None:
-    """A worker process. What uses the GPU runs in forked children, since it never does so itself."""
+    """A worker process."""
     _silence()
     for case in cases:
         row, variant = row_of(case, verbose)
         if measuring and row.outcome == TRACED:
-            how, found = in_child(measure, case, variant)
+            how, found = in_child(measure, case, variant, start="spawn")  # CUDA does not start in forks
             if how == "failed":
                 row = replace(row, error=f"measurement: {found}")
             else:
@@ -284,7 +286,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _silence() -> None:
     """Import what children need once, before they are forked."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # libraries ask for a GPU: it is then not initialized
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     warnings.simplefilter("ignore")
     import oomph.prediction.api  # noqa: F401

@@ -60,8 +60,8 @@ def _follow_backward(
     """Everything inside autograd's engine is the backward pass.
 
     On a GPU it runs in a thread of the engine's own, on the host in the caller's. That matters if it makes a
-    graph: autograd runs the newest nodes first, and every thread numbers its own. So such a pass gets a thread
-    here, too.
+    graph: autograd runs the newest nodes first, and every thread numbers its own. So such a pass gets a
+    thread here, too.
     """
     engine = getattr(*ENGINE_RUN_BACKWARD[0])
     device_thread = ThreadPoolExecutor(1)
