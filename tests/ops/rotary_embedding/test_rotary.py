@@ -246,7 +246,7 @@ def test_the_kernel_on_a_gpu_agrees_with_the_host(interleaved, fraction):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("shape", [(2, 5, 9, 12), (5, 9, 12)])
+@pytest.mark.parametrize("shape", [(2, 3, 7, 12), (3, 7, 12)])
 def test_the_first_heads_are_turned_and_the_rest_is_copied(impl, interleaved, shape):
     torch.manual_seed(0)
     x = torch.randn(shape, requires_grad=True)
