@@ -47,7 +47,9 @@ demo: $(STAMP)
 	@echo "== oomph predict $(DEMO_TARGET) --gpu $(DEMO_GPU)   (no GPU is used; nothing of the model's size is allocated)"
 	@$(BIN)/oomph predict $(DEMO_TARGET) --gpu $(DEMO_GPU) || { status=$$?; [ $$status -eq 1 ] || exit $$status; }
 
-test: lint types layers tests
+# Two at a time: mypy computes with one core only.
+test: $(STAMP)
+	@$(MAKE) --no-print-directory -j 2 lint types layers tests
 
 lint: $(STAMP)
 	@echo "== lint"

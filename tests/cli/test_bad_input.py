@@ -428,7 +428,7 @@ cases(
     ("'data.curriculum=[{seq_len: 8, batch_token: 8}]'", "did you mean 'batch_tokens'?"),
     ("data.vocab_size=20000", "data.vocab_size = 20000 is not valid; the model has 260 tokens"),
     ("data.tokenizer=bytes model.vocab_size=100", "it has at least 260 tokens"),
-    ("data.tokenizer=sentencepiece", "it should be 'words', 'bpe' or 'bytes'"),
+    ("data.tokenizer=sentencepiece", "it should be 'words', 'bpe', 'bytes' or 'pretrained'"),
     (
         "data.tokenizer=words data.vocab_size=260 data.source=few.txt data.validation=0",
         "is larger than the data",

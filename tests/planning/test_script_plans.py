@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 import textwrap
 from collections.abc import Callable
@@ -87,16 +86,14 @@ def test_a_function_that_returns_the_step_is_fitted_too() -> None:
     assert [use.fix for use in plan.fixes] == ["activation_checkpointing"]
 
 
-def test_the_script_runs_with_a_fix_and_computes_the_same(script: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    plain, fixed = (
-        subprocess.run(
-            [sys.executable, *words, script, "cpu", "64"], capture_output=True, text=True, env=environment
-        )
-        for words in ([], ["-m", "oomph", "run", "--fix", "activation_checkpointing"])
-    )
-    assert fixed.returncode == 0, fixed.stderr
-    assert fixed.stdout == plain.stdout != ""
+def test_the_script_runs_with_a_fix_and_computes_the_same(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, "cpu", "64"])
+    runpy.run_path(script, run_name="__main__")
+    plain = capsys.readouterr().out
+    assert run(["run", "--fix", "activation_checkpointing", script, "cpu", "64"]) == 0
+    assert capsys.readouterr().out == plain != ""
 
 
 def test_its_own_failure_and_what_cannot_be_applied(
