@@ -426,3 +426,23 @@ def test_a_graph_made_by_backward_runs_after_the_forward_pass_of_the_caller() ->
     made = [(one.op, one.bytes) for one in oomph.predict(step).allocations]
     last_of_graph = max(index for index, found in enumerate(made) if found == ("aten.mul.Tensor", MiB))
     assert made.index(("aten.mm", 4 * MiB)) < last_of_graph
+
+
+def test_lbfgs_takes_all_of_its_iterations_although_losses_do_not_change() -> None:
+    calls: list[int] = []
+
+    def train() -> None:
+        model = nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+        def closure() -> torch.Tensor:
+            calls.append(1)
+            optimizer.zero_grad()
+            loss = mean_square(model, torch.ones(8, 64, device="cuda"))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    oomph.predict(train)
+    assert len(calls) == 4

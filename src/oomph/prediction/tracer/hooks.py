@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +30,16 @@ from oomph.torch_internals import (
     MODULE_APPLY,
     PUSH_SAVED_TENSORS_HOOKS,
     FakeTensor,
+    disable_dispatch_modes,
     disable_torch_function,
     disabled_torch_function_impl,
+    get_sequence_nr,
     is_traceable_wrapper_subclass,
     torch_function_enabled,
 )
 
 Convert = Callable[[torch.Tensor], torch.Tensor]
+_MOST_NODES = 100_000  # a tenth of a second
 
 
 def install_hooks(
@@ -64,7 +68,7 @@ def _follow_backward(
     thread here, too.
     """
     engine = getattr(*ENGINE_RUN_BACKWARD[0])
-    device_thread = ThreadPoolExecutor(1)
+    device_thread = ThreadPoolExecutor(1, initializer=_make_nodes, initargs=(get_sequence_nr(),))
     stack.callback(device_thread.shutdown)
 
     def run_engine(*args: Any, **kwargs: Any) -> Any:
@@ -88,6 +92,14 @@ def _follow_backward(
     tracer.boundary.engine.update({run_backward.__code__, run_engine.__code__})
     for owner, name in ENGINE_RUN_BACKWARD:
         patches.set(owner, name, run_backward)
+
+
+def _make_nodes(count: int) -> None:
+    """Number this thread's nodes from where the program's begin, as if both threads were new."""
+    with disable_dispatch_modes(), disable_torch_function(), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        while get_sequence_nr() < min(count, _MOST_NODES):
+            leaf.view(())
 
 
 def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMode) -> None:
@@ -141,6 +153,8 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         _use_fake_parameters(patches, tracer, optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):  # it would stop at once: losses do not change here
+            optimizer.param_groups[0]["tolerance_change"] = -math.inf
         name = type(optimizer).__name__
         tracer.guard.call("gradients' label", name, lambda: _label_gradients(tracer, optimizer), lambda: None)
         running.append(tracer.in_phase("optimizer"))
