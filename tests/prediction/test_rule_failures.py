@@ -73,7 +73,7 @@ def test_every_rule_beside_an_ops_results_may_fail(
 
     def results(self: DispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
         returned = [
-            any_value(each, lambda: self.fast_path._wrap(torch.empty(8, device="meta")))
+            any_value(each, lambda: self.fast_path.wrap(torch.empty(8, device="meta")))
             for each in func._schema.returns
         ]
         return returned[0] if len(returned) == 1 else tuple(returned)

@@ -11,13 +11,18 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from oomph.deterministic import NO_KERNEL
 from oomph.errors import UserError
-from oomph.prediction.cuda.checks import check_dtypes, lacks_deterministic_kernel
+from oomph.prediction.cuda.checks import (
+    DTYPE_CHECKS,
+    NONDETERMINISTIC,
+    check_dtypes,
+    lacks_deterministic_kernel,
+)
 from oomph.prediction.cuda.composites import run_composite
 from oomph.prediction.cuda.cublas import CublasWorkspaces
 from oomph.prediction.cuda.rules import (
@@ -25,6 +30,9 @@ from oomph.prediction.cuda.rules import (
     CUDA_KERNELS,
     HOST_OUTPUTS,
     NEXT_RESULT,
+    TEMPORARIES,
+    CudaKernel,
+    HostOutputsRule,
     aten_ops,
     bind,
     is_program_error,
@@ -100,6 +108,25 @@ WrongDevice.__name__ = WrongDevice.__qualname__ = "RuntimeError"
 WrongDevice.__module__ = "builtins"
 
 
+class _OpTraits(NamedTuple):
+    """What the tables of rules say of an op, looked up once in a trace."""
+
+    func: OpOverload  # kept alive, so that its id stays its own
+    name: str
+    is_view: bool
+    is_kernel: bool
+    takes_two_devices: bool
+    reads: bool
+    takes_masks: bool
+    checks_dtypes: bool
+    cuda_kernel: CudaKernel | None
+    may_reuse_gradient: bool
+    host_outputs: HostOutputsRule | None
+    allocation_order: tuple[int, ...] | None
+    has_temporaries: bool
+    is_deterministic: bool
+
+
 class DispatchMode(TorchDispatchMode):
     """Sits below autograd and autocast: sees exactly the aten ops that a GPU would run."""
 
@@ -109,6 +136,7 @@ class DispatchMode(TorchDispatchMode):
         self.placement = placement
         self.workspaces = CublasWorkspaces(tracer)
         self.fast_path = FastPath(tracer.fake_mode)
+        self._traits: dict[int, _OpTraits] = {}  # by id: to hash an op takes long
         self.gradient_reuse = GradientReuse(tracer.fake_mode, tracer.recorder)
 
     def _dispatch(
@@ -139,6 +167,7 @@ class DispatchMode(TorchDispatchMode):
         given = dict(kwargs) if kwargs else {}
         with tracer.lock, disable_torch_function():
             tracer.call.inside_dispatch += 1
+            outer_line, tracer.line = tracer.line, ()
             try:
                 device = given.get("device")
                 if device is not None and device.type == "cuda":  # a decomposition of torch's asked for it
@@ -154,6 +183,7 @@ class DispatchMode(TorchDispatchMode):
                     return func(_without_memory(args[0]), *args[1:], **given)
                 return self._run(func, args, given)
             finally:
+                tracer.line = outer_line
                 tracer.call.inside_dispatch -= 1
 
     def _run_subclass(
@@ -210,8 +240,9 @@ class DispatchMode(TorchDispatchMode):
 
     def _run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tracer = self.tracer
+        traits = self._traits.get(id(func)) or self._traits_of(func)
         if (
-            func in VIEWS
+            traits.is_view
             and isinstance(args[0], FakeTensor)
             and args[0].dtype.is_floating_point
             and args[0] not in tracer.values
@@ -223,7 +254,7 @@ class DispatchMode(TorchDispatchMode):
             if tracer.phase == "backward":
                 tracer.guard.call("gradient label", func, partial(tracer.mark_gradient, out), _nothing)
             return out
-        if func._schema.name == KERNEL_OP:
+        if traits.is_kernel:
             return self._count_kernel(*args)
         tensors = list(tensors_in(args, kwargs))
         layout = next((each.layout for each in tensors if each.layout is not torch.strided), None)
@@ -231,14 +262,14 @@ class DispatchMode(TorchDispatchMode):
             return self._run_sparse(func, args, kwargs, layout)
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
         if func is aten._efficientzerotensor.default or (
-            "device" not in kwargs and any(map(_is_meta, tensors))
+            len(gpu) < len(tensors) and "device" not in kwargs and any(map(_is_meta, tensors))
         ):
             return func(*args, **kwargs)  # without memory on any device
         if not gpu and tracer.call.place != "gpu" and not (not tensors and tracer.called_by_autograd()):
             return self._run_host_op(func, args, kwargs, tensors)
-        if gpu and len(gpu) < len(tensors) and func not in _CROSS_DEVICE:
+        if gpu and len(gpu) < len(tensors) and not traits.takes_two_devices:
             self._check_devices(func, tensors)
-        if func in _READS:
+        if traits.reads:
             tracer.synchronize()
             return self._read(func, args, kwargs)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
@@ -248,13 +279,33 @@ class DispatchMode(TorchDispatchMode):
             return self._masked_scatter_backward(*args)
         if func is aten.masked_select.default:
             func, args = aten.index.Tensor, self._indexed_by_mask(*args)
-        if func in _TAKES_MASKS and any(map(_is_mask, args[1])):
+        if traits.takes_masks and any(map(_is_mask, args[1])):
             return self._run_with_masks(func, args, kwargs)
         return self._run_gpu_op(func, args, kwargs, tensors, gpu)
+
+    def _traits_of(self, func: OpOverload) -> _OpTraits:
+        traits = self._traits[id(func)] = _OpTraits(
+            func=func,
+            name=op_name(func),
+            is_view=func in VIEWS,
+            is_kernel=func._schema.name == KERNEL_OP,
+            takes_two_devices=func in _CROSS_DEVICE,
+            reads=func in _READS,
+            takes_masks=func in _TAKES_MASKS or func is aten.masked_select.default,
+            checks_dtypes=func in DTYPE_CHECKS,
+            cuda_kernel=CUDA_KERNELS.get(func),
+            may_reuse_gradient=func is aten.add.Tensor or func in _GRADIENT_SCATTERS,
+            host_outputs=HOST_OUTPUTS.get(func),
+            allocation_order=ALLOCATION_ORDER.get(func),
+            has_temporaries=func in TEMPORARIES,
+            is_deterministic=func not in NONDETERMINISTIC,
+        )
+        return traits
 
     def _read(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """What the host reads of tensors whose values may not be known."""
         estimates, fallback = self.tracer.estimates, bool
+        self.tracer.reads += 1
         rule: Any = partial(estimates.equality, func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             rule = partial(estimates.scalar, args[0])
@@ -388,14 +439,17 @@ class DispatchMode(TorchDispatchMode):
     ) -> Any:
         """`expanded`: the arguments as the rule for temporaries sees them, with index lists for masks."""
         tracer, guard = self.tracer, self.tracer.guard
-        guard.call("dtype check", func, partial(check_dtypes, func, args, kwargs), _nothing)
+        traits = self._traits.get(id(func)) or self._traits_of(func)
+        if traits.checks_dtypes:
+            guard.call("dtype check", func, partial(check_dtypes, func, args, kwargs), _nothing)
         first_event = len(tracer.recorder.events)
         guard.call("source line", func, tracer.record_autograd_node, _nothing)
-        if func in CUDA_KERNELS:
-            rule = partial(CUDA_KERNELS[func], self._fake, func, args, kwargs)
+        if traits.cuda_kernel is not None:
+            rule = partial(traits.cuda_kernel, self._fake, func, args, kwargs)
             out = guard.call("results", func, rule, partial(self._general_results, func, args, kwargs))
         elif (
-            tracer.phase == "backward"
+            traits.may_reuse_gradient
+            and tracer.phase == "backward"
             and self.gradient_reuse.writes_into_first(func, args)
             and tracer.called_by_autograd()
         ):
@@ -409,8 +463,9 @@ class DispatchMode(TorchDispatchMode):
         if func is aten.embedding.default:
             guard.call("rows", func, partial(tracer.record_embedding, args[0], args[1]), _nothing)
         if tracer.call.place != "host":
-            self._record_results(func, expanded or args, kwargs, tensors, out)
-            self._check_deterministic(func, args, kwargs)
+            self._record_results(traits, expanded or args, kwargs, tensors, out)
+            if not traits.is_deterministic:
+                self._check_deterministic(func, args, kwargs)
         if tracer.work.counting and not self._count_copy(func, args, kwargs, gpu):
             rule = partial(tracer.work.op, func, args, kwargs, tensors, out, tracer.phase)
             guard.call("flops", func, rule, partial(tracer.work.kernel, tensors, tracer.phase, kind="memory"))
@@ -436,7 +491,7 @@ class DispatchMode(TorchDispatchMode):
 
     def _record_results(
         self,
-        func: OpOverload,
+        traits: _OpTraits,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         given: Sequence[torch.Tensor],
@@ -444,19 +499,21 @@ class DispatchMode(TorchDispatchMode):
     ) -> None:
         """Record the op's results, the workspaces it is the first to need, and its temporaries."""
         tracer, guard = self.tracer, self.tracer.guard
-        name = op_name(func)
+        func, name = traits.func, traits.name
         results = out if isinstance(out, (list, tuple)) else (out,)
         if out is None and tracer.phase == "forward":  # a foreach op that wrote into its first list
             results = tuple(args[:1])
-        if func in HOST_OUTPUTS:
+        if (host_outputs := traits.host_outputs) is not None:
             on_host = guard.call(
-                "host results", func, lambda: HOST_OUTPUTS[func](bind(func, args, kwargs)), frozenset
+                "host results", func, lambda: host_outputs(bind(func, args, kwargs)), frozenset
             )
             results = [result for index, result in enumerate(results) if index not in on_host]
-        if func in ALLOCATION_ORDER:
-            results = [results[index] for index in ALLOCATION_ORDER[func]]
-        rule = partial(temporaries_of, func, args, kwargs, tracer.gpu)
-        sizes: list[int | None] = guard.call("temporaries", func, rule, list)
+        if traits.allocation_order is not None:
+            results = [results[index] for index in traits.allocation_order]
+        sizes: list[int | None] = []
+        if traits.has_temporaries:
+            rule = partial(temporaries_of, func, args, kwargs, tracer.gpu)
+            sizes = guard.call("temporaries", func, rule, list)
 
         def record(tensor: torch.Tensor) -> None:
             if any(tensor is known for known in given):  # written in place, wherever it is
@@ -556,6 +613,7 @@ class DispatchMode(TorchDispatchMode):
             pass
         except Exception as error:
             raise program_error(error)  # noqa: B904 (the same exception)
+        self.tracer.reads += 1
         rule = partial(self.tracer.estimates.data_dependent_result, self._fake, func, args, kwargs)
         return self.tracer.guard.call(
             "results", func, rule, partial(self._results_like_first_argument, func, args)

@@ -50,6 +50,10 @@ _ELEMENTWISE = aten_ops("""
 _REDUCTIONS = aten_ops("mean.dim sum.dim_IntList")
 _PRODUCTS = aten_ops("mm.default addmm.default bmm.default")
 _PRODUCTS_INTO = aten_ops("mm.out addmm.out")
+_FACTORIES = aten_ops("""
+    empty.memory_format zeros.default ones.default new_empty.default new_zeros.default new_ones.default
+""")
+_NEW_OPTIONS = {"device": (None, _CPU), "layout": (None, torch.strided), "pin_memory": (None, False)}
 # Results are thrown away or known: nothing to compute.
 _INITIALISERS = aten_ops("normal_.default uniform_.default bernoulli_.float random_.default")
 
@@ -67,6 +71,8 @@ class FastPath:
             **dict.fromkeys(_PRODUCTS, self._product),
             **dict.fromkeys(_PRODUCTS_INTO, self._product_into),
             **dict.fromkeys(_REDUCTIONS, self._reduction),
+            **dict.fromkeys(_FACTORIES, self._new),
+            **dict.fromkeys(aten_ops("slice_backward.default select_backward.default"), self._scatter_slice),
             aten._to_copy.default: self._cast,
             **dict.fromkeys(_INITIALISERS, lambda func, args, kwargs: args[0]),
         }
@@ -79,7 +85,7 @@ class FastPath:
             return self._foreach(func, args)
         return NotImplemented
 
-    def _wrap(self, meta: torch.Tensor) -> FakeTensor:
+    def wrap(self, meta: torch.Tensor) -> FakeTensor:
         """A fake around a meta tensor, without the constructor's checks."""
         fake = make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
         fake.__dict__.update(self._attributes)
@@ -101,11 +107,15 @@ class FastPath:
         if func._schema.is_mutable:
             return args[0]
         if isinstance(result, torch.Tensor):
-            return self._wrap(result)
-        return [self._wrap(item) for item in result]
+            return self.wrap(result)
+        return [self.wrap(item) for item in result]
 
     def _elementwise(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """All inputs alike, or all contiguous: the result is like them."""
+        """All inputs alike, or all contiguous: the result is like them. Otherwise torch's rule decides."""
+        result = self._elementwise_alike(args)
+        return result if result is not NotImplemented else self._plain(func, args, kwargs)
+
+    def _elementwise_alike(self, args: Sequence[Any]) -> Any:
         first = args[0]
         if not isinstance(first, FakeTensor) or not first.dtype.is_floating_point:
             return NotImplemented
@@ -125,11 +135,11 @@ class FastPath:
             elif isinstance(other, complex):
                 return NotImplemented
         if alike and (contiguous or is_dense(shape, stride)):
-            return self._wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
+            return self.wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
         if contiguous and all(
             _broadcasts_into(other.shape, largest) for other in args if isinstance(other, torch.Tensor)
         ):
-            return self._wrap(torch.empty(largest, dtype=dtype, device=_META))
+            return self.wrap(torch.empty(largest, dtype=dtype, device=_META))
         return NotImplemented
 
     def _product(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -147,7 +157,7 @@ class FastPath:
         if func is aten.addmm.default and args[0].shape != right.shape[-1:]:
             return NotImplemented
         shape = (*left.shape[:-1], right.shape[-1])
-        return self._wrap(torch.empty(shape, dtype=left.dtype, device=_META))
+        return self.wrap(torch.empty(shape, dtype=left.dtype, device=_META))
 
     def _product_into(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Into memory that is there: thousands of them where long sequences are worked on in tiles."""
@@ -176,16 +186,35 @@ class FastPath:
         shape = [
             1 if dim in gone else size for dim, size in enumerate(tensor.shape) if keep or dim not in gone
         ]
-        return self._wrap(torch.empty(shape, dtype=tensor.dtype, device=_META))
+        return self.wrap(torch.empty(shape, dtype=tensor.dtype, device=_META))
 
     def _cast(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
-        if not isinstance(tensor, FakeTensor) or not is_dense(tensor.shape, tensor.stride()):
+        if not isinstance(tensor, FakeTensor):
             return NotImplemented
         if not kwargs.keys() <= {"dtype", "non_blocking", "device"} or kwargs.get("device", _CPU) != _CPU:
             return NotImplemented
         dtype = kwargs.get("dtype") or tensor.dtype
-        return self._wrap(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_META))
+        if not is_dense(tensor.shape, tensor.stride()):
+            return self._plain(func, args, {"dtype": dtype})
+        return self.wrap(torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=_META))
+
+    def _new(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """empty(size), new_zeros(tensor, size) and their like."""
+        *like, size = args
+        if not all(kwargs[name] in _NEW_OPTIONS.get(name, ()) for name in kwargs if name != "dtype"):
+            return NotImplemented
+        dtype = kwargs.get("dtype") or (like[0].dtype if like else torch.get_default_dtype())
+        if not all(isinstance(length, int) for length in size):
+            return NotImplemented
+        return self.wrap(torch.empty(size, dtype=dtype, device=_META))
+
+    def _scatter_slice(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The gradient of a slice: in zeros of the whole."""
+        gradient, size = args[:2]
+        if not isinstance(gradient, FakeTensor):
+            return NotImplemented
+        return self.wrap(torch.empty(size, dtype=gradient.dtype, device=_META))
 
     def _foreach(self, func: OpOverload, args: Sequence[Any]) -> Any:
         """In place: nothing new. Otherwise one result like each tensor of the list (norms are scalars)."""

@@ -48,8 +48,11 @@ class PlacementMode(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func in _GETTERS and not kwargs:
+            return func(*args)
         given = dict(kwargs) if kwargs else {}
-        self.tracer.call.handling += 1
+        call = self.tracer.call
+        call.handling += 1
         try:
             if self.default is not None and given.get("device") is None and func in device_constructors():
                 given["device"] = self.default
@@ -58,25 +61,27 @@ class PlacementMode(TorchFunctionMode):
                 return handler(self.tracer, func, args, given)
             return self._call(func, args, given)
         finally:
-            self.tracer.call.handling -= 1
+            call.handling -= 1
 
     def _call(self, func: Any, args: Sequence[Any], given: dict[str, Any]) -> Any:
-        tracer = self.tracer
+        call = self.tracer.call
         if given.get("pin_memory"):
             given["pin_memory"] = False
-        place = place_of(given["device"]) if given.get("device") is not None else None
-        if place is not None and any(map(is_traceable_wrapper_subclass, args)):
-            with tracer.placing(place):
-                return func(*args, **given)  # the subclass makes its inner tensors there
+        device = given.get("device")
+        place = place_of(device) if device is not None else None
         if place is not None:
-            given["device"] = _HOST
-        elif tracer.call.place is None and self._takes_gpu_tensor(args):
+            if not any(map(is_traceable_wrapper_subclass, args)):  # one makes its inner tensors there itself
+                given["device"] = _HOST
+        elif call.place is None and self._takes_gpu_tensor(args):
             # Tensors that torch's C++ makes on the way (an arange inside one_hot) are there too.
             place = "gpu"
         if place is None:
             return func(*args, **given)
-        with tracer.placing(place):
+        before, call.place = call.place, place
+        try:
             return func(*args, **given)
+        finally:
+            call.place = before
 
     @contextlib.contextmanager
     def for_program(self) -> Iterator[None]:
@@ -316,6 +321,17 @@ def _setitem(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, A
     with tracer.placing("gpu" if tracer.on_gpu(target) and tracer.call.place is None else tracer.call.place):
         return func(target, index, value)
 
+
+# What programs ask most often, and what needs no handling.
+_GETTERS = {
+    *(
+        getattr(_T, name).__get__
+        for name in ("shape", "dtype", "ndim", "layout", "requires_grad", "grad", "grad_fn", "is_leaf")
+    ),
+    *(_T.is_sparse.__get__, _T.stride, _T.size, _T.dim, _T.numel, _T.element_size),  # type: ignore[attr-defined]
+    *(_T.is_contiguous, _T.is_floating_point, _T.is_complex, _T.untyped_storage, _T.storage_offset),
+    *(torch.is_complex, torch.is_floating_point),
+}
 
 _HANDLERS: dict[Any, Handler] = {
     _T.__setitem__: _setitem,

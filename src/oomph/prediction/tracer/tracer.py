@@ -87,6 +87,8 @@ class Tracer:
             self.estimates.has_zeros,
             held=[],
         )
+        self.blocks_repeated = False  # of a model, without being traced (repeated_blocks.py)
+        self.reads = 0  # of values that may be guesses, by the program or for a size
         self.optimizers = 0  # that the program made
         self.optimizer_steps = 0  # so far, of all optimizers
         self.module_calls_at_update = -1  # that had completed when an optimizer last stepped
@@ -113,9 +115,11 @@ class Tracer:
         self._loss_after: int | None = (
             None  # after so many model calls, work outside every module is the loss
         )
-        # autograd sequence number -> line, module, is loss, stream, of the forward op
-        self._origins: dict[int, tuple[Site | None, str, bool, int]] = {}
+        # autograd sequence number -> line, module, stream, of the forward op
+        self._origins: dict[int, tuple[Site | None, str, int]] = {}
         self._newest_node = -1
+        # What find_site gives during the op that is dispatched: () until it is known, None between ops.
+        self.line: tuple[Site | None, bool] | tuple[()] | None = None
         self.embeddings: dict[tuple[str, int], int] = {}  # module, rows -> rows that indices reach
         self.holders = HolderSearch(self)
         self.sizes: Mapping[str, int] = {}  # of the Workload
@@ -139,7 +143,7 @@ class Tracer:
 
     def called_by_autograd(self) -> bool:
         """Whether autograd's own code makes a tensor from nothing: zeros for an undefined gradient."""
-        return self.phase == "backward" and find_site(self.boundary, 2)[1]
+        return self.phase == "backward" and self._line()[1]
 
     def fake_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake of a real tensor, on the host."""
@@ -191,7 +195,7 @@ class Tracer:
         number = streams.number(streams.current)
         node = current_autograd_node() if self.phase == "backward" and number == 0 else None
         origin = self._origins.get(node._sequence_nr()) if node is not None else None
-        return number if origin is None else origin[3]
+        return number if origin is None else origin[2]
 
     def synchronize(self) -> None:
         """The host waits for what it has given to the current stream."""
@@ -200,14 +204,14 @@ class Tracer:
 
     def site(self) -> Site | None:
         """The line that runs now."""
-        return find_site(self.boundary, 2)[0]
+        return self._line()[0]
 
     def note(self, text: str) -> None:
         """Note something about the line that runs now."""
-        self.recorder.note(text, find_site(self.boundary, 2)[0])
+        self.recorder.note(text, self.site())
 
     def note_once(self, text: str) -> None:
-        self.recorder.note_once(text, find_site(self.boundary, 2)[0])
+        self.recorder.note_once(text, self.site())
 
     # -- attribution ----------------------------------------------------------------------------------
 
@@ -219,9 +223,9 @@ class Tracer:
         newest = get_sequence_nr() - 1
         if newest != self._newest_node:
             self._newest_node = newest
-            site, at_engine = find_site(self.boundary, 2)
+            site, at_engine = self._line()
             if not at_engine:
-                self._origins[newest] = (site, self.modules.path, self._is_loss(), self.stream())
+                self._origins[newest] = (site, self.modules.path, self.stream())
             elif (node := current_autograd_node()) is not None and node._sequence_nr() in self._origins:
                 self._origins[newest] = self._origins[node._sequence_nr()]  # of a graph that backward makes
 
@@ -237,8 +241,14 @@ class Tracer:
         unknown: Stage = "batch" if self.phase == "setup" else "forward activations"
         return self.guard.call("source line", "an allocation", self._attribution, lambda: (None, "", unknown))
 
+    def _line(self) -> tuple[Site | None, bool]:
+        line = self.line or find_site(self.boundary, 3)
+        if self.line is not None:
+            self.line = line
+        return line
+
     def _attribution(self) -> tuple[Site | None, str, Stage]:
-        site, at_engine = find_site(self.boundary, 2)
+        site, at_engine = self._line()
         path = self.modules.path
         if self.phase == "backward":
             if at_engine:

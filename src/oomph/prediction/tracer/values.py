@@ -150,7 +150,7 @@ class Values:
         self._guessed = WeakIdKeyDictionary()  # storages into which a guess was written
         self._overwritten = WeakIdKeyDictionary()  # storages -> the stamp of their last unknown write
         self._stamp = 0
-        self._draws = 0
+        self.draws = 0
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return tensor in self._entries
@@ -357,8 +357,8 @@ class Values:
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor
     ) -> None:
         """A random op: draws are as good as those of a real run. The sample of a large result is even."""
-        generator = torch.Generator().manual_seed(self._draws)
-        self._draws += 1
+        generator = torch.Generator().manual_seed(self.draws)
+        self.draws += 1
         whole = out.numel() <= _MOST_ELEMENTS
         shape = tuple(out.shape) if whole else (_SAMPLE,)
         if whole:
