@@ -21,8 +21,10 @@ from oomph.prediction.allocator import allocator_settings
 from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
     autograd_runs,
+    can_restart,
     finish,
     is_isolated,
+    restart,
     run_in_new_interpreter,
     run_isolated,
     trace_lock,
@@ -359,9 +361,9 @@ def _check_torch() -> None:
 
 def _run_traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None) -> T:
     with tracing(card, log) as tracer:
-        tracer.boundary.outside |= {_run_traced.__code__, run.__code__}
+        tracer.boundary.outside |= {_run_traced.__code__, _restarting.__code__, run.__code__}
         try:
-            return run(tracer)
+            return _restarting(run, tracer)
         except WrongDevice as error:
             _check_batch_device(error, tracer)
             raise _program_error(error, tracer) from error
@@ -371,6 +373,16 @@ def _run_traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None) -> T:
             raise
         except BaseException as error:
             raise _program_error(error, tracer) from error
+
+
+def _restarting(run: Callable[[Tracer], T], tracer: Tracer) -> T:
+    """A failure after blocks were repeated may be ours: the program runs again, all of it traced."""
+    try:
+        return run(tracer)
+    except Exception:
+        if tracer.blocks_repeated and can_restart():
+            restart()
+        raise
 
 
 def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:

@@ -44,6 +44,7 @@ _POLL_S = 0.5
 _STUCK_S = 20.0  # a child that has not used the CPU for so long is started again, once
 ALLOWABLE = ("subprocesses", "network")
 _inside = False  # this process is such a child
+_restarted = False  # and the second one for its program
 _messages_to_parent: BinaryIO
 _sending = threading.Lock()
 _modules_of_parent: frozenset[str] = frozenset()
@@ -79,6 +80,8 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
             kind, value = _run_in_child(function, progress, allow, stuck_after)
         except _Stuck:
             kind, value = _run_in_child(function, progress, allow, math.inf)
+    if kind == "restart":
+        kind, value = _run_in_child(functools.partial(_again, function), progress, allow, math.inf)
     if kind == "no fork":
         return _run_here(function, progress, allow)
     if isinstance(value, BaseException):
@@ -225,6 +228,9 @@ def run_forked(
                 ended = _end(child)
                 os.close(pipe)
                 del running[pipe]
+                if kind == "restart":
+                    waiting.append((position, functools.partial(_again, functions[position])))
+                    continue
                 if kind == "no fork":  # beside a GPU, this process has run a backward pass
                     value = _result_of(functions[position])
                 result: Any = value if kind else ProgramError(_how_it_ended(ended))
@@ -233,6 +239,13 @@ def run_forked(
         for pipe, (_, child) in running.items():
             _end(child)
             os.close(pipe)
+
+
+def _again(function: Callable[..., T], *args: Any) -> T:
+    """After `restart`, in the new process."""
+    global _restarted
+    _restarted = True
+    return function(*args)
 
 
 def _result_of(function: Callable[[], T]) -> T | OomphError:
@@ -268,6 +281,20 @@ def finish(result: Any) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(0)
+
+
+def restart() -> NoReturn:
+    """From inside the program: end the process, and run `function` again without a short cut that failed."""
+    if not can_restart():
+        raise RuntimeError("a program that runs in the caller's process cannot be run again")
+    _sending.acquire()
+    _send(_messages_to_parent, ("restart", None))
+    os._exit(0)
+
+
+def can_restart() -> bool:
+    """Whether short cuts may be tried that `restart` takes back."""
+    return _inside and not _restarted and "_messages_to_parent" in globals()
 
 
 def is_isolated() -> bool:

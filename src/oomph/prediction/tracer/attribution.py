@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -53,6 +53,15 @@ def is_internal(filename: str) -> bool:
     return filename.startswith(_STANDARD_LIBRARY)
 
 
+class _Code(NamedTuple):
+    """What a frame with this code means to the walk up the stack."""
+
+    ends: Literal["engine", "outside", "user"] | None
+    ends_loss: bool  # a loss's function that is further up is not the innermost module's
+    is_loss: bool
+    code: CodeType  # kept alive, so that its id stays its own
+
+
 class StackBoundary:
     """Code objects at which the walk up the stack ends: beyond them is not the user's program."""
 
@@ -60,19 +69,32 @@ class StackBoundary:
         self.engine: set[CodeType] = set()  # autograd's engine was called from here
         self.outside: set[CodeType] = set()  # the trace was started from here
         self.module_call: CodeType | None = None  # a module was called from here
+        self.known: dict[int, _Code] = {}  # by id: to hash a code object takes long
+
+    def classify(self, code: CodeType) -> _Code:
+        ends: Literal["engine", "outside", "user"] | None = None
+        if code in self.engine:
+            ends = "engine"
+        elif code in self.outside:
+            ends = "outside"
+        elif not is_internal(code.co_filename):
+            ends = "user"
+        ends_loss = ends in ("engine", "outside") or code is self.module_call
+        found = self.known[id(code)] = _Code(ends, ends_loss, _is_loss_name(code.co_name), code)
+        return found
 
 
 def find_site(boundary: StackBoundary, depth: int = 1) -> tuple[Site | None, bool]:
     """The innermost user line, and whether the walk ended at the autograd engine without finding one."""
     frame: FrameType | None = sys._getframe(depth)
+    known = boundary.known
     while frame is not None:
         code = frame.f_code
-        if code in boundary.engine:
-            return None, True
-        if code in boundary.outside:
-            return None, False
-        if not is_internal(code.co_filename):
-            return _site(code.co_filename, frame.f_lineno, code.co_qualname), False
+        ends = (known.get(id(code)) or boundary.classify(code)).ends
+        if ends is not None:
+            if ends == "user":
+                return _site(code.co_filename, frame.f_lineno, code.co_qualname), False
+            return None, ends == "engine"
         frame = frame.f_back
     return None, False
 
@@ -80,17 +102,16 @@ def find_site(boundary: StackBoundary, depth: int = 1) -> tuple[Site | None, boo
 def in_loss_function(boundary: StackBoundary, depth: int = 1) -> bool:
     """Whether a function with a loss's name is running, inside the innermost module if there is one."""
     frame: FrameType | None = sys._getframe(depth)
+    known = boundary.known
     while frame is not None:
         code = frame.f_code
-        if code in boundary.engine or code in boundary.outside or code is boundary.module_call:
-            return False
-        if _is_loss_name(code.co_name):
-            return True
+        found = known.get(id(code)) or boundary.classify(code)
+        if found.ends_loss or found.is_loss:
+            return not found.ends_loss
         frame = frame.f_back
     return False
 
 
-@lru_cache(maxsize=4096)
 def _is_loss_name(name: str) -> bool:
     name = name.lower()
     return "loss" in name or "criterion" in name or "cross_entropy" in name
@@ -110,9 +131,10 @@ class ModuleStack:
 
     def __init__(self, mark: Callable[[str], None]) -> None:
         self._mark = mark
-        self._stack: list[tuple[str, nn.Module]] = []
+        self._stack: list[tuple[str, bool]] = []  # path, and whether it is a loss
         self._names: dict[int, str] = {}
-        self._blocks: set[int] = set()
+        self._blocks: dict[int, list[nn.Module]] = {}  # by id, with those of its class in the container
+        self._inside_block = False
         self.completed = 0  # calls of modules that were inside no other
         self._roots: list[nn.Module] = []  # kept alive, so that the ids above stay theirs
 
@@ -123,11 +145,11 @@ class ModuleStack:
     @property
     def inside_model(self) -> bool:
         """Whether a module other than a loss is running."""
-        return any(not _is_loss(module) for _, module in self._stack)
+        return any(not is_loss for _, is_loss in self._stack)
 
     @property
     def inside_loss(self) -> bool:
-        return any(_is_loss(module) for _, module in self._stack)
+        return any(is_loss for _, is_loss in self._stack)
 
     def name(self, root: nn.Module) -> None:
         """Give every module under `root` its path; those of later roots start with the root's class."""
@@ -138,7 +160,7 @@ class ModuleStack:
         for path, module in root.named_modules():
             self._names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
             if isinstance(module, (nn.ModuleList, nn.Sequential)):
-                self._blocks.update(_repeated_blocks(module))
+                self._blocks |= _repeated_blocks(module)
 
     def dimensions(self) -> tuple[tuple[str, int], ...]:
         """Sizes that the configs of the models state, by the letters that papers use: V, d, H, dk, f."""
@@ -171,11 +193,13 @@ class ModuleStack:
         guard: RuleGuard,
         threads: set[int],
         call_root: Callable[..., Any],
+        call_block: Callable[..., Any],
         before_root: Callable[[], None],
     ) -> None:
         """Push and pop around every module call of these threads for as long as `patches` last.
 
-        `call_root` makes the calls of modules that are inside no other, `before_root` runs before them.
+        `call_root` makes the calls of modules that are inside no other, `before_root` runs before them;
+        `call_block` makes those of repeated blocks that are inside no other block.
         """
         call = nn.Module.__call__
 
@@ -185,30 +209,37 @@ class ModuleStack:
             if id(module) not in self._names:
                 guard.call("module path", type(module).__name__, lambda: self.name(module), lambda: None)
             path = self._names.get(id(module), "")
-            is_block = id(module) in self._blocks
-            if is_block:
+            siblings = self._blocks.get(id(module))
+            outermost = siblings is not None and not self._inside_block
+            if siblings is not None:
                 self._mark(f"enter {path}")
-            self._stack.append((path, module))
+            self._stack.append((path, _is_loss(module)))
             try:
                 if len(self._stack) == 1:
                     before_root()
                     return call_root(call, module, args, kwargs)
+                if outermost:
+                    self._inside_block = True
+                    return call_block(call, module, siblings, path, args, kwargs)
                 return call(module, *args, **kwargs)
             finally:
                 self._stack.pop()
+                self._inside_block &= not outermost
                 self.completed += not self._stack
-                if is_block:
+                if siblings is not None:
                     self._mark(f"exit {path}")
 
         boundary.module_call = followed.__code__
         patches.set(nn.Module, "__call__", followed)
 
 
-def _repeated_blocks(container: nn.ModuleList | nn.Sequential) -> list[int]:
+def _repeated_blocks(container: nn.ModuleList | nn.Sequential) -> dict[int, list[nn.Module]]:
     # A container may hold None.
     children = [child for child in container if child is not None and any(True for _ in child.parameters())]
-    kinds = [type(child) for child in children]
-    return [id(child) for child in children if kinds.count(type(child)) > 1]
+    kinds: dict[type, list[nn.Module]] = {}
+    for child in children:
+        kinds.setdefault(type(child), []).append(child)
+    return {id(child): alike for alike in kinds.values() if len(alike) > 1 for child in alike}
 
 
 def _is_loss(module: nn.Module) -> bool:

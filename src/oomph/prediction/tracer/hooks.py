@@ -18,6 +18,7 @@ from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.placement import PlacementMode
+from oomph.prediction.tracer.repeated_blocks import RepeatedBlocks
 from oomph.prediction.tracer.repeated_calls import RepeatedCalls
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.torch_internals import (
@@ -54,7 +55,13 @@ def install_hooks(
     repeated = RepeatedCalls(tracer)
     _follow_backward(patches, stack, tracer, repeated)
     tracer.modules.follow(
-        patches, tracer.boundary, tracer.guard, tracer.threads, repeated.call, tracer.holders.before_call
+        patches,
+        tracer.boundary,
+        tracer.guard,
+        tracer.threads,
+        repeated.call,
+        RepeatedBlocks(tracer).call,
+        tracer.holders.before_call,
     )
 
 

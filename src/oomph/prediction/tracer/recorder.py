@@ -50,6 +50,27 @@ class PendingAllocation:
         """What two allocations have in common that the same line makes for the same purpose."""
         return self.bytes, self.shape, self.dtype, self.op, self.module, self.site, self.during, self.stream
 
+    def again(self, id: int, step: int) -> PendingAllocation:
+        """A copy; dataclasses.replace takes many times as long."""
+        return PendingAllocation(
+            id,
+            self.bytes,
+            self.shape,
+            self.dtype,
+            self.op,
+            self.module,
+            self.site,
+            self.during,
+            step,
+            self.kind,
+            self.saved,
+            self.stream,
+            self.parent,
+            self.call,
+            self.differentiable,
+            self.cloned,
+        )
+
     def finish(self) -> Allocation:
         return Allocation(
             id=self.id,
@@ -124,6 +145,13 @@ class AllocationRecorder:
     def live_allocations(self) -> Iterator[PendingAllocation]:
         return (allocation for allocation, _ in self._storages.values())
 
+    def live_storages(self) -> Iterator[tuple[int, torch.UntypedStorage]]:
+        found = [(allocation.id, ref()) for allocation, ref in self._storages.values()]
+        return ((id, storage) for id, storage in found if storage is not None)
+
+    def is_alive(self, id: int) -> bool:
+        return any(allocation.id == id for allocation in self.live_allocations())
+
     def record_tensor(self, tensor: torch.Tensor, describe: Describe) -> None:
         """Record the tensor's storage as a new allocation, unless it is on the GPU already."""
         storage = tensor.untyped_storage()
@@ -131,7 +159,7 @@ class AllocationRecorder:
             return
         allocation = describe(len(self.allocations), storage.nbytes(), tensor)
         self.record_allocation(allocation)
-        self._watch(storage, allocation)
+        self.watch(storage, allocation)
 
     def record_tensor_resize(self, tensor: torch.Tensor, describe: Describe) -> None:
         """After an op that may have resized the tensor's storage: a storage of another size is a new one."""
@@ -151,7 +179,7 @@ class AllocationRecorder:
         new = replace(old, id=len(self.allocations), bytes=size)
         self.record_allocation(new)
         self.record_free(old)
-        self._watch(storage, new)
+        self.watch(storage, new)
 
     def record_allocation(self, allocation: PendingAllocation) -> None:
         self.allocations.append(allocation)
@@ -217,7 +245,8 @@ class AllocationRecorder:
             if action == "alloc":
                 old = self.allocations[id]
                 parent = None if old.parent is None else new_ids.get(old.parent, old.parent)
-                new = replace(old, id=len(self.allocations), step=step, parent=parent)
+                new = old.again(len(self.allocations), step)
+                new.parent = parent
                 new_ids[id] = new.id
                 self.record_allocation(new)
             elif action == "free":
@@ -227,14 +256,19 @@ class AllocationRecorder:
         for id in left:  # the program holds the earlier tensor, which stands for the new one from here on
             storage = held[self.allocations[id].description()].pop()()
             if storage is not None:
-                self._watch(storage, self.allocations[new_ids[id]])
+                self.watch(storage, self.allocations[new_ids[id]])
         return True
 
     def close(self) -> None:
         """Stop recording frees: what is freed after the trace is not part of it."""
         self._storages.clear()
 
-    def _watch(self, storage: torch.UntypedStorage, allocation: PendingAllocation) -> None:
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Record that a storage is freed now; whoever has it frees it later, without being watched."""
+        self.record_free(self._storages.pop(storage_id(storage))[0])
+
+    def watch(self, storage: torch.UntypedStorage, allocation: PendingAllocation) -> None:
+        """Record the allocation as freed when the storage is."""
         key = storage_id(storage)
 
         def freed(_: object) -> None:

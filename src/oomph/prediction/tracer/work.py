@@ -169,6 +169,9 @@ class KernelCounter:
         self._streams = current_streams()  # of the trace, which did not exist when the meter was made
         self._streams.listener = self._count_wait
 
+    def mark(self) -> KernelsMark:
+        return KernelsMark(self)
+
     def count_host_op(self, items: int = 0) -> None:
         """An op that takes the host's time and none of the GPU's: a view, an op on host tensors."""
         self._host_ops += 1
@@ -283,6 +286,7 @@ class KernelCounter:
         event: int = 0,
     ) -> None:
         if not self.counting:
+            self._host_ops = self._host_items = 0
             return
         self._phase = phase
         # The engine runs without gradients of its own; what a checkpoint recomputes does not.
@@ -322,6 +326,37 @@ class KernelCounter:
         else:
             allowed = counted.kind.endswith("product") and torch.backends.cuda.matmul.allow_tf32
         return "tf32" if allowed else "single"
+
+
+class KernelsMark:
+    """The kernels that are counted from here on, until `until_now`; `repeat` counts them once more."""
+
+    def __init__(self, counter: KernelCounter) -> None:
+        self._counter = counter
+        self._first = len(counter.kernels)
+        self._before = counter._host_ops, counter._host_items
+        self._kernels: list[Kernel] = []
+        self._after = self._before
+
+    def until_now(self) -> KernelsMark:
+        self._kernels = self._counter.kernels[self._first :]
+        self._after = self._counter._host_ops, self._counter._host_items
+        return self
+
+    def repeat(self) -> None:
+        counter = self._counter
+        if not counter.counting:
+            return
+        ops, items = (counter._host_ops - self._before[0], counter._host_items - self._before[1])
+        if not self._kernels:
+            counter._host_ops, counter._host_items = self._after[0] + ops, self._after[1] + items
+            return
+        first = self._kernels[0]
+        counter.kernels.append(
+            first._replace(host_ops=first.host_ops + ops, host_items=first.host_items + items)
+        )
+        counter.kernels += self._kernels[1:]
+        counter._host_ops, counter._host_items = self._after
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -1,0 +1,169 @@
+"""Blocks that are not traced leave exactly the events that they would leave if they were."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import oomph
+from oomph.prediction import isolation
+
+BLOCKS, WIDTH = 8, 32
+traced = multiprocessing.Value("i", 0, lock=False)  # forward passes of blocks, in all processes
+
+
+class Block(nn.Module):
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.index = index
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        traced.value += 1
+        return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self, block: type[Block] = Block) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, WIDTH)
+        self.blocks = nn.ModuleList(block(index) for index in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 50)
+        self.seen: list[torch.Tensor] = []
+
+    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return block(x)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x)
+
+
+class Checkpointed(Model):
+    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+def train(model: nn.Module, batches: int = 1, steps: int = 2, autocast: bool = False) -> None:
+    model.cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.zeros(4, 16, dtype=torch.int64, device="cuda")
+    for _ in range(steps):
+        for _ in range(batches):
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                out = model(ids)
+            F.cross_entropy(out.flatten(0, 1), ids.flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def several_models() -> None:
+    train(Model(), batches=2)
+    train(Model(), autocast=True)
+    train(Checkpointed())
+    frozen = Model()
+    for block in frozen.blocks:
+        block.up.requires_grad_(False)
+    train(frozen)
+
+
+class Larger(Block):
+    """A block in the middle makes another tensor; only its index says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.relu(x) if self.index == 4 else x)
+
+
+class Hoarding(Block):
+    hoard: list[torch.Tensor] = []  # noqa: RUF012
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        self.hoard.append(out)
+        return out
+
+
+class Skipping(Model):
+    """The output of the fifth block is used twice."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = kept = self.embedding(ids)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            kept = x if index == 4 else kept
+        return self.head(x + kept)
+
+
+class KeepingGradients(Model):
+    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = block(x)
+        if block is self.blocks[5]:
+            out.register_hook(self.seen.append)
+        return out
+
+
+class Reading(Model):
+    """Depends on what a block does besides its result."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        out = super().forward(ids)
+        assert self.blocks[4].done
+        return out
+
+
+class Noting(Block):
+    done = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.done = True
+        return super().forward(x)
+
+
+def _summary() -> tuple[Any, ...]:
+    found = oomph.predict(several_models, gpu="h200")
+    made = [
+        (
+            each.bytes,
+            each.op,
+            each.module,
+            each.site,
+            each.stage,
+            each.kind,
+            each.saved,
+            each.parent,
+            each.call,
+        )
+        for each in found.allocations
+    ]
+    # The order in which autocast lets go of its casts is not defined.
+    return found.peak, sorted(map(tuple, found.events)), made, found.notes, found.step_seconds
+
+
+def test_repeated_blocks_leave_the_events_of_traced_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced.value = 0
+    repeated, calls = _summary(), traced.value
+    monkeypatch.setattr(isolation, "_restarted", True)
+    traced.value = 0
+    assert _summary() == repeated
+    assert calls < 0.7 * traced.value
+
+
+@pytest.mark.parametrize("make", [
+    partial(Model, Larger), partial(Model, Hoarding), Skipping, KeepingGradients, partial(Reading, Noting)
+])  # fmt: skip
+def test_other_blocks_are_traced(make: Callable[[], nn.Module]) -> None:
+    """Whether that shows before a block was repeated, or only afterwards."""
+    traced.value = 0
+    oomph.predict(lambda: train(make(), steps=1), gpu="h200")
+    assert traced.value >= BLOCKS
