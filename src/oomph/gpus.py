@@ -204,6 +204,9 @@ _CATALOGUE = tuple(
 )
 
 
+RATES_OF = "h200"
+
+
 def catalogue() -> tuple[GPU, ...]:
     """Every known card: data centre, workstation, desktop, each newest first."""
     return _CATALOGUE
@@ -228,6 +231,16 @@ def find(text: str) -> GPU:
         raise UserError(f"GPU {text!r} is ambiguous: {', '.join(card.name for card in family)}; {_HINT}")
     near = _nearest(key)
     raise UserError(f"unknown GPU {text!r}{'; nearest: ' + ', '.join(near) if near else ''}; {_HINT}")
+
+
+def with_rates(card: GPU) -> GPU:
+    """Of a card of which only the size is known, with another's rates: for times that are only compared."""
+    if card.bandwidth is not None:
+        return card
+    known = find(RATES_OF)
+    return replace(
+        card, bandwidth=known.bandwidth, bf16_tflops=known.bf16_tflops, fp32_tflops=known.fp32_tflops
+    )
 
 
 def for_device(name: str, total_memory: int, capability: Capability) -> GPU:

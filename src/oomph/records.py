@@ -336,6 +336,7 @@ class FixUse:
 
     fix: str
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    model_id: str = field(default="", compare=False)  # of the only model that it is for; "": any
 
 
 @dataclass(frozen=True)
@@ -390,6 +391,8 @@ class Plan:
     needs: tuple[FixKind, ...] = ()  # kinds that would have to be allowed to fit; () where none is enough
     predictions: int = 0  # that the search took
     seconds: float = 0.0
+    model_id: str = ""  # class, number of parameters, and a hash of their names and shapes
+    reason: str = ""  # why no fix can be applied, or none can be enough
 
     def __repr__(self) -> str:
         names = ", ".join(use.fix for use in self.fixes) or "no fixes"

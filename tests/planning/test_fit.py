@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import oomph
 from oomph.cli.main import run
+from oomph.fixes import find, uses_of
 from oomph.planning import largest_size, read_plan, write_plan
 from oomph.planning.reduced import reduction
 from oomph.prediction.replay import replay
@@ -129,6 +131,30 @@ def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(json.dumps({**content, name: value}))
         with pytest.raises(oomph.UserError, match=message):
             read_plan(tmp_path / "bad.json")
+
+
+def test_a_plan_for_another_model_is_refused(plan: Plan, found: tuple[Path, str], tmp_path: Path) -> None:
+    other = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
+    for given in (plan, str(found[0])):
+        with pytest.raises(oomph.UserError, match="the plan is for a Model"):
+            oomph.apply([use for use in uses_of(given) if find(use.fix).changes_model], other)
+    assert not oomph.fixes.changes_in(other)
+    changed = oomph.apply(plan, replace(STEP, model=lambda: other))
+    with pytest.raises(oomph.UserError, match="not for a Sequential"):
+        changed.model()
+
+
+def test_a_budget_below_the_parameters_is_said_at_once() -> None:
+    found = oomph.fit(STEP, gpu="h200", max="256KiB")
+    assert not found.fits
+    assert found.predictions == 1
+    assert "parameters alone" in found.reason
+
+
+def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    assert run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--plan", str(tmp_path / "notes.txt")]) == 2
+    assert "not a plan" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("in_process")

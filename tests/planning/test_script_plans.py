@@ -14,6 +14,8 @@ from torch import nn
 
 import oomph
 from oomph.cli.main import run
+from oomph.fixes import uses_of
+from oomph.fixes.scripts import ModelChange, on_each_optimizer
 
 SCRIPT = """
     import sys, torch
@@ -107,3 +109,49 @@ def test_its_own_failure_and_what_cannot_be_applied(
         assert run(command) == 2
         assert "changes the step" in capsys.readouterr().err
     assert run(["run", script]) == 2
+
+
+HAND_WRITTEN = SCRIPT.replace("optimizer = torch.optim.AdamW(model.parameters())", "").replace(
+    "optimizer.step()\n        optimizer.zero_grad()",
+    "for p in model.parameters():\n            p.data.add_(p.grad, alpha=-0.1)\n            p.grad = None",
+)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_script_without_an_optimizer_or_with_a_compiled_model_is_changed_too(
+    tmp_path: Path, compiled: bool
+) -> None:
+    text = HAND_WRITTEN
+    if compiled:
+        text = SCRIPT.replace(
+            ".to(device)\n", '.to(device)\n    model = torch.compile(model, backend="eager")\n'
+        )
+    file = tmp_path / "train.py"
+    file.write_text(textwrap.dedent(text))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["-m", "oomph", "run", "--fix", "activation_checkpointing", str(file), "cpu", "64"]
+    plain, fixed = (
+        subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+        for words in ([str(file), "cpu", "64"], command)
+    )
+    assert "activation_checkpointing: 4 changes" in fixed.stderr
+    assert fixed.stdout == plain.stdout != ""
+
+
+def test_options_of_the_scripts_optimizer_are_set() -> None:
+    found: list[torch.optim.Optimizer] = []
+    model, change = nn.Sequential(nn.Linear(2, 2)), ModelChange(uses_of(["fused_optimizer"]))
+    with on_each_optimizer(change), on_each_optimizer(found.append):
+        torch.optim.AdamW(model.parameters())
+    assert found[0].param_groups[0]["fused"]
+
+
+def test_a_script_whose_model_cannot_be_found_gets_a_verdict(tmp_path: Path) -> None:
+    file = tmp_path / "no_model.py"
+    file.write_text(
+        "import torch\nw = torch.zeros(1 << 20, device='cuda', requires_grad=True)\n"
+        "for _ in range(3):\n    w.tanh().sum().backward()\n    w.data.add_(w.grad)\n    w.grad = None\n"
+    )
+    plan = oomph.fit(oomph.Script(str(file)), gpu="h200", max="6MiB")
+    assert not plan.fits
+    assert "no optimizer" in plan.reason

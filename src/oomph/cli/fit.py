@@ -73,7 +73,7 @@ def run_fit(options: FitOptions) -> ExitStatus:
             return plan, {options.largest: largest_size(workload, plan, options.largest, progress)}
 
     largest: dict[str, Any] = {}
-    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+    with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
         if is_script(options.target):
             plan = search(Script(options.target, options.overrides), max=options.max, progress=report)
         else:
@@ -118,6 +118,10 @@ def _check(options: FitOptions) -> None:
         raise UserError(f"--largest {options.largest!r} is not valid; valid: {', '.join(LARGEST)}")
     if options.plan is not None and not Path(options.plan).absolute().parent.is_dir():
         raise UserError(f"--plan {options.plan!r}: the directory does not exist")
+    if options.plan is not None:
+        from oomph.planning.plan import check_overwritten
+
+        check_overwritten(options.plan)
     if is_script(options.target):
         check_python_file(options.target)
         if options.largest is not None:

@@ -58,7 +58,8 @@ def run_fixes(options: FixesOptions) -> int:
         with open_target(given, options.overrides) as target:
             workload = workload_of(target, given)
             limit = config_limit(given, options.overrides)
-            prediction = predict(workload, gpu=options.gpu, max=limit, progress=progress)
+            card = None if options.gpu is None else gpus.with_rates(gpus.find(options.gpu))
+            prediction = predict(workload, gpu=card, max=limit, progress=progress)
             return prediction, propose(
                 prediction, workload, kinds=kinds, only=options.only, progress=progress
             )

@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
@@ -18,6 +19,7 @@ from oomph.errors import UserError
 ProgressReport = Callable[[str, float | None], None]
 
 PROGRESS_DELAY_S = 2.0
+LINES_EVERY_S = 5.0
 
 
 def write_stdout(text: str) -> None:
@@ -96,15 +98,31 @@ def _redirect_descriptor() -> int | None:
     return copy
 
 
+def _print_lines() -> ProgressReport:
+    printed = time.monotonic()
+
+    def report(text: str, fraction: float | None) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= LINES_EVERY_S:
+            printed = time.monotonic()
+            done = "" if fraction is None else f" ({fraction:.0%})"
+            with suppress(OSError):
+                print(f"oomph: {text}{done}", file=sys.stderr, flush=True)
+
+    return report
+
+
 @contextmanager
-def progress_display(console: Console, delay: float = PROGRESS_DELAY_S) -> Iterator[ProgressReport]:
+def progress_display(
+    console: Console, delay: float = PROGRESS_DELAY_S, lines: bool = False
+) -> Iterator[ProgressReport]:
     """A progress bar, and the function that updates it.
 
     It appears after `delay` seconds, from a timer so that no update is needed to start it, and only on a
-    terminal.
+    terminal; elsewhere `lines` prints a line every few seconds.
     """
     if not console.is_terminal:
-        yield lambda text, fraction: None
+        yield _print_lines() if lines else lambda text, fraction: None
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -18,6 +18,7 @@ def run_script(script: str, arguments: Sequence[str], fixes: Sequence[str]) -> i
         raise UserError("run needs a plan or a fix: oomph run --plan plan.json train.py, or --fix NAME")
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
+    from oomph.prediction.script import no_model_error
 
     uses = uses_of(fixes)
     check_for_scripts(uses)
@@ -33,5 +34,5 @@ def run_script(script: str, arguments: Sequence[str], fixes: Sequence[str]) -> i
         sys.stderr.write(program_traceback(error))
         return 1
     if not change.changed:
-        raise UserError(f"no fix was applied: {script} made no optimizer of torch.optim")
+        raise UserError(no_model_error(script))
     return 0

@@ -8,7 +8,6 @@ counts several times over, because it fills any GPU in the end.
 
 from __future__ import annotations
 
-import contextlib
 import linecache
 import math
 from collections import Counter, defaultdict
@@ -72,6 +71,7 @@ class Facts:
         self.prediction = prediction
         self.all = prediction.allocations
         self.alive = [alive.allocation for alive in prediction.at_peak]
+        self.failed: dict[str, str] = {}  # patterns whose rules failed, and how
 
     def parent(self, one: Allocation) -> Allocation | None:
         return None if one.parent is None else self.all[one.parent]
@@ -665,9 +665,11 @@ def classify(facts: Facts) -> dict[Pattern, list[Allocation]]:
 
 
 def _first(facts: Facts, one: Allocation, patterns: Iterable[Pattern]) -> Pattern:
-    """A rule that fails does not apply; the last one always does."""
+    """A rule that fails does not apply, and leaves a note; the last one always does."""
     for pattern in patterns:
-        with contextlib.suppress(Exception):
+        try:
             if pattern.applies(facts, one):
                 return pattern
+        except Exception as error:
+            facts.failed.setdefault(pattern.name, repr(error))
     return PATTERNS[-1]

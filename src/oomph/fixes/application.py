@@ -8,9 +8,10 @@ from typing import overload
 
 from torch import nn
 
+from oomph import gpus
 from oomph.errors import OomphError, UserError
 from oomph.fixes.journal import Journal, WrappedForward
-from oomph.fixes.modules import check_can_be_changed
+from oomph.fixes.modules import check_can_be_changed, check_model_id
 from oomph.fixes.registry import (
     FixContext,
     Fixes,
@@ -54,8 +55,9 @@ def apply(fixes: Fixes, target: Workload | nn.Module) -> Workload | tuple[Change
     for use in new:
         workload = find(use.fix).change_workload(workload, **use.options)
     of_model = tuple(use for use in new if find(use.fix).changes_model)
-    if of_model:
-        workload = replace(workload, model=Changed(workload.model, _ModelChange(of_model)))
+    if of_model or any(use.model_id for use in new):
+        made_for = next((use.model_id for use in new if use.model_id), "")
+        workload = replace(workload, model=Changed(workload.model, _ModelChange(of_model, made_for)))
     return replace(workload, fixes=(*workload.fixes, *new)) if new else workload
 
 
@@ -94,13 +96,17 @@ class _ModelChange:
     """The model's part of a Workload's fixes, called with the model after it is built."""
 
     uses: tuple[FixUse, ...]
+    model_id: str
 
     def __call__(self, model: nn.Module) -> None:
+        check_model_id(self.model_id, model)
         _change_model(self.uses, model)
 
 
 def _change_model(uses: Sequence[FixUse], model: nn.Module) -> tuple[Change, ...]:
     check_can_be_changed(model)
+    for use in uses:
+        check_model_id(use.model_id, model)
     journal = _journal(model)
     if journal is None:
         _check_no_other_journal(model)
@@ -208,7 +214,8 @@ def _with_prediction(proposal: Proposal, context: FixContext) -> Proposal | None
     before = context.prediction
     try:
         fixed = apply(proposal, context.workload)
-        after = predict(fixed, gpu=before.gpu, max=before.limit)
+        card = None if before.gpu is None else gpus.with_rates(gpus.find(before.gpu))
+        after = predict(fixed, gpu=card, max=before.limit)
     except OomphError as error:
         if isinstance(error, UserError) and proposal.saving is None:
             return None

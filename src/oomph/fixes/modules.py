@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -219,6 +221,26 @@ def is_plain_parameter(tensor: object) -> bool:
 def has_data(tensor: torch.Tensor) -> bool:
     """False in a prediction and on the meta device."""
     return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def model_id(model: nn.Module) -> str:
+    """`GPT2LMHeadModel 124439808 5f0c3a1b`: class, parameters, and a hash of their names and shapes."""
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    number, code = sum(math.prod(shape) for _, shape in shapes), zlib.crc32(repr(shapes).encode())
+    return f"{type(model).__name__} {number} {code:08x}"
+
+
+def check_model_id(wanted: str, model: nn.Module) -> None:
+    """UserError where a plan was made for another model."""
+    if wanted and (found := model_id(model)) != wanted:
+        raise UserError(
+            f"the plan is for {_in_words(wanted)}, not for {_in_words(found)}; make one with `oomph fit`"
+        )
+
+
+def _in_words(id: str) -> str:
+    name, _, rest = id.partition(" ")
+    return f"a {name} with {int(rest.partition(' ')[0]):,} parameters ({rest.partition(' ')[2]})"
 
 
 def own_checkpointing(model: nn.Module) -> str | None:

@@ -10,7 +10,7 @@ import difflib
 import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -352,7 +352,7 @@ def uses_of(fixes: Fixes) -> list[FixUse]:
     if isinstance(fixes, str | FixUse | Proposal | Mapping):
         fixes = [fixes]
     elif hasattr(fixes, "fixes"):
-        fixes = fixes.fixes
+        fixes = [replace(use, model_id=getattr(fixes, "model_id", "")) for use in fixes.fixes]
     if not isinstance(fixes, Iterable):
         raise UserError(f"fixes={fixes!r} is not valid; give names, proposals or a plan")
     return [use for one in fixes for use in _uses_of_one(one)]
@@ -375,12 +375,12 @@ def _uses_of_row(one: Any) -> list[FixUse]:
         options = one.get("options") or {}  # a row of `oomph fixes --json` has more
         if not isinstance(options, Mapping):
             raise UserError(f"fix {one['fix']!r}: options={options!r} is not a mapping of names to values")
-        use = FixUse(one["fix"], dict(options))
+        use = FixUse(one["fix"], dict(options), str(one.get("model_id", "")))
     else:
         raise UserError(f"a fix is given as {one!r}; {VALID_FIX}, or {{'fix': name, 'options': {{...}}}}")
     fix = find(use.fix)
     fix.check_options(use.options)
-    return [use if use.fix == fix.name else FixUse(fix.name, use.options)]
+    return [use if use.fix == fix.name else FixUse(fix.name, use.options, use.model_id)]
 
 
 def _parse(text: str) -> FixUse:
@@ -421,4 +421,5 @@ def _rows_of_file(file: str) -> list[Any]:
         raise UserError(f"file {file!r} holds an empty list; give at least one fix")
     if not isinstance(rows, list) or not all(isinstance(row, str | dict) for row in rows):
         raise UserError(f'file {file!r} holds no list of fixes such as [{{"fix": ..., "options": ...}}]')
-    return rows
+    made_for = content.get("model_id", "") if isinstance(content, dict) else ""
+    return [{**row, "model_id": made_for} if made_for and isinstance(row, dict) else row for row in rows]

@@ -1,6 +1,7 @@
 """Fixes for a program that is not a Workload: they are applied where the program makes its optimizer.
 
 Then the model exists and has not run. Its parameters keep their identity, so the optimizer still has them.
+A program that makes no optimizer of torch.optim gets them when it first calls its model to train it.
 """
 
 from __future__ import annotations
@@ -15,18 +16,27 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.fixes.application import apply_to_model, changes_in, undo
-from oomph.fixes.registry import Fix, FixContext, all_fixes
+from oomph.fixes.modules import check_model_id
+from oomph.fixes.optimizers.conversion import FusedOptimizer, NoForeach, OptimizerFix
+from oomph.fixes.registry import Fix, FixContext, all_fixes, find
+from oomph.prediction.script import on_first_training_call
 from oomph.records import FixUse, Prediction, Proposal
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_IN_PLACE = (FusedOptimizer, NoForeach)  # which set options of the optimizer that the script made
 
 
 def fixes_for_scripts() -> list[Fix]:
-    """Those that change the model alone; a script's batch, loss and optimizer are its own."""
+    """Those that change the model alone, or options of the optimizer.
+
+    The batch and the loss are computed by lines of the script. Another optimizer would need its name in the
+    script to mean another object, and updates in backward would run before the script clips gradients.
+    """
     return [
         fix
         for fix in all_fixes()
-        if fix.changes_model and type(fix).change_workload is Fix.change_workload and fix.name != "fsdp2"
+        if isinstance(fix, _IN_PLACE)
+        or (fix.changes_model and type(fix).change_workload is Fix.change_workload and fix.name != "fsdp2")
     ]
 
 
@@ -41,62 +51,80 @@ def check_for_scripts(uses: Sequence[FixUse]) -> None:
 
 
 class ModelChange:
-    """Called with every optimizer that a program makes: applies fixes to the model that it trains, once."""
+    """Called with every optimizer that a program makes, or with its model: applies fixes to the model, once,
+    and to the optimizers."""
 
     def __init__(self, uses: Sequence[FixUse], report: Callable[[str], None] = lambda text: None) -> None:
-        self._uses, self._report = uses, report
+        self._of_optimizer = [use for use in uses if isinstance(find(use.fix), OptimizerFix)]
+        self._of_model = [use for use in uses if use not in self._of_optimizer]
+        self._report = report
         self.changed: list[nn.Module] = []
 
-    def __call__(self, optimizer: Optimizer) -> None:
-        model = trained_model(optimizer)
-        if any(model is each for each in self.changed):
-            return
-        parameters = set(map(id, model.parameters()))
+    def __call__(self, made: Optimizer | nn.Module) -> None:
+        model = trained_model(made) if isinstance(made, Optimizer) else unwrapped(made)
+        is_first = not self.changed
         try:
-            apply_to_model(self._uses, model)
+            if not any(model is each for each in self.changed):
+                self._change_model(model)
+            if isinstance(made, Optimizer):
+                for use in self._of_optimizer:
+                    find(use.fix).convert_checked(made)  # type: ignore[attr-defined]
+                    self._report(f"{use.fix}: {type(made).__name__}")
         except UserError:
-            if self.changed:  # a second model, such as a discriminator, to which they do not apply
-                return
-            raise
+            if is_first:
+                raise
+            # A second model or optimizer, as of a discriminator, to which they do not apply.
+
+    def _change_model(self, model: nn.Module) -> None:
+        parameters = set(map(id, model.parameters()))
+        for use in self._of_optimizer:
+            check_model_id(use.model_id, model)
+        apply_to_model(self._of_model, model)
         if set(map(id, model.parameters())) != parameters:
             undo(model)
-            names = ", ".join(use.fix for use in self._uses)
+            names = ", ".join(use.fix for use in self._of_model)
             raise UserError(f"{names}: the model would get parameters that the optimizer does not have")
         self.changed.append(model)
-        for use in self._uses:
+        for use in self._of_model:
             where = [change.where for change in changes_in(model) if change.fix == use.fix]
             self._report(f"{use.fix}: {len(where)} changes in {type(model).__name__}")
 
 
 @contextlib.contextmanager
-def on_each_optimizer(call: Callable[[Optimizer], None]) -> Iterator[None]:
-    """Call it with every optimizer that is made inside, as soon as it has its parameters."""
+def on_each_optimizer(call: Callable[[Any], None]) -> Iterator[None]:
+    """Call it with every optimizer that is made inside, as soon as it has its parameters; or with the first
+    model that is trained before any."""
     make = Optimizer.__init__
 
     def init(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         make(optimizer, *args, **kwargs)
+        forward.remove()
         call(optimizer)
 
+    forward = on_first_training_call(call)
     Optimizer.__init__ = init  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
+        forward.remove()
         Optimizer.__init__ = make  # type: ignore[method-assign]
 
 
-def propose_for(model: nn.Module, prediction: Prediction) -> list[Proposal]:
-    """The fixes that apply to a script's model, without predicted saving."""
+def propose_for(made: Optimizer | nn.Module, prediction: Prediction) -> tuple[nn.Module, list[Proposal]]:
+    """The model that a program trains, and the fixes that apply to it, without predicted saving."""
+    optimizer = made if isinstance(made, Optimizer) else None
+    model = trained_model(made) if isinstance(made, Optimizer) else unwrapped(made)
     context = FixContext(prediction, None)  # type: ignore[arg-type]  # there is no Workload
-    vars(context)["model"] = model
+    vars(context).update(model=model, optimizer=optimizer)
     found: list[Proposal] = []
     for fix in fixes_for_scripts():
         if fix.name != "gradient_accumulation_fusion":  # whether the script accumulates is not known
             found += fix.proposals(context)
-    return found
+    return model, found
 
 
 def trained_model(optimizer: Optimizer) -> nn.Module:
-    """The outermost module that has the optimizer's parameters; of a data-parallel wrapper, its module."""
+    """The outermost module that has the optimizer's parameters, without its wrapper."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     gc.unfreeze()  # in a prediction's process, objects of before are frozen, and not listed
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
@@ -105,7 +133,15 @@ def trained_model(optimizer: Optimizer) -> nn.Module:
     outermost = [each for each in own if id(each) not in inside]
     if not outermost:
         raise UserError("no module has the parameters of the script's optimizer, so no fix can be applied")
-    model = max(outermost, key=lambda each: sum(id(p) in wanted for p in each.parameters()))
-    while isinstance(model, _WRAPPERS):
-        model = model.module
-    return model
+    return unwrapped(max(outermost, key=lambda each: sum(id(p) in wanted for p in each.parameters())))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside data-parallel wrappers and torch.compile, which compiles it at its first call."""
+    while True:
+        if isinstance(model, _WRAPPERS):
+            model = model.module
+        elif type(model).__name__ == "OptimizedModule":
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            return model

@@ -34,12 +34,13 @@ class Run:
     losses: list[Tensor]
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
 
 
 def verify(
     fixes: Fixes, workload: Workload, *, sizes: dict[str, int] | None = None, tolerance: float = EXACT
 ) -> Verification:
-    """Compare losses, every gradient and the parameters after two steps, without the fixes and with them.
+    """Compare losses, every gradient, and parameters and buffers after two steps, without and with the fixes.
 
     The model is built and runs on the CPU: give a small instance. `sizes` replaces some of the Workload's
     sizes. Exact fixes run in float64 where the Workload is float32, so that rounding hides nothing.
@@ -118,7 +119,11 @@ def run(workload: Workload, steps: int = STEPS) -> Run:
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
-    return Run(losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()})
+    parameters, buffers = (
+        {name: tensor.detach().clone() for name, tensor in named}
+        for named in (model.named_parameters(), model.named_buffers(remove_duplicate=False))
+    )
+    return Run(losses, gradients, parameters, buffers)
 
 
 @contextlib.contextmanager
@@ -161,6 +166,7 @@ def _differences(before: Run, after: Run, comparable: bool) -> Iterator[Differen
     for what, old, new_ones in (
         ("gradient of {}", before.gradients, after.gradients),
         ("{} after " + f"{STEPS} steps", before.parameters, after.parameters),
+        ("buffer {} after " + f"{STEPS} steps", before.buffers, after.buffers),
     ):
         floor = _FLOOR * max((_largest(tensor) for tensor in old.values()), default=0.0)
         for name in dict.fromkeys([*old, *new_ones]):

@@ -26,11 +26,13 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "gpu_title": plan.gpu_title,
         "limit": plan.limit,
         "model": plan.model,
+        "model_id": plan.model_id,
         "before": _priced_to_json(plan.before),
         "after": _priced_to_json(plan.after),
         "allowed": list(plan.allowed),
         "conditions": list(plan.conditions),
         "needs": list(plan.needs),
+        "reason": plan.reason,
         "front": [_priced_to_json(each) for each in plan.front],
         "predictions": plan.predictions,
         "seconds": plan.seconds,
@@ -42,6 +44,22 @@ def write_plan(plan: Plan, file: str | Path) -> None:
         Path(file).write_text(json.dumps(plan_to_json(plan), indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise UserError(f"plan {str(file)!r} cannot be written: {error.strerror or error}") from None
+
+
+def check_overwritten(file: str | Path) -> None:
+    """UserError for a file that exists and is not a plan."""
+    path = Path(file)
+    if not path.exists():
+        return
+    try:
+        content = json.loads(path.read_text())
+        is_plan = isinstance(content, dict) and "schema" in content and "fixes" in content
+    except (OSError, ValueError, RecursionError):
+        is_plan = False
+    if not is_plan:
+        raise UserError(
+            f"{str(file)!r} exists and is not a plan, so it is not overwritten; give another name"
+        )
 
 
 def read_plan(file: str | Path) -> Plan:
@@ -74,6 +92,8 @@ def read_plan(file: str | Path) -> Plan:
             front=tuple(map(_priced, content["front"])),
             conditions=tuple(map(str, content["conditions"])),
             needs=tuple(kind for kind in FIX_KINDS if kind in content["needs"]),
+            model_id=str(content.get("model_id", "")),
+            reason=str(content.get("reason", "")),
             predictions=int(content["predictions"]),
             seconds=float(content["seconds"]),
         )

@@ -6,12 +6,13 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from oomph.errors import OomphError
+from oomph.errors import OomphError, UserError
 from oomph.fixes.application import apply
+from oomph.fixes.modules import model_id
 from oomph.fixes.registry import FixContext, all_fixes, conflict
-from oomph.fixes.scripts import ModelChange, on_each_optimizer, propose_for, trained_model
+from oomph.fixes.scripts import ModelChange, on_each_optimizer, propose_for
 from oomph.gpus import GPU
 from oomph.planning.reduced import Reduction, reduction
 from oomph.prediction import Script, predict
@@ -21,6 +22,14 @@ from oomph.records import FixUse, Prediction, Proposal
 from oomph.workload import Workload
 
 Fixes = tuple[FixUse, ...]
+
+
+class Proposals(NamedTuple):
+    """The fixes that apply to a program's model."""
+
+    model_id: str = ""
+    found: tuple[Proposal, ...] = ()
+    reason: str = ""  # why there are none
 
 
 class WorkloadProgram:
@@ -52,8 +61,7 @@ class WorkloadProgram:
 
         return run_forked([functools.partial(predicted, fixes) for fixes in sets], _jobs())
 
-    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
-        """The model in words, and the fixes that apply."""
+    def proposals(self, prediction: Prediction) -> Proposals:
         context = FixContext(prediction, self._workload)
         found = [
             proposal
@@ -63,7 +71,7 @@ class WorkloadProgram:
             if not any(conflict(proposal.use, use) for use in self._workload.fixes)
         ]
         self.reduction = reduction(context.model)
-        return _described(context.model), found
+        return Proposals(model_id(context.model), tuple(found))
 
 
 class FunctionProgram:
@@ -80,16 +88,18 @@ class FunctionProgram:
         changes = [self._calling(ModelChange(fixes)) for fixes in sets]
         return run_forked([functools.partial(self._predict, change) for change in changes], _jobs())
 
-    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
+    def proposals(self, prediction: Prediction) -> Proposals:
         def propose(optimizer: Any) -> None:
             raise _Proposals(_proposals_for(prediction, optimizer))
 
         ((_, found),) = run_forked([functools.partial(self._predict, self._calling(propose))], 1)
         if isinstance(found, _Proposals):
             return found.found
+        if isinstance(found, UserError):  # nothing can be applied
+            return Proposals(reason=str(found))
         if isinstance(found, Exception):
             raise found
-        return "", []  # it made no optimizer
+        return Proposals(reason="the function made no optimizer of torch.optim")
 
     def _calling(self, call: Callable[[Any], None]) -> Callable[[], Any]:
         """The function, with a call for each optimizer that it makes."""
@@ -119,13 +129,16 @@ class ScriptProgram:
             except OomphError as error:
                 yield number, error
 
-    def proposals(self, prediction: Prediction) -> tuple[str, list[Proposal]]:
+    def proposals(self, prediction: Prediction) -> Proposals:
         """The script runs until it makes its optimizer."""
         asked = replace(
             self._script, on_optimizer=lambda optimizer: finish(_proposals_for(prediction, optimizer))
         )
-        found = self._run_silently(asked)
-        return found if isinstance(found, tuple) else ("", [])  # it made no optimizer
+        try:
+            found: Proposals = self._run_silently(asked)
+        except UserError as error:
+            return Proposals(reason=str(error).removeprefix("no fix was applied: "))
+        return found
 
     def _run_silently(self, script: Script) -> Any:
         """It has printed all that it prints before."""
@@ -142,17 +155,13 @@ class _Proposals(OomphError):
     """Ends a function that was called for its proposals alone."""
 
     @property
-    def found(self) -> tuple[str, list[Proposal]]:
+    def found(self) -> Proposals:
         return self.args[0]
 
 
-def _proposals_for(prediction: Prediction, optimizer: Any) -> tuple[str, list[Proposal]]:
-    model = trained_model(optimizer)
-    return _described(model), propose_for(model, prediction)
-
-
-def _described(model: Any) -> str:
-    return f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters"
+def _proposals_for(prediction: Prediction, made: Any) -> Proposals:
+    model, found = propose_for(made, prediction)
+    return Proposals(model_id(model), tuple(found))
 
 
 Program = WorkloadProgram | FunctionProgram | ScriptProgram

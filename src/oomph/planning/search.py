@@ -23,7 +23,14 @@ from oomph import gpus
 from oomph.errors import OomphError, UserError
 from oomph.fixes.registry import conflict, find, position
 from oomph.gpus import GPU
-from oomph.planning.programs import Fixes, FunctionProgram, Program, ScriptProgram, WorkloadProgram
+from oomph.planning.programs import (
+    Fixes,
+    FunctionProgram,
+    Program,
+    Proposals,
+    ScriptProgram,
+    WorkloadProgram,
+)
 from oomph.planning.reduced import Costs, costs, joint_costs, step_seconds
 from oomph.prediction import Script, called
 from oomph.prediction.isolation import autograd_breaks_in_forks, run_in_new_interpreter, run_isolated
@@ -56,7 +63,6 @@ _SAFE = 0.99  # of the limit: what an estimate may need for fixes to be left out
 _ALIKE = 0.02  # of the peak, by which the events of a reduced model may be off
 _LESS = 0.75  # of the memory of a set: what one that takes longer must be estimated to need to be shown
 _SAME_TIME = 0.005  # sets whose times differ by less are ordered by the number of fixes
-_RATES_OF = "h200"  # for a card of which only the size is known
 _OF_ACTIVATIONS = ("activation_checkpointing", "activation_offloading")
 
 
@@ -137,7 +143,7 @@ def fit(
         if kind not in FIX_KINDS:
             raise UserError(f"{kind!r} is not a kind of fix; valid: {', '.join(FIX_KINDS)}")
     kinds = tuple(kind for kind in FIX_KINDS if kind in allow)
-    card = gpu if isinstance(gpu, GPU) else gpus.find(str(gpu or budget or _RATES_OF))
+    card = gpu if isinstance(gpu, GPU) else gpus.find(str(gpu or budget or gpus.RATES_OF))
     limits = [card.memory - card.context]
     limits += [parse_bytes(budget) - card.context] if budget is not None else []
     limits += [parse_bytes(max)] if max is not None else []
@@ -147,7 +153,7 @@ def fit(
         raise UserError(f"the CUDA context alone takes {context}, which is more than there is")
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
     report = progress or (lambda text, fraction: None)
-    card = _with_rates(card)
+    card = gpus.with_rates(card)
     if isinstance(target, Script) and autograd_breaks_in_forks():
         options = {"gpu": gpu, "budget": budget, "max": max, "allow": kinds, "host_memory": host}
         return run_in_new_interpreter(fit, report, target, **options)
@@ -163,16 +169,6 @@ def fit(
         return _Search(program, card, limit, host).plan(kinds, report)
 
     return run_isolated(search, report)
-
-
-def _with_rates(card: GPU) -> GPU:
-    """Step times are compared with each other only, so another card's rates serve."""
-    if card.bandwidth is not None:
-        return card
-    known = gpus.find(_RATES_OF)
-    return replace(
-        card, bandwidth=known.bandwidth, bf16_tflops=known.bf16_tflops, fp32_tflops=known.fp32_tflops
-    )
 
 
 def _host_memory() -> int:
@@ -196,10 +192,12 @@ class _Search:
         prediction = self.program.predict()
         self.base = base = chosen = self._trial((), prediction)
         self.seconds, self.margin = base.priced.step_seconds, prediction.margin
-        model, conditions = "", dict[str, str]()
+        proposals, conditions = Proposals(), dict[str, str]()
         needs: tuple[FixKind, ...] = ()
-        if not base.priced.fits:
-            model, found = self.program.proposals(prediction)
+        reason = "" if base.priced.fits else self._why_none_fits(prediction)
+        if not base.priced.fits and not reason:
+            proposals = self.program.proposals(prediction)
+            found, reason = proposals.found, proposals.reason
             conditions = {one.fix: one.condition for one in found if one.condition}
             chosen = self._search([one for one in found if one.kind in kinds], progress)
             if not chosen.priced.fits and set(kinds) != set(FIX_KINDS):
@@ -213,15 +211,26 @@ class _Search:
             before=base.priced,
             after=chosen.priced,
             allowed=kinds,
-            model=model,
+            model=_in_words(proposals.model_id),
             front=self._front(kinds),
             conditions=tuple(
                 f"{use.fix}: {conditions[use.fix]}" for use in chosen.priced.fixes if use.fix in conditions
             ),
             needs=needs,
+            model_id=proposals.model_id,
+            reason=reason,
             predictions=len(self.trials),
             seconds=time.perf_counter() - self.began,
         )
+
+    def _why_none_fits(self, prediction: Prediction) -> str:
+        parameters = [made for made in prediction.allocations if made.kind == "parameter"]
+        # The smallest that fixes leave of them is bfloat16.
+        least = sum(min(made.bytes, 2 * math.prod(made.shape)) for made in parameters)
+        if least <= self.limit:
+            return ""
+        total, limit = format_bytes(sum(made.bytes for made in parameters)), format_bytes(self.limit)
+        return f"the parameters alone take {total}, and there is {limit} for them and everything else"
 
     def _needs(
         self, found: Sequence[Proposal], kinds: tuple[FixKind, ...], progress: Progress
@@ -527,6 +536,11 @@ def _results(
             raise result  # a bug of ours
 
 
+def _in_words(model_id: str) -> str:
+    name, _, rest = model_id.partition(" ")
+    return f"{name}, {int(rest.split()[0]):,} parameters" if rest else ""
+
+
 def _key(fixes: Fixes) -> Any:
     return frozenset((use.fix, repr(sorted(use.options.items()))) for use in fixes)
 
@@ -594,12 +608,11 @@ def _times(parts: Parts, share: float) -> Parts:
 
 
 def _is_like(parts: Parts, base: Parts) -> bool:
-    """Whether the events of a reduced model give the whole one's peaks."""
-    highest = max(sum(held.values()) for held in base.values())
-    return all(
-        abs(sum(parts.get(part, {}).values()) - sum(held.values())) <= _ALIKE * highest
-        for part, held in base.items()
+    """Whether the events of a reduced model give the whole one's peak."""
+    found, highest = (
+        max((sum(held.values()) for held in each.values()), default=0) for each in (parts, base)
     )
+    return abs(found - highest) <= _ALIKE * highest
 
 
 def _rescaled(parts: Parts, reduced: Parts, base: Parts) -> Parts:
@@ -615,18 +628,29 @@ def _rescaled(parts: Parts, reduced: Parts, base: Parts) -> Parts:
 
 
 def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> Parts:
-    """What is allocated when each part of the step is at its highest."""
+    """What is allocated when each part of the step is at its highest.
+
+    Backward is two parts, before and after half of the gradients are there: activations make the peak of one,
+    gradients that of the other.
+    """
+    sizes = [allocations[event.id].bytes * (1 if event.action == "alloc" else -1) for event in events]
+    gradients = most = 0
+    for event, size in zip(events, sizes, strict=True):
+        if event.action != "mark" and allocations[event.id].stage == "gradients":
+            gradients += size
+            most = max(most, gradients)
     held: dict[str, int] = {}
     highest: dict[str, tuple[int, dict[str, int]]] = {}
     total = 0
-    for event in events:
+    for event, size in zip(events, sizes, strict=True):
         if event.action == "mark":
             continue
         made = allocations[event.id]
-        size = made.bytes if event.action == "alloc" else -made.bytes
         total += size
         held[made.stage] = held.get(made.stage, 0) + size
         part = made.during or "setup"
+        if part == "backward" and 2 * held.get("gradients", 0) > most:
+            part = "end of backward"
         if size > 0 and made.step and total > highest.get(part, (0, {}))[0]:
             highest[part] = total, dict(held)
     return {part: {what: size for what, size in at.items() if size > 0} for part, (_, at) in highest.items()}

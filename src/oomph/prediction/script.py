@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from oomph.errors import ProgramError, UserError, program_traceback, user_line
 from oomph.prediction.program import STEPS, Progress
@@ -39,7 +40,8 @@ class Script:
     module: bool = False
     steps: int = STEPS
     torchrun: bool = False  # with the environment of the only rank
-    on_optimizer: Callable[[torch.optim.Optimizer], None] | None = None  # called with each that it makes
+    # Called with each optimizer that it makes, or with the first model that it trains before any.
+    on_optimizer: Callable[[Any], None] | None = None
 
     @property
     def name(self) -> str:
@@ -105,6 +107,33 @@ def _free_port() -> int:
         return port
 
 
+def on_first_training_call(call: Callable[[torch.nn.Module], None]) -> Any:
+    """Call it with the first model that runs with gradients, before it does; a handle to end that."""
+
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and module.training and _is_trained(module):
+            handle.remove()
+            call(module)
+
+    handle = register_module_forward_pre_hook(hook)
+    return handle
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    """A model with parameters of its own, not a loss or a layer that is called by itself."""
+    of_torch = type(module).__module__.startswith("torch.nn")
+    return (not of_torch or isinstance(module, torch.nn.Sequential)) and any(
+        parameter.requires_grad for parameter in module.parameters()
+    )
+
+
+def no_model_error(script: str) -> str:
+    return (
+        f"no fix was applied: {script} made no optimizer of torch.optim, and called no nn.Module with "
+        "parameters in training mode"
+    )
+
+
 class _Steps:
     """Counts the steps of every optimizer, and says when enough were seen."""
 
@@ -114,6 +143,10 @@ class _Steps:
         self._script, self._tracer, self._progress, self._finish = script, tracer, progress, finish
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._updates = 0  # of parameters, without an optimizer
+        self._model_found = False
+        self._first_call: Any = None
+        if script.on_optimizer is not None:
+            self._first_call = on_first_training_call(self._trains)
 
     def begin(self, number: int) -> None:
         tracer = self._tracer
@@ -125,7 +158,12 @@ class _Steps:
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[optimizer] = 0
         if self._script.on_optimizer is not None:
+            self._first_call.remove()
             self._script.on_optimizer(optimizer)
+
+    def _trains(self, model: torch.nn.Module) -> None:
+        self._model_found = True
+        self._script.on_optimizer(model)  # type: ignore[misc]
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
@@ -175,8 +213,8 @@ class _Steps:
                 self._end(f"because it trains nothing and its peak had not risen for {_ENDLESS_S:.0f} s")
 
     def _check_gpu(self) -> None:
-        if self._script.on_optimizer is not None and not self._counts:
-            raise UserError(f"no fix was applied: {self._script.name} made no optimizer of torch.optim")
+        if self._script.on_optimizer is not None and not self._counts and not self._model_found:
+            raise UserError(no_model_error(self._script.name))
         if not self._tracer.recorder.allocations:
             name = self._script.name
             raise UserError(f"{name} put nothing on the GPU; build its model and data on device 'cuda'")

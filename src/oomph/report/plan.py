@@ -49,6 +49,11 @@ def plan_text(
         if plan.needs:
             kinds = ",".join(kind for kind in plan.needs if kind != "exact")
             console.print(f"It fits if fixes that change the numbers are allowed: --allow {kinds}")
+        elif plan.reason:
+            console.print(Text(f"No fix can be applied: {plan.reason}."))
+            console.print(
+                "By hand: a smaller batch or shorter input; `oomph diagnose` names what takes the memory."
+            )
         elif not plan.fits:
             console.print(
                 "No fix of any kind is enough: take a smaller batch, shorter input or a larger card."

@@ -69,10 +69,11 @@ class OptimizerFix(Fix):
         """The workload with an optimizer that is converted when it is made."""
         if workload.optimizer is None:
             raise UserError(f"fix {self.name!r}: the workload has no optimizer (optimizer=None)")
-        convert = partial(self._checked, **options)
+        convert = partial(self.convert_checked, **options)
         return replace(workload, optimizer=ConvertedOptimizer(workload.optimizer, convert))
 
-    def _checked(self, optimizer: Optimizer, **options: Any) -> Optimizer:
+    def convert_checked(self, optimizer: Optimizer, **options: Any) -> Optimizer:
+        """UserError where it cannot be converted."""
         why = self.why_not(optimizer, **options)
         if why is not None:
             raise UserError(f"fix {self.name!r}: {why}")
