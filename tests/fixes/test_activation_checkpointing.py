@@ -146,13 +146,17 @@ def test_keeping_attention_costs_little_memory_and_saves_its_time():
         lambda model, batch: model(batch).float().mean(),
         dtype="bfloat16",
     )
-    all_saved, nothing, attention = (
+    keep = "activation_checkpointing:keep=attention"
+    all_saved, nothing, attention, offloaded = (
         oomph.predict(oomph.apply(chosen, work), gpu="h200")
-        for chosen in ([], "activation_checkpointing", "activation_checkpointing:keep=attention")
+        for chosen in ([], "activation_checkpointing", keep, [keep, "activation_offloading"])
     )
     assert nothing.peak.allocated < attention.peak.allocated < all_saved.peak.allocated
     assert attention.peak.allocated - nothing.peak.allocated < 2 * (65536 * 256 * 2 * 1.1)
     assert attention.step_seconds < 1.05 * all_saved.step_seconds < 1.1 * nothing.step_seconds
+    assert offloaded.peak.allocated < attention.peak.allocated
+    assert offloaded.step_seconds < nothing.step_seconds
+    assert sum(phase.to_host for phase in offloaded.work.phases) >= 3 * (65536 * 256 * 2)
 
 
 @pytest.mark.parametrize("keep", ["nothing", "products"])

@@ -21,7 +21,11 @@ def offloader_of(block):
     return block.forward.wrapper.keywords["offloader"]
 
 
-@pytest.mark.parametrize("others", [[], ["activation_checkpointing"]], ids=["alone", "checkpointed"])
+@pytest.mark.parametrize(
+    "others",
+    [[], ["activation_checkpointing"], ["activation_checkpointing:keep=attention"]],
+    ids=["alone", "checkpointed", "attention kept"],
+)
 def test_gradients_are_the_same_bit_by_bit_and_undo_restores_the_model(others):
     model, batch = seeded(TinyLM), tiny_batch("cpu")
     before, state = gradients(model, plain_loss, batch), state_of(model)

@@ -12,6 +12,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from oomph.fixes.activation_offloading import (
+    BlockActivations,
+    OffloadedTensor,
+    ResidentTensor,
+    current_block,
+)
 from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import (
     block_names,
@@ -24,6 +30,7 @@ from oomph.fixes.modules import (
 )
 from oomph.fixes.modules import blocks as blocks_of
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice
+from oomph.torch_internals import TorchDispatchMode, tree_map
 
 aten = torch.ops.aten
 # Its time grows with the square of the sequence, the size of its results (and their log-sum-exp) linearly.
@@ -74,7 +81,7 @@ class ActivationCheckpointing(Fix):
         """`blocks`: names of modules ("layers.*.mlp" is one in each layer); by default every repeated block.
         `keep`: what is saved besides the inputs: "nothing", results of "attention", or results of "products"
         (matrix products, convolutions and attention). Attention counts where it is torch's
-        scaled_dot_product_attention."""
+        scaled_dot_product_attention. With the fix "activation_offloading", they wait in host memory."""
         check_choice(self.name, "keep", keep, KEEP)
         refuse_own_checkpointing(model, self.name)
         names = block_names(model) if blocks is None else names_option(self.name, "blocks", blocks)
@@ -105,7 +112,11 @@ def _contexts(kept: set[Any], norms: Sequence[nn.Module]) -> tuple[Any, Any]:
     """Of the forward pass and of the recomputation, which does not update running statistics again."""
     first: Any = contextlib.nullcontext()
     again: Any = contextlib.nullcontext()
-    if kept:
+    block = current_block()
+    if kept and block is not None:
+        saved: list[Any] = []
+        first, again = _KeptResults(kept, saved, block), _ReusedResults(kept, saved, block)
+    elif kept:
         first, again = create_selective_checkpoint_contexts(partial(_save, kept))
     return first, _without_statistics(again, norms)
 
@@ -122,6 +133,50 @@ def _without_statistics(inner: Any, norms: Sequence[Any]) -> Iterator[None]:
     finally:
         for norm, (momentum, batches) in zip(norms, before, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, batches
+
+
+class _KeptResults(TorchDispatchMode):
+    """In forward: the results of `ops` go where a block's activations go. torch's policy keeps them on the
+    device, beyond the reach of hooks."""
+
+    def __init__(self, ops: set[Any], saved: list[Any], block: BlockActivations) -> None:
+        super().__init__()
+        self._ops, self._saved, self._block = ops, saved, block
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if func in self._ops:
+            self._saved.append(results)
+        return results
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._saved[:] = [tree_map(self._packed, each) for each in self._saved]
+
+    def _packed(self, leaf: Any) -> Any:
+        return self._block.pack(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+class _ReusedResults(TorchDispatchMode):
+    """In the recomputation: these come back instead of being computed, in the same order."""
+
+    def __init__(self, ops: set[Any], saved: list[Any], block: BlockActivations) -> None:
+        super().__init__()
+        self._ops, self._saved, self._block = ops, saved, block
+
+    def __enter__(self) -> Any:
+        self._next = iter([tree_map(self._unpacked, each, is_leaf=_is_packed) for each in self._saved])
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return next(self._next) if func in self._ops else func(*args, **(kwargs or {}))
+
+    def _unpacked(self, leaf: Any) -> Any:
+        return self._block.unpack(leaf) if _is_packed(leaf) else leaf
+
+
+def _is_packed(leaf: Any) -> bool:
+    return isinstance(leaf, ResidentTensor | OffloadedTensor)
 
 
 # What the policy saves bypasses saved-tensor hooks; from torch 2.15 on that has to be said.

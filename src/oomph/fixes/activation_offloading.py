@@ -12,6 +12,7 @@ used because it copies on the compute stream and pins new memory for every tenso
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -64,7 +65,8 @@ class ActivationOffloading(Fix):
         copied. `ahead`: prefetch a block's tensors during the backward of the block after it; false saves
         their memory then, and the computation waits for each copy.
 
-        With the fix "activation_checkpointing", a block saves its inputs alone, and those are copied.
+        With the fix "activation_checkpointing", a block saves its inputs alone, and those are copied; with
+        `keep=attention`, the results of attention as well.
         """
         check_flag(self.name, "ahead", ahead)
         offloader = ActivationOffloader(bytes_option(self.name, "smallest", smallest), ahead)
@@ -106,10 +108,22 @@ def _offloaded(
     module = module_of(forward)
     own = [*module.parameters(), *module.buffers()] if module is not None else []
     block = offloader.begin_block(keep_on_device, own)
-    with block.saved_tensors_hooks():
-        result = forward(*args, **kwargs)
+    outer, _running.block = current_block(), block
+    try:
+        with block.saved_tensors_hooks():
+            result = forward(*args, **kwargs)
+    finally:
+        _running.block = outer
     block.end_forward()
     return result
+
+
+_running = threading.local()  # .block: whose forward runs in this thread
+
+
+def current_block() -> BlockActivations | None:
+    """For what a block keeps beside autograd's graph: it may be offloaded, too."""
+    return getattr(_running, "block", None)
 
 
 class ActivationOffloader:
@@ -160,7 +174,7 @@ class BlockActivations:
         self._backward_began = False
 
     def saved_tensors_hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
     def end_forward(self) -> None:
         """Free the previous block's device memory: this block's forward has hidden the copies."""
@@ -169,7 +183,7 @@ class BlockActivations:
             for storage in previous._alive():
                 storage.free_device_memory()
 
-    def _pack(self, tensor: torch.Tensor) -> ResidentTensor | OffloadedTensor:
+    def pack(self, tensor: torch.Tensor) -> ResidentTensor | OffloadedTensor:
         with torch.no_grad():
             if self._keep_on_device or not self._may_be_offloaded(tensor):
                 # Detached: an op's own result would hold the op, and the op would hold it.
@@ -179,7 +193,7 @@ class BlockActivations:
                 self._storages.append(weakref.ref(storage))
             return storage.save(tensor)
 
-    def _unpack(self, saved: ResidentTensor | OffloadedTensor) -> torch.Tensor:
+    def unpack(self, saved: ResidentTensor | OffloadedTensor) -> torch.Tensor:
         with torch.no_grad():
             if not self._backward_began:
                 self._backward_began = True

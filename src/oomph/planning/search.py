@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from oomph import gpus
@@ -55,7 +56,8 @@ Parts = Mapping[str, Mapping[str, int]]
 Groups = tuple[tuple[Proposal, ...], ...]
 
 _TRIES = 6  # sets that are predicted before the search ends with the best one
-_JOINT = 12  # sets that are priced together
+_JOINT = 10  # sets that are priced together
+_SLACK = 1.1  # times the limit: what a set may be estimated to need to be priced together
 _COUNTS = 8  # numbers of checkpointed blocks that are considered
 _CLOSE = 0.8  # of the limit: a set that is estimated to need more is priced together before it is predicted
 _WORTH = 0.99  # of the best time so far: what a set must be estimated to take to be tried
@@ -74,6 +76,15 @@ class _Price:
     costs: Costs
     host_bytes: int = 0
     reduced: Costs = ()  # of the reduced model
+
+    @cached_property
+    def most(self) -> dict[str, int]:
+        """The most that there is of each kind, in any part."""
+        found: dict[str, int] = {}
+        for held in self.parts.values():
+            for what, size in held.items():
+                found[what] = max(size, found.get(what, 0))
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,8 +328,13 @@ class _Search:
             if (one.fix not in _OF_ACTIVATIONS or "blocks" not in one.options)  # counts are interpolated
             and (one.fix != "no_foreach" or "fused_optimizer" not in first)  # which is better at all it does
         ]
-        if set(_OF_ACTIVATIONS) <= set(first):
-            groups.append(tuple(first[name] for name in _OF_ACTIVATIONS))
+        offloading = first.get("activation_offloading")
+        groups += [
+            (one, offloading)
+            for one in proposals
+            if one.fix == "activation_checkpointing" and offloading is not None
+            if "blocks" not in one.options and one.options.get("keep") != "products"
+        ]
         for one in proposals:
             if one.fix == "allocator":  # the events are the same; what is reserved for them is known
                 share = 1 - (one.saving or 0) / self.base.priced.peak.reserved
@@ -360,16 +376,18 @@ class _Search:
         margin = 1 + self.margin / self.base.priced.peak.reserved
         while tries < _TRIES:
             most = _WORTH * closest.priced.step_seconds if closest.priced.fits else math.inf
+            may_be_priced = self.reduced is not None and joint < _JOINT
+            slack = 1 / _SLACK if may_be_priced else optimism  # of estimates from each option by itself
             fitting = (
                 one
                 for one in sets
-                if one.peak * margin * (1.0 if one.jointly else optimism) <= self.limit and one.seconds < most
+                if one.peak * margin * (1.0 if one.jointly else slack) <= self.limit and one.seconds < most
             )
             chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
             if chosen is None:
                 break
             text = f"predicting {', '.join(use.fix for use in chosen.fixes)}"
-            if not chosen.jointly and self.reduced and joint < _JOINT and chosen.peak > _CLOSE * self.limit:
+            if not chosen.jointly and may_be_priced and chosen.peak > _CLOSE * self.limit:
                 joint += 1
                 families = [each for each in self._families(chosen.options) if each]
                 self._price(families, progress, text.replace("predicting", "pricing"))
@@ -475,10 +493,13 @@ class _Search:
         return step_seconds(option.price.costs)
 
     def _saves(self, option: _Option) -> bool:
-        """At the highest moment of some part: the peak may be there when others have lowered it elsewhere."""
+        """Something at the highest moment of some part, which may be the peak when others have lowered it
+        elsewhere."""
+        least = 0.005 * self.base.priced.peak.allocated
         return any(
-            sum(option.price.parts.get(part, {}).values()) < 0.995 * sum(held.values())
+            size - option.price.parts.get(part, {}).get(what, 0) > least
             for part, held in self.base.price.parts.items()
+            for what, size in held.items()
         )
 
     def _is_faster(self, option: _Option) -> bool:
@@ -577,7 +598,14 @@ def _combined(base: _Price, prices: Sequence[_Price]) -> _Price:
     def left(part: str, what: str) -> int:
         size = base.parts.get(part, {}).get(what, 0)
         sizes = [one.parts.get(part, {}).get(what, 0) for one in prices]
-        return round(size * math.prod(each / size for each in sizes)) if size else max(sizes)
+        if size:
+            return round(size * math.prod(each / size for each in sizes))
+        # One brings it there; of that, the others leave the share that they leave elsewhere.
+        brought = max(range(len(sizes)), key=sizes.__getitem__)
+        others = [one for index, one in enumerate(prices) if index != brought]
+        most = base.most.get(what, 0)
+        shares = (min(1.0, one.most.get(what, 0) / most) for one in others) if most else ()
+        return round(sizes[brought] * math.prod(shares))
 
     total = tuple(
         cost + sum(one.costs[index] - cost for one in prices) for index, cost in enumerate(base.costs)
@@ -648,7 +676,7 @@ def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> Parts:
         made = allocations[event.id]
         total += size
         held[made.stage] = held.get(made.stage, 0) + size
-        part = made.during or "setup"
+        part: str = made.during or "setup"
         if part == "backward" and 2 * held.get("gradients", 0) > most:
             part = "end of backward"
         if size > 0 and made.step and total > highest.get(part, (0, {}))[0]:
