@@ -119,23 +119,20 @@ HAND_WRITTEN = SCRIPT.replace("optimizer = torch.optim.AdamW(model.parameters())
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_script_without_an_optimizer_or_with_a_compiled_model_is_changed_too(
-    tmp_path: Path, compiled: bool
+    tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = HAND_WRITTEN
     if compiled:
-        text = SCRIPT.replace(
-            ".to(device)\n", '.to(device)\n    model = torch.compile(model, backend="eager")\n'
-        )
+        text = SCRIPT.replace("Model().to(device)", 'torch.compile(Model().to(device), backend="eager")')
     file = tmp_path / "train.py"
     file.write_text(textwrap.dedent(text))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = ["-m", "oomph", "run", "--fix", "activation_checkpointing", str(file), "cpu", "64"]
-    plain, fixed = (
-        subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
-        for words in ([str(file), "cpu", "64"], command)
-    )
-    assert "activation_checkpointing: 4 changes" in fixed.stderr
-    assert fixed.stdout == plain.stdout != ""
+    monkeypatch.setattr(sys, "argv", [str(file), "cpu", "64"])
+    runpy.run_path(str(file), run_name="__main__")
+    plain = capsys.readouterr().out
+    assert run(["run", "--fix", "activation_checkpointing", str(file), "cpu", "64"]) == 0
+    shown = capsys.readouterr()
+    assert "activation_checkpointing: 4 changes" in shown.err
+    assert shown.out == plain != ""
 
 
 def test_options_of_the_scripts_optimizer_are_set() -> None:
