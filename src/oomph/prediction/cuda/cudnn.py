@@ -83,7 +83,8 @@ class _Convolution(NamedTuple):
 def _forward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     format = memory_format(call["input"], call["weight"])
     found = _describe(call, _output_shape(call), format)
-    return [*_copies(format, call["input"], call["weight"]), NEXT_RESULT, _workspace(found, "forward", gpu)]
+    copies = (_copy_bytes(call[name], format) for name in ("input", "weight"))
+    return [*copies, NEXT_RESULT, _workspace(found, "forward", gpu)]
 
 
 @temporaries(aten.convolution_backward.default)
@@ -91,17 +92,18 @@ def _backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     format = memory_format(call["input"], call["weight"])
     gradient = call["grad_output"]
     found = _describe(call, tuple(gradient.shape), format)
-    copies = _copies(format, gradient, call["input"], call["weight"])
-    sizes: list[int | None] = [*copies]
-    passes: tuple[Pass, Pass] = ("data", "weight")
-    for kind, wanted in zip(passes, call["output_mask"], strict=False):
-        if wanted:
-            size = _workspace(found, kind, gpu)
-            sizes += [NEXT_RESULT, size, -size]  # each pass frees its own before the next begins
+    gradient_copy = _copy_bytes(gradient, format)
+    sizes: list[int | None] = [gradient_copy]
+    if call["output_mask"][0]:
+        weight_copy, workspace = _copy_bytes(call["weight"], format), _workspace(found, "data", gpu)
+        sizes += [NEXT_RESULT, weight_copy, workspace, -workspace, -weight_copy]
+    if call["output_mask"][1]:
+        input_copy, workspace = _copy_bytes(call["input"], format), _workspace(found, "weight", gpu)
+        sizes += [input_copy, NEXT_RESULT, workspace, -workspace, -input_copy]
     if call["output_mask"][2]:
         others = [dim for dim in range(gradient.dim()) if dim != 1]
-        sizes += [-size for size in copies]
-        sizes += [NEXT_RESULT, *temporaries_of(aten.sum.dim_IntList, (gradient, others), {}, gpu)]
+        sums = temporaries_of(aten.sum.dim_IntList, (gradient, others), {}, gpu)
+        sizes += [-gradient_copy, NEXT_RESULT, *sums]
     return sizes
 
 
@@ -187,9 +189,9 @@ def memory_format(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_for
     return suggest_memory_format(weight) if suggested is torch.contiguous_format else suggested
 
 
-def _copies(format: torch.memory_format, *tensors: torch.Tensor) -> list[int]:
-    """Tensors in another layout than the convolution's are copied first."""
-    return [t.numel() * t.element_size() for t in tensors if not t.is_contiguous(memory_format=format)]
+def _copy_bytes(tensor: torch.Tensor, format: torch.memory_format) -> int:
+    """Tensors in another layout than the convolution's are copied."""
+    return 0 if tensor.is_contiguous(memory_format=format) else tensor.numel() * tensor.element_size()
 
 
 def _output_shape(call: BoundArguments) -> tuple[int, ...]:
