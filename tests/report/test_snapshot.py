@@ -121,18 +121,18 @@ def test_the_segments_are_those_left_at_the_end_with_their_blocks_and_gaps() -> 
     segments = content()["segments"]
     assert [(segment["total_size"], segment["segment_type"]) for segment in segments] == [
         (20 * MIB, "large"),
-        (2 * MIB, "small"),
         (30 * MIB, "large"),
+        (2 * MIB, "small"),
     ]
     blocks = [
         [(b["size"], b["requested_size"], b["state"]) for b in segment["blocks"]] for segment in segments
     ]
     assert blocks == [
         [(5 * MIB, 0, "inactive"), (6 * MIB, 6 * MIB, "active_allocated"), (9 * MIB, 0, "inactive")],
-        [(600_064, 600_000, "active_allocated"), (2 * MIB - 600_064, 0, "inactive")],
         [(30 * MIB, 30 * MIB, "active_allocated")],
+        [(600_064, 600_000, "active_allocated"), (2 * MIB - 600_064, 0, "inactive")],
     ]
-    assert [segment["allocated_size"] for segment in segments] == [6 * MIB, 600_064, 30 * MIB]
+    assert [segment["allocated_size"] for segment in segments] == [6 * MIB, 30 * MIB, 600_064]
     for segment in segments:
         assert segment["blocks"][0]["address"] == segment["address"]
         assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
