@@ -252,6 +252,15 @@ cases(
     ("p.py:wrong_op_argument", "the program failed at p.py:81: ArgumentError: "),
     status=PROGRAM,
 )
+cases(
+    "predict",
+    (
+        "x.py",
+        "x.py ended without a training step: it ran no backward pass",
+        "import torch\ntorch.ones(4, device='cuda')",
+    ),
+    status=PROGRAM,
+)
 cases("predict", ("p.py:loss_interrupts", "interrupted"), status=INTERRUPTED)
 
 for command, more in (("verify", "micro_batches"), ("fixes", ""), ("diverge", "good.gz")):

@@ -227,6 +227,8 @@ class _Steps:
         """The script has ended by itself."""
         name, steps = self._script.name, self.trained
         self._check_gpu()
+        if not steps and not any(event.label == "backward" for event in self._tracer.recorder.events):
+            raise ProgramError(f"{name} ended without a training step: it ran no backward pass")
         if not steps:
             self._tracer.recorder.note(
                 f"{name} ended without a training step: this is the memory of what it did"
