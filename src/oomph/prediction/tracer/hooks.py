@@ -31,6 +31,7 @@ from oomph.torch_internals import (
     MODULE_APPLY,
     PUSH_SAVED_TENSORS_HOOKS,
     FakeTensor,
+    current_functorch_transform,
     disable_dispatch_modes,
     disable_torch_function,
     disabled_torch_function_impl,
@@ -72,7 +73,7 @@ def _follow_backward(
 
     On a GPU it runs in a thread of the engine's own, on the host in the caller's. That matters if it makes a
     graph: autograd runs the newest nodes first, and every thread numbers its own. So such a pass gets a
-    thread here, too.
+    thread here, too; not inside a transform of torch.func, which holds for its own thread.
     """
     engine = getattr(*ENGINE_RUN_BACKWARD[0])
     device_thread = ThreadPoolExecutor(1, initializer=_make_nodes, initargs=(get_sequence_nr(),))
@@ -91,7 +92,8 @@ def _follow_backward(
         with tracer.in_phase("backward"):
             kernels = len(tracer.work.kernels)
             call = functools.partial(run_engine, tensors, gradients, keep, create, *args, **kwargs)
-            result = device_thread.submit(call).result() if create else call()
+            in_thread = create and current_functorch_transform() is None
+            result = device_thread.submit(call).result() if in_thread else call()
             repeated.after_backward(kernels)
         tracer.gradients_are_new = True
         return result
