@@ -348,13 +348,6 @@ def test_sizes_that_follow_from_guessed_sizes_do_not_multiply() -> None:
 def test_nms_keeps_half_of_the_boxes() -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")
     library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    library.impl(
-        "nms",
-        lambda dets, scores, threshold: dets.new_empty(
-            torch.library.get_ctx().new_dynamic_size(), dtype=torch.long
-        ),
-        "Meta",
-    )
 
     @torch.library.register_fake("torchvision::nms")
     def _(dets: torch.Tensor, scores: torch.Tensor, threshold: float) -> torch.Tensor:
