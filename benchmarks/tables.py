@@ -17,6 +17,8 @@ from pathlib import Path
 from benchmarks import RESULTS, ROOT
 from oomph import gpus
 from oomph.systems import SYSTEMS as REGISTRY
+from oomph.systems.claims import stored_figures
+from oomph.systems.ginr.claims import solution
 
 
 def stored(path: Path) -> list[dict[str, str]]:
@@ -116,11 +118,9 @@ def peaks(system: str) -> str:
     """Every measured form of a system."""
     lines = ["| form | measured | predicted | a step |", "|---|---:|---:|---:|"]
     for name, row in system_rows().items():
-        if name.split()[0] == system and row["predicted_mib"]:
-            lines.append(
-                f"| {name} | {float(row['measured_mib']):,.0f} MiB | {float(row['error_percent']):+.2f} % "
-                f"| {float(row['measured_ms']):,.1f} ms |"
-            )
+        if name.split()[0] == system and not row["other_ms"]:
+            took = f"{float(row['measured_ms']):,.1f} ms" if row["measured_ms"] else "-"
+            lines.append(f"| {name} | {float(row['measured_mib']):,.0f} MiB | {_error(row)} | {took} |")
     return "\n".join(lines)
 
 
@@ -167,8 +167,62 @@ def story(system: str) -> str:
     shown = [f"{row['command']}".strip() for row in rows]
     table = _table("form, needs, verdict, where", cells)
     return "\n".join(
-        [table, "", "```", *shown, "```", "", f"{float(rows[0]['story_seconds']):.0f} seconds on two cores."]
+        [
+            table,
+            "",
+            "```",
+            *shown,
+            "```",
+            "",
+            f"{float(rows[0]['cpu_seconds']):.0f} seconds of CPU time, two predictions at a time.",
+        ]
     )
+
+
+# Report 004's decoders: title -> row of the naive form, run of the quality over three seeds
+SOLUTIONS = {
+    "the report's model: self-attention": ("ginr self naive 64, fp32", "self"),
+    "1: feed-forwards": (solution(1), "feedforward"),
+    "2: cross-attention to the latents": (solution(2), "cross"),
+    "3: batch 16": (solution(3), "batch 16"),
+    "4: gradient checkpointing": (solution(4), "self"),
+    "5: 16 x 16 pixels": (solution(5), "resolution 16"),
+    "SCENT: 256 of 1,024 queries": ("ginr queries naive 64, fp32", "queries"),
+    "the original: residual blocks": ("ginr residual naive 64, fp32", "residual"),
+    "ours: self-attention, fused, checkpointed": (
+        "ginr self model 64, fp32 activation_checkpointing",
+        "self",
+    ),
+}
+
+
+def solutions() -> str:
+    """The five solutions of report 004 beside each other: memory, time and quality."""
+    figures, rows = stored_figures(), []
+    for title, (name, quality) in SOLUTIONS.items():
+        row = figures.get(name, {})
+        predicted, measured = row.get("predicted", {}), row.get("measured", {})
+        decibels = figures.get(f"training ginr {quality}, 3 seeds", {}).get("measured", {})
+        per_batch = 4 if "batch 16" in title else 1
+        rows.append(
+            (
+                title,
+                f"{predicted['peak'] / 2**30:.1f} GiB" if predicted else "-",
+                f"{measured['peak'] / 2**30:.1f} GiB" if measured else "-",
+                f"{per_batch * measured['ms']:,.0f} ms" if measured else "-",
+                f"{decibels['psnr']:.1f} +- {decibels['spread'] / 2:.1f} dB" if decibels else "-",
+            )
+        )
+    return _table("decoder, predicted, measured, time for 64 images, PSNR after 200 steps", rows)
+
+
+def held_out() -> str:
+    """Every system's error on held-out data before and after training."""
+    rows = [
+        (row["run"], row["seed"], row["steps"], row["metric"], row["before"], row["after"])
+        for row in stored(RESULTS / "held_out.csv")
+    ]
+    return _table("run, seed, steps, held out, before, after", rows)
 
 
 def audit(system: str) -> str:
@@ -187,6 +241,7 @@ def system_rows() -> dict[str, dict[str, str]]:
 LONG_RUNS = {
     "longctx_4b": ("`longctx_4b`: plain AdamW in bf16, activation checkpointing", 80),
     "longctx_4b_24gb": ("`longctx_4b_24gb`: 8-bit AdamW in backward, offloaded checkpoints", 23),
+    "longctx_4b_24gb_nsa": ("`longctx_4b_24gb_nsa`: the same with native sparse attention", 23),
 }
 PEERS = {
     "Qwen3-4B of Hugging Face": "Hugging Face's Qwen3-4B: SDPA, checkpointing, AdamW in bf16",
@@ -217,12 +272,16 @@ def training(results: Path = RESULTS) -> str:
         lines.append(
             f"| {row['name']} | {int(row['steps']):,} | {int(row['tokens_per_step']):,} "
             f"| {_speed(row)} | {float(row['measured_mib']):,.0f} MiB "
-            f"| {float(row['error_percent']):+.2f} % "
+            f"| {_error(row)} "
             f"| {float(row['first_loss']):.4g} -> {float(row['last_loss']):.4g} | {', '.join(found) or '-'} |"
         )
     changed = [f"- {row['name']}: `{row['changes']}`" for row in rows if row["changes"]]
     more = ["", "What differs from the files in configs/:", "", *changed] if changed else []
     return "\n".join([*lines, *more])
+
+
+def _error(row: Mapping[str, str]) -> str:
+    return f"{float(row['error_percent']):+.2f} %" if row["error_percent"] else "-"
 
 
 def _speed(row: Mapping[str, str]) -> str:
@@ -251,7 +310,8 @@ def long_context(results: Path = RESULTS) -> str:
         row = runs[name]
         lines.append(
             f"| {title} | {allowed} GiB | {int(row['tokens_per_step']):,} "
-            f"| {float(row['tokens_per_second']):,.0f} | {float(row['reserved_mib']) / 1024:.1f} GiB |"
+            f"| {float(row['tokens_per_second']):,.0f} | "
+            + (f"{float(row['reserved_mib']) / 1024:.1f} GiB |" if row["reserved_mib"] else "- |")
         )
     for row in peers:
         tokens = f"{int(row['tokens']):,}"
@@ -553,7 +613,7 @@ FILES: Mapping[str, Tables] = {
     "README.md": {"evidence": evidence, "systems": systems},
     "docs/accuracy.md": {"accuracy": accuracy, "fixes": fixes, "speed": speed},
     "docs/ops.md": {"losses": losses, "other ops": other_ops},
-    "docs/systems.md": {"systems": systems, "races": races},
+    "docs/systems.md": {"systems": systems, "races": races, "held out": held_out},
     **{
         f"docs/report_{system.report}.md": {
             name: partial(peaks, name),
@@ -562,6 +622,7 @@ FILES: Mapping[str, Tables] = {
             f"story {name}": partial(story, name),
             f"claims of {name}": partial(claims, name),
             f"audit {name}": partial(audit, name),
+            **({"solutions": solutions} if name == "ginr" else {}),
         }
         for name, system in REGISTRY.items()
     },

@@ -2,8 +2,10 @@
 
 python -m benchmarks.systems measure [WORD ...]   # on a GPU: peak and time of every form
 python -m benchmarks.systems parts [WORD ...]     # on a GPU: of ops, layers and losses by themselves
+python -m benchmarks.systems parts --gpu cpu      # anywhere: those that real tensors on the host can tell
 python -m benchmarks.systems race [WORD ...]      # on a GPU: against Hugging Face's models and the dense scan
-python -m benchmarks.systems judge                # anywhere: predicts the same, writes results/systems.csv
+python -m benchmarks.systems predict [WORD ...]   # anywhere: the same forms and parts
+python -m benchmarks.systems judge                # anywhere: compares, writes systems.csv and parts.csv
 python -m benchmarks.systems stories              # anywhere: times `oomph systems NAME`: results/stories.csv
 python -m benchmarks.systems figures              # anywhere: rows to claims, writes results/claims.csv
 
@@ -14,14 +16,15 @@ what has them in its name; `--new` leaves out what has a row already.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import json
+import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,11 @@ import torch
 import oomph
 from benchmarks import RESULTS, ROOT
 from benchmarks.accuracy.rows import short_name
-from benchmarks.systems.entries import entries
-from benchmarks.systems.figures import claim_rows, collect, rows_of
-from benchmarks.systems.parts import milliseconds, parts, steps, values
+from benchmarks.systems.entries import Entry, entries
+from benchmarks.systems.figures import ON_CPU, PREDICTED, claim_rows, collect, part_rows, rows_of, write_rows
+from benchmarks.systems.parts import milliseconds, on_cpu, parts, steps, values
 from benchmarks.systems.races import races, run
+from oomph.errors import OomphError
 from oomph.systems import SYSTEMS
 from oomph.systems.claims import NO_FIGURE, stored_figures
 
@@ -47,11 +51,10 @@ class Row:
     gpu: str
     torch: str
     measured_mib: float
-    measured_ms: float
+    measured_ms: float | None = None  # None: other processes used the GPU
     other_mib: float | None = None  # of a race
     other_ms: float | None = None
     predicted_mib: float | None = None
-    predicted_ms: float | None = None
     error_percent: float | None = None
     bar: str = ""
     met: bool | None = None
@@ -106,6 +109,14 @@ def measure_parts(words: Sequence[str], out: Path) -> int:
     return 0
 
 
+def write_cpu_parts(out: Path) -> int:
+    """What real tensors on the host tell: counts, and what autograd saves."""
+    found = {name: dict(part()) for name, part in on_cpu().items()}
+    out.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
+    return 0
+
+
 def race(words: Sequence[str], out: Path) -> int:
     for name, each in chosen(races(), words):
         try:
@@ -136,63 +147,67 @@ def race(words: Sequence[str], out: Path) -> int:
     return 0
 
 
-def judge(files: Iterable[Path], gpu: str, out: Path, new: bool = False) -> int:
-    """new: keep the committed rows of what was predicted before."""
-    stored = [Row(**row) for file in files for row in json.loads(file.read_text())]
-    known, races_known = entries(), races()
-    before = {row["name"]: row for row in rows_of(out)} if new else {}
-    rows: list[Any] = []
-    for row in stored:
-        if before.get(row.name, {}).get("met"):
-            rows.append(before[row.name])
+def predict(words: Sequence[str], gpu: str, out: Path, new: bool = False) -> int:
+    """Everything that is measured, without a GPU. Values (counts, not memory) are computed on the CPU."""
+    from oomph.prediction import called
+
+    every: dict[str, Callable[[], dict[str, float]]] = {
+        **{name: partial(_predicted_step, entry, gpu) for name, entry in entries().items()},
+        **{name: partial(called, part) for name, part in parts().items()},
+        **{name: partial(value, "cpu") for name, value in values().items()},
+    }
+    rows = json.loads(out.read_text()) if out.exists() else {}
+    for name, figure in chosen(every, words):
+        if new and name in rows:
             continue
-        if row.name in known:
-            rows.append(
-                _judged_peak(row, oomph.predict(known[row.name].fixed, gpu=gpu), known[row.name].at_most_gib)
-            )
+        try:
+            rows[name] = dict(figure())
+        except OomphError as error:
+            print(f"{name}: FAILED {error}"[:600], flush=True)
+            continue
+        out.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+        print(name, rows[name], flush=True)
+    return 0
+
+
+def _predicted_step(entry: Entry, gpu: str) -> dict[str, float]:
+    found = oomph.predict(entry.fixed, gpu=gpu)
+    return {"peak": found.peak.allocated, "ms": 1e3 * (found.step_seconds or 0)}
+
+
+def judge(measured: Sequence[Path], parts_measured: Path, predictions: Path, out: Path) -> int:
+    """What was measured beside what was predicted."""
+    predicted = json.loads(predictions.read_text())
+    known, races_known = entries(), races()
+    rows = []
+    for row in (Row(**row) for file in measured for row in json.loads(file.read_text())):
+        if row.name in known and row.name not in predicted:
+            rows.append(_rounded(row))
+        elif row.name in known:
+            rows.append(_judged_peak(row, predicted[row.name], known[row.name].at_most_gib))
         elif row.name in races_known:
             rows.append(_judged_race(row, races_known[row.name].time_bar, races_known[row.name].memory_bar))
         else:
             print(f"{row.name}: no longer run, left out")
             continue
         print(_line(rows[-1]), flush=True)
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row if isinstance(row, dict) else asdict(row) for row in rows)
-    missed = sum(not (row["met"] == "True" if isinstance(row, dict) else row.met) for row in rows)
-    print(f"{len(rows) - missed} of {len(rows)} rows meet their bars; {out}")
+    write_rows(out, [asdict(row) for row in rows])
+    print(f"{sum(bool(row.met) for row in rows)} of {len(rows)} rows meet their bars; {out}")
+    if parts_measured.exists():
+        write_rows(out.with_name("parts.csv"), part_rows(json.loads(parts_measured.read_text()), predicted))
     return 0
 
 
-def judge_parts(file: Path, out: Path) -> int:
-    """Predicts what was measured; values (counts, not memory) are computed on the CPU instead."""
-    from oomph.prediction import called
-
-    known, counted = parts(), values()
-    rows = []
-    for name, measured in json.loads(file.read_text()).items():
-        predicted = counted[name]("cpu") if name in counted else called(known[name])
-        for field, value in measured.items():
-            if field in ("gpu", "torch"):
-                continue
-            guess = predicted.get(field)
-            error = round(100 * (guess / value - 1), 3) if guess is not None and value else None
-            rows.append({"name": name, "field": field, "measured": value, "predicted": guess})
-            rows[-1] |= {"error_percent": error, "gpu": measured["gpu"], "torch": measured["torch"]}
-        print(name, {row["field"]: row["error_percent"] for row in rows if row["name"] == name}, flush=True)
-    _write(out, rows)
-    return 0
-
-
-def stories(out: Path) -> int:
+def stories(words: Sequence[str], out: Path) -> int:
     """Every report's story, as a reader runs it: seconds, what each form needs, and the line that fails."""
-    rows = []
-    for system in SYSTEMS.values():
+    rows: list[dict[str, Any]] = [dict(row) for row in rows_of(out) if words and row["system"] not in words]
+    for name, system in SYSTEMS.items():
+        if words and name not in words:
+            continue
         command = [sys.executable, "-m", "oomph", "systems", system.name, "--json"]
-        began = time.perf_counter()
+        began, used = time.perf_counter(), _cpu_seconds()
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        took = time.perf_counter() - began
+        took, used = time.perf_counter() - began, _cpu_seconds() - used
         for form in json.loads(done.stdout)["forms"]:
             needs = None if form["needs"] is None else round(form["needs"] / 2**30, 2)
             rows.append(
@@ -204,12 +219,19 @@ def stories(out: Path) -> int:
                     "failure": form["failure"],
                     "command": form["command"],
                     "story_seconds": round(took, 1),
+                    "cpu_seconds": round(used, 1),
                     "bar_seconds": STORY_BAR,
                 }
             )
-        print(f"{'met   ' if took <= STORY_BAR else 'MISSED'} {system.name}: {took:.1f} s", flush=True)
-    _write(out, rows)
+        verdict = "met   " if took <= STORY_BAR else "MISSED"
+        print(f"{verdict} {system.name}: {took:.1f} s, {used:.1f} s of the CPU", flush=True)
+        write_rows(out, rows)
     return 0
+
+
+def _cpu_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def figures(out: Path) -> int:
@@ -219,40 +241,26 @@ def figures(out: Path) -> int:
     path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     stored_figures.cache_clear()
     rows = claim_rows()
-    _write(out, rows)
+    write_rows(out, rows)
     for kind in ("predicted", "measured"):
         has = sum(row[kind] != NO_FIGURE for row in rows)
         print(f"{has} of {len(rows)} claims have a {kind} figure ({100 * has / len(rows):.0f} %)")
     return 0
 
 
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def _judged_peak(row: Row, prediction: Any, at_most_gib: float | None) -> Row:
-    predicted = prediction.peak.allocated / 2**20
+def _judged_peak(row: Row, prediction: Mapping[str, float], at_most_gib: float | None) -> Row:
+    predicted = prediction["peak"] / 2**20
     error = 100 * (predicted / row.measured_mib - 1)
     bar, met = f"predicted within {PEAK_BAR:g} %", abs(error) <= PEAK_BAR
     if at_most_gib is not None:
         bar, met = f"{bar}, peak <= {at_most_gib:g} GiB", met and row.measured_mib <= at_most_gib * 1024
-    seconds = prediction.step_seconds
-    return _rounded(
-        row,
-        predicted_mib=round(predicted, 1),
-        predicted_ms=None if seconds is None else round(1e3 * seconds, 2),
-        error_percent=round(error, 3),
-        bar=bar,
-        met=met,
-    )
+    return _rounded(row, predicted_mib=round(predicted, 1), error_percent=round(error, 3), bar=bar, met=met)
 
 
 def _judged_race(row: Row, time_bar: float, memory_bar: float) -> Row:
     assert row.other_mib is not None
     assert row.other_ms is not None
+    assert row.measured_ms is not None
     met = row.measured_ms <= time_bar * row.other_ms and row.measured_mib <= memory_bar * row.other_mib
     bar = f"time <= {time_bar:g} x, memory <= {memory_bar:g} x the other's"
     return _rounded(row, bar=bar, met=met, other_mib=round(row.other_mib, 1), other_ms=round(row.other_ms, 2))
@@ -263,7 +271,7 @@ def _rounded(row: Row, **changes: Any) -> Row:
         **{
             **asdict(row),
             "measured_mib": round(row.measured_mib, 1),
-            "measured_ms": round(row.measured_ms, 2),
+            "measured_ms": None if row.measured_ms is None else round(row.measured_ms, 2),
             **changes,
         }
     )
@@ -271,15 +279,13 @@ def _rounded(row: Row, **changes: Any) -> Row:
 
 def _line(row: Row) -> str:
     verdict = "met   " if row.met else "MISSED"
-    if row.other_ms is not None and row.other_mib is not None:
+    if row.other_ms is not None and row.other_mib is not None and row.measured_ms is not None:
         return (
             f"{verdict} {row.name:60} {row.measured_ms:9.2f} ms x{row.measured_ms / row.other_ms:.2f} "
             f"{row.measured_mib:9.0f} MiB x{row.measured_mib / row.other_mib:.3f}"
         )
-    return (
-        f"{verdict} {row.name:60} {row.measured_ms:9.2f} ms {row.measured_mib:9.0f} MiB, "
-        f"predicted {row.error_percent:+.2f} %"
-    )
+    error = "not predicted" if row.error_percent is None else f"predicted {row.error_percent:+.2f} %"
+    return f"{verdict} {row.name:60} {row.measured_mib:9.0f} MiB, {error}"
 
 
 def chosen(all_of_them: dict[str, Any] | Any, words: Sequence[str]) -> list[tuple[str, Any]]:
@@ -304,20 +310,22 @@ def _store(path: Path, row: Row) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    known = ("measure", "parts", "race", "judge", "stories", "figures")
+    known = ("measure", "parts", "race", "predict", "judge", "stories", "figures")
     parser.add_argument("command", choices=known)
     parser.add_argument("words", nargs="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--new", action="store_true", help="measure only what has no row")
     parser.add_argument("--gpu", default="h200", help="the GPU that the stored rows were measured on")
     given = parser.parse_args()
+    if given.command == "predict":
+        return predict(given.words, given.gpu, given.out or PREDICTED, given.new)
     if given.command == "judge":
-        judge_parts(RESULTS / f"parts_{given.gpu}.json", RESULTS / "parts.csv")
-        return judge(
-            sorted(RESULTS.glob("systems_*.json")), given.gpu, given.out or RESULTS / "systems.csv", given.new
-        )
+        measured = [RESULTS / f"{kind}_{given.gpu}.json" for kind in ("systems", "parts")]
+        return judge(measured[:1], measured[1], PREDICTED, given.out or RESULTS / "systems.csv")
+    if given.command == "parts" and given.gpu == "cpu":
+        return write_cpu_parts(given.out or ON_CPU)
     if given.command == "stories":
-        return stories(given.out or RESULTS / "stories.csv")
+        return stories(given.words, given.out or RESULTS / "stories.csv")
     if given.command == "figures":
         return figures(given.out or RESULTS / "claims.csv")
     if not torch.cuda.is_available():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,9 @@ from benchmarks import RESULTS
 from oomph.systems import SYSTEMS
 
 MiB = 2**20
+PREDICTED = RESULTS / "systems_predicted.json"  # name -> field -> bytes, or milliseconds
+ON_CPU = RESULTS / "parts_cpu.json"  # bytes of real tensors, where there is no row of a GPU
+OPS = {("attention", "B64 H8 N1024 D64"), ("cross_entropy", "32768x2560x151936")}
 SEEDS = 3
 Rows = dict[str, dict[str, dict[str, float]]]
 
@@ -22,22 +27,51 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def part_rows(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each field of each part."""
+    rows = []
+    for name, fields in measured.items():
+        versions = {key: fields[key] for key in ("gpu", "torch")}
+        for field, value in fields.items():
+            guess = predicted.get(name, {}).get(field)
+            if field not in versions:
+                error = round(100 * (guess / value - 1), 3) if guess is not None and value else None
+                rows.append({"name": name, "field": field, "measured": value, "predicted": guess})
+                rows[-1] |= {"error_percent": error, **versions}
+    return rows
+
+
 def collect(results: Path = RESULTS) -> Rows:
     found: Rows = {}
 
     def add(name: str, kind: str, field: str, value: str | float | None, unit: float = 1) -> None:
         if value not in (None, ""):
-            of_row = found.setdefault(name, {"predicted": {}, "measured": {}})
+            of_row = found.setdefault(name, {"predicted": {}, "measured": {}, "on_cpu": {}})
             of_row[kind][field] = round(float(value) * unit, 3)  # type: ignore[arg-type]
 
+    for name, fields in json.loads((results / PREDICTED.name).read_text()).items():
+        for field, value in fields.items():
+            add(name, "predicted", field, value)
     for row in rows_of(results / "systems.csv"):
         if not row["other_ms"]:
-            for kind in ("predicted", "measured"):
-                add(row["name"], kind, "peak", row[f"{kind}_mib"], MiB)
-                add(row["name"], kind, "ms", row.get(f"{kind}_ms"))
+            add(row["name"], "measured", "peak", row["measured_mib"], MiB)
+            add(row["name"], "measured", "ms", row["measured_ms"])
     for row in rows_of(results / "parts.csv"):
-        for kind in ("predicted", "measured"):
-            add(row["name"], kind, row["field"], row[kind])
+        add(row["name"], "measured", row["field"], row["measured"])
+    for name, fields in json.loads((results / ON_CPU.name).read_text()).items():
+        for field, value in fields.items():
+            add(name, "on_cpu", field, value)
+    for row in rows_of(results / "ops_h200.csv"):
+        if (row["op"], row["shape"]) in OPS:
+            add(f"op {row['op']} {row['contender']}", "measured", "peak", row["peak_mib"], MiB)
+            add(f"op {row['op']} {row['contender']}", "measured", "ms", row["median_ms"])
     runs = rows_of(results / "training.csv")
     for row in runs:
         name = f"training {row['name']}"

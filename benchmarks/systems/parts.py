@@ -77,11 +77,11 @@ def milliseconds(step: Step) -> float:
     return statistics.median(times[3:])
 
 
-def updates(chunk: int) -> Step:
+def updates(chunk: int, batch: int = 16, device: str = "cuda") -> Step:
     """Report 000: transitions and writes of 16 x 256 tokens, 8 heads of 64, `chunk` tokens at a time."""
-    shape = (16, 256, 8, 64)
-    k, v, log_alpha = (torch.randn(shape, device="cuda").requires_grad_() for _ in range(3))
-    beta = torch.rand(shape[:3], device="cuda").requires_grad_()
+    shape = (batch, 256, 8, 64)
+    k, v, log_alpha = (torch.randn(shape, device=device).requires_grad_() for _ in range(3))
+    beta = torch.rand(shape[:3], device=device).requires_grad_()
 
     def forward() -> Any:
         return precompute_updates(k, v, -log_alpha.abs(), beta, memory_chunk_size=chunk)
@@ -99,8 +99,8 @@ def loss(function: LossFunction, tokens: int) -> Step:
     return Step(lambda: function(model, hidden, labels), (hidden, *model.parameters()))
 
 
-def layer(make: Callable[[], nn.Module], *shape: int) -> Step:
-    with torch.device("cuda"):
+def layer(make: Callable[[], nn.Module], *shape: int, device: str = "cuda") -> Step:
+    with torch.device(device):
         module = make()
         x = torch.randn(shape).requires_grad_()
     return Step(lambda: module(x), (x, *module.parameters()))
@@ -177,10 +177,12 @@ def forward_stages(tokens: int) -> Reading:
     return found
 
 
-def deltas(batch: int, tokens: int, width: int) -> Reading:
+def deltas(batch: int, tokens: int, width: int, device: str = "cuda") -> Reading:
     """Report 003: weight deltas by its einsum, d 4096, rank 16, fp32, without gradients."""
-    with torch.device("cuda"):
+    with torch.device(device):
         mod, A, B = torch.randn(batch, tokens, 16), torch.randn(4096, 16), torch.randn(16, width)
+    if device == "cpu":
+        return {"result": torch.einsum("bsr,dr,rf->bsdf", mod, A, B).nbytes, "modulation": mod.nbytes}
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     found = torch.einsum("bsr,dr,rf->bsdf", mod, A, B)
@@ -253,3 +255,75 @@ def resident_batches(device: str = "cuda") -> Reading:
     model: Any = ResidentBatches(pythia.PRESETS["report"])
     assert model.batches.numel() <= WIKITEXT_2_WORDS
     return {"tokens": model.batches.to(device).numel()}
+
+
+# ---------------------------------------------------------------------------------- without a GPU
+
+
+def saved_on_cpu(step: Step, times: int) -> Reading:
+    """Bytes of the tensors that a real forward pass saves and returns; the batch is `times` smaller."""
+    known = {leaf.untyped_storage().data_ptr() for leaf in step.leaves}
+    found: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        out = step.forward()
+    for result in out if isinstance(out, tuple) else (out,):
+        note(result)
+    return {"saved": times * sum(found.values())}
+
+
+def held_on_cpu(vocab_size: int) -> Reading:
+    """Report 001's table of real tensors after a step; without activations, which depend on the device."""
+    torch.manual_seed(0)
+    model: Any = replace(pythia.PRESETS["report"], vocab_size=vocab_size).build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, vocab_size, (1, 16))
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    trained = list(model.parameters())
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.dim()]
+    return {
+        "count": sum(each.numel() for each in trained),
+        "parameters": sum(each.nbytes for each in trained),
+        "gradients": sum(each.grad.nbytes for each in trained),
+        "optimizer": sum(each.nbytes for each in moments),
+    }
+
+
+def loss_on_cpu(name: str, tokens: int, times: int) -> Reading:
+    """Report 002: what a loss saves, with narrow hidden states, `times` fewer tokens and smaller chunks."""
+    config = replace(longctx.PRESETS["tiny"], vocab_size=longctx.PRESETS["4B"].vocab_size, num_layers=1)
+    model = config.build()
+    hidden = torch.randn(1, tokens, config.hidden_size).requires_grad_()
+    labels = torch.randint(0, config.vocab_size, (1, tokens))
+    function = losses(4096 // times)[name]
+    step = Step(lambda: function(model, hidden, labels), (hidden, *model.parameters()))
+    return saved_on_cpu(step, times)
+
+
+def on_cpu() -> dict[str, Callable[[], Reading]]:
+    wide = partial(layer, device="cpu")
+    return {
+        **{f"updates {c}": lambda c=c: saved_on_cpu(updates(c, 1, "cpu"), 16) for c in (256, 64)},
+        "attention eager 64 x 1,024": lambda: saved_on_cpu(
+            wide(lambda: PreNorm(512, EagerAttention(512)), 2, 1024, 512), 32
+        ),
+        "feed-forward eager 64 x 1,024": lambda: saved_on_cpu(
+            wide(lambda: PreNorm(512, EagerFeedForward(512)), 2, 1024, 512), 32
+        ),
+        "breakdown V 10,000, 32 x 128": partial(held_on_cpu, 10_000),
+        "breakdown V 50,000, 32 x 128": partial(held_on_cpu, 50_000),
+        "deltas 1 x 1 x 11008": partial(deltas, 1, 1, 11_008, "cpu"),
+        "deltas 4 x 1 x 11008": partial(deltas, 4, 1, 11_008, "cpu"),
+        "loss standard 32,768": partial(loss_on_cpu, "standard", 512, 64),
+        "loss chunked 32,768": partial(loss_on_cpu, "report, chunked", 512, 64),
+        "loss recomputed 32,768": partial(loss_on_cpu, "chunked, recomputed", 512, 64),
+        "rope positions 131,072": partial(rope_positions, "cpu"),
+        "data resident": partial(resident_batches, "cpu"),
+    }

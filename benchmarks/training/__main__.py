@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks import CONFIGS, RESULTS
 from benchmarks.accuracy.rows import short_name
+from benchmarks.systems.figures import rows_of
 from benchmarks.training.runs import OVERHEADS, RUNS, Run, trained_tokenizer
 
 PEAK_BAR = 2.0  # percent
@@ -176,35 +177,41 @@ def overhead(names: Sequence[str], out: Path | None) -> int:
     return 0
 
 
-def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
+def judge(files: Sequence[Path], gpu: str, out: Path, new: bool = False) -> int:
+    """new: keep the committed rows of runs that were not measured again."""
     import oomph
     from oomph import gpus
     from oomph.cli.train import model_flops_utilization
     from oomph.training.config import load
     from oomph.training.workloads import predicted_workload
 
-    rows = []
-    for file in files:
-        for found in json.loads(file.read_text()):
-            row = found["row"]
-            given = RUNS[row["name"]]
-            config = load(CONFIGS / f"{given.config}.yaml", given.overrides)
-            prediction = oomph.predict(predicted_workload(config), gpu=gpu, max=config.training.memory_limit)
-            predicted = prediction.peak.allocated / 2**20
-            row["predicted_mib"] = round(predicted, 1)
-            row["recorded"] = config.training.cuda_graph
-            row["mfu"] = model_flops_utilization(config, prediction, gpus.find(gpu), row["tokens_per_second"])
-            row["error_percent"] = round(100 * (predicted / row["measured_mib"] - 1), 2)
-            rows.append({key: _rounded(value) for key, value in row.items()})
-            print(
-                f"{row['name']:32} {row['measured_mib']:10.0f} MiB, predicted {row['error_percent']:+.2f} %",
-                flush=True,
-            )
+    before = {row["name"]: row for row in rows_of(out)} if new else {}
+    measured = {
+        found["row"]["name"]: found["row"] for file in files for found in json.loads(file.read_text())
+    }
+    rows: list[dict[str, Any]] = []
+    for name, row in measured.items():
+        if before.get(name, {}).get("measured_mib") == str(_rounded(row["measured_mib"])):
+            rows.append(before[name])
+            continue
+        given = RUNS[row["name"]]
+        config = load(CONFIGS / f"{given.config}.yaml", given.overrides)
+        prediction = oomph.predict(predicted_workload(config), gpu=gpu, max=config.training.memory_limit)
+        predicted = prediction.peak.allocated / 2**20
+        row["predicted_mib"] = round(predicted, 1)
+        row["recorded"] = config.training.cuda_graph
+        row["mfu"] = model_flops_utilization(config, prediction, gpus.find(gpu), row["tokens_per_second"])
+        row["error_percent"] = round(100 * (predicted / row["measured_mib"] - 1), 2)
+        rows.append({key: _rounded(value) for key, value in row.items()})
+        print(
+            f"{row['name']:32} {row['measured_mib']:10.0f} MiB, predicted {row['error_percent']:+.2f} %",
+            flush=True,
+        )
     with out.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    near = sum(abs(row["error_percent"]) <= PEAK_BAR for row in rows)
+    near = sum(abs(float(row["error_percent"])) <= PEAK_BAR for row in rows)
     print(f"{near} of {len(rows)} peaks within {PEAK_BAR:g} %; {out}")
     return 0
 
@@ -229,11 +236,12 @@ def main() -> int:
     parser.add_argument("names", nargs="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time; throughput is then not theirs")
+    parser.add_argument("--new", action="store_true", help="judge only what was measured again")
     parser.add_argument("--gpu", default="h200", help="the GPU that the stored rows were measured on")
     given = parser.parse_args()
     if given.command == "judge":
         files = sorted(file for file in RESULTS.glob("training_*.json"))
-        return judge(files, given.gpu, given.out or RESULTS / "training.csv")
+        return judge(files, given.gpu, given.out or RESULTS / "training.csv", given.new)
     known = OVERHEADS if given.command == "overhead" else RUNS
     matched = [(name, fnmatch.filter(known, name)) for name in given.names]
     unknown = [name for name, found in matched if not found]

@@ -18,7 +18,7 @@ from oomph.training.data.tokenizers import pretrained
 from oomph.training.run import train
 
 pytest.importorskip("transformers")
-from benchmarks.training.npt_seeds import MODEL, train_base
+from benchmarks.training.held_out import MODEL, train_base
 
 TEXT = str(Path(json.__file__).parents[1] / "asyncio" / "*.py")
 

@@ -161,6 +161,8 @@ def _predict_target(
             target = with_fixes(target, options.fixes)
         if sizes is not None:
             target = replace(workload_of(target, options.target), sizes=sizes)
+        if options.stages:  # the table shows the first pass
+            target = replace(workload_of(target, options.target), accumulate=1)
         limits = (options.max, config_limit(options.target, options.overrides))
         limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
         return predict(

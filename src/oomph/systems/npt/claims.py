@@ -85,6 +85,7 @@ CLAIMS = (
             f"{gib(8 * f('deltas 4 x 64 x 11008', 'result'))}; {gib(8 * f('deltas 4 x 64 x 14336', 'result'))} "
             "(8 x 64 tokens)"
         ),
+        lambda f: f"{gib(TOKENS * f('deltas 4 x 1 x 11008', 'result'))}, from one token of four rows",
     ),
     Claim(
         "modulation factors",
@@ -93,6 +94,7 @@ CLAIMS = (
         "wrong",
         "the report gives the number of elements as bytes",
         lambda f: f"{8 * f('deltas 4 x 64 x 11008', 'modulation') / 1024:.0f} KiB",
+        lambda f: f"{TOKENS * f('deltas 4 x 1 x 11008', 'modulation') / 1024:.0f} KiB, from one token",
     ),
     Claim(
         "one token's delta",
@@ -205,6 +207,10 @@ CLAIMS = (
             f"{gib(f('npt GPT-2 per token naive 1 x 64'))} at 64 tokens, "
             f"{gib(f('npt GPT-2 per token naive 1 x 64') + 14 * (f('npt GPT-2 per token naive 1 x 64') - f('npt GPT-2 per token naive 1 x 32')))} "
             f"at 512; the model {gib(f('npt GPT-2 model 4 x 512'))} at 4 x 512"
+        ),
+        lambda f: (
+            f"{gib(f('npt GPT-2 per token naive 1 x 64'))} at 64 tokens; "
+            f"the model {gib(f('npt GPT-2 model 4 x 512'))} at 4 x 512"
         ),
     ),
     Claim(

@@ -266,6 +266,10 @@ CLAIMS = (
         lambda f: (
             f"{gb(f(_NAIVE_AFTER) - 4 * f(_AFTER, 'parameters'))} naive, {gb(f(_AFTER, 'activations'))} model"
         ),
+        lambda f: (
+            f"{gb(f(_NAIVE_AFTER) - ADAM * 4 * total_params(CAPPED))} naive, "
+            f"{gb(f(_MODEL_AFTER) - ADAM * 4 * total_params(CAPPED))} model: the peak without the rest"
+        ),
     ),
     Claim(
         "the same after the fix, in all, B=32, T=128",
@@ -290,6 +294,9 @@ CLAIMS = (
                 f"{kind} {f.slower(f'pythia report {kind} 1 x 16384', 'pythia report dense 1 x 16384')}"
                 for kind in ("local", "global", "mixed")
             )
+        ),
+        lambda f: (
+            f"at 512 tokens {f.slower('pythia report model 8 x 512 local', 'pythia report model 8 x 512')} time"
         ),
     ),
     Claim(

@@ -1,28 +1,35 @@
-"""NPT on a base that was trained before: matching error and perplexity on held-out text, over three seeds.
+"""Every system's error on held-out data before and after training, on the CPU.
 
-python -m benchmarks.training.npt_seeds [OUT.csv]     # on the CPU, minutes: results/npt_seeds.csv
+python -m benchmarks.training.held_out [OUT.csv]     # minutes: results/held_out.csv
 
-The base is a Llama of 64 features that learns the Python standard library first, so that its layers compute
-something; its tokenizer is saved beside it, as in a Hugging Face folder.
+The tiny configs as they are; and NPT on a base that was trained before, over three seeds: a Llama of 64
+features that learns the Python standard library first, so that its layers compute something. Its tokenizer is
+saved beside it, as in a Hugging Face folder.
 """
 
 from __future__ import annotations
 
-import csv
-import json
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks import RESULTS
-from oomph.training.config import load_dict
+from benchmarks import CONFIGS, RESULTS
+from benchmarks.systems.figures import write_rows
+from oomph.training.config import TrainConfig, load, load_dict
+from oomph.training.config.sections import OutputConfig
 from oomph.training.data import open_data
+from oomph.training.metrics import read_metrics
 from oomph.training.run import train
 
 SEEDS = (0, 1, 2)
+METRICS = ("loss", "perplexity", "psnr", "matching", "base_perplexity")
+PRETRAINED = "npt on a trained base"
+ALWAYS = {"eval_at_start": "true", "save": "false", "device": "cpu"}
 MODEL = {"rank": 16, "modulation_scale": 1.0, "regularization": 1e-4}
 BASE_STEPS, STEPS, LENGTH, VOCABULARY = 800, 150, 64, 512
 
@@ -70,8 +77,8 @@ def train_base(folder: Path, steps: int = BASE_STEPS, source: str = "stdlib") ->
     return statistics.mean(losses[-max(1, steps // 20) :])
 
 
-def of_seed(base: Path, seed: int, folder: Path) -> dict[str, float]:
-    config = load_dict(
+def pretrained_npt(base: Path, seed: int) -> TrainConfig:
+    return load_dict(
         {
             "system": "npt",
             "model": {"preset": "tiny", "weights": str(base), **MODEL},
@@ -82,48 +89,49 @@ def of_seed(base: Path, seed: int, folder: Path) -> dict[str, float]:
                 "schedule": "cosine",
                 "warmup": 20,
                 "seed": seed,
-                "save": False,
                 "eval_every": None,
-                "eval_at_start": True,
                 "eval_batches": 30,
+                "eval_at_start": True,
+                "save": False,
                 "device": "cpu",
             },
-            "output": {"dir": str(folder)},
         },
         "npt",
     )
-    train(config)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    before, *_, after = [row for row in rows if "matching" in row]
-    return {
-        "seed": seed,
-        "matching_before": before["matching"],
-        "matching_after": after["matching"],
-        "perplexity_before": before["perplexity"],
-        "perplexity_after": after["perplexity"],
-        "base_perplexity": after["base_perplexity"],
-    }
+
+
+def before_and_after(name: str, config: TrainConfig, folder: Path) -> list[dict[str, Any]]:
+    """A row for each metric of the evaluations."""
+    train(replace(config, output=OutputConfig(dir=str(folder))))
+    found = read_metrics(folder / "metrics.jsonl", "evaluation")
+    rows = []
+    for metric in METRICS:
+        if metric in found[0]:
+            values = {"before": found[0][metric], "after": found[-1][metric]}
+            seed, steps = config.training.seed, found[-1]["step"]
+            rows.append({"run": name, "seed": seed, "steps": steps, "metric": metric, **values})
+            print(rows[-1], flush=True)
+    return rows
 
 
 def main(out: Path) -> int:
     torch.manual_seed(0)
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
+        for file in sorted(CONFIGS.glob("*_tiny.yaml")):
+            config = load(file, [f"training.{key}={value}" for key, value in ALWAYS.items()])
+            rows += before_and_after(file.stem, config, Path(folder) / file.stem)
         base = Path(folder) / "base"
         print(f"base: loss {train_base(base):.3f} after {BASE_STEPS} steps", flush=True)
-        rows = []
         for seed in SEEDS:
-            rows.append({"steps": STEPS, **of_seed(base, seed, Path(folder) / f"seed_{seed}")})
-            print(rows[-1], flush=True)
-    fall = [row["matching_before"] - row["matching_after"] for row in rows]
-    after = [row["matching_after"] for row in rows]
-    spread = max(after) - min(after)
-    print(f"matching falls by {min(fall):.4g} at least; it differs by {spread:.2g} between seeds")
-    with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({key: float(f"{value:.6g}") for key, value in row.items()} for row in rows)
+            rows += before_and_after(PRETRAINED, pretrained_npt(base, seed), Path(folder) / f"seed_{seed}")
+    write_rows(out, [{key: _rounded(value) for key, value in row.items()} for row in rows])
     return 0
 
 
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "npt_seeds.csv"))
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "held_out.csv"))
