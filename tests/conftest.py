@@ -20,6 +20,10 @@ def pytest_configure() -> None:
     for number, heard in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, heard)
+    if not torch.cuda.is_available():
+        # Autograd starts threads for the devices of the first backward pass, after which no fork can run one.
+        # Inside a FakeTensorMode, as some tests begin, there would be a device.
+        torch.zeros((), requires_grad=True).backward()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
