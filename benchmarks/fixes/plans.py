@@ -3,9 +3,10 @@
 python -m benchmarks.fixes.plans [names...] --gpu h200 --jobs 14      # on a GPU; results/plans_<gpu>.csv
 python -m benchmarks.fixes.plans --list | --dry-run       # anywhere: the cases; or their plans only
 
-All plans are made first, several at a time. Then every step runs in a fresh process, as it is and with its
-plan, the latter under torch.cuda.set_per_process_memory_fraction. Processes build their models side by side
-and have the GPU to themselves while they step. The file is written after every case.
+All plans are made first, several at a time. Then every step runs in a fresh process with its plan, under
+torch.cuda.set_per_process_memory_fraction, and then as it is, without the limit. Processes build their models
+side by side and have the GPU to themselves while they step. The file is written after every case; --missing
+keeps the rows of it that were measured.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.tables import stored
 
 SCRIPTS = ROOT / "benchmarks" / "accuracy" / "training_scripts"
 STEPS = 6
@@ -160,13 +162,16 @@ def plan_here(name: str, gpu: str, out: str) -> None:
     write_plan(plan, out)
 
 
-def run_here(name: str, plan: str, lock: str, out: str) -> None:
-    """Steps on the GPU; with a plan, within its limit. `plan` may be "": the step as it is."""
+def run_here(name: str, plan: str, lock: str, out: str, also_before: bool) -> None:
+    """Steps on the GPU with a plan, within its limit; `also_before`: then as it is, except for scripts.
+
+    `plan` may be "": a script as it is.
+    """
     import torch
 
     import oomph
     from benchmarks.accuracy.gpu_runs import _take_turn
-    from oomph.measurement.measure import CudaMeter, allocator_set_to, observe
+    from oomph.measurement.measure import CudaMeter, allocator_set_to, empty_caches, observe
     from oomph.planning import read_plan
     from oomph.prediction import Script
     from oomph.workload import Workload
@@ -175,11 +180,11 @@ def run_here(name: str, plan: str, lock: str, out: str) -> None:
     target = target_of(case.target)
     torch.set_num_threads(2)
     device = torch.device("cuda", 0)
+    targets = [target]
     if isinstance(target, Workload):
-        fixed = target if chosen is None else oomph.apply(chosen, target)
+        fixed = [oomph.apply(chosen, target), *([target] if also_before else [])]
         with without_initial_values():
-            model = fixed.model()
-        target = replace(fixed, model=lambda: model)
+            targets = [_with_model(each) for each in fixed]
     elif isinstance(target, Script):
         source = Path(target.path).read_text()
         for module in _IMPORTED:
@@ -193,15 +198,21 @@ def run_here(name: str, plan: str, lock: str, out: str) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, (chosen.limit + 1) / total), device)
     if isinstance(target, Script):
         run_script(target.path, plan, out)
-    with allocator_set_to(getattr(target, "allocator", None), device):
-        readings = observe(target, device, _LONG_STEPS if case.is_long else STEPS, CudaMeter(device))
-    ends = [reading.seconds for reading in readings if reading.moment == "end"]
-    _write(
-        out,
-        max(reading.peak for reading in readings if reading.step),
-        max(reading.reserved for reading in readings if reading.step),
-        ends[1:],
-    )
+    for file in (out, f"{out}.before")[: len(targets)]:
+        given = targets.pop(0)
+        with allocator_set_to(given.allocator, device):
+            readings = observe(given, device, _LONG_STEPS if case.is_long else STEPS, CudaMeter(device))
+        ends = [reading.seconds for reading in readings if reading.moment == "end"]
+        peaks = [(reading.peak, reading.reserved) for reading in readings if reading.step]
+        _write(file, *map(max, zip(*peaks, strict=True)), ends[1:])
+        del given
+        empty_caches()
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _with_model(workload: Any) -> Any:
+    model = workload.model()
+    return replace(workload, model=lambda: model)
 
 
 def _write(out: str, allocated: int, reserved: int, seconds: Sequence[float]) -> None:
@@ -316,19 +327,19 @@ def planned(name: str, gpu: str, folder: Path) -> Row:
 def measured(row: Row, folder: Path) -> Row:
     if not row.fits or not row.fixes:
         return row
-    found: dict[str, Any] = {}
-    for plan in ("", str(folder / f"{_file(row.case)}.plan.json")):
-        if not plan and (row.reserved_before or 0) > _MOST:
-            continue
-        out = folder / f"{_file(row.case)}.{'plan' if plan else 'before'}.out"
-        arguments = ("--run-here", row.case, "--plan", plan, "--lock", str(folder / "gpu.lock"))
-        error = _python(*arguments, "--out", str(out))
-        if out.exists():
-            found["after" if plan else "before"] = json.loads(out.read_text())
-        elif plan:
-            ran = False if "OutOfMemory" in error or "out of memory" in error else None
-            return replace(row, ran=ran, error=error)
-    after, before = found["after"], found.get("before", {})
+    found: list[dict[str, Any]]
+    out, before_out = (folder / f"{_file(row.case)}.out{end}" for end in ("", ".before"))
+    arguments = ["--run-here", row.case, "--lock", str(folder / "gpu.lock")]
+    also_before = ["--also-before"] if (row.reserved_before or 0) < _MOST else []
+    plan = str(folder / f"{_file(row.case)}.plan.json")
+    error = _python(*arguments, *also_before, "--plan", plan, "--out", str(out))
+    if not out.exists():
+        ran = False if "OutOfMemory" in error or "out of memory" in error else None
+        return replace(row, ran=ran, error=error)
+    if CASES[row.case].target.endswith(".py"):
+        _python(*arguments, "--plan", "", "--out", str(before_out))
+    found = [json.loads(file.read_text()) if file.exists() else {} for file in (out, before_out)]
+    after, before = found
     seconds, seconds_before = after["seconds"], before.get("seconds")
     ratio = seconds / seconds_before if seconds and seconds_before else None
     return replace(
@@ -390,6 +401,8 @@ def main() -> int:
     parser.add_argument("--builds", type=int, default=4, help="runs that are prepared at a time")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="make the plans only")
+    parser.add_argument("--missing", action="store_true", help="keep measured rows of --out")
+    parser.add_argument("--also-before", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     for option in ("--plan-here", "--run-here", "--plan", "--lock"):
         parser.add_argument(option, help=argparse.SUPPRESS)
@@ -398,7 +411,7 @@ def main() -> int:
         plan_here(given.plan_here, given.gpu, str(given.out))
         return 0
     if given.run_here:
-        run_here(given.run_here, given.plan, given.lock, str(given.out))
+        run_here(given.run_here, given.plan, given.lock, str(given.out), given.also_before)
         return 0
     wanted = [
         name
@@ -410,6 +423,8 @@ def main() -> int:
         return 0
     out = given.out or RESULTS / f"plans_{given.gpu}.csv"
     rows: dict[str, Row] = {}
+    kept = stored(out) if given.missing and out.exists() else []
+    kept = [row for row in kept if row["case"] in wanted and row["ran"] == "True"]
 
     def each(jobs: int, function: Callable[[Any], Row], items: Sequence[Any]) -> None:
         with ThreadPoolExecutor(jobs) as pool:
@@ -419,12 +434,14 @@ def main() -> int:
                 with out.open("w", newline="") as file:
                     writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
                     writer.writeheader()
+                    writer.writerows(kept)
                     writer.writerows(asdict(rows[name]) for name in wanted if name in rows)
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        each(given.jobs, lambda name: planned(name, given.gpu, folder), wanted)
+        left = [name for name in wanted if name not in [row["case"] for row in kept]]
+        each(given.jobs, lambda name: planned(name, given.gpu, folder), left)
         if not given.dry_run:
             each(given.builds, lambda row: measured(row, folder), list(rows.values()))
     print(f"{_summary(list(rows.values()))}; {time.perf_counter() - began:.0f} s")
