@@ -1,0 +1,175 @@
+"""Is the plan of `oomph fit` as good as the best of all sets of the same fixes? On small models.
+
+python -m benchmarks.fixes.quality [names...] [--jobs N] [--out F]     # results/fit_quality.csv
+
+A case is a small model and a limit. Every combination of a few fixes, with several numbers of checkpointed
+blocks, is predicted; the best is the fastest that fits. `fit` may use all exact fixes. It is compared with
+"checkpoint everything", too, which it must not be worse than in time and memory at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks import RESULTS
+from oomph.records import FixUse
+
+BAR_PERCENT = 2.0
+
+
+def _transformer(name: str, batch: int, length: int, dtype: str | None, **sizes: int) -> Any:
+    from benchmarks.accuracy.speed import _transformer as transformer
+
+    return transformer(name, batch, length, dtype=dtype, **sizes)
+
+
+_GPT2 = {"n_embd": 384, "n_layer": 6, "n_head": 6, "vocab_size": 20000}
+_LLAMA = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "vocab_size": 32000}
+_LLAMA |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+_QWEN3 = {**_LLAMA, "num_hidden_layers": 6, "head_dim": 64}
+MODELS = {
+    "gpt2": partial(_transformer, "GPT2", 8, 1024, None, **_GPT2),
+    "gpt2-bf16": partial(_transformer, "GPT2", 16, 1024, "bfloat16", **_GPT2),
+    "llama": partial(_transformer, "Llama", 8, 2048, "bfloat16", **_LLAMA),
+    "llama-long": partial(_transformer, "Llama", 1, 16384, "bfloat16", **_LLAMA),
+    "qwen3": partial(_transformer, "Qwen3", 8, 1024, None, **_QWEN3),
+}
+CASES = [(model, share) for model in MODELS for share in (0.75, 0.5, 0.35)]
+_COUNTS = (0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times are slowdowns by the roofline; sizes in bytes."""
+
+    model: str
+    limit: int
+    sets: int  # that were predicted
+    best: str
+    best_slowdown: float
+    fit: str
+    fit_slowdown: float
+    percent_slower: float  # fit than the best; negative: it knows a fix that the comparison does not
+    fit_reserved: int
+    everything_slowdown: float  # with activation checkpointing of every block
+    everything_reserved: int
+    worse_than_everything: bool  # in time and memory at once
+    fit_seconds: float
+    predictions: int
+
+
+def _sets(workload: Any) -> Iterator[tuple[FixUse, ...]]:
+    from oomph.fixes.modules import block_names
+    from oomph.prediction import built
+
+    names = block_names(built(workload))
+    checkpointing: list[FixUse | None] = [None]
+    for keep, share in itertools.product(("nothing", "attention", "products"), _COUNTS):
+        blocks = names[: round(share * len(names))]
+        checkpointing.append(FixUse("activation_checkpointing", {"keep": keep, "blocks": blocks}))
+    others = [FixUse("fused_linear_cross_entropy"), FixUse("micro_batches", {"parts": 2})]
+    others += [FixUse("tiled_mlp")] if _has_mlp(workload) else []
+    for chosen in itertools.product(checkpointing, *((None, other) for other in others)):
+        # What is faster and needs less is in every set.
+        yield tuple(use for use in (*chosen, FixUse("fused_optimizer")) if use is not None)
+
+
+def _has_mlp(workload: Any) -> bool:
+    from oomph.fixes.tiled_mlp import find_mlps
+    from oomph.prediction import built
+
+    return any(mlp.obstacle() is None for mlp in find_mlps(built(workload)))
+
+
+def predicted(model: str) -> dict[tuple[FixUse, ...], tuple[float, int, int]]:
+    """{fixes: (seconds, reserved, margin)} of every set; () is the step as it is."""
+    import oomph
+
+    workload = MODELS[model]()
+    found = {}
+    everything = (FixUse("activation_checkpointing"),)
+    for fixes in ((), everything, *_sets(workload)):
+        try:
+            one = oomph.predict(oomph.apply(list(fixes), workload) if fixes else workload, gpu="h200")
+        except oomph.UserError:
+            continue
+        found[fixes] = one.step_seconds or 0.0, one.peak.reserved, one.margin
+    return found
+
+
+def judged(model: str, share: float, known: dict[tuple[FixUse, ...], tuple[float, int, int]]) -> Row:
+    import oomph
+    from oomph.report.plan import fix_word
+
+    before, reserved, _ = known[()]
+    limit = int(share * reserved)
+    fitting = [fixes for fixes, (_, size, margin) in known.items() if size + margin <= limit]
+    best = min(fitting, key=lambda fixes: known[fixes][0], default=())
+    began = time.perf_counter()
+    plan = oomph.fit(MODELS[model](), gpu="h200", max=limit)
+    everything, size, _ = known[(FixUse("activation_checkpointing"),)]
+    slowdown = plan.after.slowdown
+    ours = plan.after.peak.reserved
+    return Row(
+        model,
+        limit,
+        len(known),
+        " + ".join(map(fix_word, best)) if fitting else "none fits",
+        round(known[best][0] / before, 4),
+        " + ".join(map(fix_word, plan.fixes)),
+        round(slowdown, 4),
+        round(100 * (slowdown * before / known[best][0] - 1), 2) if fitting else 0.0,
+        ours,
+        round(everything / before, 4),
+        size,
+        (slowdown > everything / before and ours > size) or (bool(fitting) and not plan.fits),
+        round(time.perf_counter() - began, 1),
+        plan.predictions,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="models (default: all)")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS / "fit_quality.csv")
+    given = parser.parse_args()
+    cases = [case for case in CASES if not given.names or case[0] in given.names]
+    rows: list[Row] = []
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # predictions may run in forks then
+    with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+        sets = {pool.submit(predicted, model): model for model in dict.fromkeys(model for model, _ in cases)}
+        waiting = []
+        for done in as_completed(sets):
+            model = sets[done]
+            waiting += [
+                pool.submit(judged, model, share, done.result()) for name, share in cases if name == model
+            ]
+        for future in as_completed(waiting):
+            rows.append(row := future.result())
+            print(f"{row.model:12} {row.percent_slower:+6.2f} %  {row.fit}  |  {row.best}", flush=True)
+            with given.out.open("w", newline="") as file:
+                writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(
+                    asdict(each) for each in sorted(rows, key=lambda each: (each.model, -each.limit))
+                )
+    missed = [row for row in rows if row.percent_slower > BAR_PERCENT or row.worse_than_everything]
+    print(f"{len(rows) - len(missed)} of {len(rows)} within {BAR_PERCENT} % of the best")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
