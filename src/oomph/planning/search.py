@@ -303,6 +303,9 @@ class _Search:
             parts = _parts(without.events, reduction.allocations(without))
             if _is_like(parts, base.parts):
                 self.reduced = _Price(parts, costs(without, link))
+                # What fixes leave is compared with this: its highest moments are those of the same blocks.
+                base = replace(base, parts=parts)
+                self.base = replace(self.base, price=base)
         if self.reduced is None:
             program.reduction = None
             return
@@ -316,8 +319,7 @@ class _Search:
                 whole = joint_costs(now, self.reduced.costs, base.costs, pairs)
             left = _parts(prediction.events, reduction.allocations(prediction))
             host = max(reduction.host_bytes(one, _host_bytes(prediction)) for one in _flat(each))
-            parts = _rescaled(left, self.reduced.parts, base.parts)
-            self.prices[_key(_uses(each))] = _Price(parts, whole, host, now)
+            self.prices[_key(_uses(each))] = _Price(left, whole, host, now)
 
     def _axes(self, proposals: Sequence[Proposal], progress: Progress) -> list[list[_Option]]:
         """For each fix its options; options of one axis exclude each other."""
@@ -335,13 +337,14 @@ class _Search:
             if one.fix == "activation_checkpointing" and offloading is not None
             if "blocks" not in one.options and one.options.get("keep") != "products"
         ]
+        changing = [(group,) for group in groups if group[0].fix != "allocator"]
+        self._price(changing, progress, "pricing each fix by itself")
         for one in proposals:
             if one.fix == "allocator":  # the events are the same; what is reserved for them is known
                 share = 1 - (one.saving or 0) / self.base.priced.peak.reserved
                 self.prices[_key((one.use,))] = replace(
                     self.base.price, parts=_times(self.base.price.parts, share)
                 )
-        self._price([(group,) for group in groups], progress, "pricing each fix by itself")
         axes: dict[str, list[_Option]] = {}
         for group in groups:
             price = self.prices.get(_key(_uses([group])))
@@ -641,18 +644,6 @@ def _is_like(parts: Parts, base: Parts) -> bool:
         max((sum(held.values()) for held in each.values()), default=0) for each in (parts, base)
     )
     return abs(found - highest) <= _ALIKE * highest
-
-
-def _rescaled(parts: Parts, reduced: Parts, base: Parts) -> Parts:
-    """From the reduced model's to the whole one's: the same shares of the base."""
-
-    def rescale(part: str, what: str, size: int) -> int:
-        before, whole = reduced.get(part, {}).get(what, 0), base.get(part, {}).get(what, 0)
-        return round(size * whole / before) if before and whole else size
-
-    return {
-        part: {what: rescale(part, what, size) for what, size in held.items()} for part, held in parts.items()
-    }
 
 
 def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> Parts:
