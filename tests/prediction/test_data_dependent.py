@@ -165,6 +165,22 @@ def test_values_say_how_many_elements_an_unknown_mask_selects() -> None:
     notes_of(program)
 
 
+@in_process
+def test_values_and_their_places_may_be_guessed_differently() -> None:
+    """As in LED, which assigns what one mask selects to where another one does."""
+
+    def program() -> None:
+        x = torch.randn(64, 16, device="cuda", requires_grad=True)
+        some, others = torch.randn(64, device="cuda") > 0.5, torch.randn(32, device="cuda") > 0.5
+        out = torch.zeros(64, 16, device="cuda")
+        out[some.nonzero(as_tuple=True)] = x[:32][others.nonzero(as_tuple=True)]
+        out.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+
+    assert "depends on values" in notes_of(program)
+
+
 def test_a_mask_of_another_shape_is_an_error_of_the_program() -> None:
     def program() -> None:
         torch.randn(4, 4, device="cuda")[torch.rand(3, device="cuda") < 0.5]

@@ -41,7 +41,7 @@ from oomph.prediction.cuda.rules import (
     temporaries_of,
 )
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
-from oomph.prediction.tracer.fast_path import VIEWS, FastPath, is_dense
+from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.recorder import AllocationRecorder
 from oomph.prediction.tracer.tracer import Tracer
@@ -402,6 +402,22 @@ class DispatchMode(TorchDispatchMode):
             return self._run_gpu_op(func, args, kwargs, tensors, tensors, plain)
         return self._run_gpu_op(func, plain, kwargs, tensors, tensors)
 
+    def _gradient_of_assigned(self, out: torch.Tensor) -> torch.Tensor:
+        """The gradient of the values in x[indices] = values, which are as many as there are indices.
+
+        Where both numbers are guesses they may differ; autograd wants as many gradients as values.
+        """
+        node = current_autograd_node()
+        if node is None or not node.name().startswith("IndexPutBackward"):
+            return out
+        made_values, number = node.next_functions[1]
+        if made_values is None:
+            return out
+        shape = made_values._input_metadata[number].shape
+        if broadcasts_into(shape, out.shape):
+            return out
+        return self._fake(aten.new_empty.default, (out, list(shape)), {})
+
     def _is_masked_fill(self, call: Mapping[str, Any]) -> bool:
         """A number of the host, assigned by one mask, is filled in (native/TensorAdvancedIndexing.cpp)."""
         given = [index for index in call["indices"] if index is not None]
@@ -456,6 +472,8 @@ class DispatchMode(TorchDispatchMode):
             out = args[0]
         else:
             out = self._fake(func, args, kwargs)
+        if func is aten.index.Tensor and tracer.phase == "backward" and tracer.estimates.sizes_assumed:
+            out = guard.call("results", func, partial(self._gradient_of_assigned, out), lambda: out)
         self._propagate_values(func, args, kwargs, tensors, out)
         tracer.estimates.note_effects(func, args)
         if func is aten._to_copy.default and not gpu:

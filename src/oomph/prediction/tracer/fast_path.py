@@ -137,7 +137,7 @@ class FastPath:
         if alike and (contiguous or is_dense(shape, stride)):
             return self.wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
         if contiguous and all(
-            _broadcasts_into(other.shape, largest) for other in args if isinstance(other, torch.Tensor)
+            broadcasts_into(other.shape, largest) for other in args if isinstance(other, torch.Tensor)
         ):
             return self.wrap(torch.empty(largest, dtype=dtype, device=_META))
         return NotImplemented
@@ -173,7 +173,7 @@ class FastPath:
             return NotImplemented
         if any(other.dtype != out.dtype for other in args):
             return NotImplemented
-        return out if all(_broadcasts_into(other.shape, out.shape) for other in added) else NotImplemented
+        return out if all(broadcasts_into(other.shape, out.shape) for other in added) else NotImplemented
 
     def _reduction(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         tensor, dims = args[0], args[1]
@@ -249,7 +249,7 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     return True
 
 
-def _broadcasts_into(shape: Sequence[int], largest: Sequence[int]) -> bool:
+def broadcasts_into(shape: Sequence[int], largest: Sequence[int]) -> bool:
     if len(shape) > len(largest):
         return False
     return all(size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(largest), strict=False))
