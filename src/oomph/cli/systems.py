@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oomph.cli.output import stdout_to_stderr, write_stdout
 from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
@@ -16,6 +16,9 @@ from oomph.report.terminal import report_console
 from oomph.systems import SYSTEMS, System, find_system
 from oomph.systems.claims import Claim, FormRun
 from oomph.units import format_bytes
+
+if TYPE_CHECKING:
+    from oomph.workload import Workload
 
 # The keys of `oomph cases --json`, which this command replaces.
 _OLD_KEYS = {"systems": "cases", "system": "case", "naive": "sick", "model": "healthy"}
@@ -54,17 +57,28 @@ def predicted_forms(system: System) -> list[FormLine]:
     """Each form of the story at the report's shape and GPU, two predictions at a time."""
     if not _CONFIGS.is_dir():  # installed without the repository
         return []
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda form: _predicted(form, system.story.gpu), system.story.forms))
-
-
-def _predicted(form: FormRun, gpu: str) -> FormLine:
-    from oomph.prediction import predict
     from oomph.training.config import load
     from oomph.training.workloads import predicted_workload
 
+    # Before the threads start: libraries such as transformers cannot be imported by two at a time.
+    workloads = [
+        predicted_workload(load(_CONFIGS / f"{form.config}.yaml", form.overrides))
+        for form in system.story.forms
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        return list(
+            pool.map(
+                lambda form, workload: _predicted(form, workload, system.story.gpu),
+                system.story.forms,
+                workloads,
+            )
+        )
+
+
+def _predicted(form: FormRun, workload: Workload, gpu: str) -> FormLine:
+    from oomph.prediction import predict
+
     try:
-        workload = predicted_workload(load(_CONFIGS / f"{form.config}.yaml", form.overrides))
         found = predict(workload, gpu=gpu)
     except ProgramError as error:
         return FormLine(form.what, form.command(gpu), "fails", None, str(error).splitlines()[-1])
