@@ -3,10 +3,10 @@ that stop a run are heard, also where the tests themselves were started in the b
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import socket
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -39,25 +39,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def run_ranks() -> Callable[..., None]:
     """Calls `function(rank, port, *args)` in a process for each rank.
 
-    The processes are forks, which start quickly; beside a GPU, torch refuses backward passes in them.
+    The processes are forks of a server that has only imported torch: in forks of this process there may be a
+    process group already, and torch may refuse backward passes.
     """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.fsdp", "oomph.ops"])
 
     def run(function: Callable[..., None], ranks: int, *args: Any) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        method = "spawn" if torch.cuda.is_available() else "fork"
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an error here, and not in a new process
-            torch.multiprocessing.start_processes(function, (port, *args), ranks, start_method=method)
+        torch.multiprocessing.start_processes(function, (port, *args), ranks, start_method="forkserver")
 
     return run
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Predictions run in the test's own process: a child for each takes several times as long.
 
     For tests of what is traced. There are then no second attempts and no intervals, and scripts do not end.
     """
     monkeypatch.setattr(isolation, "_inside", True)
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

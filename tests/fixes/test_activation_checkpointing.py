@@ -141,7 +141,7 @@ class LongAttention(torch.nn.Module):
 
 def test_keeping_attention_costs_little_memory_and_saves_its_time():
     work = oomph.Workload(
-        lambda: torch.nn.Sequential(*(LongAttention() for _ in range(2))),
+        lambda: torch.nn.Sequential(*(LongAttention() for _ in range(4))),
         lambda device: torch.randn(1, 65536, 256, device=device, dtype=torch.bfloat16),
         lambda model, batch: model(batch).float().mean(),
         dtype="bfloat16",
@@ -152,8 +152,9 @@ def test_keeping_attention_costs_little_memory_and_saves_its_time():
         for chosen in ([], "activation_checkpointing", keep, [keep, "activation_offloading"])
     )
     assert nothing.peak.allocated < attention.peak.allocated < all_saved.peak.allocated
-    assert attention.peak.allocated - nothing.peak.allocated < 2 * (65536 * 256 * 2 * 1.1)
+    assert attention.peak.allocated - nothing.peak.allocated < 4 * (65536 * 256 * 2 * 1.1)
     assert attention.step_seconds < 1.05 * all_saved.step_seconds < 1.1 * nothing.step_seconds
+    # At most two blocks' tensors are on the GPU at once: the one computed and the one fetched.
     assert offloaded.peak.allocated < attention.peak.allocated
     assert offloaded.step_seconds < nothing.step_seconds
     assert sum(phase.to_host for phase in offloaded.work.phases) >= 3 * (65536 * 256 * 2)
