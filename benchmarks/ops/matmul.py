@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import RESULTS
-from oomph.systems.pythia.tiled_matmul import MatmulTile, tiled_matmul
+from benchmarks.ops.matmul_kernel import MatmulTile, tiled_matmul
 
 try:
     import triton

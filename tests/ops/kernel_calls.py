@@ -25,7 +25,6 @@ from oomph.ops.short_convolution import short_convolution
 from oomph.ops.sparse_attention import nsa
 from oomph.ops.spiking import lif_gate
 from oomph.ops.state_space import selective_scan
-from oomph.systems.pythia.tiled_matmul import tiled_matmul
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -140,9 +139,6 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "rotary": lambda: rotary(randn(2, 4, 1000, 128), impl="triton"),
     "interleaved rotary of a part": lambda: rotary(
         randn(2, 7, 33, 80, dtype=FP32), fraction=0.4, interleaved=True, heads_first=False, impl="triton"
-    ),
-    "log-sum-exp of a product": lambda: tiled_matmul(
-        randn(16, 512), randn(512, 777), epilogue="logsumexp", return_product=False, impl="triton"
     ),
     "attention to near points": near_points,
     "attention by a pattern, with padding": padded_pattern,

@@ -298,13 +298,14 @@ def test_a_function_without_steps_is_counted_whole():
 
 
 def test_kernels_of_the_ops_are_counted_with_their_flops():
-    from oomph.systems.pythia.tiled_matmul import tiled_matmul
+    from oomph.ops import BlockPattern, attention
 
     def program() -> Callable[[], Any]:
-        a, b = on_gpu(128, 64, dtype=torch.bfloat16), on_gpu(64, 32, dtype=torch.bfloat16)
-        return lambda: tiled_matmul(a, b, impl="triton")
+        q = k = v = on_gpu(2, 4, 1024, 64, dtype=torch.bfloat16)
+        pattern = BlockPattern("local", block=64, window=2)
+        return lambda: attention(q, k, v, pattern=pattern, impl="triton")
 
     counted = [kernel for kernel in kernels_of(program) if kernel.kind == "kernel"]
-    assert [kernel.flops for kernel in counted] == [2 * 128 * 64 * 32]
-    assert counted[0].bytes == 2 * (128 * 64 + 64 * 32 + 128 * 32)
+    assert [kernel.flops for kernel in counted] == [2 * 2 * 2 * 4 * 1024 * (5 * 64) * 64]
+    assert counted[0].bytes == 2 * 4 * 1024 * (2 * 64 * 2 + 4)  # q, k and v are one tensor
     assert counted[0].rate == "half"

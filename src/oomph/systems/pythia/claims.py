@@ -25,7 +25,7 @@ STORY = Report(
         "python apps/train_pythia.py ... --device cuda": "oomph train configs/pythia_70m.yaml ... --device cuda",
         "create_pythia_70m(vocab_size=10000, ...)[1].get_total_params()": "oomph systems pythia --check",
         "make clean; make (the CUDA backend)": "nothing to build: Triton kernels, "
-        "oomph.systems.pythia.tiled_matmul for the comparison",
+        "benchmarks.ops.matmul for the comparison",
     },
     forms=(
         FormRun("naive", "pythia_70m", ("form=naive", f"model.vocab_size={REPORT_VOCAB_SIZE}", *_SHAPE)),
