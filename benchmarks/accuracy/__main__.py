@@ -141,7 +141,7 @@ def main() -> int:
     _known([given.name], ALL)
     entry = ALL[given.name]
     if given.command == "diverge":
-        from oomph.cli.diverge import divergence_text
+        from benchmarks.accuracy.divergence import divergence_text
 
         print(divergence_text(entry.target, given.log, given.gpu, given.limit))
         return 0

@@ -130,8 +130,9 @@ def measure_here(name: str, entry: Entry, out: Path, lock: Path | None, limit: i
 
 def oplog_here(entry: Entry, out: Path, steps: int) -> int:
     """Write the op log of the workload's first steps on the GPU."""
+    from benchmarks.accuracy.divergence import write_rows
     from oomph.measurement.measure import CudaMeter, Moment, cuda_device, empty_caches, observe
-    from oomph.measurement.oplog import record_ops, write_rows
+    from oomph.measurement.oplog import record_ops
 
     target = _prepared(entry.target)
     device = cuda_device("cuda")

@@ -5,7 +5,6 @@ All run in this process and in one folder, which has what FILES names and a fini
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import os
@@ -67,7 +66,6 @@ cases(
     ("predict", "predict needs a TARGET, or -m MODULE"),
     ("verify", "Missing argument 'TARGET'"),
     ("train", "Missing argument 'CONFIG'"),
-    ("diverge p.py:ok", "Missing argument 'LOG'"),
     ("gpus h100", "unexpected extra argument(s) (h100)"),
     ("gpus --jsn", "No such option: --jsn"),
     ("predict p.py:ok --gpu", "Option '--gpu' requires an argument"),
@@ -88,9 +86,6 @@ cases(
     ("systems pythia longctx", "unexpected extra argument(s) (longctx)"),
     ("systems --check", "--check is for the systems that came with one; give pythia or longctx or npt"),
     ("systems hatchling --check", "--check is for the systems that came with one"),
-    ("diverge p.py:ok x.gz --limit many", "'--limit': Input should be a valid integer"),
-    ("diverge p.py:ok x.gz --limit 0", "'--limit': Input should be greater than or equal to 1"),
-    ("diverge p.py:ok x.gz --gpu rtx3091", "unknown GPU 'rtx3091'"),
     ("verify p.py:ok", "verify needs a fix: oomph verify TARGET FIX"),
     ("verify p.py:ok micro_batches --sizes B", "--sizes 'B' is not valid; give NAME=NUMBER"),
     ("verify p.py:ok micro_batches --sizes B=-1", "--sizes 'B=-1' is not valid"),
@@ -263,7 +258,7 @@ cases(
 )
 cases("predict", ("p.py:loss_interrupts", "interrupted"), status=INTERRUPTED)
 
-for command, more in (("verify", "micro_batches"), ("fixes", ""), ("diverge", "good.gz")):
+for command, more in (("verify", "micro_batches"), ("fixes", "")):
     cases(
         command,
         (f"p.py:loss_exits {more}", "the program ends the process (SystemExit: 0)"),
@@ -329,39 +324,6 @@ cases(
     ("FSDP", "there is no fix 'FSDP'; here that is 'fsdp2'"),
     ("x.json", "is not JSON", "micro_batches"),
     ("fused_attention", "fix 'fused_attention': the model has no code of its own"),
-)
-
-# --------------------------------------------------------------------------------------------- op logs
-
-ROW = {"op": "aten.mm", "outputs": "f32[8]", "before": 0, "after": 1, "high": 2, "phase": "step 1 forward"}
-
-
-def op_log(**changes: object) -> bytes:
-    return gzip.compress(json.dumps({**ROW, **changes}).encode())
-
-
-cases(
-    "diverge p.py:ok",
-    ("nothing.gz", "op log 'nothing.gz' cannot be read: No such file or directory"),
-    ("folder", "op log 'folder' cannot be read: Is a directory"),
-    (LONG, "cannot be read: File name too long"),
-    ("x.gz", "Not a gzipped file", "{}"),
-    ("x.gz", "has no rows", b""),
-    ("x.gz", "has no rows", gzip.compress(b"\n\n")),
-    ("x.gz", "EOFError", op_log()[:-9]),
-    ("x.gz", "cannot be read", op_log()[:12] + b"\xff\xff\xff" + op_log()[15:]),
-    ("x.gz", "JSONDecodeError", gzip.compress(b"{")),
-    ("x.gz", "UnicodeDecodeError", gzip.compress(b"\xff\xfe")),
-    ("x.gz", "RecursionError", gzip.compress(DEEP.encode())),
-    ("x.gz", "TypeError", gzip.compress(b"[1, 2]")),
-    ("x.gz", "TypeError", gzip.compress(b'{"op": "aten.mm"}')),
-    ("x.gz", "is not an op", op_log(op=3)),
-    ("x.gz", "is not an op", op_log(outputs="\x1b[2Jgone")),
-    ("x.gz", "are not numbers of bytes", op_log(before="many")),
-    ("x.gz", "are not numbers of bytes", op_log(high=10**30)),
-    ("x.gz", "are not numbers of bytes", op_log(allocs=["a"])),
-    ("x.gz", "TypeError", op_log(allocs=3)),
-    ("x.gz", "is not a phase such as 'step 1 forward'", op_log(phase="step")),
 )
 
 # --------------------------------------------------------------------------------------------- configs
@@ -720,7 +682,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         (folder / name).write_text(content)
     for name in ("loop.py", "loop.json", "loop.yaml"):
         (folder / name).symlink_to(name)
-    (folder / "good.gz").write_bytes(op_log())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("oomph.training.evaluation.NEW_TOKENS", 3)
         patch.setattr("sys.stdin", io.StringIO())

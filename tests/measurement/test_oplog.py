@@ -1,14 +1,10 @@
-"""Op logs: what a row says of an op, and that files keep it."""
+"""Op logs: what a row says of an op."""
 
 from __future__ import annotations
 
-import gzip
-import json
-from pathlib import Path
-
 import torch
 
-from oomph.measurement.oplog import Counters, OpRow, describe, read_rows, record_ops, write_rows
+from oomph.measurement.oplog import Counters, describe, record_ops, short_name
 
 
 class ScriptedCounters:
@@ -33,19 +29,10 @@ class ScriptedCounters:
         return Counters(512 * done, 512 * done + 512, done, 100 * done)
 
 
-def test_rows_survive_being_written_and_read(tmp_path: Path) -> None:
-    rows = [
-        OpRow("aten.mm.default", "f32[2,3]", 0, 512, 1024, "step 1 forward", 2, 48, (24, 24)),
-        OpRow("aten.t.default", "f32[3,2]", 512, 512, 512),
-    ]
-    write_rows(tmp_path / "log.jsonl.gz", rows)
-    assert read_rows(tmp_path / "log.jsonl.gz") == rows
-
-
-def test_keys_of_a_later_version_are_ignored(tmp_path: Path) -> None:
-    with gzip.open(tmp_path / "log.jsonl.gz", "wt") as file:
-        file.write(json.dumps({**OpRow("aten.mm", "", 0, 1, 2)._asdict(), "colour": "red"}) + "\n")
-    assert read_rows(tmp_path / "log.jsonl.gz") == [OpRow("aten.mm", "", 0, 1, 2)]
+def test_an_overload_and_a_namespace_do_not_make_another_op() -> None:
+    assert short_name("aten.mm.default") == short_name("aten::mm") == short_name("aten.mm") == "mm"
+    assert short_name("aten.cudnn_convolution.default") == short_name("aten.convolution.default")
+    assert short_name("mylib.scan.default") == "mylib.scan"
 
 
 def test_outputs_are_described_by_dtype_and_shape() -> None:

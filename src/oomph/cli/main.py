@@ -388,19 +388,6 @@ def gpus(
     return run_gpus(json)
 
 
-@app.command(hidden=True)
-def diverge(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")],
-    measured: Annotated[str, typer.Argument(metavar="LOG", help="An op log written on a GPU.")],
-    gpu: Annotated[str, typer.Option(metavar="NAME", help="The GPU that the log was written on.")] = "h200",
-    limit: Annotated[int, typer.Option(min=1, help="How many differences to print.")] = 20,
-) -> int:
-    """For developers: where a prediction differs from the op log of a GPU run."""
-    from oomph.cli.diverge import run_diverge
-
-    return run_diverge(target, measured, gpu, limit)
-
-
 def main() -> None:
     """The console script, and `python -m oomph`."""
     open_missing_streams()

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oomph import gpus
 from oomph.cli.output import stdout_to_stderr, write_stdout
@@ -24,6 +25,9 @@ from oomph.errors import ExitStatus, ProgramError, UserError
 from oomph.records import Measurement
 from oomph.report.measurement import Comparison, Residual, measurement_text, measurement_to_json
 from oomph.report.terminal import report_console
+
+if TYPE_CHECKING:
+    from oomph.measurement.oplog import OpRow
 
 _STEPS = 5
 _EXPLAINED = 0.002  # of the measured peak: a residual from here on is explained by op
@@ -100,24 +104,82 @@ def _comparison(options: PredictOptions, title: str) -> Comparison:
 
 def _residuals(options: PredictOptions) -> tuple[Residual, ...]:
     """The ops whose measured and predicted bytes differ, those with the most first."""
-    from oomph.cli.diverge import predicted_rows
-    from oomph.measurement.divergence import compare
     from oomph.prediction.isolation import run_isolated
 
-    rows = _in_fresh_process(options, ops=True)
-    if not isinstance(rows, list):
+    measured = _in_fresh_process(options, ops=True)
+    if not isinstance(measured, list):
         return ()
-    steps = {row.phase.split()[1] for row in rows if row.phase.startswith("step")}
 
     def predicted(progress: Any) -> Any:
         with _opened(options) as target:
-            return predicted_rows(target, str(options.gpu))
+            return predicted_rows(target, str(options.gpu), measured)
 
     with stdout_to_stderr():
-        ours = run_isolated(predicted, lambda text, fraction: None)
-    ours = [row for row in ours if row.phase == "setup" or row.phase.split()[1] in steps]
-    totals = compare(rows, ours).totals[:_MOST_OPS]
-    return tuple(Residual(each.op, each.aspect, each.times, each.bytes) for each in totals)
+        return residuals(measured, run_isolated(predicted, lambda text, fraction: None))
+
+
+def residuals(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tuple[Residual, ...]:
+    """The bytes that each kind of op needs while it runs, measured less predicted; the largest first."""
+    from oomph.measurement.oplog import short_name
+
+    difference: Counter[tuple[str, str, str]] = Counter()
+    runs: Counter[tuple[str, str, str]] = Counter()
+    extra: Counter[tuple[str, str, str]] = Counter()  # runs on the GPU less those predicted
+    for sign, rows in ((1, measured), (-1, predicted)):
+        for row in rows:
+            kind = (row.phase, short_name(row.op), row.outputs)
+            difference[kind] += sign * (row.high - row.before)
+            runs[kind] += sign == 1
+            extra[kind] += sign
+    found: dict[tuple[str, str], Residual] = {}
+    for kind, size in difference.items():
+        aspect = "only measured" if extra[kind] > 0 else "only predicted" if extra[kind] < 0 else "high"
+        same = found.get((kind[1], aspect), Residual(kind[1], aspect, 0, 0))
+        times = same.times + (abs(extra[kind]) or runs[kind])
+        if size:
+            found[kind[1], aspect] = Residual(kind[1], aspect, times, same.bytes + size)
+    return tuple(sorted(found.values(), key=lambda each: -abs(each.bytes))[:_MOST_OPS])
+
+
+def predicted_rows(target: Any, gpu: str, measured: Sequence[OpRow]) -> list[OpRow]:
+    """The predicted op log of the steps that `measured` has, in the same format."""
+    from oomph.measurement.oplog import OpRow, describe
+    from oomph.prediction.api import trace
+    from oomph.prediction.replay import replay
+    from oomph.prediction.tracer.recorder import OpLog
+
+    log = OpLog(describe)
+    recorder = trace(target, gpus.find(gpu), lambda text, fraction: None, log).recorder
+    allocations = [pending.finish() for pending in recorder.allocations]
+    allocated = {moment.event: moment.allocated for moment in replay(recorder.events, allocations).timeline}
+    after_event, level = [], 0
+    for index in range(len(recorder.events)):
+        level = allocated.get(index, level)
+        after_event.append(level)
+    steps = {row.phase.split()[1] for row in measured if row.phase.startswith("step")}
+    rows = []
+    for op, outputs, phase, first, last in log.rows:
+        if phase != "setup" and phase.split()[1] not in steps:
+            continue
+        inside = after_event[first:last]
+        before = after_event[first - 1] if first else 0
+        sizes = [
+            allocations[event.id].bytes for event in recorder.events[first:last] if event.action == "alloc"
+        ]
+        rows.append(
+            OpRow(
+                op=op,
+                outputs=outputs,
+                before=before,
+                after=inside[-1] if inside else before,
+                high=max([before, *inside]),
+                phase=phase,
+                n_allocs=len(sizes),
+                requested=sum(sizes),
+                allocs=tuple(sizes),
+            )
+        )
+    return rows
 
 
 # ------------------------------------------------------------------------------ in a process of its own

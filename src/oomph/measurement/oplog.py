@@ -1,23 +1,17 @@
-"""The log of ops and allocations of a run: what the divergence finder reads.
+"""The log of ops and allocations of a run: what a prediction is compared with.
 
-A real GPU run and a prediction write the same rows, so that the two can be compared.
+A real GPU run and a prediction give the same rows.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
-import re
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from oomph.errors import UserError
 from oomph.torch_internals import TorchDispatchMode, memory_snapshot, record_memory_history
 
 _SHOWN_OUTPUTS = 4  # a foreach op returns one tensor per parameter; the first few name it well enough
@@ -34,6 +28,20 @@ _SHORT_DTYPES = {
     torch.bool: "b8",
     torch.complex64: "c64",
     torch.complex128: "c128",
+}
+
+
+# One op, two names: what a CPU trace calls an op that CUDA dispatches under another name.
+_SAME = {
+    "cudnn_convolution": "convolution",
+    "_convolution": "convolution",
+    "mkldnn_convolution": "convolution",
+    "_cudnn_rnn_flatten_weight": "cudnn_rnn_flatten_weight",
+    "cudnn_batch_norm": "native_batch_norm",
+    "_native_batch_norm_legit": "native_batch_norm",
+    "cudnn_batch_norm_backward": "native_batch_norm_backward",
+    "lift_fresh_copy": "lift_fresh",
+    "copy": "copy_",
 }
 
 
@@ -55,41 +63,13 @@ class OpRow(NamedTuple):
     allocs: tuple[int, ...] = ()  # each request, in order; empty when they are not known
 
 
-def write_rows(path: str | Path, rows: Iterable[OpRow]) -> None:
-    """Gzipped JSON lines, one row each."""
-    with gzip.open(path, "wt", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row._asdict(), separators=(",", ":")) + "\n")
-
-
-def read_rows(path: str | Path) -> list[OpRow]:
-    """What `write_rows` wrote. Keys that this version does not know are ignored."""
-    rows: list[OpRow] = []
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") as file:
-            rows += (_row(json.loads(line)) for line in file if line.strip())
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError, KeyError, TypeError) as error:
-        where = f" after {len(rows)} rows" if rows else ""
-        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-        raise UserError(f"op log {str(path)!r} cannot be read{where}: {reason}") from None
-    if not rows:
-        raise UserError(f"op log {str(path)!r} has no rows")
-    return rows
-
-
-def _row(values: dict[str, Any]) -> OpRow:
-    known = {key: values[key] for key in OpRow._fields if key in values}
-    known["allocs"] = tuple(known.get("allocs", ()))
-    row = OpRow(**known)
-    texts = (row.op, row.outputs, row.phase)
-    numbers = (row.before, row.after, row.high, row.n_allocs, row.requested, *row.allocs)
-    if not all(isinstance(text, str) and text.isprintable() for text in texts):  # they are printed
-        raise ValueError(f"{texts!r:.100} is not an op, its outputs and its phase")
-    if not all(isinstance(number, int) and abs(number) < 1 << 62 for number in numbers):
-        raise ValueError(f"{numbers!r:.100} are not numbers of bytes")
-    if row.phase.startswith("step") and not re.match(r"step \d+", row.phase):
-        raise ValueError(f"{row.phase!r:.100} is not a phase such as 'step 1 forward'")
-    return row
+def short_name(op: str) -> str:
+    """The op's name without namespace and overload: "aten.mm.default" -> "mm"."""
+    parts = op.replace("::", ".").split(".")
+    if parts[0] != "aten" and len(parts) > 1:
+        return ".".join(parts[:2])  # another library's op keeps its namespace: "mylib.scan"
+    name = parts[1] if parts[0] == "aten" else parts[0]
+    return _SAME.get(name, name)
 
 
 def describe(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Compare a measured op log with a predicted one, largest differences first.
 
-A developer's tool: `oomph diverge TARGET measured.jsonl.gz`.
+    python -m benchmarks.accuracy diverge NAME measured.jsonl.gz
 
 The logs are aligned by op and outputs, in time that grows with their length. A plain longest common
 subsequence is quadratic and too slow for the tens of thousands of rows of a large model. Two logs of one
@@ -10,12 +10,16 @@ way ahead for the place at which they agree again.
 
 from __future__ import annotations
 
+import gzip
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from oomph.measurement.oplog import OpRow
+from oomph.cli.measure import predicted_rows
+from oomph.measurement.oplog import OpRow, short_name
 from oomph.units import counted
 
 Aspect = Literal["only measured", "only predicted", "outputs", "net", "requested", "high", "between ops"]
@@ -28,6 +32,24 @@ _MEANING: dict[Aspect, str] = {
     "high": "bytes needed while it ran (high - before)",
     "between ops": "bytes that came or went since the row before (frees, mostly)",
 }
+
+
+def write_rows(path: Path, rows: Iterable[OpRow]) -> None:
+    """Gzipped JSON lines, one row each."""
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row._asdict(), separators=(",", ":")) + "\n")
+
+
+def read_rows(path: Path) -> list[OpRow]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [OpRow(**{**row, "allocs": tuple(row["allocs"])}) for row in map(json.loads, file)]
+
+
+def divergence_text(target: Any, measured: Path, gpu: str, limit: int) -> str:
+    """The differences between a measured op log and the prediction of the same steps."""
+    rows = read_rows(measured)
+    return render(compare(rows, predicted_rows(target, gpu, rows)), limit)
 
 
 class Difference(NamedTuple):
@@ -268,7 +290,6 @@ def _drift_line(drift: Drift) -> str:
 
 _WINDOW = 400  # rows looked ahead on each side: more than a transformer block's forward or backward
 _RUNS = (4, 2, 1)  # rows in a row that must agree before two places count as the same; longest first
-_NAMESPACE = "aten."
 
 # Ops whose result shares its input's storage; whether they are logged at all is a detail of the tracer.
 _VIEWS = frozenset(
@@ -279,18 +300,6 @@ _VIEWS = frozenset(
     real imag detach_
     """.split()
 )
-# One op, two names: what a CPU trace calls an op that CUDA dispatches under another name.
-_SAME = {
-    "cudnn_convolution": "convolution",
-    "_convolution": "convolution",
-    "mkldnn_convolution": "convolution",
-    "_cudnn_rnn_flatten_weight": "cudnn_rnn_flatten_weight",
-    "cudnn_batch_norm": "native_batch_norm",
-    "_native_batch_norm_legit": "native_batch_norm",
-    "cudnn_batch_norm_backward": "native_batch_norm_backward",
-    "lift_fresh_copy": "lift_fresh",
-    "copy": "copy_",
-}
 
 
 class AlignedRows(NamedTuple):
@@ -298,16 +307,6 @@ class AlignedRows(NamedTuple):
 
     measured: int | None
     predicted: int | None
-
-
-def short_name(op: str) -> str:
-    """The op's name without namespace and overload: "aten.mm.default" -> "mm"."""
-    name = op.replace("::", ".")
-    parts = name.removeprefix(_NAMESPACE).split(".")
-    if not name.startswith(_NAMESPACE) and len(parts) > 1:
-        # Another library's op keeps its namespace ("mylib.scan"), and loses only its overload.
-        return ".".join(parts[:2])
-    return _SAME.get(parts[0], parts[0])
 
 
 def is_view(row: OpRow) -> bool:
