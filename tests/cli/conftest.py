@@ -11,7 +11,7 @@ import torch
 from small_prediction import make_prediction
 
 from oomph import gpus
-from oomph.cli import train_fit
+from oomph.cli import train as train_command
 from oomph.records import Note, Prediction
 from oomph.training import run as training_run
 from oomph.training.trainer import Outcome
@@ -98,4 +98,4 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_run, "device_of", lambda config: torch.device("cuda", 0))
-    monkeypatch.setattr(train_fit, "gpu_of", lambda device: gpus.find("rtx3090"))
+    monkeypatch.setattr(train_command, "gpu_of", lambda device: gpus.find("rtx3090"))

@@ -2,63 +2,55 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_prediction import make_prediction
 
-from oomph.cli import train_fit
 from oomph.cli.main import run
-from oomph.records import FixUse
-from oomph.training.config import load_dict
+from oomph.cli.train import _override
+from oomph.fixes import uses_of
+from oomph.records import FixUse, PricedFixes
+from oomph.training.config import load, load_dict
+
+KEEP = uses_of(["activation_checkpointing:keep=products"])
 
 
-def test_what_does_not_fit_is_refused_with_what_would(
-    config: Path, given: list[Any], pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_does_not_fit_is_refused_with_fixes_that_make_it_fit(
+    config: Path,
+    given: list[Any],
+    pretended_gpu: None,
+    fake_predict: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fits: bool,
 ) -> None:
-    def during(target: Any) -> None:
-        fits = any(use.fix == "activation_checkpointing" for use in target.fixes)
-        fake_predict.result = make_prediction(fits)
+    def fit(workload: Any, **options: Any) -> Any:
+        assert not getattr(workload.optimizer, "gradients_must_stay", False)  # as a captured step's must
+        assert options["max"] == "1GiB"
+        after = PricedFixes(tuple(KEEP), make_prediction().peak, fits, 1.0, 1.25)
+        return SimpleNamespace(fits=fits, fixes=after.fixes, after=after)
 
-    fake_predict.during = during
-    assert run(["train", "small.yaml", "training.memory_limit=1GiB"]) == 1
-    err = " ".join(capsys.readouterr().err.split())
-    assert "oomph: small does not fit: a step needs 2.00 GiB, and training.memory_limit is 1GiB" in err
-    assert "What fits: 'fixes=[" in err
-    assert "activation_checkpointing]' (2.00 GiB)" in err
-    assert "--force" in err
+    fake_predict.result = make_prediction(False)
+    monkeypatch.setattr("oomph.planning.fit", fit)
+    words = ["training.memory_limit=1GiB", "training.cuda_graph=true"]
+    assert run(["train", "small.yaml", *words]) == 1
     assert given == []
     assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize("enough", ["nothing", "activation_checkpointing"])
-def test_cuda_graphs_are_given_up_first_and_then_with_fixes(
-    config: Path, pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str], enough: str
-) -> None:
-    def during(target: Any) -> None:
-        captured = getattr(target.optimizer, "gradients_must_stay", False)
-        has = enough == "nothing" or any(use.fix == enough for use in target.fixes)
-        fake_predict.result = make_prediction(not captured and has)
-
-    fake_predict.during = during
-    assert run(["train", "small.yaml", "training.memory_limit=1GiB", "training.cuda_graph=true"]) == 1
     err = " ".join(capsys.readouterr().err.split())
-    before = "What fits: " if enough == "nothing" else "activation_checkpointing]' "
-    assert f"{before}training.cuda_graph=false (" in err
-    assert ("fixes=[" in err) == (enough != "nothing")
-
-
-def test_smaller_batches_are_tried_when_fixes_are_not_enough(
-    config: Path, given: list[Any], pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fake_predict.during = lambda target: setattr(
-        fake_predict, "result", make_prediction(target.sizes["B"] == 1)
-    )
-    assert run(["train", "small.yaml", "training.memory_limit=1GiB"]) == 1
-    err = " ".join(capsys.readouterr().err.split())
-    assert "data.batch_size=1 training.accumulate=2" in err
+    assert "oomph: small does not fit: a step needs 2.00 GiB, and training.memory_limit is 1GiB" in err
+    assert "--force" in err
+    if fits:
+        found = re.search(r"What fits: (.*fixes=.* training.cuda_graph=false) \(2.00 GiB, time x1.25\)", err)
+        assert found is not None
+        assert load("small.yaml", shlex.split(found[1])).fixes == tuple(KEEP)
+    else:
+        assert "No set of exact fixes is enough; see `oomph fit small.yaml training.memory_limit=1GiB" in err
 
 
 def test_force_goes_on_and_shows_what_was_predicted(
@@ -84,6 +76,6 @@ def test_force_goes_on_and_shows_what_was_predicted(
     ],
 )
 def test_fixes_that_are_proposed_can_be_copied_to_a_shell(uses: tuple[FixUse, ...]) -> None:
-    (word,) = shlex.split(train_fit._override(uses))
+    (word,) = shlex.split(_override(uses))
     found = load_dict({"system": "longctx", "model": {"preset": "tiny", "vocab_size": 300}}, "x", [word])
     assert found.fixes == uses

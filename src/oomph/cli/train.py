@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from oomph.cli.output import progress_display
+from oomph import gpus
+from oomph.cli.output import ProgressReport, progress_display
 from oomph.errors import ExitStatus, UserError
 from oomph.report.labels import short_path
+from oomph.report.plan import fix_word
 from oomph.training.metrics import Callbacks, StepReport
 from oomph.units import format_bytes
 
 if TYPE_CHECKING:
-    from oomph.gpus import GPU
-    from oomph.records import Prediction
+    import torch
+
+    from oomph.records import FixUse, Prediction
     from oomph.training.config import TrainConfig
 
 
@@ -49,13 +53,11 @@ def run_train(options: TrainOptions) -> int:
     device = device_of(config)
     prediction = gpu = None
     if device.type == "cuda":
-        from oomph.cli.train_fit import gpu_of, predict_config, refusal
-
         gpu = gpu_of(device)
         with progress_display(console) as report:
-            prediction = predict_config(config, device, report)
+            prediction = _predict(config, gpu, report)
             if prediction.verdict == "does not fit" and not options.force:
-                message = refusal(config, prediction, device, report)
+                message = _refusal(config, prediction, gpu, options, report)
                 console.print(message, markup=False, highlight=False, soft_wrap=True)
                 return ExitStatus.DOES_NOT_FIT
     with TrainDisplay(console, config, prediction, gpu) as display:
@@ -73,6 +75,54 @@ def run_train(options: TrainOptions) -> int:
         display.on_message(f"stopped by {outcome.stopped} after step {outcome.step}; {then}")
         return ExitStatus.INTERRUPTED
     return 0
+
+
+def gpu_of(device: torch.device) -> gpus.GPU:
+    """The GPU itself, with the catalogue's figures for its kind."""
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return gpus.for_device(found.name, found.total_memory, (found.major, found.minor))
+
+
+def _predict(config: TrainConfig, gpu: gpus.GPU, report: ProgressReport) -> Prediction:
+    """The step at the config's largest shape, on this GPU and within training.memory_limit."""
+    from oomph.prediction import predict
+    from oomph.training.workloads import predicted_workload
+
+    return predict(predicted_workload(config), gpu=gpu, max=config.training.memory_limit, progress=report)
+
+
+def _refusal(
+    config: TrainConfig, prediction: Prediction, gpu: gpus.GPU, options: TrainOptions, report: ProgressReport
+) -> str:
+    """What the step needs, what there is, and the cheapest exact fixes with which it fits."""
+    from oomph.planning import fit
+    from oomph.training.workloads import predicted_workload
+
+    limit, given = config.training.memory_limit, shlex.join((options.config, *options.words))
+    has = (
+        f"{gpu.title} has {format_bytes(gpu.memory)}"
+        if limit is None
+        else f"training.memory_limit is {limit}"
+    )
+    needs = format_bytes(prediction.peak.reserved)
+    problem = f"oomph: {config.name} does not fit: a step needs {needs}, and {has}"
+    # Recomputation and offloading cannot be captured.
+    eager = replace(config, training=config.training.model_copy(update={"cuda_graph": False}))
+    plan = fit(predicted_workload(eager), gpu=gpu, max=limit, progress=report)
+    if not plan.fits:
+        return f"{problem}. No set of exact fixes is enough; see `oomph fit {given}`. --force runs it anyway"
+    words = [_override((*config.fixes, *plan.fixes))] if plan.fixes else []
+    words += ["training.cuda_graph=false"] if config.training.cuda_graph else []
+    fits = f"{' '.join(words)} ({format_bytes(plan.after.peak.reserved)}, time x{plan.after.slowdown:.2f})"
+    return f"{problem}. What fits: {fits}. Add that to the command, or --force to run it anyway"
+
+
+def _override(fixes: Sequence[FixUse]) -> str:
+    """Quoted for a shell; a fix with options also has quotes of its own."""
+    words = [json.dumps(fix_word(use)) if use.options else use.fix for use in fixes]
+    return shlex.quote(f"fixes=[{', '.join(words)}]")
 
 
 def _resume_command(options: TrainOptions) -> str:
@@ -113,7 +163,7 @@ class TrainDisplay(Callbacks):
     """A progress bar on a terminal, lines elsewhere; both on stderr."""
 
     def __init__(
-        self, console: Console, config: TrainConfig, prediction: Prediction | None, gpu: GPU | None
+        self, console: Console, config: TrainConfig, prediction: Prediction | None, gpu: gpus.GPU | None
     ) -> None:
         self.console, self.config, self.prediction, self.gpu = console, config, prediction, gpu
         self._unit = "img" if config.system == "ginr" else "tok"
@@ -200,7 +250,7 @@ def shorten(sample: str, width: int) -> str:
 
 
 def model_flops_utilization(
-    config: TrainConfig, prediction: Prediction | None, gpu: GPU | None, tokens_per_second: float
+    config: TrainConfig, prediction: Prediction | None, gpu: gpus.GPU | None, tokens_per_second: float
 ) -> float | None:
     """MFU: the share of the GPU's nominal FLOPS that forward, and twice that for backward, take. Recomputed
     work does not count."""
