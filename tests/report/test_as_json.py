@@ -52,11 +52,6 @@ def test_lines_carry_file_line_and_function_and_come_largest_first():
     }  # fmt: skip
 
 
-def test_a_tensor_without_a_line_has_null_there():
-    workspace = prediction_to_json(prediction())["at_peak"][-1]
-    assert (workspace["op"], workspace["file"], workspace["line"]) == ("cublas workspace", None, None)
-
-
 def test_notes_and_the_refused_request_carry_their_lines():
     made = prediction_to_json(prediction())
     assert made["notes"] == [{"text": "torch.compile is traced as eager", "file": LOSS.file, "line": 7}]
@@ -90,18 +85,8 @@ def test_a_long_timeline_is_shortened_and_keeps_both_maxima(points: int) -> None
         assert max(m.reserved for m in shorter) == max(m.reserved for m in timeline)
 
 
-def test_every_interval_of_a_timeline_has_a_point() -> None:
-    timeline = tuple(Moment(event, event % 10, 0) for event in range(1000))
-    assert [moment.event // 100 for moment in downsample(timeline, 10)] == list(range(10))
-
-
 def test_the_timeline_has_at_most_400_points_and_a_shorter_one_is_complete():
     timeline = tuple(Moment(i, i, 0) for i in range(401))
     assert len(prediction_to_json(prediction(timeline=timeline))["timeline"]) == 400
     made = prediction_to_json(prediction(timeline=timeline[:400]))["timeline"]
     assert made == [moment._asdict() for moment in timeline[:400]]
-
-
-def test_the_seconds_of_a_step_are_given_and_null_where_they_are_not_known():
-    assert prediction_to_json(prediction(step_seconds=0.25))["step_seconds"] == 0.25
-    assert prediction_to_json(prediction())["step_seconds"] is None

@@ -35,14 +35,6 @@ def row(shown, name):
     return line.split()
 
 
-def test_it_opens_with_the_headline_of_predict_and_says_what_is_in_its_figures():
-    shown = text(prediction())
-    headline = " ".join(shown.split("Each fix")[0].split())
-    assert headline.startswith("Does not fit: needs 31.5 GiB; the RTX 3090 has 23.6 GiB; peak in backward")
-    assert headline.endswith("These figures include the CUDA context's 512 MiB.")
-    assert row(shown, "small")[:5] == ["small", "11.0", "GiB", "20.5", "GiB"]
-
-
 def test_where_it_does_not_fit_each_row_tells_whether_it_would():
     shown = text(prediction())
     assert row(shown, "small")[5] == "yes"
@@ -50,10 +42,6 @@ def test_where_it_does_not_fit_each_row_tells_whether_it_would():
     assert "3 of 5 rows make it fit." in shown
     assert "oomph fit train.py:w --gpu rtx3090" in shown
     assert "No row makes it fit by itself." in text(prediction(), OFFERS[1:3])
-
-
-def test_a_row_that_fits_by_returning_cached_memory_just_fits():
-    assert row(text(prediction(), (offer("tight", 24 * GiB, fits=True),)), "tight")[5] == "just"
 
 
 def test_where_it_fits_or_no_card_is_named_there_is_nothing_to_mark():
@@ -71,10 +59,6 @@ def test_what_holds_on_a_condition_is_marked_with_the_command_that_checks_it():
     assert "oomph verify train.py:w parts:parts=2" in flowing
     assert flowing.index("exact small:") < flowing.index("exact, on a condition (?) parts:")
     assert "(?)" not in text(prediction(), OFFERS[:3])
-
-
-def test_the_root_has_a_name_for_people():
-    assert "the whole model" in text(prediction(), [replace(OFFERS[0], where=("",))])
 
 
 def test_programs_are_told_the_same():
