@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from oomph.errors import UserError
 from oomph.gpus import catalogue, find, for_device
 from oomph.units import GiB, MiB
 
@@ -18,27 +17,27 @@ def test_the_catalogue_has_at_least_thirty_cards_with_unique_names() -> None:
     assert len({card.title for card in CARDS}) == len(names)
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
-def test_every_row_is_plausible_and_has_a_source(card) -> None:  # type: ignore[no-untyped-def]
-    assert 6 * GiB < card.memory < 300 * GiB
-    assert (6, 0) <= card.capability <= (12, 0)
-    assert card.bf16_tflops is None or 10 < card.bf16_tflops < 3000
-    assert card.bandwidth is not None
-    assert 200 * 10**9 < card.bandwidth < 10**13
-    assert 200 * MiB <= card.context <= 1024 * MiB
-    assert card.source.startswith(("measured", "reported by users' logs", "estimated: "))
-    assert 5 < card.fp32_tflops < 200
-    assert 0 < card.fp64_tflops <= card.fp32_tflops
-    assert card.tf32_tflops >= 0.99 * card.fp32_tflops
-    assert card.bf16_tflops is None or card.bf16_tflops >= 1.9 * card.fp32_tflops
+def test_every_row_is_plausible_and_has_a_source() -> None:
+    for card in CARDS:
+        assert 6 * GiB < card.memory < 300 * GiB
+        assert (6, 0) <= card.capability <= (12, 0)
+        assert card.bf16_tflops is None or 10 < card.bf16_tflops < 3000
+        assert card.bandwidth is not None
+        assert 200 * 10**9 < card.bandwidth < 10**13
+        assert 200 * MiB <= card.context <= 1024 * MiB
+        assert card.source.startswith(("measured", "reported by users' logs", "estimated: "))
+        assert 5 < card.fp32_tflops < 200
+        assert 0 < card.fp64_tflops <= card.fp32_tflops
+        assert card.tf32_tflops >= 0.99 * card.fp32_tflops
+        assert card.bf16_tflops is None or card.bf16_tflops >= 1.9 * card.fp32_tflops
 
 
-@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
-def test_a_card_is_found_by_its_name_and_by_its_title(card) -> None:  # type: ignore[no-untyped-def]
-    assert find(card.name) is card
-    assert find(card.name.upper()) is card
-    assert find(card.title) is card
-    assert find(f"NVIDIA {card.title}") is card
+def test_a_card_is_found_by_its_name_and_by_its_title() -> None:
+    for card in CARDS:
+        assert find(card.name) is card
+        assert find(card.name.upper()) is card
+        assert find(card.title) is card
+        assert find(f"NVIDIA {card.title}") is card
 
 
 @pytest.mark.parametrize(
@@ -69,36 +68,6 @@ def test_a_card_is_found_by_its_name_and_by_its_title(card) -> None:  # type: ig
 )
 def test_the_usual_spellings_lead_to_the_card(text: str, name: str) -> None:
     assert find(text).name == name
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("a100", ["a100-40gb", "a100-80gb"]),
-        ("H100", ["h100-80gb", "h100-pcie", "h100-nvl"]),
-        ("V100", ["v100-16gb", "v100-32gb"]),
-        ("RTX 4060 Ti", ["rtx4060ti-16gb", "rtx4060ti-8gb"]),
-    ],
-)
-def test_a_name_that_several_cards_share_is_refused_with_their_names(text: str, names: list[str]) -> None:
-    with pytest.raises(UserError, match="ambiguous") as error:
-        find(text)
-    assert ", ".join(names) in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "near"),
-    [("rtx3091", "rtx3090"), ("RTX 3080 12GB", "rtx3080"), ("h201", "h200"), ("rtx 4070 laptop", "rtx4070")],
-)
-def test_an_unknown_card_is_refused_with_the_nearest_names_and_the_other_ways(text: str, near: str) -> None:
-    with pytest.raises(UserError, match="unknown GPU") as error:
-        find(text)
-    message = str(error.value)
-    assert repr(text) in message
-    assert near in message.split("nearest: ")[1]
-    assert "`oomph gpus`" in message
-    assert "24GiB" in message
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -163,12 +132,6 @@ def test_a_device_outside_the_catalogue_is_described_by_its_own_properties(
     assert card.bandwidth is None
     assert "NVIDIA" not in card.title
     assert card.context >= 200 * MiB
-
-
-def test_rates_of_the_h200_are_those_of_its_data_sheet() -> None:
-    card = find("h200")
-    assert (card.fp32_tflops, card.fp64_tflops, card.tf32_tflops) == (67, 67, 989 / 2)
-    assert card.host_link == 55 * 10**9
 
 
 def test_the_host_link_follows_the_generation() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from oomph.errors import UserError
-from oomph.units import GiB, KiB, MiB, TiB, counted, format_bytes, parse_bytes
+from oomph.units import GiB, KiB, MiB, TiB, format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -33,15 +33,6 @@ def test_a_fraction_of_a_byte_is_dropped_without_a_float_error() -> None:
     assert parse_bytes("9007199254740993B") == 9007199254740993
 
 
-@pytest.mark.parametrize("text", ["24G", "24g", "24 G", "512M", "1k", "2T"])
-def test_a_bare_letter_is_ambiguous_and_both_readings_are_offered(text: str) -> None:
-    with pytest.raises(UserError, match="ambiguous") as error:
-        parse_bytes(text)
-    letter = text.strip()[-1].upper()
-    assert f"{letter}iB" in str(error.value)
-    assert f"{letter}B" in str(error.value)
-
-
 NONSENSE = ["", "   ", "GiB", "nan", "inf", "nanGiB", "infGiB", "1e3GiB", "1,5GiB", "1 2GiB", "1..5GiB", "x"]
 
 
@@ -60,22 +51,6 @@ def test_what_is_not_a_positive_size_is_refused_in_one_line_with_the_valid_units
 def test_what_is_neither_text_nor_a_positive_whole_number_is_refused(value: object) -> None:
     with pytest.raises(UserError, match="24GiB"):
         parse_bytes(value)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("text", "unit"), [("24XB", "XB"), ("24 gigs", "gigs"), ("24PiB", "PiB")])
-def test_an_unknown_unit_is_named(text: str, unit: str) -> None:
-    with pytest.raises(UserError, match=f"unknown unit, '{unit}'"):
-        parse_bytes(text)
-
-
-ABSURD = ["9" * 6000, "9" * 6000 + "GiB", 10**6000, "2000000TiB"]
-
-
-@pytest.mark.parametrize("value", ABSURD, ids=["digits", "digits and unit", "integer", "unit"])
-def test_an_absurd_size_is_refused_in_a_short_line(value: str | int) -> None:
-    with pytest.raises(UserError) as error:
-        parse_bytes(value)
-    assert len(str(error.value)) < 300
 
 
 @pytest.mark.parametrize(
@@ -106,7 +81,3 @@ def test_people_see_sizes_with_sensible_digits(size: int, text: str) -> None:
 def test_what_is_printed_can_be_read_back_to_within_the_printed_digits() -> None:
     for size in (1, 513, 5 * KiB, 777 * MiB, 3 * GiB, 31 * GiB + 12345, 267 * GiB):
         assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.05)
-
-
-def test_one_thing_is_in_the_singular() -> None:
-    assert [counted(number, "token") for number in (0, 1, 2)] == ["0 tokens", "1 token", "2 tokens"]

@@ -164,3 +164,42 @@ def test_flags_and_values_are_told_apart():
 def test_patterns_and_names_with_signs_are_words_on_the_command_line(word):
     assert load_dict({"system": "pythia"}, "test", [f"output.dir={word}"]).output.dir == word
     assert load_dict({"system": "pythia"}, "test", [f"output.dir={word!r}"]).output.dir == word
+
+
+def problems(overrides=(), system="pythia", **mapping):
+    with pytest.raises(ConfigError) as caught:
+        load_dict({"system": system, **mapping}, "test", overrides)
+    return list(caught.value.problems)
+
+
+def test_all_problems_are_told_at_once():
+    found = problems(
+        ["traning.steps=5", "lr=fast", "data.batch_size=0"],
+        form="ill",
+        model={"preset": "70m", "num_heads": 7, "dropout": "some", "hiden_size": 5},
+        data={"shuffle": "yes", "curriculum": [{"seq_len": 8, "batch_token": 4}]},
+        training={"schedule": "cosin", "clip": -1},
+        fixes=["recompte", "activation_checkpointing:keep=all,depth=2"],
+    )
+    assert sorted(line.split(" ")[0] for line in found) == sorted(
+        [
+            *("traning.steps", "lr", "data.batch_size", "form", "model.preset", "model.hidden_size"),
+            *("model.dropout", "model.hiden_size", "data.shuffle", "data.curriculum.0.batch_token"),
+            *("training.schedule", "training.clip", "fixes.0", "fixes.1"),
+        ]
+    )
+    text = "\n".join(found)
+    for said in (
+        "lr (which is optimizer.learning_rate) = 'fast' is not valid; it should be a valid number",
+        "form = 'ill' is not valid; choose from 'model', 'naive'",
+        "model.preset = '70m' is not valid; pythia has report, pythia",
+        "model.hidden_size = 512 is not valid; give a multiple of num_heads=7",
+        "model.hiden_size is not a key; did you mean 'model.hidden_size'?",
+        "data.batch_size = 0 is not valid; it should be greater than or equal to 1",
+        "data.shuffle = 'yes' is not valid; it should be a valid boolean",
+        "data.curriculum.0.batch_token is not a key; did you mean 'batch_tokens'?",
+        "training.schedule = 'cosin' is not valid; it should be 'constant', 'cosine' or 'linear'",
+        "there is no fix 'recompte'; did you mean 'activation_checkpointing'?",
+        "fix 'activation_checkpointing' has no option 'depth'",
+    ):
+        assert said in text
