@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,15 +77,8 @@ def test_the_tables_name_exactly_the_ops_that_torch_casts_on_cuda() -> None:
     "op",
     [
         lambda a: a @ a,
-        lambda a: torch.mm(a, a),
-        lambda a: torch.einsum("ij,jk->ik", a, a),
-        lambda a: torch.addmm(a, a, a),
         lambda a: F.conv2d(a[None, None], torch.ones(1, 1, 3, 3)),
-        lambda a: F.conv2d(a[None, None], torch.ones(1, 1, 3, 3), padding="same"),
-        lambda a: F.conv_transpose2d(a[None, None], torch.ones(1, 1, 3, 3)),
         lambda a: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None], a),
-        lambda a: F.prelu(a, torch.ones(1)),
-        lambda a: nn.MultiheadAttention(8, 2)(a[None], a[None], a[None])[0],
     ],
 )
 def test_products_run_in_the_autocast_dtype(
@@ -105,18 +96,8 @@ def test_products_run_in_the_autocast_dtype(
     "op",
     [
         lambda a: F.layer_norm(a, (8,)),
-        lambda a: F.group_norm(a, 2),
-        lambda a: torch.exp(a),
         lambda a: a**2,
-        lambda a: a.square(),
-        lambda a: a.pow(a),
-        lambda a: 2**a,
-        lambda a: torch.logsumexp(a, 0),
-        lambda a: F.mse_loss(a, a),
-        lambda a: F.nll_loss(a, torch.zeros(8, dtype=torch.long)),
         lambda a: F.binary_cross_entropy_with_logits(a, a),
-        lambda a: F.interpolate(a[None], scale_factor=2),
-        lambda a: torch.cdist(a, a),
     ],
 )
 def test_delicate_ops_get_their_arguments_in_float32(
@@ -126,7 +107,7 @@ def test_delicate_ops_get_their_arguments_in_float32(
     with on():
         y = op(a)
     assert y.dtype == fp32
-    assert log.casts[0] == ((8, 8), fp32) or log.casts[0] == ((1, 8, 8), fp32)
+    assert log.casts[0] == ((8, 8), fp32)
     y.sum().backward()
     assert a.grad.dtype == bf16
 
@@ -134,19 +115,9 @@ def test_delicate_ops_get_their_arguments_in_float32(
 @pytest.mark.parametrize(
     "op",
     [
-        lambda a: a.sum(),
         lambda a: a.sum(0),
-        lambda a: a.sum(0, keepdim=True),
-        lambda a: a.prod(),
-        lambda a: a.prod(0),
-        lambda a: a.cumsum(0),
-        lambda a: a.cumprod(0),
         lambda a: torch.linalg.vector_norm(a),
-        lambda a: torch.linalg.vector_norm(a, 3, 0),
-        lambda a: torch.norm(a),
         lambda a: aten.norm.Scalar(a),
-        lambda a: aten.norm.Scalar(a, 3),
-        lambda a: aten.norm.ScalarOpt_dim(a, 2, [0]),
         lambda a: aten.norm.ScalarOpt_dim(a, 2, [0], True),
     ],
 )
@@ -191,17 +162,6 @@ def test_promoting_ops_take_the_widest_dtype(log: OpLog) -> None:
         assert F.bilinear(low, low, weight, bias).dtype == bf16
 
 
-def test_promoting_a_dtype_that_is_neither_float32_nor_the_autocast_dtype_fails_as_on_cuda(
-    log: OpLog,
-) -> None:
-    a = torch.randn(8, dtype=fp16)
-    with (
-        on(bf16),
-        pytest.raises(RuntimeError, match=r"cannot promote a torch\.float16 argument of aten\.dot"),
-    ):
-        torch.dot(a, a)
-
-
 def test_binary_cross_entropy_is_refused(log: OpLog) -> None:
     p = torch.rand(4)
     with on(), pytest.raises(RuntimeError, match="unsafe to autocast"):
@@ -241,13 +201,6 @@ def test_a_weight_used_twice_in_a_region_is_cast_once(log: OpLog) -> None:
     assert log.casts[2:] == [((4, 4), bf16), ((2, 4), bf16)]
 
 
-def test_a_weight_is_cast_at_each_use_without_the_cache(log: OpLog) -> None:
-    layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
-    with on(cache_enabled=False):
-        layer(layer(x))
-    assert log.casts == [((4, 4), bf16), ((2, 4), bf16), ((4, 4), bf16)]
-
-
 @pytest.mark.parametrize(
     "weight",
     [
@@ -266,18 +219,6 @@ def test_only_leaves_that_need_a_gradient_and_are_no_views_are_kept(
     with on():
         x @ w, x @ w
     assert [shape for shape, _ in log.casts] == [(4, 4), (2, 4)] * 2
-
-
-def test_the_cache_does_not_keep_a_weight_alive_nor_mistake_another_for_it(log: OpLog) -> None:
-    x = torch.randn(2, 4)
-    with on(), torch.no_grad():  # with a gradient, the copy's own history holds the weight
-        for _ in range(5):
-            w = torch.randn(4, 4, requires_grad=True)
-            dead = weakref.ref(w)
-            x @ w
-            del w
-            assert dead() is None
-    assert [shape for shape, _ in log.casts].count((4, 4)) == 5
 
 
 def has_python_kernel(op: str) -> bool:
@@ -357,13 +298,6 @@ def test_real_cpu_tensors_are_untouched(gpu_claimed: None) -> None:
         assert F.binary_cross_entropy(p, p).dtype == fp32
 
 
-def test_cpu_autocast_keeps_its_own_lists_beside_cuda_autocast(gpu_claimed: None) -> None:
-    a = torch.randn(4, 4)
-    with cuda_autocast(is_on_gpu), on(fp16), torch.autocast("cpu", bf16):
-        assert (a @ a).dtype == F.linear(a, a).dtype == bf16
-        assert a.to(bf16).sum().dtype == bf16
-
-
 @pytest.mark.parametrize("failing", [False, True])
 def test_nothing_of_the_process_is_changed_afterwards(gpu_claimed: None, failing: bool) -> None:
     functions = (
@@ -392,23 +326,3 @@ def test_nothing_of_the_process_is_changed_afterwards(gpu_claimed: None, failing
         assert y.softmax(-1).dtype == bf16
     with FakeTensorMode(), on():
         assert nn.Linear(4, 4)(torch.randn(2, 4)).dtype == fp32
-
-
-def test_the_callers_function_and_the_kept_casts_are_let_go(gpu_claimed: None) -> None:
-    class Label:
-        def __call__(self, tensor: torch.Tensor) -> bool:
-            return is_on_gpu(tensor)
-
-    label = Label()
-    gone = weakref.ref(label)
-    with FakeTensorMode(), cuda_autocast(label):
-        layer = nn.Linear(4, 4)
-        region = on()
-        region.__enter__()
-        layer(torch.randn(2, 4))
-    region.__exit__(None, None, None)
-    weight = weakref.ref(layer.weight)
-    del label, layer, region
-    gc.collect()
-    assert gone() is None
-    assert weight() is None
