@@ -3,102 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small_runs import trained
 from torch import Tensor, nn
 
 from oomph.training.step import CudaGraphForwardBackward, ForwardBackward, Precision
-from oomph.training.trainer import Trainer
 
-on_a_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
-class Replay:
-    """Instead of a CUDA graph: its loss is the sum of the copied-in batch, times the factor."""
-
-    def __init__(self, inputs: Any, loss: Tensor) -> None:
-        self.inputs, self.loss = inputs, loss
-
-    def replay(self) -> None:
-        batch, factor = self.inputs
-        self.loss.copy_(batch["x"].sum() * factor)
-
-
-@pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    made: list[Any] = []
-
-    def capture(self: CudaGraphForwardBackward, given: Any) -> Any:
-        batch, factor = given
-        inputs = ({"x": batch["x"].clone()}, factor.clone() if isinstance(factor, Tensor) else factor)
-        loss = torch.zeros(())
-        made.append(inputs)
-        return Replay(inputs, loss), inputs, loss
-
-    monkeypatch.setattr(CudaGraphForwardBackward, "_capture", capture)
-    return made
-
-
-def test_what_is_captured_again_and_what_is_copied_in(
-    captures: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    model = nn.Linear(3, 1)
-    for each in model.parameters():
-        each.grad = torch.zeros_like(each)
-    passes = CudaGraphForwardBackward(model, lambda model, batch: batch["x"], _plain("cpu"))
-    tensors = [(3, torch.tensor(factor)) for factor in (1.0, 0.25, 0.0)]  # one graph
-    for size, factor in ((3, 1.0), (3, 0.5), (4, 1.0), (3, 1.0), *tensors):
-        assert float(passes({"x": torch.ones(size)}, factor)) == size * float(factor)
-    assert len(captures) == 4
-    passes.graph_bytes = 1024
-    passes.release()
-    assert passes.graph_bytes == 0
-    assert float(passes({"x": torch.ones(3)}, 1.0)) == 3
-    assert len(captures) == 5
-    model.zero_grad(set_to_none=True)
-    with pytest.raises(RuntimeError, match="were freed: zero them in place"):
-        passes({"x": torch.ones(3)}, 1.0)
-
-
-def test_graphs_are_released_for_another_stage_and_for_an_evaluation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A curriculum of two, two and then more steps; an evaluation after the fifth, and at the end."""
-    released: list[int] = []
-    evaluated_at: list[int] = []
-    seen: list[Trainer] = []
-    begin = Trainer.start_measuring
-
-    def watched(trainer: Trainer) -> None:
-        seen.append(trainer)
-        begin(trainer)
-
-    monkeypatch.setattr(Trainer, "start_measuring", watched)
-
-    @contextmanager
-    def evaluating(self: ForwardBackward) -> Iterator[None]:
-        evaluated_at.append(seen[0].step)
-        yield
-
-    monkeypatch.setattr(ForwardBackward, "release", lambda self: released.append(seen[0].step))
-    monkeypatch.setattr(ForwardBackward, "released", evaluating)
-    trained(tmp_path / "run", ["training.eval_every=5", "training.steps=6"], "hatchling")
-    assert released == [0, 2, 4]
-    assert evaluated_at == [5, 6]
-
-
-@pytest.mark.parametrize("as_tensor", [pytest.param(each, marks=on_a_gpu) for each in (False, True)])
+@pytest.mark.parametrize("as_tensor", [False, True])
 def test_replays_give_the_gradients_of_eager_passes(as_tensor: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 1)).cuda()
@@ -119,8 +35,6 @@ def test_replays_give_the_gradients_of_eager_passes(as_tensor: bool) -> None:
         torch.testing.assert_close(found, right)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_memory_of_replays_counts_as_that_of_eager_passes() -> None:
     device = torch.device("cuda")
     model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8))).cuda()
@@ -144,8 +58,6 @@ def test_the_memory_of_replays_counts_as_that_of_eager_passes() -> None:
     assert peak - before == pytest.approx(right + more, abs=0.05 * right)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_released_graphs_are_free_and_captured_again_give_the_same() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 2048), nn.Dropout(0.5), nn.Linear(2048, 1)).cuda()
@@ -167,8 +79,6 @@ def test_released_graphs_are_free_and_captured_again_give_the_same() -> None:
     torch.testing.assert_close(gradients(graphs_of(plain), releases=True), right)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_other_work_holds_no_memory_after_it() -> None:
     torch._C._cuda_clearCublasWorkspaces()
     model = nn.Linear(512, 512).cuda()
@@ -188,8 +98,6 @@ def test_other_work_holds_no_memory_after_it() -> None:
     assert torch.cuda.memory_allocated() > allocated + (8 << 20)  # what another stream costs
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_thread_may_pin_batches_during_a_capture() -> None:
     """As the one does that takes them from a data worker; all are kept, so that none is used again."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(200))).cuda()
