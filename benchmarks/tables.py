@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import RESULTS, ROOT
+from benchmarks.systems.claims import stored_figures
+from benchmarks.systems.claims_ginr import solution
 from oomph import gpus
 from oomph.systems import SYSTEMS as REGISTRY
-from oomph.systems.claims import stored_figures
-from oomph.systems.ginr.claims import solution
 
 
 def stored(path: Path) -> list[dict[str, str]]:
@@ -132,11 +132,8 @@ def _table(titles: str, rows: Iterable[Sequence[str]]) -> str:
 
 
 def claims(system: str) -> str:
-    """The report's claims as `oomph systems` works them out."""
-    rows = [
-        (one.text, one.claimed, one.derive(), one.predicted(), one.measured(), one.verdict, one.why)
-        for one in REGISTRY[system].claims
-    ]
+    """The report's claims as `oomph systems` prints them."""
+    rows = [tuple(one.values()) for one in REGISTRY[system].claims]
     return _table("claim, claimed, derived, predicted, measured, verdict, why", rows)
 
 

@@ -7,7 +7,7 @@ python -m benchmarks.systems race [WORD ...]      # on a GPU: against Hugging Fa
 python -m benchmarks.systems predict [WORD ...]   # anywhere: the same forms and parts
 python -m benchmarks.systems judge                # anywhere: compares, writes systems.csv and parts.csv
 python -m benchmarks.systems stories              # anywhere: times `oomph systems NAME`: results/stories.csv
-python -m benchmarks.systems figures              # anywhere: rows to claims, writes results/claims.csv
+python -m benchmarks.systems figures              # anywhere: writes the claims of the package
 
 Those on a GPU write results/systems_<gpu>.json and results/parts_<gpu>.json after every row. WORDs choose
 what has them in its name; `--new` leaves out what has a row already.
@@ -33,13 +33,13 @@ import torch
 import oomph
 from benchmarks import RESULTS, ROOT
 from benchmarks.accuracy.rows import short_name
+from benchmarks.systems.claims import NO_FIGURE, claim_rows
 from benchmarks.systems.entries import Entry, entries
-from benchmarks.systems.figures import ON_CPU, PREDICTED, claim_rows, collect, part_rows, rows_of, write_rows
+from benchmarks.systems.figures import ON_CPU, PREDICTED, part_rows, rows_of, write_rows
 from benchmarks.systems.parts import milliseconds, on_cpu, parts, steps, values
 from benchmarks.systems.races import races, run
 from oomph.errors import OomphError
 from oomph.systems import SYSTEMS
-from oomph.systems.claims import NO_FIGURE, stored_figures
 
 PEAK_BAR = 2.0  # percent
 STORY_BAR = 60.0  # seconds, on two cores
@@ -235,11 +235,7 @@ def _cpu_seconds() -> float:
 
 
 def figures(out: Path) -> int:
-    """The rows that claims refer to, for the package; and all claims with their columns."""
-    found = collect()
-    path = ROOT / "src" / "oomph" / "systems" / "figures.json"
-    path.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-    stored_figures.cache_clear()
+    """The claims with their columns, for the package."""
     rows = claim_rows()
     write_rows(out, rows)
     for kind in ("predicted", "measured"):
@@ -327,7 +323,7 @@ def main() -> int:
     if given.command == "stories":
         return stories(given.words, given.out or RESULTS / "stories.csv")
     if given.command == "figures":
-        return figures(given.out or RESULTS / "claims.csv")
+        return figures(given.out or ROOT / "src" / "oomph" / "systems" / "claims.csv")
     if not torch.cuda.is_available():
         print("error: measuring needs a CUDA GPU and torch sees none", file=sys.stderr)
         return 2

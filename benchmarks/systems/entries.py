@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import oomph
-from oomph.cli.system_checks import CONFIGURATIONS
+from benchmarks.systems.report_checks import CONFIGURATIONS
 from oomph.systems import ginr, hatchling, longctx, npt, pythia
 from oomph.systems.ginr import naive as naive_ginr
 from oomph.systems.hatchling.naive import NaiveHatchling

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
-from oomph.systems import SYSTEMS
 
 MiB = 2**20
 PREDICTED = RESULTS / "systems_predicted.json"  # name -> field -> bytes, or milliseconds
@@ -97,20 +96,3 @@ def seeds(runs: list[dict[str, str]], field: str) -> dict[str, list[float]]:
         if comma and row[field]:
             found.setdefault(name, []).append(float(row[field]))
     return {name: values for name, values in found.items() if len(values) == SEEDS}
-
-
-def claim_rows() -> list[dict[str, Any]]:
-    return [
-        {
-            "report": system.report,
-            "claim": claim.text,
-            "claimed": claim.claimed,
-            "derived": claim.derive(),
-            "predicted": claim.predicted(),
-            "measured": claim.measured(),
-            "verdict": claim.verdict,
-            "why": claim.why,
-        }
-        for system in SYSTEMS.values()
-        for claim in system.claims
-    ]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.systems.entries import language
-from oomph.cli.system_checks import LossFunction, losses
+from benchmarks.systems.report_checks import LossFunction, losses
 from oomph.ops import precompute_updates
 from oomph.systems import ginr, longctx, pythia
 from oomph.systems.ginr.model import Attention, FeedForward, PreNorm

@@ -84,8 +84,6 @@ cases(
     ("systems ''", "there is no system ''"),
     ("systems 9", "there is no system '9'"),
     ("systems pythia longctx", "unexpected extra argument(s) (longctx)"),
-    ("systems --check", "--check is for the systems that came with one; give pythia or longctx or npt"),
-    ("systems hatchling --check", "--check is for the systems that came with one"),
     ("verify p.py:ok", "verify needs a fix: oomph verify TARGET FIX"),
     ("verify p.py:ok micro_batches --sizes B", "--sizes 'B' is not valid; give NAME=NUMBER"),
     ("verify p.py:ok micro_batches --sizes B=-1", "--sizes 'B=-1' is not valid"),

@@ -14,8 +14,7 @@ import pytest
 from oomph import gpus
 from oomph.cli.main import run
 from oomph.systems import SYSTEMS, find_system
-from oomph.systems.claims import FormRun
-from oomph.systems.longctx import claims as longctx_claims
+from oomph.systems.reports import REPORTS, FormRun
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "scripts"
@@ -54,7 +53,7 @@ def test_a_story_names_the_line_that_fails_and_the_errors_of_programs(capsys, mo
     forms = tuple(
         FormRun(form, "longctx_tiny", (f"form={form}", *small)) for form in ("naive", "rope_on_cpu", "model")
     )
-    monkeypatch.setattr(longctx_claims, "STORY", replace(story, gpu="2GiB", forms=forms))
+    monkeypatch.setitem(REPORTS, "longctx", replace(story, gpu="2GiB", forms=forms))
     assert run(["systems", "002", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     naive, rope, model = found["forms"]
@@ -66,7 +65,10 @@ def test_a_story_names_the_line_that_fails_and_the_errors_of_programs(capsys, mo
     assert "device" in rope["failure"]
     assert model["verdict"] == "fits"
     assert model["failure"] == ""
-    assert found["commands"]["python verify_chunked_loss.py"] == "oomph systems longctx --check"
+    assert (
+        found["commands"]["python verify_chunked_loss.py"]
+        == "python -m benchmarks.systems.report_checks longctx"
+    )
 
 
 @pytest.mark.parametrize("system", SYSTEMS.values(), ids=list(SYSTEMS))

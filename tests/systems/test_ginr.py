@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.systems import claims_ginr as claims
 from torch import nn
 
 import oomph
 from oomph import fixes
 from oomph.errors import ArgumentError
-from oomph.systems.ginr import PRESETS, Attention, FeedForward, FourierFeatures, claims, naive
+from oomph.systems.ginr import PRESETS, Attention, FeedForward, FourierFeatures, naive
 from oomph.systems.ginr.model import positions, psnr
 
 pytestmark = pytest.mark.usefixtures("in_process")

@@ -354,16 +354,13 @@ _SYSTEM = typer.Argument(metavar="[NAME]", help="A system, or the number of its 
 @app.command()
 def systems(
     name: Annotated[str | None, _SYSTEM] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Run the report's own check, corrected (pythia, longctx, npt).")
-    ] = False,
     claims: Annotated[bool, typer.Option("--claims", help="Predict nothing; only the claims.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """List the reference systems. For one: predict its report's failure and fixes, and check its claims."""
-    from oomph.cli.systems import run_check, run_systems
+    from oomph.cli.systems import run_systems
 
-    return run_check(name) if check else run_systems(name, json, claims_only=claims)
+    return run_systems(name, json, claims_only=claims)
 
 
 @app.command(hidden=True)

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from oomph.cli.output import stdout_to_stderr, write_stdout
-from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
+from oomph.errors import ExitStatus, OomphError, ProgramError
 from oomph.records import Prediction, Site
 from oomph.report.labels import short_path
 from oomph.report.systems import ClaimLine, FormLine, ReportLines, SystemLines, report_text, systems_text
 from oomph.report.terminal import report_console
 from oomph.systems import SYSTEMS, System, find_system
-from oomph.systems.claims import Claim, FormRun
+from oomph.systems.reports import FormRun
 from oomph.units import format_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def run_systems(
         return ExitStatus.FITS
     system = find_system(name)
     with stdout_to_stderr():  # libraries may print while they are imported
-        claims = [claim_line(claim) for claim in system.claims]
+        claims = [ClaimLine(**claim) for claim in system.claims]
         story = system.story
         forms = [] if claims_only else predicted_forms(system)
     lines = ReportLines(story.failed, tuple(story.commands.items()), tuple(forms))
@@ -100,36 +100,6 @@ def _place(site: Site) -> str:
     path = Path(site.file)
     text = path.read_text().splitlines()[site.line - 1].strip() if path.is_file() else ""
     return f"{short_path(site.file)}:{site.line}: {text}"
-
-
-def run_check(name: str | None) -> ExitStatus:
-    """Run the check that a system's report came with."""
-    names = ("pythia", "longctx", "npt")
-    system = find_system(name) if name is not None else None
-    if system is None or system.name not in names:
-        raise UserError(f"--check is for the systems that came with one; give {' or '.join(names)}")
-    with stdout_to_stderr():
-        from oomph.cli import system_checks
-
-    check = {
-        "pythia": system_checks.check_pythia,
-        "longctx": system_checks.check_longctx,
-        "npt": system_checks.check_npt,
-    }[system.name]
-    agree = check(lambda line: write_stdout(line + "\n"))
-    return ExitStatus.FITS if agree else ExitStatus.DOES_NOT_FIT
-
-
-def claim_line(claim: Claim) -> ClaimLine:
-    return ClaimLine(
-        claim.text,
-        claim.claimed,
-        claim.derive(),
-        claim.verdict,
-        claim.why,
-        claim.predicted(),
-        claim.measured(),
-    )
 
 
 def _lines(system: System) -> SystemLines:

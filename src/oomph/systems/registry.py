@@ -13,7 +13,7 @@ from oomph.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
-    from oomph.systems.claims import Claim, Report
+    from oomph.systems.reports import Report
 
 FORMS = ("model", "naive")
 
@@ -62,15 +62,18 @@ class System:
         return found
 
     @property
-    def claims(self) -> tuple[Claim, ...]:
-        """The claims of the report."""
-        return tuple(self._module(".claims").CLAIMS)
+    def claims(self) -> list[dict[str, str]]:
+        """The claims of the report beside our figures."""
+        from oomph.systems.reports import claims_of
+
+        return claims_of(self.report)
 
     @property
     def story(self) -> Report:
         """What failed, the report's commands, and its forms."""
-        found: Report = self._module(".claims").STORY
-        return found
+        from oomph.systems.reports import REPORTS
+
+        return REPORTS[self.name]
 
     def build(self, config: Any, form: str = "model", seq_len: int | None = None) -> nn.Module:
         """A model of `config`. seq_len: the tokens for which a naive form allocates caches in advance."""

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from oomph.errors import UserError
 from oomph.systems.blocks import LanguageModelOutput
-from oomph.systems.claims import ReportedRun
 from oomph.systems.longctx.config import LongContextConfig
 from oomph.systems.longctx.model import LongContext
+from oomph.systems.reports import ReportedRun
 
 REPORT = ReportedRun("h20", "4B", batch=1, tokens=131_072)  # a GPU with 94.97 GiB
 CHUNK = 4096  # tokens per chunk of the report's loss

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from oomph.ops.softmax_attention import BlockPattern
 from oomph.systems.blocks import CausalAttention, LanguageModelOutput, Residual
-from oomph.systems.claims import ReportedRun
 from oomph.systems.pythia.config import PythiaConfig
 from oomph.systems.pythia.model import Pythia
+from oomph.systems.reports import ReportedRun
 
 REPORT = ReportedRun("a100-80gb", "report", batch=8, tokens=512)
 REPORT_VOCAB_SIZE = 50_304  # every word of the data

@@ -2,36 +2,14 @@
 
 from collections.abc import Callable
 
-from oomph.systems.claims import Claim, Figures, FormRun, Report, gib
+from benchmarks.systems.claims import Claim, Figures, gib
 from oomph.systems.ginr.config import PRESETS
 
 CONFIG = PRESETS["default"]
 BATCH = 64
 POSITIONS = CONFIG.image_size**2
 FP32 = 4
-_PRECISION = ("training.autocast=null", "training.cuda_graph=false")  # the report trains in fp32
 _NAIVE, _STATES = "ginr self naive 64, fp32", "eager 64 x 1,024"
-STORY = Report(
-    failed="Attention(512, heads=8) over 1,024 positions in nine places: a [512, 1024, 1024] matrix each",
-    gpu="40GiB",
-    commands={
-        "solution 1, feed-forwards": "oomph predict configs/ginr_solution_1.yaml form=naive --gpu 40GiB",
-        "solution 2, cross-attention": "oomph predict configs/ginr_solution_2.yaml form=naive --gpu 40GiB",
-        "solution 3, batch 16": "oomph predict configs/ginr_solution_3.yaml form=naive --gpu 40GiB",
-        "solution 4, checkpointing": "oomph predict configs/ginr_solution_4.yaml form=naive --gpu 40GiB "
-        "--fix activation_checkpointing",
-        "solution 5, resolution": "oomph predict configs/ginr_solution_5.yaml form=naive --gpu 40GiB",
-        "SCENT: fewer queries": "oomph train configs/ginr_scent_queries.yaml",
-        "the original's ResidualBlocks": "oomph train configs/ginr_residual.yaml",
-    },
-    forms=(
-        FormRun("naive", "ginr", ("form=naive", *_PRECISION)),
-        *(FormRun(f"solution {number}", f"ginr_solution_{number}", ("form=naive",)) for number in (1, 2, 3)),
-        FormRun("solution 4", "ginr_solution_4", ("form=naive", "fixes=[activation_checkpointing]")),
-        FormRun("solution 5", "ginr_solution_5", ("form=naive",)),
-        FormRun("model", "ginr", _PRECISION),
-    ),
-)
 
 
 def attention_matrix_bytes(keys: int = POSITIONS) -> int:

@@ -1,4 +1,6 @@
-"""The check scripts of three reports, with correct figures: `oomph systems NAME --check`.
+"""The check scripts of three reports, with correct figures.
+
+    python -m benchmarks.systems.report_checks pythia|longctx|npt
 
 pythia: the table of parameters. longctx and npt: the report's implementations are compared with ours in
 float64 on a small shape, and their memory is predicted at the report's shape.
@@ -8,7 +10,9 @@ Legend: B batch, T tokens, D hidden size.
 
 from __future__ import annotations
 
+import argparse
 import bisect
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -17,21 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.systems import claims_npt as npt_claims
+from benchmarks.systems import claims_pythia as pythia_claims
+from benchmarks.systems.claims import gib, mib
+from benchmarks.systems.claims_longctx import TOKENS, logits_bytes
 from oomph.prediction import predict
 from oomph.records import Prediction
-from oomph.systems.claims import gib, mib
 from oomph.systems.longctx import PRESETS as LONGCTX
 from oomph.systems.longctx import LongContext
-from oomph.systems.longctx.claims import TOKENS, logits_bytes
 from oomph.systems.longctx.naive import CHUNK, chunked_loss, next_token_loss, should_chunk
 from oomph.systems.npt import PRESETS as NPT
 from oomph.systems.npt import NPComponent, NPTConfig, NPTModel, NPTOptimization
-from oomph.systems.npt import claims as npt_claims
 from oomph.systems.npt.naive import COMPONENTS
 from oomph.systems.npt.naive import build as build_naive_npt
 from oomph.systems.pythia import PRESETS as PYTHIA
-from oomph.systems.pythia import claims as pythia_claims
 from oomph.systems.pythia import create_pythia_70m
+from oomph.systems.pythia.naive import REPORT_VOCAB_SIZE
 from oomph.workload import Workload
 
 Print = Callable[[str], None]
@@ -54,7 +59,7 @@ def _agreement(name: str, error: float, reference: str) -> str:
 def check_pythia(write: Print) -> bool:
     """The parameter table of report 001, from the built model. Returns whether get_total_params() agrees."""
     agree = True
-    for vocab_size in (pythia_claims.CAPPED, pythia_claims.REPORT_VOCAB_SIZE):
+    for vocab_size in (pythia_claims.CAPPED, REPORT_VOCAB_SIZE):
         table = pythia_claims.parameter_table(vocab_size)
         write(f"create_pythia_70m(vocab_size={vocab_size})")
         for name, count in table.items():
@@ -291,3 +296,11 @@ def check_npt(write: Print) -> bool:
         shown = "" if naive is None else gib(naive)
         write(f"  {row.name:22}{row.model:10}{row.claimed:16}{shown:>18}{gib(model_peak(row)):>14}")
     return agree
+
+
+CHECKS = {"pythia": check_pythia, "longctx": check_longctx, "npt": check_npt}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("system", choices=CHECKS)
+    sys.exit(0 if CHECKS[parser.parse_args().system](print) else 1)

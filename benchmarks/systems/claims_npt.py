@@ -2,36 +2,13 @@
 
 from collections.abc import Callable
 
-from oomph.systems.claims import Claim, Figures, FormRun, Report, gib, mib
+from benchmarks.systems.claims import Claim, Figures, gib, mib
 
 # The report's shape. Its d_ffn is Llama-2-7B's; Llama-3.1-8B has 14336.
 BATCH, TOKENS, D_MODEL, D_FFN, D_FFN_8B, RANK = 4, 512, 4096, 11008, 14336, 16
 FP32 = 4
 GPU = "79GiB"
 LAYERS = 16  # converted
-_SHAPE = ("data.batch_size=4", "data.max_length=512", "training.accumulate=1")
-STORY = Report(
-    failed="delta_w = einsum('bsr,dr,rf->bsdf', ...): a weight matrix for each of 2,048 tokens, in 16 layers",
-    gpu=GPU,
-    commands={
-        "python memory_efficiency_test.py": "oomph systems npt --check",
-        "./launch_optimized.sh small": "scripts/launch_optimized.sh small",
-        "./launch_optimized.sh optimized": "scripts/launch_optimized.sh optimized",
-        "python3 train_npt_optimized.py --config config_optimized.yaml": "oomph train configs/npt_optimized.yaml",
-        "optimization: use_cpu_offload, mixed_precision, use_8bit": "oomph train configs/npt_default.yaml "
-        "use_cpu_offload=true mixed_precision=fp16 use_8bit=true",
-    },
-    forms=(
-        FormRun("naive", "npt_default", ("form=naive", *_SHAPE)),
-        FormRun(
-            "the report's fix, token by token; 8 of its 512 tokens",
-            "npt_default",
-            ("form=per_token", "data.batch_size=4", "data.max_length=8", "training.accumulate=1"),
-        ),
-        FormRun("the report's fix, tokens in chunks", "npt_default", ("form=per_chunk", *_SHAPE)),
-        FormRun("model", "npt_default", _SHAPE),
-    ),
-)
 
 
 def whole_delta_bytes(d_ffn: int = D_FFN) -> int:

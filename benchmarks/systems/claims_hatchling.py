@@ -1,27 +1,10 @@
 """The claims of report 000."""
 
-from oomph.systems.claims import Claim, Figures, FormRun, Report, gib, mib
+from benchmarks.systems.claims import Claim, Figures, gib, mib
 from oomph.systems.hatchling.config import PRESETS
 from oomph.systems.hatchling.naive import REPORT, REPORT_CHUNK
 
-_SHAPE = ("data.curriculum=null", "data.seq_len=256", "data.batch_size=16", "training.accumulate=1")
 _STEP = "hatchling hn_xs {} 16 x 256"
-STORY = Report(
-    failed="transitions = decay_diag - forget_rank1: a 64 x 64 matrix for every token and head",
-    gpu=REPORT.gpu,
-    commands={
-        "bash scripts/run_pretrain.sh configs/hn_xs.yaml": "bash scripts/run_pretrain.sh configs/hn_xs.yaml",
-        "kda_memory_chunk_size: 64": "oomph predict configs/hn_xs.yaml form=chunked_updates "
-        "kda_memory_chunk_size=64 --gpu rtx3090",
-        "kda_mode: sequential": "oomph predict configs/hn_xs.yaml kda_mode=sequential --gpu rtx3090",
-        "batch_tokens": "oomph train configs/hn_xs.yaml batch_tokens=2048",
-    },
-    forms=(
-        FormRun("naive", "hn_xs", ("form=naive", *_SHAPE)),
-        FormRun("the report's fix, chunks of 64", "hn_xs", ("form=chunked_updates", *_SHAPE)),
-        FormRun("model", "hn_xs", _SHAPE),
-    ),
-)
 
 
 def transition_elements(tokens: int = REPORT.tokens) -> int:

@@ -1,6 +1,6 @@
 """The claims of report 002."""
 
-from oomph.systems.claims import Claim, Figures, FormRun, Report, gib
+from benchmarks.systems.claims import Claim, Figures, gib
 from oomph.systems.longctx.config import LongContextConfig
 from oomph.systems.longctx.naive import CHUNK, REPORT, should_chunk
 
@@ -9,31 +9,7 @@ SPARSE_PARAMS = 3_921_918_720  # with the report's own sparse attention, which d
 # Measured by the report, in GiB.
 AFTER_EMBEDDING, AFTER_FIRST_LAYER, AFTER_FORWARD, MODEL_AND_ACTIVATIONS = 9.35, 25.87, 62.97, 68.0
 BF16, FP32 = 2, 4
-_SHAPE = ("training.accumulate=1",)
 _STAGES = "forward stages 131,072"
-STORY = Report(
-    failed="logits = self.lm_head(hidden_states): 131,072 x 151,936 logits, then a cast to fp32 and its log-softmax",
-    gpu=REPORT.gpu,
-    commands={
-        "python profile_memory.py --model_size 4B --context_length 131072": "oomph predict --stages "
-        "configs/longctx_4b.yaml --model_size 4B --context_length 131072",
-        "python profile_memory.py ... --attention_type nsa": "oomph predict --stages configs/longctx_4b.yaml "
-        "--context_length 131072 --attention_type nsa",
-        "python verify_chunked_loss.py": "oomph systems longctx --check",
-        "torchrun --nproc_per_node=2 train.py --model_size 4B --context_length 131072 --gradient_checkpointing "
-        "--batch_size 1 --gradient_accumulation_steps 4": "oomph train configs/longctx_4b.yaml --model_size 4B "
-        "--context_length 131072 --gradient_checkpointing --batch_size 1 --gradient_accumulation_steps 4 "
-        "(one GPU of 80 GiB is enough)",
-        "sequence parallelism (future work)": "not needed: oomph train configs/longctx_4b_24gb.yaml "
-        "(one GPU of 24 GiB)",
-    },
-    forms=(
-        FormRun("naive", "longctx_4b", ("form=naive", *_SHAPE)),
-        FormRun("the report's chunked loss", "longctx_4b", ("form=chunked_loss", *_SHAPE)),
-        FormRun("the report's RoPE bug", "longctx_4b", ("form=rope_on_cpu", *_SHAPE)),
-        FormRun("model", "longctx_4b", _SHAPE),
-    ),
-)
 
 
 def config() -> LongContextConfig:
@@ -289,6 +265,6 @@ CLAIMS = (
         "no impact",
         lambda: "the same sum in another order",
         "right",
-        "`oomph systems longctx --check` compares loss and gradients in float64",
+        "`python -m benchmarks.systems.report_checks longctx` compares loss and gradients in float64",
     ),
 )

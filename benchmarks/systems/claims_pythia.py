@@ -5,36 +5,15 @@ from dataclasses import replace
 
 from torch import nn
 
-from oomph.systems.claims import Claim, Figures, FormRun, Report, gb, gib, mb, millions
+from benchmarks.systems.claims import Claim, Figures, gb, gib, mb, millions
 from oomph.systems.pythia.config import PRESETS, create_pythia_70m
-from oomph.systems.pythia.naive import REPORT, REPORT_VOCAB_SIZE, WIKITEXT_2_WORDS
+from oomph.systems.pythia.naive import REPORT, WIKITEXT_2_WORDS
 
 CAPPED, WORDS = 10_000, 50_000  # the vocabulary after the report's fix, and before
 ADAM = 4  # parameters, gradients, two moments: each as large as the parameters
-_SHAPE = ("data.batch_size=8", "data.seq_len=512", "training.steps=1")
 _AFTER, _BEFORE = "breakdown V 10,000, 32 x 128", "breakdown V 50,000, 32 x 128"
 _NAIVE, _NAIVE_AFTER = "pythia report naive 8 x 512", "pythia report naive 32 x 128, V 10,000"
 _MODEL_AFTER = "pythia report model 32 x 128, V 10,000"
-STORY = Report(
-    failed="matrix products by broadcasting, [8, 8, 512, 512, 64], two per layer; one-hot vectors from a V x V identity",
-    gpu=REPORT.gpu,
-    commands={
-        "python apps/train_pythia.py --dataset wikitext-2 --vocab_size 10000 --batch_size 32 --seq_len 128 "
-        "--epochs 10 --sparse": "oomph train configs/pythia_70m.yaml --dataset wikitext-2 --vocab_size 10000 "
-        "--batch_size 32 --seq_len 128 --epochs 10 --sparse",
-        "python apps/train_pythia.py ... --device cuda": "oomph train configs/pythia_70m.yaml ... --device cuda",
-        "create_pythia_70m(vocab_size=10000, ...)[1].get_total_params()": "oomph systems pythia --check",
-        "make clean; make (the CUDA backend)": "nothing to build: Triton kernels, "
-        "benchmarks.ops.matmul for the comparison",
-    },
-    forms=(
-        FormRun("naive", "pythia_70m", ("form=naive", f"model.vocab_size={REPORT_VOCAB_SIZE}", *_SHAPE)),
-        FormRun("naive with the report's cap", "pythia_70m", ("form=naive", *_SHAPE)),
-        FormRun("all words, nothing else", "pythia_70m", ("form=all_words", *_SHAPE)),
-        FormRun("all batches on the GPU, nothing else", "pythia_70m", ("form=all_batches", *_SHAPE)),
-        FormRun("model", "pythia_70m", (f"model.vocab_size={REPORT_VOCAB_SIZE}", *_SHAPE)),
-    ),
-)
 
 
 def total_params(vocab_size: int) -> int:

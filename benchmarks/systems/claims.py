@@ -1,53 +1,19 @@
-"""A field report as data: what failed, its commands and forms, and its claims beside our figures.
-
-Nothing here predicts or measures. `oomph systems NAME` predicts the forms; figures.json holds the rows of
-benchmarks/results that the claims refer to.
-"""
+"""The claims of the reports: how each figure is derived, and how it is read off the rows of results/."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from importlib import import_module
 from typing import Literal
+
+from benchmarks.systems.figures import Rows, collect
+from oomph.systems import SYSTEMS
 
 Verdict = Literal["right", "wrong", "in part", "never measured"]
 VERDICTS: tuple[Verdict, ...] = Verdict.__args__  # type: ignore[attr-defined]
 NO_FIGURE = "-"
-
-
-@dataclass(frozen=True)
-class ReportedRun:
-    """The run that failed, as the report gives it. preset: of the system's config."""
-
-    gpu: str
-    preset: str
-    batch: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class FormRun:
-    """A form of the system at the report's shape: `oomph predict configs/CONFIG.yaml OVERRIDES --gpu GPU`."""
-
-    what: str
-    config: str
-    overrides: tuple[str, ...] = ()
-
-    def command(self, gpu: str) -> str:
-        return " ".join(["oomph predict", f"configs/{self.config}.yaml", *self.overrides, "--gpu", gpu])
-
-
-@dataclass(frozen=True)
-class Report:
-    """failed: what ran out of memory, where. commands: the report's own -> the one that does it here."""
-
-    failed: str
-    gpu: str
-    commands: Mapping[str, str]
-    forms: tuple[FormRun, ...]
 
 
 class Figures:
@@ -109,12 +75,26 @@ def _text(figure: Callable[[Figures], str] | None, figures: Figures) -> str:
 
 
 @cache
-def stored_figures() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """Row -> "predicted" and "measured" -> field -> value. See benchmarks/systems."""
-    found: Mapping[str, Mapping[str, Mapping[str, float]]] = json.loads(
-        files("oomph.systems").joinpath("figures.json").read_text()
-    )
-    return found
+def stored_figures() -> Rows:
+    return collect()
+
+
+def claim_rows() -> list[dict[str, str]]:
+    """All claims as text, report by report."""
+    return [
+        {
+            "report": system.report,
+            "claim": claim.text,
+            "claimed": claim.claimed,
+            "derived": claim.derive(),
+            "predicted": claim.predicted(),
+            "measured": claim.measured(),
+            "verdict": claim.verdict,
+            "why": claim.why,
+        }
+        for system in SYSTEMS.values()
+        for claim in import_module(f"benchmarks.systems.claims_{system.name}").CLAIMS
+    ]
 
 
 def gib(size: float) -> str:
