@@ -60,7 +60,7 @@ cases(
     "",
     (
         "frobnicate",
-        "No such command 'frobnicate'; the commands are predict, diagnose, fixes, fit, measure, run",
+        "No such command 'frobnicate'; the commands are predict, diagnose, fixes, fit, measure, compare, run",
     ),
     ("--verison", "No such option: --verison"),
     ("predict", "predict needs a TARGET, or -m MODULE"),
@@ -69,7 +69,7 @@ cases(
     ("gpus h100", "unexpected extra argument(s) (h100)"),
     ("gpus --jsn", "No such option: --jsn"),
     ("predict p.py:ok --gpu", "Option '--gpu' requires an argument"),
-    ("predict p.py:ok --html f", "No such option: --html"),
+    ("predict p.py:ok --html no/f.html", "--html 'no/f.html': the directory 'no' does not exist"),
     ("predict p.py:ok --json=yes", "Option '--json' does not take a value"),
     ("fixes --only micro_batches", "--only tries fixes on a target"),
     ("fixes p.py:ok --allow speed", "--allow 'speed' is not a kind of fix; valid: exact, precision"),

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 from oomph.cli.output import write_stdout
+from oomph.cli.pages import write_page
 from oomph.cli.predict import PredictOptions, check_options, next_step, predict_target
 from oomph.cli.targets import is_script
 from oomph.errors import ExitStatus
@@ -38,4 +39,7 @@ def run_diagnose(options: PredictOptions) -> ExitStatus:
     else:
         text = diagnosis_text(diagnosis, report_console())
         write_stdout(text + next_step(options, diagnosis.prediction))
+    if options.html is not None:
+        runs = [("as it is", diagnosis.prediction)]
+        write_page(options.html, options.typed, runs, findings=diagnosis.findings, notes=diagnosis.notes)
     return ExitStatus.DOES_NOT_FIT if diagnosis.prediction.fits is False else ExitStatus.FITS

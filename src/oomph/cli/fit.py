@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from rich.console import Console
 from oomph import gpus, units
 from oomph.cli.fixes import fix_kinds
 from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.pages import check_output_file, write_page
+from oomph.cli.predict import PredictOptions, predict_target
 from oomph.cli.targets import (
     check_python_file,
     check_target,
@@ -45,6 +47,7 @@ class FitOptions:
     gpus: bool = False
     json: bool = False
     overrides: tuple[str, ...] = ()
+    html: str | None = None
 
 
 def run_fit(options: FitOptions) -> ExitStatus:
@@ -97,7 +100,19 @@ def run_fit(options: FitOptions) -> ExitStatus:
     else:
         typed = shlex.join((options.target, *options.overrides))
         write_stdout(plan_text(plan, report_console(), typed, options.plan, largest, cards))
+    if options.html is not None:
+        _write_page(options.html, options, plan)
     return ExitStatus.FITS if plan.fits else ExitStatus.DOES_NOT_FIT
+
+
+def _write_page(file: str, options: FitOptions, plan: Plan) -> None:
+    """Both steps are predicted once more: a plan has their peaks only."""
+    limit = f"{plan.limit}B" if options.gpu and options.budget else options.max
+    asked = PredictOptions(options.target, options.gpu or options.budget, limit, overrides=options.overrides)
+    runs = [("as it is", predict_target(asked))]
+    if plan.fixes:
+        runs.append(("with the plan", predict_target(replace(asked, fixes=plan.fixes))))
+    write_page(file, asked.typed, runs, plan=plan)
 
 
 def _fits(reserved: int, card: gpus.GPU) -> bool:
@@ -116,6 +131,7 @@ def _check(options: FitOptions) -> None:
             units.parse_bytes(size)
     if options.largest is not None and options.largest not in LARGEST:
         raise UserError(f"--largest {options.largest!r} is not valid; valid: {', '.join(LARGEST)}")
+    check_output_file("--html", options.html, "report.html")
     if options.plan is not None and not Path(options.plan).absolute().parent.is_dir():
         raise UserError(f"--plan {options.plan!r}: the directory does not exist")
     if options.plan is not None:

@@ -84,6 +84,7 @@ _Gpu = Annotated[
 ]
 _Max = Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")]
+_Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the report as one HTML file.")]
 _Fix = Annotated[
     list[str] | None,
     typer.Option(metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."),
@@ -109,6 +110,7 @@ def predict(
     gpu: _Gpu = None,
     max: _Max = None,
     json: _Json = False,
+    html: _Html = None,
     snapshot: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write a snapshot for PyTorch's memory visualiser."),
@@ -150,6 +152,7 @@ def predict(
         stages=stages,
         sizes=sizes,
         torchrun=torchrun,
+        html=html,
         allow=_allowed(allow_subprocesses, allow_network),
     )
     return run_predict(options)
@@ -162,6 +165,7 @@ def diagnose(
     gpu: _Gpu = None,
     max: _Max = None,
     json: _Json = False,
+    html: _Html = None,
     fix: _Fix = None,
     module: _Module = None,
     steps: _Steps = None,
@@ -184,6 +188,7 @@ def diagnose(
         module=module is not None,
         steps=steps,
         torchrun=torchrun,
+        html=html,
         allow=_allowed(allow_subprocesses, allow_network),
     )
     return run_diagnose(options)
@@ -251,12 +256,15 @@ def fit(
     ] = None,
     gpus: Annotated[bool, typer.Option("--gpus", help="Also list the cards that would do.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
+    html: _Html = None,
 ) -> int:
     """Find the cheapest set of fixes with which the step fits."""
     from oomph.cli.fit import FitOptions, run_fit
 
     words = tuple(overrides or ())
-    return run_fit(FitOptions(target, gpu, budget, max, allow, host_memory, plan, largest, gpus, json, words))
+    return run_fit(
+        FitOptions(target, gpu, budget, max, allow, host_memory, plan, largest, gpus, json, words, html)
+    )
 
 
 @app.command(context_settings=_TAKES_KEYS)
@@ -273,12 +281,31 @@ def measure(
         list[str] | None, typer.Option(metavar="FIX", help="Also with this fix; repeatable.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    html: _Html = None,
 ) -> int:
     """Run steps on the real GPU: predicted beside measured memory and time."""
     from oomph.cli.measure import MeasureOptions, run_measure
 
     words = tuple(overrides or ())
-    return run_measure(MeasureOptions(target, gpu, plan, tuple(fix or ()), json, words))
+    return run_measure(MeasureOptions(target, gpu, plan, tuple(fix or ()), json, words, html))
+
+
+@app.command()
+def compare(
+    before: Annotated[
+        str, typer.Argument(metavar="OLD", help="The output of `oomph predict --json`, or a memory snapshot.")
+    ],
+    after: Annotated[str, typer.Argument(metavar="NEW", help="Likewise.")],
+    tolerance: Annotated[
+        str, typer.Option(metavar="SIZE|PERCENT", help="Growth up to which the exit status is 0.")
+    ] = "1%",
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
+    html: _Html = None,
+) -> int:
+    """Compare two predictions: what grew, and at which line. Exit status 1 if the new one needs more."""
+    from oomph.cli.compare import run_compare
+
+    return run_compare(before, after, tolerance, json, html)
 
 
 @app.command("run", context_settings={"allow_interspersed_args": False, **_TAKES_KEYS})

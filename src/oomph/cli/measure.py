@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from oomph import gpus
 from oomph.cli.output import stdout_to_stderr, write_stdout
+from oomph.cli.pages import write_page
 from oomph.cli.predict import PredictOptions, check_options, predict_target, with_fixes
 from oomph.cli.targets import is_script, open_target
 from oomph.errors import ExitStatus, ProgramError, UserError
@@ -42,12 +43,15 @@ class MeasureOptions:
     fixes: tuple[str, ...] = ()
     json: bool = False
     overrides: tuple[str, ...] = ()
+    html: str | None = None
 
 
 def run_measure(options: MeasureOptions) -> ExitStatus:
     """Every run has a process of its own: what else lives in one would be counted."""
     fixes = (*options.fixes, *([options.plan] if options.plan is not None else []))
-    asked = PredictOptions(options.target, options.gpu, fixes=fixes, overrides=options.overrides)
+    asked = PredictOptions(
+        options.target, options.gpu, fixes=fixes, overrides=options.overrides, html=options.html
+    )
     check_options(asked)
     if options.gpu is None:
         asked = replace(asked, gpu=_this_gpu())
@@ -65,6 +69,9 @@ def run_measure(options: MeasureOptions) -> ExitStatus:
         write_stdout(json.dumps(measurement_to_json(found), allow_nan=False) + "\n")
     else:
         write_stdout(measurement_text(found, report_console()))
+    if options.html is not None:
+        runs = [(one.title, one.predicted) for one in found]
+        write_page(options.html, asked.typed, runs, measured=found)
     return ExitStatus.FITS
 
 

@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +13,7 @@ from rich.console import Console
 from oomph import gpus, units
 from oomph.cli.fixes import parse_sizes
 from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.pages import check_output_file, write_page
 from oomph.cli.targets import (
     check_python_file,
     check_target,
@@ -24,7 +24,7 @@ from oomph.cli.targets import (
     workload_of,
 )
 from oomph.errors import ExitStatus, UserError
-from oomph.records import Prediction
+from oomph.records import FixUse, Prediction
 from oomph.report.as_json import prediction_to_json
 from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
 from oomph.report.terminal import report_console, report_text
@@ -39,7 +39,7 @@ class PredictOptions:
     max: str | None = None
     json: bool = False
     snapshot: str | None = None
-    fixes: tuple[str, ...] = ()
+    fixes: tuple[str | FixUse, ...] = ()
     overrides: tuple[str, ...] = ()  # of a script: its arguments
     module: bool = False  # the target is a module that is run as a script
     steps: int | None = None
@@ -47,6 +47,11 @@ class PredictOptions:
     sizes: str | None = None  # B=8,T=4096, or longest
     torchrun: bool = False
     allow: tuple[str, ...] = ()  # what the program may do outside of its process
+    html: str | None = None
+
+    @property
+    def typed(self) -> str:
+        return shlex.join((*(["-m"] if self.module else []), self.target, *self.overrides))
 
 
 def run_predict(options: PredictOptions) -> ExitStatus:
@@ -70,6 +75,8 @@ def run_predict(options: PredictOptions) -> ExitStatus:
         text = report_text(prediction, report_console())
         table = stage_table_text(stages, report_console()) if stages is not None else ""
         write_stdout(text + table + next_step(options, prediction))
+    if options.html is not None:
+        write_page(options.html, options.typed, [("as it is", prediction)])
     return ExitStatus.DOES_NOT_FIT if prediction.fits is False else ExitStatus.FITS
 
 
@@ -93,14 +100,8 @@ def check_options(options: PredictOptions) -> None:
         gpus.find(options.gpu)
     if options.max is not None:
         units.parse_bytes(options.max)
-    if options.snapshot is not None:
-        path = Path(options.snapshot)
-        if path.is_dir():
-            raise UserError(f"--snapshot {options.snapshot!r} is a directory; give a file, e.g. run.pickle")
-        if not path.absolute().parent.is_dir():
-            raise UserError(
-                f"--snapshot {options.snapshot!r}: the directory {str(path.parent)!r} does not exist"
-            )
+    check_output_file("--snapshot", options.snapshot, "run.pickle")
+    check_output_file("--html", options.html, "report.html")
     if options.steps is not None and options.steps < 1:
         raise UserError(f"--steps {options.steps} is not valid; give a positive number")
     if options.sizes is not None and is_config(options.target):
@@ -175,7 +176,7 @@ def _predict_target(
         )
 
 
-def with_fixes(target: Any, fixes: Sequence[str]) -> Any:
+def with_fixes(target: Any, fixes: Sequence[str | FixUse]) -> Any:
     """A Workload with the fixes; a function that returns the step, with those of its model."""
     from oomph.fixes import apply, uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer

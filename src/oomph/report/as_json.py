@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from oomph.records import Alive, Allocation, Moment, Note, Peak, Prediction, Site
+from oomph.records import STAGES, Alive, Allocation, Moment, Note, Peak, Prediction, Site, StepPeak
 
 SCHEMA = 1
 _TIMELINE_POINTS = 400
@@ -21,7 +21,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "capacity": prediction.capacity,
         "limit": prediction.limit,
         "peak": {
-            **_sizes(peak),
+            **sizes_to_json(peak),
             "step": peak.step,
             "stage": peak.stage,
             **_site(peak.site),
@@ -31,7 +31,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "margin": prediction.margin,
         "interval": None
         if prediction.interval is None
-        else {"low": _sizes(prediction.interval.low), "high": _sizes(prediction.interval.high)},
+        else {"low": sizes_to_json(prediction.interval.low), "high": sizes_to_json(prediction.interval.high)},
         "assumptions": [_note(note) for note in prediction.assumptions],
         "refused": None if prediction.refused is None else _allocation(prediction.refused),
         "steps": [
@@ -57,7 +57,64 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def _sizes(peak: Peak) -> dict[str, int]:
+def prediction_from_json(found: Any) -> Prediction:
+    """What the object holds: the peak and its tensors, the timeline, the verdict. Events are not in it.
+
+    Raises KeyError, TypeError or ValueError for what is not such an object.
+    """
+    if found["schema"] != SCHEMA:
+        raise ValueError(f"schema {found['schema']!r} is not {SCHEMA}")
+    allocations = tuple(_allocation_from_json(id, one) for id, one in enumerate(found["at_peak"]))
+    peak = found["peak"]
+    return Prediction(
+        gpu=found["gpu"],
+        gpu_title=str(found["gpu"] or ""),
+        capacity=found["capacity"],
+        limit=found["limit"],
+        verdict=found["verdict"],
+        refused=None if found["refused"] is None else _allocation_from_json(-1, found["refused"]),
+        peak=Peak(
+            int(peak["allocated"]),
+            int(peak["reserved"]),
+            int(peak["device"]),
+            int(peak["step"]),
+            peak["stage"],
+            _site_from_json(peak),
+        ),
+        steps=tuple(
+            StepPeak(*(int(one[key]) for key in ("step", "allocated", "reserved", "end", "device")))
+            for one in found["steps"]
+        ),
+        at_peak=tuple(Alive(one.bytes, one) for one in allocations),
+        timeline=tuple(
+            Moment(*(int(one[key]) for key in ("event", "allocated", "reserved")))
+            for one in found["timeline"]
+        ),
+        events=(),
+        allocations=allocations,
+        notes=tuple(Note(str(one["text"]), _site_from_json(one)) for one in found["notes"]),
+        seconds=float(found["seconds"]),
+        step_seconds=found["step_seconds"],
+        margin=int(found["margin"]),
+    )
+
+
+def _allocation_from_json(id: int, one: Any) -> Allocation:
+    if one["stage"] not in STAGES:
+        raise ValueError(f"stage {one['stage']!r}")
+    shape = tuple(int(each) for each in one["shape"])
+    dtype, op, module = (str(one[key]) for key in ("dtype", "op", "module"))
+    site, stage, kind = _site_from_json(one), one["stage"], one["kind"]
+    return Allocation(id, int(one["bytes"]), shape, dtype, op, module, site, stage, kind, step=0)
+
+
+def _site_from_json(one: Any) -> Site | None:
+    if one.get("file") is None:
+        return None
+    return Site(str(one["file"]), int(one["line"]), str(one.get("function") or ""))
+
+
+def sizes_to_json(peak: Peak) -> dict[str, int]:
     return {"allocated": peak.allocated, "reserved": peak.reserved, "device": peak.device}
 
 

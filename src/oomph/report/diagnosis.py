@@ -13,7 +13,7 @@ from rich.text import Text
 
 from oomph.records import Diagnosis, Finding, Site
 from oomph.report.as_json import prediction_to_json
-from oomph.report.labels import file_and_line
+from oomph.report.labels import file_and_line, printable
 from oomph.report.terminal import print_verdict, section, share, strip_lines
 from oomph.units import format_bytes
 
@@ -63,8 +63,8 @@ def _size(one: Finding, total: int) -> str:
 
 
 def _cause(one: Finding) -> Sequence[Text]:
-    lines = [Text(f"{one.advice[0].upper()}{one.advice[1:]}.")]
-    lines += [Text(text, "dim") for text in (one.formula, one.growth) if text]
+    lines = [Text(printable(f"{one.advice[0].upper()}{one.advice[1:]}.", 600))]
+    lines += [Text(printable(text), "dim") for text in (one.formula, one.growth) if text]
     for site in one.sites:
         lines.append(Text.assemble((file_and_line(site), "bold"), "  ", _source(site)))
     if one.fixes:
@@ -73,7 +73,7 @@ def _cause(one: Finding) -> Sequence[Text]:
 
 
 def _source(site: Site) -> str:
-    return linecache.getline(site.file, site.line).strip() or site.function
+    return printable(linecache.getline(site.file, site.line).strip() or site.function)
 
 
 def _table(findings: Sequence[Finding], total: int) -> Table:

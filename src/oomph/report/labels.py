@@ -13,6 +13,13 @@ from oomph.records import Alive, Site, Stage
 _INSTALLED = ("site-packages", "dist-packages")
 
 
+def printable(text: str, most: int = 300) -> str:
+    """`text` on one line of at most `most` characters, with control characters as escapes."""
+    if len(text) > most:
+        text = f"{text[: most * 2 // 3]}...{text[-most // 4 :]}"
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def short_path(file: str, base: Path | None = None) -> str:
     """`file` relative to `base` (default: the current directory) when below it, otherwise its last parts."""
     if file.startswith("<"):  # "<stdin>", "<string>": not a file at all
@@ -35,12 +42,12 @@ def short_path(file: str, base: Path | None = None) -> str:
 
 def file_and_line(site: Site, base: Path | None = None) -> str:
     """`loss.py:41`"""
-    return f"{short_path(site.file, base)}:{site.line}"
+    return f"{printable(short_path(site.file, base))}:{site.line}"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Tensors of the same source line, shape, dtype and stage: one row of a report."""
+    """Tensors of one source line, shape, dtype and stage: one row of a report. Its strings are printable."""
 
     bytes: int  # of all of them together
     count: int
@@ -61,7 +68,7 @@ def group_tensors(at_peak: Iterable[Alive]) -> list[TensorGroup]:
     members: dict[tuple[object, ...], list[Alive]] = {}
     for alive in at_peak:
         one = alive.allocation
-        where = (one.site.file, one.site.line) if one.site else (_without_numbers(one.module), one.op)
+        where = (one.site.file, one.site.line) if one.site else (without_numbers(one.module), one.op)
         members.setdefault((where, one.shape, one.dtype, one.stage), []).append(alive)
     groups = [_group(alike) for alike in members.values()]
     return sorted(groups, key=lambda group: -group.bytes)  # stable: ties keep their order
@@ -74,7 +81,7 @@ def collapse_modules(paths: Iterable[str]) -> str:
         return ""
     stacks: dict[str, list[str]] = {}
     for path in distinct:
-        stacks.setdefault(_without_numbers(path), []).append(path)
+        stacks.setdefault(without_numbers(path), []).append(path)
     collapsed = [_collapse_numbers(stack) for stack in stacks.values()]
     whole = _collapse_names(collapsed)
     if whole is not None:
@@ -89,15 +96,15 @@ def _group(alike: list[Alive]) -> TensorGroup:
         bytes=sum(alive.bytes for alive in alike),
         count=len(alike),
         shape=first.shape,
-        dtype=first.dtype,
-        ops=tuple(dict.fromkeys(alive.allocation.op for alive in alike)),
-        module=collapse_modules(alive.allocation.module for alive in alike),
+        dtype=printable(first.dtype),
+        ops=tuple(map(printable, dict.fromkeys(alive.allocation.op for alive in alike))),
+        module=printable(collapse_modules(alive.allocation.module for alive in alike)),
         site=first.site,
         stage=first.stage,
     )
 
 
-def _without_numbers(module: str) -> str:
+def without_numbers(module: str) -> str:
     """Two layers of one stack give the same result."""
     return ".".join("*" if part.isdecimal() else part for part in module.split("."))
 

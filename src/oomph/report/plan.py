@@ -39,7 +39,7 @@ def plan_text(
     `cards`: title, and whether the step fits without fixes and with them.
     """
     with console.capture() as capture:
-        console.print(Text(_verdict(plan), style="bold green" if plan.fits else "bold red"))
+        console.print(Text(plan_verdict(plan), style="bold green" if plan.fits else "bold red"))
         if plan.fixes:
             console.print(Padding(_fixes_table(plan), (1, 0, 1, 2)))
         for condition in plan.conditions:
@@ -75,7 +75,7 @@ def plan_text(
     return strip_lines(capture.get())
 
 
-def _verdict(plan: Plan) -> str:
+def plan_verdict(plan: Plan) -> str:
     before, after = plan.before.peak.device, plan.after.peak.device
     context = plan.after.peak.device - plan.after.peak.reserved
     needs, there_is = distinct_sizes(after, plan.limit + context)
@@ -99,7 +99,7 @@ def _at_least(largest: tuple[int, bool]) -> str:
 def _fixes_table(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
     for use in plan.fixes:
-        table.add_row(Text(_short(use), style="bold"))
+        table.add_row(Text(short_fix_word(use), style="bold"))
     return table
 
 
@@ -111,7 +111,7 @@ def _front_table(front: Sequence[PricedFixes]) -> Table:
     for one in front:
         about = "~" if one.estimated else ""
         needs, time = f"{about}{format_bytes(one.peak.device)}", f"{about}x{one.slowdown:.2f}"
-        table.add_row(needs, time, " + ".join(map(_short, one.fixes)))
+        table.add_row(needs, time, " + ".join(map(short_fix_word, one.fixes)))
     return table
 
 
@@ -144,7 +144,7 @@ def _print_commands(console: Console, plan: Plan, target: str, file: str | None)
     console.print(Text(f"    oomph.apply({given}, workload_or_model)   # in Python\n"), soft_wrap=True)
 
 
-def _short(use: FixUse) -> str:
+def short_fix_word(use: FixUse) -> str:
     return fix_word(
         FixUse(
             use.fix,

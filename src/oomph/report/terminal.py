@@ -19,7 +19,7 @@ from rich.text import Text
 
 from oomph.errors import UserError
 from oomph.records import BatchTensor, Growth, Peak, Prediction, Site, Stage, named_shape
-from oomph.report.labels import TensorGroup, file_and_line, group_tensors
+from oomph.report.labels import TensorGroup, file_and_line, group_tensors, printable
 from oomph.report.timeline import ASCII, UNICODE, Glyphs, bar, timeline_lines
 from oomph.units import format_bytes, parse_bytes
 
@@ -186,7 +186,7 @@ def _out_of_memory(prediction: Prediction) -> str:
     refused = prediction.refused
     if refused is None:
         return ""
-    at = f"at {file_and_line(refused.site)}" if refused.site else f"in {refused.op}"
+    at = f"at {file_and_line(refused.site)}" if refused.site else f"in {printable(refused.op)}"
     step = f" in step {refused.step}" if refused.step else ""
     return f"out of memory {at}{step}: tried to allocate {format_bytes(refused.bytes)}"
 
@@ -240,7 +240,7 @@ def print_verdict(prediction: Prediction, console: Console) -> None:
     console.print(parts, soft_wrap=True)
     if line.out_of_memory:
         console.print(Text(line.out_of_memory), soft_wrap=True)
-    for text in _assumptions(prediction):
+    for text in assumptions(prediction):
         console.print(Text(text, "bold yellow"), soft_wrap=True)
     figures = (
         f"allocated {format_bytes(peak.allocated)}, reserved {format_bytes(peak.reserved)}, "
@@ -259,7 +259,9 @@ def _batch(tensors: Sequence[BatchTensor]) -> str:
     """
     shown = sorted(tensors, key=lambda one: -math.prod(one.shape))[:_BATCH_TENSORS]
     texts = [
-        f"{one.name} {list(one.shape)} {one.dtype}" if one.name else f"{named_shape(one.shape)} {one.dtype}"
+        f"{printable(one.name)} {list(one.shape)} {one.dtype}"
+        if one.name
+        else f"{named_shape(one.shape)} {one.dtype}"
         for one in tensors
         if one in shown
     ]
@@ -267,7 +269,7 @@ def _batch(tensors: Sequence[BatchTensor]) -> str:
     return ", ".join(texts) + (f" and {more} more" if more else "")
 
 
-def _assumptions(prediction: Prediction) -> Iterator[str]:
+def assumptions(prediction: Prediction) -> Iterator[str]:
     """What was guessed that the verdict depends on."""
     for note in prediction.assumptions:
         at = f" ({file_and_line(note.site)})" if note.site else ""
@@ -329,7 +331,7 @@ def _lines(prediction: Prediction, width: int) -> Table:
     code_width = width - _SIZE_WIDTH - 2 - 7
     for site, size in prediction.by_line()[:_LINES]:
         text = Text(f"{share(size, prediction.peak.allocated):>5}  ", "dim").append_text(_site(site))
-        code = linecache.getline(site.file, site.line).strip()
+        code = printable(linecache.getline(site.file, site.line).strip())
         if len(code) > code_width:
             code = code[: max(0, code_width - 3)] + "..."
         if code:
@@ -339,7 +341,7 @@ def _lines(prediction: Prediction, width: int) -> Table:
 
 
 def _site(site: Site) -> Text:
-    return Text.assemble((file_and_line(site), "cyan"), (f" {site.function}", "dim"))
+    return Text.assemble((file_and_line(site), "cyan"), (f" {printable(site.function)}", "dim"))
 
 
 def _notes(prediction: Prediction) -> Table:
@@ -347,7 +349,7 @@ def _notes(prediction: Prediction) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for note in prediction.notes:
-        text = Text(note.text)
+        text = Text(printable(note.text, 2000))
         if note.site:
             text.append(f"  {file_and_line(note.site)}", "cyan")
         table.add_row("-", text)

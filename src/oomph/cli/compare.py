@@ -1,0 +1,68 @@
+"""`oomph compare` and `oomph explain`: reports of files that predictions and runs have written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from oomph import units
+from oomph.cli.output import write_stdout
+from oomph.cli.pages import check_output_file, write_page
+from oomph.errors import ExitStatus, UserError
+from oomph.records import Prediction
+from oomph.report.as_json import prediction_from_json
+from oomph.report.comparison import comparison_text, comparison_to_json
+from oomph.report.labels import printable
+from oomph.report.terminal import report_console
+
+_MOST_BYTES = 2**30  # of a JSON file
+
+
+def run_compare(before: str, after: str, tolerance: str, as_json: bool, html: str | None) -> ExitStatus:
+    check_output_file("--html", html, "report.html")
+    old, new = read_prediction(before), read_prediction(after)
+    most = old.peak.device + _growth_allowed(tolerance, old.peak.device)
+    if as_json:
+        write_stdout(json.dumps(comparison_to_json(old, new), allow_nan=False) + "\n")
+    else:
+        write_stdout(comparison_text(old, new, report_console()))
+    if html is not None:
+        titles = [Path(file).name for file in (before, after)]
+        if titles[0] == titles[1]:
+            titles = ["before", "after"]
+        write_page(html, f"{before} and {after}", [(titles[0], old), (titles[1], new)])
+    return ExitStatus.FITS if new.peak.device <= most else ExitStatus.DOES_NOT_FIT
+
+
+def _growth_allowed(text: str, size: int) -> int:
+    if not text.endswith("%"):
+        return units.parse_bytes(text)
+    try:
+        share = float(text[:-1]) / 100
+    except ValueError:
+        share = -1
+    if not 0 <= share < float("inf"):
+        raise UserError(f"--tolerance {text!r} is not valid; give a size or a percentage, e.g. 100MiB or 1%")
+    return int(share * size)
+
+
+def read_prediction(file: str) -> Prediction:
+    """The file of `oomph predict --json`."""
+    try:
+        data = _read(file)
+        return prediction_from_json(json.loads(data))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        what = printable(f"{type(error).__name__}: {error}", 120)
+        raise UserError(
+            f"{file} is not the output of `oomph predict --json` or a memory snapshot ({what})"
+        ) from error
+
+
+def _read(file: str) -> bytes:
+    path = Path(file)
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise UserError(f"{file} has {units.format_bytes(path.stat().st_size)}; at most 1 GiB is read")
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror or error}") from error

@@ -1,0 +1,77 @@
+"""Two predictions beside each other, also from their JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sample_prediction import LOSS, MiB, prediction
+
+from oomph.cli.main import run
+from oomph.records import Alive, Prediction, Site
+from oomph.report.as_json import prediction_from_json, prediction_to_json
+from oomph.report.comparison import line_changes
+
+
+def grown() -> Prediction:
+    """Its loss has moved by ten lines and takes 64 MiB more."""
+    before = prediction()
+    moved = Site(LOSS.file, LOSS.line + 10, LOSS.function)
+    at_peak = tuple(
+        Alive(size + 64 * MiB * (one.stage == "loss"), one._replace(site=moved) if one.site == LOSS else one)
+        for size, one in before.at_peak
+    )
+    peak = before.peak
+    peak = replace(
+        peak,
+        allocated=peak.allocated + 64 * MiB,
+        reserved=peak.reserved + 64 * MiB,
+        device=peak.device + 64 * MiB,
+    )
+    return replace(before, at_peak=at_peak, peak=peak)
+
+
+def test_json_gives_the_record_back() -> None:
+    before = prediction()
+    found = prediction_from_json(json.loads(json.dumps(prediction_to_json(before))))
+    assert (found.peak, found.by_stage(), found.by_line()) == (
+        before.peak,
+        before.by_stage(),
+        before.by_line(),
+    )
+    again = prediction_to_json(found)
+    assert again["at_peak"] == prediction_to_json(before)["at_peak"]
+
+
+def test_the_line_that_grew_is_named_though_it_moved() -> None:
+    (change,) = line_changes(prediction(), grown())
+    assert (change.bytes, change.label) == (64 * MiB, f"loss.py:{LOSS.line + 10}")
+    assert line_changes(prediction(), prediction()) == []
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "status"), [("1%", 0), ("0%", 1), ("63MiB", 1), ("64MiB", 0), ("many", 2), ("-1%", 2)]
+)
+def test_growth_beyond_the_tolerance_is_status_1(
+    tolerance: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, one in (("old.json", prediction()), ("new.json", grown())):
+        (tmp_path / name).write_text(json.dumps(prediction_to_json(one)))
+    words = [str(tmp_path / name) for name in ("old.json", "new.json")]
+    assert run(["compare", *words, "--tolerance", tolerance]) == status
+    shown = capsys.readouterr()
+    assert "+64.0 MiB" in shown.out or "+64 MiB" in shown.out or status == 2
+    assert status != 2 or tolerance in shown.err
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1}', "\x80\x04", "[" * 99_999])
+def test_other_files_are_refused_in_one_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "old.json"
+    file.write_text(text)
+    assert run(["compare", str(file), str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "old.json" in line

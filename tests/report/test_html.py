@@ -1,0 +1,186 @@
+"""The HTML report: what its data says, that no string of a program can act in it, its use in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.report.browser import Browser, find_chromium
+from benchmarks.report.traces import FORWARD, MiB, hostile, page, trained
+
+from oomph.records import (
+    Diagnosis,
+    Finding,
+    FixUse,
+    Measurement,
+    Plan,
+    PricedFixes,
+)
+from oomph.report.diagnosis import diagnosis_text
+from oomph.report.html import MOMENTS, html_report
+from oomph.report.measurement import Comparison, Residual
+from oomph.report.terminal import report_console, report_text
+
+
+def data_of(html: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])
+
+
+def test_what_is_alive_at_each_moment_equals_the_replayed_events() -> None:
+    run = trained(steps=6)
+    (found,) = data_of(html_report(page(run)))["runs"]
+    assert len(found["moments"]) == MOMENTS < len(run.timeline)
+    allocated = {moment.event: moment.allocated for moment in run.timeline}
+    bytes_of: dict[int, int] = {}
+    highest: tuple[int, dict[int, int]] = (0, {})
+    for event, _, _, changes in found["moments"]:
+        for group, _, size in zip(*[iter(changes)] * 3, strict=True):
+            bytes_of[group] = bytes_of.get(group, 0) + size
+        total = sum(bytes_of.values())
+        assert total == allocated[event]
+        if total > highest[0]:
+            highest = total, dict(bytes_of)
+    assert highest[0] == run.peak.allocated
+    by_module: dict[str, int] = {}
+    for group, size in highest[1].items():
+        module = found["modules"][found["groups"][group][1]]
+        by_module[module] = by_module.get(module, 0) + size
+    assert {name: size for name, size in by_module.items() if size} == dict(run.by_module())
+
+
+def test_strings_cannot_break_the_file() -> None:
+    html = html_report(hostile())
+    assert len(html) < 3 * 2**20
+    assert html.count("</script>") == 3
+    text = json.dumps(data_of(html))
+    assert "\\u001b" not in text
+    assert "\\u0000" not in text
+
+
+def test_strings_are_inert_in_a_terminal() -> None:
+    run = hostile().runs[0][1]
+    diagnosis = Diagnosis(run, tuple(hostile().findings))
+    for shown in (report_text(run, report_console()), diagnosis_text(diagnosis, report_console())):
+        assert "\x1b" not in shown
+        assert len(shown) < 20_000
+
+
+# ---------------------------------------------------------------------------------------- in a browser
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if find_chromium() is None:
+        pytest.skip("Chromium is not installed (apt install chromium)")
+    with Browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser:
+    """A page with every section."""
+    run = trained()
+    before = PricedFixes((), run.peak, False, 1.0, 1.0)
+    after = PricedFixes(
+        (FixUse("activation_checkpointing"),), replace(run.peak, device=1 << 28), True, 1.3, 1.3
+    )
+    plan = Plan(after.fixes, True, "tiny", "Tiny", 1 << 29, before, after, ("exact",), front=(before, after))
+    finding = Finding(
+        "logits", 256 * MiB, "B*T*V", "x2", (FORWARD,), ("fused_linear_cross_entropy",), "use less"
+    )
+    measured = Measurement("H200", "2.13", run.peak, (), 0, 0.5)
+    residual = Residual("aten.mm", "workspace", 3, 512)
+    both = [("as it is", run), ("with the plan", trained(layers=20))]
+    sections = {
+        "findings": [finding],
+        "plan": plan,
+        "measured": [Comparison("run", run, measured, (residual,))],
+    }
+    file = tmp_path_factory.mktemp("html") / "report.html"
+    file.write_text(html_report(replace(page(run, **sections), runs=both)))
+    browser.open(file)
+    return browser
+
+
+def text(browser: Browser, selector: str) -> str:
+    return str(browser.value(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+
+def test_all_sections_are_there(opened: Browser) -> None:
+    sections = opened.value("[...document.querySelectorAll('section')].map(one => one.id)")
+    assert sections == ["verdict", "findings", "plan", "measured", "changes", "memory", "alive", "notes"]
+    assert "Does not fit" in opened.value("document.querySelector('h1').innerText.replace('does', 'Does')")
+    assert "def forward" in text(opened, "#findings")
+    assert "activation_checkpointing" in text(opened, "#plan")
+    assert "0.00 %" in text(opened, "#measured")
+
+
+def test_a_click_in_the_chart_shows_what_is_alive_then(opened: Browser) -> None:
+    opened.click("#to-peak")
+    assert "this is the peak" in text(opened, "#moment")
+    at_peak = text(opened, "#moment").split()[0]
+    opened.click("#memory-chart", x=0.08)
+    assert "before the first step" in text(opened, "#moment")
+    assert text(opened, "#moment").split()[0] != at_peak
+    opened.value("document.getElementById('memory-chart').focus()")
+    before = opened.value("document.getElementById('memory-chart').getAttribute('aria-valuenow')")
+    opened.key("ArrowRight")
+    after = opened.value("document.getElementById('memory-chart').getAttribute('aria-valuenow')")
+    assert int(after) == int(before) + 1
+    opened.key("p")
+    assert text(opened, "#moment").split()[0] == at_peak
+
+
+def test_the_table_filters_and_sorts(opened: Browser) -> None:
+    rows = "document.querySelectorAll('#table tbody tr').length"
+    everything = opened.value(rows)
+    opened.value("document.body.focus()")
+    opened.key("/")
+    opened.type("token_loss")
+    assert opened.value(rows) == 1 < everything
+    assert "match" in text(opened, "#moment")
+    opened.value("search.value = ''; search.dispatchEvent(new Event('input'))")
+    sizes = "[...document.querySelectorAll('#table tbody tr td:first-child b')].map(one => one.innerText)"
+    first = opened.value(sizes)
+    opened.click('[data-sort="bytes"]')
+    assert opened.value(sizes) == first[::-1]
+    opened.click('[data-sort="bytes"]')
+    opened.click('[data-stage="6"]')  # the loss
+    assert opened.value(rows) == everything - 1
+    opened.click('[data-stage="6"]')
+
+
+def test_views_runs_limits_and_theme(opened: Browser) -> None:
+    for view in ("modules", "lines"):
+        opened.click(f'[data-value="{view}"]')
+        assert opened.value("document.querySelector('#map canvas') !== null")
+    opened.click('[data-value="tensors"]')
+    opened.click('[data-value="0"]')
+    opened.value("gpu.value = '1'; gpu.dispatchEvent(new Event('change'))")
+    assert "too much" in text(opened, "#limit-answer")
+    opened.value("gpu.value = '0'; gpu.dispatchEvent(new Event('change'))")
+    assert "to spare" in text(opened, "#limit-answer")
+    theme = opened.value("document.documentElement.dataset.theme")
+    opened.click("#theme")
+    assert opened.value("document.documentElement.dataset.theme") != theme
+    assert opened.errors == []
+    assert all(address.startswith(("file:", "data:")) for address in opened.requests)
+
+
+def test_hostile_strings_are_inert(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "hostile.html"
+    file.write_text(html_report(hostile()))
+    before = len(browser.errors)
+    browser.open(file)
+    for view in ("modules", "lines", "tensors"):
+        browser.click(f'[data-value="{view}"]')
+        browser.click("#map" if view != "tensors" else "#table")
+    assert browser.value("window.hacked === undefined && document.querySelector('main img') === null")
+    assert browser.errors[before:] == []
