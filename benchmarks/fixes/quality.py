@@ -71,7 +71,7 @@ class Row:
 
 
 def _sets(workload: Any) -> Iterator[tuple[FixUse, ...]]:
-    from oomph.fixes.modules import block_names
+    from oomph.nn.blocks import block_names
     from oomph.prediction import built
 
     names = block_names(built(workload))

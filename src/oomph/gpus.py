@@ -52,6 +52,24 @@ class GPU:
         return int(_of_generation(_HOST_LINK_GBPS, self.capability) * 10**9)
 
 
+    def link(self, ranks: int) -> int:
+        """Bytes per second that a card sends to others in a group of so many: over NVLink or PCI Express
+        inside a node of eight, else over the network."""
+        inside = int(_NVLINK_GBPS.get(self.name, 0) * 10**9) or self.host_link
+        return inside if ranks <= NODE else min(inside, _NETWORK_GBPS * 10**9)
+
+
+NODE = 8  # cards
+# Each way, from the vendor's data sheets, which give the sum of both.
+_NVLINK_GBPS = {
+    **dict.fromkeys(("b300", "b200"), 900),
+    **dict.fromkeys(("h200", "gh200", "h100-80gb", "h20"), 450),
+    **dict.fromkeys(("h200-nvl", "h100-nvl", "a100-40gb", "a100-80gb"), 300),
+    "a800": 200,
+    **dict.fromkeys(("v100-16gb", "v100-32gb"), 150),
+}
+_NETWORK_GBPS = 50  # assumed: a port of 400 Gbit/s for each card
+
 # A card of unknown generation is modelled as this one.
 UNKNOWN_CAPABILITY: Capability = (9, 0)
 UNKNOWN_MULTIPROCESSORS = 132

@@ -174,6 +174,7 @@ class PhaseWork:
     launches: int = 0
     to_host: int = 0  # bytes copied
     to_device: int = 0
+    sent: int = 0  # bytes to other ranks
     seconds: float = 0.0  # the GPU is busy, copies apart; 0 where the card's rates are unknown
 
     @property
@@ -205,6 +206,10 @@ class Work:
     @property
     def launches(self) -> int:
         return sum(phase.launches for phase in self.phases)
+
+    @property
+    def sent(self) -> int:
+        return sum(phase.sent for phase in self.phases)
 
     @property
     def gpu_seconds(self) -> float:
@@ -256,6 +261,8 @@ class Prediction:
     dimensions: tuple[tuple[str, int], ...] = ()  # of the model's config: ("V", 50257), ("d", 768)
     embeddings: tuple[EmbeddingUse, ...] = ()
     holders: tuple[Holder, ...] = ()  # those that hold most come first
+    ranks: int = 1  # of the step; the figures are those of the first
+    nccl: int = 0  # bytes of NCCL's buffers, estimated; in peak.device, beside the allocator
 
     @property
     def fits(self) -> bool | None:

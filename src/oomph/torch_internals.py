@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -243,6 +243,13 @@ def compiled_frame_callback() -> tuple[Any, str] | None:
     return None if dynamo is None else (dynamo, "_callback_from_stance")
 
 
+def fsdp_chunks() -> tuple[Any, str]:
+    """Where FSDP2 looks up the function that cuts a parameter into shards."""
+    import torch.distributed.fsdp
+
+    return sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"], "_chunk_with_empty"
+
+
 def is_dtensor(kind: type) -> bool:
     """Whether it is the class DTensor, whose ops are dispatched in C++, not by its Python method."""
     module = sys.modules.get("torch.distributed.tensor")
@@ -295,11 +302,22 @@ def without_sigchld_handler() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- command line
 
 
-def init_fake_process_group(init: Any) -> None:
-    """A process group of one rank whose collectives do nothing; `init` is torch's init_process_group."""
+def init_fake_process_group(ranks: int = 1, rank: int = 0, init: Any = None) -> None:
+    """A process group whose collectives do nothing; `init` is torch's init_process_group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    init("fake", store=FakeStore(), rank=0, world_size=1)
+    (init or torch.distributed.init_process_group)("fake", store=FakeStore(), rank=rank, world_size=ranks)
+
+
+def group_size(arguments: Sequence[Any]) -> int:
+    """The ranks of the process group among the arguments of a collective op."""
+    for each in arguments:
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type()):
+            return torch.distributed.ProcessGroup.unbox(each).size()
+        if isinstance(each, str):
+            with contextlib.suppress(RuntimeError, ValueError):
+                return torch.distributed.distributed_c10d._resolve_process_group(each).size()
+    return torch.distributed.get_world_size()
 
 
 def has_triton() -> bool:
@@ -449,6 +467,8 @@ __all__ = [
     "get_sequence_nr",
     "get_tensor_symint",
     "has_triton",
+    "fsdp_chunks",
+    "group_size",
     "init_fake_process_group",
     "is_composite",
     "is_dtensor",

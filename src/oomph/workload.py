@@ -7,7 +7,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -115,6 +115,16 @@ def _has_rows(leaf: Any, rows: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
 
 
+class Parallelism(Protocol):
+    """How a model is spread over the ranks of a process group."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    def apply(self, model: torch.nn.Module, device: str) -> torch.nn.Module:
+        """Change the model and move it to its device; what is returned is to be called."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One training step: what prediction traces, measurement runs and training repeats.
@@ -122,7 +132,8 @@ class Workload:
     `model` and `batch` are functions, so that nothing is allocated. `optimizer=None`: forward and backward
     only. `sizes` names the numbers that oomph may vary; they are passed to `batch` by keyword. `allocator` is
     the value of PYTORCH_CUDA_ALLOC_CONF. `deterministic` selects kernels that give the same bits in every
-    run; some need more memory. `fixes` lists what `oomph.apply` has applied.
+    run; some need more memory. `fixes` lists what `oomph.apply` has applied. `parallel` spreads the step over
+    ranks (oomph.parallel.Parallel); `batch` is then that of one of them.
     """
 
     model: Callable[[], torch.nn.Module]
@@ -137,6 +148,7 @@ class Workload:
     allocator: str | None = None
     deterministic: bool = False
     fixes: tuple[FixUse, ...] = ()
+    parallel: Parallelism | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.model, torch.nn.Module):
@@ -194,9 +206,15 @@ class Workload:
         model = self.model()
         if self.dtype is not None:
             model = model.to(self.dtype)  # type: ignore[arg-type]
-        model = model.to(device)
+        called = self.place(model, device)
         model.train()
-        return model, self.make_optimizer(model)
+        return called, self.make_optimizer(model)
+
+    def place(self, model: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
+        """Move the model to its device, and over the ranks of the process group. Call what is returned."""
+        if self.parallel is None:
+            return model.to(device)
+        return self.parallel.apply(model, torch.device(device).type)
 
     def make_optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:
         """The optimizer of the model's parameters; None without one."""

@@ -7,7 +7,7 @@ from small import TinyLM, gradients, plain_loss, same_gradients, seeded, state_o
 import oomph
 from oomph import fixes
 from oomph.errors import UserError
-from oomph.fixes.modules import blocks
+from oomph.nn.blocks import blocks
 from oomph.records import FixUse
 
 

@@ -10,7 +10,7 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.fixes.fsdp2 import blocks_with_own_parameters
-from oomph.fixes.modules import blocks
+from oomph.nn.blocks import blocks
 from oomph.records import FixUse
 
 OPTIONS = ({"ranks": 2}, {"reshard_after_forward": False})

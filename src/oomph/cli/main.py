@@ -132,6 +132,16 @@ def predict(
         ),
     ] = None,
     torchrun: _Torchrun = False,
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Predict one of N ranks; a script runs as under torchrun.")
+    ] = None,
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fsdp2|ddp|tp|cp",
+            help="How a Workload or config is spread over the ranks, e.g. fsdp2:cp=8 (default: fsdp2).",
+        ),
+    ] = None,
     allow_subprocesses: _Subprocesses = False,
     allow_network: _Network = False,
 ) -> int:
@@ -153,6 +163,8 @@ def predict(
         sizes=sizes,
         torchrun=torchrun,
         html=html,
+        ranks=ranks,
+        parallel=parallel,
         allow=_allowed(allow_subprocesses, allow_network),
     )
     return run_predict(options)

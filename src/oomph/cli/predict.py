@@ -46,6 +46,8 @@ class PredictOptions:
     stages: bool = False  # only the table of stages, from one traced step
     sizes: str | None = None  # B=8,T=4096, or longest
     torchrun: bool = False
+    ranks: int | None = None
+    parallel: str | None = None  # fsdp2, ddp, tp, cp, with options
     allow: tuple[str, ...] = ()  # what the program may do outside of its process
     html: str | None = None
 
@@ -104,6 +106,13 @@ def check_options(options: PredictOptions) -> None:
     check_output_file("--html", options.html, "report.html")
     if options.steps is not None and options.steps < 1:
         raise UserError(f"--steps {options.steps} is not valid; give a positive number")
+    if options.ranks is not None and options.ranks < 1:
+        raise UserError(f"--ranks {options.ranks} is not valid; give a positive number")
+    if options.parallel is not None and options.ranks is None:
+        raise UserError("--parallel needs the number of ranks: --ranks N")
+    if options.parallel is not None and _is_script(options):
+        raise UserError("--parallel is for Workloads and configs; a script distributes its model itself")
+    _parallel(options)
     if options.sizes is not None and is_config(options.target):
         raise UserError("--sizes is for programs; override the keys of a config, e.g. data.seq_len=4096")
     _sizes(options)
@@ -147,7 +156,8 @@ def _predict_target(
             options.target,
             options.overrides,
             module=options.module,
-            torchrun=options.torchrun,
+            torchrun=options.torchrun or options.ranks is not None,
+            ranks=options.ranks or 1,
         )
         if options.steps is not None:
             script = replace(script, steps=options.steps)
@@ -160,6 +170,8 @@ def _predict_target(
     with open_target(options.target, options.overrides) as target:
         if options.fixes:
             target = with_fixes(target, options.fixes)
+        if options.ranks is not None:
+            target = _on_ranks(workload_of(target, options.target), options)
         if sizes is not None:
             target = replace(workload_of(target, options.target), sizes=sizes)
         if options.stages:  # the table shows the first pass
@@ -199,6 +211,28 @@ def with_fixes(target: Any, fixes: Sequence[str | FixUse]) -> Any:
 def _sizes(options: PredictOptions) -> Any:
     """As `oomph.predict` takes them."""
     return options.sizes if options.sizes in (None, "longest") else parse_sizes(str(options.sizes))
+
+
+def _parallel(options: PredictOptions) -> Any:
+    if options.ranks is None:
+        return None
+    from oomph.parallel import parse_parallel
+
+    return parse_parallel(options.parallel or "fsdp2", options.ranks)
+
+
+def _on_ranks(workload: Any, options: PredictOptions) -> Any:
+    """A config's batch is that of all ranks; a Workload's is that of one."""
+    parallel = _parallel(options)
+    if is_config(options.target):
+        rows = workload.sizes["B"]
+        if rows % parallel.replicas:
+            raise UserError(
+                f"data.batch_size={rows} cannot be divided over {parallel.replicas} data-parallel ranks "
+                f"({parallel}); give a multiple, as data.batch_size={parallel.replicas}"
+            )
+        workload = workload.with_sizes({"B": rows // parallel.replicas})
+    return replace(workload, parallel=parallel)
 
 
 def _is_script(options: PredictOptions) -> bool:

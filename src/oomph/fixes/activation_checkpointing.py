@@ -20,7 +20,6 @@ from oomph.fixes.activation_offloading import (
 )
 from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import (
-    block_names,
     blocks_at,
     disable_kv_cache,
     names_option,
@@ -28,8 +27,9 @@ from oomph.fixes.modules import (
     own_checkpointing,
     refuse_own_checkpointing,
 )
-from oomph.fixes.modules import blocks as blocks_of
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice
+from oomph.nn.blocks import block_names
+from oomph.nn.blocks import blocks as blocks_of
 from oomph.torch_internals import TorchDispatchMode, tree_map
 
 aten = torch.ops.aten

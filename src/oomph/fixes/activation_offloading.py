@@ -26,7 +26,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import (
-    block_names,
     blocks_at,
     disable_kv_cache,
     names_option,
@@ -35,6 +34,7 @@ from oomph.fixes.modules import (
     refuse_own_checkpointing,
 )
 from oomph.fixes.registry import Fix, FixContext, Target, bytes_option, check_flag
+from oomph.nn.blocks import block_names
 from oomph.torch_internals import FakeTensor, current_graph_task_id, storage_id
 from oomph.units import MiB
 

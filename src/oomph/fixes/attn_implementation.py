@@ -10,8 +10,9 @@ from torch import nn
 from oomph.errors import UserError
 from oomph.fixes.fused_attention import attention_matrices
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import NamedModule, copy_configs
+from oomph.fixes.modules import copy_configs
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_flag
+from oomph.nn.blocks import NamedModule
 
 _EAGER = ("eager", None)
 # transformers reports itself where a package or a kernel is missing.

@@ -14,8 +14,9 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import NamedModule, block_names, blocks, has_data
+from oomph.fixes.modules import has_data
 from oomph.fixes.registry import Fix, FixContext, Target, check_flag, check_whole_number
+from oomph.nn.blocks import NamedModule, block_names, blocks
 from oomph.units import format_bytes
 
 _SHARDED_STAGES = ("parameters", "gradients", "optimizer state")

@@ -1,4 +1,4 @@
-"""Module discovery: a model's repeated blocks, modules by name, and configs of Hugging Face models."""
+"""Module discovery: modules by name, and configs of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -6,76 +6,19 @@ import copy
 import math
 import re
 import zlib
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
+from oomph.nn.blocks import NamedModule, has_children
 from oomph.ops.common import autocast_enabled
 from oomph.torch_internals import FakeTensor, current_functorch_transform
 
 _CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")  # Hugging Face's, timm's
-
-
-class NamedModule(NamedTuple):
-    name: str
-    module: nn.Module
-
-
-def blocks(model: nn.Module) -> list[list[NamedModule]]:
-    """The outermost lists of two or more similar modules with parameters: a transformer's layers.
-
-    A ModuleList may mix classes, with several of each, as in models that alternate attention and state-space
-    layers; unless its members hold such lists themselves. A block that appears several times is listed once.
-    """
-    found: list[list[NamedModule]] = []
-
-    def search(name: str, module: nn.Module, seen: set[int]) -> None:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        # Unlike named_children, with repetitions: one block that is called several times is a list, too.
-        children = [
-            NamedModule(_join(name, own), child)
-            for own, child in module._modules.items()
-            if child is not None
-        ]
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            members = [child for child in children if next(child.module.parameters(), None) is not None]
-            each_once = list({id(child.module): child for child in reversed(members)}.values())[::-1]
-            if _are_blocks(members) and len({type(child.module) for child in members}) == 1:
-                found.append(each_once)
-                return
-            if isinstance(module, nn.ModuleList) and _are_blocks(members):
-                before = len(found)
-                for child in children:
-                    search(child.name, child.module, seen)
-                if len(found) == before:
-                    found.append(each_once)
-                return
-        for child in children:
-            search(child.name, child.module, seen)
-
-    search("", model, set())
-    return found
-
-
-def block_names(model: nn.Module) -> list[str]:
-    return [name for group in blocks(model) for name, _ in group]
-
-
-def _are_blocks(members: Sequence[NamedModule]) -> bool:
-    kinds = Counter(type(member.module) for member in members)
-    return bool(kinds) and min(kinds.values()) > 1 and all(_has_children(member.module) for member in members)
-
-
-def _has_children(module: nn.Module) -> bool:
-    """A list of bare Linear or Conv layers is not a list of blocks."""
-    return next(module.children(), None) is not None
 
 
 def common_parent(model: nn.Module, names: Sequence[str]) -> NamedModule:
@@ -165,7 +108,7 @@ def no_blocks_error(model: nn.Module, fix: str) -> UserError:
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()
-        if name and _has_children(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if name and has_children(module) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
     }
     total = sum(parameter.numel() for parameter in model.parameters())
     # A module that holds nearly the whole model saves nothing: its recomputation needs the same peak.

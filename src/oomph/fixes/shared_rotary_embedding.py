@@ -20,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import NamedModule, common_parent, module_at, names_option
+from oomph.fixes.modules import common_parent, module_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.fixes.shared_buffers import same_attributes_and_buffers
+from oomph.nn.blocks import NamedModule
 from oomph.torch_internals import current_dispatch_modes, tree_flatten, tree_leaves
 
 _ROTARY_CLASS = re.compile(r"rotary|rope(?![a-z])|rope(emb|cache)", re.IGNORECASE)

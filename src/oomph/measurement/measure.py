@@ -18,7 +18,7 @@ import torch
 from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
 from oomph.records import Measurement, Peak, StepPeak
-from oomph.torch_internals import clear_cublas_workspaces
+from oomph.torch_internals import clear_cublas_workspaces, init_fake_process_group
 from oomph.units import counted
 from oomph.workload import Workload, set_allocator
 
@@ -172,6 +172,8 @@ def _run_workload(workload: Workload, device: torch.device, steps: int, on_momen
 
 
 def _build_and_step(workload: Workload, device: torch.device, steps: int, on_moment: Listener) -> None:
+    if workload.parallel is not None and not torch.distributed.is_initialized():
+        init_fake_process_group(workload.parallel.ranks)  # the memory of one rank is real, its traffic is not
     model, optimizer = workload.build(device)
     batch = workload.make_batch(device)
     for step in range(1, steps + 1):

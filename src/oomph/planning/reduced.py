@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from oomph.fixes.modules import blocks
+from oomph.nn.blocks import blocks
 from oomph.records import Allocation, FixUse, Prediction, Proposal
 from oomph.workload import Changed, Workload
 

@@ -60,6 +60,9 @@ DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the o
 _CONDITIONS_SHOWN = 5
 _MOST = 3.0  # times the typical number of elements, where it depends on values; also of the peak
 _MOST_OF_EACH = 1.5  # where such sizes multiply each other
+# Of a communicator of NCCL, estimated and not measured: 16 channels with a buffer of 4 MiB (NCCL_BUFFSIZE) and
+# about 1 MiB of other protocols' for each of two connections.
+_NCCL_COMMUNICATOR = 16 * 2 * 5 * MiB
 _depth = 0
 T = TypeVar("T")
 
@@ -88,7 +91,8 @@ def predict(
     `progress` receives a text and, where it is known, the fraction that is done.
     """
     card = _card(gpu)
-    limit = _limit(card if gpu is not None else None, max)
+    nccl = _nccl(target)
+    limit = _limit(card if gpu is not None else None, max, nccl)
     report = progress or (lambda text, fraction: None)
     if isinstance(target, Script) and autograd_breaks_in_forks():
         return run_in_new_interpreter(predict, report, target, gpu=gpu, max=max, sizes=sizes, allow=allow)
@@ -105,6 +109,8 @@ def predict(
         if tracer.batch_sizes is not None:
             tracer.batch_sizes.check_applied(tuple(tracer.moved))
         found = _prediction(tracer, card, gpu is not None, limit)
+        if tracer.ranks > 1:
+            found = _of_ranks(found, tracer.ranks, nccl)
         return replace(
             found,
             notes=(*_notes_on_target(target), *found.notes),
@@ -174,6 +180,31 @@ def predict_isolated(
     peaks = [each.peak for each in (prediction, low, high)]
     low_peak, high_peak = (choose(peaks, key=lambda peak: peak.allocated) for choose in (min, builtins.max))
     return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict)
+
+
+def _nccl(target: Any) -> int:
+    """Bytes of NCCL's buffers: of the group of all ranks, and those of tensor and context parallelism."""
+    parallel = target.parallel if isinstance(target, Workload) else target
+    if getattr(parallel, "ranks", 1) == 1:
+        return 0
+    groups = 1 + sum(getattr(parallel, name, 1) > 1 for name in ("tp", "cp"))
+    return groups * _NCCL_COMMUNICATOR
+
+
+def _of_ranks(found: Prediction, ranks: int, nccl: int) -> Prediction:
+    """The prediction of the first rank, with what is true of several."""
+    notes = [
+        f"the first of {ranks} ranks: tensors are sharded in parts of equal size, rounded up, so no rank "
+        "holds more; the last ranks may hold less",
+        f"NCCL's buffers are estimated at {format_bytes(nccl)}, beside the allocator; the CUDA context is "
+        "that of a single process",
+        f"a rank sends {format_bytes(found.work.sent)} in a step (ring algorithms); its time assumes "
+        f"nominal links and {gpus.NODE} GPUs in a node",
+    ]
+    peak = replace(found.peak, device=found.peak.device + nccl)
+    steps = tuple(replace(step, device=step.device + nccl) for step in found.steps)
+    noted = (*map(Note, notes), *found.notes)
+    return replace(found, ranks=ranks, nccl=nccl, peak=peak, steps=steps, notes=noted)
 
 
 def silently(function: Callable[[program.Progress], T], progress: program.Progress) -> T:
@@ -396,9 +427,9 @@ def _program_error(error: BaseException, tracer: Tracer) -> ProgramError:
     return found
 
 
-def _limit(card: GPU | None, most: str | int | None) -> int | None:
-    """What the allocator may reserve: the card less the CUDA context, or `max` if that is less."""
-    limits = [card.memory - card.context] if card is not None else []
+def _limit(card: GPU | None, most: str | int | None, nccl: int = 0) -> int | None:
+    """What the allocator may reserve: the card less the CUDA context and NCCL, or `max` if that is less."""
+    limits = [card.memory - card.context - nccl] if card is not None else []
     limits += [parse_bytes(most)] if most is not None else []
     return min(limits, default=None)
 

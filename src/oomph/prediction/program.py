@@ -21,7 +21,7 @@ from oomph.prediction.tracer.fake_cuda import DEVICE
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import Kernel
 from oomph.records import Event
-from oomph.torch_internals import FakeTensor, tree_flatten
+from oomph.torch_internals import FakeTensor, init_fake_process_group, tree_flatten
 from oomph.workload import Workload, check_loss
 
 _REPEATED_PASSES = 4  # accumulated passes whose events are recorded; later ones add nothing
@@ -43,9 +43,35 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress, step
     tracer.name_modules(model)
     if workload.dtype is not None:
         model.to(workload.dtype)
-    model.to(DEVICE)
-    tracer.label_parameters()
-    model.train()
+    with _process_group(workload, tracer):
+        called = workload.place(model, DEVICE)
+        tracer.label_parameters()
+        model.train()
+        _run_steps(workload, tracer, progress, steps, model, called)
+
+
+@contextlib.contextmanager
+def _process_group(workload: Workload, tracer: Tracer) -> Iterator[None]:
+    """A fake one of the workload's ranks, of which the first is traced."""
+    if workload.parallel is None:
+        yield
+        return
+    tracer.ranks = workload.parallel.ranks
+    init_fake_process_group(tracer.ranks)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _run_steps(
+    workload: Workload,
+    tracer: Tracer,
+    progress: Progress,
+    steps: int,
+    model: torch.nn.Module,
+    called: torch.nn.Module,
+) -> None:
     optimizer = workload.make_optimizer(model)
     batch = workload.make_batch(DEVICE)
     tracer.batch = batch
@@ -64,7 +90,7 @@ def _build_and_step(workload: Workload, tracer: Tracer, progress: Progress, step
             with repeated.tracing(index, part):
                 with tracer.in_phase("forward"), tracer.loss_after_model():
                     with workload.autocast_context("cuda"):
-                        loss = workload.loss(model, part)
+                        loss = workload.loss(called, part)
                     check_loss(loss)
                     scaled = workload.scaled(loss, factor)
                 done = _done(number, (index + 0.3) / len(passes))
@@ -116,8 +142,8 @@ class _RepeatedPasses:
         traced = _TracedPass(
             tracer.recorder.events[events:],
             work.kernels[kernels:],
-            [(each.bytes, each.op) for each in new],
-            [(each.bytes, each.op) for each in new if each.during != "backward"],
+            [(each.bytes, _op(each)) for each in new],
+            [(each.bytes, _op(each)) for each in new if each.during != "backward"],
         )
         work.counting = counting
         if index > 0:
@@ -143,6 +169,11 @@ class _RepeatedPasses:
         if self._tracer.work.counting:
             self._tracer.work.kernels += known.kernels
         return True
+
+
+def _op(made: Any) -> str:
+    """FSDP2 allocates a gathered parameter by an op, and from then on by resizing its storage."""
+    return "aten.empty.memory_format" if made.op == "parameter" else str(made.op)
 
 
 def _shapes(part: Any) -> Any:

@@ -36,6 +36,7 @@ class Efficiency:
     list_item: float  # for each tensor of an op over lists of them
     pageable: dict[str, float]  # direction -> share of the host link that a copy reaches that is waited for
     host_bandwidth: float  # bytes per second that ops on large host tensors go over
+    link: float  # share of a link's nominal rate that a collective reaches
 
 
 # Fitted to half of the rows of benchmarks/accuracy/step_time.py (training steps and single ops on an H200
@@ -75,6 +76,7 @@ CALIBRATED = Efficiency(
     # Estimated. One idle core reached 14 GB/s with the fused kernel of AdamW and 25 to 37 with sums and
     # copies; sixteen, busy with other things, 6 GB/s with the former. Hosts differ more than cards.
     host_bandwidth=25e9,
+    link=0.8,  # estimated: no run of several GPUs was measured
 )
 
 
@@ -89,6 +91,8 @@ def step_work(kernels: Sequence[Kernel], gpu: GPU) -> tuple[float | None, Work]:
             total["to_host"] += kernel.bytes
         elif kernel.kind == "to device":
             total["to_device"] += kernel.bytes
+        elif kernel.kind == "collective":
+            total["sent"] += kernel.bytes
         elif kernel.kind != "host":
             total[f"{kernel.rate}_flops"] += kernel.flops
             total["bytes"] += kernel.bytes
@@ -116,7 +120,7 @@ class _Timer:
     """
 
     def __init__(self, gpu: GPU, efficiency: Efficiency = CALIBRATED) -> None:
-        self._efficiency = efficiency
+        self._efficiency, self._gpu = efficiency, gpu
         self._rates = {
             "half": (gpu.bf16_tflops or 0.0) * 1e12,
             "tf32": (gpu.tf32_tflops or 0.0) * 1e12,
@@ -157,6 +161,9 @@ class _Timer:
             self._host = self.end
         elif kernel.kind in self._copies:
             self._copy(kernel)
+        elif kernel.kind == "collective":  # beside the kernels of other streams
+            link = self._gpu.link(kernel.tiles) * self._efficiency.link
+            streams[stream] = max(streams[stream], self._host) + kernel.bytes / link
         else:
             busy = self.busy_seconds(kernel)
             streams[stream] = max(streams[stream], self._host) + busy

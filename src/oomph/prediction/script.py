@@ -21,13 +21,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from oomph.errors import ProgramError, UserError, program_traceback, user_line
 from oomph.prediction.program import STEPS, Progress
 from oomph.prediction.tracer.tracer import Tracer
+from oomph.prediction.tracer.workers import gpus_of_node
 
 # An optimizer that has not stepped while another made so many times the steps is not waited for.
 _MOST_ROUNDS = 10
-_ONE_RANK = {
-    **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1"),
-    **dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"),
-}
+_OF_TORCHRUN = (
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+)
 _ENDLESS_S = 60.0  # a program without an optimizer whose peak has not risen for so long is stopped
 
 
@@ -39,7 +40,8 @@ class Script:
     arguments: tuple[str, ...] = ()
     module: bool = False
     steps: int = STEPS
-    torchrun: bool = False  # with the environment of the only rank
+    torchrun: bool = False  # with the environment of the first of its `ranks`
+    ranks: int = 1
     # Called with each optimizer that it makes, or with the first model that it trains before any.
     on_optimizer: Callable[[Any], None] | None = None
 
@@ -54,7 +56,9 @@ def run_script(
     """Run the script. `finish` is called as soon as its steps repeat, from inside the script, and never
     returns: no handler of the script's can catch it, and nothing that it would do next is waited for."""
     if script.torchrun:
-        os.environ.update(_ONE_RANK, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        tracer.ranks, in_node = script.ranks, gpus_of_node(script.ranks)
+        sizes = (script.ranks, in_node, script.ranks // in_node, 0, 0, 0, "127.0.0.1", _free_port())
+        os.environ.update(zip(_OF_TORCHRUN, map(str, sizes), strict=True))
     steps = _Steps(script, tracer, progress, finish)
     tracer.on_optimizer_made, tracer.on_optimizer_step = steps.made, steps.stepped
     tracer.on_parameter_update = steps.updated
@@ -71,7 +75,7 @@ def run_script(
             message = f"{script.name} ended with {status}{early}"
             raise ProgramError(message, *user_line(error)) from error
     except KeyError as error:
-        if script.torchrun or error.args[0] not in (*_ONE_RANK, "MASTER_ADDR", "MASTER_PORT"):
+        if script.torchrun or error.args[0] not in _OF_TORCHRUN:
             raise
         message = f"KeyError: {error.args[0]!r}, which torchrun sets in the environment: add --torchrun"
         raise ProgramError(message, *user_line(error), program_traceback(error)) from error

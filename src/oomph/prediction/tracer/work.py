@@ -14,7 +14,7 @@ import torch
 from oomph.gpus import GPU
 from oomph.prediction.cuda.rules import bind
 from oomph.prediction.tracer.fake_cuda import current_streams
-from oomph.torch_internals import OpOverload
+from oomph.torch_internals import OpOverload, group_size
 from oomph.units import MiB
 
 aten = torch.ops.aten
@@ -50,6 +50,7 @@ class Kernel(NamedTuple):
     event: int = 0
 
 
+_COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # The first argument says how the result looks, and is not read.
 _FIRST_ARGUMENT_NOT_READ = {
     "zeros_like",
@@ -189,6 +190,9 @@ class KernelCounter:
         """An op on the GPU, after it ran."""
         kind = self._traits(func)
         self._host_ops += 1
+        if func.namespace in _COLLECTIVES:
+            self._count_collective(func, args, given, phase)
+            return
         if kind.free:
             return
         results = _results(out)
@@ -209,6 +213,24 @@ class KernelCounter:
         self._add(phase, counted, moved, launches, _access_pattern(kind, given, results))
         if kind.waits:
             self.synchronize(phase)
+
+    def _count_collective(
+        self, func: OpOverload, args: Sequence[Any], given: Sequence[torch.Tensor], phase: str
+    ) -> None:
+        """In a ring a rank sends all of the largest tensor but its own part, twice to reduce it."""
+        name, ranks = func.name().split("::")[1], group_size(args)
+        whole = max((tensor.nbytes for tensor in given), default=0)
+        if name == "allgather_":  # into a list
+            whole *= ranks
+        if name.startswith(("recv", "wait_tensor", "_wrap_tensor", "barrier")):
+            return
+        times = 2 if name.startswith(("allreduce", "all_reduce")) else 1
+        share = 1.0 if name.startswith("send") else (ranks - 1) / ranks
+        self.collective(int(times * share * whole), ranks, phase)
+
+    def collective(self, sent: int, ranks: int, phase: str) -> None:
+        """What this rank sends to others of a group."""
+        self._append(phase, "collective", "single", 0.0, sent, 1, tiles=ranks)
 
     def host_op(
         self, func: OpOverload, args: Sequence[Any], given: Sequence[torch.Tensor], out: Any, phase: str

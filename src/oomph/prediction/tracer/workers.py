@@ -16,7 +16,7 @@ from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.isolation import refuse_in_thread
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.torch_internals import DATA_LOADER_ITERATOR, init_fake_process_group, tree_map
+from oomph.torch_internals import DATA_LOADER_ITERATOR, fsdp_chunks, init_fake_process_group, tree_map
 
 _MODES = tuple[Any, ...]
 _MiB = 1 << 20
@@ -27,10 +27,10 @@ def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
     _load_data_in_process(patches, tracer)
     _trace_threads(patches, tracer, modes)
     _call_replicas_directly(patches)
-    _spawn_one_process_directly(patches)
+    _spawn_one_process_directly(patches, tracer)
     if torch.distributed.is_available():
-        _make_process_groups_of_one_rank(patches)
-        _replace_distributed_data_parallel(patches)
+        _make_fake_process_groups(patches, tracer)
+        _replace_distributed_data_parallel(patches, tracer)
 
 
 def _load_data_in_process(patches: Patches, tracer: Tracer) -> None:
@@ -68,13 +68,13 @@ def _trace_threads(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
     patches.set(threading.Thread, "start", start_traced)
 
 
-def _spawn_one_process_directly(patches: Patches) -> None:
-    """torch.multiprocessing.spawn(main, nprocs=1), as scripts for several GPUs start themselves."""
+def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
+    """torch.multiprocessing.spawn(main, nprocs=...), as scripts for several GPUs start themselves."""
     spawn = torch.multiprocessing.spawn
 
     @functools.wraps(spawn)
     def spawn_directly(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
-        return fn(0, *args) if nprocs == 1 else spawn(fn, args, nprocs, *rest, **kwargs)
+        return fn(0, *args) if nprocs in (1, tracer.ranks) else spawn(fn, args, nprocs, *rest, **kwargs)
 
     patches.set(torch.multiprocessing, "spawn", spawn_directly)
 
@@ -94,24 +94,50 @@ def _call_replicas_directly(patches: Patches) -> None:
 # ---------------------------------------------------------------------------------------------- ranks
 
 
-def _make_process_groups_of_one_rank(patches: Patches) -> None:
-    """Collectives of the only rank change nothing; they are not run. Those of the fake backend never do."""
+def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
+    """One rank is traced; what it would exchange with others changes nothing in its memory."""
+    patches.set(torch.cuda, "device_count", lambda: gpus_of_node(tracer.ranks))
     init = torch.distributed.init_process_group
 
     @functools.wraps(init)
     def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
+        patches.set(*fsdp_chunks(), _Shards)
         if backend == "fake":  # as many ranks as the program pretends to have
             return init(backend, init_method, *args, **kwargs)
-        size = kwargs.get("world_size", -1)
-        size = int(os.environ.get("WORLD_SIZE", 1)) if size in (-1, None) else size
-        if size != 1:
-            raise program_error(RuntimeError(f"a process group of {size} ranks was asked for; one is traced"))
-        init_fake_process_group(init)
+        size, rank = (
+            int(os.environ.get(variable, default)) if given in (-1, None) else given
+            for given, variable, default in (
+                (kwargs.get("world_size"), "WORLD_SIZE", 1),
+                (kwargs.get("rank"), "RANK", 0),
+            )
+        )
+        if size not in (1, tracer.ranks):
+            message = f"a process group of {size} ranks was asked for; {tracer.ranks} are traced: give --ranks"
+            raise program_error(RuntimeError(message))
+        init_fake_process_group(size, rank, init)
 
     patches.set(torch.distributed, "init_process_group", init_process_group)
 
 
-def _replace_distributed_data_parallel(patches: Patches) -> None:
+class _Shards:
+    """The shards of a parameter, each made when it is asked for: FSDP2 needs one or two of a thousand."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._size = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self._size
+        length = min(self._size, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
+
+
+def gpus_of_node(ranks: int) -> int:
+    """As many as a node has, eight at most, if all nodes have the same number."""
+    return next(number for number in range(8, 0, -1) if ranks % number == 0)
+
+
+def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None:
     """DDP's reducer is written in C++ for real tensors. What it allocates are its buckets of gradients."""
     ddp = nn.parallel.DistributedDataParallel
 
@@ -124,6 +150,16 @@ def _replace_distributed_data_parallel(patches: Patches) -> None:
         self.gradient_as_bucket_view = kwargs.get("gradient_as_bucket_view", False)
         if not self.gradient_as_bucket_view:
             self._buckets = _buckets(module, kwargs.get("bucket_cap_mb") or 25)
+        ranks = torch.distributed.get_world_size(kwargs.get("process_group"))
+
+        def all_reduce(parameter: torch.Tensor) -> None:
+            sent = 2 * parameter.nbytes * (ranks - 1) // ranks
+            tracer.work.collective(sent, ranks, "backward")
+
+        if ranks > 1:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(all_reduce)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         return self.module(*inputs, **kwargs)

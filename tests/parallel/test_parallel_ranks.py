@@ -1,0 +1,120 @@
+"""Several gloo ranks on the CPU compute what one process does: losses, and weights after two AdamW steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from oomph import fixes
+from oomph.errors import UserError
+from oomph.parallel import parse_parallel
+from oomph.systems.hatchling import PRESETS as HATCHLING
+from oomph.systems.longctx import PRESETS as LONGCTX
+from oomph.systems.pythia import PRESETS as PYTHIA
+
+ROWS, TOKENS = 4, 32
+SYSTEMS: dict[str, Any] = {
+    "longctx": LONGCTX["tiny"],
+    "tied": replace(LONGCTX["tiny"], tie_word_embeddings=True, qk_norm=True, vocab_size=101),
+    "nsa": replace(LONGCTX["tiny"], attention="nsa"),
+    "hatchling": replace(HATCHLING["tiny"], token_drop=0.0),
+    "kda": replace(HATCHLING["tiny"], gate="kimi", token_drop=0.0),
+    "pythia": replace(
+        PYTHIA["pythia"],
+        **{"num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "vocab_size": 99},
+        dropout=0.0,
+    ),
+}
+TWO_RANKS = (
+    *(("longctx", name) for name in ("ddp", "fsdp2:reshard_after_forward=false", "tp", "cp")),
+    *(("hatchling", name) for name in ("fsdp2:cpu_offload=true", "tp", "cp")),
+    *(("pythia", name) for name in ("fsdp2", "ddp", "tp")),
+    *(("tied", "tp"), ("nsa", "cp"), ("kda", "cp")),
+)
+FOUR_RANKS = (
+    *(("longctx", name) for name in ("fsdp2:cp=2", "fsdp2:tp=2", "cp")),
+    *(("hatchling", "ddp:cp=2"), ("hatchling", "fsdp2"), ("pythia", "fsdp2:tp=2"), ("pythia", "ddp")),
+)
+
+
+def run(rank: int, port: int, ranks: int, cases: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    try:
+        for system, text in cases:
+            compare(SYSTEMS[system], text, rank, ranks)
+        if ranks == 2:
+            a_rank_that_cannot_take_its_part_is_refused()
+    finally:
+        dist.destroy_process_group()
+
+
+def compare(config: Any, text: str, rank: int, ranks: int) -> None:
+    parallel = parse_parallel(text, ranks)
+    ids = torch.randint(0, config.vocab_size, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(0)
+    whole = config.build().double()
+    torch.manual_seed(0)
+    model = config.build().double()
+    # Checkpoints recompute inside of the exchange between ranks.
+    fixes.apply("activation_checkpointing", model)
+    called = parallel.apply(model, "cpu")
+    own = ids[parallel.rows(ROWS, rank)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (whole, model)]
+    for _ in range(2):
+        expected = whole(ids, labels=ids).loss
+        loss = called(own, labels=own).loss
+        expected.backward()
+        loss.backward()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / ranks, expected.detach(), rtol=1e-9, atol=0, msg=text)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), other in zip(whole.named_parameters(), model.parameters(), strict=True):
+        found = other.full_tensor() if hasattr(other, "full_tensor") else other
+        torch.testing.assert_close(found, one, rtol=0, atol=1e-6, msg=f"{text} {name}")
+
+
+def a_rank_that_cannot_take_its_part_is_refused() -> None:
+    model = LONGCTX["tiny"].build()
+    called = parse_parallel("cp", 2).apply(model, "cpu")
+    with pytest.raises(UserError, match="33 tokens cannot be divided over cp=2"):
+        called(torch.zeros(1, 33, dtype=torch.long), labels=torch.zeros(1, 33, dtype=torch.long))
+    assert called(torch.zeros(1, 33, dtype=torch.long)).logits.shape[:2] == (1, 33)  # padded, to generate
+    with pytest.raises(UserError, match=r"context parallelism .* Linear is not one of them"):
+        parse_parallel("cp", 2).apply(torch.nn.Linear(2, 2), "cpu")
+    with pytest.raises(UserError, match=r"tensor parallelism .* Linear is not one of them"):
+        parse_parallel("tp", 2).apply(torch.nn.Linear(2, 2), "cpu")
+
+
+def test_two_ranks(run_ranks):
+    run_ranks(run, 2, 2, TWO_RANKS)
+
+
+def test_four_ranks(run_ranks):
+    run_ranks(run, 4, 4, FOUR_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "message"),
+    [
+        ("zero3", 8, "'zero3' is not valid; choose from fsdp2, ddp, tp, cp"),
+        ("fsdp2:cp=3", 8, "8 ranks cannot be divided into groups of tp=1 x cp=3"),
+        ("fsdp2:shards=2", 8, "'shards=2' is not valid; give tp=..., cp=..."),
+        ("ddp:cpu_offload=true", 8, "options of fsdp2, not of ddp"),
+        ("ddp:tp=2", 8, "combined with fsdp2"),
+        ("fsdp2:param_dtype=int8", 8, "param_dtype='int8' is not a float dtype"),
+        ("fsdp2:tp=x", 8, "tp='x' is not valid; give a whole number"),
+        ("fsdp2", 0, "ranks=0 is not valid"),
+    ],
+)
+def test_bad_input(text, ranks, message):
+    with pytest.raises(UserError) as error:
+        parse_parallel(text, ranks)
+    assert message in str(error.value)
