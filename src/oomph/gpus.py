@@ -51,7 +51,6 @@ class GPU:
         """Bytes per second between the card and pinned host memory, each way."""
         return int(_of_generation(_HOST_LINK_GBPS, self.capability) * 10**9)
 
-
     def link(self, ranks: int) -> int:
         """Bytes per second that a card sends to others in a group of so many: over NVLink or PCI Express
         inside a node of eight, else over the network."""

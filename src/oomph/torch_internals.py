@@ -245,7 +245,6 @@ def compiled_frame_callback() -> tuple[Any, str] | None:
 
 def fsdp_chunks() -> tuple[Any, str]:
     """Where FSDP2 looks up the function that cuts a parameter into shards."""
-    import torch.distributed.fsdp
 
     return sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"], "_chunk_with_empty"
 
@@ -316,7 +315,8 @@ def group_size(arguments: Sequence[Any]) -> int:
             return torch.distributed.ProcessGroup.unbox(each).size()
         if isinstance(each, str):
             with contextlib.suppress(RuntimeError, ValueError):
-                return torch.distributed.distributed_c10d._resolve_process_group(each).size()
+                name: Any = each
+                return torch.distributed.distributed_c10d._resolve_process_group(name).size()
     return torch.distributed.get_world_size()
 
 
@@ -461,14 +461,14 @@ __all__ = [
     "dispatch_tls_set_dispatch_key_included",
     "dynamo_config_patch",
     "flex_attention_hop",
+    "fsdp_chunks",
     "get_dispatch_mode",
     "get_eval_frame_callback",
     "get_sdp_priority_order",
     "get_sequence_nr",
     "get_tensor_symint",
-    "has_triton",
-    "fsdp_chunks",
     "group_size",
+    "has_triton",
     "init_fake_process_group",
     "is_composite",
     "is_dtensor",

@@ -25,7 +25,11 @@ SYSTEMS: dict[str, Any] = {
     "kda": replace(HATCHLING["tiny"], gate="kimi", token_drop=0.0),
     "pythia": replace(
         PYTHIA["pythia"],
-        **{"num_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "vocab_size": 99},
+        num_layers=2,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        vocab_size=99,
         dropout=0.0,
     ),
 }

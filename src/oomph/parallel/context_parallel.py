@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from oomph.errors import UserError
 from oomph.nn import KimiDeltaAttention, SpikingKDABlock
-from oomph.parallel.parallelize import summed
+from oomph.parallel.collectives import exchanged, summed
 
 _IGNORED = -100  # the label that counts nothing
 
@@ -34,7 +34,7 @@ def context_parallel(model: nn.Module, group: Any) -> None:
         )
     for module in list(model.modules()):
         if isinstance(module, SpikingKDABlock | KimiDeltaAttention):
-            module.forward = _StatePassing(module, group)  # type: ignore[method-assign]
+            module.forward = _StatePassing(module, group)  # type: ignore[method-assign, assignment]
         elif hasattr(module, "o_proj") and hasattr(module, "num_kv_heads"):
             _exchange_heads(module, group)
     model.forward = _ShardedSequence(model, group)  # type: ignore[method-assign]
@@ -78,35 +78,14 @@ def tokens_to_heads(x: Tensor, group: Any) -> Tensor:
     """[B, T / ranks, ..., C] -> [B, T, ..., C / ranks]"""
     ranks = dist.get_world_size(group)
     sent = x.unflatten(-1, (ranks, -1)).movedim(-2, 0)
-    return _exchanged(sent, group).movedim(0, 1).flatten(1, 2)
+    return exchanged(sent, group).movedim(0, 1).flatten(1, 2)
 
 
 def heads_to_tokens(x: Tensor, group: Any) -> Tensor:
     """[B, T, C / ranks] -> [B, T / ranks, C]"""
     ranks = dist.get_world_size(group)
     sent = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-    return _exchanged(sent, group).movedim(0, -2).flatten(-2)
-
-
-def _exchanged(x: Tensor, group: Any) -> Tensor:
-    result: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _AllToAll(torch.autograd.Function):
-    """x[i] goes to rank i of the group; backward is the same exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        received = torch.empty_like(x)
-        dist.all_to_all_single(received, x, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _AllToAll.forward(ctx, grad, ctx.group), None
+    return exchanged(sent, group).movedim(0, -2).flatten(-2)
 
 
 # ----------------------------------------------------------------------------------------- KDA

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from oomph.errors import UserError
@@ -127,8 +126,10 @@ class Parallel:
                 param_dtype=float_dtype(self.param_dtype, "param_dtype"),
                 reduce_dtype=float_dtype(self.reduce_dtype, "reduce_dtype"),
             ),
-            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            "offload_policy": OffloadPolicy(),
         }
+        if self.cpu_offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
         for _, block in blocks_with_own_parameters(blocks(model)):
             fully_shard(block, **options)
         fully_shard(model, **options)
@@ -159,40 +160,3 @@ def parse_parallel(text: str, ranks: int) -> Parallel:
         rest = options.get({"tp": "cp", "cp": "tp"}[name], 1)
         options.setdefault(name, ranks // rest if isinstance(rest, int) and rest else ranks)
     return Parallel(ranks, **options)
-
-
-def summed(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The sum over the ranks of a group; its gradient goes to each of them as it is."""
-    result: torch.Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def copied(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """The tensor itself, used by every rank of a group for a part of the result: gradients are summed."""
-    result: torch.Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        result = tensor.clone()
-        torch.distributed.all_reduce(result, group=group)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        grad = grad.clone()
-        torch.distributed.all_reduce(grad, group=ctx.group)
-        return grad, None

@@ -18,15 +18,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from oomph.errors import UserError
 from oomph.nn.blocks import blocks
-from oomph.parallel.parallelize import copied, summed
+from oomph.parallel.collectives import copied, summed
 
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_COLUMNS = ("o_proj", "down_proj")
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the model in place. Modules that cannot be split by heads or features are computed by all ranks: NSA,
-    KDA, fused projections, and those whose heads or features are not a multiple of the ranks."""
+    """Shard the model in place.
+
+    Modules that cannot be split by heads or features are computed by all ranks: NSA, KDA, fused projections,
+    and those whose heads or features are not a multiple of the ranks."""
     ranks, group = mesh.size(), mesh.get_group()
     layers = [member.module for members in blocks(model) for member in members]
     if not isinstance(getattr(model, "embedding", None), nn.Embedding) or not layers:
@@ -115,5 +117,3 @@ def _compute_with_local_shards(unit: nn.Module, group: Any, split: bool) -> None
 
     unit.register_forward_pre_hook(before)
     unit.register_forward_hook(after, always_call=True)
-
-

@@ -60,8 +60,8 @@ DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the o
 _CONDITIONS_SHOWN = 5
 _MOST = 3.0  # times the typical number of elements, where it depends on values; also of the peak
 _MOST_OF_EACH = 1.5  # where such sizes multiply each other
-# Of a communicator of NCCL, estimated and not measured: 16 channels with a buffer of 4 MiB (NCCL_BUFFSIZE) and
-# about 1 MiB of other protocols' for each of two connections.
+# Of a communicator of NCCL, estimated and not measured: 16 channels with two connections, each with a
+# buffer of 4 MiB (NCCL_BUFFSIZE) and about 1 MiB for other protocols.
 _NCCL_COMMUNICATOR = 16 * 2 * 5 * MiB
 _depth = 0
 T = TypeVar("T")

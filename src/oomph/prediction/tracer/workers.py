@@ -112,8 +112,8 @@ def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
             )
         )
         if size not in (1, tracer.ranks):
-            message = f"a process group of {size} ranks was asked for; {tracer.ranks} are traced: give --ranks"
-            raise program_error(RuntimeError(message))
+            message = f"a process group of {size} ranks was asked for, not of {tracer.ranks}"
+            raise program_error(RuntimeError(f"{message}; give --ranks {size}"))
         init_fake_process_group(size, rank, init)
 
     patches.set(torch.distributed, "init_process_group", init_process_group)

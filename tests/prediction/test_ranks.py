@@ -1,0 +1,110 @@
+"""The memory of one rank of several: Workloads that are spread over ranks, and scripts for torchrun."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import oomph
+from oomph import Prediction, ProgramError, Script, Workload
+from oomph.parallel import parse_parallel
+
+WIDTH, LAYERS = 256, 6
+PARAMETERS = 4 * LAYERS * (8 * WIDTH * WIDTH + 5 * WIDTH)  # bytes
+BLOCK = PARAMETERS // LAYERS
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+WORKLOAD = Workload(
+    model=lambda: nn.Sequential(*(Block() for _ in range(LAYERS))),
+    batch=lambda device: torch.randn(8, WIDTH, device=device),
+    loss=lambda model, batch: model(batch).square().mean(),
+)
+
+
+def on_ranks(text: str, ranks: int) -> Prediction:
+    return oomph.predict(replace(WORKLOAD, parallel=parse_parallel(text, ranks)), gpu="h100-80gb")
+
+
+@pytest.fixture(scope="module")
+def fsdp2() -> Prediction:
+    return on_ranks("fsdp2", 64)
+
+
+def test_fsdp2_holds_a_shard_of_everything_and_gathers_blocks(fsdp2):
+    held = dict(fsdp2.by_stage())
+    assert held["optimizer state"] < 2 * PARAMETERS / 64 * 1.2
+    # The gathered block, the prefetched one and its copy from the all-gather buffer; not the whole model.
+    assert BLOCK < held["parameters"] < PARAMETERS
+    whole = on_ranks("fsdp2:reshard_after_forward=false", 64)
+    assert dict(whole.by_stage())["parameters"] > PARAMETERS
+    offloaded = on_ranks("fsdp2:cpu_offload=true", 64)
+    assert "optimizer state" not in dict(offloaded.by_stage())
+
+
+def test_a_thousand_ranks(fsdp2):
+    many = on_ranks("fsdp2", 1024)
+    assert many.ranks == 1024
+    # FSDP2 gives every rank a row: gathered weights of 256 rows are padded to 1024.
+    assert fsdp2.peak.allocated < many.peak.allocated < fsdp2.peak.allocated + 2 * 4 * BLOCK
+    assert many.step_seconds > fsdp2.work.sent / 50e9  # beyond a node, over the network
+
+
+def test_what_a_rank_sends_and_nccl_are_listed_apart(fsdp2):
+    # Parameters are gathered in forward and, except of the last block, in backward; gradients are reduced.
+    assert 2.6 * PARAMETERS < fsdp2.work.sent < 3 * PARAMETERS
+    assert fsdp2.nccl > 0
+    assert fsdp2.peak.device == fsdp2.peak.reserved + fsdp2.nccl + oomph.gpus.find("h100-80gb").context
+    assert any("NCCL" in note.text for note in fsdp2.notes)
+    assert any("the first of 64 ranks" in note.text for note in fsdp2.notes)
+
+
+def test_ddp_holds_buckets_and_reduces_gradients():
+    found = on_ranks("ddp", 4)
+    single = oomph.predict(WORKLOAD)
+    assert single.ranks == 1
+    assert found.peak.allocated - single.peak.allocated == pytest.approx(PARAMETERS, rel=0.1)
+    assert found.work.sent == pytest.approx(2 * 3 / 4 * PARAMETERS, rel=0.01)
+
+
+SCRIPT = """
+import os, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("nccl")
+rank, ranks = dist.get_rank(), int(os.environ["WORLD_SIZE"])
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+assert torch.cuda.device_count() == 8 and ranks == 16
+while True:
+    loss = model(torch.randn(8, 512, device="cuda")).sum()
+    loss.backward()
+    dist.all_reduce(loss.detach())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_script_for_torchrun(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    path = str(tmp_path / "train.py")
+    found = oomph.predict(Script(path, torchrun=True, ranks=16))
+    assert found.ranks == 16
+    assert dict(found.by_stage())["optimizer state"] < 2 * 4 * 4 * 512 * 513 / 16 * 1.2
+    with pytest.raises(ProgramError, match="AssertionError"):
+        oomph.predict(Script(path, torchrun=True))
