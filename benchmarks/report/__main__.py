@@ -16,8 +16,11 @@ from pathlib import Path
 
 from benchmarks import RESULTS
 from benchmarks.report.browser import Browser
+from benchmarks.report.snapshots import damaged, malicious
 from benchmarks.report.traces import hostile, page, trained
+from oomph.errors import UserError
 from oomph.report.html import Page, html_report
+from oomph.report.recording import read_snapshot
 from oomph.report.terminal import report_console, report_text
 
 MiB = 2**20
@@ -43,6 +46,26 @@ def rows(folder: Path) -> Iterator[Row]:
         yield "hostile strings", "requests to a network", _network(browser), 0
         shown = report_text(hostile().runs[0][1], report_console())
         yield "hostile strings", "escape sequences in the terminal", shown.count("\x1b"), 0
+    yield from _snapshots(folder)
+
+
+def _snapshots(folder: Path) -> Iterator[Row]:
+    sentinel = folder / "executed"
+    unclear, slowest = 0, 0.0
+    files = [*malicious(str(sentinel)), *damaged(1000, seed=1)]
+    for data in files:
+        began = time.perf_counter()
+        try:
+            read_snapshot(data, "x.pickle")
+        except UserError as error:
+            unclear += "\n" in str(error) or len(str(error)) > 300
+        except Exception:
+            unclear += 1
+        slowest = max(slowest, time.perf_counter() - began)
+    name = f"{len(files):,} damaged and malicious snapshots"
+    yield name, "executed", sentinel.exists(), 0
+    yield name, "not refused in one line", unclear, 0
+    yield name, "slowest, s", slowest, 1
 
 
 def _page(browser: Browser, file: Path, name: str, given: Page, make: float, usable: float) -> Iterator[Row]:
@@ -54,7 +77,7 @@ def _page(browser: Browser, file: Path, name: str, given: Page, make: float, usa
     began = time.perf_counter()
     browser.click("#memory-chart", x=0.3)
     browser.click('[data-value="modules"]')
-    yield name, "two clicks, s", time.perf_counter() - began, 1
+    yield name, "a click in the chart, then the map of modules, s", time.perf_counter() - began, 3
 
 
 def _network(browser: Browser) -> int:

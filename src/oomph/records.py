@@ -263,6 +263,7 @@ class Prediction:
     holders: tuple[Holder, ...] = ()  # those that hold most come first
     ranks: int = 1  # of the step; the figures are those of the first
     nccl: int = 0  # bytes of NCCL's buffers, estimated; in peak.device, beside the allocator
+    recorded: str = ""  # the memory snapshot of a real run that it was read from, instead of predicted
 
     @property
     def fits(self) -> bool | None:
@@ -271,6 +272,11 @@ class Prediction:
 
     def __repr__(self) -> str:
         """One line: `Prediction(fits: needs 8.36 GiB of 23.56 GiB on RTX 3090, 3 steps, 12,345 events)`."""
+        if self.recorded:
+            ended = "ran out of memory" if self.refused is not None else "peaked"
+            return (
+                f"Prediction(recorded in {self.recorded}: {ended} at {self.peak.allocated / 2**30:.2f} GiB)"
+            )
         needs = f"needs {self.peak.device / 2**30:.2f} GiB"
         if self.capacity is not None:
             needs += f" of {self.capacity / 2**30:.2f} GiB on {self.gpu_title}"

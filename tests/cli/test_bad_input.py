@@ -60,7 +60,7 @@ cases(
     "",
     (
         "frobnicate",
-        "No such command 'frobnicate'; the commands are predict, diagnose, fixes, fit, measure, compare, run",
+        "No such command 'frobnicate'; the commands are predict, diagnose, fixes, fit, measure, compare, ",
     ),
     ("--verison", "No such option: --verison"),
     ("predict", "predict needs a TARGET, or -m MODULE"),

@@ -10,12 +10,13 @@ from oomph.cli.output import write_stdout
 from oomph.cli.pages import check_output_file, write_page
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Prediction
-from oomph.report.as_json import prediction_from_json
+from oomph.report.as_json import prediction_from_json, prediction_to_json
 from oomph.report.comparison import comparison_text, comparison_to_json
 from oomph.report.labels import printable
-from oomph.report.terminal import report_console
+from oomph.report.recording import is_pickle, read_snapshot
+from oomph.report.terminal import report_console, report_text
 
-_MOST_BYTES = 2**30  # of a JSON file
+_MOST_BYTES = 2**30  # of a file
 
 
 def run_compare(before: str, after: str, tolerance: str, as_json: bool, html: str | None) -> ExitStatus:
@@ -46,10 +47,24 @@ def _growth_allowed(text: str, size: int) -> int:
     return int(share * size)
 
 
+def run_explain(file: str, as_json: bool, html: str | None) -> ExitStatus:
+    check_output_file("--html", html, "report.html")
+    prediction = read_prediction(file)
+    if as_json:
+        write_stdout(json.dumps(prediction_to_json(prediction), allow_nan=False) + "\n")
+    else:
+        write_stdout(report_text(prediction, report_console()))
+    if html is not None:
+        write_page(html, file, [("recorded" if prediction.recorded else "predicted", prediction)])
+    return ExitStatus.FITS
+
+
 def read_prediction(file: str) -> Prediction:
-    """The file of `oomph predict --json`."""
+    """The file of `oomph predict --json`, or a memory snapshot of PyTorch."""
+    data = _read(file)
+    if is_pickle(data):
+        return read_snapshot(data, file)
     try:
-        data = _read(file)
         return prediction_from_json(json.loads(data))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = printable(f"{type(error).__name__}: {error}", 120)

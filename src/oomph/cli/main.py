@@ -320,6 +320,24 @@ def compare(
     return run_compare(before, after, tolerance, json, html)
 
 
+@app.command()
+def explain(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="SNAPSHOT",
+            help="A file of torch.cuda.memory._dump_snapshot, or the output of `oomph predict --json`.",
+        ),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
+    html: _Html = None,
+) -> int:
+    """Explain a memory snapshot of a real run: what was alive at the peak, and which lines made it."""
+    from oomph.cli.compare import run_explain
+
+    return run_explain(file, json, html)
+
+
 @app.command("run", context_settings={"allow_interspersed_args": False, **_TAKES_KEYS})
 def run_(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script (.py).")],

@@ -45,7 +45,13 @@ _STAGE_STYLE: dict[Stage, str] = {
     "optimizer step": "dark_sea_green4",
     "workspace": "grey50",
 }
-_OUTCOME_STYLE = {"fits": "bold green", "does not fit": "bold red", "needs": "bold"}
+_OUTCOME_STYLE = {
+    "fits": "bold green",
+    "does not fit": "bold red",
+    "ran out of memory": "bold red",
+    "needs": "bold",
+    "peaked at": "bold",
+}
 
 # ------------------------------------------------------------------------------------------- verdict
 
@@ -56,6 +62,8 @@ Outcome = Literal[
     "too close to call",
     "does not fit",
     "needs",
+    "peaked at",
+    "ran out of memory",
 ]
 
 # What the program does at the peak, as it reads after "peak in".
@@ -90,7 +98,7 @@ class Verdict:
 
 def verdict(prediction: Prediction) -> Verdict:
     """The memory needed, compared with the GPU's memory or with the limit of the allocator."""
-    found = _traced_steps(prediction)
+    found = _recorded(prediction) if prediction.recorded else _traced_steps(prediction)
     if prediction.growth is None or prediction.verdict == "does not fit":
         return found
     outcome: Outcome = "fits for now" if found.outcome == "fits" else found.outcome
@@ -122,6 +130,15 @@ def _traced_steps(prediction: Prediction) -> Verdict:
         return Verdict("fits, but only by releasing cached memory", details)
     spare = f" with {format_bytes(available - needed)} to spare{margin}"
     return Verdict("fits", f"{spare}: needs {need_text}; {there_is}{peak}")
+
+
+def _recorded(prediction: Prediction) -> Verdict:
+    allocated, peak = format_bytes(prediction.peak.allocated), prediction.peak
+    if prediction.refused is None:
+        activity = f" in {_ACTIVITY[peak.stage]}" if peak.stage in _ACTIVITY else ""
+        at = f", at {file_and_line(peak.site)}" if peak.site else ""
+        return Verdict("peaked at", f" {allocated}{activity}{at}")
+    return Verdict("ran out of memory", f" with {allocated} allocated", _out_of_memory(prediction))
 
 
 def _depends_on_values(prediction: Prediction) -> bool:
@@ -242,10 +259,9 @@ def print_verdict(prediction: Prediction, console: Console) -> None:
         console.print(Text(line.out_of_memory), soft_wrap=True)
     for text in assumptions(prediction):
         console.print(Text(text, "bold yellow"), soft_wrap=True)
-    figures = (
-        f"allocated {format_bytes(peak.allocated)}, reserved {format_bytes(peak.reserved)}, "
-        f"with the CUDA context {format_bytes(peak.device)}"
-    )
+    figures = f"allocated {format_bytes(peak.allocated)}, reserved {format_bytes(peak.reserved)}"
+    if peak.device != peak.reserved:  # unknown in a recording
+        figures += f", with the CUDA context {format_bytes(peak.device)}"
     seconds = f"; traced in {prediction.seconds:.1f} s" if prediction.seconds else ""
     console.print(Text(figures + seconds, "dim"), soft_wrap=True)
     if prediction.batch:

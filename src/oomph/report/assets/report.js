@@ -96,10 +96,10 @@ function phaseAt(run, event) {
 function verdictSection() {
   if (data.plan && !data.runs.length) return null;
   const run = data.runs[data.runs.length - 1];
-  const tone = run.outcome === "does not fit" ? "bad" : run.outcome === "fits" ? "good" : run.outcome === "needs" || run.outcome === "peaked at" ? "" : "warn";
+  const tone = ["does not fit", "ran out of memory"].includes(run.outcome) ? "bad" : run.outcome === "fits" ? "good" : run.outcome === "needs" || run.outcome === "peaked at" ? "" : "warn";
   const heading = tone ? run.outcome + (data.plan && data.runs.length > 1 ? " with the plan" : "") : `${run.outcome} ${size(run.outcome === "needs" ? run.peak.device : run.peak.allocated)}`;
   const figures = [
-    [size(run.peak.device), "needed, with CUDA context"],
+    run.peak.device > run.peak.reserved ? [size(run.peak.device), "needed, with CUDA context"] : null,
     run.capacity ? [size(run.capacity), run.gpu + " has"] : run.limit ? [size(run.limit), "limit of the allocator"] : null,
     [size(run.peak.allocated), "allocated by tensors"],
     [size(run.peak.reserved), "reserved by the allocator"],
