@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import dataclass
+from typing import Annotated
 
+import typer
 from rich.console import Console
 
 from oomph import gpus
+from oomph.cli.options import Allow, Gpu, Json, Overrides
 from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
 from oomph.cli.targets import check_target, config_limit, open_target, workload_of
 from oomph.errors import UserError
@@ -26,50 +28,47 @@ from oomph.report.terminal import report_console
 VERIFIED, DIFFERS = 0, 1  # exit statuses of `oomph verify`
 
 
-@dataclass(frozen=True, slots=True)
-class FixesOptions:
-    target: str | None
-    gpu: str | None = None
-    allow: str = ""
-    only: tuple[str, ...] = ()
-    json: bool = False
-    overrides: tuple[str, ...] = ()
-
-
-def run_fixes(options: FixesOptions) -> int:
-    kinds = fix_kinds(options.allow)
-    if options.gpu is not None:
-        gpus.find(options.gpu)
-    if options.target is None:
-        if options.only:
+def run_fixes(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[TARGET]", help="As for predict; default: list all fixes.")
+    ] = None,
+    overrides: Overrides = None,
+    gpu: Gpu = None,
+    allow: Allow = "",
+    only: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = None,
+    as_json: Json = False,
+) -> int:
+    """List fixes that lower the peak. For a target: what each one saves and costs."""
+    kinds = fix_kinds(allow)
+    if gpu is not None:
+        gpus.find(gpu)
+    if target is None:
+        if only:
             raise UserError("--only tries fixes on a target: oomph fixes TARGET --only FIX")
-        return _list_all(options.json)
-    check_target(options.target, options.overrides)
+        return _list_all(as_json)
+    check_target(target, overrides or ())
     # Imported here: torch takes a second to load. Names are checked before the target, which may take longer.
     from oomph.fixes import find, propose
     from oomph.prediction import predict
     from oomph.prediction.isolation import run_isolated
 
-    for name in options.only:
+    for name in only or ():
         find(name)
-    given = options.target
 
     def run(progress: ProgressReport) -> tuple[Prediction, list[Proposal]]:
-        with open_target(given, options.overrides) as target:
-            workload = workload_of(target, given)
-            limit = config_limit(given, options.overrides)
-            card = None if options.gpu is None else gpus.with_rates(gpus.find(options.gpu))
+        with open_target(target, overrides or ()) as opened:
+            workload = workload_of(opened, target)
+            card = None if gpu is None else gpus.with_rates(gpus.find(gpu))
+            limit = config_limit(target, overrides or ())
             prediction = predict(workload, gpu=card, max=limit, progress=progress)
-            return prediction, propose(
-                prediction, workload, kinds=kinds, only=options.only, progress=progress
-            )
+            return prediction, propose(prediction, workload, kinds=kinds, only=only or (), progress=progress)
 
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
         prediction, proposals = run_isolated(run, report)
-    if options.json:
+    if as_json:
         write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
     else:
-        typed = shlex.join((options.target, *options.overrides))
+        typed = shlex.join((target, *(overrides or ())))
         write_stdout(proposals_text(prediction, proposals, kinds, report_console(), typed))
     return 0
 
@@ -95,34 +94,38 @@ def _list_all(as_json: bool) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    target: str
-    words: tuple[str, ...]  # fixes, and overrides of a config
-    sizes: str = ""
-    json: bool = False
-
-
-def run_verify(options: VerifyOptions) -> int:
+def run_verify(
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict, but small.")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FIX ...",
+            help="name, name:option=value,..., or a .json file; and key=value overrides of a config.",
+        ),
+    ] = None,
+    sizes: Annotated[str, typer.Option(metavar="B=1,T=16", help="Override sizes of the Workload.")] = "",
+    as_json: Json = False,
+) -> int:
+    """Check fixes on the CPU. Exit status 1 if loss or gradients change."""
     from oomph.fixes import uses_of, verify
     from oomph.prediction.isolation import run_isolated
     from oomph.training.config.reading import is_override
 
-    overrides = tuple(word for word in options.words if is_override(word))
-    words = [word for word in options.words if word not in overrides]
-    check_target(options.target, overrides)
-    if not words:
+    overrides = [word for word in words or () if is_override(word)]
+    fixes = [word for word in words or () if not is_override(word)]
+    check_target(target, overrides)
+    if not fixes:
         raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")
-    sizes, uses = parse_sizes(options.sizes), uses_of(words)
+    parsed, uses = parse_sizes(sizes), uses_of(fixes)
 
     def run(progress: ProgressReport) -> Verification:
-        with open_target(options.target, overrides) as target:
+        with open_target(target, overrides) as opened:
             progress("running the model without the fixes and with them", None)
-            return verify(uses, workload_of(target, options.target), sizes=sizes)
+            return verify(uses, workload_of(opened, target), sizes=parsed)
 
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
         found = run_isolated(run, report)
-    if options.json:
+    if as_json:
         write_stdout(json.dumps(verification_to_json(found), allow_nan=False) + "\n")
     else:
         write_stdout(verification_text(found))

@@ -8,12 +8,14 @@ from typing import Any
 from rich.table import Table
 
 from oomph import gpus
+from oomph.cli.options import Json
 from oomph.cli.output import write_stdout
 from oomph.report.terminal import report_console, strip_lines
 from oomph.units import format_bytes
 
 
-def run_gpus(as_json: bool) -> int:
+def run_gpus(as_json: Json = False) -> int:
+    """List the GPUs that --gpu accepts by name."""
     cards = gpus.catalogue()
     if as_json:
         write_stdout(json.dumps({"schema": 1, "gpus": [_card(card) for card in cards]}) + "\n")

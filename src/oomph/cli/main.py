@@ -15,7 +15,13 @@ from typing import Annotated, Any
 
 import typer
 
+from oomph.cli.fixes import run_fixes, run_verify
+from oomph.cli.gpus import run_gpus
+from oomph.cli.options import TAKES_KEYS, Fix, Gpu, Html, Json, Max, Overrides, PlanFile, fix_words
 from oomph.cli.output import flush_streams, open_missing_streams
+from oomph.cli.run import run_script
+from oomph.cli.systems import run_cases, run_systems
+from oomph.cli.train import run_train
 from oomph.errors import (
     DeprecatedName,
     ExitStatus,
@@ -23,20 +29,13 @@ from oomph.errors import (
     ProgramError,
     UserError,
     environment_error,
-    warn_deprecated,
 )
 
 # Some versions of typer contain a copy of click, others use the installed one; the base of typer's public
 # BadParameter is the right class in both.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
-_OVERRIDES = typer.Argument(
-    metavar="[KEY=VALUE ...]",
-    help="For a config: override a key, e.g. data.batch_size=4 or --batch_size 4. "
-    "For a Workload: override a size, e.g. B=4.",
-)
 _OVERLONG = re.compile(r"\S{250,}")  # a name or number that an error quotes
-_TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a key of a config
 
 app = typer.Typer(
     name="oomph",
@@ -78,17 +77,6 @@ _Target = Annotated[
         "up and returns the step.",
     ),
 ]
-_Overrides = Annotated[list[str] | None, _OVERRIDES]
-_Gpu = Annotated[
-    str | None, typer.Option(metavar="NAME|SIZE", help="The GPU: a name from `oomph gpus`, or a size.")
-]
-_Max = Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB.")]
-_Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")]
-_Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the report as one HTML file.")]
-_Fix = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."),
-]
 _Module = Annotated[
     str | None, typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does.")
 ]
@@ -103,22 +91,20 @@ _Subprocesses = Annotated[
 _Network = Annotated[bool, typer.Option("--allow-network", help="Let the program use the network.")]
 
 
-@app.command(context_settings=_TAKES_KEYS)
+@app.command(context_settings=TAKES_KEYS)
 def predict(
     target: _Target = None,
-    overrides: _Overrides = None,
-    gpu: _Gpu = None,
-    max: _Max = None,
-    json: _Json = False,
-    html: _Html = None,
+    overrides: Overrides = None,
+    gpu: Gpu = None,
+    max: Max = None,
+    json: Json = False,
+    html: Html = None,
     snapshot: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Write a snapshot for PyTorch's memory visualiser."),
     ] = None,
-    fix: _Fix = None,
-    plan: Annotated[
-        str | None, typer.Option(metavar="FILE.json", help="Apply the fixes of a plan of `oomph fit`.")
-    ] = None,
+    fix: Fix = None,
+    plan: PlanFile = None,
     stages: Annotated[
         bool, typer.Option("--stages", help="Only how memory grows over the first step, stage by stage.")
     ] = False,
@@ -155,7 +141,7 @@ def predict(
         max,
         json,
         snapshot,
-        fixes=(*(fix or ()), *([plan] if plan is not None else [])),
+        fixes=fix_words(fix, plan),
         overrides=words,
         module=module is not None,
         steps=steps,
@@ -170,15 +156,15 @@ def predict(
     return run_predict(options)
 
 
-@app.command(context_settings=_TAKES_KEYS)
+@app.command(context_settings=TAKES_KEYS)
 def diagnose(
     target: _Target = None,
-    overrides: _Overrides = None,
-    gpu: _Gpu = None,
-    max: _Max = None,
-    json: _Json = False,
-    html: _Html = None,
-    fix: _Fix = None,
+    overrides: Overrides = None,
+    gpu: Gpu = None,
+    max: Max = None,
+    json: Json = False,
+    html: Html = None,
+    fix: Fix = None,
     module: _Module = None,
     steps: _Steps = None,
     torchrun: _Torchrun = False,
@@ -223,30 +209,13 @@ def _allowed(subprocesses: bool, network: bool) -> tuple[str, ...]:
     return tuple(name for name, allow in allowed.items() if allow)
 
 
-@app.command(context_settings=_TAKES_KEYS)
-def fixes(
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="[TARGET]", help="As for predict; default: list all fixes."),
-    ] = None,
-    overrides: Annotated[list[str] | None, _OVERRIDES] = None,
-    gpu: Annotated[str | None, typer.Option(metavar="NAME|SIZE", help="The GPU to run on.")] = None,
-    allow: Annotated[
-        str, typer.Option(metavar="KINDS", help="Kinds besides exact: precision, training, or both.")
-    ] = "",
-    only: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-) -> int:
-    """List fixes that lower the peak. For a target: what each one saves and costs."""
-    from oomph.cli.fixes import FixesOptions, run_fixes
-
-    return run_fixes(FixesOptions(target, gpu, allow, tuple(only or ()), json, tuple(overrides or ())))
+app.command("fixes", context_settings=TAKES_KEYS)(run_fixes)
 
 
-@app.command(context_settings=_TAKES_KEYS)
+@app.command(context_settings=TAKES_KEYS)
 def fit(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")],
-    overrides: Annotated[list[str] | None, _OVERRIDES] = None,
+    overrides: Overrides = None,
     gpu: Annotated[str | None, typer.Option(metavar="NAME|SIZE", help="The GPU to fit.")] = None,
     budget: Annotated[
         str | None,
@@ -268,7 +237,7 @@ def fit(
     ] = None,
     gpus: Annotated[bool, typer.Option("--gpus", help="Also list the cards that would do.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
-    html: _Html = None,
+    html: Html = None,
 ) -> int:
     """Find the cheapest set of fixes with which the step fits."""
     from oomph.cli.fit import FitOptions, run_fit
@@ -279,10 +248,10 @@ def fit(
     )
 
 
-@app.command(context_settings=_TAKES_KEYS)
+@app.command(context_settings=TAKES_KEYS)
 def measure(
     target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")],
-    overrides: Annotated[list[str] | None, _OVERRIDES] = None,
+    overrides: Overrides = None,
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="What to predict for; default: this machine's GPU.")
     ] = None,
@@ -293,7 +262,7 @@ def measure(
         list[str] | None, typer.Option(metavar="FIX", help="Also with this fix; repeatable.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    html: _Html = None,
+    html: Html = None,
 ) -> int:
     """Run steps on the real GPU: predicted beside measured memory and time."""
     from oomph.cli.measure import MeasureOptions, run_measure
@@ -312,7 +281,7 @@ def compare(
         str, typer.Option(metavar="SIZE|PERCENT", help="Growth up to which the exit status is 0.")
     ] = "1%",
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
-    html: _Html = None,
+    html: Html = None,
 ) -> int:
     """Compare two predictions: what grew, and at which line. Exit status 1 if the new one needs more."""
     from oomph.cli.compare import run_compare
@@ -330,7 +299,7 @@ def explain(
         ),
     ],
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
-    html: _Html = None,
+    html: Html = None,
 ) -> int:
     """Explain a memory snapshot of a real run: what was alive at the peak, and which lines made it."""
     from oomph.cli.compare import run_explain
@@ -338,108 +307,12 @@ def explain(
     return run_explain(file, json, html)
 
 
-@app.command("run", context_settings={"allow_interspersed_args": False, **_TAKES_KEYS})
-def run_(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script (.py).")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[ARGUMENTS ...]", help="The script's own arguments.")
-    ] = None,
-    plan: Annotated[
-        str | None, typer.Option(metavar="FILE.json", help="Apply the fixes of a plan of `oomph fit`.")
-    ] = None,
-    fix: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Apply this fix; repeatable.")] = None,
-) -> int:
-    """Run a script with fixes applied to its model, on the real device."""
-    from oomph.cli.run import run_script
-
-    fixes = [*(fix or ()), *([plan] if plan is not None else [])]
-    words = list(arguments or ())
-    return run_script(script, words[1:] if words[:1] == ["--"] else words, fixes)
-
-
-@app.command()
-def verify(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict, but small.")],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="FIX ...",
-            help="name, name:option=value,..., or a .json file; and key=value overrides of a config.",
-        ),
-    ] = None,
-    sizes: Annotated[str, typer.Option(metavar="B=1,T=16", help="Override sizes of the Workload.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> int:
-    """Check fixes on the CPU. Exit status 1 if loss or gradients change."""
-    from oomph.cli.fixes import VerifyOptions, run_verify
-
-    return run_verify(VerifyOptions(target, tuple(words or ()), sizes, json))
-
-
-@app.command(context_settings={"allow_extra_args": True, **_TAKES_KEYS})
-def train(
-    context: typer.Context,
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A config (.yaml).")],
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Resume from the newest checkpoint in the run's folder.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Train even if the prediction does not fit.")
-    ] = False,
-    fixes: Annotated[
-        str | None,
-        typer.Option(
-            "--fixes",
-            "--plan",
-            metavar="FILE.json",
-            help="Fixes or a plan from a file, instead of the config's.",
-        ),
-    ] = None,
-    export: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the final weights as safetensors.")
-    ] = None,
-) -> int:
-    """Train a config. key=value or --key value override the file."""
-    from oomph.cli.train import TrainOptions, run_train
-
-    return run_train(TrainOptions(config, tuple(context.args), resume, force, fixes, export))
-
-
-_SYSTEM = typer.Argument(metavar="[NAME]", help="A system, or the number of its report; default: list all.")
-
-
-@app.command()
-def systems(
-    name: Annotated[str | None, _SYSTEM] = None,
-    claims: Annotated[bool, typer.Option("--claims", help="Predict nothing; only the claims.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> int:
-    """List the reference systems. For one: predict its report's failure and fixes, and check its claims."""
-    from oomph.cli.systems import run_systems
-
-    return run_systems(name, json, claims_only=claims)
-
-
-@app.command(hidden=True)
-def cases(
-    name: Annotated[str | None, _SYSTEM] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> int:
-    """Deprecated: `oomph systems`."""
-    from oomph.cli.systems import run_systems
-
-    warn_deprecated("oomph cases", "oomph systems")
-    return run_systems(name, json, old_keys=True, claims_only=True)
-
-
-@app.command()
-def gpus(
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-) -> int:
-    """List the GPUs that --gpu accepts by name."""
-    from oomph.cli.gpus import run_gpus
-
-    return run_gpus(json)
+app.command("run", context_settings={"allow_interspersed_args": False, **TAKES_KEYS})(run_script)
+app.command("verify")(run_verify)
+app.command("train", context_settings={"allow_extra_args": True, **TAKES_KEYS})(run_train)
+app.command("systems")(run_systems)
+app.command("cases", hidden=True)(run_cases)
+app.command("gpus")(run_gpus)
 
 
 def main() -> None:

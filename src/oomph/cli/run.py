@@ -1,18 +1,30 @@
-"""`oomph run`: the user's own script with fixes applied to its model, on the real device."""
+"""`oomph run`: a script with fixes applied to its model, on the real device."""
 
 from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from oomph.cli.options import Fix, PlanFile, fix_words
 from oomph.cli.targets import check_python_file
 from oomph.errors import OomphError, UserError, program_traceback
 
 
-def run_script(script: str, arguments: Sequence[str], fixes: Sequence[str]) -> int:
-    """As `python script arguments`, with its own output and exit status. Its exceptions are its own."""
+def run_script(
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="A script (.py).")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENTS ...]", help="The script's own arguments.")
+    ] = None,
+    plan: PlanFile = None,
+    fix: Fix = None,
+) -> int:
+    """Run a script with fixes applied to its model, on the real device."""
+    words, fixes = list(arguments or ()), fix_words(fix, plan)
+    words = words[1:] if words[:1] == ["--"] else words
     check_python_file(script)
     if not fixes:
         raise UserError("run needs a plan or a fix: oomph run --plan plan.json train.py, or --fix NAME")
@@ -22,7 +34,7 @@ def run_script(script: str, arguments: Sequence[str], fixes: Sequence[str]) -> i
 
     uses = uses_of(fixes)
     check_for_scripts(uses)
-    sys.argv = [script, *arguments]
+    sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).resolve().parent))
     change = ModelChange(uses, lambda text: print(f"oomph: {text}", file=sys.stderr))
     try:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from oomph.cli.options import Json
 from oomph.cli.output import stdout_to_stderr, write_stdout
-from oomph.errors import ExitStatus, OomphError, ProgramError
+from oomph.errors import ExitStatus, OomphError, ProgramError, warn_deprecated
 from oomph.records import Prediction, Site
 from oomph.report.labels import short_path
 from oomph.report.systems import ClaimLine, FormLine, ReportLines, SystemLines, report_text, systems_text
@@ -25,10 +28,28 @@ _OLD_KEYS = {"systems": "cases", "system": "case", "naive": "sick", "model": "he
 _CONFIGS = Path(__file__).resolve().parents[3] / "configs"  # of the repository
 
 
+Name = Annotated[
+    str | None,
+    typer.Argument(metavar="[NAME]", help="A system, or the number of its report; default: list all."),
+]
+
+
+def run_cases(name: Name = None, as_json: Json = False) -> int:
+    """Deprecated: `oomph systems`."""
+    warn_deprecated("oomph cases", "oomph systems")
+    return _show(name, as_json, old_keys=True, claims_only=True)
+
+
 def run_systems(
-    name: str | None, as_json: bool, old_keys: bool = False, claims_only: bool = False
-) -> ExitStatus:
-    """List all systems, or predict the forms of one at its report's shape and check the report's claims."""
+    name: Name = None,
+    claims: Annotated[bool, typer.Option("--claims", help="Predict nothing; only the claims.")] = False,
+    as_json: Json = False,
+) -> int:
+    """List the reference systems. For one: predict its report's failure and fixes, and check its claims."""
+    return _show(name, as_json, claims_only=claims)
+
+
+def _show(name: str | None, as_json: bool, old_keys: bool = False, claims_only: bool = False) -> ExitStatus:
     if name is None:
         rows = [_lines(system) for system in SYSTEMS.values()]
         if as_json:

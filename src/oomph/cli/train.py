@@ -6,10 +6,11 @@ import json
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 
 from oomph import gpus
@@ -27,50 +28,63 @@ if TYPE_CHECKING:
     from oomph.training.config import TrainConfig
 
 
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """The command line. words: key=value, or --key value as in the reports."""
-
-    config: str
-    words: tuple[str, ...] = ()
-    resume: bool = False
-    force: bool = False
-    fixes: str | None = None
-    export: str | None = None
-
-
-def run_train(options: TrainOptions) -> int:
-    """Returns the exit status."""
+def run_train(
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A config (.yaml).")],
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Resume from the newest checkpoint in the run's folder.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Train even if the prediction does not fit.")
+    ] = False,
+    fixes: Annotated[
+        str | None,
+        typer.Option(
+            "--fixes",
+            "--plan",
+            metavar="FILE.json",
+            help="Fixes or a plan from a file, instead of the config's.",
+        ),
+    ] = None,
+    export: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write the final weights as safetensors.")
+    ] = None,
+) -> int:
+    """Train a config. key=value or --key value override the file."""
     from oomph.training.config import load, overrides_from_words
 
-    config = load(options.config, (*overrides_from_words(options.words), *_fixes_of_file(options.fixes)))
+    typed = [config, *context.args]
+    loaded = load(config, (*overrides_from_words(context.args), *_fixes_of_file(fixes)))
     console = Console(stderr=True)
 
     from oomph.training.failures import OutOfMemory
     from oomph.training.run import check_folder, device_of, folder_of, train
 
-    check_folder(config, folder_of(config), options.resume)
-    device = device_of(config)
+    check_folder(loaded, folder_of(loaded), resume)
+    device = device_of(loaded)
     prediction = gpu = None
     if device.type == "cuda":
         gpu = gpu_of(device)
         with progress_display(console) as report:
-            prediction = _predict(config, gpu, report)
-            if prediction.verdict == "does not fit" and not options.force:
-                message = _refusal(config, prediction, gpu, options, report)
+            prediction = _predict(loaded, gpu, report)
+            if prediction.verdict == "does not fit" and not force:
+                message = _refusal(loaded, prediction, gpu, shlex.join(typed), report)
                 console.print(message, markup=False, highlight=False, soft_wrap=True)
                 return ExitStatus.DOES_NOT_FIT
-    with TrainDisplay(console, config, prediction, gpu) as display:
+    with TrainDisplay(console, loaded, prediction, gpu) as display:
         try:
-            outcome = train(config, resume=options.resume, callbacks=display, export_to=options.export)
+            outcome = train(loaded, resume=resume, callbacks=display, export_to=export)
         except KeyboardInterrupt:  # the second one; the first lets the step finish
             display.on_message("stopped at once; earlier checkpoints are unchanged")
             return ExitStatus.INTERRUPTED
         except OutOfMemory as error:
-            raise UserError(f"{error}; {_what_to_change(options.config, prediction)}") from error
+            raise UserError(f"{error}; {_what_to_change(config, prediction)}") from error
     if outcome.stopped is not None:
-        then = f"continue with: {_resume_command(options)}"
-        if not config.training.save:
+        again = ["oomph", "train", *typed, "--resume"]
+        again += [] if fixes is None else ["--fixes", fixes]
+        again += [] if export is None else ["--export", export]
+        then = f"continue with: {shlex.join([*again, *(['--force'] if force else [])])}"
+        if not loaded.training.save:
             then = "nothing is saved, as training.save=false says"
         display.on_message(f"stopped by {outcome.stopped} after step {outcome.step}; {then}")
         return ExitStatus.INTERRUPTED
@@ -94,13 +108,13 @@ def _predict(config: TrainConfig, gpu: gpus.GPU, report: ProgressReport) -> Pred
 
 
 def _refusal(
-    config: TrainConfig, prediction: Prediction, gpu: gpus.GPU, options: TrainOptions, report: ProgressReport
+    config: TrainConfig, prediction: Prediction, gpu: gpus.GPU, given: str, report: ProgressReport
 ) -> str:
     """What the step needs, what there is, and the cheapest exact fixes with which it fits."""
     from oomph.planning import fit
     from oomph.training.workloads import predicted_workload
 
-    limit, given = config.training.memory_limit, shlex.join((options.config, *options.words))
+    limit = config.training.memory_limit
     has = (
         f"{gpu.title} has {format_bytes(gpu.memory)}"
         if limit is None
@@ -123,17 +137,6 @@ def _override(fixes: Sequence[FixUse]) -> str:
     """Quoted for a shell; a fix with options also has quotes of its own."""
     words = [json.dumps(fix_word(use)) if use.options else use.fix for use in fixes]
     return shlex.quote(f"fixes=[{', '.join(words)}]")
-
-
-def _resume_command(options: TrainOptions) -> str:
-    words = ["oomph", "train", options.config, *options.words, "--resume"]
-    if options.fixes is not None:
-        words += ["--fixes", options.fixes]
-    if options.export is not None:
-        words += ["--export", options.export]
-    if options.force:
-        words.append("--force")
-    return shlex.join(words)
 
 
 def _fixes_of_file(file: str | None) -> tuple[str, ...]:
