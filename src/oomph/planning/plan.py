@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from oomph.errors import UserError
 from oomph.fixes.registry import uses_of
-from oomph.records import FIX_KINDS, FixUse, Peak, Plan, PricedFixes
+from oomph.records import Plan
 
 SCHEMA = 1
+_PLANS = TypeAdapter(Plan)
+_USE = {"__all__": {"model_id"}}
+_PRICED = {"fixes": _USE, "peak": {"step", "stage", "site"}}
+_NOT_STORED: Any = {"fixes": _USE, "before": _PRICED, "after": _PRICED, "front": {"__all__": _PRICED}}
 _VALID = "give a file that `oomph fit TARGET --plan FILE` wrote"
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """`fixes` alone is needed to apply it; the rest says what it was made for, and what was predicted."""
-    return {
-        "schema": SCHEMA,
-        "fixes": [_use_to_json(use) for use in plan.fixes],
-        "fits": plan.fits,
-        "gpu": plan.gpu,
-        "gpu_title": plan.gpu_title,
-        "limit": plan.limit,
-        "model": plan.model,
-        "model_id": plan.model_id,
-        "before": _priced_to_json(plan.before),
-        "after": _priced_to_json(plan.after),
-        "allowed": list(plan.allowed),
-        "conditions": list(plan.conditions),
-        "needs": list(plan.needs),
-        "reason": plan.reason,
-        "front": [_priced_to_json(each) for each in plan.front],
-        "predictions": plan.predictions,
-        "seconds": plan.seconds,
-    }
+    return {"schema": SCHEMA, **_PLANS.dump_python(plan, mode="json", exclude=_NOT_STORED)}
 
 
 def write_plan(plan: Plan, file: str | Path) -> None:
@@ -77,48 +63,10 @@ def read_plan(file: str | Path) -> Plan:
             f"plan {str(file)!r} has schema {content.get('schema')!r}, and this release reads {SCHEMA}; "
             "make it again with `oomph fit`"
         )
-    fixes = tuple(uses_of(content["fixes"]))
+    fixes = uses_of(content["fixes"])
     try:
-        return Plan(
-            fixes=fixes,
-            fits=bool(content["fits"]),
-            gpu=str(content["gpu"]),
-            gpu_title=str(content["gpu_title"]),
-            limit=int(content["limit"]),
-            before=_priced(content["before"]),
-            after=_priced(content["after"]),
-            allowed=tuple(kind for kind in FIX_KINDS if kind in content["allowed"]),
-            model=str(content["model"]),
-            front=tuple(map(_priced, content["front"])),
-            conditions=tuple(map(str, content["conditions"])),
-            needs=tuple(kind for kind in FIX_KINDS if kind in content["needs"]),
-            model_id=str(content.get("model_id", "")),
-            reason=str(content.get("reason", "")),
-            predictions=int(content["predictions"]),
-            seconds=float(content["seconds"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"plan {str(file)!r} is incomplete ({error!r}); {_VALID}") from None
-
-
-def _priced_to_json(priced: PricedFixes) -> dict[str, Any]:
-    peak = {key: getattr(priced.peak, key) for key in ("allocated", "reserved", "device")}
-    fixes = [_use_to_json(use) for use in priced.fixes]
-    return {**asdict(priced), "fixes": fixes, "peak": peak}
-
-
-def _use_to_json(use: FixUse) -> dict[str, Any]:
-    return {"fix": use.fix, "options": dict(use.options)}
-
-
-def _priced(content: Mapping[str, Any]) -> PricedFixes:
-    allocated, reserved, device = (int(content["peak"][key]) for key in ("allocated", "reserved", "device"))
-    return PricedFixes(
-        tuple(uses_of(content["fixes"])),
-        Peak(allocated, reserved, device),
-        bool(content["fits"]),
-        float(content["step_seconds"]),
-        float(content["slowdown"]),
-        int(content["host_bytes"]),
-        bool(content.get("estimated")),
-    )
+        return _PLANS.validate_python({**content, "fixes": fixes})
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(f"plan {str(file)!r} is incomplete ({problem}); {_VALID}") from None
