@@ -36,6 +36,7 @@ def export(
     """
     path = Path(path)
     save_file = need("safetensors.torch", "export").save_file
+    hub = need("huggingface_hub", "export")
     tensors, tied = without_duplicates(model_state)
     header = {"format": "pt", **(metadata or {}), **tied}
     try:
@@ -45,16 +46,11 @@ def export(
                 save_file(_on_host(tensors), partial, header)
             else:
                 partial.mkdir()
-                shards = list(_shards(tensors, parse_bytes(shard)))
-                weight_map: dict[str, str] = {}
-                for number, part in enumerate(shards, 1):
-                    name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-                    name = name if len(shards) > 1 else "model.safetensors"
-                    save_file(_on_host(part), partial / name, header)
-                    weight_map |= dict.fromkeys(part, name)
-                if len(shards) > 1:
-                    size = sum(tensor.nbytes for tensor in tensors.values())
-                    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+                shards = hub.split_torch_state_dict_into_shards(tensors, max_shard_size=parse_bytes(shard))
+                for file, names in shards.filename_to_tensors.items():
+                    save_file(_on_host({name: tensors[name] for name in names}), partial / file, header)
+                if shards.is_sharded:
+                    index = {"metadata": shards.metadata, "weight_map": shards.tensor_to_filename}
                     (partial / INDEX).write_text(json.dumps(index, indent=1))
             os.replace(partial, path)
     except OSError as error:
@@ -64,7 +60,8 @@ def export(
 def check_export(file: str) -> None:
     """Raise before a training what `export` would raise after it."""
     path = Path(file)
-    need("safetensors.torch", "export")
+    for module in ("safetensors.torch", "huggingface_hub"):
+        need(module, "export")
     try:
         if path.exists():
             raise UserError(f"--export {file!r} exists already; give another name")
@@ -100,18 +97,6 @@ def without_duplicates(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
         else:
             tied[name] = kept
     return tensors, tied
-
-
-def _shards(tensors: dict[str, Tensor], largest: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if shard and size + tensor.nbytes > largest:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard
 
 
 def _on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
