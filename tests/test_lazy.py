@@ -51,7 +51,7 @@ def test_importing_the_packages_imports_nothing_behind_them() -> None:
     program = (
         "import sys, oomph, oomph.ops, oomph.nn\n"
         "loaded = {name for name in sys.modules if name.startswith('oomph')}\n"
-        "assert loaded == {'oomph', 'oomph.lazy', 'oomph.ops', 'oomph.nn'}, loaded\n"
+        "assert loaded == {'oomph', 'oomph.ops', 'oomph.nn'}, loaded\n"
         "assert 'torch' not in sys.modules\n"
         "from oomph.ops import tiled_mlp\n"
         "assert 'oomph.ops.mlp' in sys.modules and 'oomph.ops.modulation' not in sys.modules\n"

@@ -24,15 +24,17 @@ from pathlib import Path
 import torch
 
 from benchmarks import RESULTS
-from benchmarks.ops import attention as op_attention
-from benchmarks.ops import cross_entropy as op_cross_entropy
-from benchmarks.ops import kda as op_kda
-from benchmarks.ops import lif_gate as op_lif
-from benchmarks.ops import mlp as op_mlp
-from benchmarks.ops import modulated as op_modulated
-from benchmarks.ops import nsa as op_nsa
-from benchmarks.ops import rotary as op_rotary
-from benchmarks.ops import selective_scan as op_selective_scan
+from benchmarks.ops import (
+    attention as op_attention,
+    cross_entropy as op_cross_entropy,
+    kda as op_kda,
+    lif_gate as op_lif,
+    mlp as op_mlp,
+    modulated as op_modulated,
+    nsa as op_nsa,
+    rotary as op_rotary,
+    selective_scan as op_selective_scan,
+)
 from benchmarks.ops.bars import report
 from benchmarks.ops.peers import Peer, find_peers, fla_peer
 from benchmarks.ops.rows import Row, merged, read_rows, table, write_rows

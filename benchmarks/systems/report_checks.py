@@ -21,21 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.systems import claims_npt as npt_claims
-from benchmarks.systems import claims_pythia as pythia_claims
+from benchmarks.systems import claims_npt as npt_claims, claims_pythia as pythia_claims
 from benchmarks.systems.claims import gib, mib
 from benchmarks.systems.claims_longctx import TOKENS, logits_bytes
 from oomph.prediction import predict
 from oomph.records import Prediction
-from oomph.systems.longctx import PRESETS as LONGCTX
-from oomph.systems.longctx import LongContext
+from oomph.systems.longctx import PRESETS as LONGCTX, LongContext
 from oomph.systems.longctx.naive import CHUNK, chunked_loss, next_token_loss, should_chunk
-from oomph.systems.npt import PRESETS as NPT
-from oomph.systems.npt import NPComponent, NPTConfig, NPTModel, NPTOptimization
-from oomph.systems.npt.naive import COMPONENTS
-from oomph.systems.npt.naive import build as build_naive_npt
-from oomph.systems.pythia import PRESETS as PYTHIA
-from oomph.systems.pythia import create_pythia_70m
+from oomph.systems.npt import PRESETS as NPT, NPComponent, NPTConfig, NPTModel, NPTOptimization
+from oomph.systems.npt.naive import COMPONENTS, build as build_naive_npt
+from oomph.systems.pythia import PRESETS as PYTHIA, create_pythia_70m
 from oomph.systems.pythia.naive import REPORT_VOCAB_SIZE
 from oomph.workload import Workload
 

@@ -28,8 +28,7 @@ from oomph.fixes.modules import (
     refuse_own_checkpointing,
 )
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice
-from oomph.nn.blocks import block_names
-from oomph.nn.blocks import blocks as blocks_of
+from oomph.nn.blocks import block_names, blocks as blocks_of
 from oomph.torch_internals import TorchDispatchMode, tree_map
 
 aten = torch.ops.aten

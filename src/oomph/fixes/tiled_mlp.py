@@ -18,8 +18,7 @@ from oomph.errors import ArgumentError, UserError
 from oomph.fixes.journal import Journal, WrappedForward, module_of
 from oomph.fixes.modules import is_plain_linear, module_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
-from oomph.nn.mlp import GatedMLP
-from oomph.nn.mlp import TiledMLP as TiledMLPModule
+from oomph.nn.mlp import GatedMLP, TiledMLP as TiledMLPModule
 from oomph.ops.common import no_compile
 from oomph.ops.mlp import MLPWeights, NotRecognised, check_options, has_batch_norm, recognise, tiled_mlp
 from oomph.torch_internals import FakeTensor

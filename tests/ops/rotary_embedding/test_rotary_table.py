@@ -9,8 +9,13 @@ import torch
 
 import oomph
 from oomph.errors import ArgumentError
-from oomph.ops.rotary_embedding import Llama3Scaling, RotaryTable, rotary_frequencies, rotary_table
-from oomph.ops.rotary_embedding import table as table_module
+from oomph.ops.rotary_embedding import (
+    Llama3Scaling,
+    RotaryTable,
+    rotary_frequencies,
+    rotary_table,
+    table as table_module,
+)
 from oomph.units import MiB
 
 FAR = 2**20 + 3
