@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 K = TypeVar("K")
+Progress = Callable[[str, float | None], None]  # what is being done, and the fraction done if known
 
 Stage = Literal[
     "parameters",

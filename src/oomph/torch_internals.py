@@ -19,6 +19,8 @@ from oomph.errors import UserError
 
 SUPPORTED = "2.11 to 2.15"
 _moved: list[str] = []
+# Of nn.Module; the names of the hooks of all modules begin with _global.
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class UnsupportedTorch(UserError):
@@ -428,6 +430,7 @@ __all__ = [
     "MAKE_SUBCLASS",
     "MAKE_WRAPPER_SUBCLASS",
     "MODULE_APPLY",
+    "MODULE_HOOKS",
     "PUSH_SAVED_TENSORS_HOOKS",
     "SIGCHLD_HANDLER",
     "DisableTorchDispatch",

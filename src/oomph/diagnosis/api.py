@@ -10,10 +10,8 @@ from oomph.diagnosis.findings import failed_rules, find, notes, scaled_sizes
 from oomph.errors import OomphError
 from oomph.gpus import GPU
 from oomph.prediction import Script, predict
-from oomph.records import Diagnosis, Note, Prediction
+from oomph.records import Diagnosis, Note, Prediction, Progress
 from oomph.workload import Workload
-
-Progress = Callable[[str, float | None], None]
 
 
 def diagnose(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -24,13 +24,11 @@ from oomph.fixes.registry import (
 )
 from oomph.prediction import predict
 from oomph.prediction.isolation import run_isolated
-from oomph.records import FIX_KINDS, Change, FixKind, FixUse, Prediction, Proposal
+from oomph.records import FIX_KINDS, Change, FixKind, FixUse, Prediction, Progress, Proposal
 from oomph.workload import Changed, Workload
 
 # The attribute of a model that holds the journal of its fixes: on the instance, so both are freed together.
 _JOURNAL = "_oomph_fixes"
-
-Progress = Callable[[str, float | None], None]
 
 
 @overload

@@ -20,11 +20,18 @@ from oomph.fixes.modules import is_plain_linear, module_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.nn.mlp import GatedMLP, TiledMLP as TiledMLPModule
 from oomph.ops.common import no_compile
-from oomph.ops.mlp import MLPWeights, NotRecognised, check_options, has_batch_norm, recognise, tiled_mlp
-from oomph.torch_internals import FakeTensor
+from oomph.ops.mlp import (
+    MLPWeights,
+    NotRecognised,
+    check_options,
+    has_batch_norm,
+    is_conv1d,
+    recognise,
+    tiled_mlp,
+)
+from oomph.torch_internals import MODULE_HOOKS, FakeTensor
 from oomph.units import counted
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _TRIAL_TOKENS = 5  # in tiles of two
 # Largest difference between tiled and whole, relative to the largest entry: sums in another order.
@@ -119,7 +126,7 @@ class MLP:
                 where = path or type(inner).__name__
                 if isinstance(inner, _DROPOUTS) and inner.p > 0:
                     return f"{where} has dropout with p={inner.p:g}, which tiles would draw anew; set p=0"
-                if inner is not self.module and any(getattr(inner, hooks) for hooks in _HOOKS):
+                if inner is not self.module and any(getattr(inner, hooks) for hooks in MODULE_HOOKS):
                     return f"{where} has hooks, which would run once per tile"
                 for tensor in inner._parameters.values():
                     if tensor is not None and type(tensor) not in (nn.Parameter, FakeTensor):
@@ -170,18 +177,12 @@ def _is_two_part_layer(module: nn.Module) -> bool:
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    return is_plain_linear(module) or _is_conv1d(module)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Hugging Face's transposed linear layer of GPT-2."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    return is_plain_linear(module) or is_conv1d(module)
 
 
 def _in_and_out(module: nn.Module) -> tuple[int, int]:
     rows, columns = module.weight.shape  # type: ignore[union-attr, misc]
-    return (rows, columns) if _is_conv1d(module) else (columns, rows)
+    return (rows, columns) if is_conv1d(module) else (columns, rows)
 
 
 def _takes_one_argument(method: Callable[..., Any]) -> bool:

@@ -129,7 +129,7 @@ class CudaCounters:
 
 
 @dataclass
-class OpLog:
+class MeasuredOps:
     """The rows recorded so far; set `phase` as the run goes on."""
 
     phase: str = ""
@@ -140,7 +140,7 @@ class _Recorder(TorchDispatchMode):
     """Logs every op. Autograd's thread inherits the mode, and runs while the calling thread waits,
     so that one list keeps the order of the program."""
 
-    def __init__(self, log: OpLog, counters: Any) -> None:
+    def __init__(self, log: MeasuredOps, counters: Any) -> None:
         super().__init__()
         self.log = log
         self.counters = counters
@@ -171,13 +171,13 @@ class _Recorder(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def record_ops(counters: Any = None) -> Iterator[OpLog]:
+def record_ops(counters: Any = None) -> Iterator[MeasuredOps]:
     """Log every op run inside on the GPU. The rows are complete when the block is left.
 
     It resets the allocator's peak statistics at every op: measure peaks in another run.
     """
     source = counters if counters is not None else CudaCounters()
-    log = OpLog()
+    log = MeasuredOps()
     recorder = _Recorder(log, source)
     source.start()
     try:

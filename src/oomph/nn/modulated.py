@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.ops.common import check_whole
+from oomph.ops.mlp import is_conv1d
 from oomph.ops.modulation import (
     Int8Weight,
     TokenIndex,
@@ -75,7 +76,7 @@ class ModulatedLinear(nn.Module):
             raise ArgumentError(f"{_name(linear)} has no weight matrix; valid: nn.Linear, GPT-2's Conv1D")
         if isinstance(linear, nn.Linear):
             weight = weight.t()
-        elif not _is_conv1d(linear):
+        elif not is_conv1d(linear):
             raise ArgumentError(f"{_name(linear)} is not known; valid: nn.Linear, GPT-2's Conv1D")
         weight = weight.detach()
         base = quantize_int8(weight) if eight_bit else weight
@@ -126,12 +127,6 @@ class ModulatedLinear(nn.Module):
 
 def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
     return None if tensor is None else nn.Parameter(tensor.detach(), requires_grad=False)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """By its name and its width, so that transformers need not be installed."""
-    weight = module.weight
-    return _name(module) == "Conv1D" and isinstance(weight, Tensor) and weight.shape[1] == module.nf
 
 
 def _name(module: object) -> str:

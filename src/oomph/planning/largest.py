@@ -10,7 +10,7 @@ from oomph import gpus
 from oomph.errors import ProgramError, UserError
 from oomph.fixes.application import apply
 from oomph.prediction import predict
-from oomph.records import Plan
+from oomph.records import Plan, Progress
 from oomph.workload import Workload
 
 _NAMES = {
@@ -25,9 +25,7 @@ class Largest(NamedTuple):
     exact: bool  # False: more may fit; the search was ended
 
 
-def largest_size(
-    workload: Workload, plan: Plan, what: str, progress: Callable[[str, float | None], None]
-) -> tuple[Largest, Largest]:
+def largest_size(workload: Workload, plan: Plan, what: str, progress: Progress) -> tuple[Largest, Largest]:
     """The largest `what` ("batch" or "sequence") that fits the plan's card, without its fixes and with."""
     name = size_name(workload, what)
 

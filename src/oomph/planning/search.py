@@ -44,12 +44,12 @@ from oomph.records import (
     Plan,
     Prediction,
     PricedFixes,
+    Progress,
     Proposal,
 )
 from oomph.units import format_bytes, parse_bytes
 from oomph.workload import Workload
 
-Progress = Callable[[str, float | None], None]
 # Bytes at the highest moment of a part of the step, by what they are: {"backward": {"gradients": 123, ...}}
 Parts = Mapping[str, Mapping[str, int]]
 # Fixes that are used together; those of one group belong together.

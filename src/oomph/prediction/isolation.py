@@ -33,11 +33,11 @@ import torch
 
 from oomph.errors import OomphError, ProgramError, UserError, blame
 from oomph.prediction import file_overlay
+from oomph.records import Progress
 from oomph.torch_internals import FakeTensorMode
 from oomph.units import MiB
 
 T = TypeVar("T")
-Progress = Callable[[str, float | None], None]
 _PARENT_DEATH_SIGNAL = 1  # of prctl
 _LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
 _POLL_S = 0.5

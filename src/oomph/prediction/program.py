@@ -20,13 +20,12 @@ from oomph.prediction.allocator import allocator_settings
 from oomph.prediction.tracer.fake_cuda import DEVICE
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import Kernel
-from oomph.records import Event
+from oomph.records import Event, Progress
 from oomph.torch_internals import FakeTensor, init_fake_process_group, tree_flatten
 from oomph.workload import Workload, check_loss
 
 _REPEATED_PASSES = 4  # accumulated passes whose events are recorded; later ones add nothing
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
-Progress = Callable[[str, float | None], None]
 
 
 def run_workload(workload: Workload, tracer: Tracer, progress: Progress, steps: int = STEPS) -> None:

@@ -19,9 +19,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from oomph.errors import ProgramError, UserError, program_traceback, user_line
-from oomph.prediction.program import STEPS, Progress
+from oomph.prediction.program import STEPS
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.workers import gpus_of_node
+from oomph.records import Progress
 
 # An optimizer that has not stepped while another made so many times the steps is not waited for.
 _MOST_ROUNDS = 10

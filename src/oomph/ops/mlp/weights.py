@@ -18,6 +18,7 @@ from oomph import torch_internals
 from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.common import is_fake
+from oomph.torch_internals import MODULE_HOOKS
 
 # "gelu" is the exact one (erf), "gelu_tanh" its usual approximation.
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -97,7 +98,6 @@ def activate(activation: str, z: Tensor) -> Tensor:
 
 # Modules ---------------------------------------------------------------------------------------------
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PLAIN_VALUES = (bool, int, float, str, FunctionType, BuiltinFunctionType)
 
 
@@ -140,14 +140,14 @@ _formulas: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKe
 
 def _linear_layers(module: nn.Module) -> list[Any]:
     """The linear layers, if the module may be an MLP at all."""
-    if any(getattr(nn.modules.module, "_global" + hooks, None) for hooks in _HOOKS):
+    if any(getattr(nn.modules.module, "_global" + hooks, None) for hooks in MODULE_HOOKS):
         raise NotRecognised("there are hooks on all modules")
     layers = []
     for name, inner in module.named_modules():
-        if "forward" in vars(inner) or (inner is not module and any(getattr(inner, h) for h in _HOOKS)):
+        if "forward" in vars(inner) or (inner is not module and any(getattr(inner, h) for h in MODULE_HOOKS)):
             raise NotRecognised(f"{name or 'the module'} has hooks or a forward on the instance")
         tensors = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
-        if tensors and type(inner) is not nn.Linear and not _is_conv1d(inner):
+        if tensors and type(inner) is not nn.Linear and not is_conv1d(inner):
             raise NotRecognised(f"{name or 'the module'} is a {type(inner).__name__} with tensors of its own")
         for tensor in tensors:
             # A DTensor, a quantized tensor and the like have matrix products of their own.
@@ -211,13 +211,15 @@ def _copy_with(module: nn.Module, replaced: dict[nn.Module, nn.Module]) -> Any:
 
 def _as_weights(layers: Sequence[Any], activation: str) -> MLPWeights:
     """From up, down and perhaps gate."""
-    matrices = [layer.weight.t() if _is_conv1d(layer) else layer.weight for layer in layers]
+    matrices = [layer.weight.t() if is_conv1d(layer) else layer.weight for layer in layers]
     names = ("up", "down", "gate")[: len(layers)]
     biases = {f"{name}_bias": layer.bias for name, layer in zip(names, layers, strict=True)}
     return MLPWeights(**dict(zip(names, matrices, strict=True)), **biases, activation=activation)
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    """GPT-2's linear layer, whose weight is [in, out]. By name: transformers may not be installed."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+def is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layer, whose weight is [in, out]. By name: programs copy transformers' class."""
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ != "Conv1D" or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return False
+    return weight.shape[1] == getattr(module, "nf", None)

@@ -30,17 +30,13 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _copy_unless_rows_first(tensor: Tensor) -> int:
     """Bytes of `tensor.transpose(1, 2).contiguous()` for a [B, H, L, D] tensor; 0 when that is already so."""
     order = (0, 2, 1, 3)
     expected = 1
     for dim in reversed(order):
         if tensor.size(dim) != 1 and tensor.stride(dim) != expected:
-            return _nbytes(tensor)
+            return tensor.nbytes
         expected *= tensor.size(dim)
     return 0
 
@@ -221,7 +217,7 @@ def _cudnn_backward(call: BoundArguments, gpu: GPU) -> list[int]:
     for tensor in (key, value):
         if tensor.size(1) != heads:
             parts.append(batch * heads * tensor.size(2) * tensor.size(3) * tensor.element_size())
-    copy = 0 if grad_out.stride(-1) == 1 else _nbytes(grad_out)
+    copy = 0 if grad_out.stride(-1) == 1 else grad_out.nbytes
     return [copy, sum(_round_up(part, 16) for part in parts) + _CUDNN_HEADER]
 
 

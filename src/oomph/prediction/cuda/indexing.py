@@ -36,10 +36,6 @@ _SCALAR = 8
 _MAXIMUM = 2  # a mode of embedding bags
 
 
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _freed(events: Sequence[int]) -> list[int]:
     return [-size for size in events]
 
@@ -261,7 +257,7 @@ def _index_add(call: BoundArguments, gpu: GPU) -> list[int]:
     if not torch.are_deterministic_algorithms_enabled():
         return []
     target, source = call["self"], call["source"]
-    product = [_nbytes(source)] if "alpha" in call else []
+    product = [source.nbytes] if "alpha" in call else []
     dim = call["dim"] % max(target.dim(), 1)
     return [*product, *_sorted_put(target, source, call["index"].numel(), [dim])]
 
@@ -299,7 +295,7 @@ def _sorted_put(target: Tensor, values: Tensor, n: int, indexed: list[int]) -> l
     if values.numel() < written or not values.is_contiguous():
         events.append(written * values.element_size())
     if apart:
-        events.append(_nbytes(target))
+        events.append(target.nbytes)
     bits = max(target.numel() // max(slices, 1), 1).bit_length()
     return [*events, span, span, span, radix_sort_bytes(n, _INDEX, _INDEX, bits)]
 
@@ -382,7 +378,7 @@ def _unique_rows(call: BoundArguments, gpu: GPU) -> list[int]:
     sort = span + scan_bytes(rows)  # a merge sort's second buffer
     inverse = 2 * span + scan_bytes(rows) if call["return_inverse"] else 0
     counts = 2 * span + scan_bytes(rows) if call["return_counts"] else 0
-    results = _nbytes(tensor) + span * (call["return_inverse"] + call["return_counts"])
+    results = tensor.nbytes + span * (call["return_inverse"] + call["return_counts"])
     return [*numbers, max(max(sort, inverse, counts + span * call["return_inverse"]) - results, 0)]
 
 
@@ -406,9 +402,9 @@ def _multinomial(call: BoundArguments, gpu: GPU) -> list[int]:
     Distributions.cpp: one random number per category, of which the largest win."""
     weights, samples = call["self"], call["num_samples"]
     if call["replacement"] and samples > 1:
-        return [_nbytes(weights)] * 3
+        return [weights.nbytes] * 3
     if samples == 1:
-        return [_nbytes(weights)]
+        return [weights.nbytes]
     rows = weights.numel() // max(weights.size(-1), 1)
     best = rows * samples * weights.element_size()
-    return [_nbytes(weights), best, *_topk({"self": weights, "dim": -1}, gpu)]
+    return [weights.nbytes, best, *_topk({"self": weights, "dim": -1}, gpu)]

@@ -210,8 +210,6 @@ def _cpu(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any])
 def _type(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """`tensor.type()` and `tensor.type(torch.cuda.FloatTensor)`, or its name: the old spelling of `.to`."""
     wanted = args[1] if len(args) > 1 else kwargs.get("dtype")
-    if isinstance(wanted, functools.partial):  # as fake_cuda.py makes torch.cuda.FloatTensor
-        wanted = f"torch.cuda.{wanted.args[0]}"
     if wanted is None:
         name = func(args[0])
         return name.replace("torch.", "torch.cuda.") if tracer.on_gpu(args[0]) else name

@@ -32,6 +32,7 @@ from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import KernelsMark
 from oomph.records import Event
 from oomph.torch_internals import (
+    MODULE_HOOKS,
     DisableTorchDispatch,
     FakeTensor,
     disable_torch_function,
@@ -44,8 +45,7 @@ from oomph.torch_internals import (
 
 _FEWEST = 7  # blocks; with fewer there is little to gain
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_MODULE_STATE = {"_parameters", "_buffers", "_modules", "training", *_HOOKS}
+_MODULE_STATE = {"_parameters", "_buffers", "_modules", "training", *MODULE_HOOKS}
 _PARTS_OF_CACHES = ("layers", "is_updated", "key_cache", "value_cache")
 _MOST_NODES_BETWEEN = 1  # that checkpointing makes before it calls a block; they take no part in backward
 
@@ -787,7 +787,7 @@ def _check_not_shared(siblings: Sequence[nn.Module]) -> None:
 def _signature(module: nn.Module) -> tuple[Any, ...]:
     found: list[Any] = []
     for name, part in module.named_modules():
-        if any(getattr(part, hooks, None) for hooks in _HOOKS):
+        if any(getattr(part, hooks, None) for hooks in MODULE_HOOKS):
             raise _NotRepeatable
         tensors = [(key, _described_parameter(one)) for key, one in part._parameters.items()]
         tensors += [(key, None if one is None else _Layout.of(one)) for key, one in part._buffers.items()]
