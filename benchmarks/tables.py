@@ -551,8 +551,7 @@ def evidence() -> str:
     capped = stored(RESULTS / "capped_h200.csv")
     ran = sum(row["ran"] == "True" for row in capped)
     lines.append(
-        "| training steps that may reserve the prediction plus its margin and no more | "
-        f"{ran} of {len(capped)} ran | capped_h200.csv |"
+        f"| runs capped at predicted + margin | {ran} of {len(capped)} completed | capped_h200.csv |"
     )
     pairs = [row for row in stored(RESULTS / "fixes.csv") if row["fixes"]]
     peaks = [float(row["peak_error_percent"]) for row in pairs]

@@ -20,8 +20,6 @@ Rows = dict[str, dict[str, dict[str, float]]]
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -62,7 +60,8 @@ def collect(results: Path = RESULTS) -> Rows:
         if not row["other_ms"]:
             add(row["name"], "measured", "peak", row["measured_mib"], MiB)
             add(row["name"], "measured", "ms", row["measured_ms"])
-    for row in rows_of(results / "parts.csv"):
+    parts = results / "parts.csv"  # not measured yet
+    for row in rows_of(parts) if parts.exists() else ():
         add(row["name"], "measured", row["field"], row["measured"])
     for name, fields in json.loads((results / ON_CPU.name).read_text()).items():
         for field, value in fields.items():

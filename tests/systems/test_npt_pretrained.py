@@ -95,7 +95,7 @@ def test_a_run_resumes_with_the_same_base_and_refuses_another(run, base, tmp_pat
     (folder / "config.yaml").write_text(
         saved.replace(str(base), str(other)).replace(str(run[0]), str(folder))
     )
-    with pytest.raises(UserError, match="frozen weights are not those"):
+    with pytest.raises(UserError, match="frozen weights differ from those"):
         train(config(other, folder, steps=31), resume=True)
 
 

@@ -28,7 +28,7 @@ from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map
 class HoistBatchInvariant(Fix):
     name = "hoist_batch_invariant"
     kind = "exact"
-    changes = "What is the same for every row of the batch is computed for one row and used by all."
+    changes = "Work that is the same for every row of the batch is done once, for one row."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
         if not has_mode(context.model, BatchInvariantMode):

@@ -243,7 +243,7 @@ def _replace_unknown(tensor: torch.Tensor, batch: Any, *, size: int, unknown: in
 class FewerConvertedLayers(Fix):
     name = "fewer_converted_layers"
     kind = "training"
-    changes = "Fewer of the frozen model's layers are converted, the last ones: fewer learn."
+    changes = "Only the last few layers of the frozen model are converted, so fewer are trained."
     field: ClassVar[str] = "convert_layers"
 
     def targets(self, context: FixContext) -> Iterable[Target]:

@@ -389,8 +389,8 @@ def _end_with_parent() -> None:
 
 def _refuse_spawn(path: Any, args: Any, passfds: Any) -> NoReturn:
     raise Refused(
-        "a prediction starts no process of its own interpreter (--allow-subprocesses permits it); "
-        "multiprocessing can fork"
+        "a predicted program cannot spawn Python processes (--allow-subprocesses permits it); "
+        "use the fork start method of multiprocessing"
     )
 
 

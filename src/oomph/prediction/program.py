@@ -85,19 +85,19 @@ def _run_steps(
             if repeated.repeat(index, part):
                 continue
             of = f" (part {index + 1} of {len(passes)})" if len(passes) > 1 else ""
-            progress(f"step {number} of {STEPS}: forward{of}", _done(number, index / len(passes)))
+            progress(f"step {number} of {steps}: forward{of}", _done(number, index / len(passes), steps))
             with repeated.tracing(index, part):
                 with tracer.in_phase("forward"), tracer.loss_after_model():
                     with workload.autocast_context("cuda"):
                         loss = workload.loss(called, part)
                     check_loss(loss)
                     scaled = workload.scaled(loss, factor)
-                done = _done(number, (index + 0.3) / len(passes))
-                progress(f"step {number} of {STEPS}: backward{of}", done)
+                done = _done(number, (index + 0.3) / len(passes), steps)
+                progress(f"step {number} of {steps}: backward{of}", done)
                 scaled.backward()
                 del scaled
         if optimizer is not None:
-            progress(f"step {number} of {STEPS}: optimizer", _done(number, 0.95))
+            progress(f"step {number} of {steps}: optimizer", _done(number, 0.95, steps))
             optimizer.step()
             optimizer.zero_grad()
 
@@ -243,9 +243,9 @@ def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:
         )
 
 
-def _done(step: int, part: float) -> float:
+def _done(step: int, part: float, steps: int = STEPS) -> float:
     """How much of the trace is behind: steps take about the same time, the backward pass most of it."""
-    return (step - 1 + part) / STEPS
+    return (step - 1 + part) / steps
 
 
 def _repeat(

@@ -1,15 +1,24 @@
-"""Events through the allocator: what a run's allocations and frees come to, in milliseconds."""
+"""Events through the allocator: what a run's allocations and frees come to, in milliseconds; and the margin.
+
+The margin says how far the predicted `reserved` may be off, as a share of it.
+`python -m benchmarks.accuracy.margins` compares predicted and measured `reserved`
+(benchmarks/results/margins.csv). The shares of plain programs and of convolutions come from it; those of the
+other classes, of which few or no runs are measured, are estimates. A program of several classes gets the
+largest.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import (Iterator, Sequence)
+from dataclasses import (dataclass)
+from oomph.gpus import (GPU)
+from oomph.prediction.allocator import (AllocatorSettings, Block, CachingAllocator, OutOfMemory)
+from oomph.prediction.expandable_segments import (ExpandableAllocator)
+from oomph.records import (Alive, Allocation, Event, Moment, StepPeak)
+from oomph.units import (MiB)
+from typing import (Literal, NamedTuple)
 
-from oomph.prediction.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemory
-from oomph.prediction.expandable_segments import ExpandableAllocator
-from oomph.records import Alive, Allocation, Event, Moment, StepPeak
 
 _STEP_MARK = re.compile(r"step (\d+)")
 
@@ -196,3 +205,42 @@ def _alive_after(
         before = now
     largest_first = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
     return tuple(Alive(size, allocations[id]) for id, size in largest_first if size)
+
+
+# ----------------------------------------------------------------------------------------------------- margin
+
+MARGINS = {
+    "plain": 0.01,
+    "convolutions": 0.03,  # which algorithm cuDNN takes, and with it the workspace, is estimated
+    "several streams": 0.02,  # when a block that two streams use is free again depends on the GPU's progress
+    "data-dependent shapes": 0.03,  # beside the interval, which holds for other values
+    "GPU or torch never measured": 0.03,  # no residuals: kernels and the CUDA context are estimated
+}
+# One segment more or less, for requests of 1 to 10 MiB, is decided by the order of a few frees.
+_SEGMENT = 20 * MiB
+_MEASURED_CAPABILITIES = {(9, 0)}
+_MEASURED_TORCH = {"2.11", "2.13"}  # measured with 2.11, predicted with both
+
+
+def margin(
+    reserved: int, allocations: Sequence[Allocation], sizes_assumed: bool, card: GPU, torch_version: str
+) -> int:
+    """Bytes by which the predicted `reserved` may be off, either way."""
+    share = max(MARGINS[name] for name in classes(allocations, sizes_assumed, card, torch_version))
+    return min(max(int(share * reserved), _SEGMENT), int(max(MARGINS.values()) * reserved))
+
+
+def classes(
+    allocations: Sequence[Allocation], sizes_assumed: bool, card: GPU, torch_version: str
+) -> Iterator[str]:
+    """The classes of programs that the traced one belongs to. `sizes_assumed`: a size depends on values."""
+    yield "plain"
+    if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
+        yield "convolutions"
+    if any(one.stream for one in allocations):
+        yield "several streams"
+    if sizes_assumed:
+        yield "data-dependent shapes"
+    version = ".".join(torch_version.split(".")[:2])
+    if card.capability not in _MEASURED_CAPABILITIES or version not in _MEASURED_TORCH:
+        yield "GPU or torch never measured"

@@ -116,7 +116,7 @@ def _traced_steps(prediction: Prediction) -> Verdict:
     if prediction.verdict == "too close to call":
         verb, cached = "needs", ""
         if needed > available:
-            verb, cached = "would reserve", ", which releasing cached memory may just make enough"
+            verb, cached = "would reserve", ", which may be enough if cached memory is released"
         elif _depends_on_values(prediction):
             margin += ", and more with other values"
         details = f": {verb} {need_text}{margin}; {there_is}{cached}{peak}"

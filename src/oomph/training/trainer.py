@@ -118,8 +118,8 @@ class Trainer:
         state = load(saved, into={"model": self._saved_model()})
         if state.get("frozen") != self._frozen:
             raise UserError(
-                f"the frozen weights are not those of {saved.folder}, which does not hold them; give the "
-                "model.weights of the run"
+                f"the frozen weights differ from those of the run in {saved.folder}, which does not store "
+                "them; set model.weights to the folder that the run used"
             )
         with malformed_errors(saved):
             self.optimizer.load_state_dict(with_own_options(state["optimizer"], self.optimizer))

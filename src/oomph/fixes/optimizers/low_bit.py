@@ -10,8 +10,8 @@ decades, each split evenly, the larger the finer (dynamic tree quantization, arX
 of exp_avg_sq the root is stored. The squares span too much: what lies below 3e-7 of a block's largest would
 be zero, and the next update, divided by its root, up to 30 times too long.
 
-torchao's own 8-bit Adam is not used: it leaves the step to torch.compile, shape by shape, so its temporaries
-cannot be predicted, and it wants a tensor learning rate, which schedulers replace by a number.
+torchao's own 8-bit Adam is not used: it wants the learning rate as a tensor, which torch's schedulers replace
+by a number, and it compiles its step once for every shape of a parameter.
 """
 
 from __future__ import annotations
