@@ -12,7 +12,7 @@ from torch import nn
 import oomph
 from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
-from oomph.prediction.cuda.cublas import cublas_workspace_bytes
+from oomph.prediction.cuda.workspaces import cublas_workspace_bytes
 from oomph.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("in_process")

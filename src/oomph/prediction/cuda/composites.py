@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from oomph.prediction.cuda.attention import attention_like_cuda
-from oomph.prediction.cuda.normalization import partial_sums
+from oomph.prediction.cuda.reductions import partial_sums
 from oomph.prediction.cuda.rules import (
     COMPOSITES,
     BoundArguments,

@@ -24,7 +24,6 @@ from oomph.prediction.cuda.checks import (
     lacks_deterministic_kernel,
 )
 from oomph.prediction.cuda.composites import run_composite
-from oomph.prediction.cuda.cublas import CublasWorkspaces
 from oomph.prediction.cuda.rules import (
     ALLOCATION_ORDER,
     CUDA_KERNELS,
@@ -40,6 +39,7 @@ from oomph.prediction.cuda.rules import (
     program_error,
     temporaries_of,
 )
+from oomph.prediction.cuda.workspaces import CublasWorkspaces
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda

@@ -17,7 +17,7 @@ from oomph import deterministic
 from oomph.gpus import GPU
 from oomph.prediction.cuda.autocast import cuda_autocast
 from oomph.prediction.cuda.composites import cuda_composites
-from oomph.prediction.cuda.cudnn import flatten_parameters
+from oomph.prediction.cuda.workspaces import flatten_parameters
 from oomph.prediction.tracer.dispatch import DispatchMode, install_python_kernels
 from oomph.prediction.tracer.fake_cuda import Patches, install_fake_cuda
 from oomph.prediction.tracer.hooks import install_hooks
