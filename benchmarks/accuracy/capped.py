@@ -135,7 +135,7 @@ def predict_here(workload: str, change: str, gpu: str) -> Row:
 
     import oomph
     from oomph import gpus
-    from oomph.prediction.margin import classes
+    from oomph.prediction.replay import classes
 
     torch.set_num_threads(1)
     found = oomph.predict(target_of(workload, change), gpu=gpu)

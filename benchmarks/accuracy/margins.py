@@ -1,4 +1,4 @@
-"""The margins of oomph.prediction.margin from the residuals of `reserved`, class by class.
+"""The margins of oomph.prediction.replay from the residuals of `reserved`, class by class.
 
 python -m benchmarks.accuracy.margins    # anywhere: reads accuracy.csv and capped_*.csv, writes margins.csv
 
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, fields
 
 from benchmarks import RESULTS
 from benchmarks.accuracy.rows import read_comparisons
-from oomph.prediction.margin import MARGINS
+from oomph.prediction.replay import MARGINS
 
 
 @dataclass(frozen=True)

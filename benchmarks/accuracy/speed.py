@@ -48,7 +48,7 @@ def _transformer(
 
 def _config(path: str, *overrides: str) -> Any:
     from oomph.training.config import load
-    from oomph.training.workloads import predicted_workload
+    from oomph.training.step import predicted_workload
 
     return predicted_workload(load(path, overrides))
 

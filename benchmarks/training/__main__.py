@@ -183,7 +183,7 @@ def judge(files: Sequence[Path], gpu: str, out: Path, new: bool = False) -> int:
     from oomph import gpus
     from oomph.cli.train import model_flops_utilization
     from oomph.training.config import load
-    from oomph.training.workloads import predicted_workload
+    from oomph.training.step import predicted_workload
 
     before = {row["name"]: row for row in rows_of(out)} if new else {}
     measured = {

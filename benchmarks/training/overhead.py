@@ -17,8 +17,8 @@ from oomph.training.data import open_data
 from oomph.training.evaluation import to_device
 from oomph.training.metrics import Callbacks, MetricsWriter
 from oomph.training.run import device_of
+from oomph.training.step import workload
 from oomph.training.trainer import Trainer
-from oomph.training.workloads import workload
 
 # Short blocks, many of them: how fast a host starts kernels changes by several percent within seconds.
 STEPS, ROUNDS = 4, 15

@@ -1,4 +1,4 @@
-"""Every private function, class and module of torch that oomph uses.
+"""Every private function, class and module of torch that oomph uses; and torch's deterministic kernels.
 
 No other file imports them, so this file is the one to read when a torch release moves something. (Private
 attributes of objects, such as a module's `_buffers` or hook tables, are used where they are needed.) A name
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -410,6 +411,76 @@ def _check_autograd_nodes() -> None:
         raise UnsupportedTorch("torch._C._current_autograd_node")
 
 
+# -------------------------------------------------------------------------------------- deterministic kernels
+
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+_ACCEPTED = (":4096:8", ":16:8")  # with another, torch refuses matrix products: cuBLAS is not deterministic
+NO_KERNEL = " does not have a deterministic implementation"  # torch's words
+_TOO_LATE = "not deterministic because it uses CuBLAS"
+_new_memory: Any = torch.utils.deterministic
+DeterministicSettings = tuple[int, bool, str | None]
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(enabled: bool = True) -> Iterator[None]:
+    """Allow only kernels that give the same bits at every run. An op without one raises UserError."""
+    if not enabled:
+        yield
+        return
+    before = deterministic_settings()
+    try:
+        workspace = before[2] if before[2] in _ACCEPTED else _ACCEPTED[0]
+        set_deterministic_settings((2, False, workspace))  # filling new memory would write every result twice
+        with deterministic_errors():
+            yield
+    finally:
+        set_deterministic_settings(before)
+
+
+def deterministic_settings() -> DeterministicSettings:
+    """torch's deterministic debug mode (0: off, 1: warn, 2: error), whether new memory is filled then, and
+    CUBLAS_WORKSPACE_CONFIG, which cuBLAS reads at its first matrix product."""
+    mode = torch.get_deterministic_debug_mode()
+    return mode, _new_memory.fill_uninitialized_memory, os.environ.get(_WORKSPACE)
+
+
+def set_deterministic_settings(settings: DeterministicSettings) -> None:
+    mode, _new_memory.fill_uninitialized_memory, workspace = settings
+    if mode != torch.get_deterministic_debug_mode():
+        # Not by its debug mode: this sets Inductor's too (and imports it, so only where something changes).
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
+    if workspace is None:
+        os.environ.pop(_WORKSPACE, None)
+    else:
+        os.environ[_WORKSPACE] = workspace
+
+
+def deterministic_required() -> bool:
+    """Whether a nondeterministic kernel is an error, not only a warning."""
+    return torch.are_deterministic_algorithms_enabled() and (
+        not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+
+
+@contextlib.contextmanager
+def deterministic_errors() -> Iterator[None]:
+    """Turn torch's errors about nondeterministic kernels into a UserError of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        op, refused, _ = str(error).partition(NO_KERNEL)
+        if refused:
+            message = f"only deterministic kernels are allowed, and torch has none for {op}"
+        elif _TOO_LATE in str(error):
+            message = (
+                "cuBLAS ran before deterministic kernels were required; start the process with "
+                f"{_WORKSPACE}={_ACCEPTED[0]}"
+            )
+        else:
+            raise
+        raise UserError(message) from error
+
+
 __all__ = [
     "ACCELERATOR",
     "AUTOCAST_CUDA",
@@ -431,8 +502,10 @@ __all__ = [
     "MAKE_WRAPPER_SUBCLASS",
     "MODULE_APPLY",
     "MODULE_HOOKS",
+    "NO_KERNEL",
     "PUSH_SAVED_TENSORS_HOOKS",
     "SIGCHLD_HANDLER",
+    "DeterministicSettings",
     "DisableTorchDispatch",
     "DisableTorchFunctionSubclass",
     "DispatchKeySet",
@@ -454,6 +527,10 @@ __all__ = [
     "current_function_modes",
     "current_functorch_transform",
     "current_graph_task_id",
+    "deterministic_algorithms",
+    "deterministic_errors",
+    "deterministic_required",
+    "deterministic_settings",
     "device_constructors",
     "disable_dispatch_modes",
     "disable_torch_function",
@@ -485,6 +562,7 @@ __all__ = [
     "register_dataclass",
     "self_test",
     "set_allocator_settings",
+    "set_deterministic_settings",
     "set_meta_in_tls_dispatch_include",
     "storage_id",
     "storage_use_count",

@@ -24,7 +24,7 @@ from oomph.training import run as training_run
 from oomph.training.checkpoint import find
 from oomph.training.config import load
 from oomph.training.metrics import read_metrics
-from oomph.training.workloads import workload
+from oomph.training.step import workload
 
 
 def out_of_memory(model: Any, batch: Any) -> torch.Tensor:

@@ -18,7 +18,7 @@ from oomph.records import FixUse
 from oomph.systems.ginr import PRESETS as GINR
 from oomph.systems.npt import PRESETS as NPT
 from oomph.training.config import OptimizerConfig
-from oomph.training.workloads import AdamW, ModelFactory, RandomImages, RandomText
+from oomph.training.step import AdamW, ModelFactory, RandomImages, RandomText
 from oomph.workload import default_loss
 
 

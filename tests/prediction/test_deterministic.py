@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import oomph
-from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
 from oomph.prediction.cuda.workspaces import cublas_workspace_bytes
+from oomph.torch_internals import deterministic_algorithms
 from oomph.workload import Workload
 
 pytestmark = pytest.mark.usefixtures("in_process")

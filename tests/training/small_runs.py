@@ -23,8 +23,8 @@ from oomph.training.checkpoint import find, load
 from oomph.training.config import TrainConfig, load_dict
 from oomph.training.metrics import Callbacks, StepReport, read_metrics
 from oomph.training.run import train
+from oomph.training.step import workload
 from oomph.training.trainer import Outcome
-from oomph.training.workloads import workload
 
 _TEXT = {"tokenizer": "bytes", "seq_len": 16, "batch_size": 2, "shuffle_window": 8, "validation": 0.1}
 _RUN = {

@@ -13,7 +13,7 @@ import oomph
 from oomph import fixes
 from oomph.systems import SYSTEMS
 from oomph.training.config import ConfigError, load, load_dict
-from oomph.training.workloads import predicted_workload, workload
+from oomph.training.step import predicted_workload, workload
 from oomph.workload import Workload
 
 FILES = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))

@@ -73,7 +73,7 @@ def test_an_image_larger_than_the_held_out_part_is_refused(tmp_path: Path) -> No
 def test_rows_of_a_table_are_each_seen_once_an_epoch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     rows = [{"img": image.new("RGB", (32, 32), (number, 0, 0)), "label": 0} for number in range(50)]
-    monkeypatch.setattr("oomph.training.data.open.load_hub", lambda name, entry: rows)
+    monkeypatch.setattr("oomph.training.data.loader.load_hub", lambda name, entry: rows)
     changes = {
         "source": "cifar10",
         "image_size": 16,

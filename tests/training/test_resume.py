@@ -27,7 +27,7 @@ from oomph.training.checkpoint import Checkpoints
 from oomph.training.failures import OutOfMemory
 from oomph.training.metrics import StepReport
 from oomph.training.run import train
-from oomph.training.workloads import AdamW
+from oomph.training.step import AdamW
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, FIRST = 6, 3

@@ -79,7 +79,7 @@ def predicted_forms(system: System) -> list[FormLine]:
     if not _CONFIGS.is_dir():  # installed without the repository
         return []
     from oomph.training.config import load
-    from oomph.training.workloads import predicted_workload
+    from oomph.training.step import predicted_workload
 
     # Before the threads start: libraries such as transformers cannot be imported by two at a time.
     workloads = [

@@ -34,7 +34,7 @@ VALID = (
 def check_target(target: str, overrides: Sequence[str] = ()) -> None:
     """Raise for mistakes that show before torch is imported, which takes seconds."""
     if is_config(target):
-        from oomph.training.config.reading import check_file, overrides_from_words, parse_override
+        from oomph.training.config.sections import check_file, overrides_from_words, parse_override
 
         check_file(target)
         for word in overrides_from_words(overrides):
@@ -58,7 +58,7 @@ def open_target(target: str, overrides: Sequence[str] = ()) -> Iterator[Workload
     """
     check_target(target, overrides)
     if is_config(target):
-        from oomph.training.workloads import predicted_workload
+        from oomph.training.step import predicted_workload
 
         yield predicted_workload(_load_config(target, overrides))
         return

@@ -102,7 +102,7 @@ def gpu_of(device: torch.device) -> gpus.GPU:
 def _predict(config: TrainConfig, gpu: gpus.GPU, report: ProgressReport) -> Prediction:
     """The step at the config's largest shape, on this GPU and within training.memory_limit."""
     from oomph.prediction import predict
-    from oomph.training.workloads import predicted_workload
+    from oomph.training.step import predicted_workload
 
     return predict(predicted_workload(config), gpu=gpu, max=config.training.memory_limit, progress=report)
 
@@ -112,7 +112,7 @@ def _refusal(
 ) -> str:
     """What the step needs, what there is, and the cheapest exact fixes with which it fits."""
     from oomph.planning import fit
-    from oomph.training.workloads import predicted_workload
+    from oomph.training.step import predicted_workload
 
     limit = config.training.memory_limit
     has = (
@@ -257,7 +257,7 @@ def model_flops_utilization(
 ) -> float | None:
     """MFU: the share of the GPU's nominal FLOPS that forward, and twice that for backward, take. Recomputed
     work does not count."""
-    from oomph.training.workloads import PASSES_PREDICTED
+    from oomph.training.step import PASSES_PREDICTED
 
     peak = None if gpu is None else gpu.bf16_tflops
     if prediction is None or prediction.work is None or not peak:

@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
-from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
 from oomph.records import Measurement, Peak, StepPeak
-from oomph.torch_internals import clear_cublas_workspaces, init_fake_process_group
+from oomph.torch_internals import clear_cublas_workspaces, deterministic_algorithms, init_fake_process_group
 from oomph.units import counted
 from oomph.workload import Workload, set_allocator
 

@@ -29,8 +29,7 @@ from oomph.prediction.isolation import (
     run_isolated,
     trace_lock,
 )
-from oomph.prediction.margin import margin
-from oomph.prediction.replay import Replay, replay
+from oomph.prediction.replay import Replay, margin, replay
 from oomph.prediction.roofline import step_work
 from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes, check_sizes

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
 from oomph.prediction.allocator import allocator_settings
 from oomph.prediction.tracer.fake_cuda import DEVICE
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import Kernel
 from oomph.records import Event, Progress
-from oomph.torch_internals import FakeTensor, init_fake_process_group, tree_flatten
+from oomph.torch_internals import FakeTensor, deterministic_algorithms, init_fake_process_group, tree_flatten
 from oomph.workload import Workload, check_loss
 
 _REPEATED_PASSES = 4  # accumulated passes whose events are recorded; later ones add nothing

@@ -10,15 +10,15 @@ largest.
 from __future__ import annotations
 
 import re
-from collections.abc import (Iterator, Sequence)
-from dataclasses import (dataclass)
-from oomph.gpus import (GPU)
-from oomph.prediction.allocator import (AllocatorSettings, Block, CachingAllocator, OutOfMemory)
-from oomph.prediction.expandable_segments import (ExpandableAllocator)
-from oomph.records import (Alive, Allocation, Event, Moment, StepPeak)
-from oomph.units import (MiB)
-from typing import (Literal, NamedTuple)
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
+from oomph.gpus import GPU
+from oomph.prediction.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemory
+from oomph.prediction.expandable_segments import ExpandableAllocator
+from oomph.records import Alive, Allocation, Event, Moment, StepPeak
+from oomph.units import MiB
 
 _STEP_MARK = re.compile(r"step (\d+)")
 

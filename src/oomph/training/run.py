@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from oomph.deterministic import deterministic_algorithms
 from oomph.errors import UserError
+from oomph.torch_internals import deterministic_algorithms
 from oomph.training.checkpoint import DISK_FULL
 from oomph.training.config import TrainConfig, load_dict
-from oomph.training.config.reading import RUN_CONFIG, RUN_LOCK, is_run, read_mapping, to_yaml
+from oomph.training.config.sections import RUN_CONFIG, RUN_LOCK, is_run, read_mapping, to_yaml
 from oomph.training.data import open_data
 from oomph.training.export import check_export, export, without_duplicates
 from oomph.training.failures import OutOfMemory, is_out_of_memory
 from oomph.training.metrics import Callbacks
+from oomph.training.step import workload
 from oomph.training.trainer import Outcome, Trainer
-from oomph.training.workloads import workload
 from oomph.units import format_bytes, parse_bytes
 from oomph.workload import set_allocator
 

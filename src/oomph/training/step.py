@@ -7,23 +7,24 @@ waiting for the GPU.
 from __future__ import annotations
 
 import time
-import torch
-from collections import (deque)
-from collections.abc import (Callable, Iterable, Iterator, Sequence)
-from contextlib import (AbstractContextManager, contextmanager, nullcontext)
-from dataclasses import (dataclass, replace)
-from functools import (partial)
-from oomph.errors import (UserError)
-from oomph.fixes import (apply)
-from oomph.systems import (SYSTEMS)
-from oomph.torch_internals import (tree_leaves, tree_map)
-from oomph.training.checkpoint_state import (rng_state, set_rng_state)
-from oomph.training.config import (OptimizerConfig, Stage, TrainConfig)
-from oomph.workload import (Workload)
-from torch import (Tensor, nn)
-from torch.optim import (Optimizer)
-from typing import (Any, ClassVar)
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from oomph.errors import UserError
+from oomph.fixes import apply
+from oomph.systems import SYSTEMS
+from oomph.torch_internals import tree_leaves, tree_map
+from oomph.training.checkpoint_state import rng_state, set_rng_state
+from oomph.training.config import OptimizerConfig, Stage, TrainConfig
+from oomph.workload import Workload
 
 # ------------------------------------------------------------------------------------- the step as a Workload
 

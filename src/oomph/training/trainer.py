@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from oomph.deterministic import deterministic_errors
 from oomph.errors import UserError
+from oomph.torch_internals import deterministic_errors
 from oomph.training.checkpoint import Checkpoints, load, malformed_errors
 from oomph.training.checkpoint_state import rng_state, set_rng_state
 from oomph.training.config import Stage, TrainConfig, TrainingConfig

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from oomph.deterministic import deterministic_required
 from oomph.gpus import GPU
 from oomph.prediction.cuda.rules import HOST_OUTPUTS, BoundArguments, program_error, temporaries
-from oomph.torch_internals import get_sdp_priority_order
+from oomph.torch_internals import deterministic_required, get_sdp_priority_order
 
 aten = torch.ops.aten
 Capability = tuple[int, int]

@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from oomph.deterministic import deterministic_required
 from oomph.prediction.cuda.rules import BoundArguments, aten_ops, bind, program_error
-from oomph.torch_internals import OpOverload
+from oomph.torch_internals import OpOverload, deterministic_required
 
 aten = torch.ops.aten
 

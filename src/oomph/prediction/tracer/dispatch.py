@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oomph.deterministic import NO_KERNEL
 from oomph.errors import UserError
 from oomph.prediction.cuda.checks import (
     DTYPE_CHECKS,
@@ -48,6 +47,7 @@ from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.work import KERNEL_OP, tensors_in
 from oomph.torch_internals import (
     FAKE_MODE_KEY,
+    NO_KERNEL,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,

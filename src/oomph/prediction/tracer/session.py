@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from oomph import deterministic
 from oomph.gpus import GPU
 from oomph.prediction.cuda.autocast import cuda_autocast
 from oomph.prediction.cuda.composites import cuda_composites
@@ -34,7 +33,9 @@ from oomph.torch_internals import (
     EXPORTED_FAKE_TENSOR,
     FakeTensor,
     compiled_frame_callback,
+    deterministic_settings,
     disable_torch_function,
+    set_deterministic_settings,
     tree_leaves,
 )
 
@@ -83,7 +84,7 @@ def _restore_settings(patches: Patches) -> None:
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (deterministic.settings, deterministic.set_settings),
+        (deterministic_settings, set_deterministic_settings),
         (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
         (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
         (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),

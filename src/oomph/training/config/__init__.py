@@ -1,7 +1,6 @@
 """Configs of the five systems: YAML files with overrides, validated as a whole."""
 
 from oomph.training.config.loading import ConfigError, load, load_dict
-from oomph.training.config.reading import overrides_from_words
 from oomph.training.config.sections import (
     Curriculum,
     CurriculumStage,
@@ -11,6 +10,7 @@ from oomph.training.config.sections import (
     Stage,
     TrainConfig,
     TrainingConfig,
+    overrides_from_words,
 )
 
 __all__ = [

@@ -18,8 +18,8 @@ from oomph.errors import UserError, warn_deprecated
 from oomph.records import FixUse
 from oomph.systems import SYSTEMS, System
 from oomph.systems.config_checks import InvalidConfig
-from oomph.training.config.reading import RUN_CONFIG, is_run, nearest, parse_override, read_mapping
 from oomph.training.config.sections import (
+    RUN_CONFIG,
     SECTIONS,
     CurriculumStage,
     DataConfig,
@@ -28,6 +28,10 @@ from oomph.training.config.sections import (
     Section,
     TrainConfig,
     TrainingConfig,
+    is_run,
+    nearest,
+    parse_override,
+    read_mapping,
 )
 
 # The reports' own names -> ours. The first one that the system has is meant.

@@ -1,23 +1,24 @@
-"""What a config says: how it is written (YAML, `key=value`, `--key value`) and its sections, as pydantic models."""
+"""What a config says: its text (YAML, `key=value`, `--key value`) and its sections as pydantic models."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import re
-import yaml
-from collections.abc import (Iterable, Mapping)
-from dataclasses import (asdict, dataclass)
-from functools import (cached_property)
-from oomph.errors import (UserError)
-from oomph.records import (FixUse)
-from oomph.training.metrics import (METRICS)
-from oomph.units import (parse_bytes)
-from pathlib import (Path)
-from pydantic import (AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field)
-from pydantic_core import (PydanticCustomError)
-from typing import (Annotated, Any, Literal)
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from oomph.errors import UserError
+from oomph.records import FixUse
+from oomph.training.metrics import METRICS
+from oomph.units import parse_bytes
 
 # ------------------------------------------------------------------------------------------------- as written
 

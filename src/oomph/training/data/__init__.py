@@ -1,7 +1,6 @@
 """Data of a run: sources, tokenizers, and batches that are streamed, packed, shuffled and resumable."""
 
-from oomph.training.data.loader import STOP_SIGNALS
-from oomph.training.data.open import Data, open_data
+from oomph.training.data.loader import STOP_SIGNALS, Data, open_data
 from oomph.training.data.tokenizers import Tokenizer
 
 __all__ = ["STOP_SIGNALS", "Data", "Tokenizer", "open_data"]

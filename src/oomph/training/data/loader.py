@@ -1,6 +1,4 @@
-"""The data of a run: opened from its config, and delivered by torchdata's StatefulDataLoader, in this process or
-in a worker process.
-"""
+"""The data of a run: opened from its config, loaded by torchdata's StatefulDataLoader, also in a worker."""
 
 from __future__ import annotations
 
@@ -10,28 +8,30 @@ import os
 import signal
 import threading
 import time
-import torch
 import warnings
 import weakref
-from collections.abc import (Callable, Iterator, Mapping)
-from dataclasses import (dataclass)
-from functools import (partial)
-from hashlib import (sha256)
-from oomph.errors import (UserError)
-from oomph.torch_internals import (without_sigchld_handler)
-from oomph.training.config import (Curriculum, DataConfig, TrainConfig)
-from oomph.training.data.images import (ImageBatches, Photographs, TableImages, validation_images)
-from oomph.training.data.sources import (Corpus, HUB_IMAGES, IMAGE_NAMES, Split, load_hub, open_text)
-from oomph.training.data.text import (PackedText, TokenStream, validation_batches)
-from oomph.training.data.tokenizers import (Tokenizer, learn, pretrained)
-from oomph.training.libraries import (need)
-from oomph.units import (counted, format_bytes)
-from pathlib import (Path)
-from torch.utils.data import (IterableDataset, get_worker_info)
-from typing import (Any)
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from oomph.errors import UserError
+from oomph.torch_internals import without_sigchld_handler
+from oomph.training.config import Curriculum, DataConfig, TrainConfig
+from oomph.training.data.images import ImageBatches, Photographs, TableImages, validation_images
+from oomph.training.data.sources import HUB_IMAGES, IMAGE_NAMES, Corpus, Split, load_hub, open_text
+from oomph.training.data.text import PackedText, TokenStream, validation_batches
+from oomph.training.data.tokenizers import Tokenizer, learn, pretrained
+from oomph.training.libraries import need
+from oomph.units import counted, format_bytes
 
 # ---------------------------------------------------------------------------------------------------- opening
+
 
 @dataclass(frozen=True)
 class Data:

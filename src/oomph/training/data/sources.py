@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, ClassVar
 from urllib.parse import urlsplit
 
 from oomph.errors import UserError
-from oomph.training.config.reading import is_run, nearest
+from oomph.training.config.sections import is_run, nearest
 from oomph.training.libraries import need
 from oomph.units import KiB, MiB
 
