@@ -11,7 +11,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.common import Choice, Kernels, log_choice, matmul_dtype, no_autocast, no_compile
 
@@ -143,27 +142,6 @@ def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
 
 
 HALF, WHOLE = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-BAD_ARGUMENTS = [
-    (lambda: common.check_floating(x=WHOLE), "x has dtype torch.int64; valid: float16, bfloat16, float32"),
-    (lambda: common.check_floating(x=[1.0]), "x is a list, not a tensor; valid: a tensor of floats"),
-    (lambda: common.check_floating_if_given(y=None, x=WHOLE), "x has dtype torch.int64"),
-    (lambda: common.check_same_device(x=HALF, y=HALF.to("meta")), "one device; given: x on cpu, y on meta"),
-    (lambda: common.check_same_dtype(x=HALF, y=HALF.half()), "given: x torch.float32, y torch.float16"),
-    (lambda: common.check_one_of("impl", "fast", ("auto",)), "impl='fast' is not valid; choose from 'auto'"),
-    (lambda: common.check_flags(causal="no"), "causal='no' is not valid; choose from False, True"),
-    (lambda: common.check_flags(causal=HALF), "causal=tensor.* is not valid"),
-    *((lambda n=n: common.check_whole(n=n), "give a whole number >= 1") for n in (0, True, 2.0, "3", 2**31)),
-    (lambda: common.check_whole_if_given(a=None, n=-1), "n=-1 is not valid"),
-    (lambda: common.parse_memory_budget("lots"), "memory_budget='lots': .*; or a number of bytes"),
-    (lambda: common.parse_memory_budget("64"), "memory_budget='64'"),
-]
-
-
-@pytest.mark.parametrize(("check", "message"), BAD_ARGUMENTS, ids=[message for _, message in BAD_ARGUMENTS])
-def test_bad_arguments_are_named_in_one_line(check: Any, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message) as caught:
-        check()
-    assert "\n" not in str(caught.value)
 
 
 def test_numbers_are_finite_and_no_booleans() -> None:

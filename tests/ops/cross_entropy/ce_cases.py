@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from oomph.ops import linear_cross_entropy
@@ -27,6 +28,10 @@ class Inputs:
 
     def but(self, **changes: Any) -> Inputs:
         return replace(self, **changes)
+
+    def to(self, device: str) -> Inputs:
+        bias = None if self.bias is None else self.bias.to(device)
+        return Inputs(self.x.to(device), self.weight.to(device), self.target.to(device), bias)
 
 
 def inputs(
@@ -68,6 +73,10 @@ class Outcome:
     def all(self) -> list[Tensor]:
         return [each for each in (self.loss, self.lse, *self.gradients) if each is not None]
 
+    def cpu(self) -> Outcome:
+        gradients = tuple(None if each is None else each.cpu() for each in self.gradients)
+        return Outcome(self.loss.cpu(), self.lse.cpu(), gradients)
+
 
 def _differentiate(i: Inputs, loss: Tensor, lse: Tensor, through_lse: bool) -> Outcome:
     total = (loss * numbers(*loss.shape).to(loss)).sum()
@@ -91,10 +100,15 @@ def leaves(i: Inputs) -> Inputs:
 
 
 def run(i: Inputs, *, through_lse: bool = False, **options: Any) -> Outcome:
-    """linear_cross_entropy and the gradients of a fixed function of its results."""
+    """linear_cross_entropy and the gradients of a fixed function of its results; kernels on a GPU."""
+    if options.get("impl") == "triton":
+        i = i.to(DEVICE)
+        options = {
+            name: each.to(DEVICE) if isinstance(each, Tensor) else each for name, each in options.items()
+        }
     i = leaves(i)
     result = linear_cross_entropy(i.x, i.weight, i.target, bias=i.bias, return_lse=True, **options)
-    return _differentiate(i, *result, through_lse)
+    return _differentiate(i, *result, through_lse).cpu()
 
 
 def expected(i: Inputs, *, through_lse: bool = False, **options: Any) -> Outcome:

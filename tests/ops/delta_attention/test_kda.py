@@ -8,53 +8,7 @@ import oomph
 from oomph.errors import ArgumentError
 from oomph.ops.common import explain
 from oomph.ops.delta_attention import kda, precompute_updates
-from oomph.ops.delta_attention.intra_chunk import Workspace
-from oomph.ops.delta_attention.segments import MemoryCosts, plan_packed, tokens_per_segment
 from oomph.units import KiB, MiB
-
-# Arguments -------------------------------------------------------------------------------------------
-
-
-def refused(message, **changes):
-    given = inputs(2, 6, dtype=torch.float32)
-    given.update(changes)
-    with pytest.raises(ArgumentError, match=message) as error:
-        kda(**given)
-    assert "\n" not in str(error.value)
-
-
-X = torch.zeros
-
-
-@pytest.mark.parametrize(
-    ("message", "changes"),
-    [
-        (r"v has shape \[2, 6, 2\]; valid: \[B, T, H, d\]", {"v": X(2, 6, 2)}),
-        (r"k has shape \[2, 6, 2, 4\]; valid: that of q, \[2, 6, 2, 5\]", {"k": X(2, 6, 2, 4)}),
-        (r"log_alpha has shape \[2, 6, 2, 1\]; valid: that of q", {"log_alpha": X(2, 6, 2, 1)}),
-        (r"v has shape \[2, 5, 2, 7\]; valid: \[2, 6, 2, dv\]", {"v": X(2, 5, 2, 7)}),
-        (r"beta has shape \[2, 6\]; valid: \[2, 6, 2\]", {"beta": X(2, 6)}),
-        (r"v has shape .* with d >= 1", {"v": X(2, 6, 2, 0)}),
-        (r"initial_state has shape \[2, 2, 7, 5\]; valid: \[2, 2, 5, 7\]", {"initial_state": X(2, 2, 7, 5)}),
-        (r"initial_state has dtype .*valid here: .*32", {"initial_state": X(2, 2, 5, 7, dtype=torch.half)}),
-        (r"one dtype", {"v": X(2, 6, 2, 7, dtype=torch.bfloat16)}),
-        (r"scale=nan is not valid", {"scale": float("nan")}),
-        (r"memory_chunk_size=0 is not valid", {"memory_chunk_size": 0}),
-        (r"memory_chunk_size=2.0 is not valid", {"memory_chunk_size": 2.0}),
-        (r"memory_budget='much'", {"memory_budget": "much"}),
-        (r"both given", {"memory_budget": "1MiB", "memory_chunk_size": 64}),
-        (r"leave it out of 'sequential'", {"mode": "sequential", "memory_chunk_size": 64}),
-        (r"memory_budget is for mode='chunked'", {"mode": "scan", "memory_budget": "1MiB"}),
-        (r"check=1 is not valid", {"check": 1}),
-        (r"impl='reference'.*mode='chunked'", {"impl": "reference", "mode": "chunked"}),
-        (r"impl='triton' has mode='chunked' only", {"impl": "triton", "mode": "scan"}),
-        (r"a batch of 2; valid: .*B = 1", {"cu_seqlens": [0, 6]}),
-        (r"log_alpha has a value of 0.25; valid: <= 0", {"log_alpha": torch.full((2, 6, 2, 5), 0.25)}),
-        (r"beta has values from -0.5 to -0.5; valid: 0 to 1", {"beta": torch.full((2, 6, 2), -0.5)}),
-    ],
-)
-def test_bad_arguments(message, changes):
-    refused(message, **changes)
 
 
 def test_unchecked_values_are_computed_as_written():
@@ -64,31 +18,6 @@ def test_unchecked_values_are_computed_as_written():
     modes = (kda(**given, check=False, mode=mode) for mode in ("chunked", "sequential"))
     for ours, right in zip(*modes, strict=True):
         torch.testing.assert_close(ours, right)
-
-
-@pytest.mark.parametrize(
-    ("ends", "message"),
-    [
-        ([0, 4], r"cu_seqlens=\[0, 4\] is not valid; valid: rising from 0 to T = 6"),
-        ([1, 6], "rising from 0"),
-        ([0, 5, 3, 6], "rising from 0"),
-        ([0], "the N \\+ 1 ends"),
-        ([0.0, 6.0], "integers"),
-        ([[0, 6]], "the N \\+ 1 ends"),
-        ("06", "the N \\+ 1 ends"),
-        ([0, 1, 2, 3, 4, 5, 6, 5, 6], r"cu_seqlens=\[0, 1, 2, 3, 4, 5, \.\.\., 6\]"),
-    ],
-)
-def test_malformed_cu_seqlens(ends, message):
-    given = inputs(1, 6)
-    given.pop("initial_state")
-    with pytest.raises(ArgumentError, match=message):
-        kda(**given, cu_seqlens=ends)
-
-
-def test_states_are_per_packed_sequence():
-    with pytest.raises(ArgumentError, match=r"initial_state has shape \[1, .*valid: \[2, "):
-        kda(**inputs(1, 6), cu_seqlens=[0, 3, 6])
 
 
 @pytest.mark.parametrize("mode", ["auto", "chunked", "sequential", "scan"])
@@ -229,13 +158,6 @@ def test_a_memory_budget_is_met_and_used():
     assert 0.4 * budget * MiB <= used <= budget * MiB
 
 
-def test_packed_sequences_stay_within_the_segment():
-    # All of one token: every one of them fills a chunk.
-    plan = plan_packed([1] * 100, chunk=32, per_segment=128)
-    assert max(sum(segment.widths) for segment in plan.segments) == 4
-    assert plan.saved == 0
-
-
 def test_the_dense_scan_of_report_000_needs_2_gib_where_chunks_need_little():
     shape = (16, 256, 8, 64)
     dense = predicted(shape, backward=False, mode="scan", memory_chunk_size=256)
@@ -282,37 +204,3 @@ def test_what_is_saved_for_backward():
     # Several segments: the two states between three segments.
     state, token = 64 * 64, 4 * 64 + 1
     assert saved_bytes(tokens=96, memory_chunk_size=32) == pytest.approx(2 * state / (96 * token))
-
-
-def test_the_workspace_reuses_merges_and_splits_freed_memory():
-    workspace = Workspace(torch.empty(0), torch.float32)
-    for chunks in (1, 4, 2):  # growing segments take the memory of the largest
-        workspace.start_segment(chunks)
-        first, second = workspace.empty(chunks, 16), workspace.empty(chunks, 32)
-        workspace.free(first)
-        third = workspace.empty(chunks, 16)
-        assert second.shape == (chunks, 32)
-        assert first.data_ptr() == third.data_ptr() != second.data_ptr()
-    workspace.start_segment(5)
-    whole = workspace.empty(64)
-    start = whole.data_ptr()
-    workspace.free(whole)
-    parts = [workspace.empty(16) for _ in range(4)]
-    assert sorted(x.data_ptr() - start for x in parts) == [0, 64, 128, 192]
-    workspace.free(parts[0], parts[2], parts[3], parts[1])
-    assert workspace.empty(64).data_ptr() == start
-
-
-def test_the_budget_decides_the_segment_length():
-    costs = MemoryCosts(per_token=100, fixed=1000, states=2000)
-
-    def length(budget=None, asked=None):
-        return tokens_per_segment(1000, 10, costs, asked, budget, default=300)
-
-    assert length() == 300
-    assert length(asked=1) == 10
-    assert length(asked=5000) == 5000
-    assert length(budget=10**6) == 1000
-    assert length(budget=60_000) == 500
-    # The least, where no length meets the budget.
-    assert costs.total(1000, length(budget=1)) == min(costs.total(1000, n) for n in range(10, 1010, 10))

@@ -1,10 +1,21 @@
-"""The Triton kernels of kda: in Triton's interpreter where there is no GPU, and on one."""
+"""The Triton kernels of kda: on a GPU, or in Triton's interpreter."""
 
 import importlib.util
 
 import pytest
 import torch
-from kda_inputs import assert_close, boundaries, half, in_double, inputs, one_by_one, outcome, relative_errors
+from kda_inputs import (
+    NAMES,
+    assert_close,
+    boundaries,
+    half,
+    in_double,
+    inputs,
+    one_by_one,
+    outcome,
+    relative_errors,
+)
+from kernel_device import DEVICE, HALF
 
 import oomph
 from oomph.errors import ArgumentError
@@ -16,13 +27,6 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     # The interpreter computes masked lanes too, and numpy warns of them.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
-]
-in_interpreter = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="Triton's interpreter runs without a GPU"
-)
-on_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
 
@@ -41,10 +45,29 @@ def float32(*shape, **options):
     return inputs(*shape, dtype=torch.float32, **options)
 
 
-# In the interpreter ----------------------------------------------------------------------------------
+def on_device(given):
+    return {name: x.to(DEVICE) for name, x in given.items()}
 
 
-@in_interpreter
+# Products of a few factors that are rounded to the dtype; the whole relative error.
+TOLERANCE = {
+    torch.float32: 5e-6 if DEVICE == "cuda" else 2e-6,
+    torch.float16: 1e-3,
+    torch.bfloat16: 8e-3,
+}
+DTYPES = list(TOLERANCE) if DEVICE == "cuda" else [torch.float32]  # the others take the interpreter long
+
+
+def check(given, dtype, lengths=None, names=NAMES[:5], **options):
+    given = half(given, dtype, *names)
+    run = kda_reference if lengths is None else one_by_one(kda_reference, lengths)
+    if lengths is not None:
+        options["cu_seqlens"] = boundaries(lengths).to(DEVICE)
+    found = outcome(kernels, on_device(given), **options)
+    assert_close(found, outcome(run, in_double(given)), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("shape", "options"),
     [
@@ -54,32 +77,38 @@ def float32(*shape, **options):
     ],
     ids=["segments and odd sizes", "one token", "slices of channels"],
 )
-def test_results_and_gradients(shape, options):
-    given = float32(*shape)
-    assert_close(outcome(kernels, given, **options), outcome(kda_reference, in_double(given)), 2e-6)
+def test_results_and_gradients(shape, options, dtype):
+    check(float32(*shape), dtype, **options)
 
 
-@in_interpreter
-def test_packed_sequences_are_independent():
-    lengths = [3, 37, 0, 35]
-    given = float32(1, 75, 1, 16, 16, states=4)
-    found = outcome(kernels, given, cu_seqlens=boundaries(lengths), memory_chunk_size=32)
-    assert_close(found, outcome(one_by_one(kda_reference, lengths), in_double(given)), 2e-6)
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("dk", "dv"), [(128, 128), (16, 256), (256, 48)])
+def test_results_and_gradients_of_large_heads(dk, dv, dtype):
+    check(float32(2, 150, 2, dk, dv), dtype, memory_chunk_size=64)
 
 
-@in_interpreter
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_sequences_are_independent(dtype):
+    check(float32(1, 75, 1, 16, 16, states=4), dtype, [3, 37, 0, 35], memory_chunk_size=32)
+
+
+def test_log_alpha_and_beta_keep_their_dtype():
+    check(float32(1, 20, 1, 16, 16), HALF, names=("q", "k", "v"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("decay", ["20 per token", "20 at some tokens"])
-def test_strong_decay(decay):
+def test_strong_decay(decay, dtype):
     given = float32(1, 40, 1, 16, 16, decay=20.0)
     if decay == "20 at some tokens":
         given["log_alpha"].zero_()
         given["log_alpha"][:, [3, 4, 9, 17, 30]] = -20.0
-    assert_close(outcome(kernels, given), outcome(kda_reference, in_double(given)), 2e-6)
+    check(given, dtype)
 
 
-@in_interpreter
 def test_a_log_decay_of_minus_infinity_resets_the_state():
-    given = float32(1, 20, 1, 16, 16)
+    given = on_device(float32(1, 20, 1, 16, 16))
     given["log_alpha"][:, 10] = -torch.inf
     late = {name: x[:, 10:] for name, x in given.items() if name != "initial_state"}
     (o, state), (late_o, late_state) = kernels(**given), kernels(**late)
@@ -87,14 +116,14 @@ def test_a_log_decay_of_minus_infinity_resets_the_state():
     torch.testing.assert_close(state, late_state)
 
 
-def gradient_errors(shape, dtype, decay, device):
+def gradient_errors(shape, dtype, decay):
     """Relative errors of the gradients of o alone, in units of the dtype's rounding error."""
     given = half(float32(*shape, decay=decay), dtype)
     given.pop("initial_state")
-    leaves = {name: x.to(device).requires_grad_() for name, x in given.items()}
+    leaves = {name: x.to(DEVICE).requires_grad_() for name, x in given.items()}
     exact = {name: x.double().requires_grad_() for name, x in given.items()}
     grad_o = torch.randn(given["v"].shape, generator=torch.Generator().manual_seed(3)).to(dtype)
-    found = torch.autograd.grad(kernels(**leaves)[0], list(leaves.values()), grad_o.to(device))
+    found = torch.autograd.grad(kernels(**leaves)[0], list(leaves.values()), grad_o.to(DEVICE))
     right = torch.autograd.grad(kda_reference(**exact)[0], list(exact.values()), grad_o.double())
     errors = relative_errors(dict(zip(given, found, strict=True)), dict(zip(given, right, strict=True)))
     return {name: 2 * error / torch.finfo(dtype).eps for name, error in errors.items()}
@@ -102,24 +131,22 @@ def gradient_errors(shape, dtype, decay, device):
 
 # A few roundings of factors. For log_alpha it was 1.7 (bounded chunks) and 1.8 (others) before the two terms
 # that cancel in its gradient had the same rounded factors.
-@in_interpreter
 @pytest.mark.parametrize("decay", [1.0, 20.0], ids=["bounded chunks", "other chunks"])
 def test_half_precision_gradients_have_the_error_of_a_few_roundings(decay):
-    errors = gradient_errors((1, 64, 1, 64, 64), torch.float16, decay, "cpu")
-    assert max(errors.values()) < 1.25, errors
+    tokens, size, most = (300, 128, 1.4) if DEVICE == "cuda" else (64, 64, 1.25)
+    errors = gradient_errors((1, tokens, 1, size, size), HALF, decay)
+    assert max(errors.values()) < most, errors
 
 
-@in_interpreter
 def test_neutral_tokens_leave_the_state_bitwise_unchanged():
-    given = float32(1, 40, 1, 16, 16)
+    given = on_device(float32(1, 40, 1, 16, 16))
     given["log_alpha"].zero_()
     given["beta"].zero_()
     assert torch.equal(kernels(**given, memory_chunk_size=32)[1], given["initial_state"])
 
 
-@in_interpreter
 def test_causality_and_nan():
-    given = float32(1, 40, 1, 16, 16)
+    given = on_device(float32(1, 40, 1, 16, 16))
     before, _ = kernels(**given)
     changed = {name: x.clone() for name, x in given.items()}
     for name in ("q", "k", "v", "log_alpha", "beta"):
@@ -134,9 +161,8 @@ def test_causality_and_nan():
     assert state[:, :, 3].isnan().all()
 
 
-@in_interpreter
 def test_strided_inputs_and_the_default_initial_state():
-    given = float32(2, 20, 2, 16, 16)
+    given = on_device(float32(2, 20, 2, 16, 16))
     given["initial_state"].zero_()
     q, k, v = torch.cat([given[name] for name in "qkv"], dim=-1).split(16, dim=-1)
     strided = {
@@ -147,10 +173,9 @@ def test_strided_inputs_and_the_default_initial_state():
         assert torch.equal(a, b)
 
 
-@in_interpreter
 @pytest.mark.parametrize("wanted", ["v", "log_alpha", "initial_state"])
 def test_only_inputs_that_require_a_gradient_get_one(wanted):
-    given = float32(1, 20, 1, 16, 16)
+    given = on_device(float32(1, 20, 1, 16, 16))
     some = {name: x.clone().requires_grad_(name == wanted) for name, x in given.items()}
     o, state = kernels(**some)
     (2 * o.sum() + state.sum()).backward()
@@ -161,9 +186,8 @@ def test_only_inputs_that_require_a_gradient_get_one(wanted):
     torch.testing.assert_close(some[wanted].grad, exact[wanted].grad.float(), rtol=1e-4, atol=1e-5)
 
 
-@in_interpreter
 def test_backward_of_the_state_alone_runs_twice_and_has_no_second_derivative():
-    leaves = {name: x.requires_grad_() for name, x in float32(1, 20, 1, 16, 16).items()}
+    leaves = {name: x.requires_grad_() for name, x in on_device(float32(1, 20, 1, 16, 16)).items()}
     total = kernels(**leaves)[1].sum()
     first = torch.autograd.grad(total, list(leaves.values()), retain_graph=True)
     again = torch.autograd.grad(total, list(leaves.values()), retain_graph=True)
@@ -177,9 +201,8 @@ def test_backward_of_the_state_alone_runs_twice_and_has_no_second_derivative():
         torch.autograd.grad(total, list(leaves.values()), create_graph=True)
 
 
-@in_interpreter
 def test_inputs_and_states_between_segments_are_saved_for_backward():
-    leaves = {name: x.requires_grad_() for name, x in float32(1, 70, 1, 16, 16).items()}
+    leaves = {name: x.requires_grad_() for name, x in on_device(float32(1, 70, 1, 16, 16)).items()}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         kernels(**leaves, memory_chunk_size=32)
@@ -249,60 +272,18 @@ def test_a_memory_budget_is_met(shape, dv, budgets, backward):
         assert used == sorted(used)
 
 
-# On a GPU. The interpreter has no bfloat16 products, and Triton 3.4 to 3.7 compile some kernels of this kind
-# wrongly for Hopper. --------------------------------------------------------------------------------------
-
-# Products of a few factors that are rounded to the dtype; the whole relative error.
-TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 5e-6}
-
-
-def check_on_gpu(given, dtype, lengths=None, names=("q", "k", "v", "log_alpha", "beta"), **options):
-    given = half(given, dtype, *names)
-    exact = outcome(
-        kda_reference if lengths is None else one_by_one(kda_reference, lengths), in_double(given)
-    )
-    if lengths is not None:
-        options["cu_seqlens"] = boundaries(lengths).cuda()
-    found = outcome(kernels, {name: x.cuda() for name, x in given.items()}, **options)
-    assert_close(found, exact, TOLERANCE[dtype])
-
-
-class TestOnGPU:
-    pytestmark = on_gpu
-
-    @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-    @pytest.mark.parametrize(("dk", "dv"), [(128, 128), (64, 64), (16, 256), (256, 48), (80, 96)])
-    def test_results_and_gradients(self, dtype, dk, dv):
-        check_on_gpu(float32(2, 150, 2, dk, dv), dtype, memory_chunk_size=64)
-
-    @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-    def test_strong_decay(self, dtype):
-        check_on_gpu(float32(1, 150, 2, 64, 64, decay=20.0), dtype, memory_chunk_size=64)
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-    def test_packed_sequences(self, dtype):
-        lengths = [3, 97, 0, 61, 139]
-        check_on_gpu(float32(1, 300, 2, 64, 64, states=5), dtype, lengths, memory_chunk_size=128)
-
-    def test_log_alpha_and_beta_keep_their_dtype(self):
-        check_on_gpu(float32(1, 150, 2, 64, 64), torch.bfloat16, names=("q", "k", "v"))
-
-    @pytest.mark.parametrize("decay", [1.0, 20.0], ids=["bounded chunks", "other chunks"])
-    def test_bfloat16_gradients_have_the_error_of_a_few_roundings(self, decay):
-        errors = gradient_errors((1, 300, 2, 128, 128), torch.bfloat16, decay, "cuda")
-        assert max(errors.values()) < 1.4, errors
-
-    @pytest.mark.parametrize(("segment", "share"), [(None, 0.4), (512, 0.3)])
-    def test_scratch_memory_is_a_small_part_of_the_gradients(self, segment, share):
-        torch.use_deterministic_algorithms(False)
-        given = half(float32(2, 8192, 16, 128, 128), torch.bfloat16, "q", "k", "v", "log_alpha", "beta")
-        given.pop("initial_state")
-        leaves = {name: x.cuda().requires_grad_() for name, x in given.items()}
-        grad_o = torch.randn_like(leaves["v"])
-        base = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        o, state = kernels(**leaves, memory_chunk_size=segment)
-        o.backward(grad_o)
-        peak = torch.cuda.max_memory_allocated() - base
-        results = sum(x.nbytes for x in [o, state, *(x.grad for x in leaves.values())])
-        assert peak - results < share * results
+@pytest.mark.gpu
+@pytest.mark.parametrize(("segment", "share"), [(None, 0.4), (512, 0.3)])
+def test_scratch_memory_is_a_small_part_of_the_gradients(segment, share):
+    torch.use_deterministic_algorithms(False)
+    given = half(float32(2, 8192, 16, 128, 128), torch.bfloat16, *NAMES[:5])
+    given.pop("initial_state")
+    leaves = {name: x.requires_grad_() for name, x in on_device(given).items()}
+    grad_o = torch.randn_like(leaves["v"])
+    base = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o, state = kernels(**leaves, memory_chunk_size=segment)
+    o.backward(grad_o)
+    peak = torch.cuda.max_memory_allocated() - base
+    results = sum(x.nbytes for x in [o, state, *(x.grad for x in leaves.values())])
+    assert peak - results < share * results

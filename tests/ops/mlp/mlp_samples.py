@@ -19,12 +19,13 @@ def weights(
     out: int = 9,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
+    device: str = "cpu",
 ) -> MLPWeights:
     generator = torch.Generator().manual_seed(d + f + out + seed)
 
     def leaf(*shape: int) -> Tensor:
         values = torch.randn(*shape, generator=generator, dtype=torch.float64) / max(shape[-1], 1) ** 0.5
-        return values.to(dtype).requires_grad_()
+        return values.to(device, dtype).requires_grad_()
 
     return MLPWeights(
         up=leaf(f, d),
@@ -37,9 +38,9 @@ def weights(
     )
 
 
-def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def tokens(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
 
 
 def results(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -72,75 +72,6 @@ def test_explain_names_the_kind_and_the_reason() -> None:
     assert choice.settings == settings
 
 
-def test_each_mistake_in_the_result_of_a_function_is_named() -> None:
-    x = tokens(6, 12)
-    with pytest.raises(ArgumentError, match="returned a tuple; valid: one tensor"):
-        tiled_mlp(lambda x: (x, x), x)
-    with pytest.raises(ArgumentError, match=r"made \(12,\) of .*valid: one row per token"):
-        tiled_mlp(lambda x: x.sum(0), x, tile=4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tile": 0}, "tile=0 is not valid"),
-        ({"tile": True}, "tile=True is not valid"),
-        ({"memory_budget": "12"}, "size '12' has no unit"),
-        ({"memory_budget": 100}, "memory_budget=100 B is too small; one token's buffers take 480 B"),
-        ({"tile": 4, "memory_budget": "1MiB"}, "tile and memory_budget"),
-    ],
-)
-def test_each_bad_option_is_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        tiled_mlp(weights(), tokens(5, 12), **options)
-
-
-def test_each_bad_input_is_named() -> None:
-    w = weights()
-    for x, message in (
-        (torch.tensor(1.0), "x has no dimensions"),
-        (tokens(3, 11), r"x has 11 features; up \(20, 12\) takes 12"),
-        (tokens(3, 12).float(), "all tensors must have one dtype"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            tiled_mlp(w, x)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="fn_or_module is a str"):
-        tiled_mlp("relu", tokens(3, 12))  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="parameters holds a int"):
-        tiled_mlp(torch.tanh, tokens(3, 12), parameters=[3])  # type: ignore[list-item]
-
-
-def test_each_bad_description_is_named() -> None:
-    good = {name: each.detach() for name, each in weights().named().items()}
-    for change, message in (
-        ({"activation": "swish"}, "activation='swish' is not valid; choose from 'silu'"),
-        ({"gate": torch.ones(3, 12).double()}, r"gate has shape \(3, 12\); .*must be \(20, 12\)"),
-        ({"down": torch.ones(9, 21).double()}, r"down has shape \(9, 21\); .*must be \(9, 20\)"),
-        ({"up": torch.ones(20).double()}, r"up has shape \(20,\); valid: a matrix"),
-        ({"up_bias": torch.ones(12).double()}, r"up_bias has shape \(12,\)"),
-        ({"gate": None, "gate_bias": torch.ones(20).double()}, "gate_bias is given without gate"),
-    ):
-        with pytest.raises(ArgumentError, match=message):
-            MLPWeights(**{**good, **change})
-
-
-def test_implementations_that_cannot_run_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = tokens(3, 12)
-    with pytest.raises(ArgumentError, match="impl='triton' is for known MLPs: a plain callable"):
-        tiled_mlp(torch.tanh, x, impl="triton")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ArgumentError, match="impl='triton' cannot run: the tensors are on cpu"):
-        tiled_mlp(PlainGated().double(), x, impl="triton")
-
-
-def test_layers_that_look_at_all_tokens_are_refused() -> None:
-    module = nn.Sequential(nn.Linear(12, 20), nn.BatchNorm1d(20), nn.Linear(20, 6)).double()
-    with pytest.raises(ArgumentError, match="batch norm in training mode"):
-        tiled_mlp(module, tokens(5, 12))
-    module.eval()
-    tiled_mlp(module, tokens(5, 12))
-
-
 def kind(module: nn.Module) -> str:
     return str(explain(tiled_mlp, module.double(), tokens(5, 12)).settings["kind"])
 
@@ -304,19 +235,6 @@ def test_a_function_that_differs_for_some_inputs_or_after_a_change_is_called() -
     module.scale = 2.0
     assert kind(module) == "generic"
     check(module)
-
-
-def test_the_modules_of_oomph_refuse_bad_options_when_they_are_made() -> None:
-    for make in (
-        lambda **options: TiledMLP(PlainGated(), **options),
-        lambda **options: GatedMLP(4, 8, **options),
-    ):
-        with pytest.raises(ArgumentError, match="impl='cuda' is not valid; choose from 'auto'"):
-            make(impl="cuda")
-        with pytest.raises(ArgumentError, match="tile=0 is not valid"):
-            make(tile=0)
-        with pytest.raises(ArgumentError, match="size '-1' is not valid"):
-            make(memory_budget=-1)
 
 
 def test_the_modules_of_oomph_tile_what_they_hold() -> None:

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from kernel_device import DEVICE, HALF
 from mlp_samples import NormalisedGated, assert_same, results, tokens, weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -44,8 +45,7 @@ HALF_AND_SINGLE = [
     ("chunked", torch.bfloat16),
     ("chunked", torch.float16),
     ("chunked", torch.float32),
-    # Not in bfloat16: Triton's interpreter cuts it off where a GPU rounds.
-    ("triton", torch.float16),
+    ("triton", HALF),
     ("triton", torch.float32),
 ]
 
@@ -54,9 +54,10 @@ HALF_AND_SINGLE = [
 def test_errors_are_no_larger_than_the_references_in_the_same_dtype(impl: str, dtype: torch.dtype) -> None:
     # Over several inputs, because a bias has so few elements that the error of a single gradient is chance.
     count = 4
-    ours, theirs, sizes = (torch.zeros(8, dtype=torch.float64) for _ in range(3))
+    where = {"dtype": dtype, "device": DEVICE if impl == "triton" else "cpu"}
+    ours, theirs, sizes = (torch.zeros(8, dtype=torch.float64, device=where["device"]) for _ in range(3))
     for number in range(count):
-        w, x = weights(bias=True, d=32, f=64, dtype=dtype, seed=number), tokens(300 + number, 32, dtype=dtype)
+        w, x = weights(bias=True, d=32, f=64, seed=number, **where), tokens(300 + number, 32, **where)
         inputs = [x, *w.named().values()]
         w64 = MLPWeights(
             **{name: each.detach().double().requires_grad_() for name, each in w.named().items()}

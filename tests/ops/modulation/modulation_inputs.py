@@ -22,10 +22,11 @@ class Inputs:
     def all(self) -> tuple[Tensor | None, ...]:
         return self.h, self.weight, self.A, self.B, self.mod, self.bias
 
-    def copy(self, dtype: torch.dtype, train: str = "h weight A B mod bias") -> Inputs:
+    def copy(self, dtype: torch.dtype, train: str = "h weight A B mod bias", device: str = "cpu") -> Inputs:
         """The same numbers in `dtype`; the inputs named in `train` require gradients."""
+        trained = train.split()
         made = {
-            name: None if each is None else each.detach().to(dtype).requires_grad_(name in train.split())
+            name: None if each is None else each.detach().to(device, dtype).requires_grad_(name in trained)
             for name, each in zip(NAMES, self.all(), strict=True)
         }
         return Inputs(**made)  # type: ignore[arg-type]
@@ -60,5 +61,5 @@ def inputs(
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:
-    found, right = found.detach().double(), right.double()
+    found, right = found.detach().double().cpu(), right.double().cpu()
     return float((found - right).norm() / right.norm().clamp(min=1e-300))

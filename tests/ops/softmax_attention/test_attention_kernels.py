@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kernel_device import DEVICE
 
 from oomph.errors import ArgumentError
 from oomph.ops.common import explain
@@ -13,7 +14,6 @@ from oomph.ops.softmax_attention.autograd import tile_configs
 from oomph.ops.softmax_attention.reference import reference
 
 pytest.importorskip("triton")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def tensors(queries, keys, dtype=torch.float32, batch=1, heads=2, key_heads=1, head=16, value=16):

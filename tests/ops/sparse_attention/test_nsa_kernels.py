@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from nsa_inputs import NAMES, ODD, SMALL, assert_close, call, inputs, learned
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -14,7 +15,6 @@ from oomph.units import KiB
 
 pytest.importorskip("triton")
 DEFAULT = {"block_size": 64, "compress_block": 32, "compress_stride": 16, "top_n": 16, "window": 512}
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from oomph.errors import ArgumentError
 from oomph.nn.rotary import RotaryEmbedding
 from oomph.nn.sparse_attention import BlockCompression, NativeSparseAttention
 
@@ -175,25 +174,3 @@ def test_autocast() -> None:
     y.sum().backward()
     assert (y.float() - right).norm() < 0.1 * right.norm()
     assert all(each.grad.isfinite().all() for each in made.parameters())
-
-
-ROPE = RotaryEmbedding(D, heads_first=False)
-BAD = [
-    (lambda: layer(compression="max"), "compression='max' is not valid; choose from 'mlp', 'mean'"),
-    (lambda: NativeSparseAttention(12, 3, 2, 4), "num_heads=3 is not a multiple of num_kv_heads=2"),
-    (lambda: layer(compress_block=5), "compress_block=5 is not a multiple of compress_stride=2"),
-    (lambda: layer(rotary="yes"), "rotary is a str; valid: an oomph.nn.RotaryEmbedding or None"),
-    (
-        lambda: layer(rotary=RotaryEmbedding(D)),
-        r"heads_first=True; valid: RotaryEmbedding\(4, heads_first=False",
-    ),
-    (lambda: layer(rotary=ROPE)(tokens(1, 3)), "table is None; the layer was made with rotary="),
-    (lambda: layer()(tokens(1, 3), ROPE(torch.arange(3))), "made without rotary="),
-    (lambda: layer()(torch.zeros(2, 12)), r"x has shape \[2, 12\]; valid: \[B, T, 12\]"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
-def test_bad_argument(call, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ArgumentError, match=message):
-        call()

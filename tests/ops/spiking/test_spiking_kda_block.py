@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import oomph
-from oomph.errors import ArgumentError
 from oomph.nn.spiking_kda import SpikingKDABlock, forward_fill
 
 HIDDEN, HEADS, D, V, RANK = 10, 3, 4, 5, 6
@@ -216,22 +215,3 @@ def test_training_with_dropped_tokens_can_be_predicted() -> None:
         return lambda: made(x)[0].sum().backward()
 
     assert oomph.predict(train, gpu="h200").peak.allocated > 0
-
-
-BAD = [
-    (lambda: SpikingKDABlock(10, 3, 4, token_drop=1.0), r"token_drop=1.0 is not valid; .* in \[0, 1\)"),
-    (lambda: SpikingKDABlock(10, 3, 4, decay=1.5), "decay=1.5 is not valid"),
-    (lambda: SpikingKDABlock(10, 3, 4, threshold=-1), "threshold=-1 is not valid"),
-    (lambda: SpikingKDABlock(10, 3, 4, gate_rank=0), "gate_rank=0 is not valid"),
-    (lambda: SpikingKDABlock(10, 3, 4, memory_chunk_size=0), "memory_chunk_size=0 is not valid"),
-    (lambda: SpikingKDABlock(10, 3, 4, mode="fast"), "mode='fast' is not valid; choose from"),
-    (lambda: block()(torch.zeros(2, 10)), r"x has shape \[2, 10\]; valid: \[B, T, 10\]"),
-    (lambda: block()(tokens(1, 3), dropped=torch.zeros(1, 3)), r"dropped is .*; valid: bool \[1, 3\]"),
-    (lambda: block()(tokens(1, 3), block()(tokens(2, 3))[1]), "state has shape"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), BAD, ids=[message for _, message in BAD])
-def test_bad_arguments(call, message: str) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ArgumentError, match=message):
-        call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from kernel_device import DEVICE
 from torch import Tensor
 
 from oomph.ops.state_space import selective_scan
@@ -44,17 +45,18 @@ def inputs(
 def results(given: dict[str, Any], dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
     """y, the final state and the gradient of every tensor given, for fixed gradients of the two."""
     options = {"delta_softplus": True, **options}
+    device = DEVICE if options.get("impl") == "triton" else "cpu"
     leaves = {
-        name: each.detach().to(dtype, copy=True).requires_grad_()
+        name: each.detach().to(device, dtype, copy=True).requires_grad_()
         for name, each in given.items()
         if each is not None
     }
     y, final = selective_scan(**leaves, return_final_state=True, **options)
-    weights = [torch.linspace(-1, 2, each.numel()).view(each.shape).to(each.dtype) for each in (y, final)]
+    weights = [torch.linspace(-1, 2, each.numel()).view(each.shape).to(each) for each in (y, final)]
     torch.autograd.backward([y, final], weights)
     found = {name: each.grad for name, each in leaves.items()}
     assert all(each.dtype == dtype for each in found.values())
-    return {"y": y.detach(), "final": final.detach(), **found}
+    return {name: each.detach().cpu() for name, each in {"y": y, "final": final, **found}.items()}
 
 
 def relative_error(found: Tensor, right: Tensor) -> float:

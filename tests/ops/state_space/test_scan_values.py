@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_device import DEVICE
 from scan_inputs import inputs, relative_error, results, worst_error
 
 from oomph.ops.state_space import chunked, reference, selective_scan
@@ -122,10 +123,14 @@ def test_segmented_and_sequential_scans_agree(monkeypatch):
     assert worst_error(segmented, sequential) < 1e-13
 
 
-def test_nan_reaches_later_tokens_of_its_channel_only():
-    given = inputs(length=30)
-    given["x"][0, 11, 2] = float("nan")
-    y = selective_scan(**given, chunk_size=8)
-    assert y[0, 11:, 2].isnan().all()
-    y[0, 11:, 2] = 0.0
-    assert y.isfinite().all()
+@pytest.mark.parametrize("impl", ["chunked", "triton"])
+def test_nan_reaches_later_tokens_of_its_channel_only(impl):
+    device = DEVICE if impl == "triton" else "cpu"
+    given = {name: each.to(device, torch.float32) for name, each in inputs(1, 9, 3, 2).items()}
+    for name in ("x", "delta"):
+        spoiled = given[name].clone()
+        spoiled[0, 5, 2] = float("nan")
+        y = selective_scan(**{**given, name: spoiled}, chunk_size=8, impl=impl)
+        assert y[0, 5:, 2].isnan().all()
+        y[0, 5:, 2] = 0.0
+        assert y.isfinite().all()
