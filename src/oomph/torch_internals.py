@@ -272,6 +272,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 # ---------------------------------------------------------------------------------------------- measurement
 
 with _section():  # the size of every request to the allocator
+    cuda_lazy_call: Any = torch.cuda._lazy_call  # run when CUDA is first used
     record_memory_history: Any = torch.cuda.memory._record_memory_history
     memory_snapshot: Any = torch.cuda.memory._snapshot
 
@@ -521,6 +522,7 @@ __all__ = [
     "check_attribute",
     "clear_cublas_workspaces",
     "compiled_frame_callback",
+    "cuda_lazy_call",
     "current_autograd_node",
     "current_dispatch_mode",
     "current_dispatch_modes",

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from oomph import units
+from oomph.cli.options import Html, Json
 from oomph.cli.output import write_stdout
 from oomph.cli.pages import check_output_file, write_page
 from oomph.errors import ExitStatus, UserError
@@ -19,7 +23,18 @@ from oomph.report.terminal import report_console, report_text
 _MOST_BYTES = 2**30  # of a file
 
 
-def run_compare(before: str, after: str, tolerance: str, as_json: bool, html: str | None) -> ExitStatus:
+def run_compare(
+    before: Annotated[
+        str, typer.Argument(metavar="OLD", help="The output of `oomph predict --json`, or a memory snapshot.")
+    ],
+    after: Annotated[str, typer.Argument(metavar="NEW", help="Likewise.")],
+    tolerance: Annotated[
+        str, typer.Option(metavar="SIZE|PERCENT", help="Growth up to which the exit status is 0.")
+    ] = "1%",
+    as_json: Json = False,
+    html: Html = None,
+) -> int:
+    """Compare two predictions: what grew, and at which line. Exit status 1 if the new one needs more."""
     check_output_file("--html", html, "report.html")
     old, new = read_prediction(before), read_prediction(after)
     most = old.peak.device + _growth_allowed(tolerance, old.peak.device)
@@ -47,7 +62,18 @@ def _growth_allowed(text: str, size: int) -> int:
     return int(share * size)
 
 
-def run_explain(file: str, as_json: bool, html: str | None) -> ExitStatus:
+def run_explain(
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="SNAPSHOT",
+            help="A file of torch.cuda.memory._dump_snapshot, or the output of `oomph predict --json`.",
+        ),
+    ],
+    as_json: Json = False,
+    html: Html = None,
+) -> int:
+    """Explain a memory snapshot of a real run: what was alive at the peak, and which lines made it."""
     check_output_file("--html", html, "report.html")
     prediction = read_prediction(file)
     if as_json:

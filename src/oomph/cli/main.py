@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from oomph.cli.compare import run_compare, run_explain
 from oomph.cli.fixes import run_fixes, run_verify
 from oomph.cli.gpus import run_gpus
 from oomph.cli.options import TAKES_KEYS, Fix, Gpu, Html, Json, Max, Overrides, PlanFile, fix_words
@@ -271,42 +272,8 @@ def measure(
     return run_measure(MeasureOptions(target, gpu, plan, tuple(fix or ()), json, words, html))
 
 
-@app.command()
-def compare(
-    before: Annotated[
-        str, typer.Argument(metavar="OLD", help="The output of `oomph predict --json`, or a memory snapshot.")
-    ],
-    after: Annotated[str, typer.Argument(metavar="NEW", help="Likewise.")],
-    tolerance: Annotated[
-        str, typer.Option(metavar="SIZE|PERCENT", help="Growth up to which the exit status is 0.")
-    ] = "1%",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
-    html: Html = None,
-) -> int:
-    """Compare two predictions: what grew, and at which line. Exit status 1 if the new one needs more."""
-    from oomph.cli.compare import run_compare
-
-    return run_compare(before, after, tolerance, json, html)
-
-
-@app.command()
-def explain(
-    file: Annotated[
-        str,
-        typer.Argument(
-            metavar="SNAPSHOT",
-            help="A file of torch.cuda.memory._dump_snapshot, or the output of `oomph predict --json`.",
-        ),
-    ],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
-    html: Html = None,
-) -> int:
-    """Explain a memory snapshot of a real run: what was alive at the peak, and which lines made it."""
-    from oomph.cli.compare import run_explain
-
-    return run_explain(file, json, html)
-
-
+app.command("compare")(run_compare)
+app.command("explain")(run_explain)
 app.command("run", context_settings={"allow_interspersed_args": False, **TAKES_KEYS})(run_script)
 app.command("verify")(run_verify)
 app.command("train", context_settings={"allow_extra_args": True, **TAKES_KEYS})(run_train)

@@ -1,17 +1,34 @@
-"""`oomph run`: a script with fixes applied to its model, on the real device."""
+"""`oomph run`: the user's own script on the real device, with fixes applied to its model.
+
+Its memory is recorded. Where it runs out, a report says what was alive, which line asked for how much, and
+which fixes would have saved it.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import runpy
+import shlex
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from oomph import gpus
 from oomph.cli.options import Fix, PlanFile, fix_words
+from oomph.cli.output import stdout_to_stderr, write_stdout
+from oomph.cli.pages import check_output_file, write_page
 from oomph.cli.targets import check_python_file
 from oomph.errors import OomphError, UserError, program_traceback
+from oomph.records import Plan
+
+_MOST_ENTRIES = 200_000  # of the history; the newest are kept
+_PLAN_SECONDS = 300
 
 
 def run_script(
@@ -21,30 +38,101 @@ def run_script(
     ] = None,
     plan: PlanFile = None,
     fix: Fix = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Where the report goes if it runs out of memory.")
+    ] = None,
 ) -> int:
-    """Run a script with fixes applied to its model, on the real device."""
+    """Run a script on the real device: with fixes, and with a report if it runs out of memory."""
     words, fixes = list(arguments or ()), fix_words(fix, plan)
     words = words[1:] if words[:1] == ["--"] else words
     check_python_file(script)
-    if not fixes:
-        raise UserError("run needs a plan or a fix: oomph run --plan plan.json train.py, or --fix NAME")
+    check_output_file("--html", html, "report.html")
+    import torch
+
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
     from oomph.prediction.script import no_model_error
 
+    has_gpu = torch.cuda.device_count() > 0
+    if not fixes and not has_gpu:
+        raise UserError(
+            "run needs a plan or a fix: oomph run --plan plan.json train.py, or --fix NAME; "
+            "or a GPU, whose memory it records"
+        )
     uses = uses_of(fixes)
     check_for_scripts(uses)
     sys.argv = [script, *words]
     sys.path.insert(0, str(Path(script).resolve().parent))
     change = ModelChange(uses, lambda text: print(f"oomph: {text}", file=sys.stderr))
+    if has_gpu:
+        _record()
     try:
-        with on_each_optimizer(change):
+        with on_each_optimizer(change) if uses else contextlib.nullcontext():
             runpy.run_path(script, run_name="__main__")
     except OomphError:
         raise
     except Exception as error:
         sys.stderr.write(program_traceback(error))
+        if has_gpu and isinstance(error, torch.OutOfMemoryError):
+            with stdout_to_stderr():
+                _post_mortem(script, words, fixes, html or f"{Path(script).stem}-out-of-memory.html")
         return 1
-    if not change.changed:
+    if uses and not change.changed:
         raise UserError(no_model_error(script))
     return 0
+
+
+def _record() -> None:
+    """From the moment on at which the script first uses CUDA: before it, it may choose its devices."""
+    from oomph.torch_internals import cuda_lazy_call, record_memory_history
+
+    def start() -> None:
+        with contextlib.suppress(Exception):  # a record is not worth a run
+            record_memory_history("all", context="alloc", stacks="python", max_entries=_MOST_ENTRIES)
+
+    cuda_lazy_call(start)
+
+
+def _post_mortem(script: str, arguments: Sequence[str], fixes: Sequence[str], html: str) -> None:
+    """On stderr and as a page. Whatever fails here, the script's own traceback has been printed."""
+    try:
+        from oomph.report.plan import plan_text
+        from oomph.report.recording import recording_of
+        from oomph.report.terminal import report_console, report_text
+        from oomph.torch_internals import memory_snapshot
+
+        recorded = recording_of(memory_snapshot(), script)
+        console = report_console(sys.stderr)
+        write_stdout("\n" + report_text(recorded, console))
+        plan = None if fixes else _plan(script, arguments)
+        if plan is not None:
+            write_stdout("\n" + plan_text(plan, console, shlex.join((script, *arguments)), None))
+        write_page(html, script, [("recorded", recorded)], plan=plan)
+    except Exception as error:
+        print(f"oomph: no report of the failure could be made ({error})", file=sys.stderr)
+
+
+def _plan(script: str, arguments: Sequence[str]) -> Plan | None:
+    """What `oomph fit` finds for this GPU, in a process without it: forks of this one cannot predict."""
+    import torch
+
+    from oomph.planning.plan import read_plan
+
+    device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+    card = gpus.for_device(device.name, device.total_memory, (device.major, device.minor))
+    gpu = card.name if card.bandwidth is not None else f"{device.total_memory >> 20}MiB"
+    print("\noomph: looking for fixes that would have saved it (Ctrl-C to skip)", file=sys.stderr, flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        words = [sys.executable, "-m", "oomph", "fit", script, "--gpu", gpu, "--plan", str(file), "--"]
+        with contextlib.suppress(KeyboardInterrupt, subprocess.TimeoutExpired, OSError, OomphError):
+            subprocess.run(
+                [*words, *arguments],
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                capture_output=True,
+                timeout=_PLAN_SECONDS,
+            )
+            return read_plan(file)
+    command = shlex.join(["oomph", "fit", script, "--gpu", gpu, "--", *arguments]).removesuffix(" --")
+    print(f"oomph: no plan was found; `{command}` says why", file=sys.stderr)
+    return None

@@ -106,6 +106,9 @@ def _tensors_over_time(prediction: Prediction) -> dict[str, Any]:
     allocated, changes]; changes is a flat list of group, tensors more, bytes more.
     """
     sampled = moments = downsample(prediction.timeline, MOMENTS)
+    failed = bool(prediction.recorded) and prediction.refused is not None  # at the end of the recording
+    if failed and moments and moments[-1] != prediction.timeline[-1]:
+        sampled = moments = (*moments, prediction.timeline[-1])
     if prediction.events:
         born, died = _survivors(prediction, [moment.event for moment in moments])
     else:  # from JSON, which has the tensors of the peak only
@@ -126,6 +129,7 @@ def _tensors_over_time(prediction: Prediction) -> dict[str, Any]:
         found.append([moment.event, moment.reserved, _request(prediction, moment.event), flat])
     return {
         "moments": found,
+        "failed": failed,
         "line": [[moment.event, moment.allocated] for moment in sampled],
         "phases": _phases(prediction.events),
         "modules": groups.modules,

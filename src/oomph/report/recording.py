@@ -36,11 +36,14 @@ def is_pickle(data: bytes) -> bool:
     return data[:1] == b"\x80"
 
 
+def recording_of(found: Any, name: str) -> Prediction:
+    """Of the object that a snapshot holds. `name`: where it comes from, for messages."""
+    return _Recording(found).record(name)
+
+
 def read_snapshot(data: bytes, name: str) -> Prediction:
-    """`name`: of the file, for messages."""
     try:
-        found = _unpickle(data)
-        return _Recording(found).record(name)
+        return recording_of(_unpickle(data), name)
     except (_NotASnapshot, pickle.UnpicklingError) as error:
         reason = printable(str(error), 150)
     except MemoryError:
@@ -273,8 +276,9 @@ class _Recording:
 
     def _prediction(self, name: str, refused: Allocation | None) -> Prediction:
         peak = max(self.timeline, key=lambda moment: moment.allocated, default=Moment(0, 0, self.reserved))
-        if refused is not None and self.failed_at >= 0:  # what matters is what was alive then
-            peak = self.timeline[self.failed_at]
+        if refused is not None and self.failed_at >= 0:  # what was freed later does not matter
+            del self.events[self.failed_at + 1 :], self.timeline[self.failed_at + 1 :]
+            peak = self.timeline[-1]
         alive: dict[int, None] = {}
         for action, id, _ in self.events[: peak.event + 1]:
             if action == "alloc":

@@ -21,7 +21,7 @@ from oomph.errors import UserError
 from oomph.records import BatchTensor, Growth, Peak, Prediction, Site, Stage, named_shape
 from oomph.report.labels import TensorGroup, file_and_line, group_tensors, printable
 from oomph.report.timeline import ASCII, UNICODE, Glyphs, bar, timeline_lines
-from oomph.units import format_bytes, parse_bytes
+from oomph.units import counted, format_bytes, parse_bytes
 
 PLAIN_WIDTH = 100
 _MAX_WIDTH = 120  # on a full-screen terminal the columns would stand too far apart
@@ -384,6 +384,8 @@ def _grid() -> Table:
 
 
 def _kind(group: TensorGroup) -> str:
+    if not group.dtype:  # of a recording, which has sizes only
+        return counted(group.count, "tensor")
     count = f"{group.count} x " if group.count > 1 else ""
     return f"{count}[{', '.join(map(str, group.shape))}] {group.dtype}"
 

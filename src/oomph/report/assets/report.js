@@ -49,7 +49,7 @@ for (const run of data.runs) {
     return totals.slice();
   });
   run.totals = run.byStage.map((stages) => stages.reduce((a, b) => a + b, 0));
-  run.peakMoment = run.totals.reduce((best, value, i) => (value > run.totals[best] ? i : best), 0);
+  run.peakMoment = run.failed ? run.moments.length - 1 : run.totals.reduce((best, value, i) => (value > run.totals[best] ? i : best), 0);
   run.whole = run.moments.length > 1 || run.line.length < 2;  // otherwise only the tensors at the peak are known
 }
 state.moment = current() ? current().peakMoment : 0;
@@ -121,7 +121,7 @@ function peakBar(run, widest) {
   const cached = Math.max(0, run.peak.reserved - run.peak.allocated), context = run.peak.device - run.peak.reserved;
   const parts = [...stages.map((bytes, i) => [data.stages[i], bytes, `var(--s${i})`]), ["cached or fragmented", cached, "var(--cached)"], ["CUDA context", context, "var(--context)"]];
   const has = run.capacity || run.limit;
-  const title = data.runs.length > 1 ? run.title : "At the peak";
+  const title = data.runs.length > 1 ? run.title : run.failed ? "When memory ran out" : "At the peak";
   return el("div", {},
     el("div", { class: "bar-title" }, el("span", {}, title), el("span", { class: "num" }, has ? `${size(run.peak.device)} of ${size(has)}` : size(run.peak.device))),
     el("div", { class: "bar", role: "img", "aria-label": parts.filter((p) => p[1] > 0).map(([name, bytes]) => `${name} ${size(bytes)}`).join(", ") },
@@ -221,7 +221,7 @@ function drawMemory() {
     markPoint: {
       silent: true, animation: false, symbol: "circle", symbolSize: 9, itemStyle: { color: t.ink, borderColor: t.card, borderWidth: 2 },
       data: [{ coord: [peakAt ?? run.line[0]?.[0] ?? 0, peak] }],
-      label: { show: true, formatter: `peak ${size(run.peak.allocated)}`, position: peakAt > 0.8 * end ? "left" : "right", color: t.ink, fontWeight: 700, fontSize: 12, textBorderColor: t.card, textBorderWidth: 3, distance: 8 },
+      label: { show: true, formatter: `${run.failed ? "out of memory" : "peak"} ${size(run.peak.allocated)}`, position: peakAt > 0.8 * end ? "left" : "right", color: t.ink, fontWeight: 700, fontSize: 12, textBorderColor: t.card, textBorderWidth: 3, distance: 8 },
     },
   });
   const top = Math.max(run.peak.reserved, limit && limit.bytes < 2.2 * run.peak.reserved ? limit.bytes : 0, ...data.runs.map((one) => one.peak.allocated));
@@ -292,7 +292,7 @@ function drawAlive() {
   document.getElementById("moment").replaceChildren(
     el("b", { class: "num" }, size(total)), el("span", {}, phaseAt(run, moment[0])),
     el("span", { class: "soft wrap" }, moment[2] ? `during ${moment[2]}` : ""),
-    el("span", { class: "faint" }, state.moment === run.peakMoment ? "this is the peak" : ""),
+    el("span", { class: "faint" }, state.moment !== run.peakMoment ? "" : run.failed ? "here memory ran out" : "this is the peak"),
     listed < total - 1 ? el("span", { class: "soft" }, `${size(listed)} of it match`) : "");
   const sign = state.descending ? -1 : 1, by = SORTED_BY[state.sort] || SORTED_BY.bytes;
   found.sort((a, b) => { const x = by(a), y = by(b); return (x < y ? -1 : x > y ? 1 : b.bytes - a.bytes) * sign; });

@@ -1,0 +1,66 @@
+"""`oomph run` where memory runs out: with the snapshot of a GPU that this machine need not have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.report.snapshots import snapshot
+
+from oomph import torch_internals
+from oomph.cli.main import run
+
+FAILS = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory')\n"
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """Calls that start the recording."""
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch_internals, "cuda_lazy_call", lambda call: call())
+    monkeypatch.setattr(
+        torch_internals, "record_memory_history", lambda *_, **options: started.append(options)
+    )
+    monkeypatch.setattr(torch_internals, "memory_snapshot", snapshot)
+    monkeypatch.chdir(tmp_path)
+    return started
+
+
+def test_running_out_of_memory_is_explained(
+    fake_gpu: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text(FAILS)
+    # With a fix, no plan is looked for, which takes a while.
+    assert run(["run", "--fix", "activation_checkpointing", "train.py"]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.index("OutOfMemoryError: CUDA out of memory") < shown.err.index("ran out of memory with")
+    assert "train.py:12: tried to allocate 48 MiB" in shown.err
+    assert "ran out of memory" in Path("train-out-of-memory.html").read_text()
+    assert [options["stacks"] for options in fake_gpu] == ["python"]
+
+
+def test_the_status_is_that_of_the_script(
+    fake_gpu: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("import sys\nprint('mine')\nsys.exit(int(sys.argv[1]))\n")
+    with pytest.raises(SystemExit) as ended:
+        run(["run", "train.py", "7"])
+    assert ended.value.code == 7
+    assert capsys.readouterr().out == "mine\n"
+    Path("train.py").write_text("print('mine')\n")
+    assert run(["run", "train.py"]) == 0
+    assert capsys.readouterr() == ("mine\n", "")
+
+
+def test_a_report_that_fails_does_not_hide_the_failure(
+    fake_gpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch_internals, "memory_snapshot", lambda: {"segments": 3})
+    Path("train.py").write_text(FAILS)
+    assert run(["run", "--fix", "activation_checkpointing", "train.py"]) == 1
+    assert "OutOfMemoryError: CUDA out of memory" in (shown := capsys.readouterr().err)
+    assert "no report of the failure could be made" in shown
