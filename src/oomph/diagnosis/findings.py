@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
-from oomph.diagnosis.patterns import FRAGMENTATION, Facts, Pattern, classify, elements
+from oomph.diagnosis.patterns import FRAGMENTATION, Pattern, PeakAnalysis, classify, elements
 from oomph.records import Allocation, Finding, Note, Prediction, Site
 from oomph.units import format_bytes
 
@@ -29,7 +29,7 @@ def find(prediction: Prediction, scaled: Prediction | None = None) -> tuple[Find
 
     `scaled` is a prediction of the same Workload at `scaled_sizes`: bytes that differ show how they grow.
     """
-    facts = Facts(prediction)
+    facts = PeakAnalysis(prediction)
     names = _Names(facts)
     sizes = {alive.allocation.id: alive.bytes for alive in prediction.at_peak}
     groups = classify(facts)
@@ -67,7 +67,7 @@ def scaled_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _avoidable(pattern: Pattern, facts: Facts) -> float:
+def _avoidable(pattern: Pattern, facts: PeakAnalysis) -> float:
     """What is kept inside one step does not grow with the steps."""
     prediction = facts.prediction
     if pattern.name == "retained graph" and prediction.growth is None and len(prediction.steps) >= 3:
@@ -91,7 +91,7 @@ def _fragmentation(prediction: Prediction) -> list[tuple[float, Finding]]:
 
 
 def _sites(
-    pattern: Pattern, facts: Facts, group: Iterable[Allocation], sizes: Mapping[int, int]
+    pattern: Pattern, facts: PeakAnalysis, group: Iterable[Allocation], sizes: Mapping[int, int]
 ) -> tuple[Site, ...]:
     """The line that keeps the tensors alive, if there is one; then the lines that made most of them."""
     lines: Counter[Site] = Counter()
@@ -124,7 +124,7 @@ def _bytes_by_pattern(prediction: Prediction) -> dict[str, int]:
     sizes = {alive.allocation.id: alive.bytes for alive in prediction.at_peak}
     return {
         pattern.name: sum(sizes[one.id] for one in group)
-        for pattern, group in classify(Facts(prediction)).items()
+        for pattern, group in classify(PeakAnalysis(prediction)).items()
     }
 
 
@@ -171,7 +171,7 @@ def _growth(
 class _Names:
     """Names of dimensions by their size: of the Workload, the batch and the model's config."""
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: PeakAnalysis) -> None:
         prediction = facts.prediction
         found: dict[str, int] = dict(prediction.sizes)
         if not found:
@@ -256,7 +256,7 @@ class _Names:
 
 
 def failed_rules(prediction: Prediction) -> tuple[Note, ...]:
-    facts = Facts(prediction)
+    facts = PeakAnalysis(prediction)
     classify(facts)
     return tuple(Note(f"the rule for {name} failed: {error}") for name, error in facts.failed.items())
 

@@ -36,8 +36,8 @@ _KEPT = ("activation", "temporary", "gradient")
 _LEAST_BUFFER = 64 << 10  # bytes; running statistics of norms are below
 _LEAST_CLASSES = 32
 _LEAST_USED = 16  # rows; ids that are all zero stand for data
-_LOOP = 6  # results of one line in one call that make it a loop
-_OLDER = 2  # earlier calls whose results are alive
+_MIN_LOOP_RESULTS = 6  # results of one line in one call that make it a loop
+_MIN_OLD_CALLS = 2  # earlier calls whose results are alive
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Pattern:
     """`applies` is asked of allocations that no pattern before owns."""
 
     name: str
-    applies: Callable[[Facts, Allocation], bool]
+    applies: Callable[[PeakAnalysis, Allocation], bool]
     avoidable: float
     fixes: tuple[str, ...]
     advice: str
@@ -64,7 +64,7 @@ def _is_square(one: Allocation) -> bool:
     return len(one.shape) >= 2 and one.shape[-1] == one.shape[-2]
 
 
-class Facts:
+class PeakAnalysis:
     """What the patterns ask about a prediction, each computed once."""
 
     def __init__(self, prediction: Prediction) -> None:
@@ -317,7 +317,7 @@ class Facts:
                 return True
         return True
 
-    def lasts(self, one: Allocation) -> bool:
+    def outlives_pass(self, one: Allocation) -> bool:
         """Alive for more than one pass: a temporary of one step is not."""
         return self.backward_passes.get(one.id, 0) >= 3 or (one.step == 0 and one.kind == "batch")
 
@@ -339,7 +339,7 @@ class Facts:
         return Counter((*self._key(one), one.step, one.call) for one in self.alive)
 
     def is_repeated(self, one: Allocation) -> bool:
-        return self.counts[(*self._key(one), one.step, one.call)] >= _LOOP
+        return self.counts[(*self._key(one), one.step, one.call)] >= _MIN_LOOP_RESULTS
 
     @cached_property
     def held(self) -> dict[tuple[Site | None, str], Holder]:
@@ -353,7 +353,7 @@ class Facts:
     def _grows(self, site: Site | None, op: str) -> bool:
         """Several calls' results are alive at once, or each result is larger than the one before."""
         alike = [one for one in self.alive if one.site == site and one.op == op]
-        if any(self.calls_alive.get(self._key(one), 0) >= _OLDER for one in alike):
+        if any(self.calls_alive.get(self._key(one), 0) >= _MIN_OLD_CALLS for one in alike):
             return True
         sizes = [one.bytes for one in self.all if one.site == site and one.op == op]
         return len(sizes) >= 3 and all(a < b for a, b in pairwise(sizes))
@@ -363,7 +363,7 @@ class Facts:
         three, since losses of three inputs are common."""
         if one.kind not in ("activation", "temporary"):
             return False
-        return self.calls_alive.get(self._key(one), 0) >= _OLDER + (not self.graph_holders)
+        return self.calls_alive.get(self._key(one), 0) >= _MIN_OLD_CALLS + (not self.graph_holders)
 
     def is_retained(self, one: Allocation) -> bool:
         """Kept from step to step, or summed up over iterations; a recurrence is a loop."""
@@ -405,7 +405,9 @@ class Facts:
         lines = defaultdict(list)
         for one in self.alive:
             unnamed = one.kind == "parameter" and not one.module
-            if one.shape in shapes and (unnamed or (one.kind not in _KINDS_OF_MODEL and self.lasts(one))):
+            if one.shape in shapes and (
+                unnamed or (one.kind not in _KINDS_OF_MODEL and self.outlives_pass(one))
+            ):
                 lines[one.site].append(one)
         return frozenset(
             one.id for alike in lines.values() if sum(map(elements, alike)) * 2 >= total > 0 for one in alike
@@ -438,7 +440,7 @@ class Facts:
             one.kind not in ("batch", "activation")
             or one.differentiable
             or not (constructor or one.module)
-            or not self.lasts(one)
+            or not self.outlives_pass(one)
         ):
             return False
         stored_mask = _is_square(one) and one.bytes >= 1 << 20
@@ -446,7 +448,12 @@ class Facts:
 
     def is_data(self, one: Allocation) -> bool:
         """Outlasts steps, outside the model, and is many times a batch."""
-        if one.kind not in ("batch", "activation") or one.differentiable or not self.lasts(one) or one.module:
+        if (
+            one.kind not in ("batch", "activation")
+            or one.differentiable
+            or not self.outlives_pass(one)
+            or one.module
+        ):
             return False
         parts = self.buffer_counts[self._buffer_key(one)]
         return bool(one.shape) and (one.shape[0] >= 4 * self.rows or parts >= 4)
@@ -457,37 +464,37 @@ def _inner(module: str) -> str:
     return module.partition(".")[2]
 
 
-def _kind(*kinds: str) -> Callable[[Facts, Allocation], bool]:
+def _kind(*kinds: str) -> Callable[[PeakAnalysis, Allocation], bool]:
     return lambda facts, one: one.kind in kinds
 
 
-def _is_in(family: str) -> Callable[[Facts, Allocation], bool]:
+def _is_in(family: str) -> Callable[[PeakAnalysis, Allocation], bool]:
     return lambda facts, one: one.id in getattr(facts, family)
 
 
-def _is_in_growing_list(facts: Facts, one: Allocation) -> bool:
+def _is_in_growing_list(facts: PeakAnalysis, one: Allocation) -> bool:
     return one.kind in _KEPT and (one.site, one.op) in facts.held
 
 
-def _is_copy_of_weight(facts: Facts, one: Allocation) -> bool:
+def _is_copy_of_weight(facts: PeakAnalysis, one: Allocation) -> bool:
     if one.kind == "weight average" or one.id in facts.copies_of_model:
         return True
     return facts.is_like_parameter(one) and not facts.holds_gradients(one)
 
 
-def _is_of_update(facts: Facts, one: Allocation) -> bool:
-    return one.during == "optimizer step" and one.kind == "temporary" and not facts.lasts(one)
+def _is_of_update(facts: PeakAnalysis, one: Allocation) -> bool:
+    return one.during == "optimizer step" and one.kind == "temporary" and not facts.outlives_pass(one)
 
 
-def _is_in_loop(facts: Facts, one: Allocation) -> bool:
+def _is_in_loop(facts: PeakAnalysis, one: Allocation) -> bool:
     return one.differentiable and (facts.is_repeated(one) or facts.is_kept(one))
 
 
-def _oversized(facts: Facts, one: Allocation) -> bool:
+def _oversized(facts: PeakAnalysis, one: Allocation) -> bool:
     return bool(facts.unused_classes & set(one.shape)) and one.id not in facts.one_hots
 
 
-def _is_logits(facts: Facts, one: Allocation) -> bool:
+def _is_logits(facts: PeakAnalysis, one: Allocation) -> bool:
     if len(one.shape) < 2 or one.shape in facts.weights:
         return False
     return one.shape in facts.class_maps or any(
@@ -496,17 +503,17 @@ def _is_logits(facts: Facts, one: Allocation) -> bool:
     )
 
 
-def _is_attention(facts: Facts, one: Allocation) -> bool:
+def _is_attention(facts: PeakAnalysis, one: Allocation) -> bool:
     if len(one.shape) < 2:
         return False
     return any((one.module, elements(one), size) in facts.attention_sizes for size in one.shape[-2:])
 
 
-def _is_transition(facts: Facts, one: Allocation) -> bool:
+def _is_transition(facts: PeakAnalysis, one: Allocation) -> bool:
     return len(one.shape) >= 3 and _is_square(one) and (one.module, one.shape[-1]) in facts.transition_sizes
 
 
-def _is_weight_delta(facts: Facts, one: Allocation) -> bool:
+def _is_weight_delta(facts: PeakAnalysis, one: Allocation) -> bool:
     """[B, S, d, f], [B*S, d, f], [B, S*d, f] or [B, d, f], where [d, f] is a weight's shape."""
     if len(one.shape) < 3 or one.id in facts.matrices_of_factors:
         return len(one.shape) >= 3
@@ -519,7 +526,7 @@ def _is_weight_delta(facts: Facts, one: Allocation) -> bool:
     )
 
 
-def _is_upcast(facts: Facts, one: Allocation) -> bool:
+def _is_upcast(facts: PeakAnalysis, one: Allocation) -> bool:
     source = facts.parent(one)
     return (
         base_op(one.op) == "_to_copy"
@@ -529,7 +536,7 @@ def _is_upcast(facts: Facts, one: Allocation) -> bool:
     )
 
 
-def _is_host_copy(facts: Facts, one: Allocation) -> bool:
+def _is_host_copy(facts: PeakAnalysis, one: Allocation) -> bool:
     """Made on the host and copied in the forward pass; or a table that no step needs whole."""
     in_forward = bool(one.module) or (one.site is not None and one.site.function.endswith(".forward"))
     if base_op(one.op) in ("_to_copy", "copy") and one.parent is None and in_forward:
@@ -537,16 +544,16 @@ def _is_host_copy(facts: Facts, one: Allocation) -> bool:
     return base_op(one.op) in _FILLS and facts.is_data(one)
 
 
-def _is_weight_cast(facts: Facts, one: Allocation) -> bool:
+def _is_weight_cast(facts: PeakAnalysis, one: Allocation) -> bool:
     source = facts.parent(one)
     return base_op(one.op) == "_to_copy" and source is not None and source.kind == "parameter"
 
 
-def _is_of_layer(facts: Facts, one: Allocation) -> bool:
+def _is_of_layer(facts: PeakAnalysis, one: Allocation) -> bool:
     return bool(one.module) and one.during in ("forward activations", "loss")
 
 
-def _is_unused_graph(facts: Facts, one: Allocation) -> bool:
+def _is_unused_graph(facts: PeakAnalysis, one: Allocation) -> bool:
     kept = one.differentiable or facts.is_kept(one)
     return facts.is_evaluated and one.kind == "activation" and kept
 
@@ -555,7 +562,7 @@ _LEAK = 10.0  # `avoidable` of what grows with every step
 
 
 def _pattern(
-    name: str, applies: Callable[[Facts, Allocation], bool], avoidable: float, fixes: str = ""
+    name: str, applies: Callable[[PeakAnalysis, Allocation], bool], avoidable: float, fixes: str = ""
 ) -> Pattern:
     return Pattern(name, applies, avoidable, tuple(fixes.split()), _ADVICE[name])
 
@@ -603,10 +610,16 @@ PATTERNS: tuple[Pattern, ...] = (
     _pattern("gradients", _kind("gradient"), 0.25, "optimizer_in_backward set_to_none fsdp2"),
     _pattern("second copy of the weights", _is_copy_of_weight, 1.0, "bf16_parameters"),
     _pattern(
-        "second gradient buffer", Facts.is_like_parameter, 1.0, "gradient_accumulation_fusion micro_batches"
+        "second gradient buffer",
+        PeakAnalysis.is_like_parameter,
+        1.0,
+        "gradient_accumulation_fusion micro_batches",
     ),
     _pattern(
-        "duplicate buffers", Facts.is_duplicate, 1.0, "shared_buffers shared_rotary_embedding fused_attention"
+        "duplicate buffers",
+        PeakAnalysis.is_duplicate,
+        1.0,
+        "shared_buffers shared_rotary_embedding fused_attention",
     ),
     _pattern("parameters", _kind("parameter", "buffer"), 0.1, "bf16_parameters fsdp2"),
     _pattern(
@@ -616,9 +629,9 @@ PATTERNS: tuple[Pattern, ...] = (
         "fused_optimizer no_foreach optimizer_in_backward",
     ),
     _pattern("wrong device", _is_host_copy, 1.0, "shared_buffers"),
-    _pattern("data set on the GPU", Facts.is_data, 1.0),
+    _pattern("data set on the GPU", PeakAnalysis.is_data, 1.0),
     _pattern("evaluation without no_grad", _is_unused_graph, 1.0),
-    _pattern("retained graph", Facts.is_retained, _LEAK),
+    _pattern("retained graph", PeakAnalysis.is_retained, _LEAK),
     _pattern("one-hot", _is_in("one_hots"), 1.0, "fused_linear_cross_entropy"),
     _pattern("attention matrices", _is_attention, 1.0, "fused_attention attn_implementation micro_batches"),
     _pattern("logits", _is_logits, 1.0, "fused_linear_cross_entropy micro_batches smaller_vocabulary"),
@@ -644,7 +657,7 @@ PATTERNS: tuple[Pattern, ...] = (
 FRAGMENTATION = _pattern("fragmentation", lambda facts, one: False, 0.3, "allocator")
 
 
-def classify(facts: Facts) -> dict[Pattern, list[Allocation]]:
+def classify(facts: PeakAnalysis) -> dict[Pattern, list[Allocation]]:
     """Every allocation that is alive at the peak, by its pattern."""
     found: dict[str, tuple[Pattern, list[Allocation]]] = {}
     workspaces: list[Allocation] = []
@@ -664,7 +677,7 @@ def classify(facts: Facts) -> dict[Pattern, list[Allocation]]:
     return dict(found.values())
 
 
-def _first(facts: Facts, one: Allocation, patterns: Iterable[Pattern]) -> Pattern:
+def _first(facts: PeakAnalysis, one: Allocation, patterns: Iterable[Pattern]) -> Pattern:
     """A rule that fails does not apply, and leaves a note; the last one always does."""
     for pattern in patterns:
         try:

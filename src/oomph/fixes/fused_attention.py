@@ -222,7 +222,7 @@ class AttentionScores(Expression):
     def _matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
 
-    def follow(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def handle_function(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if not self.has_current_settings():
             return NotImplemented
         if name in _PRODUCTS:
@@ -233,17 +233,17 @@ class AttentionScores(Expression):
             return NotImplemented
         return self.then(RecordedCall(func, tuple(args), dict(kwargs)), **changes)
 
-    def follow_write(self, name: str, args: Args, kwargs: Kwargs) -> Any:
+    def handle_inplace(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """A call in place is recorded out of place; it keeps the dtype."""
         name = name[:-1]
         if name not in ("add", "sub", "mul", "div", "masked_fill"):
             return NotImplemented
-        result = self.follow(name, getattr(Tensor, name), args, kwargs)
+        result = self.handle_function(name, getattr(Tensor, name), args, kwargs)
         if result is NotImplemented or result.dtype == self.dtype:
             return result
         return result.then(RecordedCall(Tensor.to, (result, self.dtype)), dtype=self.dtype)
 
-    def before_compute(self, name: str) -> None:
+    def before_materialize(self, name: str) -> None:
         is_plain_product = not self._parents  # possibly not attention at all
         only_read = self.is_weights and name not in (*_PRODUCTS, "masked_fill", "dropout")
         if is_plain_product or only_read:

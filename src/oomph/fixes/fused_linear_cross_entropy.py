@@ -189,7 +189,7 @@ class Logits(Expression):
     def classes_dim(self) -> int:
         return 1 if self.classes_second else self.hidden.dim() - 1
 
-    def follow(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def handle_function(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         options = dict(kwargs)
         if "input" in options:
             args = (options.pop("input"), *args)

@@ -1,9 +1,9 @@
 """Tensors whose value is computed only if something reads it.
 
 Some fixes return a `LazyTensor` where a program computes a large intermediate: logits, attention scores, a
-weight per token. Its `Expression` records how to compute the value. Every call into torch
-that takes a LazyTensor is offered to the expression (`follow`), which answers with another expression (still
-not computed), with a tensor (the fused result), or NotImplemented. In the last case the value is computed
+weight per token. Its `Expression` records how to compute the value. Every call into torch that takes a
+LazyTensor is offered to the expression (`handle_function`), which answers with another expression (still not
+computed), with a tensor (the fused result), or NotImplemented. In the last case the value is computed
 by the program's own calls, with the gradient mode and autocast of the time they were made, and the call runs
 on that value.
 """
@@ -122,7 +122,7 @@ class RecordedCall(NamedTuple):
 
 
 class Expression:
-    """A result that is not computed yet. Subclasses know what it is, and implement `follow`.
+    """A result that is not computed yet. Subclasses know what it is, and implement `handle_function`.
 
     Subclasses set their own attributes, then call `record`; `then` makes the expression of a following call.
     The inputs are kept as they are, not copied: changing one in place before the value is computed is an
@@ -169,19 +169,19 @@ class Expression:
         vars(child).update(vars(self), **changes)
         return child.record(call)
 
-    def follow(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def handle_function(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """The result of `func(*args, **kwargs)`, with Expressions for LazyTensors that are not computed.
 
         Returns an Expression, a result, or NotImplemented.
         """
         return NotImplemented
 
-    def follow_write(self, name: str, args: Args, kwargs: Kwargs) -> Any:
+    def handle_inplace(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """What this becomes by the call in place `args[0].name(...)`: an Expression, or NotImplemented."""
         return NotImplemented
 
-    def before_compute(self, name: str) -> None:
-        """Called before the value is computed for a function that `follow` does not implement."""
+    def before_materialize(self, name: str) -> None:
+        """Called before the value is computed for a function that `handle_function` does not implement."""
 
     @property
     def device(self) -> torch.device:
@@ -213,7 +213,7 @@ class Expression:
                 )
         return self._value
 
-    def compute_family(self) -> None:
+    def materialize_aliases(self) -> None:
         """Before a write: compute everything that must not see it."""
         for member in tuple(self._family):
             member.value()
@@ -425,7 +425,7 @@ def lazy_call(func: Any, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _with_expressions(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """The arguments as `follow` takes them: expressions, or the values of those that are computed."""
+    """The arguments of `handle_function`: expressions, or the values of those that are computed."""
     if any(isinstance(arg, list | tuple) and LazyTensor in map(type, arg) for arg in args):
         return tree_map(_expression_or_value, (tuple(args), dict(kwargs)))
     return (
@@ -445,7 +445,7 @@ def _follow(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         for each in arg if isinstance(arg, list | tuple) else (arg,):
             if isinstance(each, Expression):
                 with modes_paused(), each.program_view():
-                    result = each.follow(name, func, args, kwargs)
+                    result = each.handle_function(name, func, args, kwargs)
                 if result is not NotImplemented:
                     return result
     return NotImplemented
@@ -457,7 +457,7 @@ def _follow_write(name: str, target: Any, args: Args, kwargs: Kwargs) -> LazyTen
     if not isinstance(target, LazyTensor) or not isinstance(expression, Expression):
         return None
     with modes_paused(), expression.program_view():
-        result = expression.follow_write(name, args, kwargs)
+        result = expression.handle_inplace(name, args, kwargs)
     if result is NotImplemented:
         return None
     return target if result is expression else lazy_tensor(result, target)
@@ -470,9 +470,9 @@ def _call_on_values(name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         expression = lazy.expression
         views.append(expression.program_view)
         if not expression.computed:
-            expression.before_compute(name)
+            expression.before_materialize(name)
         if may_write(name, args, kwargs):
-            expression.compute_family()
+            expression.materialize_aliases()
         return _value(lazy)
 
     args, kwargs = tree_map_only(LazyTensor, value, (tuple(args), dict(kwargs)))

@@ -145,7 +145,7 @@ class LowRankDelta(Expression):
         self.shape, self.dtype = torch.Size((*lead, left.shape[-2], right.shape[-1])), left.dtype
         self.record(call)
 
-    def follow(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
+    def handle_function(self, name: str, func: Any, args: Args, kwargs: Kwargs) -> Any:
         if not self.has_current_settings():
             return NotImplemented
         options = dict(kwargs)

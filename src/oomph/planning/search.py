@@ -51,19 +51,19 @@ from oomph.units import format_bytes, parse_bytes
 from oomph.workload import Workload
 
 # Bytes at the highest moment of a part of the step, by what they are: {"backward": {"gradients": 123, ...}}
-Parts = Mapping[str, Mapping[str, int]]
+PhaseMemory = Mapping[str, Mapping[str, int]]
 # Fixes that are used together; those of one group belong together.
 Groups = tuple[tuple[Proposal, ...], ...]
 
-_TRIES = 6  # sets that are predicted before the search ends with the best one
-_JOINT = 10  # sets that are priced together
-_SLACK = 1.1  # times the limit: what a set may be estimated to need to be priced together
-_COUNTS = 8  # numbers of checkpointed blocks that are considered
-_CLOSE = 0.8  # of the limit: a set that is estimated to need more is priced together before it is predicted
-_WORTH = 0.99  # of the best time so far: what a set must be estimated to take to be tried
-_SAFE = 0.99  # of the limit: what an estimate may need for fixes to be left out
-_ALIKE = 0.02  # of the peak, by which the events of a reduced model may be off
-_LESS = 0.75  # of the memory of a set: what one that takes longer must be estimated to need to be shown
+_MAX_PREDICTED_SETS = 6  # then the search ends with the best one
+_MAX_PRICED_SETS = 10  # by a prediction of the reduced model with all their fixes
+_PRICED_UP_TO_LIMIT = 1.1  # x limit: sets estimated to need more are not priced together
+_MAX_BLOCK_COUNTS = 8  # different numbers of checkpointed blocks
+_PRICED_FROM_LIMIT = 0.8  # x limit: sets estimated to need more are priced together first
+_TRIED_BELOW_TIME = 0.99  # x best time so far: slower sets are not predicted
+_DROPPED_BELOW_LIMIT = 0.99  # x limit: fixes are dropped while the estimate stays below it
+_REDUCED_ERROR = 0.02  # x peak: largest error of the reduced model
+_SHOWN_BELOW_MEMORY = 0.75  # x memory of a faster set: a slower set is shown if it needs less
 _SAME_TIME = 0.005  # sets whose times differ by less are ordered by the number of fixes
 _OF_ACTIVATIONS = ("activation_checkpointing", "activation_offloading")
 
@@ -72,7 +72,7 @@ _OF_ACTIVATIONS = ("activation_checkpointing", "activation_offloading")
 class _Price:
     """What fixes are estimated to leave and cost."""
 
-    parts: Parts
+    parts: PhaseMemory
     costs: Costs
     host_bytes: int = 0
     reduced: Costs = ()  # of the reduced model
@@ -359,8 +359,8 @@ class _Search:
     def _counted(self, proposal: Proposal, price: _Price) -> Iterator[_Option]:
         """The same for fewer of the blocks, interpolated."""
         names = proposal.where
-        for step in range(1, _COUNTS):
-            count = round(len(names) * step / _COUNTS)
+        for step in range(1, _MAX_BLOCK_COUNTS):
+            count = round(len(names) * step / _MAX_BLOCK_COUNTS)
             if 0 < count < len(names):
                 options = {**proposal.options, "blocks": list(names[:count])}
                 use, share = replace(proposal.use, options=options), count / len(names)
@@ -377,10 +377,12 @@ class _Search:
         closest = min(self.trials.values(), key=_closeness)
         joint, tries, optimism = 0, 0, 1.0
         margin = 1 + self.margin / self.base.priced.peak.reserved
-        while tries < _TRIES:
-            most = _WORTH * closest.priced.step_seconds if closest.priced.fits else math.inf
-            may_be_priced = self.reduced is not None and joint < _JOINT
-            slack = 1 / _SLACK if may_be_priced else optimism  # of estimates from each option by itself
+        while tries < _MAX_PREDICTED_SETS:
+            most = _TRIED_BELOW_TIME * closest.priced.step_seconds if closest.priced.fits else math.inf
+            may_be_priced = self.reduced is not None and joint < _MAX_PRICED_SETS
+            slack = (
+                1 / _PRICED_UP_TO_LIMIT if may_be_priced else optimism
+            )  # of estimates from each option by itself
             fitting = (
                 one
                 for one in sets
@@ -390,7 +392,7 @@ class _Search:
             if chosen is None:
                 break
             text = f"predicting {', '.join(use.fix for use in chosen.fixes)}"
-            if not chosen.jointly and may_be_priced and chosen.peak > _CLOSE * self.limit:
+            if not chosen.jointly and may_be_priced and chosen.peak > _PRICED_FROM_LIMIT * self.limit:
                 joint += 1
                 families = [each for each in self._families(chosen.options) if each]
                 self._price(families, progress, text.replace("predicting", "pricing"))
@@ -517,7 +519,11 @@ class _Search:
         kept, scale = list(one.options), one.peak / peak(one.options)
         for option in sorted(one.options, key=self._alone, reverse=True):
             rest = [each for each in kept if each is not option]
-            if rest and not self._is_faster(option) and scale * peak(rest) <= _SAFE * self.limit:
+            if (
+                rest
+                and not self._is_faster(option)
+                and scale * peak(rest) <= _DROPPED_BELOW_LIMIT * self.limit
+            ):
                 kept = rest
         return _fixes(kept)
 
@@ -538,7 +544,7 @@ class _Search:
             fixes, reserved = estimated.fixes, round(estimated.peak)
             is_allowed = all(find(use.fix).kind in kinds for use in fixes)
             is_slower = estimated.seconds > front[-1].step_seconds
-            if is_allowed and is_slower and reserved < _LESS * front[-1].peak.reserved:
+            if is_allowed and is_slower and reserved < _SHOWN_BELOW_MEMORY * front[-1].peak.reserved:
                 allocated = round(reserved * base.allocated / base.reserved)
                 peak = Peak(allocated, reserved, reserved + base.device - base.reserved)
                 host = sum(option.price.host_bytes for option in estimated.options)
@@ -626,7 +632,7 @@ def _between(base: _Price, other: _Price, share: float) -> _Price:
     return _Price(_for_all(left, base, other), total, host)
 
 
-def _for_all(left: Callable[[str, str], int], *prices: _Price) -> Parts:
+def _for_all(left: Callable[[str, str], int], *prices: _Price) -> PhaseMemory:
     keys = dict.fromkeys((part, what) for one in prices for part, held in one.parts.items() for what in held)
     parts: dict[str, dict[str, int]] = {}
     for part, what in keys:
@@ -634,19 +640,19 @@ def _for_all(left: Callable[[str, str], int], *prices: _Price) -> Parts:
     return parts
 
 
-def _times(parts: Parts, share: float) -> Parts:
+def _times(parts: PhaseMemory, share: float) -> PhaseMemory:
     return {part: {what: round(share * size) for what, size in held.items()} for part, held in parts.items()}
 
 
-def _is_like(parts: Parts, base: Parts) -> bool:
+def _is_like(parts: PhaseMemory, base: PhaseMemory) -> bool:
     """Whether the events of a reduced model give the whole one's peak."""
     found, highest = (
         max((sum(held.values()) for held in each.values()), default=0) for each in (parts, base)
     )
-    return abs(found - highest) <= _ALIKE * highest
+    return abs(found - highest) <= _REDUCED_ERROR * highest
 
 
-def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> Parts:
+def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> PhaseMemory:
     """What is allocated when each part of the step is at its highest.
 
     Backward is two parts, before and after half of the gradients are there: activations make the peak of one,

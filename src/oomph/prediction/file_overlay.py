@@ -454,7 +454,7 @@ def install(scratch: str) -> None:
     for name in _CHANGES:
         if hasattr(os, name):
             replaced[getattr(os, name)] = _changing(overlay, name)
-    if "sqlite3" in sys.modules:  # find_holders imports it
+    if "sqlite3" in sys.modules:  # find_patched_references imports it
         connect = sys.modules["sqlite3"].connect
         replaced[connect] = _connecting(overlay, connect)
     for supported in (os.supports_follow_symlinks, os.supports_fd, os.supports_effective_ids):
@@ -531,7 +531,7 @@ _holders: list[Any] = []  # dicts, and functions with defaults, that hold what i
 _reference_counts: tuple[int, ...] = ()
 
 
-def find_holders() -> None:
+def find_patched_references() -> None:
     """Before a fork, in the parent. Looks through all objects if the functions are referenced anew."""
     global _reference_counts
     originals = [*vars(_REAL).values()]

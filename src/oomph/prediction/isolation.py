@@ -95,7 +95,7 @@ def _prepare() -> None:
     FakeTensorMode()  # imports what every trace needs
     with contextlib.suppress(ImportError):
         import safetensors.torch  # noqa: F401
-    file_overlay.find_holders()
+    file_overlay.find_patched_references()
     _modules_of_parent = frozenset(sys.modules)
 
 
