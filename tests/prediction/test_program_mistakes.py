@@ -120,79 +120,27 @@ def whole(*shape: int) -> Tensor:
     return torch.zeros(*shape, device="cuda", dtype=torch.int64)
 
 
-REFUSED: dict[str, tuple[Callable[[], object], str]] = {
-    "linear": (
-        lambda: F.linear(make(4, 8), make(6, 8, dtype=BF16)),
-        "expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16",
+REFUSED: dict[str, Callable[[], object]] = {
+    "linear": lambda: F.linear(make(4, 8), make(6, 8, dtype=BF16)),
+    "linear of tokens": lambda: F.linear(make(2, 4, 8, dtype=BF16), make(6, 8)),
+    "linear with bias": lambda: F.linear(make(4, 8), make(6, 8, dtype=BF16), make(6, dtype=BF16)),
+    "linear with another bias": lambda: F.linear(make(4, 8), make(6, 8), make(6, dtype=BF16)),
+    "product of whole numbers": lambda: whole(4, 8) @ whole(8, 6),
+    "products": lambda: make(2, 4, 8) @ make(2, 8, 6, dtype=BF16),
+    "products of whole numbers": lambda: whole(2, 4, 8) @ whole(2, 8, 6),
+    "sum of products": lambda: torch.addbmm(make(4, 6), make(2, 4, 8), make(2, 8, 6, dtype=BF16)),
+    "product with a vector": lambda: make(4, 8) @ make(8, dtype=BF16),
+    "product in place": lambda: make(4, 6).addmm_(make(4, 8), make(8, 6, dtype=BF16)),
+    "product into a tensor": lambda: torch.mm(make(4, 8), make(8, 6, dtype=BF16), out=make(4, 6)),
+    "convolution": lambda: F.conv2d(make(1, 2, 8, 8), make(3, 2, 3, 3, dtype=BF16)),
+    "convolution with another bias": lambda: F.conv2d(
+        make(1, 2, 8, 8), make(3, 2, 3, 3), make(3, dtype=BF16)
     ),
-    "linear of tokens": (
-        lambda: F.linear(make(2, 4, 8, dtype=BF16), make(6, 8)),
-        "expected mat1 and mat2 to have the same dtype, but got: c10::BFloat16 != float",
-    ),
-    "linear with bias": (
-        lambda: F.linear(make(4, 8), make(6, 8, dtype=BF16), make(6, dtype=BF16)),
-        "mat1 and mat2 must have the same dtype, but got Float and BFloat16",
-    ),
-    "linear with another bias": (
-        lambda: F.linear(make(4, 8), make(6, 8), make(6, dtype=BF16)),
-        "self and mat2 must have the same dtype, but got BFloat16 and Float",
-    ),
-    "product of whole numbers": (
-        lambda: whole(4, 8) @ whole(8, 6),
-        "\"addmm_cuda\" not implemented for 'Long'",
-    ),
-    "products": (
-        lambda: make(2, 4, 8) @ make(2, 8, 6, dtype=BF16),
-        "expected scalar type Float but found BFloat16",
-    ),
-    "products of whole numbers": (
-        lambda: whole(2, 4, 8) @ whole(2, 8, 6),
-        "\"baddbmm_cuda\" not implemented for 'Long'",
-    ),
-    "sum of products": (
-        lambda: torch.addbmm(make(4, 6), make(2, 4, 8), make(2, 8, 6, dtype=BF16)),
-        "self and mat2 must have the same dtype, but got Float and BFloat16",
-    ),
-    "product with a vector": (
-        lambda: make(4, 8) @ make(8, dtype=BF16),
-        "expected scalar type Float but found BFloat16",
-    ),
-    "product in place": (
-        lambda: make(4, 6).addmm_(make(4, 8), make(8, 6, dtype=BF16)),
-        "self and mat2 must have the same dtype, but got Float and BFloat16",
-    ),
-    "product into a tensor": (
-        lambda: torch.mm(make(4, 8), make(8, 6, dtype=BF16), out=make(4, 6)),
-        "expected mat1 and mat2 to have the same dtype, but got: float != c10::BFloat16",
-    ),
-    "convolution": (
-        lambda: F.conv2d(make(1, 2, 8, 8), make(3, 2, 3, 3, dtype=BF16)),
-        r"Input type \(float\) and weight type \(c10::BFloat16\) should be the same",
-    ),
-    "convolution with another bias": (
-        lambda: F.conv2d(make(1, 2, 8, 8), make(3, 2, 3, 3), make(3, dtype=BF16)),
-        r"Input type \(float\) and bias type \(c10::BFloat16\) should be the same",
-    ),
-    "layer norm": (
-        lambda: F.layer_norm(make(4, 8, dtype=BF16), (8,), make(8)),
-        "expected scalar type BFloat16 but found Float",
-    ),
-    "group norm": (
-        lambda: F.group_norm(make(4, 8, dtype=BF16), 2, make(8)),
-        "expected scalar type BFloat16 but found Float",
-    ),
-    "weights of classes": (
-        lambda: F.cross_entropy(make(4, 8, dtype=BF16), whole(4), weight=make(8)),
-        "expected scalar type BFloat16 but found Float",
-    ),
-    "added rows": (
-        lambda: make(4, 8).index_add_(0, whole(2), make(2, 8, dtype=BF16)),
-        r"index_add_\(\): self \(Float\) and source \(BFloat16\) must have the same scalar type",
-    ),
-    "assigned rows": (
-        lambda: make(4, 8).__setitem__(whole(2), make(2, 8, dtype=BF16)),
-        "Index put requires the source and destination dtypes match",
-    ),
+    "layer norm": lambda: F.layer_norm(make(4, 8, dtype=BF16), (8,), make(8)),
+    "group norm": lambda: F.group_norm(make(4, 8, dtype=BF16), 2, make(8)),
+    "weights of classes": lambda: F.cross_entropy(make(4, 8, dtype=BF16), whole(4), weight=make(8)),
+    "added rows": lambda: make(4, 8).index_add_(0, whole(2), make(2, 8, dtype=BF16)),
+    "assigned rows": lambda: make(4, 8).__setitem__(whole(2), make(2, 8, dtype=BF16)),
 }
 
 
@@ -205,9 +153,9 @@ def run(call: Callable[[], object]) -> Prediction:
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cuda_refuses_is_refused(name: str) -> None:
-    call, words = REFUSED[name]
+    words = "not implemented on CUDA: self is int64" if "whole numbers" in name else "(?i)bfloat16"
     with pytest.raises(ProgramError, match=words):
-        run(call)
+        run(REFUSED[name])
 
 
 def under_autocast() -> Tensor:

@@ -91,7 +91,9 @@ def test_every_rule_beside_an_ops_results_may_fail(
 
     notes = notes_of(oomph.predict(program, gpu="h200"))
     assert [name for name in names if f"{name}: " not in notes] == []
-    assert "ZeroDivisionError: injected" in notes
+    # The rows of the dtype checks are names, which a function cannot replace.
+    reason = "not iterable" if table is checks.DTYPE_CHECKS else "ZeroDivisionError: injected"
+    assert reason in notes
 
 
 def results_of_kernels() -> None:
