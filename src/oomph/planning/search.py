@@ -403,16 +403,19 @@ class _Search:
                 continue
             tries += 1
             sets.remove(chosen)
-            trials = self._predict([self._without_needless(chosen), chosen.fixes], progress, text)
-            if not trials:
-                continue
-            closest = min(closest, *trials, key=_closeness)
-            found = trials[-1].priced
-            error, late = found.peak.reserved / chosen.peak, found.step_seconds - chosen.seconds
-            optimism = max(optimism, error if not chosen.jointly else 1.0)
-            for one in sets:
-                if one.groups == chosen.groups:
-                    one.peak, one.seconds = one.peak * error, one.seconds + late
+            for tried in {one.fixes: one for one in (self._without_needless(chosen), chosen)}.values():
+                trials = self._predict([tried.fixes], progress, text)
+                if not trials:
+                    continue
+                found = trials[0].priced
+                closest = min(closest, trials[0], key=_closeness)
+                error, late = found.peak.reserved / tried.peak, found.step_seconds - tried.seconds
+                optimism = max(optimism, error if not chosen.jointly else 1.0)
+                for one in (*sets, chosen):
+                    if one.groups == chosen.groups:
+                        one.peak, one.seconds = one.peak * error, one.seconds + late
+                if found.fits:
+                    break
         if not closest.priced.fits and sets:
             smallest = min(sets, key=lambda one: one.peak).fixes
             closest = min(
@@ -510,22 +513,23 @@ class _Search:
     def _is_faster(self, option: _Option) -> bool:
         return self._seconds(option) < (1 - _SAME_TIME) * self.seconds
 
-    def _without_needless(self, one: _Set) -> Fixes:
+    def _without_needless(self, one: _Set) -> _Set:
         """Without fixes that are estimated not to be needed and do not make the step faster."""
 
-        def peak(options: Sequence[_Option]) -> float:
-            return self._reserved(_combined(self.base.price, [option.price for option in options]))
+        def price(options: Sequence[_Option]) -> _Price:
+            return _combined(self.base.price, [option.price for option in options])
 
-        kept, scale = list(one.options), one.peak / peak(one.options)
+        kept, whole = list(one.options), price(one.options)
+        scale = one.peak / self._reserved(whole)
         for option in sorted(one.options, key=self._alone, reverse=True):
             rest = [each for each in kept if each is not option]
-            if (
-                rest
-                and not self._is_faster(option)
-                and scale * peak(rest) <= _DROPPED_BELOW_LIMIT * self.limit
-            ):
+            if not rest or self._is_faster(option):
+                continue
+            if scale * self._reserved(price(rest)) <= _DROPPED_BELOW_LIMIT * self.limit:
                 kept = rest
-        return _fixes(kept)
+        left = price(kept)
+        seconds = one.seconds + step_seconds(left.costs) - step_seconds(whole.costs)
+        return _Set(tuple(kept), scale * self._reserved(left), seconds, one.jointly)
 
     def _front(self, kinds: Collection[FixKind]) -> tuple[PricedFixes, ...]:
         """What was predicted and is neither slower nor larger than another, fastest first; then sets that are
