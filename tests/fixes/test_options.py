@@ -147,8 +147,6 @@ class Coupled(torch.optim.SGD):
         ("bf16_parameters", {"dtype": "bfloat16"}, "already torch.bfloat16"),
         ("shorter_sequence", {"batch": lambda device: torch.ones(4, 3)}, "no integers of shape"),
         ("smaller_batch", {"batch": lambda device: {"n": 3}}, "no tensor with rows"),
-        ("fewer_converted_layers:layers=1", {}, "not made from a config with 'convert_layers'"),
-        ("cheaper_mixing:mixing=cross", {}, "not made from a config with 'query_mixing'"),
     ],
 )
 def test_workloads_that_a_fix_does_not_apply_to(fix, changes, word):

@@ -31,8 +31,6 @@ from oomph.workload import Workload
 # first; then what modules compute; then what is saved for backward (checkpointing encloses the computation,
 # offloading encloses the checkpoint); then batch and optimizer. The last ones do not change the model.
 APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
-    ("training_changes", "FewerConvertedLayers"),
-    ("training_changes", "CheaperMixing"),
     ("training_changes", "SmallerVocabulary"),
     ("training_changes", "SmallerBatch"),
     ("training_changes", "ShorterSequence"),
@@ -291,7 +289,15 @@ def find(name: str) -> Fix:
     return _by_name()[name][1]
 
 
+REMOVED = {  # fixes that set one key of a config of the reference systems -> the key
+    "fewer_converted_layers": "model.convert_layers=4",
+    "cheaper_mixing": "model.query_mixing=cross",
+}
+
+
 def _hint(name: str) -> str:
+    if name in REMOVED:
+        return f"set the key of the config instead, e.g. {REMOVED[name]}"
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
     for here, names in NAMES_ELSEWHERE.items():
         if plain in names.split():

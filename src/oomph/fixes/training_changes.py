@@ -1,4 +1,4 @@
-"""Fixes that change what is trained: batch, sequence, vocabulary, options of the model's config."""
+"""Fixes that change what is trained: batch, sequence, vocabulary."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.modules import copy_configs, is_plain_linear
 from oomph.fixes.registry import Fix, FixContext, Target, check_whole_number, example_batch
-from oomph.prediction import built
 from oomph.torch_internals import tree_leaves, tree_map
-from oomph.workload import Changed, Workload, rows_of
+from oomph.workload import Workload, rows_of
 
 
 @dataclass(frozen=True)
@@ -235,82 +234,3 @@ def _replace_unknown(tensor: torch.Tensor, batch: Any, *, size: int, unknown: in
     if tensor.dtype not in (torch.int64, torch.int32) or tensor.dim() == 0:
         return tensor
     return tensor.masked_fill(tensor >= size, unknown)  # an ignore_index is negative and stays
-
-
-# ------------------------------------------------------------------------------ options of a model's config
-
-
-class FewerConvertedLayers(Fix):
-    name = "fewer_converted_layers"
-    kind = "training"
-    changes = "Only the last few layers of the frozen model are converted, so fewer are trained."
-    field: ClassVar[str] = "convert_layers"
-
-    def targets(self, context: FixContext) -> Iterable[Target]:
-        if _config_value(context.workload, self.field) is None:
-            return
-        now = _converted_layers(context.model)
-        if now >= 2:
-            yield Target((self.field,), {"layers": now // 2}, f"the last {now // 2} layers instead of {now}")
-
-    def change_workload(self, workload: Workload, *_: Any, layers: int) -> Workload:
-        """`layers`: how many are converted, counted from the last."""
-        changed = _with_config_value(workload, self.field, layers, self.name)
-        check_whole_number(self.name, "layers", layers, 1, _converted_layers(built(workload)) - 1)
-        return changed
-
-
-def _converted_layers(model: Any) -> int:
-    return len(getattr(model, "converted", ()))
-
-
-class CheaperMixing(Fix):
-    name = "cheaper_mixing"
-    kind = "training"
-    changes = "The decoder's queries attend to the latents, or to nothing, instead of each other."
-    field: ClassVar[str] = "query_mixing"
-
-    def targets(self, context: FixContext) -> Iterable[Target]:
-        now = _config_value(context.workload, self.field)
-        for kind in _cheaper_mixing(now):
-            yield Target((self.field,), {"mixing": kind}, f"{kind} instead of {now}")
-
-    def change_workload(self, workload: Workload, *_: Any, mixing: str) -> Workload:
-        """`mixing`: "cross", "feedforward" or "residual"."""
-        now = _config_value(workload, self.field)
-        if now is not None and mixing not in _cheaper_mixing(now):
-            valid = ", ".join(_cheaper_mixing(now)) or "nothing"
-            raise UserError(f"fix {self.name!r}: mixing={mixing!r} is not valid; cheaper than {now}: {valid}")
-        return _with_config_value(workload, self.field, mixing, self.name)
-
-
-def _cheaper_mixing(now: Any) -> tuple[str, ...]:
-    kinds = ("self", "cross", "feedforward", "residual")  # each cheaper than the one before
-    return kinds[kinds.index(now) + 1 :] if now in kinds else ()
-
-
-def _config_value(workload: Workload, field: str) -> Any:
-    """The value in the config of the workload's model factory; None where there is no such field.
-
-    A factory has a `config`, and `with_options(field=value)`, which returns a factory with that field
-    changed. oomph's own systems have such factories.
-    """
-    factory: Any = workload.model
-    while isinstance(factory, Changed):
-        factory = factory.build
-    return getattr(getattr(factory, "config", None), field, None)
-
-
-def _with_config_value(workload: Workload, field: str, value: Any, fix: str) -> Workload:
-    if _config_value(workload, field) is None:
-        raise UserError(
-            f"fix {fix!r}: the workload's model is not made from a config with {field!r}; it needs "
-            "model=factory, with factory.config and factory.with_options()"
-        )
-
-    def changed(model: Any) -> Any:  # what other fixes change in the model stays around the factory
-        if isinstance(model, Changed):
-            return replace(model, build=changed(model.build))
-        return model.with_options(**{field: value})
-
-    return replace(workload, model=changed(workload.model))

@@ -73,10 +73,6 @@ class ModelFactory:
     def __call__(self) -> nn.Module:
         return SYSTEMS[self.system].build(self.config, self.form, self.seq_len)
 
-    def with_options(self, **fields: Any) -> ModelFactory:
-        """The same with other fields of the system's config."""
-        return replace(self, config=replace(self.config, **fields))
-
 
 @dataclass(frozen=True)
 class AdamW:
