@@ -6,6 +6,7 @@ import sysconfig
 import traceback
 import warnings
 from enum import IntEnum
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,14 @@ class DeprecatedName(FutureWarning):
 def warn_deprecated(old: str, new: str) -> None:
     """`old` is still accepted; `new` replaces it. Both as the user writes them, e.g. "form: sick"."""
     warnings.warn(f"{old} is deprecated; use {new}", DeprecatedName, stacklevel=3)
+
+
+def need(module: str, purpose: str) -> Any:
+    """Import an optional module; `purpose` begins the error where its package is not installed."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        package = (error.name or module).partition(".")[0]
+        raise UserError(
+            f"{purpose} needs the package {package}, which is not installed; pip install 'oomph[train]'"
+        ) from error

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oomph.errors import need
 from oomph.training.checkpoint_state import rng_state, set_rng_state
 from oomph.training.data.text import IGNORED_LABEL
-from oomph.training.libraries import need
 from oomph.training.step import Precision
 
 PROMPT_TOKENS, NEW_TOKENS, TEMPERATURE = 32, 64, 0.8

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from oomph.errors import UserError
+from oomph.errors import UserError, need
 from oomph.training.checkpoint_state import STORABLE, memory_key
-from oomph.training.libraries import need
 from oomph.units import parse_bytes
 
 INDEX = "model.safetensors.index.json"

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.errors import UserError, is_out_of_host_memory
+from oomph.errors import UserError, is_out_of_host_memory, need
 from oomph.torch_internals import tree_leaves
-from oomph.training.libraries import need
 from oomph.training.step import StepResult
 from oomph.units import format_bytes
 

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from oomph.errors import UserError
+from oomph.errors import UserError, need
 from oomph.training.config import Curriculum
 from oomph.training.data.sources import Permutation, Split, mixed_bits
-from oomph.training.libraries import need
 
 _PHOTOGRAPHS = ("china.jpg", "flower.jpg")
 _HELD_OUT = 0.2  # the right-hand part of each photograph; training never reads a pixel of it

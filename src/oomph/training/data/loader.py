@@ -20,14 +20,13 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from oomph.errors import UserError
+from oomph.errors import UserError, need
 from oomph.torch_internals import without_sigchld_handler
 from oomph.training.config import Curriculum, DataConfig, TrainConfig
 from oomph.training.data.images import ImageBatches, Photographs, TableImages, validation_images
 from oomph.training.data.sources import HUB_IMAGES, IMAGE_NAMES, Corpus, Split, load_hub, open_text
 from oomph.training.data.text import PackedText, TokenStream, validation_batches
 from oomph.training.data.tokenizers import Tokenizer, learn, pretrained
-from oomph.training.libraries import need
 from oomph.units import counted, format_bytes
 
 # ---------------------------------------------------------------------------------------------------- opening

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from oomph.errors import UserError
+from oomph.errors import UserError, need
 from oomph.training.data.sources import Corpus, Split
-from oomph.training.libraries import need
 from oomph.units import KiB, MiB, format_bytes
 
 UNK, PAD, SOS, EOS = SPECIALS = ("<unk>", "<pad>", "<sos>", "<eos>")
