@@ -7,12 +7,14 @@ import shlex
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
 from oomph import gpus, units
 from oomph.cli.fixes import fix_kinds
+from oomph.cli.options import Allow, Gpu, Html, Json, Max, OverrideWords, Target
 from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
 from oomph.cli.pages import check_output_file, write_page
 from oomph.cli.predict import PredictOptions, predict_target
@@ -36,21 +38,29 @@ LARGEST = ("batch", "sequence")
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    target: str
-    gpu: str | None = None
-    budget: str | None = None
-    max: str | None = None
-    allow: str = ""
-    host_memory: str | None = None
-    plan: str | None = None
-    largest: str | None = None
-    gpus: bool = False
-    json: bool = False
-    overrides: tuple[str, ...] = ()
-    html: str | None = None
+    target: Target
+    overrides: OverrideWords = ()
+    gpu: Gpu = None
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="What the process may take, with the CUDA context, e.g. 20GiB."),
+    ] = None
+    max: Max = None
+    allow: Allow = ""
+    host_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What fixes may pin on the host; default: all.")
+    ] = None
+    plan: Annotated[str | None, typer.Option(metavar="FILE.json", help="Write the plan there.")] = None
+    largest: Annotated[
+        str | None, typer.Option(metavar="batch|sequence", help="Also find the largest that fits.")
+    ] = None
+    gpus: Annotated[bool, typer.Option("--gpus", help="Also list the cards that would do.")] = False
+    json: Json = False
+    html: Html = None
 
 
 def run_fit(options: FitOptions) -> ExitStatus:
+    """Find the cheapest set of fixes with which the step fits."""
     kinds = fix_kinds(options.allow)
     _check(options)
     # Imported here: torch takes a second to load.

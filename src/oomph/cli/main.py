@@ -16,9 +16,11 @@ from typing import Annotated, Any
 import typer
 
 from oomph.cli.compare import run_compare, run_explain
+from oomph.cli.fit import FitOptions, run_fit
 from oomph.cli.fixes import run_fixes, run_verify
 from oomph.cli.gpus import run_gpus
-from oomph.cli.options import TAKES_KEYS, Fix, Gpu, Html, Json, Max, Overrides, PlanFile, fix_words
+from oomph.cli.measure import MeasureOptions, run_measure
+from oomph.cli.options import TAKES_KEYS, Fix, Gpu, Html, Json, Max, Overrides, PlanFile, command, fix_words
 from oomph.cli.output import flush_streams, open_missing_streams
 from oomph.cli.run import run_script
 from oomph.cli.systems import run_cases, run_systems
@@ -213,65 +215,8 @@ def _allowed(subprocesses: bool, network: bool) -> tuple[str, ...]:
 app.command("fixes", context_settings=TAKES_KEYS)(run_fixes)
 
 
-@app.command(context_settings=TAKES_KEYS)
-def fit(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")],
-    overrides: Overrides = None,
-    gpu: Annotated[str | None, typer.Option(metavar="NAME|SIZE", help="The GPU to fit.")] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="What the process may take, with the CUDA context, e.g. 20GiB."),
-    ] = None,
-    max: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB.")
-    ] = None,
-    allow: Annotated[
-        str, typer.Option(metavar="KINDS", help="Kinds besides exact: precision, training, or both.")
-    ] = "",
-    host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What fixes may pin on the host; default: all.")
-    ] = None,
-    plan: Annotated[str | None, typer.Option(metavar="FILE.json", help="Write the plan there.")] = None,
-    largest: Annotated[
-        str | None,
-        typer.Option(metavar="batch|sequence", help="Also find the largest that fits."),
-    ] = None,
-    gpus: Annotated[bool, typer.Option("--gpus", help="Also list the cards that would do.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")] = False,
-    html: Html = None,
-) -> int:
-    """Find the cheapest set of fixes with which the step fits."""
-    from oomph.cli.fit import FitOptions, run_fit
-
-    words = tuple(overrides or ())
-    return run_fit(
-        FitOptions(target, gpu, budget, max, allow, host_memory, plan, largest, gpus, json, words, html)
-    )
-
-
-@app.command(context_settings=TAKES_KEYS)
-def measure(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")],
-    overrides: Overrides = None,
-    gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What to predict for; default: this machine's GPU.")
-    ] = None,
-    plan: Annotated[
-        str | None, typer.Option(metavar="FILE.json", help="Also with the fixes of a plan of `oomph fit`.")
-    ] = None,
-    fix: Annotated[
-        list[str] | None, typer.Option(metavar="FIX", help="Also with this fix; repeatable.")
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
-    html: Html = None,
-) -> int:
-    """Run steps on the real GPU: predicted beside measured memory and time."""
-    from oomph.cli.measure import MeasureOptions, run_measure
-
-    words = tuple(overrides or ())
-    return run_measure(MeasureOptions(target, gpu, plan, tuple(fix or ()), json, words, html))
-
-
+app.command("fit", context_settings=TAKES_KEYS)(command(run_fit, FitOptions))
+app.command("measure", context_settings=TAKES_KEYS)(command(run_measure, MeasureOptions))
 app.command("compare")(run_compare)
 app.command("explain")(run_explain)
 app.command("run", context_settings={"allow_interspersed_args": False, **TAKES_KEYS})(run_script)

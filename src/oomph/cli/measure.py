@@ -15,9 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from oomph import gpus
+from oomph.cli.options import Html, Json, OverrideWords, Target, fix_words
 from oomph.cli.output import stdout_to_stderr, write_stdout
 from oomph.cli.pages import write_page
 from oomph.cli.predict import PredictOptions, check_options, predict_target, with_fixes
@@ -37,18 +40,23 @@ _MOST_OPS = 6
 
 @dataclass(frozen=True, slots=True)
 class MeasureOptions:
-    target: str
-    gpu: str | None = None
-    plan: str | None = None
-    fixes: tuple[str, ...] = ()
-    json: bool = False
-    overrides: tuple[str, ...] = ()
-    html: str | None = None
+    target: Target
+    overrides: OverrideWords = ()
+    gpu: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What to predict for; default: this machine's GPU.")
+    ] = None
+    plan: Annotated[
+        str | None, typer.Option(metavar="FILE.json", help="Also with the fixes of a plan of `oomph fit`.")
+    ] = None
+    fix: Annotated[tuple[str, ...], typer.Option(metavar="FIX", help="Also with this fix; repeatable.")] = ()
+    json: Json = False
+    html: Html = None
 
 
 def run_measure(options: MeasureOptions) -> ExitStatus:
-    """Every run has a process of its own: what else lives in one would be counted."""
-    fixes = (*options.fixes, *([options.plan] if options.plan is not None else []))
+    """Run steps on the real GPU: predicted beside measured memory and time."""
+    # Every run has a process of its own: what else lives in one would be counted.
+    fixes = fix_words(options.fix, options.plan)
     asked = PredictOptions(
         options.target, options.gpu, fixes=fixes, overrides=options.overrides, html=options.html
     )

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a key of a config
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE ...]",
-        help="For a config: override a key, e.g. data.batch_size=4 or --batch_size 4. "
-        "For a Workload: override a size, e.g. B=4.",
-    ),
-]
+_OVERRIDES = typer.Argument(
+    metavar="[KEY=VALUE ...]",
+    help="For a config: override a key, e.g. data.batch_size=4 or --batch_size 4. "
+    "For a Workload: override a size, e.g. B=4.",
+)
+Overrides = Annotated[list[str] | None, _OVERRIDES]
+OverrideWords = Annotated[tuple[str, ...], _OVERRIDES]
 Gpu = Annotated[
     str | None, typer.Option(metavar="NAME|SIZE", help="The GPU: a name from `oomph gpus`, or a size.")
 ]
@@ -35,5 +36,23 @@ Allow = Annotated[
 ]
 
 
-def fix_words(fix: list[str] | None, plan: str | None) -> tuple[str, ...]:
+def fix_words(fix: Sequence[str] | None, plan: str | None) -> tuple[str, ...]:
     return (*(fix or ()), *([plan] if plan is not None else []))
+
+
+def command(run: Callable[[Any], int], options: type) -> Callable[..., int]:
+    """A function for typer: its parameters are the fields of the dataclass `options`, which `run` takes."""
+    types = get_type_hints(options, include_extras=True)
+    signature = inspect.signature(options)
+    for name, kind in types.items():
+        if kind.__origin__ == tuple[str, ...]:  # typer takes lists
+            types[name] = Annotated[list[str], *kind.__metadata__]
+    fields = [each.replace(annotation=types[name]) for name, each in signature.parameters.items()]
+
+    def call(**given: Any) -> int:
+        lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+        return run(options(**{**given, **lists}))
+
+    call.__doc__ = run.__doc__
+    call.__signature__ = signature.replace(parameters=fields)  # type: ignore[attr-defined]
+    return call
