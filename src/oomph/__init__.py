@@ -88,3 +88,6 @@ __getattr__, __dir__, __all__ = _attach(
     },
     submodules=("fixes", "nn", "ops"),
 )
+
+if "IPython" in sys.modules:  # a notebook shows records as HTML
+    import_module("oomph.integrations.jupyter").register()

@@ -273,6 +273,9 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 with _section():  # the size of every request to the allocator
     cuda_lazy_call: Any = torch.cuda._lazy_call  # run when CUDA is first used
+    out_of_memory_observer: Any = getattr(
+        torch._C, "_cuda_attach_out_of_memory_observer", None
+    )  # CUDA builds
     record_memory_history: Any = torch.cuda.memory._record_memory_history
     memory_snapshot: Any = torch.cuda.memory._snapshot
 
@@ -559,6 +562,7 @@ __all__ = [
     "make_subclass",
     "make_wrapper_subclass",
     "memory_snapshot",
+    "out_of_memory_observer",
     "parse_to",
     "record_memory_history",
     "register_dataclass",

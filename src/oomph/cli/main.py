@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 import traceback
@@ -45,7 +46,6 @@ app = typer.Typer(
     help="Will it fit? Predict the GPU memory of a training step, without a GPU.",
     epilog="Exit status: 0 fits, 1 does not fit, 2 invalid input, 3 the traced program failed, "
     "70 a bug in oomph, 130 interrupted.",
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -230,6 +230,8 @@ app.command("gpus")(run_gpus)
 def main() -> None:
     """The console script, and `python -m oomph`."""
     open_missing_streams()
+    if "_OOMPH_COMPLETE" in os.environ:  # the shell asks for completions; see --install-completion
+        app(prog_name="oomph")
     status = run(sys.argv[1:])
     flush_streams()
     sys.exit(status)

@@ -27,7 +27,6 @@ from oomph.cli.targets import check_python_file
 from oomph.errors import OomphError, UserError, program_traceback
 from oomph.records import Plan
 
-_MOST_ENTRIES = 200_000  # of the history; the newest are kept
 _PLAN_SECONDS = 300
 
 
@@ -51,6 +50,7 @@ def run_script(
 
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
+    from oomph.measurement.history import record_history
     from oomph.prediction.script import no_model_error
 
     has_gpu = torch.cuda.device_count() > 0
@@ -65,7 +65,7 @@ def run_script(
     sys.path.insert(0, str(Path(script).resolve().parent))
     change = ModelChange(uses, lambda text: print(f"oomph: {text}", file=sys.stderr))
     if has_gpu:
-        _record()
+        record_history()
     try:
         with on_each_optimizer(change) if uses else contextlib.nullcontext():
             runpy.run_path(script, run_name="__main__")
@@ -82,26 +82,15 @@ def run_script(
     return 0
 
 
-def _record() -> None:
-    """From the moment on at which the script first uses CUDA: before it, it may choose its devices."""
-    from oomph.torch_internals import cuda_lazy_call, record_memory_history
-
-    def start() -> None:
-        with contextlib.suppress(Exception):  # a record is not worth a run
-            record_memory_history("all", context="alloc", stacks="python", max_entries=_MOST_ENTRIES)
-
-    cuda_lazy_call(start)
-
-
 def _post_mortem(script: str, arguments: Sequence[str], fixes: Sequence[str], html: str) -> None:
     """On stderr and as a page. Whatever fails here, the script's own traceback has been printed."""
     try:
+        from oomph.measurement.history import snapshot
         from oomph.report.plan import plan_text
         from oomph.report.recording import recording_of
         from oomph.report.terminal import report_console, report_text
-        from oomph.torch_internals import memory_snapshot
 
-        recorded = recording_of(memory_snapshot(), script)
+        recorded = recording_of(snapshot(), script)
         console = report_console(sys.stderr)
         write_stdout("\n" + report_text(recorded, console))
         plan = None if fixes else _plan(script, arguments)

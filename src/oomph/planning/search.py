@@ -35,6 +35,7 @@ from oomph.planning.programs import (
 from oomph.planning.reduced import Costs, costs, joint_costs, step_seconds
 from oomph.prediction import Script, called
 from oomph.prediction.isolation import autograd_breaks_in_forks, run_in_new_interpreter, run_isolated
+from oomph.prediction.trainers import as_program
 from oomph.records import (
     FIX_KINDS,
     Allocation,
@@ -146,6 +147,7 @@ def fit(
     what fixes may pin on the host; by default what this machine has. If nothing fits, the plan is the closest
     set that was found, and `needs` names the kinds that would have to be allowed.
     """
+    target = as_program(target)
     if not isinstance(target, Workload | Script) and not callable(target):
         raise UserError(f"fit takes a Workload, a function or a Script; {type(target).__name__} was given")
     if gpu is None and budget is None and max is None:

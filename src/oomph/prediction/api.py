@@ -38,6 +38,7 @@ from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.values import Assumptions, assuming
+from oomph.prediction.trainers import as_program
 from oomph.records import (
     Allocation,
     BatchTensor,
@@ -80,7 +81,7 @@ def predict(
 
     `target` is a Workload, or a function of no arguments, which is called once; if it returns a Workload,
     that is predicted; if it returns a callable, that is the step and is called three times. A Script is run
-    as it is until its optimizers have stepped three times.
+    as it is until its optimizers have stepped three times; a Trainer of transformers makes three steps.
     `gpu` is a name of the catalogue or a size ("24GiB"); `max` limits the allocator further.
     `sizes` replaces sizes of a Workload. The batches of other programs get the sizes B, T, H or W that it
     gives, as {"T": 4096}, or those of the longest sample of their data sets ("longest").
@@ -89,6 +90,7 @@ def predict(
     other programs, and "network".
     `progress` receives a text and, where it is known, the fraction that is done.
     """
+    target = as_program(target)
     card = _card(gpu)
     nccl = _nccl(target)
     limit = _limit(card if gpu is not None else None, max, nccl)

@@ -1,0 +1,1 @@
+"""Where people already work: pytest, Jupyter, Hugging Face's Trainer, Lightning."""

@@ -1,0 +1,61 @@
+"""Records in notebooks, and callbacks of trainers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.report.snapshots import snapshot
+from benchmarks.report.traces import hostile
+
+from oomph.integrations import callbacks, jupyter
+from oomph.measurement import history
+from oomph.records import Diagnosis
+
+
+def test_strings_of_a_program_are_escaped() -> None:
+    page = hostile()
+    shown = jupyter.diagnosis_html(Diagnosis(page.runs[0][1], tuple(page.findings)))
+    assert "<img" not in shown
+    assert "</script>" not in shown
+    assert len(shown) < 20_000
+    assert "does not fit" in shown
+
+
+def test_records_have_it_in_a_notebook_only() -> None:
+    code = (
+        "import sys, types; sys.modules['IPython'] = types.ModuleType('IPython'); import oomph; "
+        "from oomph.records import Prediction; assert 'torch' not in sys.modules; Prediction._repr_html_"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_first_failed_request_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    observers: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(history, "cuda_lazy_call", lambda call: call())
+    monkeypatch.setattr(history, "record_memory_history", lambda *_, **__: None)
+    monkeypatch.setattr(history, "out_of_memory_observer", observers.append)
+    monkeypatch.setattr(history, "memory_snapshot", snapshot)
+    callbacks.report_out_of_memory(tmp_path / "oom.html")
+    for _ in range(2):
+        observers[0](0, 1, 2, 3)
+    assert capsys.readouterr().err.count("train.py:12: tried to allocate 48 MiB") == 1
+    assert "ran out of memory" in (tmp_path / "oom.html").read_text()
+
+
+def test_without_a_gpu_a_callback_does_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
+    from oomph.integrations.huggingface import OomphCallback
+
+    logs = {"loss": 1.0}
+    callback = OomphCallback(str(tmp_path / "oom.html"))
+    callback.on_train_begin(None, None, None)
+    callback.on_log(None, None, None, logs=logs)
+    assert logs == {"loss": 1.0}
