@@ -227,10 +227,12 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The peak where ops whose size depends on values select the fewest and the most elements."""
+    """The peak where ops whose size depends on values select the fewest and the most elements, or of a
+    compiled program that is traced as eager: from what it may need at least."""
 
     low: Peak
     high: Peak
+    reason: str = "sizes depend on values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ class Prediction:
     work: Work = Work()
     growth: Growth | None = None  # None: later steps leave no more behind than those before
     assumptions: tuple[Note, ...] = ()  # guesses that change what was traced: a loop cut, no backward pass
-    interval: Interval | None = None  # None: no size depends on values that are not known
+    interval: Interval | None = None  # None: nothing that decides the peak is unknown
     margin: int = 0  # bytes by which the needed memory may be off, either way
     batch: tuple[BatchTensor, ...] = ()  # distinct ones, in the order of the program; () where unknown
     sizes: tuple[tuple[str, int], ...] = ()  # of the Workload

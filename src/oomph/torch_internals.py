@@ -1,6 +1,7 @@
 """Every private function, class and module of torch that oomph uses; and torch's deterministic kernels.
 
-No other file imports them, so this file is the one to read when a torch release moves something. (Private
+No other file imports them (but prediction/compiler_internals.py, which loads the compiler), so this file is
+the one to read when a torch release moves something. (Private
 attributes of objects, such as a module's `_buffers` or hook tables, are used where they are needed.) A name
 that moved is reported in one sentence: by `self_test`, and by every import of the name.
 """

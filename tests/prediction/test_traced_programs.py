@@ -42,24 +42,14 @@ def test_zeroed_gradients_stay_allocated_between_steps():
     assert [a - b for a, b in zip(kept, dropped, strict=True)] == [4 * MiB] * 3
 
 
-def test_torch_compile_is_traced_as_eager_and_noted():
-    def build() -> nn.Module:
-        return torch.compile(nn.Linear(64, 64))
-
-    prediction = oomph.predict(workload(build))
-    note = next(note for note in prediction.notes if "torch.compile" in note.text)
-    assert note.site is not None
-    assert note.site.line == line_of(build, "torch.compile")
-
-
-def test_a_function_compiled_before_the_trace_is_traced_as_eager_and_noted():
+def test_a_function_compiled_before_the_trace_is_compiled_in_it():
     @torch.compile(backend="eager")  # as a decorator does it, when the program is imported
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return mean_square(model, batch)
 
     prediction = oomph.predict(workload(loss=loss))
     assert prediction.peak.allocated == oomph.predict(workload()).peak.allocated
-    assert "torch.compile" in notes_of(prediction)
+    assert "torch.compile" not in notes_of(prediction)
 
 
 def test_a_loss_can_be_formatted_for_a_log_line():

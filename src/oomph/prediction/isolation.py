@@ -44,7 +44,7 @@ _POLL_S = 0.5
 _STUCK_S = 20.0  # a child that has not used the CPU for so long is started again, once
 ALLOWABLE = ("subprocesses", "network")
 _inside = False  # this process is such a child
-_restarted = False  # and the second one for its program
+_restarted = ""  # the short cut that failed in the first one for its program
 _messages_to_parent: BinaryIO
 _sending = threading.Lock()
 _modules_of_parent: frozenset[str] = frozenset()
@@ -81,7 +81,7 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
         except _Stuck:
             kind, value = _run_in_child(function, progress, allow, math.inf)
     if kind == "restart":
-        kind, value = _run_in_child(functools.partial(_again, function), progress, allow, math.inf)
+        kind, value = _run_in_child(functools.partial(_again, function, value), progress, allow, math.inf)
     if kind == "no fork":
         return _run_here(function, progress, allow)
     if isinstance(value, BaseException):
@@ -229,7 +229,7 @@ def run_forked(
                 os.close(pipe)
                 del running[pipe]
                 if kind == "restart":
-                    waiting.append((position, functools.partial(_again, functions[position])))
+                    waiting.append((position, functools.partial(_again, functions[position], value)))
                     continue
                 if kind == "no fork":  # beside a GPU, this process has run a backward pass
                     value = _result_of(functions[position])
@@ -241,10 +241,10 @@ def run_forked(
             os.close(pipe)
 
 
-def _again(function: Callable[..., T], *args: Any) -> T:
+def _again(function: Callable[..., T], failed: Any, *args: Any) -> T:
     """After `restart`, in the new process."""
     global _restarted
-    _restarted = True
+    _restarted = failed
     return function(*args)
 
 
@@ -283,18 +283,23 @@ def finish(result: Any) -> NoReturn:
     os._exit(0)
 
 
-def restart() -> NoReturn:
-    """From inside the program: end the process, and run `function` again without a short cut that failed."""
+def restart(failed: str = "repeated blocks") -> NoReturn:
+    """From inside the program: end the process, and run `function` again without what failed."""
     if not can_restart():
         raise RuntimeError("a program that runs in the caller's process cannot be run again")
     _sending.acquire()
-    _send(_messages_to_parent, ("restart", None))
+    _send(_messages_to_parent, ("restart", failed))
     os._exit(0)
 
 
 def can_restart() -> bool:
     """Whether short cuts may be tried that `restart` takes back."""
     return _inside and not _restarted and "_messages_to_parent" in globals()
+
+
+def restarted_without(short_cut: str) -> bool:
+    """Whether the program runs again because the short cut failed."""
+    return _restarted == short_cut
 
 
 def is_isolated() -> bool:

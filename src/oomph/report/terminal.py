@@ -294,7 +294,7 @@ def assumptions(prediction: Prediction) -> Iterator[str]:
     if interval is not None:
         low, high = distinct_sizes(interval.low.device, interval.high.device)
         verdict = "; the verdict depends on them" if _depends_on_values(prediction) else ""
-        yield f"sizes depend on values: from {low} to {high}{verdict}"
+        yield f"{interval.reason}: from {low} to {high}{verdict}"
 
 
 def _stages(prediction: Prediction, width: int, glyphs: Glyphs) -> Table:

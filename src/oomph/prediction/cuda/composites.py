@@ -28,6 +28,7 @@ from oomph.prediction.cuda.rules import (
 from oomph.torch_internals import OpOverload
 
 aten = torch.ops.aten
+_ATTENTION = aten.scaled_dot_product_attention.default
 
 
 @contextlib.contextmanager
@@ -37,6 +38,8 @@ def cuda_composites(context: RuleContext) -> Iterator[None]:
     active = [context]  # torch never drops a Python kernel: emptied, it keeps nothing of the trace
     for op in COMPOSITES:
         library.impl(op_name(op).removeprefix("aten."), _kernel(op, active), "AutogradCPU")
+    # The compiler's fake tensors have CUDA's keys. Its own decompositions are the same on all devices.
+    library.impl(_ATTENTION.name()[6:], _kernel(_ATTENTION, active), "AutogradCUDA")
     try:
         yield
     finally:
@@ -57,6 +60,8 @@ def run_composite(
     """Decompose the op, as CUDA does where it has a path of its own."""
     decompose = functools.partial(op.decompose, *args, **kwargs)
     if op not in COMPOSITES or not context.on_gpu(args[0]):
+        return decompose()
+    if context.compiling() and op is not _ATTENTION:
         return decompose()
     rule = functools.partial(COMPOSITES[op], context, bind(op, args, kwargs))
     fallback = functools.partial(_decomposed_or_like_first_argument, op, decompose, args[0])
@@ -147,7 +152,7 @@ def _reversed_cumsum(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return total.flip(dim)
 
 
-@composite(aten.scaled_dot_product_attention.default)
+@composite(_ATTENTION)
 def _attention(context: RuleContext, call: BoundArguments) -> Any:
     return attention_like_cuda(
         call["query"],

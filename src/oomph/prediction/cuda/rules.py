@@ -171,3 +171,4 @@ class RuleContext(NamedTuple):
     count_classes: Callable[[torch.Tensor, str], int]  # (ids, op): one more than the largest id
     has_zeros: Callable[[torch.Tensor], bool]
     held: list[torch.Tensor]  # device memory that a library keeps until the process ends
+    compiling: Callable[[], bool]  # the composites of torch.compile's decompositions are not CUDA's

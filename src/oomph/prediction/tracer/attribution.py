@@ -7,6 +7,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -53,10 +54,19 @@ def is_internal(filename: str) -> bool:
     return filename.startswith(_STANDARD_LIBRARY)
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledSite(Site):
+    """The line that a part of a compiled graph comes from, with what only the compiler knows of it."""
+
+    module: str  # its path inside the compiled module
+    op: str
+    is_loss: bool
+
+
 class _Code(NamedTuple):
     """What a frame with this code means to the walk up the stack."""
 
-    ends: Literal["engine", "outside", "user"] | None
+    ends: Literal["engine", "outside", "user", "compiled"] | None
     ends_loss: bool  # a loss's function that is further up is not the innermost module's
     is_loss: bool
     code: CodeType  # kept alive, so that its id stays its own
@@ -69,18 +79,22 @@ class StackBoundary:
         self.engine: set[CodeType] = set()  # autograd's engine was called from here
         self.outside: set[CodeType] = set()  # the trace was started from here
         self.module_call: CodeType | None = None  # a module was called from here
+        # of a program that the compiler generated, with the site of each line
+        self.compiled: dict[CodeType, Callable[[int], CompiledSite | None]] = {}
         self.known: dict[int, _Code] = {}  # by id: to hash a code object takes long
 
     def classify(self, code: CodeType) -> _Code:
-        ends: Literal["engine", "outside", "user"] | None = None
-        if code in self.engine:
+        ends: Literal["engine", "outside", "user", "compiled"] | None = None
+        if code in self.compiled:
+            ends = "compiled"
+        elif code in self.engine:
             ends = "engine"
         elif code in self.outside:
             ends = "outside"
         elif not is_internal(code.co_filename):
             ends = "user"
         ends_loss = ends in ("engine", "outside") or code is self.module_call
-        found = self.known[id(code)] = _Code(ends, ends_loss, _is_loss_name(code.co_name), code)
+        found = self.known[id(code)] = _Code(ends, ends_loss, is_loss_name(code.co_name), code)
         return found
 
 
@@ -92,6 +106,8 @@ def find_site(boundary: StackBoundary, depth: int = 1) -> tuple[Site | None, boo
         code = frame.f_code
         ends = (known.get(id(code)) or boundary.classify(code)).ends
         if ends is not None:
+            if ends == "compiled":
+                return boundary.compiled[code](frame.f_lineno), False
             if ends == "user":
                 return _site(code.co_filename, frame.f_lineno, code.co_qualname), False
             return None, ends == "engine"
@@ -112,7 +128,7 @@ def in_loss_function(boundary: StackBoundary, depth: int = 1) -> bool:
     return False
 
 
-def _is_loss_name(name: str) -> bool:
+def is_loss_name(name: str) -> bool:
     name = name.lower()
     return "loss" in name or "criterion" in name or "cross_entropy" in name
 
@@ -158,6 +174,7 @@ class ModuleStack:
         prefix = "" if not self._roots else type(root).__name__
         self._roots.append(root)
         for path, module in root.named_modules():
+            path = path.replace("_orig_mod.", "").removesuffix("_orig_mod").removesuffix(".")
             self._names.setdefault(id(module), ".".join(part for part in (prefix, path) if part))
             if isinstance(module, (nn.ModuleList, nn.Sequential)):
                 self._blocks |= _repeated_blocks(module)

@@ -139,6 +139,11 @@ class DispatchMode(TorchDispatchMode):
         self._traits: dict[int, _OpTraits] = {}  # by id: to hash an op takes long
         self.gradient_reuse = GradientReuse(tracer.fake_mode, tracer.recorder)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Dynamo compiles under this mode."""
+        return True
+
     def _dispatch(
         self,
         func: OpOverload,

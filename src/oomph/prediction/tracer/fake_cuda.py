@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import mmap
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -41,16 +42,31 @@ class Patches:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
+        self._replaced: list[tuple[Any, str, Callable[[], None], Any]] = []
 
     def set(self, owner: Any, name: str, value: Any, missing_ok: bool = False) -> None:
         """Replace `owner.name`, which must exist. An inherited attribute is removed again, not frozen in."""
         if not missing_ok:
             check_attribute(owner, name)
         if name in vars(owner):
-            self._stack.callback(setattr, owner, name, vars(owner)[name])
+            undo = functools.partial(setattr, owner, name, vars(owner)[name])
         else:
-            self._stack.callback(delattr, owner, name)
+            undo = functools.partial(delattr, owner, name)
+        self._stack.callback(undo)
+        self._replaced.append((owner, name, undo, value))
         setattr(owner, name, value)
+
+    @contextlib.contextmanager
+    def suspended(self, keep: Collection[Any]) -> Iterator[None]:
+        """Put the attributes of all owners but `keep` back for the duration."""
+        suspended = [each for each in self._replaced if each[0] not in keep]
+        for _, _, undo, _ in reversed(suspended):
+            undo()
+        try:
+            yield
+        finally:
+            for owner, name, _, value in suspended:
+                setattr(owner, name, value)
 
     def callback(self, undo: Callable[[], Any]) -> None:
         """Call `undo` in its turn on exit."""
@@ -212,7 +228,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-class _NullContext(contextlib.ContextDecorator):
+class NullContext(contextlib.ContextDecorator):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -254,7 +270,7 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
             for module in (torch.cuda.memory, torch.cuda.random) if owner is torch.cuda else ():
                 if hasattr(module, name):
                     patches.set(module, name, function)
-    patches.set(torch.cuda.nvtx, "range", _NullContext)
+    patches.set(torch.cuda.nvtx, "range", NullContext)
     patches.set(torch, "device", _Device)
     patches.set(torch.version, "cuda", _CUDA_VERSION)
     patches.set(torch.backends.cuda, "is_built", _answer(True))
@@ -392,9 +408,9 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         }
         return defaultdict(int, figures)
 
-    def graph(*args: Any, **kwargs: Any) -> _NullContext:
+    def graph(*args: Any, **kwargs: Any) -> NullContext:
         recorder.note_once("CUDA graphs are traced as eager: a graph keeps all memory of its capture", None)
-        return _NullContext()
+        return NullContext()
 
     def graphed(callables: Any, *args: Any, **kwargs: Any) -> Any:
         graph()
@@ -432,8 +448,8 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         "set_stream": own.set_current,
         "stream": StreamContext,
         "synchronize": lambda *a, **k: own.report("synchronize device"),
-        "device": _NullContext,
-        "device_of": _NullContext,
+        "device": NullContext,
+        "device_of": NullContext,
         "is_current_stream_capturing": _answer(False),
         "CUDAGraph": CudaGraph,
         "graph": graph,

@@ -8,6 +8,7 @@ import inspect
 import logging
 import random
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from oomph.gpus import GPU
 from oomph.prediction.cuda.autocast import cuda_autocast
 from oomph.prediction.cuda.composites import cuda_composites
 from oomph.prediction.cuda.workspaces import flatten_parameters
+from oomph.prediction.isolation import restarted_without
 from oomph.prediction.tracer.dispatch import DispatchMode, install_python_kernels
 from oomph.prediction.tracer.fake_cuda import Patches, install_fake_cuda
 from oomph.prediction.tracer.hooks import install_hooks
@@ -46,6 +48,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
     tracer = Tracer(gpu)
     tracer.log = log
     with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [call() for call in tracer.after_trace])
         stack.callback(tracer.recorder.close)
         patches = stack.enter_context(Patches())
         # It logs the inner workings of every shape error; the error itself is enough.
@@ -66,7 +69,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         install_python_kernels(patches)
         _make_generators_on_host(patches)
         _follow_resized_storages(patches, tracer)
-        _run_compiled_as_eager(patches, tracer)
+        _run_compiled(patches, tracer, placement)
         patches.set(torch.nn.RNNBase, "flatten_parameters", flatten_parameters(tracer.on_gpu))
         _restore_settings(patches)
         stack.enter_context(torch.random.fork_rng(devices=()))
@@ -180,28 +183,47 @@ def _hide_fake_tensor(patches: Patches) -> None:
     patches.set(*EXPORTED_FAKE_TENSOR, type("FakeTensor", (), {}))
 
 
-def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
-    def note() -> None:
-        tracer.note("torch.compile is traced as eager: the compiled step may need less memory")
+def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) -> None:
+    """torch.compile and torch.jit."""
+    compile_with_dynamo = torch.compile
+    compilers: list[Any] = []  # the one of this trace, or None: programs are traced as eager
+
+    def start_compiler() -> bool:
+        """Loaded when first needed, which takes seconds, and without the patches, which it would copy."""
+        if not compilers:
+            try:
+                if restarted_without("compiled programs"):
+                    raise RuntimeError("a compiled graph did not run without a GPU")
+                with patches.suspended(()), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    from oomph.prediction.tracer.compiled import Compiler
+                compilers.append(Compiler(patches, tracer, placement))
+            except Exception as error:
+                tracer.compiled_as_eager = True
+                tracer.note(f"torch.compile is traced as eager, which may need more: {error}")
+                compilers.append(None)
+        return compilers[0] is not None
 
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if model is None:
-            return compile
-        if inspect.isroutine(model):
-            return compiled(model)
-        note()
-        return model
+            return functools.partial(compile, **kwargs)
+        if isinstance(getattr(model, "__self__", None), torch.optim.Optimizer) or not start_compiler():
+            compiled = model
+        else:
+            with patches.suspended((torch.cuda,)):
+                compiled = compile_with_dynamo(model, *args, **kwargs)
+        return update_in_one_kernel(model, compiled) if inspect.isroutine(model) else compiled
 
     updates: set[tuple[Any, str]] = set()  # function and arguments with which it left nothing behind
 
-    def compiled(function: Any) -> Any:
+    def update_in_one_kernel(function: Any, compiled: Any) -> Any:
+        """An optimizer step fuses: it is not compiled, and stores no intermediate results."""
         of_optimizer = isinstance(getattr(function, "__self__", None), torch.optim.Optimizer)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
             if not of_optimizer and tracer.phase != "optimizer":
-                note()
-                return function(*args, **kwargs)
+                return compiled(*args, **kwargs)
             tracer.note_once("a compiled optimizer step is assumed to store no intermediate results")
             leaves = tree_leaves((args, kwargs))
             given = function, "; ".join(map(_described, leaves))
@@ -217,9 +239,6 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
 
         return run
 
-    def compile_module(self: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        note()
-
     compile_script = torch.jit.script
 
     def script(program: Any, *args: Any, **kwargs: Any) -> Any:
@@ -231,16 +250,14 @@ def _run_compiled_as_eager(patches: Patches, tracer: Tracer) -> None:
     patches.set(torch, "compile", compile)
     patches.set(torch.jit, "script", script)
     patches.set(torch.jit, "trace", script)
-    patches.set(torch.nn.Module, "compile", compile_module)
     callback = compiled_frame_callback()  # of what was compiled before the trace
     if callback is not None:
+        choose = getattr(*callback)
 
-        def run_eagerly(callback: Any) -> Any:
-            if callable(callback):
-                note()
-            return None
+        def choose_callback(callback: Any) -> Any:
+            return choose(callback) if not callable(callback) or start_compiler() else None
 
-        patches.set(*callback, run_eagerly)
+        patches.set(*callback, choose_callback)
 
 
 def _described(argument: Any) -> str:

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomph.gpus import GPU
 from oomph.prediction.cuda.rules import RuleContext, RuleGuard
 from oomph.prediction.tracer.attribution import (
+    CompiledSite,
     ModuleStack,
     StackBoundary,
     find_site,
@@ -86,7 +87,12 @@ class Tracer:
             self.estimates.count_classes,
             self.estimates.has_zeros,
             held=[],
+            compiling=lambda: self.compiling,
         )
+        self.after_trace: list[Callable[[], object]] = []  # called when torch is as it was before
+        self.compiled_as_eager = False  # a part of the program that torch.compile compiles
+        self.graph_pool = 0  # the stream whose memory a CUDA graph has; 0: none runs
+        self.compiling = False  # the program's compiler runs, on fake tensors of its own (compiled.py)
         self.blocks_repeated = False  # of a model, without being traced (repeated_blocks.py)
         self.reads = 0  # of values that may be guesses, by the program or for a size
         self.optimizers = 0  # that the program made
@@ -128,6 +134,8 @@ class Tracer:
     # -- placement ------------------------------------------------------------------------------------
 
     def on_gpu(self, tensor: torch.Tensor) -> bool:
+        if self.compiling and tensor.device.type == "cuda":
+            return True  # of the compiler's own fake tensors
         if isinstance(tensor, FakeTensor):
             return self.recorder.is_on_gpu(tensor)
         return any(map(self.recorder.is_on_gpu, inner_tensors(tensor)))
@@ -191,6 +199,8 @@ class Tracer:
     def stream(self) -> int:
         """The number of the stream that runs now. A backward op runs on the stream of its forward op."""
         streams = current_streams()
+        if self.graph_pool:
+            return self.graph_pool
         if not streams.several:
             return 0
         number = streams.number(streams.current)
@@ -251,12 +261,16 @@ class Tracer:
     def _attribution(self) -> tuple[Site | None, str, Stage]:
         site, at_engine = self._line()
         path = self.modules.path
+        compiled = site if isinstance(site, CompiledSite) else None
+        if self.phase == "backward" and (at_engine or compiled):
+            node = current_autograd_node()
+            origin = self._origins.get(node._sequence_nr()) if node is not None else None
+            if origin is not None:
+                site, path = origin[0], origin[1]
+        if compiled:
+            site = Site(compiled.file, compiled.line, compiled.function)
+            path = ".".join(filter(None, (path, compiled.module)))
         if self.phase == "backward":
-            if at_engine:
-                node = current_autograd_node()
-                origin = self._origins.get(node._sequence_nr()) if node is not None else None
-                if origin is not None:
-                    site, path = origin[0], origin[1]
             return site, path, "backward"
         if self.phase == "optimizer":
             return site, path, "optimizer step"
@@ -264,7 +278,11 @@ class Tracer:
             return site, path, "batch"
         if self._averages_weights():
             return site, path, "optimizer step"
-        return site, path, "loss" if self._is_loss() else "forward activations"
+        return (
+            site,
+            path,
+            "loss" if (compiled and compiled.is_loss) or self._is_loss() else "forward activations",
+        )
 
     def _averages_weights(self) -> bool:
         """Between an optimizer step and the next module call, what is computed without gradients belongs to
@@ -345,6 +363,8 @@ class Tracer:
     def _describe(self, op: str, operands: Sequence[torch.Tensor] = ()) -> Describe:
         def describe(id: int, size: int, tensor: torch.Tensor) -> PendingAllocation:
             site, path, stage = self.attribution()
+            line = self._line()[0]
+            name = line.op if isinstance(line, CompiledSite) else op
             kind = _KIND_OF_STAGE.get(stage, "activation")
             shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             cloned = op == "aten.clone"
@@ -356,7 +376,7 @@ class Tracer:
                 size,
                 shape,
                 dtype,
-                op,
+                name,
                 path,
                 site,
                 stage,

@@ -1,0 +1,139 @@
+"""Programs under torch.compile: what Inductor's generated program allocates."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import oomph
+from oomph.errors import ProgramError
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    # Loaded once here, not in the process of every prediction.
+    from oomph.prediction import compiler_internals
+
+WIDTH, ROWS = 64, 2048
+
+
+class Block(nn.Module):
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.up, self.down, self.breaks = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), breaks
+
+    def forward(self, x):
+        wide = F.gelu(self.up(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return x + self.down(wide)
+
+
+class Net(nn.Module):
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(breaks), Block(breaks)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.qkv = nn.Embedding(128, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.block, self.head = Block(), nn.Linear(WIDTH, 128, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        q, k, v = (part.view(4, 128, 2, 32).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        logits = self.head(self.block(x))
+        return F.cross_entropy(logits.view(-1, 128), tokens.view(-1))
+
+
+def predict(compile=lambda model: model, **options):
+    def setup():
+        model = compile(Net(**options).cuda())
+        x = torch.randn(ROWS, WIDTH, device="cuda")
+        return lambda: model(x).square().sum().backward()
+
+    return oomph.predict(setup, gpu="h200")
+
+
+@pytest.fixture(scope="module")
+def eager():
+    return predict()
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return predict(torch.compile)
+
+
+def test_a_compiled_model_needs_less_than_the_eager_one(eager, compiled):
+    assert compiled.notes == ()
+    assert compiled.interval is None
+    # Gradients are computed in place of activations that are not needed any more.
+    assert eager.peak.allocated - compiled.peak.allocated >= ROWS * WIDTH * 4
+
+
+def test_allocations_of_a_compiled_model_name_module_line_and_stage(compiled):
+    made = [one for one in compiled.allocations if one.module == "blocks.1.up" and one.shape[:1] == (ROWS,)]
+    assert {one.stage for one in made} >= {"forward activations"}
+    assert all(one.site.file == __file__ and one.site.function == "forward" for one in made)
+    assert {one.op for one in made} >= {"aten.addmm"}
+    assert any(one.stage == "backward" and one.module.startswith("blocks.0") for one in compiled.allocations)
+
+
+def test_compiled_blocks_with_graph_breaks_need_about_as_much_as_one_graph(compiled):
+    def compile_blocks(model):
+        for block in model.blocks:
+            block.compile()
+        return model
+
+    blocks = predict(compile_blocks, breaks=True)
+    assert blocks.notes == ()
+    assert blocks.peak.allocated == pytest.approx(compiled.peak.allocated, rel=0.05)
+    assert any(one.module == "blocks.1.up" for one in blocks.allocations)
+
+
+def test_a_graph_break_under_fullgraph_is_the_programs_error():
+    with pytest.raises(ProgramError, match="graph_break"):
+        predict(lambda model: torch.compile(model, fullgraph=True), breaks=True)
+
+
+def test_what_cannot_be_compiled_is_traced_as_eager_with_an_interval(monkeypatch, eager):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such lowering")
+
+    monkeypatch.setattr(compiler_internals, "compile_fx_inner", fail)
+    prediction = predict(torch.compile)
+    assert "no such lowering" in prediction.notes[0].text
+    assert prediction.peak.allocated == pytest.approx(eager.peak.allocated, rel=0.02)
+    assert prediction.interval.low.allocated < prediction.interval.high.allocated == prediction.peak.allocated
+
+
+def test_a_decoder_with_autocast_in_cuda_graphs():
+    def setup():
+        model = torch.compile(Decoder().cuda(), mode="reduce-overhead")
+        tokens = torch.zeros(4, 128, dtype=torch.long, device="cuda")
+
+        def step():
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(tokens)
+            loss.backward()
+
+        return step
+
+    prediction = oomph.predict(setup, gpu="h200")
+    assert ["CUDA graphs" in note.text for note in prediction.notes] == [True]
+    ops = {one.op for one in prediction.allocations}
+    assert any("scaled_dot_product" in op and "for_cpu" not in op for op in ops)
+    assert any(one.stage == "loss" for one in prediction.allocations)
+    assert any(one.dtype == "bfloat16" and one.module == "block.up" for one in prediction.allocations)
+    pool = [one for one in prediction.allocations if one.stream]
+    assert [one.dtype for one in pool if one.shape == (4, 128)] == ["int64"]  # the copy of the graph's input
