@@ -1,6 +1,6 @@
 # On a fresh machine with Python 3.11+ (with venv) and make, two commands do everything:
 #   make demo    set up, then predict and explain a real model against a real GPU's size
-#   make test    set up, then lint, types, layering and tests
+#   make test    set up, then lint, types, layering, documentation and tests
 # Only the package index is needed. A CPU build of torch is enough, and much the quickest to install:
 # where the default index carries CUDA builds, point pip's usual settings at one with CPU builds.
 
@@ -17,13 +17,13 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types layers tests accuracy format clean
+.PHONY: help setup demo test lint types layers site tests accuracy format clean
 
 help:
 	@echo "make demo     set up, then predict $(DEMO_TARGET) against $(DEMO_GPU)"
-	@echo "make test     set up, then lint, types, layers and tests"
+	@echo "make test     set up, then lint, types, layers, site and tests"
 	@echo "make accuracy set up, then predict all 81 measured training steps and check every row (minutes)"
-	@echo "make setup | lint | types | layers | tests | format | clean"
+	@echo "make setup | lint | types | layers | site | tests | format | clean"
 
 setup: $(STAMP)
 
@@ -49,7 +49,7 @@ demo: $(STAMP)
 
 # Two at a time: mypy computes with one core only.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j 2 lint types layers tests
+	@$(MAKE) --no-print-directory -j 2 lint types layers site tests
 
 lint: $(STAMP)
 	@echo "== lint"
@@ -63,6 +63,11 @@ types: $(STAMP)
 layers: $(STAMP)
 	@echo "== layers"
 	@$(BIN)/lint-imports
+
+# The documentation, with warnings as errors.
+site: $(STAMP)
+	@echo "== site"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tests: $(STAMP)
 	@echo "== tests"
