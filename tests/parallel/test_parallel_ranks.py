@@ -45,6 +45,13 @@ FOUR_RANKS = (
 )
 
 
+def run_all(rank: int, port: int) -> None:
+    """Two pairs of ranks, then all four: to start a process takes long."""
+    pair = rank // 2
+    run(rank % 2, port + 1 + pair, 2, TWO_RANKS[pair::2])
+    run(rank, port, 4, FOUR_RANKS)
+
+
 def run(rank: int, port: int, ranks: int, cases: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -97,12 +104,8 @@ def a_rank_that_cannot_take_its_part_is_refused() -> None:
         parse_parallel("tp", 2).apply(torch.nn.Linear(2, 2), "cpu")
 
 
-def test_two_ranks(run_ranks):
-    run_ranks(run, 2, 2, TWO_RANKS)
-
-
-def test_four_ranks(run_ranks):
-    run_ranks(run, 4, 4, FOUR_RANKS)
+def test_two_and_four_ranks(run_ranks):
+    run_ranks(run_all, 4)
 
 
 @pytest.mark.parametrize(

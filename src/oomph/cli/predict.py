@@ -224,15 +224,14 @@ def _parallel(options: PredictOptions) -> Any:
 def _on_ranks(workload: Any, options: PredictOptions) -> Any:
     """A config's batch is that of all ranks; a Workload's is that of one."""
     parallel = _parallel(options)
-    if is_config(options.target):
-        rows = workload.sizes["B"]
-        if rows % parallel.replicas:
-            raise UserError(
-                f"data.batch_size={rows} cannot be divided over {parallel.replicas} data-parallel ranks "
-                f"({parallel}); give a multiple, as data.batch_size={parallel.replicas}"
-            )
-        workload = workload.with_sizes({"B": rows // parallel.replicas})
-    return replace(workload, parallel=parallel)
+    if not is_config(options.target):
+        return replace(workload, parallel=parallel)
+    from oomph.training.config import load, overrides_from_words
+    from oomph.training.ranks import parallel_of
+    from oomph.training.step import on_ranks
+
+    config = load(options.target, overrides_from_words(options.overrides))
+    return on_ranks(workload, parallel_of(config, parallel.ranks, parallel if options.parallel else None))
 
 
 def _is_script(options: PredictOptions) -> bool:

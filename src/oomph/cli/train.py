@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,8 +25,10 @@ from oomph.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
+    from oomph.parallel import Parallel
     from oomph.records import FixUse, Prediction
     from oomph.training.config import TrainConfig
+    from oomph.training.ranks import Ranks
 
 
 def run_train(
@@ -52,39 +55,68 @@ def run_train(
 ) -> int:
     """Train a config. key=value or --key value override the file."""
     from oomph.training.config import load, overrides_from_words
+    from oomph.training.ranks import ONE_PROCESS, joined, parallel_of, restarted, world_size
+    from oomph.training.run import check_folder, device_of, folder_of, is_run
 
-    typed = [config, *context.args]
-    loaded = load(config, (*overrides_from_words(context.args), *_fixes_of_file(fixes)))
-    console = Console(stderr=True)
+    typed, size = [config, *context.args], world_size()
+    first = size == 1 or os.environ.get("RANK", "0") == "0"
+    console = Console(stderr=True, quiet=not first)
+    loaded = device = prediction = gpu = error = None
+    try:
+        loaded = load(config, (*overrides_from_words(context.args), *_fixes_of_file(fixes)))
+        parallel = parallel_of(loaded, size) if size > 1 else None
+        resume = resume or (restarted() and is_run(folder_of(loaded)))
+        if first:
+            check_folder(loaded, folder_of(loaded), resume)
+        device = device_of(loaded)
+        if device.type == "cuda":
+            gpu = gpu_of(device)
+            if first:
+                with progress_display(console) as report:
+                    prediction = _predict(loaded, gpu, parallel, report)
+                    if prediction.verdict == "does not fit" and not force:
+                        raise DoesNotFit(_refusal(loaded, prediction, gpu, shlex.join(typed), report))
+    except UserError as own:
+        if size == 1:
+            raise
+        error = own  # the first rank reports those of all
+    again = ["oomph", "train", *typed, "--resume"]
+    again += [] if fixes is None else ["--fixes", fixes]
+    again += [] if export is None else ["--export", export]
+    again += ["--force"] if force else []
+    with nullcontext(ONE_PROCESS) if size == 1 else joined(loaded, device, error) as ranks:
+        assert loaded is not None
+        display = TrainDisplay(console, loaded, prediction, gpu)
+        return _train(loaded, resume, export, display, ranks, again)
 
+
+class DoesNotFit(UserError):
+    exit_status = ExitStatus.DOES_NOT_FIT
+
+
+def _train(
+    config: TrainConfig,
+    resume: bool,
+    export: str | None,
+    display: TrainDisplay,
+    ranks: Ranks,
+    again: Sequence[str],
+) -> int:
+    """`again`: the words of a command that continues the run."""
     from oomph.training.failures import OutOfMemory
-    from oomph.training.run import check_folder, device_of, folder_of, train
+    from oomph.training.run import train
 
-    check_folder(loaded, folder_of(loaded), resume)
-    device = device_of(loaded)
-    prediction = gpu = None
-    if device.type == "cuda":
-        gpu = gpu_of(device)
-        with progress_display(console) as report:
-            prediction = _predict(loaded, gpu, report)
-            if prediction.verdict == "does not fit" and not force:
-                message = _refusal(loaded, prediction, gpu, shlex.join(typed), report)
-                console.print(message, markup=False, highlight=False, soft_wrap=True)
-                return ExitStatus.DOES_NOT_FIT
-    with TrainDisplay(console, loaded, prediction, gpu) as display:
+    with display:
         try:
-            outcome = train(loaded, resume=resume, callbacks=display, export_to=export)
+            outcome = train(config, resume=resume, callbacks=display, export_to=export, ranks=ranks)
         except KeyboardInterrupt:  # the second one; the first lets the step finish
             display.on_message("stopped at once; earlier checkpoints are unchanged")
             return ExitStatus.INTERRUPTED
         except OutOfMemory as error:
-            raise UserError(f"{error}; {_what_to_change(config, prediction)}") from error
+            raise UserError(f"{error}; {_what_to_change(again[2], display.prediction)}") from error
     if outcome.stopped is not None:
-        again = ["oomph", "train", *typed, "--resume"]
-        again += [] if fixes is None else ["--fixes", fixes]
-        again += [] if export is None else ["--export", export]
-        then = f"continue with: {shlex.join([*again, *(['--force'] if force else [])])}"
-        if not loaded.training.save:
+        then = f"continue with: {shlex.join(again)}"
+        if not config.training.save:
             then = "nothing is saved, as training.save=false says"
         display.on_message(f"stopped by {outcome.stopped} after step {outcome.step}; {then}")
         return ExitStatus.INTERRUPTED
@@ -99,12 +131,16 @@ def gpu_of(device: torch.device) -> gpus.GPU:
     return gpus.for_device(found.name, found.total_memory, (found.major, found.minor))
 
 
-def _predict(config: TrainConfig, gpu: gpus.GPU, report: ProgressReport) -> Prediction:
+def _predict(
+    config: TrainConfig, gpu: gpus.GPU, parallel: Parallel | None, report: ProgressReport
+) -> Prediction:
     """The step at the config's largest shape, on this GPU and within training.memory_limit."""
     from oomph.prediction import predict
-    from oomph.training.step import predicted_workload
+    from oomph.training.step import on_ranks, predicted_workload
 
-    return predict(predicted_workload(config), gpu=gpu, max=config.training.memory_limit, progress=report)
+    step = predicted_workload(config)
+    step = step if parallel is None else on_ranks(step, parallel)
+    return predict(step, gpu=gpu, max=config.training.memory_limit, progress=report)
 
 
 def _refusal(
@@ -121,7 +157,7 @@ def _refusal(
         else f"training.memory_limit is {limit}"
     )
     needs = format_bytes(prediction.peak.reserved)
-    problem = f"oomph: {config.name} does not fit: a step needs {needs}, and {has}"
+    problem = f"{config.name} does not fit: a step needs {needs}, and {has}"
     # Recomputation and offloading cannot be captured.
     eager = replace(config, training=config.training.model_copy(update={"cuda_graph": False}))
     plan = fit(predicted_workload(eager), gpu=gpu, max=limit, progress=report)

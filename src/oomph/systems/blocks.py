@@ -251,7 +251,10 @@ class CausalDecoder(nn.Module):
     def output(self, hidden_BTD: Tensor, labels: Tensor | None) -> LanguageModelOutput:
         """Apply the head, or with labels the loss. hidden_BTD: after the final norm."""
         if labels is None:
-            return LanguageModelOutput(logits=F.linear(hidden_BTD, self.head_weight))
+            weight: Any = self.head_weight
+            # Over ranks that share a vocabulary, the loss needs the shard alone.
+            weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            return LanguageModelOutput(logits=F.linear(hidden_BTD, weight))
         loss = linear_cross_entropy(hidden_BTD, self.head_weight, labels, shift=True)
         assert isinstance(loss, Tensor)
         return LanguageModelOutput(loss=loss)

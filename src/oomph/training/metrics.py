@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -74,18 +75,21 @@ class MetricsWriter:
     stopped, are removed first, so that each step has one row.
     """
 
-    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+    def __init__(self, folder: Path, resumed_at: int | None, writes: bool = True) -> None:
+        """writes: False on all ranks but the first, which read only."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / METRICS
-        if resumed_at is None:
+        if not writes:
+            pass
+        elif resumed_at is None:
             self.path.unlink(missing_ok=True)
         elif self.path.exists():
             kept = [row for row in _rows(self.path) if row["step"] <= resumed_at]
             partial = self.path.with_suffix(".partial")
             partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
             partial.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
-        self._tensorboard = _tensorboard(folder / "tensorboard", resumed_at)
+        self._file = (self.path if writes else Path(os.devnull)).open("a", encoding="utf-8")
+        self._tensorboard = _tensorboard(folder / "tensorboard", resumed_at) if writes else None
 
     def write(self, kind: str, step: int, numbers: Mapping[str, float | None]) -> None:
         known = {name: value for name, value in numbers.items() if value is not None}

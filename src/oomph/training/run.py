@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,13 @@ import torch
 from oomph.errors import UserError
 from oomph.torch_internals import deterministic_algorithms
 from oomph.training.checkpoint import DISK_FULL
-from oomph.training.config import TrainConfig, load_dict
+from oomph.training.config import ParallelConfig, TrainConfig, load_dict
 from oomph.training.config.sections import RUN_CONFIG, RUN_LOCK, is_run, read_mapping, to_yaml
 from oomph.training.data import open_data
 from oomph.training.export import check_export, export, without_duplicates
 from oomph.training.failures import OutOfMemory, is_out_of_memory
 from oomph.training.metrics import Callbacks
+from oomph.training.ranks import ONE_PROCESS, Ranks, world_size
 from oomph.training.step import workload
 from oomph.training.trainer import Outcome, Trainer
 from oomph.units import format_bytes, parse_bytes
@@ -32,6 +33,7 @@ _MAY_CHANGE = {
     *(("training", key) for key in ("steps", "epochs", "eval_every", "eval_at_start", "eval_batches")),
     *(("training", key) for key in ("save_every", "save", "keep", "log_every", "device", "on_nan")),
     *(("training", key) for key in ("memory_limit", "deterministic")),
+    *(("parallel", key) for key in ParallelConfig.model_fields),
 }
 
 
@@ -41,11 +43,16 @@ def train(
     resume: bool = False,
     callbacks: Callbacks | None = None,
     export_to: str | None = None,
+    ranks: Ranks = ONE_PROCESS,
 ) -> Outcome:
-    """Train as the config says. resume: continue from the newest checkpoint in its folder."""
+    """Train as the config says. resume: continue from the newest checkpoint in its folder.
+
+    ranks: this process among those of the run; its folder was then checked before they joined.
+    """
     callbacks = callbacks or Callbacks()
     folder = folder_of(config)
-    check_folder(config, folder, resume)
+    if ranks.parallel is None:
+        check_folder(config, folder, resume)
     if export_to is not None:
         check_export(export_to)
     _check_batch_bytes(config)
@@ -53,14 +60,20 @@ def train(
     # The model and the fixes refuse a config before data are read.
     with no_room_errors(), torch.device("meta"):
         step.make_model(lambda made: made)
-    with lock_folder(folder):
-        check_folder(config, folder, resume)  # another run may have started and ended since
+    with lock_folder(folder) if ranks.is_first else nullcontext():
+        if ranks.is_first:
+            check_folder(config, folder, resume)  # another run may have started and ended since
         with disk_errors(folder), deterministic_algorithms(config.training.deterministic):
-            return _train(config, folder, resume, callbacks, export_to)
+            return _train(config, folder, resume, callbacks, export_to, ranks)
 
 
 def _train(
-    config: TrainConfig, folder: Path, resume: bool, callbacks: Callbacks, export_to: str | None
+    config: TrainConfig,
+    folder: Path,
+    resume: bool,
+    callbacks: Callbacks,
+    export_to: str | None,
+    ranks: Ranks,
 ) -> Outcome:
     training, device = config.training, device_of(config)
     _seed(training.seed)
@@ -72,11 +85,12 @@ def _train(
             torch.cuda.set_per_process_memory_fraction(limit, device)
         if step.allocator is not None:
             set_allocator(step.allocator)
-    data = open_data(config, folder, workers=int(device.type == "cuda"))
+    with ranks.first():
+        data = open_data(config, folder, workers=int(device.type == "cuda"))
     for message in (data.description, *_warnings(config, device)):
         callbacks.on_message(message)
     with no_room_errors():
-        trainer = Trainer(config, step, data, folder, device, callbacks)
+        trainer = Trainer(config, step, data, folder, device, callbacks, ranks)
         resumed_at = trainer.resume() if resume else None
     if resume:
         where = "no checkpoint yet: starting" if resumed_at is None else f"resumed at step {resumed_at}"
@@ -85,7 +99,8 @@ def _train(
         _check_steps_left(config, folder, resumed_at, callbacks)
     if export_to is not None:
         without_duplicates(trainer.model.state_dict())  # raises if they cannot be exported
-    write_config(config, folder)
+    if ranks.is_first:
+        write_config(config, folder)
     try:
         outcome = trainer.run()
     finally:
@@ -93,7 +108,9 @@ def _train(
     if export_to is not None and outcome.stopped is not None:
         callbacks.on_message(f"stopped before its end: no weights are written to {export_to}")
     elif export_to is not None:
-        export(trainer.model.state_dict(), export_to, {"config": config.name, "step": str(outcome.step)})
+        state = ranks.whole(trainer.model.state_dict())
+        if ranks.is_first:
+            export(state, export_to, {"config": config.name, "step": str(outcome.step)})
         callbacks.on_message(f"weights are in {export_to}")
     return outcome
 
@@ -186,7 +203,10 @@ def device_of(config: TrainConfig) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise UserError(f"training.device={name!r}: torch finds no GPU; give cpu, or leave it out")
-        device = torch.device("cuda", device.index or 0)
+        local = int(os.environ.get("LOCAL_RANK", 0)) if world_size() > 1 else 0
+        if local >= torch.cuda.device_count():
+            raise UserError(f"local rank {local} has no GPU: torch finds {torch.cuda.device_count()}")
+        device = torch.device("cuda", local if device.index is None else device.index)
         torch.cuda.set_device(device)
     return device
 

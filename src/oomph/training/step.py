@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError
 from oomph.fixes import apply
+from oomph.parallel import Parallel
 from oomph.systems import SYSTEMS
 from oomph.torch_internals import tree_leaves, tree_map
 from oomph.training.checkpoint_state import rng_state, set_rng_state
@@ -37,6 +38,12 @@ def predicted_workload(config: TrainConfig) -> Workload:
     if config.training.cuda_graph and step.optimizer is not None:
         step = replace(step, optimizer=KeepsGradients(step.optimizer))
     return step
+
+
+def on_ranks(step: Workload, parallel: Parallel) -> Workload:
+    """One rank's part of a config's step: data.batch_size is the batch of all ranks."""
+    assert step.sizes is not None
+    return replace(step.with_sizes({"B": step.sizes["B"] // parallel.replicas}), parallel=parallel)
 
 
 def workload(config: TrainConfig, *, stage: Stage | None = None, most_passes: int | None = None) -> Workload:
@@ -338,8 +345,12 @@ class OptimizerStep:
         if self.in_backward and (clip is not None or self.scaler is not None):
             what = "training.clip" if clip is not None else "training.autocast=float16, which scales them"
             raise UserError(f"updates are made in backward, so no gradients are left for {what}")
-        self._reads_found_inf = self.scaler is None and bool(
-            getattr(optimizer, "_step_supports_amp_scaling", False)
+        # Not where parameters are sharded: found_inf is a plain tensor.
+        sharded = any(hasattr(each, "full_tensor") for each in self.trained)
+        self._reads_found_inf = (
+            self.scaler is None
+            and not sharded
+            and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         )
 
     def __call__(self, loss: Tensor) -> Update:
@@ -351,7 +362,7 @@ class OptimizerStep:
             self.scaler.unscale_(self.optimizer)
         norm = None
         if self.clip is not None:
-            norm = torch.nn.utils.clip_grad_norm_(self.trained, self.clip)
+            norm = whole_tensor(torch.nn.utils.clip_grad_norm_(self.trained, self.clip))
             if self.scaler is None:  # a scaler skips such a step and lowers its scale
                 not_finite = not_finite + (norm - norm)
         found_inf = _as_found_inf(not_finite)
@@ -369,6 +380,12 @@ class OptimizerStep:
             self.scaler.update()  # also after a skipped step, or the scaler refuses the next
         self.incomplete = False
         return Update(norm, found_inf)
+
+
+def whole_tensor(tensor: Any) -> Tensor:
+    """A norm of sharded tensors as a plain one."""
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
 
 
 def _as_found_inf(not_finite: Tensor) -> Tensor:

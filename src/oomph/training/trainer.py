@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from oomph.errors import UserError
@@ -34,6 +35,7 @@ from oomph.training.failures import (
     save_batches,
 )
 from oomph.training.metrics import Callbacks, MetricsWriter, StepReport, Throughput
+from oomph.training.ranks import ONE_PROCESS, Ranks
 from oomph.training.step import (
     CudaGraphForwardBackward,
     ForwardBackward,
@@ -41,6 +43,7 @@ from oomph.training.step import (
     Precision,
     StepResult,
     StepResults,
+    whole_tensor,
     with_own_options,
 )
 from oomph.units import counted
@@ -72,17 +75,20 @@ class Trainer:
         folder: Path,
         device: torch.device,
         callbacks: Callbacks,
+        ranks: Ranks = ONE_PROCESS,
     ) -> None:
-        self.config, self.data = config, data
+        self.config, self.data, self.ranks = config, data, ranks
         self.one_batch = replace(workload, accumulate=1)  # a step's batches arrive one by one
         self.folder, self.device, self.callbacks = folder, device, callbacks
         options = config.training
-        self.model = build_model(workload, device)
-        assert workload.optimizer is not None
-        self.optimizer: Optimizer = workload.optimizer(self.model.parameters())
+        # Over several ranks it is built on the host, and moved to the device shard by shard.
+        self.model = build_model(workload, device if ranks.parallel is None else torch.device("cpu"))
         # Weights that a folder holds are left out of checkpoints; a resumed run must have the same.
         from_folder = getattr(config.model_config, "weights", None) is not None
         self._frozen = frozen_fingerprint(self.model) if from_folder else None
+        called = self.model if ranks.parallel is None else ranks.parallel.apply(self.model, device.type)
+        assert workload.optimizer is not None
+        self.optimizer: Optimizer = workload.optimizer(self.model.parameters())
         autocast = workload.autocast
         assert autocast is None or isinstance(autocast, torch.dtype)
         self.precision = Precision(device, autocast)
@@ -90,7 +96,8 @@ class Trainer:
         self.optimizer_step = OptimizerStep(self.optimizer, trained, options.clip, self.precision)
         use_graph = options.cuda_graph and device.type == "cuda"
         kind = CudaGraphForwardBackward if use_graph else ForwardBackward
-        self.forward_backward = kind(self.model, workload.loss, self.precision)
+        self.forward_backward = kind(called, workload.loss, self.precision)
+        ranks.seed(options.seed)
         self.learning_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.results = StepResults(device)
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=options.keep)
@@ -122,10 +129,12 @@ class Trainer:
                 "them; set model.weights to the folder that the run used"
             )
         with malformed_errors(saved):
-            self.optimizer.load_state_dict(with_own_options(state["optimizer"], self.optimizer))
+            own = with_own_options(state["optimizer"], self.optimizer)
+            self.optimizer.load_state_dict(self.ranks.sharded_optimizer_state(own, self.optimizer))
             self.precision.load_state_dict(state["scaler"])
             self.data.train.load_state_dict(state["data"])
             set_rng_state(state["rng"])
+            self.ranks.seed(self.config.training.seed + saved.step)
             if state["step"] != saved.step:
                 raise ValueError(f"step {state['step']!r} in the folder of step {saved.step}")
         self.step = self._saved_at = saved.step
@@ -133,7 +142,9 @@ class Trainer:
         return self.step
 
     def run(self) -> Outcome:
-        self.metrics = MetricsWriter(self.folder, self.step if self._resumed else None)
+        with self.ranks.first():
+            resumed_at = self.step if self._resumed else None
+            self.metrics = MetricsWriter(self.folder, resumed_at, writes=self.ranks.is_first)
         try:
             with StopSignals() as signals:
                 return self._train(signals)
@@ -154,7 +165,7 @@ class Trainer:
 
     def _train(self, signals: StopSignals) -> Outcome:
         options = self.config.training
-        if options.eval_at_start and self.step == 0 and self.metrics.find("evaluation", 0) is None:
+        if options.eval_at_start and self.step == 0 and self._found_evaluation() is None:
             self._evaluate()
         self.start_measuring()
         while not self._finished() and self.train_step():
@@ -164,13 +175,15 @@ class Trainer:
                     self._evaluate()
                 if _is_time(self.step, options.save_every):
                     self._save(scheduled=True)
-            if signals.received:
+            stopped = self.ranks.any(signals.received)
+            if stopped:
                 break
-        stopped = signals.received  # a later signal has nothing left to stop
+        else:
+            stopped = None  # a later signal has nothing left to stop
         self._report_results(wait=True)
         if self._not_logged is not None and not stopped:  # with epochs the last step was not known to be
             self._log(self._not_logged, always=True)
-        found = self.metrics.find("evaluation", self.step)
+        found = self._found_evaluation()
         if found is None:
             found = {} if stopped else self._evaluate()
         if options.save:
@@ -180,6 +193,10 @@ class Trainer:
         if self._skipped:
             self.callbacks.on_message(f"{counted(self._skipped, 'step')} skipped (training.on_nan=skip)")
         return Outcome(self.step, stopped, found)
+
+    def _found_evaluation(self) -> dict[str, float] | None:
+        """That of this step, if there is one on disk."""
+        return self.ranks.of_first(self.metrics.find("evaluation", self.step))
 
     def _finished(self) -> bool:
         steps = self.config.training.steps
@@ -224,10 +241,11 @@ class Trainer:
     def _loss_and_gradients(self, batches: list[Any]) -> Tensor:
         losses = []
         for batch in batches:
-            for part, share in self.one_batch.passes(to_device(batch, self.device)):
+            own = to_device(self.ranks.rows(batch), self.device)
+            for part, share in self.one_batch.passes(own):
                 share = share / len(batches)
                 losses.append(Workload.scaled(self.forward_backward(part, share), share))
-        return torch.stack(losses).sum()
+        return self.ranks.mean(torch.stack(losses).sum())
 
     # ----------------------------------------------------------------------------------- reports
 
@@ -271,7 +289,7 @@ class Trainer:
         return allocated, max(peak, graphs.peak_before_capture, allocated)
 
     def _handle_not_finite(self, result: StepResult) -> None:
-        batch = save_batches(self.folder, result)
+        batch = save_batches(self.folder, result) if self.ranks.is_first else ""
         what = describe_not_finite(result)
         if self.optimizer_step.in_backward:
             # The weights have been updated: only an earlier checkpoint is left.
@@ -298,7 +316,7 @@ class Trainer:
     def _check_weights(self) -> None:
         """Gradients that were not finite and not looked at are in the weights after their step."""
         # The largest entry: a norm of squares overflows before the weights do.
-        if torch.isfinite(torch.nn.utils.get_total_norm(self.optimizer_step.trained, math.inf)):
+        if torch.isfinite(whole_tensor(get_total_norm(self.optimizer_step.trained, math.inf))):
             return
         message = f"the weights of step {self.step} are not finite, and are not saved; "
         saved = self._saved_at
@@ -338,7 +356,8 @@ class Trainer:
 
     def _sample(self, batch: Any) -> None:
         if "images" in batch:
-            file = self.folder / "samples" / f"step_{self.step:08}.png"
+            name = f"step_{self.step:08}{'' if self.ranks.is_first else f'_rank_{self.ranks.rank}'}.png"
+            file = self.folder / "samples" / name
             sample_images(self.model, batch, file, self.device, self.precision)
             self.callbacks.on_sample(self.step, str(file))
         elif self.data.tokenizer is not None:
@@ -383,7 +402,9 @@ class Trainer:
             return
         if start is not None:
             start.restore_generators(self.device)
-        self.checkpoints.save(self.step, self.state(None if start is None else start.data))
+        state = self.ranks.whole(self.state(None if start is None else start.data))
+        if self.ranks.is_first:
+            self.checkpoints.save(self.step, state)
         self._saved_at = self.step
         self.results.restart_clock()
 
@@ -399,6 +420,8 @@ class Trainer:
             why_not += "; resume from the newest checkpoint"
         elif not self.config.training.save:
             why_not = "training.save is false"
+        elif self.ranks.parallel is not None:
+            why_not = "the other ranks have gone on; resume from the newest checkpoint"
         if why_not:
             return OutOfMemory(str(error), held, None, why_not)
         error.__traceback__ = None  # its frames hold the activations

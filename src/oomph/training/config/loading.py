@@ -25,6 +25,7 @@ from oomph.training.config.sections import (
     DataConfig,
     OptimizerConfig,
     OutputConfig,
+    ParallelConfig,
     Section,
     TrainConfig,
     TrainingConfig,
@@ -310,6 +311,7 @@ def _build(name: str, keys: ConfigKeys, values: Mapping[str, Any], problems: _Pr
         optimizer=section(OptimizerConfig, "optimizer"),
         training=training,
         fixes=_read_fixes(values.get("fixes"), training, problems),
+        parallel=section(ParallelConfig, "parallel"),
         output=output if output.dir is not None else OutputConfig(dir=f"runs/{name}"),
     )
 

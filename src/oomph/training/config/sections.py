@@ -338,6 +338,22 @@ class TrainingConfig(Section):
     memory_limit: Size = None
 
 
+class ParallelConfig(Section):
+    """Over the ranks that torchrun starts: see oomph.parallel.Parallel. data.batch_size is that of all ranks.
+
+    data: data parallelism. tp, cp: ranks of a tensor-parallel and of a context-parallel group. The others are
+    options of fsdp2: param_dtype and reduce_dtype are those of its mixed precision.
+    """
+
+    data: Literal["fsdp2", "ddp"] = "fsdp2"
+    tp: Count = 1
+    cp: Count = 1
+    reshard_after_forward: bool = True
+    param_dtype: Annotated[Literal["float32", "bfloat16"] | None, DtypeName] = None
+    reduce_dtype: Annotated[Literal["float32", "bfloat16"] | None, DtypeName] = None
+    cpu_offload: bool = False
+
+
 class OutputConfig(Section):
     """dir: where a run writes; by default runs/<the config's name>."""
 
@@ -348,6 +364,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "data": DataConfig,
     "optimizer": OptimizerConfig,
     "training": TrainingConfig,
+    "parallel": ParallelConfig,
     "output": OutputConfig,
 }
 
@@ -429,6 +446,7 @@ class TrainConfig:
     optimizer: OptimizerConfig
     training: TrainingConfig
     fixes: tuple[FixUse, ...]
+    parallel: ParallelConfig
     output: OutputConfig
 
     @cached_property
