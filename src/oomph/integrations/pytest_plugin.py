@@ -31,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--oomph-update", action="store_true", help="store the memory that tests predict")
 
 
+def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+    """What a failed assertion prints."""
+    if not isinstance(left, PredictedPeak):
+        return None
+    return [f"{left!r} {op} {right!r}", *left.changes()]
+
+
 @functools.total_ordering
 @dataclass(frozen=True, eq=False)
 class PredictedPeak:
@@ -57,9 +64,7 @@ class PredictedPeak:
         return self.bytes
 
     def __repr__(self) -> str:
-        return "\n".join(
-            [f"<{format_bytes(self.bytes)} on {self.prediction.gpu_title or 'any GPU'}>", *self.changes()]
-        )
+        return f"<{format_bytes(self.bytes)} on {self.prediction.gpu_title or 'any GPU'}>"
 
     def changes(self) -> list[str]:
         """What grew most since the baseline; without one, the lines that hold most."""
