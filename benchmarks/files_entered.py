@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from transformers import GPT2LMHeadModel  # noqa: F401  # under the profiler, its import takes minutes
 
 import oomph
 from benchmarks import CONFIGS, ROOT
