@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import oomph
 from oomph import ProgramError
-from oomph.prediction.cuda import checks, rules
+from oomph.prediction.cuda import rules
 from oomph.prediction.cuda.rules import RuleGuard, op_name
 from oomph.prediction.tracer import values, work
 from oomph.prediction.tracer.attribution import ModuleStack
@@ -62,7 +62,7 @@ def call_with_any_arguments(op: Any, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     "table",
-    [rules.TEMPORARIES, rules.HOST_OUTPUTS, checks.DTYPE_CHECKS, checks.NONDETERMINISTIC, work.FLOPS],
+    [rules.TEMPORARIES, rules.HOST_OUTPUTS, rules.DTYPE_CHECKS, rules.NONDETERMINISTIC, work.FLOPS],
     ids=["temporaries", "host results", "dtype checks", "determinism checks", "flops"],
 )
 def test_every_rule_beside_an_ops_results_may_fail(
@@ -79,7 +79,7 @@ def test_every_rule_beside_an_ops_results_may_fail(
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def program() -> None:
-        torch.use_deterministic_algorithms(table is checks.NONDETERMINISTIC)
+        torch.use_deterministic_algorithms(table is rules.NONDETERMINISTIC)
         x = torch.empty(4, 4, device="cuda")
         with torch.no_grad(), monkeypatch.context() as patched:
             patched.setattr(DispatchMode, "_fake", results)
@@ -92,7 +92,7 @@ def test_every_rule_beside_an_ops_results_may_fail(
     notes = notes_of(oomph.predict(program, gpu="h200"))
     assert [name for name in names if f"{name}: " not in notes] == []
     # The rows of the dtype checks are names, which a function cannot replace.
-    reason = "not iterable" if table is checks.DTYPE_CHECKS else "ZeroDivisionError: injected"
+    reason = "not iterable" if table is rules.DTYPE_CHECKS else "ZeroDivisionError: injected"
     assert reason in notes
 
 

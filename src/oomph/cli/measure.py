@@ -161,7 +161,7 @@ def predicted_rows(target: Any, gpu: str, measured: Sequence[OpRow]) -> list[OpR
     from oomph.measurement.oplog import OpRow, describe
     from oomph.prediction.api import trace
     from oomph.prediction.replay import replay
-    from oomph.prediction.tracer.recorder import OpLog
+    from oomph.prediction.tracer.tracer import OpLog
 
     log = OpLog(describe)
     recorder = trace(target, gpus.find(gpu), lambda text, fraction: None, log).recorder

@@ -34,9 +34,8 @@ from oomph.prediction.roofline import step_work
 from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes, check_sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
-from oomph.prediction.tracer.recorder import OpLog
 from oomph.prediction.tracer.session import tracing
-from oomph.prediction.tracer.tracer import Tracer
+from oomph.prediction.tracer.tracer import OpLog, Tracer
 from oomph.prediction.tracer.values import Assumptions, assuming
 from oomph.prediction.trainers import as_program
 from oomph.records import (

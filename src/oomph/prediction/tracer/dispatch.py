@@ -16,24 +16,22 @@ from typing import Any, NamedTuple
 import torch
 
 from oomph.errors import UserError
-from oomph.prediction.cuda.checks import (
-    DTYPE_CHECKS,
-    NONDETERMINISTIC,
-    check_dtypes,
-    lacks_deterministic_kernel,
-)
 from oomph.prediction.cuda.composites import run_composite
 from oomph.prediction.cuda.rules import (
     ALLOCATION_ORDER,
     CUDA_KERNELS,
+    DTYPE_CHECKS,
     HOST_OUTPUTS,
     NEXT_RESULT,
+    NONDETERMINISTIC,
     TEMPORARIES,
     CudaKernel,
     HostOutputsRule,
     aten_ops,
     bind,
+    check_dtypes,
     is_program_error,
+    lacks_deterministic_kernel,
     op_name,
     program_error,
     temporaries_of,
@@ -42,8 +40,7 @@ from oomph.prediction.cuda.workspaces import CublasWorkspaces
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
-from oomph.prediction.tracer.recorder import AllocationRecorder
-from oomph.prediction.tracer.tracer import Tracer
+from oomph.prediction.tracer.tracer import AllocationRecorder, Tracer
 from oomph.prediction.tracer.work import KERNEL_OP, tensors_in
 from oomph.torch_internals import (
     FAKE_MODE_KEY,

@@ -17,13 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from oomph.gpus import GPU
 from oomph.prediction.cuda.attention import SHIPPED_CUDNN
-from oomph.prediction.tracer.recorder import AllocationRecorder
 from oomph.torch_internals import (
     ACCELERATOR,
     CHECKPOINT_DEFAULT_DEVICE,
@@ -33,6 +32,9 @@ from oomph.torch_internals import (
     check_attribute,
     disable_torch_function,
 )
+
+if TYPE_CHECKING:
+    from oomph.prediction.tracer.tracer import AllocationRecorder
 
 DEVICE = torch.device("cuda:0")
 

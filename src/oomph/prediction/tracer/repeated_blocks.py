@@ -27,8 +27,7 @@ from torch import nn
 
 from oomph.prediction.isolation import can_restart, restart
 from oomph.prediction.tracer.fast_path import FastPath
-from oomph.prediction.tracer.recorder import PendingAllocation
-from oomph.prediction.tracer.tracer import Tracer
+from oomph.prediction.tracer.tracer import PendingAllocation, Tracer
 from oomph.prediction.tracer.work import KernelsMark
 from oomph.records import Event
 from oomph.torch_internals import (

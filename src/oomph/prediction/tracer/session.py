@@ -1,4 +1,7 @@
-"""One trace: what is in place while a program runs on the fake GPU. Afterwards torch is as it was."""
+"""One trace: what is in place while a program runs on the fake GPU. Afterwards torch is as it was.
+
+Hooks follow the program outside aten ops: backward passes, optimizer steps, parameters, nn.Module.to.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,55 @@ import contextlib
 import functools
 import inspect
 import logging
+import math
 import random
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oomph.gpus import GPU
 from oomph.prediction.cuda.autocast import cuda_autocast
 from oomph.prediction.cuda.composites import cuda_composites
+from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.cuda.workspaces import flatten_parameters
 from oomph.prediction.isolation import restarted_without
+from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.dispatch import DispatchMode, install_python_kernels
-from oomph.prediction.tracer.fake_cuda import Patches, install_fake_cuda
-from oomph.prediction.tracer.hooks import install_hooks
-from oomph.prediction.tracer.placement import (
-    PlacementMode,
-    install_default_device,
-    install_tensor_device,
-)
-from oomph.prediction.tracer.recorder import OpLog, inner_tensors
+from oomph.prediction.tracer.fake_cuda import DEVICE, Patches, install_fake_cuda
+from oomph.prediction.tracer.placement import PlacementMode, install_default_device, install_tensor_device
+from oomph.prediction.tracer.repeated_blocks import RepeatedBlocks
+from oomph.prediction.tracer.repeated_calls import RepeatedCalls
 from oomph.prediction.tracer.saving import install_saving
-from oomph.prediction.tracer.tracer import Tracer
+from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
 from oomph.prediction.tracer.workers import install_workers
 from oomph.torch_internals import (
+    AVERAGE_GROUP_TENSORS,
+    ENGINE_RUN_BACKWARD,
     EXPORTED_FAKE_TENSOR,
+    FOREACH_SUPPORTED_TYPES,
+    HAS_TORCH_FUNCTION,
+    HAS_TORCH_FUNCTION_OF_ARGUMENTS,
+    MAKE_SUBCLASS,
+    MODULE_APPLY,
+    PUSH_SAVED_TENSORS_HOOKS,
     FakeTensor,
     compiled_frame_callback,
+    current_functorch_transform,
     deterministic_settings,
+    disable_dispatch_modes,
     disable_torch_function,
+    disabled_torch_function_impl,
+    get_sequence_nr,
+    is_traceable_wrapper_subclass,
     set_deterministic_settings,
+    torch_function_enabled,
     tree_leaves,
 )
 
@@ -287,3 +307,325 @@ def _make_generators_on_host(patches: Patches) -> None:
             return super().__new__(cls, "cpu")  # type: ignore[call-arg]
 
     patches.set(torch, "Generator", Generator)
+
+
+# ------------------------------------------------------------------------------------------------------ hooks
+
+Convert = Callable[[torch.Tensor], torch.Tensor]
+_MOST_NODES = 100_000  # a tenth of a second
+
+
+def install_hooks(
+    patches: Patches, stack: contextlib.ExitStack, tracer: Tracer, placement: PlacementMode
+) -> None:
+    """Install all of this file's hooks for as long as `patches` and `stack` last."""
+    _run_saved_tensor_hooks_as_program(patches, placement)
+    _follow_optimizers(patches, stack, tracer)
+    _follow_parameters(patches, tracer)
+    _move_modules_in_place(patches, tracer)
+    _keep_function_mode_on(patches)
+    repeated = RepeatedCalls(tracer)
+    _follow_backward(patches, stack, tracer, repeated)
+    tracer.modules.follow(
+        patches,
+        tracer.boundary,
+        tracer.guard,
+        tracer.threads,
+        repeated.call,
+        RepeatedBlocks(tracer).call,
+        tracer.holders.before_call,
+    )
+
+
+def _follow_backward(
+    patches: Patches, stack: contextlib.ExitStack, tracer: Tracer, repeated: RepeatedCalls
+) -> None:
+    """Everything inside autograd's engine is the backward pass.
+
+    On a GPU it runs in a thread of the engine's own, on the host in the caller's. That matters if it makes a
+    graph: autograd runs the newest nodes first, and every thread numbers its own. So such a pass gets a
+    thread here, too; not inside a transform of torch.func, which holds for its own thread.
+    """
+    engine = getattr(*ENGINE_RUN_BACKWARD[0])
+    device_thread = ThreadPoolExecutor(1, initializer=_make_nodes, initargs=(get_sequence_nr(),))
+    stack.callback(device_thread.shutdown)
+
+    def run_engine(*args: Any, **kwargs: Any) -> Any:
+        return engine(*args, **kwargs)
+
+    def run_backward(
+        tensors: Any, gradients: Any, keep: bool, create: bool, *args: Any, **kwargs: Any
+    ) -> Any:
+        if tracer.phase == "backward":  # reentrant checkpointing calls the engine from inside
+            return engine(tensors, gradients, keep, create, *args, **kwargs)
+        tracer.label_parameters()
+        tracer.holders()
+        with tracer.in_phase("backward"):
+            kernels = len(tracer.work.kernels)
+            call = functools.partial(run_engine, tensors, gradients, keep, create, *args, **kwargs)
+            in_thread = create and current_functorch_transform() is None
+            result = device_thread.submit(call).result() if in_thread else call()
+            repeated.after_backward(kernels)
+        tracer.gradients_are_new = True
+        return result
+
+    tracer.boundary.engine.update({run_backward.__code__, run_engine.__code__})
+    for owner, name in ENGINE_RUN_BACKWARD:
+        patches.set(owner, name, run_backward)
+
+
+def _make_nodes(count: int) -> None:
+    """Number this thread's nodes from where the program's begin, as if both threads were new."""
+    with disable_dispatch_modes(), disable_torch_function(), torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        while get_sequence_nr() < min(count, _MOST_NODES):
+            leaf.view(())
+
+
+def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMode) -> None:
+    """Pack and unpack hooks are called from inside torch's C++, but they are the program's own code."""
+    push = getattr(*PUSH_SAVED_TENSORS_HOOKS)
+
+    def as_program(hook: Any) -> Any:
+        def called(*args: Any) -> Any:
+            try:
+                with placement.for_program():
+                    return hook(*args)
+            except Exception as error:  # such as the one that ends checkpointing's recomputation early
+                raise program_error(error)  # noqa: B904 (the same exception)
+
+        return called
+
+    def push_hooks(pack: Any, unpack: Any) -> Any:
+        return push(as_program(pack), as_program(unpack))
+
+    patches.set(*PUSH_SAVED_TENSORS_HOOKS, push_hooks)
+
+
+# ---------------------------------------------------------------------------------------------- optimizers
+
+
+def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tracer) -> None:
+    """Everything inside an optimizer's step is the optimizer step; what it keeps is its state."""
+    # torch takes the foreach path on CUDA for plain tensors only; ours stand for such.
+    patches.set(*FOREACH_SUPPORTED_TYPES, [*getattr(*FOREACH_SUPPORTED_TYPES), FakeTensor])
+    group_tensors = getattr(*AVERAGE_GROUP_TENSORS)
+
+    def group_by_fake_device(tensors: Any, *args: Any) -> Any:
+        return {
+            (DEVICE if tracer.on_gpu(group[0][0][0]) else device, dtype): group
+            for (device, dtype), group in group_tensors(tensors, *args).items()
+        }
+
+    patches.set(*AVERAGE_GROUP_TENSORS, group_by_fake_device)
+    running: list[contextlib.AbstractContextManager[None]] = []
+
+    def as_forward(value: Any) -> Any:
+        """A closure runs the forward and backward passes again, from inside the step."""
+        if not callable(value):
+            return value
+
+        def closure() -> Any:
+            with tracer.in_phase("forward"):
+                return value()
+
+        return closure
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        _use_fake_parameters(patches, tracer, optimizer)
+        if isinstance(optimizer, torch.optim.LBFGS):  # it would stop at once: losses do not change here
+            optimizer.param_groups[0]["tolerance_change"] = -math.inf
+        name = type(optimizer).__name__
+        tracer.guard.call("gradients' label", name, lambda: _label_gradients(tracer, optimizer), lambda: None)
+        running.append(tracer.in_phase("optimizer"))
+        running[-1].__enter__()
+        given = {**kwargs, "closure": as_forward(kwargs["closure"])} if "closure" in kwargs else kwargs
+        return (*args[:1], *map(as_forward, args[1:2]), *args[2:]), given
+
+    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        running.pop().__exit__(None, None, None)
+        name = type(optimizer).__name__
+        tracer.guard.call("state's label", name, lambda: _label_state(tracer, optimizer), lambda: None)
+        tracer.optimizer_steps += 1
+        tracer.module_calls_at_update = tracer.modules.completed
+        tracer.holders()
+        if tracer.on_optimizer_step is not None:
+            tracer.on_optimizer_step(optimizer)
+
+    make = torch.optim.Optimizer.__init__
+
+    @functools.wraps(make)
+    def init(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(optimizer, *args, **kwargs)
+        tracer.optimizers += 1
+        if tracer.on_optimizer_made is not None:
+            tracer.on_optimizer_made(optimizer)
+
+    patches.set(torch.optim.Optimizer, "__init__", init)
+    for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+        stack.callback(handle.remove)
+
+
+def _use_fake_parameters(patches: Patches, tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer made before its model was moved steps what the model has become, as on CUDA."""
+    for group in optimizer.param_groups:
+        own = group["params"]
+        if any(id(parameter) in tracer.fake_parameters for parameter in own):
+            patches.callback(functools.partial(group.update, params=own))
+            patches.callback(functools.partial(_drop_fake_state, tracer, optimizer))
+            group["params"] = [tracer.fake_parameters.get(id(p), (p, p))[1] for p in own]
+
+
+def _drop_fake_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    for _, fake in tracer.fake_parameters.values():
+        optimizer.state.pop(fake, None)
+
+
+def _label_gradients(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients that autograd did not accumulate itself: sharded ones, those of torch.func."""
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.grad is not None:
+            for allocation in tracer.recorder.allocations_of(parameter.grad):
+                if allocation.kind in ("temporary", "activation"):
+                    allocation.kind = "gradient"
+
+
+def _label_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        if not isinstance(state, dict):
+            continue
+        for value in state.values():
+            for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                for allocation in tracer.recorder.allocations_of(tensor):
+                    if allocation.kind == "temporary":
+                        allocation.kind = "optimizer state"
+                        allocation.module = tracer.parameter_names.get(id(parameter), allocation.module)
+
+
+# ---------------------------------------------------------------------------------------------- parameters
+
+
+def _follow_parameters(patches: Patches, tracer: Tracer) -> None:
+    """Parameters are fake from their construction, and remember the line that made them."""
+    make = nn.Parameter.__new__
+
+    def new(cls: type, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
+        if threading.get_ident() not in tracer.threads:
+            return make(cls, data, requires_grad)
+        plain = type(data) in (torch.Tensor, nn.Parameter)
+        if data is not None and plain and data.device.type == "cpu":
+            with tracer.lock, disable_torch_function():
+                data = tracer.fake_mode.from_tensor(data.detach())
+        if cls is not nn.Parameter and type(data) is FakeTensor:
+            parameter: Any = getattr(*MAKE_SUBCLASS[0])(cls, data, requires_grad)
+        else:
+            parameter = make(cls, data, requires_grad)
+        tracer.parameter_sites[parameter] = find_site(tracer.boundary)[0]
+        return parameter
+
+    patches.set(nn.Parameter, "__new__", new)
+    register = nn.Module.register_buffer
+
+    def register_buffer(
+        self: nn.Module, name: str, tensor: torch.Tensor | None, *args: Any, **kwargs: Any
+    ) -> None:
+        register(self, name, tensor, *args, **kwargs)
+        if tensor is not None and threading.get_ident() in tracer.threads:
+            tracer.buffer_sites[tensor] = find_site(tracer.boundary)[0]
+
+    patches.set(nn.Module, "register_buffer", register_buffer)
+
+
+def _move_modules_in_place(patches: Patches, tracer: Tracer) -> None:
+    """nn.Module.to on fake parameters: in place, as on CUDA, so that ties and optimizers hold.
+
+    torch swaps fake parameters for new ones, which fails once anything refers to them.
+    """
+    original = getattr(*MODULE_APPLY)
+    undo: list[Callable[[], object]] = []
+
+    def apply(module: nn.Module, fn: Convert, recurse: bool = True) -> nn.Module:
+        if threading.get_ident() not in tracer.threads:
+            return original(module, fn, recurse)
+        if recurse:
+            for child in module.children():
+                child._apply(fn)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = _convert_parameter(module, name, parameter, fn, tracer, undo)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                converted = fn(buffer)
+                if converted is not buffer and buffer in tracer.buffer_sites:
+                    tracer.buffer_sites[converted] = tracer.buffer_sites[buffer]
+                if not isinstance(buffer, FakeTensor) and isinstance(converted, FakeTensor):
+                    undo.append(functools.partial(module._buffers.update, {name: buffer}))
+                module._buffers[name] = converted
+        return module
+
+    patches.set(*MODULE_APPLY, apply)
+    patches.callback(lambda: [put_back() for put_back in reversed(undo)])
+
+
+def _convert_parameter(
+    module: nn.Module,
+    name: str,
+    parameter: nn.Parameter,
+    fn: Convert,
+    tracer: Tracer,
+    undo: list[Callable[[], object]],
+) -> nn.Parameter:
+    with torch.no_grad():
+        known = tracer.fake_parameters.get(id(parameter))
+        converted: Any = known[1] if known else fn(parameter)
+    if converted is parameter or known:
+        return converted
+    if not isinstance(parameter, FakeTensor) and isinstance(converted, FakeTensor):
+        # The model is the user's and real: it gets its own parameters back after the trace.
+        fake = nn.Parameter(converted, parameter.requires_grad)
+        tracer.fake_parameters[id(parameter)] = (parameter, fake)
+        undo.append(functools.partial(setattr, module, name, parameter))
+        return fake
+    if converted.device.type == "meta" != parameter.device.type:
+        return nn.Parameter(converted, parameter.requires_grad)
+    is_wrapper: bool = is_traceable_wrapper_subclass(converted)
+    if is_wrapper:  # as torch does: `data` would change the wrapper, not its inner tensors
+        swapped = nn.Parameter(converted, parameter.requires_grad)
+        site = tracer.parameter_sites.pop(parameter, None)  # tensors with weak references cannot be swapped
+        tracer.parameter_sites.pop(swapped, None)
+        swapped.grad = parameter.grad
+        torch.utils.swap_tensors(parameter, swapped)
+        tracer.parameter_sites[parameter] = site
+    else:
+        parameter.data = converted
+    if parameter.grad is not None:
+        with torch.no_grad():
+            parameter.grad = fn(parameter.grad)
+    return parameter
+
+
+def _keep_function_mode_on(patches: Patches) -> None:
+    """Run the bodies of torch's Python functions under the placement mode, not inside its handler.
+
+    A torch function mode is off inside its own handler. Functions such as F.multi_head_attention_forward
+    would be handed to it whole, and the calls they make would not be seen. With these checks returning
+    False, only calls into C reach the mode.
+    """
+    ours = (torch.Tensor, nn.Parameter, FakeTensor)
+
+    def overridden(values: Iterable[Any]) -> bool:
+        for value in values:
+            kind = type(value)
+            if isinstance(value, (tuple, list)):
+                if overridden(value):
+                    return True
+            elif kind not in ours and not isinstance(value, type):
+                override = getattr(kind, "__torch_function__", disabled_torch_function_impl)
+                if override is not disabled_torch_function_impl:
+                    return torch_function_enabled()
+        return False
+
+    for owner, name in HAS_TORCH_FUNCTION:
+        patches.set(owner, name, overridden)
+    for owner, name in HAS_TORCH_FUNCTION_OF_ARGUMENTS:
+        patches.set(owner, name, lambda *values: overridden(values))
