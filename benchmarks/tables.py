@@ -254,9 +254,9 @@ def training(results: Path = RESULTS) -> str:
     if not rows:
         return ""
     lines = [
-        f"Measured on one {rows[0]['gpu']} (`benchmarks.training`). The loss is the mean over a tenth of the "
-        "steps at either end; speed is in tokens, for ginr in images, in brackets where runs shared the GPU. "
-        "The allocator does not count what replays of CUDA graphs use (`training.cuda_graph`): their peak is "
+        f"Measured on one {rows[0]['gpu']} (`benchmarks.training`). The loss is the mean over a tenth of the",
+        "steps at either end; speed is in tokens, for ginr in images, in brackets where runs shared the GPU.",
+        "The allocator does not count what replays of CUDA graphs use (`training.cuda_graph`): their peak is",
         "what is allocated beside the graphs plus what a pass used while it was captured.",
         "",
         "| run | steps | per step | per second | peak | predicted | loss | held out |",

@@ -125,7 +125,7 @@ class MLP:
             for path, inner in part.named_modules():
                 where = path or type(inner).__name__
                 if isinstance(inner, _DROPOUTS) and inner.p > 0:
-                    return f"{where} has dropout with p={inner.p:g}, which tiles would draw anew; set p=0"
+                    return f"{where} has dropout with p={inner.p:g}, drawn again by each tile; set p=0"
                 if inner is not self.module and any(getattr(inner, hooks) for hooks in MODULE_HOOKS):
                     return f"{where} has hooks, which would run once per tile"
                 for tensor in inner._parameters.values():

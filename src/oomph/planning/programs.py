@@ -141,7 +141,7 @@ class ScriptProgram:
         return found
 
     def _run_silently(self, script: Script) -> Any:
-        """It has printed all that it prints before."""
+        """Without the script's output, which the first prediction has shown."""
         run = functools.partial(silently, lambda progress: self._predict(script))
         return run_isolated(run, lambda text, fraction: None)
 

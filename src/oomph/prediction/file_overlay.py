@@ -532,7 +532,7 @@ _reference_counts: tuple[int, ...] = ()
 
 
 def find_patched_references() -> None:
-    """Before a fork, in the parent. Looks through all objects if the functions are referenced anew."""
+    """Before a fork, in the parent. Looks through all objects if the functions have new references."""
     global _reference_counts
     originals = [*vars(_REAL).values()]
     with contextlib.suppress(ImportError):  # Python can be built without it

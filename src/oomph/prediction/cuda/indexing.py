@@ -181,7 +181,7 @@ def _sort(call: BoundArguments, gpu: GPU) -> list[int]:
     if length <= _SMALL_SORT:
         return [length * _INDEX]
     n, key = tensor.numel(), tensor.element_size()
-    # Along a dimension that is not the fastest, the input, the values and the indices are laid out anew.
+    # Along a dimension that is not the fastest, the input, the values and the indices are copied.
     copies = [] if tensor.stride(call["dim"]) == 1 else [n * key, n * key, n * _INDEX]
     segments = n // length
     if segments == 1 or length >= _LARGE_SORT:

@@ -171,8 +171,7 @@ class RepeatedCalls:
         if self._last is not None and not self._pending:
             self._last.backward = work.kernels[kernels:]
         elif self._pending and work.counting:
-            work.kernels[kernels:] = self._pending[
-                -1
-            ].backward  # with those of the loss, outside of the model
+            # These include the kernels of the loss, which runs outside of the model.
+            work.kernels[kernels:] = self._pending[-1].backward
         self._last = None
         self._pending.clear()
