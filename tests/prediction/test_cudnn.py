@@ -160,7 +160,8 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 @contextlib.contextmanager
 def on_fake_gpu() -> Iterator[Bytes]:
     """Fake tensors count as the GPU's."""
-    context = RuleContext(H200, is_fake, RuleGuard(nothing), nothing, nothing, nothing, nothing, held=[])
+    calls = [nothing] * 4
+    context = RuleContext(H200, is_fake, RuleGuard(nothing), *calls, held=[], compiling=nothing)
     with cuda_composites(context), FakeTensorMode(), Bytes() as found:
         yield found
 
