@@ -3,16 +3,27 @@ that stop a run are heard, also where the tests themselves were started in the b
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small take longer with more; before torch
+
 import torch
 
 from oomph.prediction import isolation
+
+gc.disable()  # while tests are collected: imports make a million objects, and none of them is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_configure() -> None:

@@ -20,21 +20,25 @@ def _modules() -> dict[str, Path]:
     return found
 
 
+@cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def _imports(path: Path) -> Iterator[str]:
     """The modules of ours that a file imports, at its top or inside functions.
 
     Imports under TYPE_CHECKING are left out: they never run. A config class and the model that it builds name
     each other in this way. The parent package of an imported module is left out as well: it only re-exports.
     """
-    tree = ast.parse(path.read_text())
     never_run = {
         inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for node in _nodes(path)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for statement in node.body
         for inner in ast.walk(statement)
     }
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if node in never_run:
             continue
         if isinstance(node, ast.Import):
@@ -87,7 +91,7 @@ PRIVATE = re.compile(r"\btorch\.(?!ops\.)([a-z_]+\.)*_[a-zA-Z]|from torch[a-z_.]
 def _private_uses(path: Path) -> list[str]:
     """The lines of code, without strings and comments, that use a private name of torch."""
     lines = path.read_text().splitlines()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                 lines[number - 1] = "" if number != node.lineno else lines[number - 1][: node.col_offset]

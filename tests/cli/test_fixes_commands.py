@@ -93,13 +93,6 @@ def test_which_fix_makes_it_fit(program, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] is False
     assert {each["fits"] for each in found["fixes"]} == {True, False}
-    assert run(["fixes", f"{program}:work", *only, "--gpu", size]) == 0
-    shown = capsys.readouterr().out
-    assert run(["predict", f"{program}:work", "--gpu", size]) == 1
-    headline = capsys.readouterr().out.splitlines()[0]
-    assert " ".join(shown.split()).startswith(headline.replace("does", "Does"))
-    fitting = sum(each["fits"] for each in found["fixes"])
-    assert f"{fitting} of {len(found['fixes'])} rows make it fit." in shown
 
 
 def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path, capsys):

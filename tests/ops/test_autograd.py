@@ -127,6 +127,7 @@ CASES: dict[str, Callable[[], Case]] = {
 LINEAR: dict[str, Callable[[], Case]] = {
     "rotary": lambda: (functools.partial(rotary, impl="chunked"), [leaf(1, 2, 6, 8)]),
 }
+SAME_OP = ("attention", "attention to near points", "cross entropy, one tile", "cross entropy, per token")
 every_op = pytest.mark.parametrize("case", [*CASES.values(), *LINEAR.values()], ids=[*CASES, *LINEAR])
 
 
@@ -149,9 +150,10 @@ def test_checkpointing_gives_the_same_gradients(case: Callable[[], Case]) -> Non
     assert_equal(tuple(each.grad for each in leaves), torch.autograd.grad(run(*leaves).sum(), leaves))
 
 
-@every_op
-def test_inside_a_compiled_function_results_are_the_same(case: Callable[[], Case]) -> None:
-    run, leaves = case()
+# Once for each op: where the compiler stops does not depend on the options.
+@pytest.mark.parametrize("name", [name for name in [*CASES, *LINEAR] if name not in SAME_OP])
+def test_inside_a_compiled_function_results_are_the_same(name: str) -> None:
+    run, leaves = (CASES | LINEAR)[name]()
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, *others: run(x * 1.0, *others) * 2, backend="eager")
     result = compiled(*leaves)

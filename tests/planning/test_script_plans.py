@@ -32,7 +32,7 @@ SCRIPT = """
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.blocks = nn.ModuleList(Block() for _ in range(4))
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
 
         def forward(self, x):
             for block in self.blocks:
@@ -70,7 +70,7 @@ def test_a_plan_for_a_script_fits_and_is_what_predict_says(script: str) -> None:
 
 def test_a_function_that_returns_the_step_is_fitted_too() -> None:
     def setup() -> Callable[[], None]:
-        blocks = [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(4)]
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(3)]
         model = nn.Sequential(*blocks).to("cuda")
         optimizer = torch.optim.SGD(model.parameters())
         x = torch.randn(65536, 64, device="cuda")
@@ -131,7 +131,7 @@ def test_a_script_without_an_optimizer_or_with_a_compiled_model_is_changed_too(
     plain = capsys.readouterr().out
     assert run(["run", "--fix", "activation_checkpointing", str(file), "cpu", "64"]) == 0
     shown = capsys.readouterr()
-    assert "activation_checkpointing: 4 changes" in shown.err
+    assert "activation_checkpointing: 3 changes" in shown.err
     assert shown.out == plain != ""
 
 

@@ -298,13 +298,14 @@ def dense() -> Callable[[], None]:
 
 def test_each_expert_gets_its_share_and_the_interval_holds_an_unbalanced_router() -> None:
     prediction = oomph.predict(mixture_of_experts, gpu="h200")
-    experts = oomph.predict(dense, gpu="h200").peak.allocated
+    balanced = oomph.predict(dense, gpu="h200")
+    assert balanced.interval is None
+    experts = balanced.peak.allocated
     assert experts < prediction.peak.allocated < 1.25 * experts
     interval = prediction.interval
     assert interval is not None
     assert interval.low.allocated <= prediction.peak.allocated < interval.high.allocated
     assert interval.high.allocated < 1.5 * prediction.peak.allocated
-    assert oomph.predict(dense, gpu="h200").interval is None
 
 
 def test_an_unknown_mask_selects_half_and_the_interval_holds_none_and_all() -> None:

@@ -77,7 +77,6 @@ def test_what_an_evaluation_refuses_costs_no_step(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(
     "overrides",
     [
