@@ -11,6 +11,7 @@ from oomph.training.config import (
     DataConfig,
     OptimizerConfig,
     OutputConfig,
+    ParallelConfig,
     Stage,
     TrainConfig,
     TrainingConfig,
@@ -50,6 +51,7 @@ def opened(
         optimizer=OptimizerConfig(),
         training=TrainingConfig(epochs=epochs),
         fixes=(),
+        parallel=ParallelConfig(),
         output=OutputConfig(),
     )
     vars(config)["curriculum"] = curriculum  # also one of single tokens, which no config may have
