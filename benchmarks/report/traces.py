@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -142,3 +144,10 @@ def hostile() -> Page:
     )
     finding = Finding("logits", 1, HOSTILE, HOSTILE, (site,), (), HOSTILE)
     return replace(page(run, findings=[finding], notes=run.notes), target=HOSTILE)
+
+
+def data_of(html: str) -> Any:
+    """The JSON object inside a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert found is not None
+    return json.loads(found[1])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.report.traces import data_of
 from torch import nn
 
 import oomph
@@ -32,7 +34,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_measured_stands_beside_predicted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def measured(options: Any, ops: bool) -> Any:
         if ops:
@@ -45,7 +47,9 @@ def test_measured_stands_beside_predicted(
     assert run(arguments) == 0
     shown = capsys.readouterr().out
     assert all(text in shown for text in ("as it is", "with the fixes", "1.0 MiB", "mm", "step time: x"))
-    assert run([*arguments, "--json"]) == 0
+    assert run([*arguments, "--json", "--html", str(tmp_path / "measured.html")]) == 0
+    page = data_of((tmp_path / "measured.html").read_text())
+    assert [one["title"] for one in page["measured"]] == ["as it is", "with the fixes"]
     found = json.loads(capsys.readouterr().out)
     assert [row["measured"] for row in found["runs"][0]["rows"]] == [1 << 20, 2 << 20, 0.001]
     assert found["runs"][1]["residuals"]

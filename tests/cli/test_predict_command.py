@@ -146,7 +146,8 @@ def test_an_interrupt_ends_with_the_usual_status(fake_predict, capsys):
 
 
 def test_a_snapshot_is_written_beside_the_report(fake_predict, capsys, tmp_path):
-    assert run(["predict", "train.py:step", "--snapshot", "memory.pickle"]) == 0
+    assert run(["predict", "train.py:step", "--snapshot", "memory.pickle", "--html", "memory.html"]) == 0
+    assert "needs" in (tmp_path / "memory.html").read_text()
     assert (tmp_path / "memory.pickle").stat().st_size > 0
     assert capsys.readouterr().out.startswith("needs 3.00 GiB")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.report.traces import data_of
 from torch import Tensor, nn
 
 import oomph
@@ -70,7 +71,8 @@ def found(as_it_is: oomph.Prediction, tmp_path_factory: pytest.TempPathFactory) 
     budget = f"{as_it_is.peak.reserved // 2 // MiB}MiB"
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
-        status = run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--max", budget, "--plan", str(file)])
+        files = ["--plan", str(file), "--html", str(file.with_suffix(".html"))]
+        status = run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--max", budget, *files])
     assert status == 0
     return file, shown.getvalue()
 
@@ -78,6 +80,15 @@ def found(as_it_is: oomph.Prediction, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="module")
 def plan(found: tuple[Path, str]) -> Plan:
     return read_plan(found[0])
+
+
+def test_the_page_has_the_plan_and_both_runs(found: tuple[Path, str], plan: Plan) -> None:
+    page = data_of(found[0].with_suffix(".html").read_text())
+    assert [run["title"] for run in page["runs"]] == ["as it is", "with the plan"]
+    reserved = [run["peak"]["reserved"] for run in page["runs"]]
+    assert reserved == [plan.before.peak.reserved, plan.after.peak.reserved]
+    assert [one["role"] for one in page["plan"]["sets"]].count("the plan") == 1
+    assert page["changes"]
 
 
 @pytest.mark.usefixtures("in_process")

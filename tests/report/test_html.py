@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from benchmarks.report.browser import Browser, find_chromium
-from benchmarks.report.traces import FORWARD, MiB, hostile, page, trained
+from benchmarks.report.traces import FORWARD, MiB, data_of, hostile, page, trained
 
 from oomph.records import (
     Diagnosis,
@@ -25,12 +23,6 @@ from oomph.report.diagnosis import diagnosis_text
 from oomph.report.html import MOMENTS, html_report
 from oomph.report.measurement import Comparison, Residual
 from oomph.report.terminal import report_console, report_text
-
-
-def data_of(html: str) -> Any:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
 
 
 def test_what_is_alive_at_each_moment_equals_the_replayed_events() -> None:

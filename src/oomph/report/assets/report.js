@@ -63,20 +63,27 @@ function alive(run, moment) {
   return { bytes, count };
 }
 
-// Entries of one view: { key, bytes, count, row?, module?, site?, stages }, those that match the search only.
-function entries(run, moment, view) {
-  const { bytes, count } = alive(run, moment), found = new Map(), query = state.query.toLowerCase();
+// What is alive, as { row, module, site, bytes, count }: without hidden stages, and only what the search matches.
+function visible(run, moment) {
+  const { bytes, count } = alive(run, moment), query = state.query.toLowerCase(), found = [];
   for (let g = 0; g < bytes.length; g++) {
-    if (!count[g] && !bytes[g]) continue;
     const [rowIndex, moduleIndex] = run.groups[g], row = run.rows[rowIndex];
-    if (state.hidden.has(row[5])) continue;
+    if ((!count[g] && !bytes[g]) || state.hidden.has(row[5])) continue;
     const site = run.sites[row[4]], module = run.modules[moduleIndex];
-    if (query && ![row[0], row[1], row[2], row[3], module, data.stages[row[5]], ...(site || [])]
-      .some((text) => text.toLowerCase().includes(query))) continue;
+    const texts = [...row.slice(0, 4), module, data.stages[row[5]], ...(site || [])];
+    if (texts.some((text) => text.toLowerCase().includes(query))) found.push({ rowIndex, row, module, site, bytes: bytes[g], count: count[g] });
+  }
+  return found;
+}
+
+// The same by tensor, module or line: { key, row, site, bytes, count, stages }.
+function entries(run, moment, view) {
+  const found = new Map();
+  for (const { rowIndex, row, module, site, bytes, count } of visible(run, moment)) {
     const key = view === "tensors" ? rowIndex : view === "modules" ? module : site ? site[0] : "";
-    let one = found.get(key);
-    if (!one) found.set(key, one = { key, row, module, site, bytes: 0, count: 0, stages: new Array(data.stages.length).fill(0) });
-    one.bytes += bytes[g]; one.count += count[g]; one.stages[row[5]] += bytes[g];
+    if (!found.has(key)) found.set(key, { key, row, site, bytes: 0, count: 0, stages: new Array(data.stages.length).fill(0) });
+    const one = found.get(key);
+    one.bytes += bytes; one.count += count; one.stages[row[5]] += bytes;
   }
   return [...found.values()];
 }
@@ -331,20 +338,15 @@ const siteCell = (site) => [el("span", { class: "mono" }, site[0]), " ", el("spa
 // A tree of the tensors alive, by module path or by file and line, with the stages' colours.
 function drawMap(run) {
   const root = { name: "all", children: new Map(), value: 0 };
-  const { bytes } = alive(run, state.moment), query = state.query.toLowerCase();
-  bytes.forEach((amount, g) => {
-    if (amount <= 0) return;
-    const row = run.rows[run.groups[g][0]], module = run.modules[run.groups[g][1]], site = run.sites[row[4]];
-    if (state.hidden.has(row[5])) return;
-    if (query && ![row[0], row[1], row[2], row[3], module, data.stages[row[5]], ...(site || [])].some((text) => text.toLowerCase().includes(query))) return;
+  for (const { row, module, site, bytes } of visible(run, state.moment)) {
     const cut = site ? site[0].lastIndexOf(":") : -1;
     const path = state.view === "modules" ? (module ? module.split(".") : ["(outside modules)"]) : site ? [site[0].slice(0, cut), `line ${site[0].slice(cut + 1)} ${site[1]}`] : ["(no source line)"];
     let node = root;
     for (const part of [...path, `${row[2]} ${row[0]}`]) {
       if (!node.children.has(part)) node.children.set(part, { name: part, children: new Map(), value: 0, stages: new Array(data.stages.length).fill(0) });
-      node = node.children.get(part); node.value += amount; node.stages[row[5]] += amount;
+      node = node.children.get(part); node.value += bytes; node.stages[row[5]] += bytes;
     }
-  });
+  }
   const t = theme();
   const plain = (node) => {
     let name = node.name;
