@@ -19,6 +19,8 @@ import torch
 
 from oomph.prediction import isolation
 
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # for all tests alike, and before Triton is imported
 gc.disable()  # while tests are collected: imports make a million objects, and none of them is garbage
 
 

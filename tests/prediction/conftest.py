@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from small_programs import linear_workload, stack_workload
 
@@ -10,10 +12,12 @@ from oomph import Prediction
 from oomph.prediction.cuda.rules import RuleGuard
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _strict_rules() -> None:
+@pytest.fixture(autouse=True, scope="package")
+def _strict_rules() -> Iterator[None]:
     """A rule that raises fails its test, instead of falling back to an estimate."""
-    RuleGuard.strict = True
+    before, RuleGuard.strict = RuleGuard.strict, True
+    yield
+    RuleGuard.strict = before
 
 
 @pytest.fixture(scope="session")
