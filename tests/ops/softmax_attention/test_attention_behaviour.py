@@ -159,19 +159,6 @@ def test_chunk_sizes_are_part_of_the_choice():
     assert settings == {"batch": 2, "key_value_heads": 2, "queries": 256}
 
 
-def test_backends_are_cached_for_plain_calls_of_one_shape(monkeypatch):
-    monkeypatch.setattr(sdpa, "_cached_backends", {})
-    monkeypatch.setattr(sdpa, "_MAX_CACHED", 4)
-    q, k, v = qkv()
-    for causal in (True, False, True):
-        attention(q, k, v, causal=causal)
-    attention(q, k, v, key_mask=torch.ones(2, 12, dtype=torch.bool))
-    assert len(sdpa._cached_backends) == 2
-    for keys in range(1, 12):  # as in generation
-        attention(q[:, :, :1], k[:, :, :keys], v[:, :, :keys])
-    assert len(sdpa._cached_backends) <= 4
-
-
 def test_a_fused_kernel_is_traced_in_one_graph():
     q, k, v = qkv(4, 4)
     compiled = torch.compile(attention, backend="eager", fullgraph=True)
