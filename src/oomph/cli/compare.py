@@ -10,8 +10,7 @@ import typer
 
 from oomph import units
 from oomph.cli.options import Html, Json
-from oomph.cli.output import write_stdout
-from oomph.cli.pages import check_output_file, write_page
+from oomph.cli.output import check_output_file, write_page, write_stdout
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_from_json, prediction_to_json

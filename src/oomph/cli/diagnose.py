@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from oomph.cli.output import write_stdout
-from oomph.cli.pages import write_page
+from oomph.cli.output import write_page, write_stdout
 from oomph.cli.predict import PredictOptions, check_options, next_step, predict_target
 from oomph.cli.targets import is_script
 from oomph.errors import ExitStatus

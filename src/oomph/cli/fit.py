@@ -15,8 +15,14 @@ from rich.console import Console
 from oomph import gpus, units
 from oomph.cli.fixes import fix_kinds
 from oomph.cli.options import Allow, Gpu, Html, Json, Max, OverrideWords, Target
-from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
-from oomph.cli.pages import check_output_file, write_page
+from oomph.cli.output import (
+    ProgressReport,
+    check_output_file,
+    progress_display,
+    stdout_to_stderr,
+    write_page,
+    write_stdout,
+)
 from oomph.cli.predict import PredictOptions, predict_target
 from oomph.cli.targets import (
     check_python_file,

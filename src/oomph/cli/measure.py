@@ -21,8 +21,7 @@ import typer
 
 from oomph import gpus
 from oomph.cli.options import Html, Json, OverrideWords, Target, fix_words
-from oomph.cli.output import stdout_to_stderr, write_stdout
-from oomph.cli.pages import write_page
+from oomph.cli.output import stdout_to_stderr, write_page, write_stdout
 from oomph.cli.predict import PredictOptions, check_options, predict_target, with_fixes
 from oomph.cli.targets import is_script, open_target
 from oomph.errors import ExitStatus, ProgramError, UserError

@@ -1,4 +1,5 @@
-"""Streams: the report goes to stdout in one piece; the program's own output and progress go to stderr."""
+"""Streams and files: the report goes to stdout in one piece, or to a file (`--html`); the program's output
+and progress go to stderr."""
 
 from __future__ import annotations
 
@@ -7,13 +8,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from rich.console import Console
 
+from oomph import gpus
 from oomph.errors import UserError
+from oomph.records import Prediction
 
 # What is being done, and the fraction done, or None if that is unknown.
 ProgressReport = Callable[[str, float | None], None]
@@ -152,3 +156,30 @@ def progress_display(
         timer.cancel()
         timer.join()  # it may be starting the display at this moment
         progress.stop()
+
+
+# ------------------------------------------------------------------------------------------------------ files
+
+
+def check_output_file(option: str, file: str | None, example: str) -> None:
+    """Raise for a file that cannot be written, before anything is traced."""
+    if file is None:
+        return
+    path = Path(file)
+    if path.is_dir():
+        raise UserError(f"{option} {file!r} is a directory; give a file, e.g. {example}")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"{option} {file!r}: the directory {str(path.parent)!r} does not exist")
+
+
+def write_page(file: str, target: str, runs: Sequence[tuple[str, Prediction]], **sections: Any) -> None:
+    """`sections`: findings, plan, measured, notes of a Page."""
+    from oomph.report.html import Page, write_html
+
+    cards = sorted(gpus.catalogue(), key=lambda card: card.memory)
+    limits = [(card.title, card.memory, card.context) for card in cards]
+    try:
+        write_html(file, Page(target, runs, limits, **sections))
+    except OSError as error:
+        raise UserError(f"--html {file!r} cannot be written: {error.strerror or error}") from error
+    print(f"oomph: the report is in {file}", file=sys.stderr)

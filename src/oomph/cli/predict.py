@@ -12,8 +12,14 @@ from rich.console import Console
 
 from oomph import gpus, units
 from oomph.cli.fixes import parse_sizes
-from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
-from oomph.cli.pages import check_output_file, write_page
+from oomph.cli.output import (
+    ProgressReport,
+    check_output_file,
+    progress_display,
+    stdout_to_stderr,
+    write_page,
+    write_stdout,
+)
 from oomph.cli.targets import (
     check_python_file,
     check_target,

@@ -21,8 +21,7 @@ import typer
 
 from oomph import gpus
 from oomph.cli.options import Fix, PlanFile, fix_words
-from oomph.cli.output import stdout_to_stderr, write_stdout
-from oomph.cli.pages import check_output_file, write_page
+from oomph.cli.output import check_output_file, stdout_to_stderr, write_page, write_stdout
 from oomph.cli.targets import check_python_file
 from oomph.errors import OomphError, UserError, program_traceback
 from oomph.records import Plan
