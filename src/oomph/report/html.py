@@ -87,6 +87,7 @@ def _run(title: str, prediction: Prediction) -> dict[str, Any]:
         "limit": prediction.limit,
         "peak": {"allocated": peak.allocated, "reserved": peak.reserved, "device": peak.device},
         "margin": prediction.margin,
+        "nccl": prediction.nccl,
         "stepSeconds": prediction.step_seconds,
         "seconds": prediction.seconds,
         "events": len(prediction.events),

@@ -125,8 +125,8 @@ function verdictSection() {
 
 function peakBar(run, widest) {
   const stages = run.byStage[run.peakMoment] || [];
-  const cached = Math.max(0, run.peak.reserved - run.peak.allocated), context = run.peak.device - run.peak.reserved;
-  const parts = [...stages.map((bytes, i) => [data.stages[i], bytes, `var(--s${i})`]), ["cached or fragmented", cached, "var(--cached)"], ["CUDA context", context, "var(--context)"]];
+  const cached = Math.max(0, run.peak.reserved - run.peak.allocated), context = run.peak.device - run.peak.reserved - run.nccl;
+  const parts = [...stages.map((bytes, i) => [data.stages[i], bytes, `var(--s${i})`]), ["cached or fragmented", cached, "var(--cached)"], ["CUDA context", context, "var(--context)"], ["NCCL, estimated", run.nccl, "var(--s9)"]];
   const has = run.capacity || run.limit;
   const title = data.runs.length > 1 ? run.title : run.failed ? "When memory ran out" : "At the peak";
   return el("div", {},
