@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -247,10 +248,16 @@ def compiled_frame_callback() -> tuple[Any, str] | None:
     return None if dynamo is None else (dynamo, "_callback_from_stance")
 
 
-def fsdp_chunks() -> tuple[Any, str]:
-    """Where FSDP2 looks up the function that cuts a parameter into shards."""
-
-    return sys.modules["torch.distributed.fsdp._fully_shard._fsdp_param"], "_chunk_with_empty"
+def fsdp_functions() -> tuple[tuple[Any, str], ...]:
+    """Where FSDP2 looks up what cuts a parameter into shards, what finds parameters and buffers of modules,
+    and what moves these to a device."""
+    package = "torch.distributed.fsdp._fully_shard"
+    init = importlib.import_module(f"{package}._fsdp_init")
+    return (
+        (importlib.import_module(f"{package}._fsdp_param"), "_chunk_with_empty"),
+        (init, "_get_managed_states"),
+        (init, "_move_states_to_device"),
+    )
 
 
 def is_dtensor(kind: type) -> bool:
@@ -547,7 +554,7 @@ __all__ = [
     "dispatch_tls_set_dispatch_key_included",
     "dynamo_config_patch",
     "flex_attention_hop",
-    "fsdp_chunks",
+    "fsdp_functions",
     "get_dispatch_mode",
     "get_eval_frame_callback",
     "get_sdp_priority_order",

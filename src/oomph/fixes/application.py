@@ -52,7 +52,7 @@ def apply(fixes: Fixes, target: Workload | nn.Module) -> Workload | tuple[Change
     new = _to_apply(uses_of(fixes), workload.fixes)
     for use in new:
         workload = find(use.fix).change_workload(workload, **use.options)
-    of_model = tuple(use for use in new if find(use.fix).changes_model)
+    of_model = tuple(use for use in new if find(use.fix).changes_model and not find(use.fix).places_model)
     if of_model or any(use.model_id for use in new):
         made_for = next((use.model_id for use in new if use.model_id), "")
         workload = replace(workload, model=Changed(workload.model, _ModelChange(of_model, made_for)))

@@ -6,20 +6,19 @@ sharded: each rank has those of its own batch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch.distributed as dist
 from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.fixes.modules import has_data
 from oomph.fixes.registry import Fix, FixContext, Target, check_flag, check_whole_number
-from oomph.nn.blocks import NamedModule, block_names, blocks
-from oomph.units import format_bytes
+from oomph.nn.blocks import block_names, blocks
+from oomph.parallel.parallelize import Parallel, blocks_with_own_parameters
+from oomph.workload import Workload
 
-_SHARDED_STAGES = ("parameters", "gradients", "optimizer state")
 _PROPOSED_RANKS = (2, 8)
 
 
@@ -27,17 +26,29 @@ class FSDP2(Fix):
     name = "fsdp2"
     kind = "exact"
     changes = "Parameters, gradients and optimizer state are sharded over the ranks by FSDP2."
+    places_model = True
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        """Savings are computed: one process cannot trace several ranks."""
         names = tuple(block_names(context.model))
-        if not names or _is_sharded(context.model):
+        if not names or _is_sharded(context.model) or context.workload.parallel is not None:
             return
-        held = sum(size for stage, size in context.prediction.by_stage() if stage in _SHARDED_STAGES)
-        gathered = 2 * _largest_block(context.model)  # the block that runs, and the prefetched next one
         for ranks in _PROPOSED_RANKS:
-            note = f"computed: 1/{ranks} of {format_bytes(held)} stays on a rank"
-            yield Target(names, {"ranks": ranks}, note, saving=held - held // ranks - gathered)
+            yield Target(names, {"ranks": ranks}, "the batch is that of one rank")
+
+    def change_workload(
+        self, workload: Workload, *, ranks: int | None = None, reshard_after_forward: bool = True
+    ) -> Workload:
+        """`ranks`: the size of the process group; by default that of the one that is initialised.
+        `reshard_after_forward`: free a block's gathered parameters after forward, and gather them again in
+        backward."""
+        _check_options(ranks, reshard_after_forward)
+        if workload.parallel is not None:
+            raise UserError(f"fix {self.name!r}: the step is already spread over ranks")
+        size = ranks or (dist.get_world_size() if dist.is_available() and dist.is_initialized() else None)
+        if size is None:
+            raise UserError(f"fix {self.name!r} needs the number of ranks: give fsdp2:ranks=8")
+        parallel = Parallel(size, reshard_after_forward=reshard_after_forward)
+        return replace(workload, parallel=parallel)
 
     def change_model(
         self,
@@ -47,16 +58,8 @@ class FSDP2(Fix):
         ranks: int | None = None,
         reshard_after_forward: bool = True,
     ) -> None:
-        """`ranks`: the required size of the process group; by default any. `reshard_after_forward`: free a
-        block's gathered parameters after forward, and gather them again in backward."""
-        check_flag(self.name, "reshard_after_forward", reshard_after_forward)
-        if ranks is not None:
-            check_whole_number(self.name, "ranks", ranks, 1)
-        if not all(has_data(parameter) for parameter in model.parameters()):
-            raise UserError(
-                "FSDP2 cannot be traced without its ranks; the saving is computed from parameters, gradients "
-                "and optimizer state, less the blocks that are gathered"
-            )
+        """Of a model that is there: over the process group of the program."""
+        _check_options(ranks, reshard_after_forward)
         if not dist.is_available() or not dist.is_initialized():
             raise UserError(
                 f"fix {self.name!r} needs a process group: start the script with torchrun "
@@ -67,41 +70,23 @@ class FSDP2(Fix):
             raise UserError(f"fix {self.name!r}: ranks={ranks}, but the process group has {given}")
         if _is_sharded(model):
             raise UserError(f"fix {self.name!r}: the model is already sharded")
-        _shard(model, journal, reshard_after_forward)
+        what = f"parameters over {dist.get_world_size()} ranks"
+        journal.record("", what, undo=lambda: None, check=_refuse_undo)
+        for name, _ in blocks_with_own_parameters(blocks(model)):
+            journal.record(name, "gathers its parameters when it runs", lambda: None)
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        Parallel(dist.get_world_size(), reshard_after_forward=reshard_after_forward).apply(model, device)
 
 
-def _shard(model: nn.Module, journal: Journal, reshard_after_forward: bool) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    what = f"parameters over {dist.get_world_size()} ranks"
-    journal.record("", what, undo=lambda: None, check=_refuse_undo)
-    for name, block in blocks_with_own_parameters(blocks(model)):
-        fully_shard(block, reshard_after_forward=reshard_after_forward)
-        journal.record(name, "gathers its parameters when it runs", lambda: None)
-    fully_shard(model, reshard_after_forward=reshard_after_forward)
+def _check_options(ranks: object, reshard_after_forward: object) -> None:
+    check_flag("fsdp2", "reshard_after_forward", reshard_after_forward)
+    if ranks is not None:
+        check_whole_number("fsdp2", "ranks", ranks, 1)
 
 
 def _refuse_undo(_: object) -> None:
     raise UserError("fix 'fsdp2' cannot be undone in a model; build the model again")
 
 
-def blocks_with_own_parameters(groups: list[list[NamedModule]]) -> list[NamedModule]:
-    """Blocks that share no parameter. Others are sharded with the whole model: FSDP2 cannot gather a
-    parameter with two blocks."""
-    members = [member for group in groups for member in group]
-    owners = Counter(id(each) for member in members for each in member.module.parameters())
-    return [each for each in members if all(owners[id(one)] == 1 for one in each.module.parameters())]
-
-
 def _is_sharded(model: nn.Module) -> bool:
     return any(type(module).__name__.startswith("FSDP") for module in model.modules())
-
-
-def _largest_block(model: nn.Module) -> int:
-    """Bytes."""
-    sizes = [
-        sum(one.numel() * one.element_size() for one in block.parameters())
-        for group in blocks(model)
-        for _, block in group
-    ]
-    return max(sizes, default=0)

@@ -180,6 +180,8 @@ class Fix:
     changes: ClassVar[str]  # one sentence for people
     # Fixes that cannot be combined with this one, and why. One side of a pair is enough.
     excludes: ClassVar[Mapping[str, str]] = {}
+    # `change_model` is for models that are there: a Workload's is spread over ranks once it is built.
+    places_model: ClassVar[bool] = False
 
     def targets(self, context: FixContext) -> Iterable[Target]:
         """Where the fix applies, each with useful options; empty where it does not apply."""

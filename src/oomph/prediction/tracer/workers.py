@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.isolation import refuse_in_thread
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.torch_internals import DATA_LOADER_ITERATOR, fsdp_chunks, init_fake_process_group, tree_map
+from oomph.torch_internals import DATA_LOADER_ITERATOR, fsdp_functions, init_fake_process_group, tree_map
 
 _MODES = tuple[Any, ...]
 _MiB = 1 << 20
@@ -101,7 +102,7 @@ def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
 
     @functools.wraps(init)
     def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
-        patches.set(*fsdp_chunks(), _Shards)
+        _replace_fsdp_functions(patches)
         if backend == "fake":  # as many ranks as the program pretends to have
             return init(backend, init_method, *args, **kwargs)
         size, rank = (
@@ -117,6 +118,32 @@ def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
         init_fake_process_group(size, rank, init)
 
     patches.set(torch.distributed, "init_process_group", init_process_group)
+
+
+def _replace_fsdp_functions(patches: Patches) -> None:
+    """Shards are made when they are asked for. Buffers are replaced in their modules: small ones may hold
+    values, and cannot take the data of a fake tensor."""
+    chunks, managed_states, move_states = fsdp_functions()
+    if getattr(*chunks) is _Shards:  # of another process group in this trace
+        return
+    find, move = getattr(*managed_states), getattr(*move_states)
+    owners: dict[int, tuple[nn.Module, str]] = {}
+
+    def find_states(modules: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        for module in modules:
+            owners.update({id(buffer): (module, name) for name, buffer in module._buffers.items()})
+        return find(modules, *args, **kwargs)
+
+    def move_to_device(params: Any, buffers: Sequence[torch.Tensor], device: torch.device) -> None:
+        move(params, [], device)
+        for buffer in buffers:
+            module, name = owners[id(buffer)]
+            if buffer.device != device and buffer.device.type != "meta":
+                module._buffers[name] = buffer.to(device)
+
+    patches.set(*chunks, _Shards)
+    patches.set(*managed_states, find_states)
+    patches.set(*move_states, move_to_device)
 
 
 class _Shards:
