@@ -12,7 +12,7 @@ from oomph import Prediction
 from oomph.prediction.cuda.rules import RuleGuard
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def _strict_rules() -> Iterator[None]:
     """A rule that raises fails its test, instead of falling back to an estimate."""
     before, RuleGuard.strict = RuleGuard.strict, True
@@ -20,11 +20,11 @@ def _strict_rules() -> Iterator[None]:
     RuleGuard.strict = before
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def linear() -> Prediction:
     return oomph.predict(linear_workload(), gpu="h200")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stack() -> Prediction:
     return oomph.predict(stack_workload(), gpu="h200")

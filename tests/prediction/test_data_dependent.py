@@ -15,7 +15,6 @@ from torch import Tensor
 
 import oomph
 from oomph.errors import ProgramError
-from oomph.prediction.cuda.rules import RuleGuard
 from oomph.prediction.tracer.values import DATA_DEPENDENT_RESULTS
 
 aten = torch.ops.aten
@@ -24,11 +23,6 @@ ROWS = json.loads((RESULTS / "kernels_h200_torch2.11.json").read_text())
 GROUP = list(ROWS)[list(ROWS).index("nonzero all") :]
 # Measured with other random values than the trace draws.
 DRAWN = {"index rows by mask bf16", "index by mask half", "repeat_interleave counts", "repeat_interleave ids"}
-
-
-@pytest.fixture(autouse=True)
-def _strict_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RuleGuard, "strict", True)
 
 
 def notes_of(program: Callable[[], Any]) -> str:

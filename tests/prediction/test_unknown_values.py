@@ -13,17 +13,11 @@ from torch import distributions, nn
 import oomph
 from oomph.cli.targets import program_error_text
 from oomph.errors import ProgramError
-from oomph.prediction.cuda.rules import RuleGuard
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_to_json
 from oomph.report.terminal import report_text
 
 in_process = pytest.mark.usefixtures("in_process")  # not where attempts are repeated
-
-
-@pytest.fixture(autouse=True)
-def _strict_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RuleGuard, "strict", True)
 
 
 def training(check: Callable[[nn.Module, torch.Tensor, torch.optim.Optimizer], Any]) -> Callable[[], Any]:
