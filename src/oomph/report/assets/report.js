@@ -126,7 +126,12 @@ function verdictSection() {
 function peakBar(run, widest) {
   const stages = run.byStage[run.peakMoment] || [];
   const cached = Math.max(0, run.peak.reserved - run.peak.allocated), context = run.peak.device - run.peak.reserved - run.nccl;
-  const parts = [...stages.map((bytes, i) => [data.stages[i], bytes, `var(--s${i})`]), ["cached or fragmented", cached, "var(--cached)"], ["CUDA context", context, "var(--context)"], ["NCCL, estimated", run.nccl, "var(--s9)"]];
+  const parts = [
+    ...stages.map((bytes, i) => [data.stages[i], bytes, `var(--s${i})`]),
+    ["cached or fragmented", cached, "var(--cached)"],
+    ["CUDA context", context, "var(--context)"],
+    ["NCCL, estimated", run.nccl, "var(--s9)"],
+  ];
   const has = run.capacity || run.limit;
   const title = data.runs.length > 1 ? run.title : run.failed ? "When memory ran out" : "At the peak";
   return el("div", {},
@@ -134,7 +139,8 @@ function peakBar(run, widest) {
     el("div", { class: "bar", role: "img", "aria-label": parts.filter((p) => p[1] > 0).map(([name, bytes]) => `${name} ${size(bytes)}`).join(", ") },
       parts.filter((p) => p[1] > 0).map(([name, bytes, fill]) => el("i", { title: `${name}: ${size(bytes)}`, style: { width: 100 * bytes / widest + "%", background: fill } })),
       has ? el("span", { class: "limit", title: `limit ${size(has)}`, style: { left: `min(100% - 2px, ${100 * has / widest}%)` } }) : null),
-    el("div", { class: "legend" }, parts.filter((p) => p[1] > 0.002 * run.peak.device).map(([name, bytes, fill]) => el("span", {}, el("i", { class: "dot", style: { background: fill } }), ` ${name} `, el("b", { class: "num" }, size(bytes))))));
+    el("div", { class: "legend" }, parts.filter((p) => p[1] > 0.002 * run.peak.device).map(([name, bytes, fill]) =>
+      el("span", {}, el("i", { class: "dot", style: { background: fill } }), ` ${name} `, el("b", { class: "num" }, size(bytes))))));
 }
 
 // ------------------------------------------------------------------------------------------ memory chart
@@ -197,7 +203,14 @@ function chart(id) {
   return charts[id];
 }
 
-const tooltip = (t) => ({ backgroundColor: t.card, borderColor: t.rule, textStyle: { color: t.ink, fontSize: 12 }, confine: true, extraCssText: "box-shadow:0 6px 24px rgb(0 0 0 / .18);border-radius:10px" });
+const tooltip = (t) => ({
+  backgroundColor: t.card, borderColor: t.rule, textStyle: { color: t.ink, fontSize: 12 }, confine: true,
+  extraCssText: "box-shadow:0 6px 24px rgb(0 0 0 / .18);border-radius:10px",
+});
+const memoryAxis = (t, top) => ({
+  type: "value", min: 0, max: top * 1.08, interval: niceInterval(top), splitLine: { lineStyle: { color: t.rule } },
+  axisLabel: { color: t.soft, formatter: (v) => v ? size(v) : "0", showMaxLabel: false },
+});
 
 function drawMemory() {
   const run = current(), t = theme(), limit = limitOf(run), area = chart("memory-chart");
@@ -207,7 +220,9 @@ function drawMemory() {
     ...base, name, stack: "memory", lineStyle: { width: 0 }, areaStyle: { color: stageColour(stage), opacity: 0.92 },
     itemStyle: { color: stageColour(stage) },
     data: state.hidden.has(stage) ? [] : run.byStage.map((stages, i) => [at[i], stages[stage]]),
-  })).filter((one) => one.data.some(([, bytes]) => bytes > 0)) : [{ ...base, name: "allocated", data: run.line, lineStyle: { color: stageColour(0) }, areaStyle: { color: stageColour(0), opacity: 0.3 } }];
+  })).filter((one) => one.data.some(([, bytes]) => bytes > 0)) : [{
+    ...base, name: "allocated", data: run.line, lineStyle: { color: stageColour(0) }, areaStyle: { color: stageColour(0), opacity: 0.3 },
+  }];
   if (run.whole) series.push({ ...base, name: "reserved", data: run.moments.map(([event, reserved]) => [event, reserved]), lineStyle: { color: t.soft, width: 1, type: [3, 3] } });
   data.runs.forEach((other, i) => {
     if (i !== state.run) series.push({ ...base, name: other.title, data: stretched(other, run), lineStyle: { color: t.accent, width: 1.5 } });
@@ -220,23 +235,36 @@ function drawMemory() {
     markLine: {
       silent: true, symbol: "none", animation: false, label: { color: t.soft, fontSize: 11 },
       data: [
-        ...steps.map(([event, label]) => ({ xAxis: event, lineStyle: { color: t.faint, type: "dotted", opacity: 0.7 }, label: { formatter: label, position: "insideEndTop", rotate: 0, align: "left", distance: [4, -14] } })),
-        ...(limit ? [{ yAxis: limit.bytes, lineStyle: { color: t.bad, width: 1.5, type: "dashed" }, label: { formatter: `${limit.title}: ${size(limit.bytes)} for the allocator`, position: "insideStartTop", color: t.bad, fontWeight: 600 } }] : []),
+        ...steps.map(([event, label]) => ({
+          xAxis: event, lineStyle: { color: t.faint, type: "dotted", opacity: 0.7 },
+          label: { formatter: label, position: "insideEndTop", rotate: 0, align: "left", distance: [4, -14] },
+        })),
+        ...(limit ? [{
+          yAxis: limit.bytes, lineStyle: { color: t.bad, width: 1.5, type: "dashed" },
+          label: { formatter: `${limit.title}: ${size(limit.bytes)} for the allocator`, position: "insideStartTop", color: t.bad, fontWeight: 600 },
+        }] : []),
         ...(run.whole ? [{ xAxis: chosen, lineStyle: { color: t.ink, width: 1.5, type: "solid" }, label: { show: false } }] : []),
       ],
     },
     markPoint: {
       silent: true, animation: false, symbol: "circle", symbolSize: 9, itemStyle: { color: t.ink, borderColor: t.card, borderWidth: 2 },
       data: [{ coord: [peakAt ?? run.line[0]?.[0] ?? 0, peak] }],
-      label: { show: true, formatter: `${run.failed ? "out of memory" : "peak"} ${size(run.peak.allocated)}`, position: peakAt > 0.8 * end ? "left" : "right", color: t.ink, fontWeight: 700, fontSize: 12, textBorderColor: t.card, textBorderWidth: 3, distance: 8 },
+      label: {
+        show: true, formatter: `${run.failed ? "out of memory" : "peak"} ${size(run.peak.allocated)}`, position: peakAt > 0.8 * end ? "left" : "right",
+        color: t.ink, fontWeight: 700, fontSize: 12, textBorderColor: t.card, textBorderWidth: 3, distance: 8,
+      },
     },
   });
   const top = Math.max(run.peak.reserved, limit && limit.bytes < 2.2 * run.peak.reserved ? limit.bytes : 0, ...data.runs.map((one) => one.peak.allocated));
   area.setOption({
     animation: false, aria: { enabled: false },
     grid: { left: 66, right: 14, top: 26, bottom: 26 },
-    xAxis: { type: "value", min: 0, max: end, axisLine: { lineStyle: { color: t.rule } }, axisTick: { show: false }, splitLine: { show: false }, axisLabel: { color: t.faint, formatter: (v) => v.toLocaleString("en"), hideOverlap: true }, name: "events in program order", nameLocation: "middle", nameGap: 22, nameTextStyle: { color: t.faint, fontSize: 11 } },
-    yAxis: { type: "value", min: 0, max: top * 1.08, interval: niceInterval(top), axisLabel: { color: t.soft, formatter: (v) => v ? size(v) : "0", showMaxLabel: false }, splitLine: { lineStyle: { color: t.rule } } },
+    xAxis: {
+      type: "value", min: 0, max: end, axisLine: { lineStyle: { color: t.rule } }, axisTick: { show: false }, splitLine: { show: false },
+      axisLabel: { color: t.faint, formatter: (v) => v.toLocaleString("en"), hideOverlap: true },
+      name: "events in program order", nameLocation: "middle", nameGap: 22, nameTextStyle: { color: t.faint, fontSize: 11 },
+    },
+    yAxis: memoryAxis(t, top),
     tooltip: { trigger: "axis", ...tooltip(t), axisPointer: { type: "line", lineStyle: { color: t.soft } }, formatter: (points) => momentTip(run, nearest(run, points[0].axisValue)) },
     series,
   }, { notMerge: true });
@@ -278,7 +306,10 @@ function momentTip(run, m) {
 
 function aliveSection() {
   if (!data.runs.length) return null;
-  const search = el("input", { type: "search", id: "search", placeholder: "Filter: module, line, op, shape…", "aria-label": "filter tensors", oninput: (event) => { state.query = event.target.value; drawAlive(); } });
+  const search = el("input", {
+    type: "search", id: "search", placeholder: "Filter: module, line, op, shape…", "aria-label": "filter tensors",
+    oninput: (event) => { state.query = event.target.value; drawAlive(); },
+  });
   return el("section", { id: "alive" },
     el("header", {}, el("h2", {}, "Alive at this moment"),
       tabs("view", [["tensors", "Tensors"], ["modules", "Modules"], ["lines", "Source lines"]], state.view, (value) => { state.view = value; state.all = false; drawAlive(); }), search),
@@ -291,7 +322,10 @@ const COLUMNS = {
   modules: [["bytes", "Size"], ["", ""], ["count", "Tensors"], ["key", "Module"]],
   lines: [["bytes", "Size"], ["", ""], ["count", "Tensors"], ["key", "Source line"]],
 };
-const SORTED_BY = { bytes: (one) => one.bytes, count: (one) => one.count, shape: (one) => one.row[0], ops: (one) => one.row[2], stage: (one) => one.row[5], site: (one) => (one.site || [""])[0], key: (one) => String(one.key) };
+const SORTED_BY = {
+  bytes: (one) => one.bytes, count: (one) => one.count, key: (one) => String(one.key), shape: (one) => one.row[0],
+  ops: (one) => one.row[2], stage: (one) => one.row[5], site: (one) => (one.site || [""])[0],
+};
 
 function drawAlive() {
   const run = current(), found = entries(run, state.moment, state.view), total = run.totals[state.moment] || 0;
@@ -340,7 +374,8 @@ function drawMap(run) {
   const root = { name: "all", children: new Map(), value: 0 };
   for (const { row, module, site, bytes } of visible(run, state.moment)) {
     const cut = site ? site[0].lastIndexOf(":") : -1;
-    const path = state.view === "modules" ? (module ? module.split(".") : ["(outside modules)"]) : site ? [site[0].slice(0, cut), `line ${site[0].slice(cut + 1)} ${site[1]}`] : ["(no source line)"];
+    const path = state.view === "modules" ? (module ? module.split(".") : ["(outside modules)"])
+      : site ? [site[0].slice(0, cut), `line ${site[0].slice(cut + 1)} ${site[1]}`] : ["(no source line)"];
     let node = root;
     for (const part of [...path, `${row[2]} ${row[0]}`]) {
       if (!node.children.has(part)) node.children.set(part, { name: part, children: new Map(), value: 0, stages: new Array(data.stages.length).fill(0) });
@@ -361,14 +396,26 @@ function drawMap(run) {
   const map = chart("map");
   map.resize();
   map.setOption({
-    animation: false, tooltip: { ...tooltip(t), formatter: (point) => el("div", { class: "tip" }, el("b", {}, point.treePathInfo.slice(1).map((each) => each.name).join(" › ")), el("div", {}, `${size(point.value)}, ${share(point.value, run.totals[state.moment])}`)) },
+    animation: false,
+    tooltip: {
+      ...tooltip(t),
+      formatter: (point) => el("div", { class: "tip" }, el("b", {}, point.treePathInfo.slice(1).map((each) => each.name).join(" › ")),
+        el("div", {}, `${size(point.value)}, ${share(point.value, run.totals[state.moment])}`)),
+    },
     series: [{
-      type: "treemap", name: "all", roam: false, nodeClick: "zoomToNode", animation: false, leafDepth: 3, drillDownIcon: "", left: 0, right: 0, top: 0, bottom: 30, visibleMin: 60, sort: "desc",
+      type: "treemap", name: "all", roam: false, nodeClick: "zoomToNode", animation: false, leafDepth: 3, drillDownIcon: "",
+      left: 0, right: 0, top: 0, bottom: 30, visibleMin: 60, sort: "desc",
       breadcrumb: { bottom: 0, itemStyle: { color: colour("--hover"), borderColor: t.rule, textStyle: { color: t.ink } }, emphasis: { itemStyle: { color: t.rule } } },
-      label: { show: true, formatter: (point) => `${point.name}\n${size(point.value)}`, fontSize: 11, lineHeight: 15, color: "#fff", textBorderColor: "rgb(0 0 0 / .35)", textBorderWidth: 2, overflow: "truncate" },
+      label: {
+        show: true, formatter: (point) => `${point.name}\n${size(point.value)}`, fontSize: 11, lineHeight: 15, overflow: "truncate",
+        color: "#fff", textBorderColor: "rgb(0 0 0 / .35)", textBorderWidth: 2,
+      },
       upperLabel: { show: true, height: 19, color: t.ink, fontSize: 11, formatter: (point) => `${point.name}   ${size(point.value)}`, overflow: "truncate" },
       itemStyle: { borderColor: t.card, borderWidth: 1, gapWidth: 1 },
-      levels: [{ itemStyle: { gapWidth: 3, borderWidth: 0, borderColor: t.card }, upperLabel: { show: false } }, ...Array(6).fill({ itemStyle: { gapWidth: 1, borderWidth: 2, borderColor: colour("--hover") } })],
+      levels: [
+        { itemStyle: { gapWidth: 3, borderWidth: 0, borderColor: t.card }, upperLabel: { show: false } },
+        ...Array(6).fill({ itemStyle: { gapWidth: 1, borderWidth: 2, borderColor: colour("--hover") } }),
+      ],
       data: [...root.children.values()].map(plain),
     }],
   }, { notMerge: true });
@@ -407,6 +454,9 @@ function planSection() {
       el("div", { class: "table" }, el("table", {}, el("thead", {}, el("tr", {}, ["Needs", "Step time", "", "Fixes"].map((label) => el("th", {}, label)))), el("tbody", {}, rows)))));
 }
 
+const planTip = (one) => el("div", { class: "tip" }, el("b", {}, one.role || "alternative"),
+  el("div", {}, `${size(one.bytes)}, × ${one.slowdown.toFixed(2)}`), el("span", { class: "soft" }, one.fixes.join(" + ") || "no fixes"));
+
 function drawPlan() {
   if (!data.plan) return;
   const plan = data.plan, t = theme(), points = plan.sets.map((one) => [one.slowdown, one.bytes]);
@@ -414,14 +464,24 @@ function drawPlan() {
   const top = Math.max(plan.limit, ...points.map(([, y]) => y));
   chart("plan-chart").setOption({
     animation: false, grid: { left: 66, right: 24, top: 20, bottom: 40 },
-    xAxis: { type: "value", scale: true, name: "step time, relative", nameLocation: "middle", nameGap: 26, nameTextStyle: { color: t.faint }, axisLabel: { color: t.soft, formatter: (v) => "× " + v.toFixed(2) }, splitLine: { lineStyle: { color: t.rule } } },
-    yAxis: { type: "value", min: 0, max: top * 1.08, interval: niceInterval(top), axisLabel: { color: t.soft, formatter: (v) => v ? size(v) : "0", showMaxLabel: false }, splitLine: { lineStyle: { color: t.rule } } },
-    tooltip: { trigger: "item", ...tooltip(t), formatter: (point) => { const one = plan.sets[point.dataIndex]; return el("div", { class: "tip" }, el("b", {}, one.role || "alternative"), el("div", {}, `${size(one.bytes)}, × ${one.slowdown.toFixed(2)}`), el("span", { class: "soft" }, one.fixes.join(" + ") || "no fixes")); } },
+    xAxis: {
+      type: "value", scale: true, axisLabel: { color: t.soft, formatter: (v) => "× " + v.toFixed(2) }, splitLine: { lineStyle: { color: t.rule } },
+      name: "step time, relative", nameLocation: "middle", nameGap: 26, nameTextStyle: { color: t.faint },
+    },
+    yAxis: memoryAxis(t, top),
+    tooltip: { trigger: "item", ...tooltip(t), formatter: (point) => planTip(plan.sets[point.dataIndex]) },
     series: [
       { type: "line", data: front, symbol: "none", silent: true, lineStyle: { color: t.faint, type: "dotted" }, tooltip: { show: false } },
       { type: "scatter", symbolSize: (_, point) => plan.sets[point.dataIndex].role ? 16 : 10,
-        data: plan.sets.map((one) => ({ value: [one.slowdown, one.bytes], itemStyle: { color: one.role === "the plan" ? colour("--good") : one.fits ? t.accent : t.bad, borderColor: t.card, borderWidth: 2 }, label: { show: Boolean(one.role), formatter: one.role, position: "top", color: t.ink, fontWeight: 600 } })),
-        markLine: { silent: true, symbol: "none", data: [{ yAxis: plan.limit }], lineStyle: { color: t.bad, type: "dashed" }, label: { formatter: `${plan.gpu}: ${size(plan.limit)}`, position: "insideEndTop", color: t.bad, fontWeight: 600 } } },
+        data: plan.sets.map((one) => ({
+          value: [one.slowdown, one.bytes],
+          itemStyle: { color: one.role === "the plan" ? colour("--good") : one.fits ? t.accent : t.bad, borderColor: t.card, borderWidth: 2 },
+          label: { show: Boolean(one.role), formatter: one.role, position: "top", color: t.ink, fontWeight: 600 },
+        })),
+        markLine: {
+          silent: true, symbol: "none", data: [{ yAxis: plan.limit }], lineStyle: { color: t.bad, type: "dashed" },
+          label: { formatter: `${plan.gpu}: ${size(plan.limit)}`, position: "insideEndTop", color: t.bad, fontWeight: 600 },
+        } },
     ],
   }, { notMerge: true });
 }
@@ -429,7 +489,8 @@ function drawPlan() {
 function changesSection() {
   if (data.runs.length < 2) return null;
   const [before, after] = [data.runs[0], data.runs[data.runs.length - 1]];
-  const row = (label, a, b) => el("tr", {}, el("td", { class: "num " + (b > a ? "up" : "down") }, el("b", {}, signed(b - a))), el("td", { class: "num" }, size(a)), el("td", { class: "num" }, size(b)), el("td", { class: "wrap" }, label));
+  const row = (label, a, b) => el("tr", {}, el("td", { class: "num " + (b > a ? "up" : "down") }, el("b", {}, signed(b - a))),
+    el("td", { class: "num" }, size(a)), el("td", { class: "num" }, size(b)), el("td", { class: "wrap" }, label));
   return el("section", { id: "changes" }, el("header", {}, el("h2", {}, "What changed at the peak")),
     el("div", { class: "table" }, el("table", {}, el("thead", {}, el("tr", {}, ["Change", before.title, after.title, "Source line"].map((label) => el("th", {}, label)))),
       el("tbody", {}, row(el("b", {}, "needed in total"), before.peak.device, after.peak.device), data.changes.map(([site, a, b]) => row(siteCell(site), a, b))))));
@@ -441,16 +502,19 @@ function measuredSection() {
   return el("section", { id: "measured" }, el("header", {}, el("h2", {}, "Predicted and measured"), el("span", { class: "soft" }, data.measured[0].gpu)),
     data.measured.map((one) => el("div", { class: "table" }, el("table", {},
       el("thead", {}, el("tr", {}, [one.title, "Predicted", "Measured", "Residual"].map((label) => el("th", {}, label)))),
-      el("tbody", {}, one.rows.map(([name, predicted, measured]) => el("tr", {}, el("td", {}, name), el("td", { class: "num" }, shown(name, predicted)), el("td", { class: "num" }, shown(name, measured)),
+      el("tbody", {}, one.rows.map(([name, predicted, measured]) => el("tr", {}, el("td", {}, name),
+        el("td", { class: "num" }, shown(name, predicted)), el("td", { class: "num" }, shown(name, measured)),
         el("td", { class: "num" }, predicted && measured ? `${(100 * (measured / predicted - 1)).toFixed(2)} %` : "–"))),
-      one.residuals.map(([op, aspect, times, bytes]) => el("tr", {}, el("td", { class: "mono wrap" }, `${op}, ${aspect}, ${times} times`), el("td"), el("td"), el("td", { class: "num" }, signed(bytes)))))),
+      one.residuals.map(([op, aspect, times, bytes]) => el("tr", {}, el("td", { class: "mono wrap" }, `${op}, ${aspect}, ${times} times`),
+        el("td"), el("td"), el("td", { class: "num" }, signed(bytes)))))),
     one.failure ? el("p", { class: "oom wrap" }, one.failure) : null)));
 }
 
 function notesSection() {
   const notes = [...data.notes, ...data.runs.flatMap((run) => run.notes)];
   if (!notes.length) return null;
-  return el("section", { id: "notes" }, el("header", {}, el("h2", {}, "Notes")), el("ul", {}, notes.map(([text, at]) => el("li", { class: "wrap" }, text, " ", el("span", { class: "soft mono" }, at)))));
+  return el("section", { id: "notes" }, el("header", {}, el("h2", {}, "Notes")),
+    el("ul", {}, notes.map(([text, at]) => el("li", { class: "wrap" }, text, " ", el("span", { class: "soft mono" }, at)))));
 }
 
 // ---------------------------------------------------------------------------------------------- the page
@@ -466,15 +530,27 @@ function draw() {
   drawPlan();
 }
 
-const sections = [["verdict", "Verdict", verdictSection], ["findings", "Causes", findingsSection], ["plan", "Plans", planSection], ["measured", "Measured", measuredSection], ["changes", "Changes", changesSection], ["memory", "Memory", memorySection], ["alive", "Tensors", aliveSection], ["notes", "Notes", notesSection]]
-  .map(([id, label, make]) => [id, label, make()]).filter(([, , node]) => node);
+const sections = [
+  ["verdict", "Verdict", verdictSection],
+  ["findings", "Causes", findingsSection],
+  ["plan", "Plans", planSection],
+  ["measured", "Measured", measuredSection],
+  ["changes", "Changes", changesSection],
+  ["memory", "Memory", memorySection],
+  ["alive", "Tensors", aliveSection],
+  ["notes", "Notes", notesSection],
+].map(([id, label, make]) => [id, label, make()]).filter(([, , node]) => node);
 document.title = `${data.target} · oomph`;
 document.getElementById("page").append(
   el("div", { class: "top" }, el("span", { class: "brand" }, "oomph"), el("span", { class: "target mono", title: data.target }, data.target),
     el("nav", { "aria-label": "sections" }, sections.map(([id, label]) => el("a", { href: "#" + id }, label))),
     el("button", { id: "theme", onclick: () => setTheme(document.documentElement.dataset.theme !== "dark") })),
   ...sections.map(([, , node]) => node),
-  el("footer", {}, el("span", {}, el("kbd", {}, "/"), " filter"), el("span", {}, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " move in time, in the chart"), el("span", {}, el("kbd", {}, "P"), " peak"), el("span", {}, "Charts: Apache ECharts, Apache-2.0")));
+  el("footer", {},
+    el("span", {}, el("kbd", {}, "/"), " filter"),
+    el("span", {}, el("kbd", {}, "←"), " ", el("kbd", {}, "→"), " move in time, in the chart"),
+    el("span", {}, el("kbd", {}, "P"), " peak"),
+    el("span", {}, "Charts: Apache ECharts, Apache-2.0")));
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 dark.addEventListener("change", () => setTheme(dark.matches));
 setTheme(dark.matches);
