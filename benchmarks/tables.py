@@ -412,6 +412,20 @@ def speed() -> str:
     return "\n".join(lines)
 
 
+def ranks_simulated() -> str:
+    lines = [
+        "| one rank of an H100 80GB | allocated | reserved | sent in a step | step, by a roofline |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in stored(RESULTS / "ranks_simulated.csv"):
+        held, reserved, sent = (
+            f"{int(row[key]) / 2**30:.2f} GiB"
+            for key in ("predicted_allocated", "predicted_reserved", "sent")
+        )
+        lines.append(f"| {row['run']} | {held} | {reserved} | {sent} | {float(row['step_seconds']):.3g} s |")
+    return "\n".join(lines)
+
+
 LOSSES = {
     "eager": "eager",
     "Liger": "Liger 0.8.5",
@@ -608,6 +622,7 @@ Tables = Mapping[str, Callable[[], str]]
 FILES: Mapping[str, Tables] = {
     "README.md": {"evidence": evidence, "systems": systems},
     "docs/accuracy.md": {"accuracy": accuracy, "fixes": fixes, "speed": speed},
+    "docs/many_gpus.md": {"ranks": ranks_simulated},
     "docs/ops.md": {"losses": losses, "other ops": other_ops},
     "docs/systems.md": {"systems": systems, "races": races, "held out": held_out},
     **{

@@ -11,6 +11,7 @@ from torch import nn
 import oomph
 from oomph import Prediction, ProgramError, Script, Workload
 from oomph.parallel import parse_parallel
+from oomph.planning import ranks_needed
 
 WIDTH, LAYERS = 256, 6
 PARAMETERS = 4 * LAYERS * (8 * WIDTH * WIDTH + 5 * WIDTH)  # bytes
@@ -108,3 +109,13 @@ def test_a_script_for_torchrun(tmp_path):
     assert dict(found.by_stage())["optimizer state"] < 2 * 4 * 4 * 512 * 513 / 16 * 1.2
     with pytest.raises(ProgramError, match="AssertionError"):
         oomph.predict(Script(path, torchrun=True))
+
+
+def test_how_many_cards_are_needed():
+    (alone,) = ranks_needed(WORKLOAD, "24GiB", None, lambda text, fraction: None)
+    assert (alone.ranks, alone.fits, alone.sent) == (1, True, 0)
+    trials = ranks_needed(WORKLOAD, "24GiB", "60MiB", lambda text, fraction: None)
+    # Workspaces and gathered blocks are not divided: the search ends where more ranks change nothing.
+    assert [one.ranks for one in trials[:3]] == [1, 2, 4]
+    assert not any(one.fits for one in trials)
+    assert len(trials) < 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ from oomph.cli.targets import (
 )
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Plan
-from oomph.report.plan import plan_text
+from oomph.report.plan import plan_text, ranks_text
 from oomph.report.terminal import report_console
 
 _MARGIN = 1.01  # of a plain prediction
@@ -61,6 +61,9 @@ class FitOptions:
         str | None, typer.Option(metavar="batch|sequence", help="Also find the largest that fits.")
     ] = None
     gpus: Annotated[bool, typer.Option("--gpus", help="Also list the cards that would do.")] = False
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="Also find how many of the card FSDP2 needs, without fixes.")
+    ] = False
     json: Json = False
     html: Html = None
 
@@ -70,7 +73,7 @@ def run_fit(options: FitOptions) -> ExitStatus:
     kinds = fix_kinds(options.allow)
     _check(options)
     # Imported here: torch takes a second to load.
-    from oomph.planning import fit, largest_size, write_plan
+    from oomph.planning import fit, largest_size, ranks_needed, write_plan
     from oomph.planning.largest import size_name
     from oomph.planning.plan import plan_to_json
     from oomph.prediction import Script
@@ -91,12 +94,19 @@ def run_fit(options: FitOptions) -> ExitStatus:
             plan = search(workload, max=limit, progress=progress)
             return plan, {options.largest: largest_size(workload, plan, options.largest, progress)}
 
+    def count(progress: ProgressReport) -> Any:
+        with open_target(options.target, options.overrides) as target:
+            workload = workload_of(target, options.target)
+            return ranks_needed(workload, str(options.gpu or options.budget), options.max, progress)
+
     largest: dict[str, Any] = {}
+    trials: Any = ()
     with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
         if is_script(options.target):
             plan = search(Script(options.target, options.overrides), max=options.max, progress=report)
         else:
             plan, largest = run_isolated(run, report)
+            trials = run_isolated(count, report) if options.ranks else ()
     if options.plan is not None:
         write_plan(plan, options.plan)
     cards = [
@@ -110,12 +120,15 @@ def run_fit(options: FitOptions) -> ExitStatus:
             found["largest"] = {
                 name: {"without": a._asdict(), "with": b._asdict()} for name, (a, b) in largest.items()
             }
+        if trials:
+            found["ranks"] = [{**one._asdict(), "peak": asdict(one.peak)} for one in trials]
         if cards:
             found["gpus"] = [{"gpu": name, "before": before, "after": after} for name, before, after in cards]
         write_stdout(json.dumps(found, allow_nan=False) + "\n")
     else:
         typed = shlex.join((options.target, *options.overrides))
         write_stdout(plan_text(plan, report_console(), typed, options.plan, largest, cards))
+        write_stdout(ranks_text(trials, plan.gpu_title))
     if options.html is not None:
         _write_page(options.html, options, plan)
     return ExitStatus.FITS if plan.fits else ExitStatus.DOES_NOT_FIT
@@ -147,6 +160,8 @@ def _check(options: FitOptions) -> None:
             units.parse_bytes(size)
     if options.largest is not None and options.largest not in LARGEST:
         raise UserError(f"--largest {options.largest!r} is not valid; valid: {', '.join(LARGEST)}")
+    if options.ranks and (is_script(options.target) or not (options.gpu or options.budget)):
+        raise UserError("--ranks needs a Workload or config, and a card: --gpu rtx4090")
     check_output_file("--html", options.html, "report.html")
     if options.plan is not None and not Path(options.plan).absolute().parent.is_dir():
         raise UserError(f"--plan {options.plan!r}: the directory does not exist")

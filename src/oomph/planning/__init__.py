@@ -2,6 +2,7 @@
 
 from oomph.planning.largest import largest_size
 from oomph.planning.plan import read_plan, write_plan
+from oomph.planning.ranks import RankTrial, ranks_needed
 from oomph.planning.search import fit
 
-__all__ = ["fit", "largest_size", "read_plan", "write_plan"]
+__all__ = ["RankTrial", "fit", "largest_size", "ranks_needed", "read_plan", "write_plan"]

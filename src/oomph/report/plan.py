@@ -91,6 +91,21 @@ def plan_verdict(plan: Plan) -> str:
     )
 
 
+def ranks_text(trials: Sequence[Any], gpu: str) -> str:
+    """How many cards FSDP2 needs. `trials`: by number of ranks, the last is enough or none is."""
+    if not trials:
+        return ""
+    last = trials[-1]
+    lines = [f"\nWithout fixes, {last.ranks} x {gpu} with FSDP2 are enough (the batch is that of one rank):"]
+    if not last.fits:
+        lines = [f"\nNo number of {gpu} is enough with FSDP2, which does not divide activations:"]
+    for one in trials:
+        time = "" if one.step_seconds is None else f", {one.step_seconds:.3g} s a step by a roofline"
+        sent = f", sends {format_bytes(one.sent)}" if one.sent else ""
+        lines.append(f"  {one.ranks:5} ranks: {format_bytes(one.peak.device)} each{sent}{time}")
+    return "\n".join(lines) + "\n"
+
+
 def _at_least(largest: tuple[int, bool]) -> str:
     size, exact = largest
     return f"{size:,}" if exact else f"at least {size:,}"
