@@ -81,6 +81,14 @@ with _section():  # whether a backward pass will reach a node
 with _section():  # whether the caller runs inside a transform of torch.func
     current_functorch_transform: Any = torch._C._functorch.peek_interpreter_stack
 
+with _section():  # autograd inside of an op of a compiled graph
+    AUTOGRAD_KEYS: tuple[Any, ...] = (
+        torch._C.DispatchKey.AutogradFunctionality,
+        torch._C.DispatchKey.AutogradOther,
+        torch._C.DispatchKey.ADInplaceOrView,
+    )
+    SetExcludeDispatchKeyGuard: Any = torch._C._SetExcludeDispatchKeyGuard
+
 with _section():  # whether Dynamo is tracing the caller
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
@@ -258,6 +266,11 @@ def fsdp_functions() -> tuple[tuple[Any, str], ...]:
         (init, "_get_managed_states"),
         (init, "_move_states_to_device"),
     )
+
+
+# Kernels for CUDA that are written in Python, by the name of their op: a trace runs them to see what they
+# allocate.
+python_kernels: dict[str, Any] = {}
 
 
 def is_dtensor(kind: type) -> bool:
@@ -496,6 +509,7 @@ def deterministic_errors() -> Iterator[None]:
 __all__ = [
     "ACCELERATOR",
     "AUTOCAST_CUDA",
+    "AUTOGRAD_KEYS",
     "AVERAGE_GROUP_TENSORS",
     "CHECKPOINT_DEFAULT_DEVICE",
     "CUDA_LAZY_INIT",
@@ -528,6 +542,7 @@ __all__ = [
     "Loss",
     "OpOverload",
     "PreserveDispatchKeyGuard",
+    "SetExcludeDispatchKeyGuard",
     "TorchDispatchMode",
     "UnsupportedTorch",
     "check_attribute",
@@ -572,6 +587,7 @@ __all__ = [
     "memory_snapshot",
     "out_of_memory_observer",
     "parse_to",
+    "python_kernels",
     "record_memory_history",
     "register_dataclass",
     "self_test",

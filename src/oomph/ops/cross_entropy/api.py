@@ -17,7 +17,6 @@ from oomph.ops.common import (
     log_choice,
     matmul_dtype,
     no_autocast,
-    no_compile,
     why_not_triton,
 )
 from oomph.ops.cross_entropy import vocab_parallel
@@ -31,6 +30,7 @@ from oomph.ops.cross_entropy.chunked import (
 )
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions, linear_cross_entropy_reference
 from oomph.ops.cross_entropy.rows import make_token_rows, shift_left
+from oomph.ops.one_op import one_op
 from oomph.units import MiB, counted, format_bytes
 
 IMPLS = ("auto", "plain", "chunked", "triton", "reference")
@@ -50,7 +50,7 @@ def explain_choice(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | Non
 
 # Not compiled: the compiler would have to look into a loop over buffers that are overwritten.
 @explained_by(explain_choice)
-@no_compile
+@one_op
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -115,7 +115,6 @@ def linear_cross_entropy(
 _OPTION_NAMES = tuple(CrossEntropyOptions.__dataclass_fields__)
 
 
-@no_compile
 def compute_loss_chunked(
     hidden_states: Tensor, labels: Tensor, lm_head: nn.Module, chunk_size: int = 4096
 ) -> Tensor:
@@ -130,6 +129,13 @@ def compute_loss_chunked(
         raise ArgumentError(
             f"lm_head must be a linear layer with a weight [V, D]; given: {type(lm_head).__name__}"
         )
+    return _compute_loss_chunked(hidden_states, labels, weight, bias, chunk_size)
+
+
+@one_op
+def _compute_loss_chunked(
+    hidden_states: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int
+) -> Tensor:
     common.check_whole(chunk_size=chunk_size)
     options = CrossEntropyOptions(shift=True)
     check_arguments(hidden_states, weight, labels, bias, options)

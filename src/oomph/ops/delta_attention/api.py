@@ -16,7 +16,6 @@ from oomph.ops.common import (
     explained_by,
     log_choice,
     no_autocast,
-    no_compile,
     why_not_triton,
 )
 from oomph.ops.delta_attention import chunked, launch
@@ -24,6 +23,7 @@ from oomph.ops.delta_attention.autograd import ChunkedOptions, chunked_kda, trit
 from oomph.ops.delta_attention.dense_scan import dense_scan, dense_updates
 from oomph.ops.delta_attention.reference import kda_reference
 from oomph.ops.delta_attention.segments import plan_batch, plan_packed, tokens_per_segment
+from oomph.ops.one_op import one_op
 
 MODES = ("auto", "sequential", "scan", "chunked")
 IMPLS = ("auto", "torch", "triton", "reference")
@@ -40,7 +40,7 @@ def _check_and_choose(mode: str, impl: str, **given: Any) -> tuple["KDAArguments
 
 
 @explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
-@no_compile  # the loops over chunks would be unrolled
+@one_op
 def kda(
     q: Tensor,
     k: Tensor,

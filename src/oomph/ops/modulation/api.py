@@ -20,11 +20,11 @@ from oomph.ops.common import (
     log_choice,
     matmul_dtype,
     no_autocast,
-    no_compile,
     why_not_triton,
 )
 from oomph.ops.modulation import autograd
 from oomph.ops.modulation.weights import Int8Weight, is_torchao
+from oomph.ops.one_op import one_op
 from oomph.units import MiB, counted
 
 TokenIndex = int | slice | Sequence[int] | Tensor | tuple[int | slice, ...]
@@ -59,7 +59,7 @@ def choose(h: Tensor, A: Tensor, B: Tensor, impl: str, **others: Any) -> Choice:
 
 
 @explained_by(choose)
-@no_compile  # a compiler would trace the kernel's launch, and there is nothing left to fuse
+@one_op
 def modulated_linear(
     h: Tensor,
     weight: Tensor | Int8Weight,

@@ -22,10 +22,10 @@ from oomph.ops.common import (
     explained_by,
     is_number,
     log_choice,
-    no_compile,
     power_of_two,
     why_not_triton,
 )
+from oomph.ops.one_op import one_op
 from oomph.ops.rotary_embedding.table import RotaryTable, Scaling, check_positions, rotary_table
 from oomph.units import MiB
 
@@ -117,29 +117,33 @@ def rotary(
     table = _make_or_check_table(q, heads_first, positions, table, theta, scaling, dim)
     options = _RotationOptions(interleaved, heads_first, turned_heads, impl)
     rotate = _rotate_traced if torch.compiler.is_compiling() and impl == "auto" else _rotate
-    rotated = rotate(table, options, q) if k is None else rotate(table, options, q, k)
-    return rotated[0] if k is None else rotated
+    return rotate(table, options, q, k)
 
 
-@no_compile  # the compiler does not trace an implementation that was asked for
-def _rotate(table: RotaryTable, options: _RotationOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
+@one_op  # the compiler does not trace an implementation that was asked for
+def _rotate(
+    table: RotaryTable, options: _RotationOptions, q: Tensor, k: Tensor | None = None
+) -> Tensor | tuple[Tensor, ...]:
     """One autograd node each: where both gradients arrive together, the first is freed before the second."""
-    impl = log_choice("rotary", _choose(tensors[0], impl=options.impl)).impl
+    impl = log_choice("rotary", _choose(q, impl=options.impl)).impl
     if impl == "reference":
-        return _rotate_traced(table, options, *tensors)
+        return _rotate_traced(table, options, q, k)
     options = options._replace(impl=impl)
-    return tuple(_Rotation.apply(x, table.cos, table.sin, options) for x in tensors)
+    rotated = [_Rotation.apply(x, table.cos, table.sin, options) for x in (q, k) if x is not None]
+    return rotated[0] if k is None else tuple(rotated)
 
 
-def _rotate_traced(table: RotaryTable, options: _RotationOptions, *tensors: Tensor) -> tuple[Tensor, ...]:
+def _rotate_traced(
+    table: RotaryTable, options: _RotationOptions, q: Tensor, k: Tensor | None = None
+) -> Tensor | tuple[Tensor, ...]:
     head_dim = -3 if options.heads_first else -2
     cos, sin = (part.unsqueeze(head_dim) for part in (table.cos, table.sin))
     results = []
-    for x in tensors:
+    for x in (q,) if k is None else (q, k):
         rotated, copied = x.tensor_split((options.heads or x.shape[head_dim],), head_dim)
         rotated = rotary_reference(rotated, cos, sin, options.interleaved)
         results.append(rotated if options.heads is None else torch.cat((rotated, copied), head_dim))
-    return tuple(results)
+    return results[0] if k is None else tuple(results)
 
 
 class _Rotation(OpFunction):

@@ -21,11 +21,11 @@ from oomph.ops.common import (
     explained_by,
     log_choice,
     no_autocast,
-    no_compile,
     power_of_two,
     refuse_second_derivatives,
     why_not_triton,
 )
+from oomph.ops.one_op import one_op
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
 IMPLS = ("auto", "reference", "chunked", "triton")
@@ -52,7 +52,7 @@ def choose(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Choic
 
 
 @explained_by(choose)
-@no_compile
+@one_op
 def short_convolution(
     x: Tensor, weight: Tensor, *, unit_size: int | None = None, impl: str = "auto"
 ) -> Tensor:

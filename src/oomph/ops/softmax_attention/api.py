@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile
+from oomph.ops.one_op import one_op
 from oomph.ops.softmax_attention.arguments import AttentionArguments, check_arguments
 from oomph.ops.softmax_attention.autograd import triton_attention, why_not_kernels
 from oomph.ops.softmax_attention.biases import BiasFunction, BlockPattern
@@ -64,7 +66,20 @@ def attention(
     A query without keys gets zeros and gives zero gradients. `oomph.ops.explain(attention, ...)` says what
     would run and why. First derivatives only.
     """
-    a, choice = _check_and_choose(**locals())
+    given = locals()
+    # The compiler traces PyTorch's own kernels and the reference; the rest is one op to it.
+    traced = torch.compiler.is_dynamo_compiling() and _is_traceable(**given)
+    return _attention_traced(**given) if traced else _attention(**given)
+
+
+def _is_traceable(impl: str, **given: Any) -> bool:
+    if impl not in ("auto", "sdpa", *BACKENDS):
+        return impl == "reference"
+    return bool(usable_backends(check_arguments(**given))[0])
+
+
+def _attention_traced(**given: Any) -> Tensor:
+    a, choice = _check_and_choose(**given)
     log_choice("attention", choice)
     if choice.impl == "reference":
         bias = a.bias if a.bias_function is None else a.bias_function
@@ -77,6 +92,9 @@ def attention(
     if choice.impl == "flex":
         return flex(a)
     return sdpa(a, choice.impl)
+
+
+_attention = one_op(_attention_traced)
 
 
 def _choose(a: AttentionArguments, impl: str) -> Choice:

@@ -13,10 +13,10 @@ from oomph.ops.common import (
     choose_triton_or_torch,
     explained_by,
     log_choice,
-    no_compile,
     why_not_triton,
     wide_dtype,
 )
+from oomph.ops.one_op import one_op
 from oomph.ops.spiking.autograd import LIFConstants, LIFGate
 from oomph.ops.spiking.reference import lif_gate_reference
 
@@ -36,7 +36,7 @@ def choose(drive: Tensor, impl: str, **options: Any) -> Choice:
 
 
 @explained_by(choose)
-@no_compile  # the loop over time would be unrolled
+@one_op
 def lif_gate(
     drive: Tensor,
     *,

@@ -75,6 +75,9 @@ class CompiledSite(Site):
     op: str
     is_loss: bool
 
+    def plain(self) -> Site:
+        return Site(self.file, self.line, self.function)
+
 
 class _Code(NamedTuple):
     """What a frame with this code means to the walk up the stack."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,6 +55,7 @@ from oomph.torch_internals import (
     get_dispatch_mode,
     is_composite,
     is_dtensor,
+    python_kernels,
     storage_id,
     storage_use_count,
     tensor_use_count,
@@ -158,7 +159,7 @@ class DispatchMode(TorchDispatchMode):
             return func(*args, **{name: without_cuda(value) for name, value in (kwargs or {}).items()})
         if types != _FAKE and any(not issubclass(kind, FakeTensor) for kind in types):
             return self._run_subclass(func, types, args, dict(kwargs or {}))
-        if _python_kernels and func.name() in _python_kernels:
+        if python_kernels and func.name() in python_kernels:
             return self._run_python_kernel(func, args, kwargs or {})
         if tracer.call.below_autograd and is_composite(func):
             with self:
@@ -220,10 +221,10 @@ class DispatchMode(TorchDispatchMode):
 
         def kernel() -> Any:
             with self.placement.for_program(), self._below_autograd():
-                return _python_kernels[func.name()](*args, **kwargs)
+                return python_kernels[func.name()](*args, **kwargs)
 
         def without() -> Any:
-            del _python_kernels[func.name()]
+            del python_kernels[func.name()]
             with self:
                 return func(*args, **kwargs)
 
@@ -698,10 +699,6 @@ class DispatchMode(TorchDispatchMode):
 DispatchMode.__torch_dispatch__ = DispatchMode._dispatch  # type: ignore[method-assign,assignment]
 
 
-# Name of an op -> the kernel for CUDA, a Python function, that a library registered for it during a trace.
-_python_kernels: dict[str, Callable[..., Any]] = {}
-
-
 def install_python_kernels(patches: Patches) -> None:
     """Keep the kernels for CUDA that libraries register in Python: torch calls them for real CUDA only."""
     register = torch.library.Library.impl
@@ -709,7 +706,7 @@ def install_python_kernels(patches: Patches) -> None:
     @functools.wraps(register)
     def impl(library: Any, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> Any:
         if dispatch_key == "CUDA" and isinstance(op_name, str) and not options.get("with_keyset"):
-            _python_kernels[f"{library.ns}::{op_name.split('::')[-1]}"] = fn
+            python_kernels[f"{library.ns}::{op_name.split('::')[-1]}"] = fn
         return register(library, op_name, fn, dispatch_key, **options)
 
     patches.set(torch.library.Library, "impl", impl)

@@ -504,7 +504,8 @@ class Tracer:
 
     def site(self) -> Site | None:
         """The line that runs now."""
-        return self._line()[0]
+        site = self._line()[0]
+        return site.plain() if isinstance(site, CompiledSite) else site
 
     def note(self, text: str) -> None:
         """Note something about the line that runs now."""
@@ -557,7 +558,7 @@ class Tracer:
             if origin is not None:
                 site, path = origin[0], origin[1]
         if compiled:
-            site = Site(compiled.file, compiled.line, compiled.function)
+            site = compiled.plain()
             path = ".".join(filter(None, (path, compiled.module)))
         if self.phase == "backward":
             return site, path, "backward"
