@@ -462,10 +462,11 @@ function drawPlan() {
   const plan = data.plan, t = theme(), points = plan.sets.map((one) => [one.slowdown, one.bytes]);
   const front = plan.sets.filter((one) => one.role !== "as it is").map((one) => [one.slowdown, one.bytes]).sort((a, b) => a[0] - b[0]);
   const top = Math.max(plan.limit, ...points.map(([, y]) => y));
+  const least = Math.min(...points.map(([x]) => x)), most = Math.max(...points.map(([x]) => x)), room = 0.12 * (most - least) || 0.1;
   chart("plan-chart").setOption({
     animation: false, grid: { left: 66, right: 24, top: 20, bottom: 40 },
     xAxis: {
-      type: "value", scale: true, axisLabel: { color: t.soft, formatter: (v) => "× " + v.toFixed(2) }, splitLine: { lineStyle: { color: t.rule } },
+      type: "value", min: least - room, max: most + room, axisLabel: { color: t.soft, formatter: (v) => "× " + v.toFixed(2), showMinLabel: false, showMaxLabel: false }, splitLine: { lineStyle: { color: t.rule } },
       name: "step time, relative", nameLocation: "middle", nameGap: 26, nameTextStyle: { color: t.faint },
     },
     yAxis: memoryAxis(t, top),
@@ -480,7 +481,7 @@ function drawPlan() {
         })),
         markLine: {
           silent: true, symbol: "none", data: [{ yAxis: plan.limit }], lineStyle: { color: t.bad, type: "dashed" },
-          label: { formatter: `${plan.gpu}: ${size(plan.limit)}`, position: "insideEndTop", color: t.bad, fontWeight: 600 },
+          label: { formatter: `${plan.gpu}: ${size(plan.limit)}`, position: "insideMiddleTop", color: t.bad, fontWeight: 600 },
         } },
     ],
   }, { notMerge: true });
