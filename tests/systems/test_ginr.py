@@ -66,8 +66,8 @@ def test_the_reports_model_has_the_parameters_that_its_sizes_make():
 
 def test_it_overfits_a_small_batch():
     model, x = TINY.build(), images(2).float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(60):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-3)
+    for _ in range(52):
         output = model(x)
         output.loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -175,13 +175,6 @@ def test_images_of_another_size_are_refused():
         TINY.build()(torch.rand(1, 3, 9, 9))
 
 
-def workload(build, **options):
-    def batch(device):
-        return {"images": torch.rand(claims.BATCH, 3, 32, 32, device=device)}
-
-    return oomph.Workload(build, batch, **options)
-
-
 def test_the_naive_decoder_does_not_fit_40_gib_and_neither_does_solution_1():
     def one_pass(preset):  # traced in a fraction of the time that three steps take
         def step():
@@ -201,7 +194,13 @@ def test_the_naive_decoder_does_not_fit_40_gib_and_neither_does_solution_1():
 
 
 def test_the_model_with_checkpointing_trains_in_6_gib():
-    model = oomph.apply(["activation_checkpointing"], workload(PRESETS["default"].build))
-    prediction = oomph.predict(model, gpu="a100-40gb")
+    def one_pass():  # traced in a fraction of the time that three steps take
+        model = PRESETS["default"].build().cuda()
+        fixes.apply_to_model("activation_checkpointing", model)
+        model(torch.rand(claims.BATCH, 3, 32, 32, device="cuda")).loss.backward()
+
+    prediction = oomph.predict(one_pass, gpu="a100-40gb")
+    with torch.device("meta"):
+        parameters = sum(each.numel() for each in PRESETS["default"].build().parameters())
     assert prediction.fits
-    assert prediction.peak.device < 6 * GiB
+    assert prediction.peak.device + 2 * 4 * parameters < 6 * GiB  # with the optimizer's state

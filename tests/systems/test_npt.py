@@ -360,9 +360,16 @@ def predicted(model, batch=4, length=512):
 
 
 def test_llama_8b_trains_in_its_base_and_one_layers_activations():
-    prediction = predicted(PRESETS["default"].build)
+    trained = []
+
+    def one_pass():  # traced in a fraction of the time that three steps take
+        model = PRESETS["default"].build().cuda()
+        trained.append(sum(each.numel() for each in model.parameters() if each.requires_grad))
+        model(torch.randint(0, 128256, (4, 512), device="cuda")).loss.backward()
+
+    prediction = oomph.predict(one_pass, gpu="a100-80gb")
     assert prediction.fits
-    assert prediction.peak.device < 17.5 * GiB
+    assert prediction.peak.device + 2 * 4 * trained[0] < 17.5 * GiB  # with the optimizer's state
 
 
 def test_llama_8b_in_8_bits_is_smaller(monkeypatch):

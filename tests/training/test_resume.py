@@ -58,8 +58,7 @@ class SendsSignals(Recorder):
         ("npt", ()),
         ("pythia", ("fixes=[optimizer_8bit]", "training.dtype=bfloat16")),
         ("pythia", (IN_BACKWARD, "training.dtype=bfloat16", "training.clip=null")),
-        ("pythia", ("fixes=[optimizer_cpu_offload]",)),
-        ("pythia", ("fixes=[activation_checkpointing, 'micro_batches:parts=2']", "model.num_layers=2")),
+        ("pythia", ("fixes=[activation_checkpointing, optimizer_cpu_offload]", "model.num_layers=2")),
         ("pythia", ("training.autocast=float16",)),
         (
             "pythia",

@@ -71,13 +71,9 @@ def test_patterns(pattern, causal):
     ("queries", "keys", "pattern", "causal"),
     [
         (13, 40, None, True),
-        (40, 13, None, True),
         (1, 37, None, True),
-        (13, 40, mixed(0, 2, 16), True),
         (40, 13, mixed(0, 2, 16), True),
-        (1, 37, mixed(0, 2, 16), True),
         (13, 60, mixed(1, 3, 16), False),
-        (40, 13, mixed(1, 3, 16), False),
     ],
 )
 def test_different_lengths(queries, keys, pattern, causal):
