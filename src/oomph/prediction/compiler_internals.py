@@ -25,6 +25,7 @@ import torch._inductor.constant_folding
 import torch._inductor.fx_passes.pad_mm
 import torch._inductor.graph
 import torch._subclasses.fake_tensor
+import torch.fx.experimental.proxy_tensor
 import torch.utils._triton
 import triton
 from torch._dynamo.device_interface import CudaInterface
@@ -58,6 +59,7 @@ COMPILE_TO_MODULE: tuple[Any, str] = (torch._inductor.graph.GraphLowering, "_com
 CONVERT_FRAME: tuple[Any, str] = (torch._dynamo.convert_frame.CatchErrorsWrapper, "__call__")
 CUDA_DEVICE_GUARD: tuple[Any, str] = (torch.cuda, "_DeviceGuard")
 CUDA_SYSTEM_INFO: tuple[Any, str] = (torch._dynamo.repro.after_aot, "_cuda_system_info_comment")
+CONSTANT_LIMIT: tuple[Any, str] = (torch.fx.experimental.proxy_tensor, "CONSTANT_NUMEL_LIMIT")
 FOLD_CONSTANTS: tuple[Any, str] = (torch._inductor.constant_folding.ConstantFolder, "run")
 INIT_GPU_CONTEXT: tuple[Any, str] = (torch._subclasses.fake_tensor, "init_gpu_context")
 MODE_STACK_GUARD: tuple[Any, str] = (torch._dynamo.guards.GuardBuilder, "TORCH_FUNCTION_STATE")
@@ -73,10 +75,12 @@ skip_in_dynamo: Any = torch._dynamo.trace_rules.add
 
 
 def without_caches() -> contextlib.AbstractContextManager[Any]:
+    """Nothing of a trace is kept, and nothing that needs a driver is used."""
     stack = contextlib.ExitStack()
     options = {"fx_graph_cache": False, "fx_graph_remote_cache": False, "compile_threads": 1}
     stack.enter_context(torch._inductor.config.patch(options))
     options = {"enable_autograd_cache": False, "enable_remote_autograd_cache": False}
+    options["graphsafe_rng_functionalization"] = False  # it takes CUDA's random generators
     stack.enter_context(torch._functorch.config.patch(options))
     return stack
 

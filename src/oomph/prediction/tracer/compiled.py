@@ -172,6 +172,7 @@ class Compiler:
         shared_memory = _SHARED_MEMORY.get(gpu.capability, _LESS_SHARED_MEMORY)
         patches.set(*internals.CACHING_ALLOCATOR, lambda: True, missing_ok=True)
         patches.set(*internals.COMPILE_FX, compile_graph)
+        patches.set(*internals.CONSTANT_LIMIT, -1)  # constants are not computed: some are moved to the GPU
         patches.set(*internals.FOLD_CONSTANTS, fold_constants)
         patches.set(*internals.MODE_STACK_GUARD, lambda builder, guard: None)  # the trace's own mode is on it
         patches.set(*internals.SHOULD_PAD, self._pads_product)
@@ -245,12 +246,15 @@ class Compiler:
         program: dict[str, Any] = {"__name__": _FILE}
         with Patches() as patches:
             patches.set(*internals.ASYNC_COMPILE, AsyncCompile)
+            code = code.replace("torch.ops.higher_order.run_", "run_")  # ops with random numbers
             exec(compile(code, _FILE, "exec"), program)
         program.update(
             empty_strided_cuda=_empty_strided,
             reinterpret_tensor=_reinterpret,
             assert_size_stride=_nothing,
             assert_alignment=_nothing,
+            run_and_save_rng_state=lambda op, *args, **kwargs: (torch.zeros(16), op(*args, **kwargs)),
+            run_with_rng_state=lambda state, op, *args, **kwargs: op(*args, **kwargs),
         )
         for name, constant in constants.items():
             size, stride = constant.size(), constant.stride()
