@@ -36,7 +36,7 @@ def run_compare(
     """Compare two predictions: what grew, and at which line. Exit status 1 if the new one needs more."""
     check_output_file("--html", html, "report.html")
     old, new = read_prediction(before), read_prediction(after)
-    most = old.peak.device + _growth_allowed(tolerance, old.peak.device)
+    most = old.peak.reserved + _growth_allowed(tolerance, old.peak.reserved)
     if as_json:
         write_stdout(json.dumps(comparison_to_json(old, new), allow_nan=False) + "\n")
     else:
@@ -46,7 +46,7 @@ def run_compare(
         if titles[0] == titles[1]:
             titles = ["before", "after"]
         write_page(html, f"{before} and {after}", [(titles[0], old), (titles[1], new)])
-    return ExitStatus.FITS if new.peak.device <= most else ExitStatus.DOES_NOT_FIT
+    return ExitStatus.FITS if new.peak.reserved <= most else ExitStatus.DOES_NOT_FIT
 
 
 def _growth_allowed(text: str, size: int) -> int:

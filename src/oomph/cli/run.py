@@ -55,8 +55,8 @@ def run_script(
     has_gpu = torch.cuda.device_count() > 0
     if not fixes and not has_gpu:
         raise UserError(
-            "run needs a plan or a fix: oomph run --plan plan.json train.py, or --fix NAME; "
-            "or a GPU, whose memory it records"
+            f"there is no GPU here whose memory run could record; `oomph predict {script}` needs none "
+            "(with --plan FILE or --fix NAME, run works without a GPU, too)"
         )
     uses = uses_of(fixes)
     check_for_scripts(uses)

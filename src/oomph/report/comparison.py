@@ -81,9 +81,9 @@ def stage_changes(before: Prediction, after: Prediction) -> list[tuple[str, int,
 def comparison_text(before: Prediction, after: Prediction, console: Console) -> str:
     old, new = before.peak, after.peak
     with console.capture() as capture:
-        style = "bold red" if new.device > old.device else "bold green"
+        style = "bold red" if new.reserved > old.reserved else "bold green"
         console.print(Text.assemble((comparison_line(old, new), style)), soft_wrap=True)
-        rows = [("allocated", old.allocated, new.allocated), ("reserved", old.reserved, new.reserved)]
+        rows = [("allocated", old.allocated, new.allocated)]
         rows += [(f"  {name}", a, b) for name, a, b in stage_changes(before, after) if a != b]
         section(console, "At the peak", [_table(rows)])
         lines = line_changes(before, after)[:_ROWS]
@@ -93,13 +93,16 @@ def comparison_text(before: Prediction, after: Prediction, console: Console) -> 
 
 
 def comparison_line(before: Peak, after: Peak) -> str:
-    """`needs 24.8 GiB -> 26.1 GiB: 1.3 GiB more (+5.2 %)`"""
-    difference = after.device - before.device
-    sizes = f"needs {format_bytes(before.device)} -> {format_bytes(after.device)}"
+    """`reserves 24.8 GiB -> 26.1 GiB: 1.3 GiB more (+5.2 %)`
+
+    Without the CUDA context, which is the GPU's and may differ between the two.
+    """
+    difference = after.reserved - before.reserved
+    sizes = f"reserves {format_bytes(before.reserved)} -> {format_bytes(after.reserved)}"
     if not difference:
         return f"{sizes}: unchanged"
     word = "more" if difference > 0 else "less"
-    percent = f" ({100 * difference / before.device:+.1f} %)" if before.device else ""
+    percent = f" ({100 * difference / before.reserved:+.1f} %)" if before.reserved else ""
     return f"{sizes}: {format_bytes(abs(difference))} {word}{percent}"
 
 

@@ -99,6 +99,8 @@ class Verdict:
 def verdict(prediction: Prediction) -> Verdict:
     """The memory needed, compared with the GPU's memory or with the limit of the allocator."""
     found = _recorded(prediction) if prediction.recorded else _traced_steps(prediction)
+    if prediction.ranks > 1:
+        found = replace(found, details=f"{found.details}; on each of {prediction.ranks:,} ranks")
     if prediction.growth is None or prediction.verdict == "does not fit":
         return found
     outcome: Outcome = "fits for now" if found.outcome == "fits" else found.outcome

@@ -152,4 +152,6 @@ def find_system(name: str) -> System:
     for system in _ALL:
         if name in (system.name, system.report):
             return system
-    raise UserError(f"there is no system {name!r}; choose from {', '.join(SYSTEMS)}")
+    raise UserError(
+        f"there is no system {name!r}; choose from {', '.join(SYSTEMS)}, or a report's number, 000 to 004"
+    )
