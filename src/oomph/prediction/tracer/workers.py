@@ -97,7 +97,8 @@ def _call_replicas_directly(patches: Patches) -> None:
 
 def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
     """One rank is traced; what it would exchange with others changes nothing in its memory."""
-    patches.set(torch.cuda, "device_count", lambda: gpus_of_node(tracer.ranks))
+    for module in (torch.cuda, torch.accelerator):
+        patches.set(module, "device_count", lambda: gpus_of_node(tracer.ranks))
     init = torch.distributed.init_process_group
 
     @functools.wraps(init)
