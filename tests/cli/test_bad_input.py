@@ -102,7 +102,7 @@ cases(
     ("a100", "ambiguous"),
     ("''", "unknown GPU ''; `oomph gpus` lists every name"),
     ("---", "unknown GPU '---'"),
-    ("24", "unknown GPU '24'"),
+    ("24", "GPU '24' has no unit; for a card of that size: 24GiB"),
     ("-24GiB", "unknown GPU '-24GiB'"),
     ("24G", "size '24G' is ambiguous; write 24GiB (powers of 1024) or 24GB"),
     ("24gigs", "unknown unit, 'gigs'"),
