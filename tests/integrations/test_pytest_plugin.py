@@ -42,7 +42,19 @@ def test_a_peak_compares_with_sizes() -> None:
 def run_pytest(*words: str) -> int:
     installed = any(one.name == "oomph" for one in metadata.entry_points(group="pytest11"))
     plugin = [] if installed else ["-p", "oomph.integrations.pytest_plugin"]
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir", ".", "-c", "/dev/null"]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:faulthandler",
+        "--rootdir",
+        ".",
+        "-c",
+        "/dev/null",
+    ]
     return int(pytest.main([*options, *plugin, *words]))
 
 
