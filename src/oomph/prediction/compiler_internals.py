@@ -69,6 +69,7 @@ TRITON_HASH: tuple[Any, str] = (torch.utils._triton, "triton_hash_with_backend")
 
 compile_fx_inner: Any = torch._inductor.compile_fx.compile_fx_inner
 dispatch_meta_handlers: dict[Any, Any] = torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS
+find_torch_rules: Any = torch._dynamo.trace_rules.get_torch_obj_rule_map  # kept until Dynamo is reset
 from_functional_tensor: Any = torch._from_functional_tensor
 reset_dynamo: Any = torch._dynamo.reset
 skip_in_dynamo: Any = torch._dynamo.trace_rules.add
@@ -102,6 +103,13 @@ def without_function_modes() -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
+
+
+def forget_triton() -> None:
+    """Whether there is a GPU for Triton is answered again: a compilation on the host keeps the answer."""
+    for function in vars(torch.utils._triton).values():
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def triton_driver(capability: tuple[int, int], shared_memory: int) -> Any:

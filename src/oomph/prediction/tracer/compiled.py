@@ -62,6 +62,9 @@ class Compiler:
     def __init__(self, patches: Patches, tracer: Tracer, placement: PlacementMode) -> None:
         self._patches, self._tracer, self._placement = patches, tracer, placement
         self._graph_pool = 0  # the number of a stream: CUDA graphs have memory of their own
+        with patches.suspended(()):  # the rules are those of torch's own functions
+            internals.find_torch_rules()
+        internals.forget_triton()
         convert = getattr(*internals.CONVERT_FRAME)
 
         def convert_frame(*args: Any) -> Any:
@@ -77,7 +80,7 @@ class Compiler:
         patches.set(*internals.CONVERT_FRAME, convert_frame)
         patches.set(*internals.CUDA_DEVICE_GUARD, NullContext)
         internals.skip_in_dynamo("oomph.prediction")
-        tracer.after_trace.append(internals.reset_dynamo)
+        tracer.after_trace += [internals.reset_dynamo, internals.forget_triton]
         ignoring = warnings.catch_warnings()
         ignoring.__enter__()
         patches.callback(lambda: ignoring.__exit__(None, None, None))
