@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from oomph.cli.options import Json
-from oomph.cli.output import stdout_to_stderr, write_stdout
+from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
 from oomph.errors import ExitStatus, OomphError, ProgramError, warn_deprecated
-from oomph.records import Prediction, Site
+from oomph.records import Prediction, Progress, Site
 from oomph.report.labels import short_path
 from oomph.report.systems import ClaimLine, FormLine, ReportLines, SystemLines, report_text, systems_text
 from oomph.report.terminal import report_console
@@ -61,7 +63,8 @@ def _show(name: str | None, as_json: bool, old_keys: bool = False, claims_only: 
     with stdout_to_stderr():  # libraries may print while they are imported
         claims = [ClaimLine(**claim) for claim in system.claims]
         story = system.story
-        forms = [] if claims_only else predicted_forms(system)
+        with progress_display(Console(stderr=True), lines=True) as report:
+            forms = [] if claims_only else predicted_forms(system, report)
     lines = ReportLines(story.failed, tuple(story.commands.items()), tuple(forms))
     if as_json:
         found = {"system": _lines(system)._asdict(), "claims": [claim._asdict() for claim in claims]}
@@ -74,7 +77,7 @@ def _show(name: str | None, as_json: bool, old_keys: bool = False, claims_only: 
     return ExitStatus.FITS
 
 
-def predicted_forms(system: System) -> list[FormLine]:
+def predicted_forms(system: System, progress: Progress) -> list[FormLine]:
     """Each form of the story at the report's shape and GPU, two predictions at a time."""
     if not _CONFIGS.is_dir():  # installed without the repository
         return []
@@ -86,14 +89,14 @@ def predicted_forms(system: System) -> list[FormLine]:
         predicted_workload(load(_CONFIGS / f"{form.config}.yaml", form.overrides))
         for form in system.story.forms
     ]
+    found: list[FormLine] = []
+    progress(f"predicting {len(workloads)} forms", 0.0)
     with ThreadPoolExecutor(2) as pool:
-        return list(
-            pool.map(
-                lambda form, workload: _predicted(form, workload, system.story.gpu),
-                system.story.forms,
-                workloads,
-            )
-        )
+        predict = partial(_predicted, gpu=system.story.gpu)
+        for line in pool.map(predict, system.story.forms, workloads):
+            found.append(line)
+            progress(f"predicting {len(workloads)} forms", len(found) / len(workloads))
+    return found
 
 
 def _predicted(form: FormRun, workload: Workload, gpu: str) -> FormLine:
