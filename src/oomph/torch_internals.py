@@ -256,6 +256,14 @@ def compiled_frame_callback() -> tuple[Any, str] | None:
     return None if dynamo is None else (dynamo, "_callback_from_stance")
 
 
+def find_dynamo_rules() -> None:
+    """Have Dynamo, where it is loaded, look up torch's functions now: it keeps what it finds."""
+    module = sys.modules.get("torch._dynamo.trace_rules")
+    find = getattr(module, "get_torch_obj_rule_map", None)
+    if find is not None:
+        find()
+
+
 def fsdp_functions() -> tuple[tuple[Any, str], ...]:
     """Where FSDP2 looks up what cuts a parameter into shards, what finds parameters and buffers of modules,
     and what moves these to a device."""
@@ -568,6 +576,7 @@ __all__ = [
     "dispatch_has_kernel_for_dispatch_key",
     "dispatch_tls_set_dispatch_key_included",
     "dynamo_config_patch",
+    "find_dynamo_rules",
     "flex_attention_hop",
     "fsdp_functions",
     "get_dispatch_mode",

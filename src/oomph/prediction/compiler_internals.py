@@ -69,7 +69,6 @@ TRITON_HASH: tuple[Any, str] = (torch.utils._triton, "triton_hash_with_backend")
 
 compile_fx_inner: Any = torch._inductor.compile_fx.compile_fx_inner
 dispatch_meta_handlers: dict[Any, Any] = torch._subclasses.fake_tensor._DISPATCH_META_HANDLERS
-find_torch_rules: Any = torch._dynamo.trace_rules.get_torch_obj_rule_map  # kept until Dynamo is reset
 from_functional_tensor: Any = torch._from_functional_tensor
 reset_dynamo: Any = torch._dynamo.reset
 skip_in_dynamo: Any = torch._dynamo.trace_rules.add

@@ -62,8 +62,6 @@ class Compiler:
     def __init__(self, patches: Patches, tracer: Tracer, placement: PlacementMode) -> None:
         self._patches, self._tracer, self._placement = patches, tracer, placement
         self._graph_pool = 0  # the number of a stream: CUDA graphs have memory of their own
-        with patches.suspended(()):  # the rules are those of torch's own functions
-            internals.find_torch_rules()
         internals.forget_triton()
         convert = getattr(*internals.CONVERT_FRAME)
 

@@ -54,6 +54,7 @@ from oomph.torch_internals import (
     disable_dispatch_modes,
     disable_torch_function,
     disabled_torch_function_impl,
+    find_dynamo_rules,
     get_sequence_nr,
     is_traceable_wrapper_subclass,
     set_deterministic_settings,
@@ -65,6 +66,7 @@ from oomph.torch_internals import (
 @contextlib.contextmanager
 def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
     """Run the body on a fake `gpu`. Whatever happens in it, torch is afterwards as it was before."""
+    find_dynamo_rules()  # while torch's functions are its own
     tracer = Tracer(gpu)
     tracer.log = log
     with contextlib.ExitStack() as stack:
