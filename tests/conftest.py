@@ -3,6 +3,7 @@ that stop a run are heard, also where the tests themselves were started in the b
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -48,6 +49,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+def _free_ports(count: int) -> int:
+    """The first of free ports in a row, below those that connections get."""
+    for first in range(20000 + os.getpid() % 100 * 100, 32000, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind(("0.0.0.0", port))
+            return first
+    raise AssertionError("no free ports")
+
+
 @pytest.fixture
 def run_ranks() -> Callable[..., None]:
     """Calls `function(rank, port, *args)` in a process for each rank.
@@ -58,9 +69,7 @@ def run_ranks() -> Callable[..., None]:
     multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.fsdp", "oomph.ops"])
 
     def run(function: Callable[..., None], ranks: int, *args: Any) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_ports(32)
         torch.multiprocessing.start_processes(function, (port, *args), ranks, start_method="forkserver")
 
     return run
