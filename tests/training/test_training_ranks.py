@@ -21,7 +21,7 @@ from oomph.training import evaluation, ranks as ranks_module
 from oomph.training.config.sections import RUN_CONFIG
 from oomph.training.data import open_data
 from oomph.training.metrics import Callbacks
-from oomph.training.ranks import Ranks, joined, parallel_of
+from oomph.training.ranks import Ranks, join_ranks, parallel_of
 from oomph.training.run import train
 from oomph.training.step import workload
 from oomph.training.trainer import Trainer
@@ -64,7 +64,7 @@ def train_all(rank: int, port: int, folder: str) -> None:
     for number, (system, text) in enumerate(RUNS):
         os.environ["MASTER_PORT"] = str(port + number)
         config = config_in(Path(folder) / f"{system} {text}", (*SYSTEMS[system], text), system)
-        with joined(config, torch.device("cpu"), None) as ranks:
+        with join_ranks(config, torch.device("cpu"), None) as ranks:
             train(config, ranks=ranks)
 
 
@@ -78,10 +78,12 @@ def resumed(config: Any, ranks: Ranks) -> list[str]:
         config, workload(config), open_data(config, folder), folder, torch.device("cpu"), Callbacks(), ranks
     )
     trainer.resume()
-    loaded = ranks.whole({"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})
+    loaded = ranks.full_state(
+        {"model": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()}
+    )
     saved = state_of(folder)
-    different = differences(loaded["model"], saved["model"]) if ranks.is_first else []
-    if ranks.is_first:
+    different = differences(loaded["model"], saved["model"]) if ranks.is_main_process else []
+    if ranks.is_main_process:
         different += differences(loaded["optimizer"]["state"], saved["optimizer"]["state"])
     trainer.run()
     return different
@@ -90,7 +92,7 @@ def resumed(config: Any, ranks: Ranks) -> list[str]:
 def resume_on(rank: int, port: int, size: int, folder: str) -> None:
     as_rank(rank, port, size)
     config = config_in(Path(folder), ("data.batch_size=4", f"training.steps={size}"), "longctx")
-    with joined(config, torch.device("cpu"), None) as ranks:
+    with join_ranks(config, torch.device("cpu"), None) as ranks:
         assert resumed(config, ranks) == []
 
 
@@ -181,14 +183,14 @@ def test_a_port_in_use_and_a_missing_rank(monkeypatch, tmp_path):
         used.bind(("0.0.0.0", 0))
         used.listen()
         monkeypatch.setenv("MASTER_PORT", str(used.getsockname()[1]))
-        with pytest.raises(UserError, match="port is in use"), joined(config, torch.device("cpu"), None):
+        with pytest.raises(UserError, match="port is in use"), join_ranks(config, torch.device("cpu"), None):
             pass
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     with (
         pytest.raises(UserError, match="not all of 2 ranks started within 2 s"),
-        joined(config, torch.device("cpu"), None),
+        join_ranks(config, torch.device("cpu"), None),
     ):
         pass
 

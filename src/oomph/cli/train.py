@@ -55,7 +55,7 @@ def run_train(
 ) -> int:
     """Train a config. key=value or --key value override the file."""
     from oomph.training.config import load, overrides_from_words
-    from oomph.training.ranks import ONE_PROCESS, joined, parallel_of, restarted, world_size
+    from oomph.training.ranks import ONE_PROCESS, join_ranks, parallel_of, restarted, world_size
     from oomph.training.run import check_folder, device_of, folder_of, is_run
 
     typed, size = [config, *context.args], world_size()
@@ -84,7 +84,7 @@ def run_train(
     again += [] if fixes is None else ["--fixes", fixes]
     again += [] if export is None else ["--export", export]
     again += ["--force"] if force else []
-    with nullcontext(ONE_PROCESS) if size == 1 else joined(loaded, device, error) as ranks:
+    with nullcontext(ONE_PROCESS) if size == 1 else join_ranks(loaded, device, error) as ranks:
         assert loaded is not None
         display = TrainDisplay(console, loaded, prediction, gpu)
         return _train(loaded, resume, export, display, ranks, again)

@@ -1,4 +1,7 @@
-"""Collectives with gradients, over the ranks of a process group."""
+"""Collectives with gradients, over the ranks of a process group.
+
+Those of torch.distributed.nn.functional are deprecated, and its sum has another gradient.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def summed(tensor: Tensor, group: Any) -> Tensor:
+def reduce_from_group(tensor: Tensor, group: Any) -> Tensor:
     """The sum over the ranks of a group; its gradient goes to each of them as it is."""
     result: Tensor = _Sum.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def copied(tensor: Tensor, group: Any) -> Tensor:
-    """The tensor itself, used by every rank of a group for a part of the result: gradients are summed."""
+def copy_to_group(tensor: Tensor, group: Any) -> Tensor:
+    """The tensor itself, of which every rank computes a part of the result: its gradient is summed."""
     result: Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
     return result
 
 
-def exchanged(x: Tensor, group: Any) -> Tensor:
+def all_to_all(x: Tensor, group: Any) -> Tensor:
     """x[i] goes to rank i of the group, and the result [i] comes from it."""
     result: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
     return result

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from oomph.errors import UserError
 from oomph.nn import KimiDeltaAttention, SpikingKDABlock
-from oomph.parallel.collectives import exchanged, summed
+from oomph.parallel.collectives import all_to_all, reduce_from_group
 
 _IGNORED = -100  # the label that counts nothing
 
@@ -78,14 +78,14 @@ def tokens_to_heads(x: Tensor, group: Any) -> Tensor:
     """[B, T / ranks, ..., C] -> [B, T, ..., C / ranks]"""
     ranks = dist.get_world_size(group)
     sent = x.unflatten(-1, (ranks, -1)).movedim(-2, 0)
-    return exchanged(sent, group).movedim(0, 1).flatten(1, 2)
+    return all_to_all(sent, group).movedim(0, 1).flatten(1, 2)
 
 
 def heads_to_tokens(x: Tensor, group: Any) -> Tensor:
     """[B, T, C / ranks] -> [B, T / ranks, C]"""
     ranks = dist.get_world_size(group)
     sent = x.unflatten(1, (ranks, -1)).movedim(1, 0)
-    return exchanged(sent, group).movedim(0, -2).flatten(-2)
+    return all_to_all(sent, group).movedim(0, -2).flatten(-2)
 
 
 # ----------------------------------------------------------------------------------------- KDA
@@ -193,7 +193,7 @@ class _ShardedSequence:
         # Gradients are averaged over these ranks, and each has those of a part of the sum.
         gradient = self.ranks * part
         return dataclasses.replace(
-            output, loss=summed(part.detach(), self.group) + gradient - gradient.detach()
+            output, loss=reduce_from_group(part.detach(), self.group) + gradient - gradient.detach()
         )
 
     def _hidden_states(self, input_ids: Tensor) -> Tensor:

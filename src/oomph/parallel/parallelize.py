@@ -80,7 +80,7 @@ class Parallel:
         parts += [f"{name} {size}" for name, size in (("cp", self.cp), ("tp", self.tp)) if size > 1]
         return " x ".join(parts)
 
-    def rows(self, batch: Any, rank: int) -> slice:
+    def rows(self, batch: int, rank: int) -> slice:
         """Which rows of a batch of all ranks belong to this one."""
         part = batch // self.replicas
         replica = rank // (self.tp * self.cp)

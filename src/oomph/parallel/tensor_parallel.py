@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from oomph.errors import UserError
 from oomph.nn.blocks import blocks
-from oomph.parallel.collectives import copied, summed
+from oomph.parallel.collectives import copy_to_group, reduce_from_group
 
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_COLUMNS = ("o_proj", "down_proj")
@@ -96,7 +96,7 @@ def _compute_with_local_shards(unit: nn.Module, group: Any, split: bool) -> None
         shard: Tensor = parameter.to_local()
         if not split or any(placement.is_shard() for placement in parameter.placements):
             return shard
-        shard = copied(shard, group)  # whole, but used for a part of the heads
+        shard = copy_to_group(shard, group)  # whole, but used for a part of the heads
         if path in _BY_COLUMNS:  # the bias of the sum is added once
             return shard if rank == 0 else shard * 0
         return shard
@@ -107,13 +107,13 @@ def _compute_with_local_shards(unit: nn.Module, group: Any, split: bool) -> None
             if parameter is not None:
                 held.append((owner, name, parameter))
                 owner._parameters[name] = local(path, parameter)  # type: ignore[assignment]
-        return (copied(args[0], group), *args[1:]) if split else None
+        return (copy_to_group(args[0], group), *args[1:]) if split else None
 
     def after(module: nn.Module, args: Any, result: Any) -> Any:
         while held:
             owner, name, parameter = held.pop()
             owner._parameters[name] = parameter
-        return summed(result, group) if split and isinstance(result, Tensor) else None
+        return reduce_from_group(result, group) if split and isinstance(result, Tensor) else None
 
     unit.register_forward_pre_hook(before)
     unit.register_forward_hook(after, always_call=True)

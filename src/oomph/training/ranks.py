@@ -1,7 +1,7 @@
-"""The ranks of a run that torchrun starts: they agree before they train, and each takes its part of a batch.
+"""The ranks of a run that torchrun starts: they check that they run the same, and share each batch.
 
 Every rank reads all batches and works on its rows, so a config gives the same training on any number of
-ranks, and a checkpoint of one number continues on another. The first rank writes, and speaks.
+ranks, and a checkpoint of one number continues on another. The first rank writes files and messages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ranks:
         return 1 if self.parallel is None else self.parallel.ranks
 
     @property
-    def is_first(self) -> bool:
+    def is_main_process(self) -> bool:
         return self.rank == 0
 
     @property
@@ -74,16 +74,16 @@ class Ranks:
             tensor /= self.size
         return tensor
 
-    def any(self, text: str | None) -> str | None:
-        """What one of the ranks has to say: ranks get signals at different times."""
+    def any_signal(self, text: str | None) -> str | None:
+        """The signal that one of the ranks has received: they get it at different times."""
         if self.parallel is None:
             return text
         length = torch.tensor([len(text or "")])
         dist.all_reduce(length, dist.ReduceOp.MAX)
         return text or ("another rank's signal" if length.item() else None)
 
-    def of_first(self, value: T) -> T:
-        """The first rank's value, for all: what ranks decide from files, they may read at different times."""
+    def broadcast(self, value: T) -> T:
+        """The first rank's value, for all: ranks may read a file at different times."""
         if self.parallel is None:
             return value
         values = [value]
@@ -91,12 +91,12 @@ class Ranks:
         return values[0]
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def main_process_first(self) -> Iterator[None]:
         """The first rank goes first: it writes what the others then read."""
-        if self.parallel is not None and not self.is_first:
+        if self.parallel is not None and not self.is_main_process:
             dist.barrier()
         yield
-        if self.parallel is not None and self.is_first:
+        if self.parallel is not None and self.is_main_process:
             dist.barrier()
 
     def seed(self, seed: int) -> None:
@@ -106,7 +106,7 @@ class Ranks:
 
     # -------------------------------------------------------------------------------- state
 
-    def whole(self, state: Any) -> Any:
+    def full_state(self, state: Any) -> Any:
         """Sharded tensors of a state gathered on the host of the first rank; others get none of them."""
         if self.parallel is None:
             return state
@@ -114,7 +114,7 @@ class Ranks:
         def gathered(leaf: Any) -> Any:
             if isinstance(leaf, Tensor) and hasattr(leaf, "full_tensor"):
                 full = leaf.detach().full_tensor()  # type: ignore[attr-defined]
-                return full.cpu() if self.is_first else None
+                return full.cpu() if self.is_main_process else None
             return leaf
 
         return tree_map(gathered, state)
@@ -188,7 +188,7 @@ def parallel_of(config: TrainConfig, ranks: int, given: Parallel | None = None) 
 
 
 @contextmanager
-def joined(
+def join_ranks(
     config: TrainConfig | None, device: torch.device | None, error: UserError | None
 ) -> Iterator[Ranks]:
     """This process as a rank of the run, once all ranks agree on what they run.
@@ -200,7 +200,7 @@ def joined(
     if error is None and kind == "cuda" and not dist.is_nccl_available():
         error = UserError("torch was built without NCCL, which several GPUs need; give training.device=cpu")
     store = _rendezvous(rank, size)
-    _agree(store, rank, size, _statement(config, kind, error), error)
+    _check_same_run(store, rank, size, _run_description(config, kind, error), error)
     assert config is not None
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("run", store), rank=rank, world_size=size)
@@ -258,7 +258,7 @@ def _rendezvous(rank: int, size: int) -> Any:
     return dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def _statement(config: TrainConfig | None, device: str, error: UserError | None) -> dict[str, Any]:
+def _run_description(config: TrainConfig | None, device: str, error: UserError | None) -> dict[str, Any]:
     if error is not None or config is None:
         return {"error": str(error), "status": int(error.exit_status) if error is not None else 2}
     values = config.to_dict()
@@ -266,22 +266,22 @@ def _statement(config: TrainConfig | None, device: str, error: UserError | None)
     return {"oomph": __version__, "torch": str(torch.__version__), "device": device, "config": values}
 
 
-def _agree(store: Any, rank: int, size: int, own: dict[str, Any], error: UserError | None) -> None:
-    """Raise on the first rank, and end the others, where one has an error or says something else."""
-    store.set(f"statement {rank}", json.dumps(own))
+def _check_same_run(store: Any, rank: int, size: int, own: dict[str, Any], error: UserError | None) -> None:
+    """Raise on the first rank, and end the others, if one has an error, another config or other versions."""
+    store.set(f"description {rank}", json.dumps(own))
     if rank == 0:
         problem, status = "", ExitStatus.USER_ERROR
         for other in range(size):
             try:
-                said = json.loads(store.get(f"statement {other}"))
+                found = json.loads(store.get(f"description {other}"))
             except RuntimeError:
                 problem = f"rank {other} did not start within {START_TIMEOUT.total_seconds():.0f} s"
                 break
-            if said.get("error"):
-                problem = said["error"] if other == 0 else f"rank {other}: {said['error']}"
-                status = ExitStatus(said["status"])
+            if found.get("error"):
+                problem = found["error"] if other == 0 else f"rank {other}: {found['error']}"
+                status = ExitStatus(found["status"])
                 break
-            different = _first_difference(said, own)
+            different = _first_difference(found, own)
             if different:
                 problem = f"rank {other} has {different}; start all ranks with the same"
                 break

@@ -60,8 +60,8 @@ def train(
     # The model and the fixes refuse a config before data are read.
     with no_room_errors(), torch.device("meta"):
         step.make_model(lambda made: made)
-    with lock_folder(folder) if ranks.is_first else nullcontext():
-        if ranks.is_first:
+    with lock_folder(folder) if ranks.is_main_process else nullcontext():
+        if ranks.is_main_process:
             check_folder(config, folder, resume)  # another run may have started and ended since
         with disk_errors(folder), deterministic_algorithms(config.training.deterministic):
             return _train(config, folder, resume, callbacks, export_to, ranks)
@@ -85,7 +85,7 @@ def _train(
             torch.cuda.set_per_process_memory_fraction(limit, device)
         if step.allocator is not None:
             set_allocator(step.allocator)
-    with ranks.first():
+    with ranks.main_process_first():
         data = open_data(config, folder, workers=int(device.type == "cuda"))
     for message in (data.description, *_warnings(config, device)):
         callbacks.on_message(message)
@@ -99,7 +99,7 @@ def _train(
         _check_steps_left(config, folder, resumed_at, callbacks)
     if export_to is not None:
         without_duplicates(trainer.model.state_dict())  # raises if they cannot be exported
-    if ranks.is_first:
+    if ranks.is_main_process:
         write_config(config, folder)
     try:
         outcome = trainer.run()
@@ -108,8 +108,8 @@ def _train(
     if export_to is not None and outcome.stopped is not None:
         callbacks.on_message(f"stopped before its end: no weights are written to {export_to}")
     elif export_to is not None:
-        state = ranks.whole(trainer.model.state_dict())
-        if ranks.is_first:
+        state = ranks.full_state(trainer.model.state_dict())
+        if ranks.is_main_process:
             export(state, export_to, {"config": config.name, "step": str(outcome.step)})
         callbacks.on_message(f"weights are in {export_to}")
     return outcome

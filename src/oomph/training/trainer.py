@@ -142,9 +142,9 @@ class Trainer:
         return self.step
 
     def run(self) -> Outcome:
-        with self.ranks.first():
+        with self.ranks.main_process_first():
             resumed_at = self.step if self._resumed else None
-            self.metrics = MetricsWriter(self.folder, resumed_at, writes=self.ranks.is_first)
+            self.metrics = MetricsWriter(self.folder, resumed_at, writes=self.ranks.is_main_process)
         try:
             with StopSignals() as signals:
                 return self._train(signals)
@@ -175,7 +175,7 @@ class Trainer:
                     self._evaluate()
                 if _is_time(self.step, options.save_every):
                     self._save(scheduled=True)
-            stopped = self.ranks.any(signals.received)
+            stopped = self.ranks.any_signal(signals.received)
             if stopped:
                 break
         else:
@@ -196,7 +196,7 @@ class Trainer:
 
     def _found_evaluation(self) -> dict[str, float] | None:
         """That of this step, if there is one on disk."""
-        return self.ranks.of_first(self.metrics.find("evaluation", self.step))
+        return self.ranks.broadcast(self.metrics.find("evaluation", self.step))
 
     def _finished(self) -> bool:
         steps = self.config.training.steps
@@ -289,7 +289,7 @@ class Trainer:
         return allocated, max(peak, graphs.peak_before_capture, allocated)
 
     def _handle_not_finite(self, result: StepResult) -> None:
-        batch = save_batches(self.folder, result) if self.ranks.is_first else ""
+        batch = save_batches(self.folder, result) if self.ranks.is_main_process else ""
         what = describe_not_finite(result)
         if self.optimizer_step.in_backward:
             # The weights have been updated: only an earlier checkpoint is left.
@@ -356,7 +356,9 @@ class Trainer:
 
     def _sample(self, batch: Any) -> None:
         if "images" in batch:
-            name = f"step_{self.step:08}{'' if self.ranks.is_first else f'_rank_{self.ranks.rank}'}.png"
+            name = (
+                f"step_{self.step:08}{'' if self.ranks.is_main_process else f'_rank_{self.ranks.rank}'}.png"
+            )
             file = self.folder / "samples" / name
             sample_images(self.model, batch, file, self.device, self.precision)
             self.callbacks.on_sample(self.step, str(file))
@@ -402,8 +404,8 @@ class Trainer:
             return
         if start is not None:
             start.restore_generators(self.device)
-        state = self.ranks.whole(self.state(None if start is None else start.data))
-        if self.ranks.is_first:
+        state = self.ranks.full_state(self.state(None if start is None else start.data))
+        if self.ranks.is_main_process:
             self.checkpoints.save(self.step, state)
         self._saved_at = self.step
         self.results.restart_clock()

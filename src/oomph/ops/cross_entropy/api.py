@@ -30,7 +30,7 @@ from oomph.ops.cross_entropy.chunked import (
 )
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions, linear_cross_entropy_reference
 from oomph.ops.cross_entropy.rows import make_token_rows, shift_left
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 from oomph.units import MiB, counted, format_bytes
 
 IMPLS = ("auto", "plain", "chunked", "triton", "reference")
@@ -50,7 +50,7 @@ def explain_choice(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | Non
 
 # Not compiled: the compiler would have to look into a loop over buffers that are overwritten.
 @explained_by(explain_choice)
-@one_op
+@opaque_op
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -132,7 +132,7 @@ def compute_loss_chunked(
     return _compute_loss_chunked(hidden_states, labels, weight, bias, chunk_size)
 
 
-@one_op
+@opaque_op
 def _compute_loss_chunked(
     hidden_states: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int
 ) -> Tensor:

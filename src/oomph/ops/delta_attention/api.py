@@ -23,7 +23,7 @@ from oomph.ops.delta_attention.autograd import ChunkedOptions, chunked_kda, trit
 from oomph.ops.delta_attention.dense_scan import dense_scan, dense_updates
 from oomph.ops.delta_attention.reference import kda_reference
 from oomph.ops.delta_attention.segments import plan_batch, plan_packed, tokens_per_segment
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 
 MODES = ("auto", "sequential", "scan", "chunked")
 IMPLS = ("auto", "torch", "triton", "reference")
@@ -40,7 +40,7 @@ def _check_and_choose(mode: str, impl: str, **given: Any) -> tuple["KDAArguments
 
 
 @explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
-@one_op
+@opaque_op
 def kda(
     q: Tensor,
     k: Tensor,

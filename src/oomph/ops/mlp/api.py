@@ -13,7 +13,7 @@ from oomph.ops.common import Choice, explained_by, log_choice, matmul_dtype, no_
 from oomph.ops.mlp.autograd import TiledMLPConfig, mlp_in_tiles
 from oomph.ops.mlp.generic import checkpoint_in_tiles
 from oomph.ops.mlp.weights import MLPWeights, NotRecognised, mlp_reference, recognise
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 from oomph.units import MiB, counted, format_bytes
 
 FunctionOrModule = MLPWeights | nn.Module | Callable[[Tensor], Tensor]
@@ -126,7 +126,7 @@ def tiled_mlp(
     return _run(fn_or_module, x, parameters, options)
 
 
-@one_op
+@opaque_op
 def _run_weights(weights: MLPWeights, x: Tensor, **options: Any) -> Tensor:
     return _run_in_tiles(weights, functools.partial(mlp_reference, weights), x, None, options)
 

@@ -24,7 +24,7 @@ from oomph.ops.common import (
 )
 from oomph.ops.modulation import autograd
 from oomph.ops.modulation.weights import Int8Weight, is_torchao
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 from oomph.units import MiB, counted
 
 TokenIndex = int | slice | Sequence[int] | Tensor | tuple[int | slice, ...]
@@ -59,7 +59,7 @@ def choose(h: Tensor, A: Tensor, B: Tensor, impl: str, **others: Any) -> Choice:
 
 
 @explained_by(choose)
-@one_op
+@opaque_op
 def modulated_linear(
     h: Tensor,
     weight: Tensor | Int8Weight,

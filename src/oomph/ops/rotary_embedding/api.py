@@ -25,7 +25,7 @@ from oomph.ops.common import (
     power_of_two,
     why_not_triton,
 )
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 from oomph.ops.rotary_embedding.table import RotaryTable, Scaling, check_positions, rotary_table
 from oomph.units import MiB
 
@@ -120,7 +120,7 @@ def rotary(
     return rotate(table, options, q, k)
 
 
-@one_op  # the compiler does not trace an implementation that was asked for
+@opaque_op  # the compiler does not trace an implementation that was asked for
 def _rotate(
     table: RotaryTable, options: _RotationOptions, q: Tensor, k: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...]:

@@ -25,7 +25,7 @@ from oomph.ops.common import (
     refuse_second_derivatives,
     why_not_triton,
 )
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
 IMPLS = ("auto", "reference", "chunked", "triton")
@@ -52,7 +52,7 @@ def choose(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Choic
 
 
 @explained_by(choose)
-@one_op
+@opaque_op
 def short_convolution(
     x: Tensor, weight: Tensor, *, unit_size: int | None = None, impl: str = "auto"
 ) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 from oomph.ops.softmax_attention.arguments import AttentionArguments, check_arguments
 from oomph.ops.softmax_attention.autograd import triton_attention, why_not_kernels
 from oomph.ops.softmax_attention.biases import BiasFunction, BlockPattern
@@ -94,7 +94,7 @@ def _attention_traced(**given: Any) -> Tensor:
     return sdpa(a, choice.impl)
 
 
-_attention = one_op(_attention_traced)
+_attention = opaque_op(_attention_traced)
 
 
 def _choose(a: AttentionArguments, impl: str) -> Choice:

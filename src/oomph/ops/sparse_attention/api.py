@@ -16,7 +16,7 @@ from oomph.ops.common import (
     no_autocast,
     no_compile,
 )
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 from oomph.ops.sparse_attention.arguments import (
     IMPLS,
     Compress,
@@ -42,7 +42,7 @@ def _check_and_choose(
 
 
 @explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
-@one_op
+@opaque_op
 def nsa(
     q: Tensor,
     k: Tensor,

@@ -16,7 +16,7 @@ from oomph.ops.common import (
     why_not_triton,
     wide_dtype,
 )
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 from oomph.ops.spiking.autograd import LIFConstants, LIFGate
 from oomph.ops.spiking.reference import lif_gate_reference
 
@@ -36,7 +36,7 @@ def choose(drive: Tensor, impl: str, **options: Any) -> Choice:
 
 
 @explained_by(choose)
-@one_op
+@opaque_op
 def lif_gate(
     drive: Tensor,
     *,

@@ -14,7 +14,7 @@ from oomph.ops.common import (
     no_autocast,
     why_not_triton,
 )
-from oomph.ops.one_op import one_op
+from oomph.ops.opaque_op import opaque_op
 from oomph.ops.state_space import reference
 from oomph.ops.state_space.arguments import ScanArguments, ScanOptions
 from oomph.ops.state_space.autograd import SelectiveScan, round_up_chunk, why_not_kernels
@@ -38,7 +38,7 @@ def _choose(a: ScanArguments) -> Choice:
 
 
 @explained_by(lambda **arguments: _choose(ScanArguments(**arguments)))
-@one_op
+@opaque_op
 def selective_scan(
     x: Tensor,
     delta: Tensor,

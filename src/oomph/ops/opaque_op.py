@@ -1,4 +1,4 @@
-"""Ops inside compiled models: one node of the graph, with a forward and a backward that run as in eager mode.
+"""Ops inside compiled models: opaque to the compiler; forward and backward run as in eager mode.
 
 A compiler that traced into an op would unroll its loops over tiles and store what the op recomputes. Here
 the graph calls `oomph::forward`, which runs the op under autograd and keeps its graph; the backward graph
@@ -31,10 +31,11 @@ _graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}  # by handle: outputs
 _handles = itertools.count()
 
 
-def one_op(function: Callable[P, R]) -> Callable[P, R]:
-    """Make the op one node of a compiled graph. Calls with functions or modules as arguments break the graph.
+def opaque_op(function: Callable[P, R]) -> Callable[P, R]:
+    """Make the op opaque to torch.compile: one node of the graph.
 
-    The op returns one tensor or a tuple of several.
+    The op returns one tensor or a tuple of several. Calls with functions or modules as arguments break
+    the graph.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     _functions[name] = function
@@ -47,26 +48,26 @@ def one_op(function: Callable[P, R]) -> Callable[P, R]:
             return breaks_graph(*args, **kwargs)
         tensors: list[Tensor] = []
         given = {**dict(zip(parameters, args, strict=False)), **kwargs}
-        if not _is_expressible(tuple(given.values())):
+        if not _is_supported(tuple(given.values())):
             return breaks_graph(*args, **kwargs)
-        form = tuple([(key, _form(value, tensors)) for key, value in given.items()])
+        spec = tuple([(key, _spec(value, tensors)) for key, value in given.items()])
         device = tensors[0].device.type
         autocast = (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         grad = torch.is_grad_enabled()
         needed = tuple([grad and tensor.requires_grad for tensor in tensors])
         dtypes = tuple([tensor.dtype for tensor, needs in zip(tensors, needed, strict=True) if needs])
-        call = _number_of_call(name, form, autocast, needed, dtypes)
+        call = _call_id(name, spec, autocast, needed, dtypes)
         outputs = _Call.apply(call, needed, *tensors)  # type: ignore[no-untyped-call]
         return outputs[0] if len(outputs) == 1 else outputs
 
     return run
 
 
-def _is_expressible(value: Any) -> bool:
+def _is_supported(value: Any) -> bool:
     items = _items(value)
     if items is None:
         return isinstance(value, (Tensor, *_CONSTANTS))
-    return all(map(_is_expressible, items))
+    return all(map(_is_supported, items))
 
 
 def _items(value: Any) -> tuple[Any, ...] | None:
@@ -78,39 +79,39 @@ def _items(value: Any) -> tuple[Any, ...] | None:
     return tuple([getattr(value, name) for name in type(value).__dataclass_fields__])
 
 
-def _form(value: Any, tensors: list[Tensor]) -> Any:
+def _spec(value: Any, tensors: list[Tensor]) -> Any:
     """The argument, with its tensors moved to the list."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return ("tensor",)
     items = _items(value)
     if items is not None:
-        return ("items", type(value), tuple([_form(item, tensors) for item in items]))
+        return ("items", type(value), tuple([_spec(item, tensors) for item in items]))
     return ("constant", value)
 
 
-def _argument(form: Any, tensors: Iterator[Tensor]) -> Any:
-    if form[0] == "tensor":
+def _argument(spec: Any, tensors: Iterator[Tensor]) -> Any:
+    if spec[0] == "tensor":
         return next(tensors)
-    if form[0] == "items":
-        items = [_argument(item, tensors) for item in form[2]]
-        return form[1](items) if form[1] is tuple else form[1](*items)
-    return form[1]
+    if spec[0] == "items":
+        items = [_argument(item, tensors) for item in spec[2]]
+        return spec[1](items) if spec[1] is tuple else spec[1](*items)
+    return spec[1]
 
 
-def _number_of_call(*call: Any) -> int:
+def _call_id(*call: Any) -> int:
     if call not in _calls:
         _calls.append(call)
     return _calls.index(call)
 
 
-_number_of_call._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compiler.assume_constant_result
+_call_id._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compiler.assume_constant_result
 
 
 def _outputs(call: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    name, form, (device, enabled, dtype), *_ = _calls[call]
+    name, spec, (device, enabled, dtype), *_ = _calls[call]
     given = iter(tensors)
-    arguments = {key: _argument(value, given) for key, value in form}
+    arguments = {key: _argument(value, given) for key, value in spec}
     with torch.autocast(device, dtype, enabled) if enabled else contextlib.nullcontext():
         outputs = _functions[name](**arguments)
     return list(outputs) if isinstance(outputs, tuple) else [outputs]
