@@ -14,6 +14,7 @@ from typing import Any
 _OOMPH = str(Path(__file__).resolve().parent) + os.sep
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 _HOST_MEMORY = ("can't allocate memory", "not enough memory", "Storage size calculation overflowed")
+_NO_GPU = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
 
 
 class ExitStatus(IntEnum):
@@ -108,6 +109,11 @@ def is_out_of_host_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):
         return any(text in safe_text(error) for text in _HOST_MEMORY)
     return isinstance(error, MemoryError)
+
+
+def is_missing_gpu(error: BaseException) -> bool:
+    """Whether torch raised it because a program uses CUDA on a machine without a GPU."""
+    return isinstance(error, (AssertionError, RuntimeError)) and safe_text(error).startswith(_NO_GPU)
 
 
 def _comes_from_program(error: BaseException) -> bool:

@@ -78,6 +78,9 @@ cases(
     ("predict p.py:ok --sizes T", "--sizes 'T' is not valid; give NAME=NUMBER"),
     ("predict p.py --stpes 4 -- --lr 3", "No such option: --stpes; the nearest is --steps"),
     ("predict -m p --toruchrun", "No such option: --toruchrun; the nearest is --torchrun"),
+    ("predict p.py B=4 --gpu 8GiB", "'B=4' would be an argument of the script, and those come after --"),
+    ("predict --json -m p --sizes B=4 lr=1 -- --b", "'lr=1' would be an argument of the script"),
+    ("run --fix activation_checkpointing uses_gpu.py", "uses_gpu.py:2 uses CUDA, and there is no GPU here"),
     ("fixes p.py", "target 'p.py' is a whole script, which this command does not take"),
     ("verify p.py micro_batches", "target 'p.py' is a whole script"),
     ("systems mamba", "there is no system 'mamba'; choose from hatchling"),
@@ -151,6 +154,7 @@ cases(
     ("a-b:x", "module 'a-b' is not a valid module name"),
     ("p.py:okay", "p.py has no 'okay'; did you mean 'ok'"),
     ("p.py:zzz", "p.py has no 'zzz'; it defines"),
+    ("uses_gpu.py:model", "uses_gpu.py:2 uses the GPU while uses_gpu.py is imported, as a script does"),
     ("x.py:zzz", "x.py has no 'zzz'; it defines nothing that could be a target", ""),
     ("p.py:a_dict", "is a value of type dict; give a Workload, or a function of no arguments"),
     ("p.py:AClass", "is the class AClass"),
@@ -669,6 +673,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     os.chdir(folder)
     files = {
         "p.py": SOURCE,
+        "uses_gpu.py": "import torch\nmodel = torch.nn.Linear(8, 8).cuda()\n",
         "small.yaml": CONFIG,
         "few.txt": "short",
         "empty.txt": "",

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib import metadata
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -327,7 +328,15 @@ def _check_options_of_script(arguments: Sequence[str]) -> None:
     if "-m" not in ours and not any(word.endswith(".py") for word in ours):
         return
     options = _options(arguments[0])
-    for word in ours:
+    takes_value = {"-m"}
+    for each in _command().commands[arguments[0]].params:
+        takes_value.update(() if getattr(each, "is_flag", False) else each.opts)
+    for before, word in pairwise(("", *ours)):
+        if re.match(r"[A-Za-z_][\w.]*=", word) and before not in takes_value:
+            raise UserError(
+                f"{word!r} would be an argument of the script, and those come after -- "
+                f"(`oomph {arguments[0]} train.py -- {word}`); KEY=VALUE changes configs and Workloads"
+            )
         name = word.partition("=")[0]
         if name not in options and name in _options("predict"):
             raise UserError(f"`oomph {arguments[0]}` has no option {name}")

@@ -14,7 +14,7 @@ Target = Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")
 _OVERRIDES = typer.Argument(
     metavar="[KEY=VALUE ...]",
     help="For a config: override a key, e.g. data.batch_size=4 or --batch_size 4. "
-    "For a Workload: override a size, e.g. B=4.",
+    "For a Workload: override a size, e.g. B=4. Arguments of a script come after --.",
 )
 Overrides = Annotated[list[str] | None, _OVERRIDES]
 OverrideWords = Annotated[tuple[str, ...], _OVERRIDES]

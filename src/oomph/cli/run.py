@@ -22,8 +22,8 @@ import typer
 from oomph import gpus
 from oomph.cli.options import Fix, PlanFile, fix_words
 from oomph.cli.output import check_output_file, stdout_to_stderr, write_page, write_stdout
-from oomph.cli.targets import check_python_file
-from oomph.errors import OomphError, UserError, program_traceback
+from oomph.cli.targets import check_python_file, raised_at
+from oomph.errors import OomphError, UserError, is_missing_gpu, program_traceback
 from oomph.records import Plan
 
 _PLAN_SECONDS = 300
@@ -71,6 +71,12 @@ def run_script(
     except OomphError:
         raise
     except Exception as error:
+        if not has_gpu and is_missing_gpu(error):
+            given = shlex.join(word for one in fixes for word in ("--fix", one))
+            raise UserError(
+                f"{raised_at(error) or script} uses CUDA, and there is no GPU here; "
+                f"`oomph predict {script} {given}` predicts it without one"
+            ) from error
         sys.stderr.write(program_traceback(error))
         if has_gpu and isinstance(error, torch.OutOfMemoryError):
             with stdout_to_stderr():

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from oomph.errors import OomphError, ProgramError, UserError, program_traceback, user_line
+from oomph.errors import OomphError, ProgramError, UserError, is_missing_gpu, program_traceback, user_line
 from oomph.report.labels import short_path
 
 if TYPE_CHECKING:
@@ -294,9 +294,8 @@ def _as_program_error(source: str) -> Iterator[None]:
         yield
     except OomphError as error:
         # A Workload rejects bad arguments in its constructor: say where that is called.
-        file, line = user_line(error)
-        if file:
-            error.args = (f"{short_path(file)}:{line}: {error}",)
+        if at := raised_at(error):
+            error.args = (f"{at}: {error}",)
         raise
     except KeyboardInterrupt:
         raise
@@ -304,7 +303,20 @@ def _as_program_error(source: str) -> Iterator[None]:
         message = f"{source} ends the process while it is imported (SystemExit: {error.code})"
         raise ProgramError(message, *user_line(error), program_traceback(error)) from error
     except BaseException as error:
+        if is_missing_gpu(error):
+            script = source if _is_file(source) else f"-m {source}"
+            raise UserError(
+                f"{raised_at(error) or source} uses the GPU while {source} is imported, as a script does: "
+                f"`oomph predict {script}` predicts the whole script; "
+                "otherwise name a function that uses the GPU only when it is called"
+            ) from error
         raise ProgramError.of(error) from error
+
+
+def raised_at(error: BaseException) -> str:
+    """`train.py:7`; "" where no line of the program is known."""
+    file, line = user_line(error)
+    return f"{short_path(file)}:{line}" if file else ""
 
 
 def program_error_text(error: ProgramError) -> tuple[str, str]:
