@@ -368,8 +368,12 @@ class Proposal:
     peak: Peak | None = None  # predicted, with the fix
     saving: int | None = None  # bytes that the allocator reserves less, at the peak
     slowdown: float | None = None  # a step's time with the fix over that without, by a roofline
-    fits: bool | None = None  # with the fix, on the prediction's card; None: no card, or not predicted
+    verdict: Verdict | None = None  # with the fix, on the prediction's card; None: no card, or not predicted
     condition: str = ""  # that the user must check for the fix to be exact; "" where there is none
+
+    @property
+    def fits(self) -> bool | None:
+        return None if self.verdict is None else self.verdict == "fits"
 
     @property
     def use(self) -> FixUse:

@@ -17,11 +17,11 @@ def offer(fix: str, reserved: int | None, **fields: Any) -> Proposal:
 
 
 OFFERS = (
-    offer("small", 20 * GiB, fits=True),
-    offer("large", 30 * GiB, fits=False),
+    offer("small", 20 * GiB, verdict="fits"),
+    offer("large", 30 * GiB, verdict="does not fit"),
     offer("unknown", None),
-    replace(offer("parts", 10 * GiB, fits=True, condition="rows count alike"), options={"parts": 4}),
-    replace(offer("parts", 22 * GiB, fits=True, condition="rows count alike"), options={"parts": 2}),
+    replace(offer("parts", 10 * GiB, verdict="fits", condition="rows count alike"), options={"parts": 4}),
+    replace(offer("parts", 22 * GiB, verdict="fits", condition="rows count alike"), options={"parts": 2}),
 )
 
 
@@ -42,6 +42,11 @@ def test_where_it_does_not_fit_each_row_tells_whether_it_would():
     assert "3 of 5 rows make it fit." in shown
     assert "oomph fit train.py:w --gpu rtx3090" in shown
     assert "No row makes it fit by itself." in text(prediction(), OFFERS[1:3])
+    close = offer("near", 21 * GiB, verdict="too close to call")
+    only_just = offer("over", 40 * GiB, verdict="fits")
+    shown = text(prediction(), (*OFFERS, close, only_just))
+    assert (row(shown, "near")[5], row(shown, "over")[5]) == ("close", "just")
+    assert "3 of 7 rows make it fit, 1 just, 1 close." in shown
 
 
 def test_where_it_fits_or_no_card_is_named_there_is_nothing_to_mark():

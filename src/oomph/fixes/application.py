@@ -223,4 +223,4 @@ def _with_prediction(proposal: Proposal, context: FixContext) -> Proposal | None
     if before.step_seconds and after.step_seconds:
         slowdown = after.step_seconds / before.step_seconds
     saving = before.peak.reserved - after.peak.reserved
-    return replace(proposal, peak=after.peak, saving=saving, slowdown=slowdown, fits=after.fits)
+    return replace(proposal, peak=after.peak, saving=saving, slowdown=slowdown, verdict=after.verdict)

@@ -19,7 +19,11 @@ from oomph.units import format_bytes
 _LONGEST_LIST = 30  # characters
 _CONDITIONAL = "(?)"  # marks a fix that is exact on a condition
 _FITS = {True: "yes", False: "no", None: "?"}
-_JUST = "just"
+_JUST, _CLOSE = "just", "close"
+_LEGEND = {
+    _JUST: "only because the allocator releases cached memory",
+    _CLOSE: "too close to call: within the margin of the prediction",
+}
 _DIFFERENCES_SHOWN = 8
 
 
@@ -42,6 +46,7 @@ def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> 
                 "slowdown": one.slowdown,
                 "peak": None if one.peak is None else _peak_to_json(one.peak),
                 "fits": one.fits,
+                "verdict": one.verdict,
                 "condition": one.condition,
                 "note": one.note,
             }
@@ -73,8 +78,10 @@ def proposals_text(
         else:
             console.print("Each fix by itself, predicted:")
             console.print(Padding(_table(prediction, proposals), (1, 0, 1, 2)))
-            if any(_fits(one, prediction) == _JUST for one in proposals):
-                console.print(f"  {_JUST}: only because the allocator releases cached memory\n")
+            marks = {_fits(one, prediction) for one in proposals} if prediction.fits is False else ()
+            for mark, meaning in _LEGEND.items():
+                if mark in marks:
+                    console.print(f"  {mark}: {meaning}\n")
             for text, command in (
                 *_how_many_fit(prediction, proposals, target),
                 *_conditions(proposals, target),
@@ -128,6 +135,8 @@ def _table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
 def _fits(one: Proposal, prediction: Prediction) -> str:
     if one.fits and one.peak is not None and one.peak.reserved > (prediction.limit or one.peak.reserved):
         return _JUST
+    if one.verdict == "too close to call":
+        return _CLOSE
     return _FITS[one.fits]
 
 
@@ -137,8 +146,11 @@ _Advice = tuple[str, str]  # a sentence, and the command that follows it
 def _how_many_fit(prediction: Prediction, proposals: Sequence[Proposal], target: str) -> list[_Advice]:
     if prediction.fits is not False:
         return []
-    fitting = sum(one.fits is True for one in proposals)
+    marks = [_fits(one, prediction) for one in proposals]
+    fitting = marks.count(_FITS[True])
     result = f"{fitting} of {len(proposals)} rows make it fit" if fitting else "No row makes it fit by itself"
+    for mark in (_JUST, _CLOSE):
+        result += f", {marks.count(mark)} {mark}" if mark in marks else ""
     return [(f"{result}. The cheapest set that fits:", f"oomph fit {target} --gpu {prediction.gpu}")]
 
 
