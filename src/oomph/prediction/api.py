@@ -482,7 +482,11 @@ def _notes_on_prediction(
     card: GPU, named: bool, growth: Growth | None, allocations: Sequence[Allocation]
 ) -> Iterator[Note]:
     if not named or card.bandwidth is None:
-        yield Note("the GPU's generation is not known: kernels are assumed to be those of an H200 (sm_90)")
+        yield Note(
+            "the GPU's generation is not known: kernels, workspaces and the CUDA context "
+            f"({format_bytes(card.context)}) are assumed to be those of an H200 (sm_90); "
+            "a name of `oomph gpus` gives those of that card"
+        )
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
         yield Note("convolution workspaces are estimated: which algorithm cuDNN takes cannot be known")
     if growth is not None:
