@@ -48,6 +48,7 @@ _restarted = ""  # the short cut that failed in the first one for its program
 _messages_to_parent: BinaryIO
 _sending = threading.Lock()
 _modules_of_parent: frozenset[str] = frozenset()
+_unended: dict[Any, Callable[[str], int]] = {}  # streams whose last text ended within a line, and their write
 _refusing = threading.local()  # .on: this thread runs a program in the caller's own process
 trace_lock = threading.RLock()  # held while a trace changes torch in this process: no fork, no second trace
 
@@ -276,10 +277,8 @@ def refuse_in_thread() -> Callable[[], None]:
 def finish(result: Any) -> NoReturn:
     """From inside the program: send `run_isolated`'s result and end the process, without returning to it."""
     _sending.acquire()  # for good: another thread of the program may come to its end now
+    _end_output()  # the parent ends this process when it has the result
     _send(_messages_to_parent, ("result", result))
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
     os._exit(0)
 
 
@@ -377,6 +376,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     _without_terminal()
     _end_with_parent()
     _use_one_thread()
+    _watch_line_ends()
     file_overlay.install(scratch)
     gc.freeze()  # the parent's objects: collecting them would copy its memory
     sys.addaudithook(lambda event, args: _refuse_effect(event, args, allow))
@@ -435,9 +435,30 @@ def _outcome(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[s
         known = blame(error)
         return "error", RuntimeError(traceback.format_exc()) if known is None else _sendable(known)
     finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
+        _end_output()
+
+
+def _watch_line_ends() -> None:
+    """Programs are stopped while a progress bar of theirs is on its line; the report begins on the next."""
+    for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
+
+        def write(text: str, stream: Any = stream, write: Callable[[str], int] = stream.write) -> int:
+            if text.endswith("\n"):
+                _unended.pop(stream, None)
+            elif text:  # print(end="") writes nothing in its end
+                _unended[stream] = write
+            return write(text)
+
+        with contextlib.suppress(AttributeError):
+            stream.write = write  # type: ignore[method-assign]
+
+
+def _end_output() -> None:
+    with contextlib.suppress(Exception):
+        for write in _unended.values():
+            write("\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def _send_progress(messages: BinaryIO, text: str, fraction: float | None) -> None:
