@@ -38,11 +38,13 @@ STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A line of the user's own source."""
+    """A line of the user's own source, or of an installed library that it calls."""
 
     file: str
     line: int
     function: str
+    # The nearest line of the user's own above one of a library, when that was first reached.
+    caller: Site | None = field(default=None, compare=False, kw_only=True)
 
 
 class Allocation(NamedTuple):

@@ -66,6 +66,27 @@ def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predic
     assert "not real" in script.notes[0].text
 
 
+def test_a_line_of_a_library_names_the_line_that_calls_it(predicted, tmp_path: Path, capfd) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "library.py").write_text("def loss(model, x):\n    return model(x).sum()\n")
+    script = predicted(
+        MODEL
+        + """
+sys.path.append("site-packages")
+import library
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    library.loss(model, torch.randn(64, 256, device="cuda")).backward()
+    optimizer.step()
+    print("\\r|###   |", end="")
+"""
+    )
+    callers = {Path(site.file).name: site.caller for site, _ in script.by_line()}
+    assert callers["train.py"] is None
+    assert (callers["library.py"].file, callers["library.py"].line) == ("train.py", 11)
+    assert capfd.readouterr().out.endswith("|\n")  # what comes next does not begin within its line
+
+
 def test_a_module_is_run_with_its_arguments(predicted, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()

@@ -46,7 +46,11 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         ],
         "stages": [{"stage": stage, "bytes": size} for stage, size in prediction.by_stage()],
         "modules": [{"module": module, "bytes": size} for module, size in prediction.by_module()],
-        "lines": [{**_site(site), "bytes": size} for site, size in prediction.by_line()],
+        "lines": [
+            {**_site(site), "bytes": size}
+            | ({"caller": _file_and_line(site.caller)} if site.caller else {})
+            for site, size in prediction.by_line()
+        ],
         "at_peak": [_alive(alive) for alive in prediction.at_peak],
         "timeline": [moment._asdict() for moment in downsample(prediction.timeline, _TIMELINE_POINTS)],
         "batch": [{**one._asdict(), "shape": list(one.shape)} for one in prediction.batch],

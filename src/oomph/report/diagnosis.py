@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oomph.records import Diagnosis, Finding, Site
+from oomph.records import Diagnosis, Finding
 from oomph.report.as_json import prediction_to_json
-from oomph.report.labels import file_and_line, printable
+from oomph.report.labels import called_from, file_and_line, printable, source_code
 from oomph.report.terminal import print_verdict, section, share, strip_lines
 from oomph.units import format_bytes
 
@@ -44,7 +43,7 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def diagnosis_text(diagnosis: Diagnosis, console: Console) -> str:
     """The verdict, the cause with its lines, and a row for each further finding."""
-    total = diagnosis.prediction.peak.reserved
+    total = diagnosis.prediction.peak.allocated  # as in the report of `oomph predict`
     with console.capture() as capture:
         print_verdict(diagnosis.prediction, console)
         if diagnosis.findings:
@@ -52,6 +51,7 @@ def diagnosis_text(diagnosis: Diagnosis, console: Console) -> str:
             section(console, f"Cause: {cause.pattern}, {_size(cause, total)}", _cause(cause))
             shown = [one for one in others if one.bytes >= _LEAST_SHARE * total][:_ROWS]
             if shown:
+                shown.sort(key=lambda one: -one.bytes)
                 section(console, "Also at the peak", [_table(shown, total)])
         for note in diagnosis.notes:
             console.print(Padding(Text(note.text, "dim"), (1, 0, 0, 0)))
@@ -59,21 +59,20 @@ def diagnosis_text(diagnosis: Diagnosis, console: Console) -> str:
 
 
 def _size(one: Finding, total: int) -> str:
-    return f"{format_bytes(one.bytes)} ({share(one.bytes, total)} of the peak)"
+    return f"{format_bytes(one.bytes)} ({share(one.bytes, total)} of the {format_bytes(total)} allocated)"
 
 
 def _cause(one: Finding) -> Sequence[Text]:
     lines = [Text(printable(f"{one.advice[0].upper()}{one.advice[1:]}.", 600))]
     lines += [Text(printable(text), "dim") for text in (one.formula, one.growth) if text]
     for site in one.sites:
-        lines.append(Text.assemble((file_and_line(site), "bold"), "  ", _source(site)))
+        code = source_code(site) or printable(site.function)
+        lines.append(Text.assemble((file_and_line(site), "bold"), "  ", code))
+        if site.caller:
+            lines.append(Text(called_from(site), "dim"))
     if one.fixes:
         lines.append(Text(f"Fixes: {', '.join(one.fixes)}"))
     return lines
-
-
-def _source(site: Site) -> str:
-    return printable(linecache.getline(site.file, site.line).strip() or site.function)
 
 
 def _table(findings: Sequence[Finding], total: int) -> Table:

@@ -19,7 +19,14 @@ from typing import Any
 from oomph.records import STAGES, Allocation, Event, Finding, Note, Plan, Prediction, Site
 from oomph.report.as_json import downsample
 from oomph.report.comparison import line_changes
-from oomph.report.labels import collapse_modules, file_and_line, printable, without_numbers
+from oomph.report.labels import (
+    called_from,
+    collapse_modules,
+    file_and_line,
+    printable,
+    source_code,
+    without_numbers,
+)
 from oomph.report.measurement import Comparison
 from oomph.report.plan import plan_verdict, short_fix_word
 from oomph.report.terminal import assumptions, verdict
@@ -238,8 +245,8 @@ class _Groups:
             return -1
         if site not in self._site_of:
             self._site_of[site] = len(self.sites)
-            code = linecache.getline(site.file, site.line).strip()
-            self.sites.append([printable(file_and_line(site)), printable(site.function), printable(code)])
+            code = "  ".join(filter(None, (source_code(site), called_from(site))))
+            self.sites.append([printable(file_and_line(site)), printable(site.function), code])
         return self._site_of[site]
 
     def table(self) -> list[list[Any]]:

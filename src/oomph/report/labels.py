@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import math
 import re
 from collections.abc import Iterable
@@ -43,6 +44,17 @@ def short_path(file: str, base: Path | None = None) -> str:
 def file_and_line(site: Site, base: Path | None = None) -> str:
     """`loss.py:41`"""
     return f"{printable(short_path(site.file, base))}:{site.line}"
+
+
+def source_code(site: Site) -> str:
+    """The line itself; "" where its file cannot be read."""
+    return printable(linecache.getline(site.file, site.line).strip())
+
+
+def called_from(site: Site) -> str:
+    """`called from train.py:31  trainer.train()`; "" for a line of the user's own."""
+    caller = site.caller
+    return f"called from {file_and_line(caller)}  {source_code(caller)}".rstrip() if caller else ""
 
 
 @dataclass(frozen=True, slots=True)

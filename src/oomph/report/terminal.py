@@ -6,7 +6,6 @@ that it reads the same in a file, a pipe or a CI log.
 
 from __future__ import annotations
 
-import linecache
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from rich.text import Text
 
 from oomph.errors import UserError
 from oomph.records import BatchTensor, Event, Growth, Moment, Peak, Prediction, Site, Stage, named_shape
-from oomph.report.labels import TensorGroup, file_and_line, group_tensors, printable
+from oomph.report.labels import TensorGroup, called_from, file_and_line, group_tensors, printable, source_code
 from oomph.units import counted, format_bytes, parse_bytes
 
 PLAIN_WIDTH = 100
@@ -227,7 +226,9 @@ def report_text(prediction: Prediction, console: Console) -> str:
     with console.capture() as capture:
         print_verdict(prediction, console)
         if prediction.at_peak:
-            section(console, "By stage at the peak", [_stages(prediction, width, glyphs)])
+            total = format_bytes(prediction.peak.allocated)
+            title = f"By stage at the peak, as shares of the {total} allocated"
+            section(console, title, [_stages(prediction, width, glyphs)])
             groups = group_tensors(prediction.at_peak)
             section(console, "Largest tensors at the peak", [_tensors(groups, width)])
         if prediction.by_line():
@@ -349,11 +350,11 @@ def _lines(prediction: Prediction, width: int) -> Table:
     code_width = width - _SIZE_WIDTH - 2 - 7
     for site, size in prediction.by_line()[:_LINES]:
         text = Text(f"{share(size, prediction.peak.allocated):>5}  ", "dim").append_text(_site(site))
-        code = printable(linecache.getline(site.file, site.line).strip())
-        if len(code) > code_width:
-            code = code[: max(0, code_width - 3)] + "..."
-        if code:
-            text.append(f"\n       {code}")
+        for code, style in ((source_code(site), ""), (called_from(site), "dim")):
+            if len(code) > code_width:
+                code = code[: max(0, code_width - 3)] + "..."
+            if code:
+                text.append(f"\n       {code}", style)
         table.add_row(format_bytes(size), text)
     return table
 

@@ -98,6 +98,7 @@ class StackBoundary:
         # of a program that the compiler generated, with the site of each line
         self.compiled: dict[CodeType, Callable[[int], CompiledSite | None]] = {}
         self.known: dict[int, _Code] = {}  # by id: to hash a code object takes long
+        self.sites: dict[tuple[int, int], Site] = {}  # by id of the code, and line
 
     def classify(self, code: CodeType) -> _Code:
         ends: Literal["engine", "outside", "user", "compiled"] | None = None
@@ -125,7 +126,7 @@ def find_site(boundary: StackBoundary, depth: int = 1) -> tuple[Site | None, boo
             if ends == "compiled":
                 return boundary.compiled[code](frame.f_lineno), False
             if ends == "user":
-                return _site(code.co_filename, frame.f_lineno, code.co_qualname), False
+                return _site(boundary, frame), False
             return None, ends == "engine"
         frame = frame.f_back
     return None, False
@@ -149,9 +150,31 @@ def is_loss_name(name: str) -> bool:
     return "loss" in name or "criterion" in name or "cross_entropy" in name
 
 
-@lru_cache(maxsize=65536)
-def _site(file: str, line: int, function: str) -> Site:
-    return Site(file, line, function.replace("<locals>.", ""))
+def _site(boundary: StackBoundary, frame: FrameType) -> Site:
+    key = id(frame.f_code), frame.f_lineno
+    site = boundary.sites.get(key)
+    if site is None:
+        code = frame.f_code
+        caller = _caller(boundary, frame) if _is_installed(code.co_filename) else None
+        function = code.co_qualname.replace("<locals>.", "")
+        site = boundary.sites[key] = Site(code.co_filename, frame.f_lineno, function, caller=caller)
+    return site
+
+
+def _caller(boundary: StackBoundary, frame: FrameType | None) -> Site | None:
+    """The nearest line above that is not an installed library's."""
+    while frame is not None:
+        ends = boundary.classify(frame.f_code).ends
+        if ends == "user" and not _is_installed(frame.f_code.co_filename):
+            return _site(boundary, frame)
+        if ends in ("outside", "engine"):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _is_installed(filename: str) -> bool:
+    return f"site-packages{os.sep}" in filename or f"dist-packages{os.sep}" in filename
 
 
 class ModuleStack:
