@@ -1,6 +1,6 @@
 """Recording and integrations on a real GPU; about six minutes on an H200.
 
-python -m benchmarks.report.on_gpu --rows results/integrations_h200.csv [--predict-only]
+python -m benchmarks.report.on_gpu --rows results/integrations_h200.csv [parts...]
 
 Three parts: the peaks of a Trainer of transformers, of Lightning and of a plain loop, predicted and measured;
 the time that recording costs; the report of a script that runs out of memory. Every run has a process of its
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import statistics
@@ -163,7 +164,7 @@ plain()
 """
 
 
-def rows(predict_only: bool) -> Iterator[Row]:
+def accuracy(predict_only: bool = False) -> Iterator[Row]:
     for case in CASES:
         predicted = _run("predict", case)
         measured = None if predict_only else _run("measure", case)
@@ -172,18 +173,18 @@ def rows(predict_only: bool) -> Iterator[Row]:
         if predicted and measured:
             for name, a, b in zip(("allocated", "reserved"), predicted, measured, strict=True):
                 yield case, f"{name}, % off the measured {b / 2**20:.0f} MiB", 100 * (a / b - 1), 0.5
-    if predict_only:
-        return
+
+
+def overhead() -> Iterator[Row]:
     plain_runs, recorded = [], []
     for _ in range(RUNS):
         plain_runs.append(_run("time", "plain"))
         recorded.append(_run("time", "recorded"))
     ratio = statistics.median(recorded) / statistics.median(plain_runs)
     yield "GPT-2, 4 x 512, a step", "% slower with recording", 100 * (ratio - 1), 3
-    yield from _out_of_memory()
 
 
-def _out_of_memory() -> Iterator[Row]:
+def out_of_memory() -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(OUT_OF_MEMORY.format(fraction=0.03))
@@ -205,23 +206,27 @@ def _out_of_memory() -> Iterator[Row]:
         yield "oomph run, out of memory", "no page", not Path(f"{folder}/oom.html").exists(), 0
 
 
+PARTS = {"accuracy": accuracy, "overhead": overhead, "out_of_memory": out_of_memory}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=Path, default=RESULTS / "integrations_h200.csv")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"all by default: {', '.join(PARTS)}")
+    parser.add_argument("--rows", type=Path, default=RESULTS / "integrations_h200.csv", help="appended to")
     parser.add_argument("--predict-only", action="store_true")
-    parser.add_argument("--child", nargs=2)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print("RESULT", json.dumps(child(*options.child)))
         return
-    found = rows(options.predict_only)
     if options.predict_only:
-        list(found)
+        list(accuracy(predict_only=True))
         return
-    with options.rows.open("w", newline="") as file:
+    with options.rows.open("a", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["what", "measure", "measured", "bar", "holds"])
-        for what, unit, measured, bar in found:
+        if not file.tell():
+            writer.writerow(["what", "measure", "measured", "bar", "holds"])
+        for what, unit, measured, bar in itertools.chain(*(PARTS[part]() for part in options.parts or PARTS)):
             row = [what, unit, f"{measured:.3g}", f"{bar:g}", "yes" if abs(measured) <= bar else "no"]
             writer.writerow(row)
             file.flush()

@@ -59,6 +59,7 @@ def run(rank: int, port: int, ranks: int, cases: Any) -> None:
         for system, text in cases:
             compare(SYSTEMS[system], text, rank, ranks)
         if ranks == 2:
+            mixed_precision_keeps_rope_tables_in_float32()
             a_rank_that_cannot_take_its_part_is_refused()
     finally:
         dist.destroy_process_group()
@@ -90,6 +91,14 @@ def compare(config: Any, text: str, rank: int, ranks: int) -> None:
     for (name, one), other in zip(whole.named_parameters(), model.parameters(), strict=True):
         found = other.full_tensor() if hasattr(other, "full_tensor") else other
         torch.testing.assert_close(found, one, rtol=0, atol=1e-6, msg=f"{text} {name}")
+
+
+def mixed_precision_keeps_rope_tables_in_float32() -> None:
+    ids = torch.randint(0, LONGCTX["tiny"].vocab_size, (2, TOKENS))
+    model = LONGCTX["tiny"].build()
+    expected = model(ids, labels=ids).loss.detach()
+    called = parse_parallel("fsdp2:param_dtype=bfloat16", 2).apply(model, "cpu")
+    torch.testing.assert_close(called(ids, labels=ids).loss.float(), expected, rtol=0.02, atol=0)
 
 
 def a_rank_that_cannot_take_its_part_is_refused() -> None:

@@ -72,11 +72,43 @@ def test_what_a_rank_sends_and_nccl_are_listed_apart(fsdp2):
 
 
 def test_ddp_holds_buckets_and_reduces_gradients():
-    found = on_ranks("ddp", 4)
-    single = oomph.predict(WORKLOAD)
+    # The peak is in the loss, before any gradient.
+    workload = replace(WORKLOAD, loss=lambda model, batch: model(batch).repeat(4096, 1).square().mean())
+    found = oomph.predict(replace(workload, parallel=parse_parallel("ddp", 4)), gpu="h100-80gb")
+    single = oomph.predict(workload, gpu="h100-80gb")
     assert single.ranks == 1
-    assert found.peak.allocated - single.peak.allocated == pytest.approx(PARAMETERS, rel=0.1)
+    more = [a.allocated - b.allocated for a, b in zip(found.steps, single.steps, strict=True)]
+    # The second step makes its buckets again while NCCL holds the old ones.
+    assert more == pytest.approx([PARAMETERS, 2 * PARAMETERS, PARAMETERS], rel=0.1)
     assert found.work.sent == pytest.approx(2 * 3 / 4 * PARAMETERS, rel=0.01)
+
+
+DDP = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+dist.init_process_group("nccl")
+model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()
+model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view={})
+optimizer = torch.optim.SGD(model.parameters())
+for x in DataLoader(torch.randn(12, 1024), batch_size=4):
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_gradients_that_are_views_of_buckets_are_held_once(tmp_path):
+    peaks = {}
+    for view in (False, True):
+        (tmp_path / "train.py").write_text(DDP.format(view))
+        prediction = oomph.predict(Script(tmp_path / "train.py", torchrun=True), gpu="h100-80gb")
+        peaks[view] = [step.allocated for step in prediction.steps]
+    size = 4 * 1024 * 1024
+    # One gradient at a time is beside its bucket, instead of four.
+    for separate, views in zip(peaks[False], peaks[True], strict=True):
+        assert separate - views == pytest.approx(3 * size, rel=0.02)
+    assert max(peaks[True]) == peaks[True][0]  # loading a batch gives NCCL time to release old buckets
 
 
 SCRIPT = """

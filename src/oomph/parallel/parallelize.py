@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -119,20 +119,22 @@ class Parallel:
     def _shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+        # The model's inputs are cast to param_dtype, not those of a block: RoPE tables stay in float32.
+        policy = MixedPrecisionPolicy(
+            param_dtype=float_dtype(self.param_dtype, "param_dtype"),
+            reduce_dtype=float_dtype(self.reduce_dtype, "reduce_dtype"),
+        )
         options: dict[str, Any] = {
             "mesh": mesh,
             "reshard_after_forward": self.reshard_after_forward,
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype=float_dtype(self.param_dtype, "param_dtype"),
-                reduce_dtype=float_dtype(self.reduce_dtype, "reduce_dtype"),
-            ),
+            "mp_policy": replace(policy, cast_forward_inputs=False),
             "offload_policy": OffloadPolicy(),
         }
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
         for _, block in blocks_with_own_parameters(blocks(model)):
             fully_shard(block, **options)
-        fully_shard(model, **options)
+        fully_shard(model, **{**options, "mp_policy": policy})
 
 
 def blocks_with_own_parameters(groups: Sequence[Sequence[NamedModule]]) -> list[NamedModule]:

@@ -47,8 +47,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
         "stages": [{"stage": stage, "bytes": size} for stage, size in prediction.by_stage()],
         "modules": [{"module": module, "bytes": size} for module, size in prediction.by_module()],
         "lines": [
-            {**_site(site), "bytes": size}
-            | ({"caller": _file_and_line(site.caller)} if site.caller else {})
+            {**_site(site), "bytes": size} | ({"caller": _file_and_line(site.caller)} if site.caller else {})
             for site, size in prediction.by_line()
         ],
         "at_peak": [_alive(alive) for alive in prediction.at_peak],

@@ -400,6 +400,7 @@ class Tracer:
         self.batch: Any = None
         self.moved: dict[BatchTensor, None] = {}  # from the host to the GPU, outside modules; each once
         self.batch_sizes: BatchSizes | None = None  # that the batch gets, other than the program's
+        self.loads_in_process = False  # a DataLoader without workers
         self.allocator: str | None = None  # as the Workload gives it
         self.log: OpLog | None = None
         self.parameter_sites = WeakIdKeyDictionary()  # parameter -> the line that made it

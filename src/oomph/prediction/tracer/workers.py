@@ -41,6 +41,7 @@ def _load_data_in_process(patches: Patches, tracer: Tracer) -> None:
     def get_iterator(loader: DataLoader[Any]) -> Any:
         if tracer.batch_sizes is not None:
             tracer.batch_sizes.look_through(loader.dataset)
+        tracer.loads_in_process |= loader.num_workers == 0
         alone = copy.copy(loader)
         alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
         alone.prefetch_factor = None
@@ -176,20 +177,38 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = False
         self.gradient_as_bucket_view = kwargs.get("gradient_as_bucket_view", False)
-        if not self.gradient_as_bucket_view:
-            self._buckets = _buckets(module, kwargs.get("bucket_cap_mb") or 25)
+        self._cap_mb = kwargs.get("bucket_cap_mb") or 25
+        self._buckets = _Buckets(module, self._cap_mb, tracer)
+        self._replaced_buckets = None
+        self._has_reduced, self._is_rebuilt = False, bool(kwargs.get("find_unused_parameters"))
         ranks = torch.distributed.get_world_size(kwargs.get("process_group"))
 
-        def all_reduce(parameter: torch.Tensor) -> None:
-            sent = 2 * parameter.nbytes * (ranks - 1) // ranks
-            tracer.work.collective(sent, ranks, "backward")
+        def reduce(parameter: torch.Tensor) -> None:
+            if not self.require_backward_grad_sync:
+                return
+            self._replaced_buckets = None
+            self._has_reduced = True
+            if self.gradient_as_bucket_view:
+                parameter.grad = self._buckets.view(parameter)
+            if ranks > 1:
+                tracer.work.collective(2 * parameter.nbytes * (ranks - 1) // ranks, ranks, "backward")
 
-        if ranks > 1:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(all_reduce)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(reduce)
 
     def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        # After the first backward the buckets are made again, in the order in which gradients came. NCCL's
+        # watchdog, which looks every 100 ms, keeps the old ones until the next backward, unless the program
+        # takes its time to load a batch.
+        if self._has_reduced and not self._is_rebuilt and torch.is_grad_enabled():
+            self._is_rebuilt = True
+            self._replaced_buckets, self._buckets = self._buckets, None
+            if tracer.loads_in_process:
+                self._replaced_buckets = None
+            else:
+                tracer.note_once("DDP: in the second forward, NCCL may still hold the first buckets")
+            self._buckets = _Buckets(self.module, self._cap_mb, tracer)
         return self.module(*inputs, **kwargs)
 
     patches.set(ddp, "__init__", init)
@@ -197,15 +216,31 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
     patches.set(ddp, "register_comm_hook", lambda *args, **kwargs: None)
 
 
-def _buckets(module: nn.Module, cap_mb: float) -> list[torch.Tensor]:
+class _Buckets:
     """One buffer for about `cap_mb` of gradients of a dtype; the first holds 1 MiB."""
-    made: list[torch.Tensor] = []
-    sizes: dict[Any, int] = {}  # of dtype and device: elements of the bucket that is being filled
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            continue
-        key = parameter.dtype, parameter.device
-        sizes[key] = sizes.get(key, 0) + parameter.numel()
-        if sizes[key] * parameter.element_size() >= (cap_mb if made else 1) * _MiB:
-            made.append(torch.empty(sizes.pop(key), dtype=key[0], device=key[1]))
-    return made + [torch.empty(size, dtype=key[0], device=key[1]) for key, size in sizes.items()]
+
+    def __init__(self, module: nn.Module, cap_mb: float, tracer: Tracer) -> None:
+        self._views: dict[torch.Tensor, torch.Tensor] = {}
+        self._tracer = tracer
+        filled: dict[Any, list[torch.Tensor]] = {}  # of dtype and device: parameters of the open bucket
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                continue
+            key = parameter.dtype, parameter.device
+            filled.setdefault(key, []).append(parameter)
+            size = sum(each.nbytes for each in filled[key])
+            if size >= (cap_mb if self._views else 1) * _MiB:
+                self._add(filled.pop(key))
+        for parameters in filled.values():
+            self._add(parameters)
+
+    def _add(self, parameters: list[torch.Tensor]) -> None:
+        sizes = [each.numel() for each in parameters]
+        bucket = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        allocation = self._tracer.recorder.allocation_of(bucket)
+        if allocation is not None:
+            allocation.kind = "gradient"
+        self._views.update(zip(parameters, bucket.split(sizes), strict=True))
+
+    def view(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self._views[parameter].view_as(parameter)
