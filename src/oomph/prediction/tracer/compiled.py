@@ -14,6 +14,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import re
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -42,6 +44,7 @@ _SHARED_MEMORY = {
     (10, 3): 232448,
 }  # bytes of a block, at most
 _LESS_SHARED_MEMORY = 101376
+_REPORT_EVERY_S = 2.0
 _FILE = "<compiled graph>"
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n?(.*)')
 
@@ -67,7 +70,7 @@ class Compiler:
 
         def convert_frame(*args: Any) -> Any:
             try:
-                with self._compiling():
+                with self._compiling(_name_of_frame(args[1])):
                     return convert(*args)
             except (internals.Unsupported, internals.FailOnRecompileLimitHit):
                 raise  # as with fullgraph=True on a GPU
@@ -92,7 +95,7 @@ class Compiler:
     # -- the compiler's environment -------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _compiling(self) -> Iterator[None]:
+    def _compiling(self, what: str = "a backward pass") -> Iterator[None]:
         """Run the compiler as if no trace ran, on a GPU that has no driver."""
         if self._tracer.compiling:
             yield
@@ -109,9 +112,27 @@ class Compiler:
                 warnings.simplefilter("ignore")
                 self._install_devices(patches)
                 self._install_inductor(patches)
-                yield
+                with self._reporting(what):
+                    yield
         finally:
             self._tracer.compiling = False
+
+    @contextlib.contextmanager
+    def _reporting(self, what: str) -> Iterator[None]:
+        """Report progress while the compiler runs, which may take a minute."""
+        began, ended = time.perf_counter(), threading.Event()
+
+        def report() -> None:
+            while not ended.wait(_REPORT_EVERY_S):
+                self._tracer.progress(f"compiling {what}, {time.perf_counter() - began:.0f} s", None)
+
+        thread = threading.Thread(target=report, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def _install_devices(self, patches: Patches) -> None:
         tracer = self._tracer
@@ -289,6 +310,12 @@ class Compiler:
                 tracer.graph_pool = before
 
         return run
+
+
+def _name_of_frame(frame: Any) -> str:
+    """The class of the module whose method is compiled, or the function."""
+    owner = frame.f_locals.get("self")
+    return type(owner).__name__ if owner is not None else str(frame.f_code.co_name)
 
 
 def _functional_device(tensor: Any) -> torch.device:

@@ -30,7 +30,7 @@ from oomph.prediction.tracer.batch_sizes import BatchSizes
 from oomph.prediction.tracer.fake_cuda import current_streams
 from oomph.prediction.tracer.values import ValueEstimates, Values
 from oomph.prediction.tracer.work import KernelCounter
-from oomph.records import Allocation, BatchTensor, Event, Kind, Note, Site, Stage
+from oomph.records import Allocation, BatchTensor, Event, Kind, Note, Progress, Site, Stage
 from oomph.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -381,6 +381,7 @@ class Tracer:
         self.after_trace: list[Callable[[], object]] = []  # called when torch is as it was before
         self.compiled_as_eager = False  # a part of the program that torch.compile compiles
         self.graph_pool = 0  # the stream whose memory a CUDA graph has; 0: none runs
+        self.progress: Progress = lambda text, fraction: None
         self.compiling = False  # the program's compiler runs, on fake tensors of its own (compiled.py)
         self.blocks_repeated = False  # of a model, without being traced (repeated_blocks.py)
         self.reads = 0  # of values that may be guesses, by the program or for a size
