@@ -117,7 +117,7 @@ def _contexts(kept: set[Any], norms: Sequence[nn.Module]) -> tuple[Any, Any]:
         first, again = _KeptResults(kept, saved, block), _ReusedResults(kept, saved, block)
     elif kept:
         first, again = create_selective_checkpoint_contexts(partial(_save, kept))
-    return first, _without_statistics(again, norms)
+    return first, _without_statistics(again, norms) if norms else again
 
 
 @contextlib.contextmanager
