@@ -344,7 +344,7 @@ class Measurement:
     extra: dict[str, str] = field(default_factory=dict)
 
 
-FixKind = Literal["exact", "precision", "training"]
+FixKind = Literal["exact", "precision", "training", "compile"]
 FIX_KINDS: tuple[FixKind, ...] = FixKind.__args__  # type: ignore[attr-defined]
 
 

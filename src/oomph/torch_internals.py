@@ -56,6 +56,9 @@ def __getattr__(name: str) -> Any:
 
 # ---------------------------------------------------------------------------------------------- several users
 
+with _section():  # the activation-memory budget of torch.compile
+    import torch._functorch.config as functorch_config
+
 with _section():  # nested batches, and the path of a tensor inside one
     from torch.utils._pytree import (
         keystr,
@@ -579,6 +582,7 @@ __all__ = [
     "find_dynamo_rules",
     "flex_attention_hop",
     "fsdp_functions",
+    "functorch_config",
     "get_dispatch_mode",
     "get_eval_frame_callback",
     "get_sdp_priority_order",

@@ -15,8 +15,8 @@ from oomph.fixes.registry import conflict
 from oomph.fixes.verification import EXACT, differences, run, widened
 from oomph.records import FixUse
 
-# They need a process group or a Hugging Face model.
-ELSEWHERE = {"fsdp2", "attn_implementation"}
+# They need a process group, a Hugging Face model or a compiler.
+ELSEWHERE = {"fsdp2", "attn_implementation", "compile"}
 # For the tiny model: what has no default, or one that a tiny model falls short of.
 OPTIONS = {
     "smaller_vocabulary": {"size": 40},

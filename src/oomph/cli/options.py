@@ -32,7 +32,7 @@ PlanFile = Annotated[
     str | None, typer.Option(metavar="FILE.json", help="Apply the fixes of a plan of `oomph fit`.")
 ]
 Allow = Annotated[
-    str, typer.Option(metavar="KINDS", help="Kinds besides exact: precision, training, or both.")
+    str, typer.Option(metavar="KINDS", help="Kinds of fixes besides exact: precision, training, compile.")
 ]
 
 

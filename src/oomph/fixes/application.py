@@ -24,7 +24,7 @@ from oomph.fixes.registry import (
 )
 from oomph.prediction import predict
 from oomph.prediction.isolation import run_isolated
-from oomph.records import FIX_KINDS, Change, FixKind, FixUse, Prediction, Progress, Proposal
+from oomph.records import Change, FixKind, FixUse, Prediction, Progress, Proposal
 from oomph.workload import Changed, Workload
 
 # The attribute of a model that holds the journal of its fixes: on the instance, so both are freed together.
@@ -102,10 +102,11 @@ class _ModelChange:
 
 
 def _change_model(uses: Sequence[FixUse], model: nn.Module) -> tuple[Change, ...]:
-    check_can_be_changed(model)
+    journal = _journal(model)
+    if journal is None or _to_apply(uses, journal.uses):
+        check_can_be_changed(model)
     for use in uses:
         check_model_id(use.model_id, model)
-    journal = _journal(model)
     if journal is None:
         _check_no_other_journal(model)
         journal = Journal()
@@ -168,14 +169,14 @@ def propose(
     prediction: Prediction,
     workload: Workload,
     *,
-    kinds: Collection[FixKind] = FIX_KINDS,
+    kinds: Collection[FixKind] = ("exact", "precision", "training"),
     only: Collection[str] = (),
     progress: Progress | None = None,
 ) -> list[Proposal]:
     """Every fix that lowers the predicted peak, the largest saving first.
 
-    `prediction` is the Workload's own. `only` names fixes; by default all of `kinds` are tried. Each proposal
-    is predicted with the fix applied.
+    `prediction` is the Workload's own. `only` names fixes; by default all of `kinds` are tried. These leave
+    out "compile", which takes as long as the compiler. Each proposal is predicted with the fix applied.
     """
     return run_isolated(
         lambda progress: _propose(prediction, workload, kinds, only, progress),

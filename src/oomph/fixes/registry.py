@@ -29,7 +29,8 @@ from oomph.workload import Workload
 
 # Modules of oomph.fixes and their classes, in the order in which fixes are applied. Shapes and dtypes change
 # first; then what modules compute; then what is saved for backward (checkpointing encloses the computation,
-# offloading encloses the checkpoint); then batch and optimizer. The last ones do not change the model.
+# offloading encloses the checkpoint), and how all of it is compiled; then batch and optimizer. The last ones
+# do not change the model.
 APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
     ("training_changes", "SmallerVocabulary"),
     ("training_changes", "SmallerBatch"),
@@ -48,6 +49,7 @@ APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
     ("hoist_batch_invariant", "HoistBatchInvariant"),
     ("activation_checkpointing", "ActivationCheckpointing"),
     ("activation_offloading", "ActivationOffloading"),
+    ("compile", "Compile"),
     ("micro_batches", "MicroBatching"),
     ("optimizers.conversion", "FusedOptimizer"),
     ("optimizers.conversion", "NoForeach"),
@@ -103,6 +105,8 @@ NAMES_ELSEWHERE = {  # fixes -> what other libraries, papers and flags call them
     ),
     "'fused_optimizer'": "fused_adam fused_adamw",
     "'optimizer_in_backward'": "backward_optimizer lomo",
+    "'compile'": "torch.compile torch_compile inductor",
+    "'compile:activation_memory_budget=0.5'": "activation_memory_budget memory_budget",
     "'allocator'": "expandable_segments cuda_alloc_conf pytorch_cuda_alloc_conf",
 }
 

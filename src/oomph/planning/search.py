@@ -8,6 +8,9 @@ these shares and to take the sum of their times; sets that come close to the lim
 Sets are predicted in the order of their estimated times, with and without what they are not estimated to
 need, until no other is estimated to fit and be faster. Identical blocks need only a count: how many of them
 are checkpointed is interpolated.
+
+torch.compile decides for the whole graph what it saves: it is priced with all blocks, and only if it is
+allowed, because its prediction takes as long as the compiler.
 """
 
 from __future__ import annotations
@@ -112,6 +115,10 @@ class _Set:
         return _fixes(self.options)
 
     @property
+    def is_compiled(self) -> bool:
+        return any(use.fix == "compile" for use in self.fixes)
+
+    @property
     def groups(self) -> Groups:
         return tuple(option.group for option in self.options)
 
@@ -143,9 +150,10 @@ def fit(
     To a function that sets up and returns the step, and to a Script, fixes of the model alone are applied,
     where the program makes its optimizer.
 
-    `allow` names the kinds of fixes that may be used: "exact", "precision", "training". `host_memory` limits
-    what fixes may pin on the host; by default what this machine has. If nothing fits, the plan is the closest
-    set that was found, and `needs` names the kinds that would have to be allowed.
+    `allow` names the kinds of fixes that may be used: "exact", "precision", "training", "compile".
+    `host_memory` limits what fixes may pin on the host; by default what this machine has. If nothing fits,
+    the plan is the closest set that was found, and `needs` names the kinds that would have to be allowed;
+    "compile" is not tried for that, because it takes minutes.
     """
     target = as_program(target)
     if not isinstance(target, Workload | Script) and not callable(target):
@@ -213,7 +221,7 @@ class _Search:
             found, reason = proposals.found, proposals.reason
             conditions = {one.fix: one.condition for one in found if one.condition}
             chosen = self._search([one for one in found if one.kind in kinds], progress)
-            if not chosen.priced.fits and set(kinds) != set(FIX_KINDS):
+            if not chosen.priced.fits:
                 needs = self._needs(found, kinds, progress)
         return Plan(
             fixes=chosen.priced.fixes,
@@ -250,7 +258,7 @@ class _Search:
     ) -> tuple[FixKind, ...]:
         """The kinds that would have to be allowed besides, for a set that fits."""
         for kind in FIX_KINDS:
-            if kind not in kinds:
+            if kind not in kinds and kind != "compile":
                 kinds = (*kinds, kind)
                 chosen = self._search([one for one in found if one.kind in kinds], progress)
                 if chosen.priced.fits:
@@ -286,8 +294,11 @@ class _Search:
         """Fill `prices`. Fixes that refuse the model, or each other, get none."""
         new = [each for each in candidates if _key(_uses(each)) not in self.prices]
         if isinstance(self.program, WorkloadProgram) and self.program.reduction is not None:
-            self._price_reduced(self.program, new, progress, what)
-        if self.reduced is None:
+            compiled = [each for each in new if _flat(each)[0].fix == "compile"]
+            self._price_reduced(self.program, [each for each in new if each not in compiled], progress, what)
+            if self.reduced is not None:
+                new, what = compiled, "predicting torch.compile"
+        if new:
             for trial in self._predict([_uses(each) for each in new], progress, what):
                 self.prices[_key(trial.priced.fixes)] = trial.price
 
@@ -382,19 +393,20 @@ class _Search:
         while tries < _MAX_PREDICTED_SETS:
             most = _TRIED_BELOW_TIME * closest.priced.step_seconds if closest.priced.fits else math.inf
             may_be_priced = self.reduced is not None and joint < _MAX_PRICED_SETS
-            slack = (
-                1 / _PRICED_UP_TO_LIMIT if may_be_priced else optimism
-            )  # of estimates from each option by itself
+            slack = 1 / _PRICED_UP_TO_LIMIT if may_be_priced else optimism  # of each option by itself
             fitting = (
                 one
                 for one in sets
-                if one.peak * margin * (1.0 if one.jointly else slack) <= self.limit and one.seconds < most
+                if one.seconds < most
+                and one.peak * margin * (1.0 if one.jointly else optimism if one.is_compiled else slack)
+                <= self.limit
             )
             chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
             if chosen is None:
                 break
             text = f"predicting {', '.join(use.fix for use in chosen.fixes)}"
-            if not chosen.jointly and may_be_priced and chosen.peak > _PRICED_FROM_LIMIT * self.limit:
+            may_be_priced &= not chosen.jointly and not chosen.is_compiled
+            if may_be_priced and chosen.peak > _PRICED_FROM_LIMIT * self.limit:
                 joint += 1
                 families = [each for each in self._families(chosen.options) if each]
                 self._price(families, progress, text.replace("predicting", "pricing"))
@@ -432,7 +444,11 @@ class _Search:
             useful = [option for option in axis if self._saves(option) or self._is_faster(option)]
             free = [option for option in useful if self._seconds(option) <= (1 + _SAME_TIME) * self.seconds]
             paid: list[_Option | None] = [option for option in useful if option not in free]
-            choices.append([min(free, key=self._alone), *paid] if free else [None, *paid])
+            smallest = min(free, key=self._alone, default=None)
+            choices.append([smallest, *paid])
+            if smallest is not None:
+                least = (1 - _SAME_TIME) * self._seconds(smallest)
+                choices[-1] += [option for option in free if self._seconds(option) < least]
         uses = [[use for option in axis if option is not None for use in option.fixes] for axis in choices]
         for choice, own in zip(choices, uses, strict=True):
             others = [use for each in uses if each is not own for use in each]
@@ -564,6 +580,8 @@ def _results(
     results: Iterable[tuple[int, Prediction | Exception]], count: int, progress: Progress, what: str
 ) -> Iterator[tuple[int, Prediction]]:
     """Without those of programs that refuse their fixes."""
+    if count:
+        progress(what, 0.0)
     for done, (number, result) in enumerate(results, 1):
         progress(what, done / count)
         if isinstance(result, Prediction):

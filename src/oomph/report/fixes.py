@@ -95,6 +95,8 @@ def proposals_text(
         missing = [kind for kind in ("precision", "training") if kind not in kinds]
         if missing:
             console.print(f"\nNot shown: fixes that change the numbers (--allow {','.join(missing)}).")
+        if "compile" not in kinds:
+            console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
     return strip_lines(capture.get())
 
 

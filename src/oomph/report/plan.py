@@ -44,6 +44,8 @@ def plan_text(
             console.print(Padding(_fixes_table(plan), (1, 0, 1, 2)))
         for condition in plan.conditions:
             console.print(Text(f"  exact only if {condition}"))
+        if any(use.fix == "compile" for use in plan.fixes):
+            console.print("  step times under torch.compile have not been compared with measured ones")
         if plan.after.host_bytes >= MiB:
             console.print(f"  pinned host memory: {format_bytes(plan.after.host_bytes)}")
         if plan.needs:
@@ -55,9 +57,9 @@ def plan_text(
                 "By hand: a smaller batch or shorter input; `oomph diagnose` names what takes the memory."
             )
         elif not plan.fits:
-            console.print(
-                "No fix of any kind is enough: take a smaller batch, shorter input or a larger card."
-            )
+            console.print("No fix is enough: take a smaller batch, shorter input or a larger card.")
+        if "compile" not in plan.allowed and not (plan.fits and plan.after.slowdown <= 1):
+            console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
         if plan.fixes and plan.fits:
             _print_commands(console, plan, target, file)
         smaller = [one for one in plan.front if one.fits and one.fixes and one.fixes != plan.fixes]

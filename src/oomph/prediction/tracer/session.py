@@ -55,6 +55,7 @@ from oomph.torch_internals import (
     disable_torch_function,
     disabled_torch_function_impl,
     find_dynamo_rules,
+    functorch_config,
     get_sequence_nr,
     is_traceable_wrapper_subclass,
     set_deterministic_settings,
@@ -128,6 +129,7 @@ def _restore_settings(patches: Patches) -> None:
         (torch.backends.cuda.matmul, "allow_tf32"),
         (torch.backends.cudnn, "allow_tf32"),
         (torch.backends.cudnn, "benchmark"),
+        (functorch_config, "activation_memory_budget"),
     ):
         settings.append((functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)))
     if "numpy" in sys.modules:
