@@ -260,8 +260,8 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
 
 
 def _interval(tracer: Tracer, peak: Peak, at_peak: Sequence[Alive]) -> Interval | None:
-    """Of a program that is compiled but traced as eager: nanoGPT, measured, kept 70 % of what is not there for
-    the whole run; half is the least that is expected."""
+    """Of a program that is compiled but traced as eager: nanoGPT, measured, kept 70 % of what is not there
+    for the whole run; half is the least that is expected."""
     if not tracer.compiled_as_eager:
         return None
     kinds = ("activation", "temporary", "workspace")
