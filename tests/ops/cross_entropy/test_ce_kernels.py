@@ -57,7 +57,11 @@ def test_everything_at_once_in_blocks_of_rows_and_of_classes(dtype: torch.dtype,
 @pytest.mark.parametrize("v", [1, 127, 129, 1100])
 def test_odd_numbers_of_classes(v: int) -> None:
     """1100: whole steps of four blocks, and a remainder."""
-    check(inputs(3, v=v, d=3, dtype=torch.float32, ignored=None), impl="triton", label_smoothing=0.1)
+    # Of one class, the gradient is the difference of two equal numbers: a rounding error.
+    tolerance = 1e-4 if v == 1 else None
+    check(
+        inputs(3, v=v, d=3, dtype=torch.float32, ignored=None), tolerance, impl="triton", label_smoothing=0.1
+    )
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ class Compiler:
         for kind in (FakeTensor, internals.FunctionalTensor):
             patches.set(kind, "to", _to_method(kind.to))
             patches.set(kind, "type_as", lambda tensor, other: tensor.to(other))
+            patches.set(kind, "is_cuda", property(lambda tensor: tensor.device.type == "cuda"))
         patches.set(*internals.INIT_GPU_CONTEXT, lambda device: None)
         patches.callback(lambda known=handlers[_DEVICE_OP]: handlers.update({_DEVICE_OP: known}))  # type: ignore[misc]
         handlers[_DEVICE_OP] = cpp_device
@@ -292,9 +293,10 @@ class Compiler:
     def _in_graph_pool(self, call: Callable[..., Any], static: frozenset[int]) -> Callable[..., Any]:
         """A graph that is captured as a CUDA graph.
 
-        Its memory is not shared with the rest of the program, and inputs that may move are copied.
+        Its memory is not shared with the rest of the program. Inputs that may move are copied into it; the
+        copies last as long as the graph runs.
         """
-        tracer, copies = self._tracer, list[Any]()
+        tracer = self._tracer
         if not self._graph_pool:
             self._graph_pool = current_streams().number(Stream())
         tracer.note_once("CUDA graphs: their inputs are copied, and their memory is kept apart")
@@ -302,10 +304,12 @@ class Compiler:
         def run(args: list[Any]) -> Any:
             before, tracer.graph_pool = tracer.graph_pool, self._graph_pool
             try:
-                if not copies:
-                    given = [each for index, each in enumerate(args) if index not in static]
-                    copies.extend(torch.empty_like(each) for each in given if isinstance(each, torch.Tensor))
-                return call(args)
+                given = [each for index, each in enumerate(args) if index not in static]
+                copies = [torch.empty_like(each) for each in given if isinstance(each, torch.Tensor)]
+                del given
+                result = call(args)
+                del copies
+                return result
             finally:
                 tracer.graph_pool = before
 
