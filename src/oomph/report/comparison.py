@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oomph.records import STAGES, Allocation, Peak, Prediction
+from oomph.records import STAGES, Alive, Allocation, Peak, Prediction, Site
 from oomph.report.as_json import sizes_to_json
 from oomph.report.labels import file_and_line, printable
 from oomph.report.terminal import section, strip_lines
@@ -20,6 +20,7 @@ from oomph.units import format_bytes
 
 _PARTS = 3  # of a path: checkouts in different directories are the same program
 _ROWS = 12
+_File = tuple[str, ...]  # the last parts of its path
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +40,25 @@ class LineChange:
 
 def line_changes(before: Prediction, after: Prediction) -> list[LineChange]:
     """Largest first. An edit moves lines: an op of a function counts as the same in both, at its new line."""
+    old_name = _renamed_files(before, after)
     totals: dict[Any, list[int]] = {}
-    largest: dict[Any, tuple[bool, int, Allocation]] = {}
+    largest: tuple[dict[Any, Alive], dict[Any, Alive]] = {}, {}
     for is_after, run in enumerate((before, after)):
-        for size, one in run.at_peak:
-            key = _origin(one)
-            totals.setdefault(key, [0, 0])[is_after] += size
-            shown = bool(is_after), size, one  # the line of the newer program
-            if key not in largest or shown[:2] > largest[key][:2]:
-                largest[key] = shown
+        for alive in run.at_peak:
+            key = _origin(alive.allocation, old_name if is_after else {})
+            totals.setdefault(key, [0, 0])[is_after] += alive.bytes
+            if key not in largest[is_after] or alive.bytes > largest[is_after][key].bytes:
+                largest[is_after][key] = alive
+    old_ones, new_ones = largest
+    moved = {
+        old_ones[key].allocation.site: new_ones[key].allocation.site for key in old_ones if key in new_ones
+    }
     lines: dict[tuple[str, str], LineChange] = {}
     for key, (old, new) in totals.items():
-        change = _change(largest[key][2], old, new)
+        one = (new_ones if key in new_ones else old_ones)[key].allocation
+        if key not in new_ones:  # an op that is gone from a line which still makes others
+            one = one._replace(site=moved.get(one.site, one.site))
+        change = _change(one, old, new)
         line = change.label, change.function
         if line in lines:
             change = replace(change, before=old + lines[line].before, after=new + lines[line].after)
@@ -58,10 +66,32 @@ def line_changes(before: Prediction, after: Prediction) -> list[LineChange]:
     return sorted((one for one in lines.values() if one.bytes), key=lambda one: -abs(one.bytes))
 
 
-def _origin(one: Allocation) -> Any:
+def _origin(one: Allocation, old_name: Mapping[_File, _File]) -> Any:
     if one.site is None:
         return one.stage, one.op
-    return Path(one.site.file).parts[-_PARTS:], one.site.function, one.op
+    file = _file(one.site)
+    return old_name.get(file, file), one.site.function, one.op
+
+
+def _file(site: Site) -> _File:
+    return Path(site.file).parts[-_PARTS:]
+
+
+def _renamed_files(before: Prediction, after: Prediction) -> dict[_File, _File]:
+    """New file -> the old one with the most functions in common, of those that only one run has."""
+    functions: list[dict[_File, set[str]]] = [{}, {}]
+    for found, run in zip(functions, (before, after), strict=True):
+        for site, _ in run.by_line():
+            found.setdefault(_file(site), set()).add(site.function)
+    old, new = functions
+    gone = [file for file in old if file not in new]
+    renamed: dict[_File, _File] = {}
+    for file in (file for file in new if file not in old):
+        nearest = max(gone, key=lambda each: len(old[each] & new[file]), default=None)
+        if nearest is not None and old[nearest] & new[file]:
+            renamed[file] = nearest
+            gone.remove(nearest)
+    return renamed
 
 
 def _change(one: Allocation, before: int, after: int) -> LineChange:

@@ -16,6 +16,7 @@ from oomph.report.terminal import distinct_sizes, strip_lines
 from oomph.units import MiB, format_bytes
 
 _MOST_NAMES = 3  # of a list among a fix's options
+_LONGEST_WORDS = 120  # characters of a command's options
 
 
 def fix_word(use: FixUse) -> str:
@@ -142,22 +143,21 @@ def _cards_table(cards: Sequence[tuple[str, bool, bool]]) -> Table:
 
 
 def _print_commands(console: Console, plan: Plan, target: str, file: str | None) -> None:
-    is_script = target.partition(" ")[0].endswith(".py")
-    if file is None:
-        words = " ".join(f"--fix '{fix_word(use)}'" for use in plan.fixes)
-        command = f"oomph run {words} {target}" if is_script else f"oomph predict {target} {words}"
-    elif target.partition(" ")[0].endswith((".yaml", ".yml")):
-        command = f"oomph train {target} --plan {file}"
-    elif is_script:
-        command = f"oomph run --plan {file} {target}"
-    else:
-        command = f"oomph predict {target} --plan {file}"
-    if is_script:
-        console.print(Text(f"To apply it, without editing the script:\n    {command}\n"), soft_wrap=True)
+    """Without a file the fixes are typed out, unless that is too long to be read or copied."""
+    words = " ".join(f"--fix '{fix_word(use)}'" for use in plan.fixes)
+    how = "To apply it"
+    if file is None and len(words) > _LONGEST_WORDS:
+        file = "plan.json"
+        how = f"To apply it, add `--plan {file}` to the command `oomph fit`, which writes it there; then"
+    applied = words if file is None else f"--plan {file}"
+    if target.partition(" ")[0].endswith(".py"):
+        console.print(Text(f"{how}, without editing the script:"))
+        console.print(Text(f"    oomph run {applied} {target}\n"), soft_wrap=True)
         return
+    trains = file is not None and target.partition(" ")[0].endswith((".yaml", ".yml"))
     given = f'"{file}"' if file else json.dumps([fix_word(use) for use in plan.fixes])
-    console.print(Text("To apply it:"))
-    console.print(Text(f"    {command}"), soft_wrap=True)
+    console.print(Text(f"{how}:"))
+    console.print(Text(f"    oomph {'train' if trains else 'predict'} {target} {applied}"), soft_wrap=True)
     console.print(Text(f"    oomph.apply({given}, workload_or_model)   # in Python\n"), soft_wrap=True)
 
 
