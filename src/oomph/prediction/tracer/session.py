@@ -221,6 +221,8 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
                 with patches.suspended(()), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     from oomph.prediction.tracer.compiled import Compiler
+
+                    find_dynamo_rules()  # the program itself may have loaded Dynamo
                 compilers.append(Compiler(patches, tracer, placement))
             except Exception as error:
                 tracer.compiled_as_eager = True
