@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import oomph
+from oomph.prediction.trainers import next_evaluation
 
 
 @pytest.fixture
@@ -45,3 +47,15 @@ def test_a_trainer_of_lightning_says_what_to_give() -> None:
     lightning = type("Trainer", (), {"__module__": "lightning.pytorch.trainer.trainer"})
     with pytest.raises(oomph.UserError, match="calls fit"):
         oomph.predict(lightning())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "done", "step"), [("epoch", 2, 8), ("steps", 2, 5), ("steps", 5, None), ("no", 2, None)]
+)
+def test_the_step_of_the_first_evaluation(strategy: str, done: int, step: int | None) -> None:
+    one = type("Trainer", (), {"__module__": "transformers.trainer", "run": lambda self: next_evaluation()})()
+    one.args = SimpleNamespace(eval_strategy=strategy, eval_steps=5, gradient_accumulation_steps=2)
+    one.state = SimpleNamespace(global_step=done, eval_steps=None, max_steps=30)
+    one.callback_handler = SimpleNamespace(train_dataloader=range(15))
+    assert one.run() == step
+    assert next_evaluation() is None

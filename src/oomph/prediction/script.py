@@ -22,6 +22,7 @@ from oomph.errors import ProgramError, UserError, program_traceback, user_line
 from oomph.prediction.program import STEPS
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.workers import gpus_of_node
+from oomph.prediction.trainers import next_evaluation
 from oomph.records import Progress
 
 # An optimizer that has not stepped while another made so many times the steps is not waited for.
@@ -195,10 +196,17 @@ class _Steps:
 
     def _end(self, why: str | None = None) -> NoReturn:
         self._check_gpu()
-        why = why or (
-            f"after {self._tracer.step} steps: what it would do later, such as evaluation or saving after an "
-            "epoch, is not included (--steps N traces more)"
+        later = (
+            "what it would do later, such as evaluation or saving after an epoch, is not included "
+            "(--steps N traces more)"
         )
+        step = self._tracer.guard.call("evaluation", "a Trainer", next_evaluation, lambda: None)
+        if step is not None:
+            later = (
+                f"its evaluation after step {step}, which may need more, is not included "
+                f"(--steps {step + 1} includes it)"
+            )
+        why = why or f"after {self._tracer.step} steps: {later}"
         self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
         self._tracer.label_parameters()
         self._finish(self._tracer)
