@@ -115,7 +115,7 @@ SCRIPT = """
 import os, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-dist.init_process_group("nccl")
+dist.init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),))  # makes the process group
 rank, ranks = dist.get_rank(), int(os.environ["WORLD_SIZE"])
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
@@ -139,8 +139,14 @@ def test_a_script_for_torchrun(tmp_path):
     found = oomph.predict(Script(path, torchrun=True, ranks=16))
     assert found.ranks == 16
     assert dict(found.by_stage())["optimizer state"] < 2 * 4 * 4 * 512 * 513 / 16 * 1.2
+    assert found.assumptions == ()
     with pytest.raises(ProgramError, match="AssertionError"):
         oomph.predict(Script(path, torchrun=True))
+    (tmp_path / "alone.py").write_text(
+        "import torch\ntorch.ones(8, 8, device='cuda', requires_grad=True).sum().backward()"
+    )
+    (assumed,) = oomph.predict(Script(str(tmp_path / "alone.py"), torchrun=True, ranks=2)).assumptions
+    assert "init_process_group" in assumed.text
 
 
 def test_how_many_cards_are_needed():

@@ -226,7 +226,7 @@ torch.cuda.set_device(rank)
 model = nn.parallel.DistributedDataParallel(model, device_ids=[rank])
 optimizer = torch.optim.SGD(model.parameters())
 while True:
-    loss = model(torch.randn(8, 256, device=rank)).sum()
+    loss = model(torch.randn(8, 256)).sum()  # DDP moves it to its device
     loss.backward()
     dist.all_reduce(loss.detach())
     optimizer.step()

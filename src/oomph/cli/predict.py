@@ -117,7 +117,11 @@ def check_options(options: PredictOptions) -> None:
     if options.parallel is not None and options.ranks is None:
         raise UserError("--parallel needs the number of ranks: --ranks N")
     if options.parallel is not None and _is_script(options):
-        raise UserError("--parallel is for Workloads and configs; a script distributes its model itself")
+        raise UserError(
+            "--parallel is for Workloads and configs; a script distributes its model itself, by "
+            "torch.distributed.init_process_group() and fully_shard or DistributedDataParallel: then "
+            "--ranks N alone runs it as under torchrun"
+        )
     _parallel(options)
     if options.sizes is not None and is_config(options.target):
         raise UserError("--sizes is for programs; override the keys of a config, e.g. data.seq_len=4096")

@@ -287,7 +287,12 @@ def _batch(tracer: Tracer) -> tuple[BatchTensor, ...]:
 
 
 def _assumptions(tracer: Tracer) -> Iterator[Note]:
-    """Guesses that changed what was traced."""
+    """Guesses that changed what was traced, and what a script for several ranks lacks."""
+    if tracer.ranks > 1 and not tracer.has_process_group:
+        yield Note(
+            "every rank holds and computes everything, because the program makes no process group: call "
+            "torch.distributed.init_process_group(), then fully_shard or DistributedDataParallel"
+        )
     yield from tracer.estimates.loops_cut
     conditions = tracer.estimates.conditions
     if not conditions:

@@ -396,6 +396,7 @@ class Tracer:
         self.phase: Phase = "setup"
         self.step = 0
         self.ranks = 1  # of the process group; one of them is traced
+        self.has_process_group = False  # the program has made one
         self.call = CallState()
         self.lock = threading.RLock()  # held during an op: neither this nor the fake mode is made for threads
         self.batch: Any = None

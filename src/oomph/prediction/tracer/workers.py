@@ -84,13 +84,14 @@ def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
 def _call_replicas_directly(patches: Patches) -> None:
     """nn.DataParallel on one GPU: inputs are moved there, and the module is called."""
 
-    def forward(self: nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
-        def moved(value: Any) -> Any:
-            return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+    patches.set(nn.DataParallel, "forward", _call_on_gpu)
 
-        return self.module(*tree_map(moved, inputs), **tree_map(moved, kwargs))
 
-    patches.set(nn.DataParallel, "forward", forward)
+def _call_on_gpu(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+    def moved(value: Any) -> Any:
+        return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+
+    return self.module(*tree_map(moved, inputs), **tree_map(moved, kwargs))
 
 
 # ---------------------------------------------------------------------------------------------- ranks
@@ -104,6 +105,7 @@ def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
 
     @functools.wraps(init)
     def init_process_group(backend: Any = None, init_method: Any = None, *args: Any, **kwargs: Any) -> None:
+        tracer.has_process_group = True
         _replace_fsdp_functions(patches)
         if backend == "fake":  # as many ranks as the program pretends to have
             return init(backend, init_method, *args, **kwargs)
@@ -119,7 +121,9 @@ def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
             raise program_error(RuntimeError(f"{message}; give --ranks {size}"))
         init_fake_process_group(size, rank, init)
 
-    patches.set(torch.distributed, "init_process_group", init_process_group)
+    distributed = torch.distributed
+    for module in (distributed, distributed.distributed_c10d, distributed.device_mesh):
+        patches.set(module, "init_process_group", init_process_group)
 
 
 def _replace_fsdp_functions(patches: Patches) -> None:
@@ -170,9 +174,9 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
     """DDP's reducer is written in C++ for real tensors. What it allocates are its buckets of gradients."""
     ddp = nn.parallel.DistributedDataParallel
 
-    def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    def init(self: Any, module: nn.Module, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
         nn.Module.__init__(self)
-        self.module = module
+        self.module, self.device_ids = module, device_ids
         self.device = next((p.device for p in module.parameters()), None)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = False
@@ -209,6 +213,8 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
             else:
                 tracer.note_once("DDP: in the second forward, NCCL may still hold the first buckets")
             self._buckets = _Buckets(self.module, self._cap_mb, tracer)
+        if self.device_ids:
+            return _call_on_gpu(self, *inputs, **kwargs)
         return self.module(*inputs, **kwargs)
 
     patches.set(ddp, "__init__", init)
