@@ -14,6 +14,7 @@ from benchmarks.report.traces import hostile
 
 from oomph.integrations import callbacks, jupyter
 from oomph.measurement import history
+from oomph.prediction.isolation import displayed
 from oomph.records import Diagnosis
 
 
@@ -32,6 +33,26 @@ def test_records_have_it_in_a_notebook_only() -> None:
         "from oomph.records import Prediction; assert 'torch' not in sys.modules; Prediction._repr_html_"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_progress_is_one_line_in_a_notebook(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tqdm")
+    for delay in (0.0, 60.0):  # short predictions show none
+        with displayed(None, delay) as elsewhere:
+            elsewhere("tracing", 0.5)
+        assert capsys.readouterr().err == ""
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "ipykernel", None)
+            with displayed(None, delay) as progress:
+                for number in range(50):
+                    progress("tracing", number / 50)
+                progress("replaying", None)
+        shown = capsys.readouterr().err
+        assert "\n" not in shown
+        assert ("tracing" in shown) == (delay == 0)
+        assert shown[shown.rfind("\r") :].strip() == ""  # it is gone
 
 
 def test_the_first_failed_request_is_reported_once(

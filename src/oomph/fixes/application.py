@@ -23,7 +23,7 @@ from oomph.fixes.registry import (
     uses_of,
 )
 from oomph.prediction import predict
-from oomph.prediction.isolation import run_isolated
+from oomph.prediction.isolation import displayed, run_isolated
 from oomph.records import Change, FixKind, FixUse, Prediction, Progress, Proposal
 from oomph.workload import Changed, Workload
 
@@ -178,10 +178,8 @@ def propose(
     `prediction` is the Workload's own. `only` names fixes; by default all of `kinds` are tried. These leave
     out "compile", which takes as long as the compiler. Each proposal is predicted with the fix applied.
     """
-    return run_isolated(
-        lambda progress: _propose(prediction, workload, kinds, only, progress),
-        progress or (lambda text, fraction: None),
-    )
+    with displayed(progress) as report:
+        return run_isolated(lambda progress: _propose(prediction, workload, kinds, only, progress), report)
 
 
 def _propose(

@@ -37,7 +37,12 @@ from oomph.planning.programs import (
 )
 from oomph.planning.reduced import Costs, costs, joint_costs, step_seconds
 from oomph.prediction import Script, called
-from oomph.prediction.isolation import autograd_breaks_in_forks, run_in_new_interpreter, run_isolated
+from oomph.prediction.isolation import (
+    autograd_breaks_in_forks,
+    displayed,
+    run_in_new_interpreter,
+    run_isolated,
+)
 from oomph.prediction.trainers import as_program
 from oomph.records import (
     FIX_KINDS,
@@ -173,13 +178,14 @@ def fit(
         context = format_bytes(card.context)
         raise UserError(f"the CUDA context alone takes {context}, which is more than there is")
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
-    report = progress or (lambda text, fraction: None)
     card = gpus.with_rates(card)
     if isinstance(target, Script) and autograd_breaks_in_forks():
         options = {"gpu": gpu, "budget": budget, "max": max, "allow": kinds, "host_memory": host}
-        return run_in_new_interpreter(fit, report, target, **options)
+        with displayed(progress) as report:
+            return run_in_new_interpreter(fit, report, target, **options)
     if isinstance(target, Script):
-        return _Search(ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
+        with displayed(progress) as report:
+            return _Search(ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
 
     def search(report: Progress) -> Plan:
         found = target if isinstance(target, Workload) else called(target)
@@ -189,7 +195,8 @@ def fit(
             program = FunctionProgram(target, card, limit)  # type: ignore[arg-type]
         return _Search(program, card, limit, host).plan(kinds, report)
 
-    return run_isolated(search, report)
+    with displayed(progress) as report:
+        return run_isolated(search, report)
 
 
 def _host_memory() -> int:

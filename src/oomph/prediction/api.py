@@ -22,6 +22,7 @@ from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
     autograd_runs,
     can_restart,
+    displayed,
     finish,
     is_isolated,
     restart,
@@ -94,9 +95,9 @@ def predict(
     card = _card(gpu)
     nccl = _nccl(target)
     limit = _limit(card if gpu is not None else None, max, nccl)
-    report = progress or (lambda text, fraction: None)
     if isinstance(target, Script) and autograd_breaks_in_forks():
-        return run_in_new_interpreter(predict, report, target, gpu=gpu, max=max, sizes=sizes, allow=allow)
+        with displayed(progress) as report:
+            return run_in_new_interpreter(predict, report, target, gpu=gpu, max=max, sizes=sizes, allow=allow)
     began = time.perf_counter()
 
     if sizes is not None and isinstance(target, Workload):
@@ -130,7 +131,8 @@ def predict(
             )
         )
 
-    return predict_isolated(run, report, allow)
+    with displayed(progress) as report:
+        return predict_isolated(run, report, allow)
 
 
 def predict_isolated(

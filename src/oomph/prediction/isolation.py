@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import importlib.util
 import math
 import multiprocessing.util
 import os
@@ -41,6 +42,7 @@ T = TypeVar("T")
 _PARENT_DEATH_SIGNAL = 1  # of prctl
 _LOCAL = ("127.", "::1", "localhost", "0.0.0.0")
 _POLL_S = 0.5
+_BAR = "{desc} |{bar:24}| {elapsed}"  # of tqdm
 _STUCK_S = 20.0  # a child that has not used the CPU for so long is started again, once
 ALLOWABLE = ("subprocesses", "network")
 _inside = False  # this process is such a child
@@ -88,6 +90,31 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
     if isinstance(value, BaseException):
         raise value
     return value  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def displayed(progress: Progress | None, delay: float = 2.0) -> Iterator[Progress]:
+    """`progress`; without one, a bar of tqdm in a notebook, after so many seconds, and nothing elsewhere."""
+    in_notebook = "ipykernel" in sys.modules and not _inside
+    if progress is not None or not in_notebook or importlib.util.find_spec("tqdm") is None:
+        yield progress or (lambda text, fraction: None)
+        return
+    with warnings.catch_warnings(action="ignore"):  # without ipywidgets, it is a line that is overwritten
+        from tqdm.auto import tqdm
+    bar: Any = None
+
+    def report(text: str, fraction: float | None) -> None:
+        nonlocal bar
+        if bar is None:  # after the child was forked, in which bars of the program come below it
+            bar = tqdm(desc=text, total=1.0, delay=delay, miniters=0, leave=False, bar_format=_BAR)
+        bar.set_description_str(text, refresh=False)
+        bar.update((fraction or 0.0) - bar.n)
+
+    try:
+        yield report
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 def _prepare() -> None:
