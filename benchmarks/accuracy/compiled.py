@@ -32,7 +32,7 @@ _CASES = """
     bert-mlm-fp32 bert-mlm-fp16-autocast t5-small transformer-encoder-autocast
     vit-b16-autocast swin-tiny convnext-tiny resnet50 batchnorm-convnet
     unet unet-channels-last diffusion-autocast diffusion
-    checkpoint-selective checkpoint-selective:blocks
+    checkpoint-selective:blocks
 """.split()
 _BUDGET = 0.5
 _PREDICT_S, _MEASURE_S = 420, 420
