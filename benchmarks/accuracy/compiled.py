@@ -123,8 +123,8 @@ def _in_fresh_process(case: str, measures: bool) -> dict[str, Any]:
 
 
 _COLUMNS = (
-    "case gpu torch measured_allocated predicted_allocated error_percent measured_reserved "
-    "predicted_reserved measured_first_step seconds notes"
+    "case gpu torch measured_allocated predicted_allocated allocated_error_percent measured_reserved "
+    "predicted_reserved reserved_error_percent measured_first_step seconds notes"
 ).split()
 
 
@@ -133,9 +133,10 @@ def _write(out: Path, rows: dict[str, dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, _COLUMNS, extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         for case, row in rows.items():
-            measured, predicted = row.get("measured_allocated"), row.get("predicted_allocated")
-            if measured and predicted:
-                row["error_percent"] = round(100 * (int(predicted) - int(measured)) / int(measured), 2)
+            for kind in ("allocated", "reserved"):
+                measured, predicted = row.get(f"measured_{kind}"), row.get(f"predicted_{kind}")
+                if measured and predicted:
+                    row[f"{kind}_error_percent"] = round(100 * (int(predicted) / int(measured) - 1), 2)
             writer.writerow({"case": case, **row})
 
 
@@ -178,7 +179,8 @@ def main() -> int:
                 continue
             _write(options.out, rows)
             print(case, *(f"{key}={value}" for key, value in rows[case].items() if value), flush=True)
-    errors = [abs(float(row["error_percent"])) for row in rows.values() if row.get("error_percent")]
+    found = (row.get("allocated_error_percent") for row in rows.values())
+    errors = [abs(float(error)) for error in found if error not in (None, "")]
     if errors:
         print(f"{len(errors)} cases: median {statistics.median(errors):.2f} %, worst {max(errors):.2f} %")
     return 1 if failed else 0
