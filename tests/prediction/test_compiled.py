@@ -136,4 +136,19 @@ def test_a_decoder_with_autocast_in_cuda_graphs():
     assert any(one.stage == "loss" for one in prediction.allocations)
     assert any(one.dtype == "bfloat16" and one.module == "block.up" for one in prediction.allocations)
     pool = [one for one in prediction.allocations if one.stream]
-    assert [one.dtype for one in pool if one.shape == (4, 128)] == ["int64"]  # the copy of the graph's input
+    # The graph's input is copied in every step; the copies do not stay.
+    assert [one.dtype for one in pool if one.shape == (4, 128)] == ["int64"] * len(prediction.steps)
+
+
+def test_products_with_odd_sizes_are_padded():
+    """The gradient of the logits is copied with padding, once for each of two products."""
+
+    def setup():
+        head = torch.compile(nn.Linear(1024, 8193, bias=False).cuda().bfloat16())
+        x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        return lambda: head(x).backward(torch.ones(8192, 8193, device="cuda", dtype=torch.bfloat16))
+
+    prediction = oomph.predict(setup, gpu="h200")
+    logits = 2 * 8192 * 8193
+    assert prediction.peak.allocated > 4 * logits
+    assert any("odd sizes" in note.text for note in prediction.notes)

@@ -206,16 +206,18 @@ class Compiler:
     def _pads_product(self, match: Any, left: Any, right: Any, op: Any, input: Any = None) -> bool:
         """Whether Inductor pads a product whose rows are not aligned.
 
-        It times both on the GPU, if the product is bound by compute. The padded one is taken to win.
+        It times both on the GPU, if the product is bound by compute. The padded one is taken to win if a size
+        is odd: rows that are not aligned to four bytes cannot be copied asynchronously.
         """
         gpu = self._tracer.gpu
         if left.dtype not in (torch.float16, torch.bfloat16) or not gpu.bf16_tflops or not gpu.bandwidth:
             return False
         m, k, n = (int(size) for size in (left.shape[-2], left.shape[-1], right.shape[-1]))
         intensity = m * n * k / max(m * k + k * n + m * n, 1)
-        pads = intensity > 0.5 * 1e12 * gpu.bf16_tflops / gpu.bandwidth
+        is_odd = m % 2 or k % 2 or n % 2
+        pads = bool(is_odd) and intensity > 0.5 * 1e12 * gpu.bf16_tflops / gpu.bandwidth
         if pads:
-            self._tracer.note_once("torch.compile: products with unaligned sizes are taken to be padded")
+            self._tracer.note_once("torch.compile: products with odd sizes are taken to be padded")
         return pads
 
     # -- graphs ---------------------------------------------------------------------------------------
