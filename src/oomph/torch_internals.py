@@ -267,6 +267,11 @@ def find_dynamo_rules() -> None:
         find()
 
 
+def checkpoint_validation() -> tuple[Any, str]:
+    """Where torch.distributed.checkpoint looks up what checks that the parts of all ranks cover a tensor."""
+    return importlib.import_module("torch.distributed.checkpoint.default_planner"), "_validate_global_plan"
+
+
 def fsdp_functions() -> tuple[tuple[Any, str], ...]:
     """Where FSDP2 looks up what cuts a parameter into shards, what finds parameters and buffers of modules,
     and what moves these to a device."""
@@ -557,6 +562,7 @@ __all__ = [
     "TorchDispatchMode",
     "UnsupportedTorch",
     "check_attribute",
+    "checkpoint_validation",
     "clear_cublas_workspaces",
     "compiled_frame_callback",
     "cuda_lazy_call",

@@ -112,17 +112,19 @@ def test_gradients_that_are_views_of_buckets_are_held_once(tmp_path):
 
 
 SCRIPT = """
-import os, torch, torch.distributed as dist
+import os, torch, torch.distributed as dist, torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 dist.init_device_mesh("cuda", (int(os.environ["WORLD_SIZE"]),))  # makes the process group
 rank, ranks = dist.get_rank(), int(os.environ["WORLD_SIZE"])
 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+torch.cuda.get_rng_state().to("cuda")  # as DTensor does before random ops
 model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
 for layer in model:
     fully_shard(layer)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
+torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id="saved")
 assert torch.cuda.device_count() == 8 and ranks == 16
 while True:
     loss = model(torch.randn(8, 512, device="cuda")).sum()
@@ -133,13 +135,14 @@ while True:
 """
 
 
-def test_a_script_for_torchrun(tmp_path):
+def test_a_script_for_torchrun(tmp_path, capfd):
     (tmp_path / "train.py").write_text(SCRIPT)
     path = str(tmp_path / "train.py")
     found = oomph.predict(Script(path, torchrun=True, ranks=16))
     assert found.ranks == 16
     assert dict(found.by_stage())["optimizer state"] < 2 * 4 * 4 * 512 * 513 / 16 * 1.2
-    assert found.assumptions == ()
+    assert (found.assumptions, found.batch) == ((), ())
+    assert capfd.readouterr().err == ""  # no warnings of parts of other ranks that are missing
     with pytest.raises(ProgramError, match="AssertionError"):
         oomph.predict(Script(path, torchrun=True))
     (tmp_path / "alone.py").write_text(

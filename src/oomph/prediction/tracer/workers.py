@@ -7,6 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,13 @@ from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.isolation import refuse_in_thread
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.torch_internals import DATA_LOADER_ITERATOR, fsdp_functions, init_fake_process_group, tree_map
+from oomph.torch_internals import (
+    DATA_LOADER_ITERATOR,
+    checkpoint_validation,
+    fsdp_functions,
+    init_fake_process_group,
+    tree_map,
+)
 
 _MODES = tuple[Any, ...]
 _MiB = 1 << 20
@@ -119,11 +126,38 @@ def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
         if size not in (1, tracer.ranks):
             message = f"a process group of {size} ranks was asked for, not of {tracer.ranks}"
             raise program_error(RuntimeError(f"{message}; give --ranks {size}"))
+        if size > 1:
+            # The fake process group of torch 2.11 leaves the tensors of these as they are.
+            patches.set(torch.distributed, "gather_object", _gather_object)
+            patches.set(torch.distributed, "scatter_object_list", _scatter_object_list)
+            _accept_checkpoints_of_one_rank(patches)
         init_fake_process_group(size, rank, init)
 
     distributed = torch.distributed
     for module in (distributed, distributed.distributed_c10d, distributed.device_mesh):
         patches.set(module, "init_process_group", init_process_group)
+
+
+def _gather_object(obj: Any, object_gather_list: Any = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:  # on the first rank
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _scatter_object_list(
+    scatter_object_output_list: list[Any], scatter_object_input_list: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    scatter_object_output_list[0] = (scatter_object_input_list or [None])[0]
+
+
+def _accept_checkpoints_of_one_rank(patches: Patches) -> None:
+    """torch.distributed.checkpoint warns of every tensor, and fails, where other ranks' parts are missing."""
+    module, name = checkpoint_validation()
+    validate = getattr(module, name)
+
+    def validate_nothing(global_plan: Any, metadata: Any) -> Any:
+        return validate(global_plan, replace(metadata, state_dict_metadata={}))
+
+    patches.set(module, name, validate_nothing)
 
 
 def _replace_fsdp_functions(patches: Patches) -> None:
