@@ -19,7 +19,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,16 @@ def workload_of(case: str) -> Any:
     from benchmarks.accuracy.workloads import ALL
     from oomph.workload import Workload
 
-    name, _, how = case.partition(":")
+    name, *hows = case.split(":")
+    how = hows[-1] if hows else ""
     target = _diffusion("autocast" in name) if name.startswith("diffusion") else ALL[name].target
     assert isinstance(target, Workload)
     build = target.model
 
     def model() -> Any:
         built = build()
+        if how == "eager":
+            return built
         if how == "blocks":
             lists = [each for each in built.modules() if isinstance(each, torch.nn.ModuleList)]
             for block in max(lists, key=len):
@@ -86,7 +88,6 @@ def _run_one(case: str, measures: bool) -> dict[str, Any]:
     import oomph
 
     workload = workload_of(case)
-    began = time.perf_counter()
     if measures:
         found = oomph.measure(workload)
         later = found.steps[1:]
@@ -97,12 +98,13 @@ def _run_one(case: str, measures: bool) -> dict[str, Any]:
             "measured_first_step": found.steps[0].allocated,
         }
     prediction = oomph.predict(workload, gpu="h200")
-    seconds = time.perf_counter() - began
     return {
         "torch": torch.__version__,
         "predicted_allocated": max(step.allocated for step in prediction.steps[1:]),
         "predicted_reserved": prediction.peak.reserved,
-        "seconds": round(seconds, 1),
+        "seconds": round(prediction.seconds, 1),
+        "compile_seconds": round(prediction.compile_seconds, 1),
+        "eager_seconds": round(oomph.predict(workload_of(f"{case}:eager"), gpu="h200").seconds, 1),
         "notes": "; ".join(note.text for note in prediction.notes if "torch.compile" in note.text),
     }
 
@@ -124,7 +126,8 @@ def _in_fresh_process(case: str, measures: bool) -> dict[str, Any]:
 
 _COLUMNS = (
     "case gpu torch measured_allocated predicted_allocated allocated_error_percent measured_reserved "
-    "predicted_reserved reserved_error_percent measured_first_step seconds notes"
+    "predicted_reserved reserved_error_percent measured_first_step seconds compile_seconds "
+    "eager_seconds notes"
 ).split()
 
 

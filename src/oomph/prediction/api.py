@@ -247,6 +247,7 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
         allocations=allocations,
         notes=(*notes, *_notes_on_prediction(card, named, growth, allocations)),
         seconds=0.0,
+        compile_seconds=tracer.compile_seconds,
         step_seconds=step_seconds,
         work=work,
         growth=growth,

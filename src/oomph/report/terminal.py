@@ -266,6 +266,8 @@ def print_verdict(prediction: Prediction, console: Console) -> None:
     if peak.device != peak.reserved:  # unknown in a recording
         figures += f", with the CUDA context {format_bytes(peak.device)}"
     seconds = f"; traced in {prediction.seconds:.1f} s" if prediction.seconds else ""
+    if prediction.compile_seconds:
+        seconds += f", of which torch.compile took {prediction.compile_seconds:.1f} s"
     console.print(Text(figures + seconds, "dim"), soft_wrap=True)
     if prediction.batch:
         console.print(Text(f"batch: {_batch(prediction.batch)}", "dim"), soft_wrap=True)

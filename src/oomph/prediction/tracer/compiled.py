@@ -101,6 +101,7 @@ class Compiler:
             yield
             return
         self._tracer.compiling = True
+        began = time.perf_counter()
         try:
             with (
                 self._patches.suspended(internals.FAKE_CUDA),
@@ -112,15 +113,16 @@ class Compiler:
                 warnings.simplefilter("ignore")
                 self._install_devices(patches)
                 self._install_inductor(patches)
-                with self._reporting(what):
+                with self._reporting(what, began):
                     yield
         finally:
             self._tracer.compiling = False
+            self._tracer.compile_seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
-    def _reporting(self, what: str) -> Iterator[None]:
+    def _reporting(self, what: str, began: float) -> Iterator[None]:
         """Report progress while the compiler runs, which may take a minute."""
-        began, ended = time.perf_counter(), threading.Event()
+        ended = threading.Event()
 
         def report() -> None:
             while not ended.wait(_REPORT_EVERY_S):

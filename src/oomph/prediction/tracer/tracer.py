@@ -383,6 +383,7 @@ class Tracer:
         self.graph_pool = 0  # the stream whose memory a CUDA graph has; 0: none runs
         self.progress: Progress = lambda text, fraction: None
         self.compiling = False  # the program's compiler runs, on fake tensors of its own (compiled.py)
+        self.compile_seconds = 0.0
         self.blocks_repeated = False  # of a model, without being traced (repeated_blocks.py)
         self.reads = 0  # of values that may be guesses, by the program or for a size
         self.optimizers = 0  # that the program made
