@@ -222,6 +222,9 @@ with _section():  # the devices by which a weight average chooses the foreach pa
 with _section():  # nn.Module.to and its kin
     MODULE_APPLY: tuple[Any, str] = (torch.nn.Module, "_apply")
 
+with _section():  # nn.init.trunc_normal_
+    TRUNC_NORMAL: tuple[Any, str] = (torch.nn.init, "_no_grad_trunc_normal_")
+
 with _section():  # whether torch's Python functions hand a call to a torch function mode
     disabled_torch_function_impl: Any = torch._C._disabled_torch_function_impl
     torch_function_enabled: Any = torch._C._is_torch_function_enabled

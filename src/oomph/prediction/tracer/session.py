@@ -47,6 +47,7 @@ from oomph.torch_internals import (
     MAKE_SUBCLASS,
     MODULE_APPLY,
     PUSH_SAVED_TENSORS_HOOKS,
+    TRUNC_NORMAL,
     FakeTensor,
     compiled_frame_callback,
     current_functorch_transform,
@@ -91,6 +92,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         install_saving(patches)
         install_python_kernels(patches)
         _make_generators_on_host(patches)
+        _draw_truncated_normals_once(patches)
         _follow_resized_storages(patches, tracer)
         _run_compiled(patches, tracer, placement)
         patches.set(torch.nn.RNNBase, "flatten_parameters", flatten_parameters(tracer.on_gpu))
@@ -303,6 +305,24 @@ def _follow_resized_storages(patches: Patches, tracer: Tracer) -> None:
         return result
 
     patches.set(torch.UntypedStorage, "resize_", resize_)
+
+
+def _draw_truncated_normals_once(patches: Patches) -> None:
+    """torch 2.13 draws until all values are in bounds: forever, if they are unknown."""
+    trunc_normal = getattr(*TRUNC_NORMAL)
+    if "any" not in trunc_normal.__code__.co_names:
+        return
+
+    def draw(tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
+        if not isinstance(tensor, FakeTensor):
+            return trunc_normal(tensor, mean, std, a, b, generator)
+        with torch.no_grad():
+            tensor.normal_(mean, std, generator=generator)
+            outside = (tensor < a) | (tensor > b)
+            again = torch.empty_like(tensor).normal_(mean, std, generator=generator)
+            return tensor.copy_(torch.where(outside, again, tensor))
+
+    patches.set(*TRUNC_NORMAL, draw)
 
 
 def _make_generators_on_host(patches: Patches) -> None:
