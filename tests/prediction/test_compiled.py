@@ -101,6 +101,21 @@ def test_compiled_blocks_with_graph_breaks_need_about_as_much_as_one_graph(compi
     assert any(one.module == "blocks.1.up" for one in blocks.allocations)
 
 
+def test_functions_of_torch_that_the_trace_replaces_cause_no_recompilation():
+    class Layer(nn.Linear):
+        def __call__(self, x):
+            return super().__call__(F.pad(x, (0, 1)))  # guards on nn.Module.__call__ and a function of F.pad
+
+    def setup():
+        layer = Layer(WIDTH + 1, WIDTH).cuda()
+        model = torch.compile(lambda x: layer(x))
+        x = torch.randn(ROWS, WIDTH, device="cuda")
+        return lambda: model(x).sum().backward()
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert oomph.predict(setup, gpu="h200").notes == ()
+
+
 def test_a_graph_break_under_fullgraph_is_the_programs_error():
     with pytest.raises(ProgramError, match="graph_break"):
         predict(lambda model: torch.compile(model, fullgraph=True), breaks=True)

@@ -177,6 +177,12 @@ class Compiler:
 
     def _install_inductor(self, patches: Patches) -> None:
         compile_fx, fold = getattr(*internals.COMPILE_FX), getattr(*internals.FOLD_CONSTANTS)
+        guard_id = getattr(*internals.ID_GUARD)
+
+        def guard_id_unless_patched(builder: Any, guard: Any, *args: Any) -> None:
+            """The compiler sees torch's own functions, and the guard would find the trace's."""
+            if not self._patches.has_replaced(builder.get(guard)):
+                guard_id(builder, guard, *args)
 
         def compile_graph(graph: Any, inputs: Sequence[Any], inner: Any = None, **kwargs: Any) -> Any:
             if inner is not None or "inner_compile" in kwargs:
@@ -199,6 +205,7 @@ class Compiler:
         patches.set(*internals.COMPILE_FX, compile_graph)
         patches.set(*internals.CONSTANT_LIMIT, -1)  # constants are not computed: some are moved to the GPU
         patches.set(*internals.FOLD_CONSTANTS, fold_constants)
+        patches.set(*internals.ID_GUARD, guard_id_unless_patched)
         patches.set(*internals.MODE_STACK_GUARD, lambda builder, guard: None)  # the trace's own mode is on it
         patches.set(*internals.SHOULD_PAD, self._pads_product)
         patches.set(*internals.TRITON_DRIVER, internals.triton_driver(gpu.capability, shared_memory))
@@ -322,8 +329,9 @@ class Compiler:
 
 def _name_of_frame(frame: Any) -> str:
     """The class of the module whose method is compiled, or the function."""
-    owner = frame.f_locals.get("self")
-    return type(owner).__name__ if owner is not None else str(frame.f_code.co_name)
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return type(first).__name__ if isinstance(first, torch.nn.Module) else str(code.co_name)
 
 
 def _functional_device(tensor: Any) -> torch.device:

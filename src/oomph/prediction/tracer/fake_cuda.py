@@ -16,7 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import CodeType, SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +44,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._replaced: list[tuple[Any, str, Callable[[], None], Any]] = []
+        self._replaced: list[tuple[Any, str, functools.partial[None], Any]] = []
 
     def set(self, owner: Any, name: str, value: Any, missing_ok: bool = False) -> None:
         """Replace `owner.name`, which must exist. An inherited attribute is removed again, not frozen in."""
@@ -57,6 +57,13 @@ class Patches:
         self._stack.callback(undo)
         self._replaced.append((owner, name, undo, value))
         setattr(owner, name, value)
+
+    def has_replaced(self, value: Any) -> bool:
+        """Whether a function, its code or a class is what an attribute was before."""
+        before = [undo.args[-1] for _, _, undo, _ in self._replaced]
+        if isinstance(value, CodeType):
+            return any(getattr(each, "__code__", None) is value for each in before)
+        return callable(value) and any(each is value for each in before)
 
     @contextlib.contextmanager
     def suspended(self, keep: Collection[Any]) -> Iterator[None]:
