@@ -87,6 +87,16 @@ CASES = {
         Case("timm_classifier.py", 0.6),
         Case("accelerate_loop.py", 0.7),
         Case("translation.py", 0.75),
+        *(
+            Case(name, limit, ("exact", "compile"))
+            for name, limit in (
+                ("nanogpt-autocast", 0.4),
+                ("gpt2-autocast", 0.5),
+                ("bert-mlm-fp32", 0.5),
+                ("vit-b16-autocast", 0.5),
+                ("char_gpt.py", 0.4),
+            )
+        ),
         Case(
             "configs/longctx_4b_24gb.yaml training.memory_limit=null fixes=[]",
             "23GiB",
