@@ -121,7 +121,7 @@ class _Set:
 
     @property
     def is_compiled(self) -> bool:
-        return any(use.fix == "compile" for use in self.fixes)
+        return any(option.group[0].fix == "compile" for option in self.options)
 
     @property
     def groups(self) -> Groups:
