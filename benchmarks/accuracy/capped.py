@@ -144,7 +144,9 @@ def predict_here(workload: str, change: str, gpu: str) -> Row:
         change,
         gpu,
         torch.__version__,
-        ", ".join(classes(found.allocations, found.interval is not None, gpus.find(gpu), torch.__version__)),
+        ", ".join(
+            classes(found.allocations, found.interval is not None, False, gpus.find(gpu), torch.__version__)
+        ),
         found.peak.allocated,
         found.peak.reserved,
         found.margin,

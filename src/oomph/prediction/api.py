@@ -226,7 +226,8 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
     run = functools.partial(replay, events, allocations, settings=settings)
     unlimited = run()
     sizes_assumed = tracer.estimates.sizes_assumed
-    residual = margin(unlimited.peak_reserved, allocations, sizes_assumed, card, torch.__version__)
+    compiled = tracer.compile_seconds > 0
+    residual = margin(unlimited.peak_reserved, allocations, sizes_assumed, compiled, card, torch.__version__)
     off_by = _margin_for_addresses(run, unlimited, residual)
     verdict, refused = _verdict(run, unlimited, limit, off_by, residual)
     step_seconds, work = step_work(tracer.work.kernels, card)

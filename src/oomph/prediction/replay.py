@@ -215,23 +215,30 @@ MARGINS = {
     "several streams": 0.02,  # when a block that two streams use is free again depends on the GPU's progress
     "data-dependent shapes": 0.03,  # beside the interval, which holds for other values
     "GPU or torch never measured": 0.03,  # no residuals: kernels and the CUDA context are estimated
+    "compiled": 0.05,  # Inductor times kernels in the first step, with memory of its own
 }
 # One segment more or less, for requests of 1 to 10 MiB, is decided by the order of a few frees.
 _SEGMENT = 20 * MiB
+_MOST_FOR_SEGMENT = 0.03
 _MEASURED_CAPABILITIES = {(9, 0)}
 _MEASURED_TORCH = {"2.11", "2.13"}  # measured with 2.11, predicted with both
 
 
 def margin(
-    reserved: int, allocations: Sequence[Allocation], sizes_assumed: bool, card: GPU, torch_version: str
+    reserved: int,
+    allocations: Sequence[Allocation],
+    sizes_assumed: bool,
+    compiled: bool,
+    card: GPU,
+    torch_version: str,
 ) -> int:
     """Bytes by which the predicted `reserved` may be off, either way."""
-    share = max(MARGINS[name] for name in classes(allocations, sizes_assumed, card, torch_version))
-    return min(max(int(share * reserved), _SEGMENT), int(max(MARGINS.values()) * reserved))
+    share = max(MARGINS[name] for name in classes(allocations, sizes_assumed, compiled, card, torch_version))
+    return min(max(int(share * reserved), _SEGMENT), int(max(share, _MOST_FOR_SEGMENT) * reserved))
 
 
 def classes(
-    allocations: Sequence[Allocation], sizes_assumed: bool, card: GPU, torch_version: str
+    allocations: Sequence[Allocation], sizes_assumed: bool, compiled: bool, card: GPU, torch_version: str
 ) -> Iterator[str]:
     """The classes of programs that the traced one belongs to. `sizes_assumed`: a size depends on values."""
     yield "plain"
@@ -241,6 +248,8 @@ def classes(
         yield "several streams"
     if sizes_assumed:
         yield "data-dependent shapes"
+    if compiled:
+        yield "compiled"
     version = ".".join(torch_version.split(".")[:2])
     if card.capability not in _MEASURED_CAPABILITIES or version not in _MEASURED_TORCH:
         yield "GPU or torch never measured"
