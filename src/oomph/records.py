@@ -255,7 +255,7 @@ class Prediction:
     allocations: tuple[Allocation, ...]  # by id
     notes: tuple[Note, ...] = ()
     seconds: float = 0.0  # that the prediction took
-    compile_seconds: float = 0.0  # of these, in Dynamo, AOTAutograd and Inductor
+    compile_seconds: float = 0.0  # of these, to load and run Dynamo, AOTAutograd and Inductor
     step_seconds: float | None = None  # of the last step on that GPU, by a roofline; None: rates unknown
     work: Work = Work()
     growth: Growth | None = None  # None: later steps leave no more behind than those before

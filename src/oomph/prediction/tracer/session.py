@@ -13,6 +13,7 @@ import math
 import random
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -217,6 +218,8 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
     def start_compiler() -> bool:
         """Loaded when first needed, which takes seconds, and without the patches, which it would copy."""
         if not compilers:
+            began = time.perf_counter()
+            tracer.progress("loading the compiler", None)
             try:
                 if restarted_without("compiled programs"):
                     raise RuntimeError("a compiled graph did not run without a GPU")
@@ -230,6 +233,7 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
                 tracer.compiled_as_eager = True
                 tracer.note(f"torch.compile is traced as eager, which may need more: {error}")
                 compilers.append(None)
+            tracer.compile_seconds += time.perf_counter() - began
         return compilers[0] is not None
 
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
