@@ -153,7 +153,9 @@ def _how_many_fit(prediction: Prediction, proposals: Sequence[Proposal], target:
     result = f"{fitting} of {len(proposals)} rows make it fit" if fitting else "No row makes it fit by itself"
     for mark in (_JUST, _CLOSE):
         result += f", {marks.count(mark)} {mark}" if mark in marks else ""
-    return [(f"{result}. The cheapest set that fits:", f"oomph fit {target} --gpu {prediction.gpu}")]
+    kinds = ",".join(dict.fromkeys(one.kind for one in proposals if one.kind != "exact"))
+    command = f"oomph fit {target} --gpu {prediction.gpu}{f' --allow {kinds}' if kinds else ''}"
+    return [(f"{result}. The cheapest set that fits:", command)]
 
 
 def _conditions(proposals: Sequence[Proposal], target: str) -> list[_Advice]:
