@@ -288,7 +288,7 @@ def without_initial_values() -> Iterator[None]:
 
 
 def _python(*arguments: str, **variables: str) -> str:
-    """The last line of stderr of `python -m benchmarks.fixes.plans arguments` if it failed."""
+    """The error of `python -m benchmarks.fixes.plans arguments`, innermost places first; "" without one."""
     paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(paths), **variables}
     try:
@@ -305,8 +305,10 @@ def _python(*arguments: str, **variables: str) -> str:
             )
     except subprocess.TimeoutExpired:
         return f"took more than {_SECONDS} s"
-    last = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-    return "" if done.returncode == 0 else f"status {done.returncode}: {last[-1]}"[:300]
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+    places = [" ".join(line.split()) for line in lines if line.lstrip().startswith('File "')]
+    message = f"status {done.returncode}: {lines[-1]}; {'; '.join(places[:-5:-1])}"
+    return "" if done.returncode == 0 else message[:1500]
 
 
 def planned(name: str, gpu: str, folder: Path) -> Row:

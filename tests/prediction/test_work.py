@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from small_programs import Stack, linear_workload, mean_square, stack_workload
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import oomph
 from oomph import Workload, gpus
 from oomph.prediction.roofline import CALIBRATED
 from oomph.prediction.tracer.session import tracing
-from oomph.prediction.tracer.work import Kernel
+from oomph.prediction.tracer.work import CHECKPOINT_HOOKS, MODE_HOOKS, Kernel
 from oomph.records import Work
 from oomph.units import MiB
 
@@ -191,6 +193,22 @@ def test_checkpointing_adds_what_it_recomputes_to_the_backward_pass(use_reentran
     assert checkpointed.backward.flops - plain.backward.flops == recomputed * plain.forward.flops
     assert checkpointed.backward.launches > plain.backward.launches
     assert checkpointed.optimizer == plain.optimizer
+
+
+def test_hooks_on_saved_tensors_and_modes_take_the_hosts_time():
+    def hooks(run: Callable[..., Any]) -> float:
+        def program() -> Callable[[], Any]:
+            layer, x = nn.Linear(16, 16, device="cuda"), on_gpu(4, 16).requires_grad_()
+            return lambda: run(layer, x).sum().backward()
+
+        return sum(kernel.host_hooks for kernel in kernels_of(program))
+
+    checkpointed = partial(checkpoint, use_reentrant=False)
+    policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    assert hooks(lambda layer, x: layer(x)) == 0
+    # The input and the weight: saved, saved again in the recomputation, taken.
+    assert hooks(checkpointed) == 2 * CHECKPOINT_HOOKS + 3 * 2
+    assert hooks(partial(checkpointed, context_fn=policy)) >= hooks(checkpointed) + 2 * MODE_HOOKS
 
 
 def test_the_optimizer_goes_over_parameters_gradients_and_states_in_few_launches(linear):

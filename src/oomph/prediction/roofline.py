@@ -34,6 +34,7 @@ class Efficiency:
     optimizer_op: float
     convolution_op: float  # of cuDNN, besides
     list_item: float  # for each tensor of an op over lists of them
+    hook: float  # for a call of a hook on a saved tensor, and for other Python in units of it
     pageable: dict[str, float]  # direction -> share of the host link that a copy reaches that is waited for
     host_bandwidth: float  # bytes per second that ops on large host tensors go over
     link: float  # share of a link's nominal rate that a collective reaches
@@ -42,7 +43,9 @@ class Efficiency:
 # Fitted to half of the rows of benchmarks/accuracy/step_time.py (training steps and single ops on an H200
 # with torch 2.11) and to the cuBLAS products of benchmarks/results/matmul.csv. The other half validates
 # the fit. What no row shows is marked. The host's seconds are that machine's, in the first steps; a fit
-# to later steps besides (benchmarks/results/fixes.csv) was no better on rows it had not seen.
+# to later steps besides (benchmarks/results/fixes.csv) was no better on rows it had not seen. `hook` and
+# CHECKPOINT_HOOKS of tracer/work.py are fitted to every second workload of benchmarks/results/plans_h200.csv
+# and to four rows of fixes.csv: the least mean error of the slowdown.
 CALIBRATED = Efficiency(
     compute={
         "product": {"half": 0.74, "tf32": 0.6, "single": 0.77, "double": 0.77},  # tf32: estimated
@@ -72,6 +75,7 @@ CALIBRATED = Efficiency(
     optimizer_op=10e-6,
     convolution_op=150e-6,
     list_item=0.9e-6,
+    hook=11e-6,
     pageable={"to host": 0.035, "to device": 0.1},  # one step
     # Estimated. One idle core reached 14 GB/s with the fused kernel of AdamW and 25 to 37 with sums and
     # copies; sixteen, busy with other things, 6 GB/s with the former. Hosts differ more than cards.
@@ -177,7 +181,7 @@ class _Timer:
             an_op = e.engine_op
         else:
             an_op = e.optimizer_op if kernel.phase == "optimizer" else e.forward_op
-        seconds = kernel.host_ops * an_op + kernel.host_items * e.list_item
+        seconds = kernel.host_ops * an_op + kernel.host_items * e.list_item + kernel.host_hooks * e.hook
         if kernel.kind == "convolution":
             seconds += e.convolution_op
         elif kernel.kind == "host":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.tracer import AllocationRecorder, Tracer
-from oomph.prediction.tracer.work import KERNEL_OP, tensors_in
+from oomph.prediction.tracer.work import KERNEL_OP, MODE_HOOKS, tensors_in
 from oomph.torch_internals import (
     FAKE_MODE_KEY,
     NO_KERNEL,
@@ -125,6 +126,14 @@ class _OpTraits(NamedTuple):
     is_deterministic: bool
 
 
+def _is_redispatched_by_python() -> bool:
+    """Whether the op that _dispatch runs comes from a mode or tensor subclass of the program's. Its handler
+    called the op, which is a function in Python itself."""
+    op = sys._getframe(1).f_back  # none in a thread that C++ has started
+    caller = None if op is None else op.f_back
+    return caller is not None and caller.f_code.co_name == "__torch_dispatch__"
+
+
 class DispatchMode(TorchDispatchMode):
     """Sits below autograd and autocast: sees exactly the aten ops that a GPU would run."""
 
@@ -167,6 +176,8 @@ class DispatchMode(TorchDispatchMode):
         if not types and not kwargs and tracer.call.place is None and _is_small_host_op(args):
             tracer.work.count_host_op()
             return func(*args)
+        if tracer.work.counting and _is_redispatched_by_python():
+            tracer.work.count_hooks(MODE_HOOKS)
         given = dict(kwargs) if kwargs else {}
         with tracer.lock, disable_torch_function():
             tracer.call.inside_dispatch += 1

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oomph.gpus import GPU
@@ -37,6 +38,7 @@ from oomph.prediction.tracer.repeated_blocks import RepeatedBlocks
 from oomph.prediction.tracer.repeated_calls import RepeatedCalls
 from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
+from oomph.prediction.tracer.work import CHECKPOINT_HOOKS, FUNCTION_HOOKS
 from oomph.prediction.tracer.workers import install_workers
 from oomph.torch_internals import (
     AVERAGE_GROUP_TENSORS,
@@ -349,7 +351,8 @@ def install_hooks(
     patches: Patches, stack: contextlib.ExitStack, tracer: Tracer, placement: PlacementMode
 ) -> None:
     """Install all of this file's hooks for as long as `patches` and `stack` last."""
-    _run_saved_tensor_hooks_as_program(patches, placement)
+    _run_saved_tensor_hooks_as_program(patches, placement, tracer)
+    _count_python_functions(patches, tracer)
     _follow_optimizers(patches, stack, tracer)
     _follow_parameters(patches, tracer)
     _move_modules_in_place(patches, tracer)
@@ -412,12 +415,13 @@ def _make_nodes(count: int) -> None:
             leaf.view(())
 
 
-def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMode) -> None:
+def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMode, tracer: Tracer) -> None:
     """Pack and unpack hooks are called from inside torch's C++, but they are the program's own code."""
     push = getattr(*PUSH_SAVED_TENSORS_HOOKS)
 
     def as_program(hook: Any) -> Any:
         def called(*args: Any) -> Any:
+            tracer.work.count_hooks()
             try:
                 with placement.for_program():
                     return hook(*args)
@@ -427,9 +431,32 @@ def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMod
         return called
 
     def push_hooks(pack: Any, unpack: Any) -> Any:
+        if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+            tracer.work.count_hooks(CHECKPOINT_HOOKS)
         return push(as_program(pack), as_program(unpack))
 
     patches.set(*PUSH_SAVED_TENSORS_HOOKS, push_hooks)
+
+
+# Modules whose functions stand for nodes in C++, or for a compiled graph.
+_NOT_PYTHON = ("oomph.prediction.", "torch._functorch.")
+
+
+def _count_python_functions(patches: Patches, tracer: Tracer) -> None:
+    """Autograd's engine calls the backward of a torch.autograd.Function by this method."""
+    apply, work = BackwardCFunction.apply, tracer.work
+
+    def counted(function: Any, *args: Any) -> Any:
+        if function._forward_cls.__module__.startswith(_NOT_PYTHON):
+            return apply(function, *args)
+        work.count_hooks(FUNCTION_HOOKS)
+        outer, work.in_function = work.in_function, True
+        try:
+            return apply(function, *args)
+        finally:
+            work.in_function = outer
+
+    patches.set(BackwardCFunction, "apply", counted)
 
 
 # ---------------------------------------------------------------------------------------------- optimizers

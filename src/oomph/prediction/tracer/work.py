@@ -22,6 +22,12 @@ Tensor = torch.Tensor
 Rate = Literal["half", "tf32", "single", "double"]
 Phase = Literal["forward", "backward", "optimizer"]
 
+# Python that torch runs around ops, in calls of a hook on a saved tensor. The last two are ratios measured on
+# a CPU with torch 2.11. There checkpointing took 20; 36 fits what steps on a GPU took (roofline.py).
+CHECKPOINT_HOOKS = 36.0  # torch.utils.checkpoint's own time for a block: in forward, and again in backward
+FUNCTION_HOOKS = 2.7  # a torch.autograd.Function, in forward and backward together
+MODE_HOOKS = 2.4  # an op under a TorchDispatchMode, such as that of selective checkpointing
+
 KERNEL_OP = "oomph::kernel"  # called by a Triton kernel's launcher in place of the launch, on fake tensors
 
 
@@ -48,6 +54,7 @@ class Kernel(NamedTuple):
     efficiency: float = 0.0  # of its arithmetic, where the kernel's author has measured it
     stream: int = 0
     event: int = 0
+    host_hooks: float = 0.0  # Python that torch calls on the way, in calls of a hook on a saved tensor
 
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -149,15 +156,19 @@ class _OpTraits(NamedTuple):
     elementwise: bool
 
 
+_HostCounts = tuple[int, int, float]  # ops, items and hooks, as Kernel has them
+_NONE: _HostCounts = (0, 0, 0.0)
+
+
 class KernelCounter:
     """Counts every op that the dispatch mode reports while `counting`."""
 
     def __init__(self, gpu: GPU) -> None:
         self.counting = False
+        self.in_function = False  # in the backward of an autograd function in Python
         self.kernels: list[Kernel] = []
         self._gpu = gpu
-        self._host_ops = 0
-        self._host_items = 0
+        self.host = _NONE
         self._phase = "forward"  # of the op before
         self._streams = current_streams()
         self._traits_of_ops: dict[OpOverload, _OpTraits] = {}
@@ -166,7 +177,7 @@ class KernelCounter:
         """Start a step: drop the counts of the one before."""
         self.counting = counting
         self.kernels.clear()
-        self._host_ops = self._host_items = 0
+        self.host = _NONE
         self._streams = current_streams()  # of the trace, which did not exist when the meter was made
         self._streams.listener = self._count_wait
 
@@ -177,6 +188,19 @@ class KernelCounter:
         """An op that takes the host's time and none of the GPU's: a view, an op on host tensors."""
         self._host_ops += 1
         self._host_items += items
+
+    def count_hooks(self, calls: float = 1.0) -> None:
+        """Calls of a hook on a saved tensor, or other Python that takes as long as so many."""
+        self._host_hooks += calls
+
+    @property
+    def host(self) -> _HostCounts:
+        """Since the kernel before."""
+        return self._host_ops, self._host_items, self._host_hooks
+
+    @host.setter
+    def host(self, counts: _HostCounts) -> None:
+        self._host_ops, self._host_items, self._host_hooks = counts
 
     def op(
         self,
@@ -307,14 +331,13 @@ class KernelCounter:
         stream: int | None = None,
         event: int = 0,
     ) -> None:
+        (host_ops, host_items, host_hooks), self.host = self.host, _NONE
         if not self.counting:
-            self._host_ops = self._host_items = 0
             return
         self._phase = phase
         # The engine runs without gradients of its own; what a checkpoint recomputes does not.
-        engine = phase == "backward" and not torch.is_grad_enabled()
+        engine = phase == "backward" and not self.in_function and not torch.is_grad_enabled()
         where: Any = "forward" if phase == "setup" else phase
-        host_ops, host_items, self._host_ops, self._host_items = self._host_ops, self._host_items, 0, 0
         self.kernels.append(
             Kernel(
                 where,
@@ -332,6 +355,7 @@ class KernelCounter:
                 efficiency,
                 self._streams.current.stream_id if stream is None else stream,
                 event,
+                host_hooks,
             )
         )
 
@@ -356,29 +380,34 @@ class KernelsMark:
     def __init__(self, counter: KernelCounter) -> None:
         self._counter = counter
         self._first = len(counter.kernels)
-        self._before = counter._host_ops, counter._host_items
+        self._before = self._after = counter.host
         self._kernels: list[Kernel] = []
-        self._after = self._before
 
     def until_now(self) -> KernelsMark:
         self._kernels = self._counter.kernels[self._first :]
-        self._after = self._counter._host_ops, self._counter._host_items
+        self._after = self._counter.host
         return self
 
     def repeat(self) -> None:
         counter = self._counter
         if not counter.counting:
             return
-        ops, items = (counter._host_ops - self._before[0], counter._host_items - self._before[1])
+        (ops, items, hooks), before = counter.host, self._before
+        ops, items, hooks = ops - before[0], items - before[1], hooks - before[2]
         if not self._kernels:
-            counter._host_ops, counter._host_items = self._after[0] + ops, self._after[1] + items
+            after = self._after
+            counter.host = after[0] + ops, after[1] + items, after[2] + hooks
             return
         first = self._kernels[0]
         counter.kernels.append(
-            first._replace(host_ops=first.host_ops + ops, host_items=first.host_items + items)
+            first._replace(
+                host_ops=first.host_ops + ops,
+                host_items=first.host_items + items,
+                host_hooks=first.host_hooks + hooks,
+            )
         )
         counter.kernels += self._kernels[1:]
-        counter._host_ops, counter._host_items = self._after
+        counter.host = self._after
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
