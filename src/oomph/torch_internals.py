@@ -192,6 +192,9 @@ with _section():  # CUDA autocast for tensors that are not really on CUDA
     dispatch_has_kernel_for_dispatch_key: Any = torch._C._dispatch_has_kernel_for_dispatch_key
     dispatch_tls_set_dispatch_key_included: Any = torch._C._dispatch_tls_set_dispatch_key_included
 
+with _section():  # the compiler's own decompositions
+    from torch._decomp import decomposition_table
+
 with _section():  # the order in which scaled_dot_product_attention tries its backends
     get_sdp_priority_order: Any = torch._C._get_sdp_priority_order
 
@@ -575,6 +578,7 @@ __all__ = [
     "current_function_modes",
     "current_functorch_transform",
     "current_graph_task_id",
+    "decomposition_table",
     "deterministic_algorithms",
     "deterministic_errors",
     "deterministic_required",

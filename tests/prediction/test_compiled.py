@@ -46,12 +46,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed, self.qkv = nn.Embedding(128, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.block, self.head = Block(), nn.Linear(WIDTH, 128, bias=False)
+        self.norm = nn.RMSNorm(WIDTH)
 
     def forward(self, tokens):
         x = self.embed(tokens)
         q, k, v = (part.view(4, 128, 2, 32).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        logits = self.head(self.block(x))
+        logits = self.head(self.norm(self.block(x)))
         return F.cross_entropy(logits.view(-1, 128), tokens.view(-1))
 
 

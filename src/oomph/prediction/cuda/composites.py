@@ -25,10 +25,11 @@ from oomph.prediction.cuda.rules import (
     is_program_error,
     op_name,
 )
-from oomph.torch_internals import OpOverload
+from oomph.torch_internals import OpOverload, decomposition_table
 
 aten = torch.ops.aten
-_ATTENTION = aten.scaled_dot_product_attention.default
+# The compiler's own decompositions are the same on all devices, but for these.
+_IN_COMPILER = (aten.scaled_dot_product_attention.default, aten.rms_norm.default)
 
 
 @contextlib.contextmanager
@@ -38,8 +39,8 @@ def cuda_composites(context: RuleContext) -> Iterator[None]:
     active = [context]  # torch never drops a Python kernel: emptied, it keeps nothing of the trace
     for op in COMPOSITES:
         library.impl(op_name(op).removeprefix("aten."), _kernel(op, active), "AutogradCPU")
-    # The compiler's fake tensors have CUDA's keys. Its own decompositions are the same on all devices.
-    library.impl(_ATTENTION.name()[6:], _kernel(_ATTENTION, active), "AutogradCUDA")
+    for op in _IN_COMPILER:  # whose fake tensors have CUDA's keys
+        library.impl(op.name()[6:], _kernel(op, active), "AutogradCUDA")
     try:
         yield
     finally:
@@ -61,7 +62,7 @@ def run_composite(
     decompose = functools.partial(op.decompose, *args, **kwargs)
     if op not in COMPOSITES or not context.on_gpu(args[0]):
         return decompose()
-    if context.compiling() and op is not _ATTENTION:
+    if context.compiling() and op not in _IN_COMPILER:
         return decompose()
     rule = functools.partial(COMPOSITES[op], context, bind(op, args, kwargs))
     fallback = functools.partial(_decomposed_or_like_first_argument, op, decompose, args[0])
@@ -152,7 +153,7 @@ def _reversed_cumsum(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return total.flip(dim)
 
 
-@composite(_ATTENTION)
+@composite(aten.scaled_dot_product_attention.default)
 def _attention(context: RuleContext, call: BoundArguments) -> Any:
     return attention_like_cuda(
         call["query"],
@@ -172,6 +173,9 @@ def _rms_norm(context: RuleContext, call: BoundArguments) -> Any:
     input, weight = call["input"], call["weight"]
     if input.dtype == torch.float64 or (weight is not None and weight.dtype != input.dtype):
         return NotImplemented
+    if context.compiling():
+        decompose = decomposition_table[aten._fused_rms_norm.default]
+        return decompose(input, call["normalized_shape"], weight, call["eps"])[0]
     return _FusedRmsNorm.apply(input, weight, len(call["normalized_shape"]), context)
 
 
