@@ -8,6 +8,8 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from oomph.errors import UserError
+
 TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a key of a config
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")]
@@ -37,6 +39,8 @@ Allow = Annotated[
 
 
 def fix_words(fix: Sequence[str] | None, plan: str | None) -> tuple[str, ...]:
+    if plan is not None and not plan.endswith(".json"):
+        raise UserError(f"--plan {plan!r} is no .json file; `oomph fit TARGET --plan plan.json` writes one")
     return (*(fix or ()), *([plan] if plan is not None else []))
 
 

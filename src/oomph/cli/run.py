@@ -56,7 +56,7 @@ def run_script(
     if not fixes and not has_gpu:
         raise UserError(
             f"there is no GPU here whose memory run could record; `oomph predict {script}` needs none "
-            "(with --plan FILE or --fix NAME, run works without a GPU, too)"
+            "(with --plan FILE or --fix NAME, run also runs scripts that need no GPU)"
         )
     uses = uses_of(fixes)
     check_for_scripts(uses)
@@ -72,7 +72,7 @@ def run_script(
         raise
     except Exception as error:
         if not has_gpu and is_missing_gpu(error):
-            given = shlex.join(word for one in fixes for word in ("--fix", one))
+            given = shlex.join(word for one in fixes for word in ("--plan" if one == plan else "--fix", one))
             raise UserError(
                 f"{raised_at(error) or script} uses CUDA, and there is no GPU here; "
                 f"`oomph predict {script} {given}` predicts it without one"

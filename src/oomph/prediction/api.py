@@ -373,7 +373,8 @@ def trace(
             program.run_function(target, tracer, progress)
         else:
             raise UserError(
-                f"predict takes a Workload or a function of no arguments; {type(target).__name__} was given"
+                f"predict takes a Workload, a function of no arguments or oomph.Script(path); "
+                f"{type(target).__name__} was given"
             )
         tracer.label_parameters()
         return tracer

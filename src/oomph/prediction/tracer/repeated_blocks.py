@@ -355,7 +355,7 @@ class RepeatedBlocks:
     def _state(self) -> Any:
         """What a block may advance unseen."""
         with disable_torch_function(), DisableTorchDispatch():
-            numbers = torch.get_rng_state().numpy().tobytes()
+            numbers = bytes(torch.get_rng_state().tolist())  # NumPy may be missing
         return self._tracer.values.draws, self._tracer.reads, random.getstate(), numbers
 
     def _output(self, out: Any, first: int) -> tuple[torch.Tensor, Any]:

@@ -233,6 +233,8 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
                 compilers.append(Compiler(patches, tracer, placement))
             except Exception as error:
                 tracer.compiled_as_eager = True
+                if isinstance(error, ImportError) and error.name == "triton":
+                    error = ImportError("Inductor needs Triton; `pip install oomph[kernels]` installs it")
                 tracer.note(f"torch.compile is traced as eager, which may need more: {error}")
                 compilers.append(None)
             tracer.compile_seconds += time.perf_counter() - began
