@@ -554,7 +554,7 @@ def evidence() -> str:
         ),
         ("training scripts as they are", scripts, "scripts_h200"),
         ("compiled training steps", stored(RESULTS / "compiled.csv"), "compiled"),
-        ("ranks of FSDP2, DDP, TP and CP", stored(RESULTS / "ranks_h200.csv"), "ranks_h200"),
+        ("runs of one rank of FSDP2, DDP, TP or CP", stored(RESULTS / "ranks_h200.csv"), "ranks_h200"),
     ):
         errors, reserved = (
             [float(row[f"{kind}_error_percent"]) for row in chosen] for kind in ("allocated", "reserved")
@@ -622,16 +622,16 @@ def _ratio(ours: dict[str, str], theirs: dict[str, str]) -> str:
 
 
 def compiled() -> str:
-    lines = ["| case | predicted | measured | error | seconds |", "|---|---:|---:|---:|---:|"]
+    lines = ["| case | predicted | measured | error |", "|---|---:|---:|---:|"]
     for row in stored(RESULTS / "compiled.csv"):
         sizes = (f"{int(row[f'{kind}_allocated']) / 2**20:,.0f} MiB" for kind in ("predicted", "measured"))
         error = f"{float(row['allocated_error_percent']):+.2f} %"
-        lines.append(f"| {' | '.join((row['case'], *sizes, error, row['seconds']))} |")
+        lines.append(f"| {' | '.join((row['case'], *sizes, error))} |")
     return "\n".join(lines)
 
 
 def ranks_measured() -> str:
-    lines = ["| run | predicted | measured | error | of reserved |", "|---|---:|---:|---:|---:|"]
+    lines = ["| run | predicted | measured | error | error of reserved |", "|---|---:|---:|---:|---:|"]
     for row in stored(RESULTS / "ranks_h200.csv"):
         sizes = (f"{int(row[f'{kind}_allocated']) / 2**20:,.0f} MiB" for kind in ("predicted", "measured"))
         errors = (f"{float(row[f'{kind}_error_percent']):+.2f} %" for kind in ("allocated", "reserved"))

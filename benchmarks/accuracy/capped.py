@@ -145,7 +145,13 @@ def predict_here(workload: str, change: str, gpu: str) -> Row:
         gpu,
         torch.__version__,
         ", ".join(
-            classes(found.allocations, found.interval is not None, False, gpus.find(gpu), torch.__version__)
+            classes(
+                found.allocations,
+                found.interval is not None,
+                found.compile_seconds > 0,
+                gpus.find(gpu),
+                torch.__version__,
+            )
         ),
         found.peak.allocated,
         found.peak.reserved,

@@ -50,15 +50,24 @@ class Compile(Fix):
         """`activation_memory_budget`: the part of what torch.compile saves for backward by default that it
         may save, from 1 (all) to 0 (inputs only). It is set for the process, so that it also holds for models
         that the program itself compiles."""
-        journal.set(model, "_compiled_call_impl", torch.compile(model._call_impl), "", "compiled")
         budget: Any = activation_memory_budget
-        if budget is None:
-            return
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+        is_number = isinstance(budget, int | float) and not isinstance(budget, bool)
+        if budget is not None and not (is_number and 0 <= budget <= 1):
             raise UserError(
                 f"fix {self.name!r}: activation_memory_budget={budget!r} is not valid; give 0 to 1"
             )
+        journal.set(model, "_compiled_call_impl", torch.compile(model._call_impl), "", "compiled")
+        if budget is None or budget == functorch_config.activation_memory_budget:
+            return
+
+        def check(checked: set[tuple[int, str]]) -> None:
+            if functorch_config.activation_memory_budget != budget:
+                raise UserError(
+                    f"activation_memory_budget was changed after fix {self.name!r} had set it; "
+                    "revert that first, then undo"
+                )
+
         before, functorch_config.activation_memory_budget = functorch_config.activation_memory_budget, budget
         what = f"activation_memory_budget: {before} -> {budget}"
         undo = partial(setattr, functorch_config, "activation_memory_budget", before)
-        journal.record("torch._functorch.config", what, undo)
+        journal.record("torch._functorch.config", what, undo, check)

@@ -1,8 +1,8 @@
 """The journal of the changes that fixes made to one model: lists them, and undoes them exactly.
 
 Fixes change a model only through a Journal, and only this instance: attributes of its modules, never a class
-or a library. A journal undoes in reverse order, completely or back to a mark, so a fix that fails half-way
-leaves nothing behind.
+or a library (`compile` also sets an option of torch). A journal undoes in reverse order, all of it or back to
+a mark, so a fix that fails half-way leaves nothing behind.
 """
 
 from __future__ import annotations

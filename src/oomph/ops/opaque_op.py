@@ -74,7 +74,7 @@ def _items(value: Any) -> tuple[Any, ...] | None:
     """Of a tuple, or of a dataclass."""
     if isinstance(value, tuple):
         return value
-    if isinstance(value, Tensor) or not hasattr(type(value), "__dataclass_fields__"):
+    if isinstance(value, (Tensor, *_CONSTANTS)) or not hasattr(type(value), "__dataclass_fields__"):
         return None
     return tuple([getattr(value, name) for name in type(value).__dataclass_fields__])
 

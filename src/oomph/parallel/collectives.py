@@ -1,6 +1,6 @@
 """Collectives with gradients, over the ranks of a process group.
 
-Those of torch.distributed.nn.functional are deprecated, and its sum has another gradient.
+Those of torch.distributed.nn.functional are deprecated in torch 2.13, and its sum has another gradient.
 """
 
 from __future__ import annotations

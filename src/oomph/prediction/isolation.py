@@ -101,12 +101,16 @@ def displayed(progress: Progress | None, delay: float = 2.0) -> Iterator[Progres
         return
     with warnings.catch_warnings(action="ignore"):  # without ipywidgets, it is a line that is overwritten
         from tqdm.auto import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg, misc]
+        monitor_interval = 0  # no thread: the next prediction forks this process
+
     bar: Any = None
 
     def report(text: str, fraction: float | None) -> None:
         nonlocal bar
         if bar is None:  # after the child was forked, in which bars of the program come below it
-            bar = tqdm(desc=text, total=1.0, delay=delay, miniters=0, leave=False, bar_format=_BAR)
+            bar = Bar(desc=text, total=1.0, delay=delay, miniters=0, leave=False, bar_format=_BAR)
         bar.set_description_str(text, refresh=False)
         bar.update((fraction or 0.0) - bar.n)
 
@@ -287,6 +291,7 @@ def _run_fork(function: Callable[[], Any], read: int, write: int) -> NoReturn:
     global _messages_to_parent
     try:
         _end_with_parent()
+        _unended.clear()  # the parent ends its own lines
         os.close(read)
         with os.fdopen(write, "wb") as messages:
             _messages_to_parent = messages
@@ -472,7 +477,7 @@ def _watch_line_ends() -> None:
         def write(text: str, stream: Any = stream, write: Callable[[str], int] = stream.write) -> int:
             if text.endswith("\n"):
                 _unended.pop(stream, None)
-            elif text:  # print(end="") writes nothing in its end
+            elif text:  # print(end="") also writes ""
                 _unended[stream] = write
             return write(text)
 
@@ -482,8 +487,9 @@ def _watch_line_ends() -> None:
 
 def _end_output() -> None:
     with contextlib.suppress(Exception):
-        for write in _unended.values():
-            write("\n")
+        while _unended:
+            _unended.popitem()[1]("\n")
+    with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
 

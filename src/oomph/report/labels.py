@@ -52,9 +52,9 @@ def source_code(site: Site) -> str:
 
 
 def called_from(site: Site) -> str:
-    """`called from train.py:31  trainer.train()`; "" for a line of the user's own."""
+    """`first called from train.py:31  trainer.train()`; "" for a line of the user's own."""
     caller = site.caller
-    return f"called from {file_and_line(caller)}  {source_code(caller)}".rstrip() if caller else ""
+    return f"first called from {file_and_line(caller)}  {source_code(caller)}".rstrip() if caller else ""
 
 
 @dataclass(frozen=True, slots=True)

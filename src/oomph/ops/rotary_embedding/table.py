@@ -28,8 +28,8 @@ _POSITION_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
 class RotaryTable:
     """Cosine and sine of every (position, frequency), each [..., dim/2], in float32 (float64 for float64 q).
 
-    Not registered as a pytree on purpose: wrappers that cast every tensor among a layer's arguments (FSDP's
-    mixed precision) then leave the table in float32.
+    FSDP2's mixed precision casts the tensors of dataclasses among a module's arguments, too; `oomph.parallel`
+    turns that off for blocks.
     """
 
     cos: Tensor

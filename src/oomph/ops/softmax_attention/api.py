@@ -66,7 +66,11 @@ def attention(
     A query without keys gets zeros and gives zero gradients. `oomph.ops.explain(attention, ...)` says what
     would run and why. First derivatives only.
     """
-    given = locals()
+    given: dict[str, Any] = {
+        "q": q, "k": k, "v": v, "causal": causal, "bias": bias, "pattern": pattern,
+        "key_lengths": key_lengths, "key_mask": key_mask, "scale": scale, "memory_budget": memory_budget,
+        "impl": impl,
+    }  # fmt: skip
     # The compiler traces PyTorch's own kernels and the reference; the rest is one op to it.
     traced = torch.compiler.is_dynamo_compiling() and _is_traceable(**given)
     return _attention_traced(**given) if traced else _attention(**given)

@@ -231,13 +231,13 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
 
                     find_dynamo_rules()  # the program itself may have loaded Dynamo
                 compilers.append(Compiler(patches, tracer, placement))
+                tracer.compile_seconds += time.perf_counter() - began
             except Exception as error:
                 tracer.compiled_as_eager = True
                 if isinstance(error, ImportError) and error.name == "triton":
-                    error = ImportError("Inductor needs Triton; `pip install oomph[kernels]` installs it")
+                    error = ImportError("Inductor needs Triton: `pip install triton`")
                 tracer.note(f"torch.compile is traced as eager, which may need more: {error}")
                 compilers.append(None)
-            tracer.compile_seconds += time.perf_counter() - began
         return compilers[0] is not None
 
     def compile(model: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -316,7 +316,7 @@ def _follow_resized_storages(patches: Patches, tracer: Tracer) -> None:
 
 
 def _draw_truncated_normals_once(patches: Patches) -> None:
-    """torch 2.13 draws until all values are in bounds: forever, if they are unknown."""
+    """From torch 2.13 on, it draws until all values are in bounds: forever, if they are unknown."""
     trunc_normal = getattr(*TRUNC_NORMAL)
     if "any" not in trunc_normal.__code__.co_names:
         return

@@ -126,10 +126,10 @@ def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
         if size not in (1, tracer.ranks):
             message = f"a process group of {size} ranks was asked for, not of {tracer.ranks}"
             raise program_error(RuntimeError(f"{message}; give --ranks {size}"))
+        # The fake process group of torch 2.11 leaves the tensors of these as they are.
+        patches.set(torch.distributed, "gather_object", _gather_object)
+        patches.set(torch.distributed, "scatter_object_list", _scatter_object_list)
         if size > 1:
-            # The fake process group of torch 2.11 leaves the tensors of these as they are.
-            patches.set(torch.distributed, "gather_object", _gather_object)
-            patches.set(torch.distributed, "scatter_object_list", _scatter_object_list)
             _accept_checkpoints_of_one_rank(patches)
         init_fake_process_group(size, rank, init)
 
@@ -218,7 +218,8 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
         self._cap_mb = kwargs.get("bucket_cap_mb") or 25
         self._buckets = _Buckets(module, self._cap_mb, tracer)
         self._replaced_buckets = None
-        self._has_reduced, self._is_rebuilt = False, bool(kwargs.get("find_unused_parameters"))
+        self._has_reduced = False
+        self._will_rebuild = bool(kwargs.get("static_graph")) or not kwargs.get("find_unused_parameters")
         ranks = torch.distributed.get_world_size(kwargs.get("process_group"))
 
         def reduce(parameter: torch.Tensor) -> None:
@@ -239,8 +240,8 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
         # After the first backward the buckets are made again, in the order in which gradients came. NCCL's
         # watchdog, which looks every 100 ms, keeps the old ones until the next backward, unless the program
         # takes its time to load a batch.
-        if self._has_reduced and not self._is_rebuilt and torch.is_grad_enabled():
-            self._is_rebuilt = True
+        if self._will_rebuild and self._has_reduced and torch.is_grad_enabled():
+            self._will_rebuild = False
             self._replaced_buckets, self._buckets = self._buckets, None
             if tracer.loads_in_process:
                 self._replaced_buckets = None
