@@ -2,7 +2,6 @@
 
 python -m benchmarks.systems measure [WORD ...]   # on a GPU: peak and time of every form
 python -m benchmarks.systems parts [WORD ...]     # on a GPU: of ops, layers and losses by themselves
-python -m benchmarks.systems parts --gpu cpu      # anywhere: those that real tensors on the host can tell
 python -m benchmarks.systems race [WORD ...]      # on a GPU: against Hugging Face's models and the dense scan
 python -m benchmarks.systems predict [WORD ...]   # anywhere: the same forms and parts
 python -m benchmarks.systems judge                # anywhere: compares, writes systems.csv and parts.csv
@@ -35,8 +34,8 @@ from benchmarks import RESULTS, ROOT
 from benchmarks.accuracy.rows import short_name
 from benchmarks.systems.claims import NO_FIGURE, claim_rows
 from benchmarks.systems.entries import Entry, entries
-from benchmarks.systems.figures import ON_CPU, PREDICTED, part_rows, rows_of, write_rows
-from benchmarks.systems.parts import milliseconds, on_cpu, parts, steps, values
+from benchmarks.systems.figures import PREDICTED, part_rows, rows_of, write_rows
+from benchmarks.systems.parts import milliseconds, parts, steps, values
 from benchmarks.systems.races import races, run
 from oomph.errors import OomphError
 from oomph.systems import SYSTEMS
@@ -106,14 +105,6 @@ def measure_parts(words: Sequence[str], out: Path) -> int:
         rows[name] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **found}
         out.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{name}: {found}", flush=True)
-    return 0
-
-
-def write_cpu_parts(out: Path) -> int:
-    """What real tensors on the host tell: counts, and what autograd saves."""
-    found = {name: dict(part()) for name, part in on_cpu().items()}
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
     return 0
 
 
@@ -318,8 +309,6 @@ def main() -> int:
     if given.command == "judge":
         measured = [RESULTS / f"{kind}_{given.gpu}.json" for kind in ("systems", "parts")]
         return judge(measured[:1], measured[1], PREDICTED, given.out or RESULTS / "systems.csv")
-    if given.command == "parts" and given.gpu == "cpu":
-        return write_cpu_parts(given.out or ON_CPU)
     if given.command == "stories":
         return stories(given.words, given.out or RESULTS / "stories.csv")
     if given.command == "figures":

@@ -24,14 +24,9 @@ class Figures:
 
     def __init__(self, kind: Literal["predicted", "measured"]) -> None:
         self.kind = kind
-        self.on_cpu = False  # whether a row was used that has real tensors, and no GPU
 
     def __call__(self, name: str, field: str = "peak") -> float:
-        row = stored_figures()[name]
-        if self.kind == "measured" and field not in row["measured"]:
-            self.on_cpu = True
-            return row["on_cpu"][field]
-        return row[self.kind][field]
+        return stored_figures()[name][self.kind][field]
 
     def ratio(self, name: str, other: str, field: str = "peak") -> float:
         return self(name, field) / self(other, field)
@@ -68,10 +63,9 @@ def _text(figure: Callable[[Figures], str] | None, figures: Figures) -> str:
     if figure is None:
         return NO_FIGURE
     try:
-        text = figure(figures)
+        return figure(figures)
     except KeyError:
         return NO_FIGURE
-    return f"{text} (real tensors on the CPU)" if figures.on_cpu else text
 
 
 @cache

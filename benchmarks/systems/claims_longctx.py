@@ -150,7 +150,7 @@ CLAIMS = (
         lambda: f"{config().get_total_params():,}; {SPARSE_PARAMS:,} with the report's sparse attention",
         "right",
         "the count of the built model",
-        lambda f: f"{(f(_STAGES, 'parameters') - duplicate_rope_bytes()) / BF16 / 1e9:.2f}B",
+        lambda f: f"{(f(_STAGES, 'parameters') - duplicate_rope_bytes()) / BF16 / 1e9:.2f}B, by its bytes",
     ),
     Claim(
         "model parameters",

@@ -13,7 +13,6 @@ from benchmarks import RESULTS
 
 MiB = 2**20
 PREDICTED = RESULTS / "systems_predicted.json"  # name -> field -> bytes, or milliseconds
-ON_CPU = RESULTS / "parts_cpu.json"  # bytes of real tensors, where there is no row of a GPU
 OPS = {("attention", "B64 H8 N1024 D64"), ("cross_entropy", "32768x2560x151936")}
 SEEDS = 3
 Rows = dict[str, dict[str, dict[str, float]]]
@@ -50,7 +49,7 @@ def collect(results: Path = RESULTS) -> Rows:
 
     def add(name: str, kind: str, field: str, value: str | float | None, unit: float = 1) -> None:
         if value not in (None, ""):
-            of_row = found.setdefault(name, {"predicted": {}, "measured": {}, "on_cpu": {}})
+            of_row = found.setdefault(name, {"predicted": {}, "measured": {}})
             of_row[kind][field] = round(float(value) * unit, 3)  # type: ignore[arg-type]
 
     for name, fields in json.loads((results / PREDICTED.name).read_text()).items():
@@ -60,12 +59,8 @@ def collect(results: Path = RESULTS) -> Rows:
         if not row["other_ms"]:
             add(row["name"], "measured", "peak", row["measured_mib"], MiB)
             add(row["name"], "measured", "ms", row["measured_ms"])
-    parts = results / "parts.csv"  # not measured yet
-    for row in rows_of(parts) if parts.exists() else ():
+    for row in rows_of(results / "parts.csv"):
         add(row["name"], "measured", row["field"], row["measured"])
-    for name, fields in json.loads((results / ON_CPU.name).read_text()).items():
-        for field, value in fields.items():
-            add(name, "on_cpu", field, value)
     for row in rows_of(results / "ops_h200.csv"):
         if (row["op"], row["shape"]) in OPS:
             add(f"op {row['op']} {row['contender']}", "measured", "peak", row["peak_mib"], MiB)
