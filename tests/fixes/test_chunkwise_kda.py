@@ -46,16 +46,16 @@ def test_gradients_are_the_same_and_undo_restores_the_model(kind, mode, options,
     assert state_of(model) == state
 
 
-def work(kind, tokens, **options):
+def work(kind, tokens, rows=4, **options):
     return oomph.Workload(
         lambda: Layers(kind, 128, 4, 32, **options),
-        lambda device: torch.ones(4, tokens, 128, device=device),
+        lambda device: torch.ones(rows, tokens, 128, device=device),
         loss,
     )
 
 
 def test_a_scan_is_proposed_to_become_chunks():
-    scanning = work(KimiDeltaAttention, tokens=128, mode="scan")
+    scanning = work(KimiDeltaAttention, tokens=32, rows=64, mode="scan")
     prediction = oomph.predict(scanning, gpu="h200")
     (proposal,) = fixes.propose(prediction, scanning, only=("chunkwise_kda",))
     assert proposal.where == ("layers.0", "layers.1")

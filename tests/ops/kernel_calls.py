@@ -6,10 +6,13 @@ A new op adds its calls to CALLS, a line each. They run on the pretend GPU: forw
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import SGD, AdamW
 
+from oomph.fixes.optimizers.low_bit import to_low_bit
 from oomph.ops import (
     BlockPattern,
     MLPWeights,
@@ -124,6 +127,16 @@ def spikes() -> Tensor:
     return lif_gate(randn(2, 128, 4, 64), decay=0.9, threshold=1.0, surrogate_beta=4.0, impl="triton")[0]
 
 
+def optimizer_step(
+    optimizer: type[torch.optim.Optimizer], dtype: torch.dtype, state: Any, **options: Any
+) -> Tensor:
+    weight = torch.nn.Parameter(randn(256, 256, dtype=dtype).detach())
+    weight.grad = randn(256, 256, dtype=dtype).detach()
+    made = optimizer([weight], lr=1e-2, **options)
+    to_low_bit(made, state, stochastic=dtype is BF16, fix="stochastic_rounding").step()
+    return randn(1).sum()
+
+
 CALLS: dict[str, Callable[[], Tensor]] = {
     "cross entropy": lambda: linear_cross_entropy(
         randn(4096, 512), randn(50257, 512), classes(50257), impl="triton"
@@ -147,4 +160,10 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "short convolution": lambda: short_convolution(randn(2, 515, 256), randn(256, 1, 4), impl="triton"),
     "sparse attention": sparse,
     "spiking gate": spikes,
+    "AdamW with 8-bit state": lambda: optimizer_step(AdamW, FP32, "8bit"),
+    "AdamW with 8-bit state and stochastic rounding": lambda: optimizer_step(AdamW, BF16, "8bit"),
+    "AdamW in bfloat16": lambda: optimizer_step(AdamW, BF16, "bfloat16", maximize=True),
+    "SGD": lambda: optimizer_step(SGD, BF16, "bfloat16"),
+    "SGD with momentum": lambda: optimizer_step(SGD, BF16, "bfloat16", momentum=0.9),
+    "SGD with Nesterov momentum": lambda: optimizer_step(SGD, FP32, "float32", momentum=0.9, nesterov=True),
 }

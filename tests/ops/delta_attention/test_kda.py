@@ -144,17 +144,17 @@ def predicted(shape, backward=True, **options):
 def test_the_peak_is_that_of_one_segment_whatever_the_length():
     short, long, coarse = (
         predicted((1, tokens, HEADS, SIZE), impl="torch", memory_chunk_size=size)
-        for tokens, size in ((32, 32), (96, 32), (96, 96))
+        for tokens, size in ((64, 32), (96, 32), (96, 96))
     )
-    out, states = 64 * HEADS * SIZE * 4, 2 * HEADS * SIZE * SIZE * 4
-    assert long - short <= out + states + 8 * KiB
+    out, state = 32 * HEADS * SIZE * 4, HEADS * SIZE * SIZE * 4
+    assert long - short <= out + state + 8 * KiB
     assert long < 0.7 * coarse
 
 
 def test_a_memory_budget_is_met_and_used():
     size, budget = 64, 12
-    results = 256 * HEADS * size * 4 + HEADS * size * size * 4
-    used = predicted((1, 256, HEADS, size), impl="torch", memory_budget=f"{budget}MiB") - results
+    results = 128 * HEADS * size * 4 + HEADS * size * size * 4
+    used = predicted((1, 128, HEADS, size), impl="torch", memory_budget=f"{budget}MiB") - results
     assert 0.4 * budget * MiB <= used <= budget * MiB
 
 
@@ -188,9 +188,7 @@ def saved_bytes(tokens=64, size=64, dtype=torch.float32, **options):
 
 
 def test_what_is_saved_for_backward():
-    # One segment on a CPU: its products, if they take no more than the inputs.
-    assert 0.5 < saved_bytes() <= 1.0
-    assert saved_bytes(size=16) == 0
+    assert saved_bytes() == 0
     assert saved_bytes(dtype=torch.bfloat16) == 0
     # Several segments: the two states between three segments.
     state, token = 64 * 64, 4 * 64 + 1

@@ -19,10 +19,10 @@ from oomph.ops.common import (
     why_not_triton,
 )
 from oomph.ops.delta_attention import chunked, launch
-from oomph.ops.delta_attention.autograd import ChunkedOptions, chunked_kda, triton_kda
+from oomph.ops.delta_attention.autograd import triton_kda
 from oomph.ops.delta_attention.dense_scan import dense_scan, dense_updates
 from oomph.ops.delta_attention.reference import kda_reference
-from oomph.ops.delta_attention.segments import plan_batch, plan_packed, tokens_per_segment
+from oomph.ops.delta_attention.segments import tokens_per_segment
 from oomph.ops.opaque_op import opaque_op
 
 MODES = ("auto", "sequential", "scan", "chunked")
@@ -76,9 +76,8 @@ def kda(
         "scan" (field report 000's: a dk x dk matrix per token; for comparison), or "auto": sequential for one
         token, and for a few without gradients, else chunked.
     memory_chunk_size: for mode="chunked", the tokens that are processed at a time, in whole chunks. Saved for
-        backward are the inputs and the states every so many tokens; the rest is recomputed (on a CPU, a call
-        that is processed at once saves up to its inputs' size more). For mode="scan", the tokens per part of
-        `precompute_updates`, default 64.
+        backward are the inputs and the states every so many tokens; the rest is recomputed. For mode="scan",
+        the tokens per part of `precompute_updates`, default 64.
     memory_budget: instead, such as "64MiB": for memory beside inputs, outputs and gradients. If no size meets
         it, the one that needs least is used.
     cu_seqlens: N sequences packed one after the other in B = 1: their N + 1 boundaries, from 0 to T. States
@@ -106,7 +105,15 @@ def kda(
             return _run_per_sequence(a, _run_sequential)
         if choice.settings["mode"] == "scan":
             return _run_per_sequence(a, _run_scan)
-        return _run_chunked(a, choice.settings["segment_tokens"])
+        size = choice.settings["segment_tokens"]
+
+        def run_chunked(
+            a: KDAArguments, inputs: tuple[Tensor, ...], state: Tensor | None
+        ) -> tuple[Tensor, Tensor]:
+            given = None if a.initial_state is None else state
+            return chunked.chunked_kda(inputs, given, a.state_dtype, a.scale, size)
+
+        return _run_per_sequence(a, run_chunked)
 
 
 def precompute_updates(
@@ -366,16 +373,6 @@ def _triton_segment_tokens(a: KDAArguments) -> int | None:
 RunSequence = Callable[[KDAArguments, tuple[Tensor, ...], Tensor], tuple[Tensor, Tensor]]
 
 
-def _run_chunked(a: KDAArguments, segment_tokens: int) -> tuple[Tensor, Tensor]:
-    lengths = a.sequence_lengths()
-    if lengths is None:
-        plan = plan_batch(a.q.shape[0], a.tokens, chunked.CHUNK, segment_tokens)
-    else:
-        plan = plan_packed(lengths, chunked.CHUNK, segment_tokens)
-    options = ChunkedOptions(plan, lengths is not None, a.scale, a.state_dtype)
-    return chunked_kda(a.inputs, a.initial_state, options)
-
-
 def _run_sequential(a: KDAArguments, inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
     wide = [x.to(state.dtype) for x in inputs]
     o, final = kda_reference(*wide, initial_state=state, scale=a.scale)
@@ -392,13 +389,12 @@ def _run_per_sequence(a: KDAArguments, run: RunSequence) -> tuple[Tensor, Tensor
     lengths, state = a.sequence_lengths(), a.initial_state_or_zeros()
     if lengths is None:
         return run(a, a.inputs, state)
-    outputs, finals, start = [], [], 0
-    for index, length in enumerate(lengths):
-        own_state = state[index : index + 1]
-        if length:
-            part = tuple(x[:, start : start + length] for x in a.inputs)
+    outputs, finals = [], []
+    # Split at once: the gradient of each slice by itself would be a tensor of the full size.
+    parts = zip(*(x.split(lengths, 1) for x in a.inputs), strict=True)
+    for part, own_state in zip(parts, state.split(1), strict=True):
+        if part[0].shape[1]:
             o, own_state = run(a, part, own_state)
             outputs.append(o)
         finals.append(own_state)
-        start += length
     return torch.cat(outputs, 1), torch.cat(finals)

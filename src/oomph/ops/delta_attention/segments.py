@@ -1,102 +1,11 @@
 """Segments: the tokens that the chunked implementations process at a time, which bounds their memory.
 
-A segment is a range of tokens of every sequence (or, with packed sequences, of the packed tokens), in whole
-chunks. Forward saves the states at the starts of segments; backward recomputes everything else, one segment
-at a time.
+A segment is a range of tokens of every sequence (in the kernels, with packed sequences, of the packed
+tokens), in whole chunks. Forward saves the states at the starts of segments; backward recomputes everything
+else, one segment at a time.
 """
 
-import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class SequenceRange:
-    """Tokens start..stop-1 of one sequence, counted from its start.
-
-    `row` is the index of token `start` among all tokens, batch entries one after the other.
-    """
-
-    sequence: int
-    start: int
-    stop: int
-    row: int
-
-    @property
-    def tokens(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class Segment:
-    """Ranges of different sequences that are processed together, those with most chunks first.
-
-    `saved` is the number of states that earlier segments have saved: this segment's follow them.
-    """
-
-    ranges: tuple[SequenceRange, ...]
-    chunk: int
-    saved: int
-
-    @functools.cached_property
-    def widths(self) -> tuple[int, ...]:
-        """How many ranges have a first chunk, a second chunk, and so on."""
-        counts = [-(-each.tokens // self.chunk) for each in self.ranges]
-        return tuple(sum(count > index for count in counts) for index in range(counts[0]))
-
-    @functools.cached_property
-    def continued(self) -> tuple[int, ...]:
-        """Indices of the ranges that start from a state which an earlier segment computed."""
-        return tuple(index for index, each in enumerate(self.ranges) if each.start > 0)
-
-
-@dataclass(frozen=True)
-class SegmentPlan:
-    """All segments in order. `saved`: states at the starts of segments, without the initial ones."""
-
-    segments: tuple[Segment, ...]
-    sequences: int
-    saved: int
-
-
-def plan_batch(batch: int, tokens: int, chunk: int, per_segment: int) -> SegmentPlan:
-    """Segments of `per_segment` tokens of every batch entry."""
-    segments: list[Segment] = []
-    for start in range(0, tokens if batch else 0, per_segment):
-        stop = min(start + per_segment, tokens)
-        ranges = tuple(SequenceRange(entry, start, stop, entry * tokens + start) for entry in range(batch))
-        segments.append(Segment(ranges, chunk, batch * max(0, len(segments) - 1)))
-    return SegmentPlan(tuple(segments), batch, batch * max(0, len(segments) - 1))
-
-
-def plan_packed(lengths: Sequence[int], chunk: int, per_segment: int) -> SegmentPlan:
-    """Segments of packed sequences: as many chunks as fit, the last chunk of each sequence padded."""
-    capacity = per_segment // chunk
-    segments: list[Segment] = []
-    ranges: list[SequenceRange] = []
-    free, saved = capacity, 0
-
-    def close_segment() -> None:
-        nonlocal free, saved, ranges
-        ranges.sort(key=lambda each: -each.tokens)
-        segments.append(Segment(tuple(ranges), chunk, saved))
-        saved += len(segments[-1].continued)
-        free, ranges = capacity, []
-
-    first = 0
-    for sequence, length in enumerate(lengths):
-        start = 0
-        while start < length:
-            stop = min(length, start + free * chunk)
-            ranges.append(SequenceRange(sequence, start, stop, first + start))
-            free -= -(-(stop - start) // chunk)
-            start = stop
-            if free == 0:
-                close_segment()
-        first += length
-    if ranges:
-        close_segment()
-    return SegmentPlan(tuple(segments), len(lengths), saved)
 
 
 @dataclass(frozen=True)
