@@ -10,8 +10,7 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.systems.npt import PRESETS, NPComponent, NPTModel, NPTOptimization, convert, naive
-from oomph.systems.npt.base_model import SHAPES, load_base
-from oomph.systems.npt.frozen_linear import Int8Linear
+from oomph.systems.npt.base_model import SHAPES, Int8Linear, load_base
 from oomph.systems.npt.model import layer_indices, matching_loss
 
 pytestmark = pytest.mark.usefixtures("in_process")

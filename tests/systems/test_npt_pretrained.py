@@ -44,7 +44,7 @@ def config(base, folder, **training):
     values = {
         "system": "npt",
         "model": {"preset": "tiny", "weights": str(base), **MODEL},
-        "data": {"source": TEXT, "seq_len": 64, "batch_size": 8, "validation": 0.1},
+        "data": {"source": TEXT, "seq_len": 32, "batch_size": 8, "validation": 0.1},
         "optimizer": {"learning_rate": 1e-2},
         "training": {**options, "device": "cpu", **training},
         "output": {"dir": str(folder)},

@@ -16,7 +16,7 @@ from oomph.systems.longctx.config import LongContextConfig
 from oomph.systems.longctx.model import LongContext
 from oomph.systems.reports import ReportedRun
 
-REPORT = ReportedRun("h20", "4B", batch=1, tokens=131_072)  # a GPU with 94.97 GiB
+REPORT = ReportedRun("rtx-pro-6000", "4B", batch=1, tokens=131_072)  # the card with 94.97 GiB
 CHUNK = 4096  # tokens per chunk of the report's loss
 ROPE_BUGS = (None, "wrong_device", "rounded_positions")
 

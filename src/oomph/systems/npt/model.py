@@ -22,7 +22,7 @@ from oomph.errors import UserError
 from oomph.nn import ModulatedLinear
 from oomph.ops import linear_cross_entropy
 from oomph.ops.modulation import TokenIndex, compute_weight_delta
-from oomph.systems.npt.frozen_linear import frozen_linear, quantize_linear_layers
+from oomph.systems.npt.base_model import frozen_linear, quantize_linear_layers
 from oomph.torch_internals import register_dataclass
 
 LayerChoice = str | int | Sequence[int]
