@@ -70,6 +70,25 @@ def test_an_image_larger_than_the_held_out_part_is_refused(tmp_path: Path) -> No
         opened_images(tmp_path, image_size=200)
 
 
+def test_a_folder_gives_crops_of_its_pictures(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("no picture")
+    with pytest.raises(UserError, match=r"there is no picture in .*; its files must end with \.jpg"):
+        opened_images(tmp_path, str(folder))
+    for number, name in enumerate(("a.png", "b.JPG", "c.webp")):
+        image.new("RGB", (200, 100), (80 * number, 0, 0)).save(folder / name)
+    run = opened_images(tmp_path, str(folder))
+    reds = torch.cat([next(run.train)["images"] for _ in range(6)])[:, 0].mean(dim=(1, 2)) * 255
+    assert {round(red / 80) for red in reds.tolist()} == {0, 1, 2}
+    with pytest.raises(UserError, match=r"image_size=64 is too large for a.png; give at most 40"):
+        opened_images(tmp_path, str(folder), image_size=64)
+    (folder / "d.png").write_bytes(b"no picture")
+    with pytest.raises(UserError, match=r"d.png cannot be read as a picture"):
+        opened_images(tmp_path, str(folder))
+
+
 def test_rows_of_a_table_are_each_seen_once_an_epoch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     rows = [{"img": image.new("RGB", (32, 32), (number, 0, 0)), "label": 0} for number in range(50)]

@@ -199,7 +199,7 @@ def test_a_source_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) ->
     names = "choose from stdlib, wikitext-2, wikitext-103, fineweb-edu or a path"
     assert message_of("", run).endswith(names)
     images = message_of("stdlib", run, image_size=32)
-    assert images.endswith("of images; choose from photographs, cifar10")
+    assert images.endswith("of images; choose from photographs, cifar10, or give a folder")
 
 
 def test_a_folder_in_the_hubs_layout_gives_its_training_split(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from oomph.training.run import train
 from oomph.training.step import workload
 from oomph.training.trainer import Trainer
 
-SAME = ("data.batch_size=4", "training.steps=3", "training.eval_at_start=true")
+SAME = ("data.batch_size=4", "training.steps=2", "training.eval_at_start=true")
 SYSTEMS: dict[str, tuple[str, ...]] = {
     "longctx": SAME,
     "pythia": (*SAME, "model.dropout=0.0"),
@@ -178,7 +178,7 @@ def test_a_port_in_use_and_a_missing_rank(monkeypatch, tmp_path):
     as_environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     for name, value in as_environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(ranks_module, "START_TIMEOUT", ranks_module.timedelta(seconds=2))
+    monkeypatch.setattr(ranks_module, "START_TIMEOUT", ranks_module.timedelta(seconds=1))
     with socket.socket() as used:
         used.bind(("0.0.0.0", 0))
         used.listen()
@@ -189,7 +189,7 @@ def test_a_port_in_use_and_a_missing_rank(monkeypatch, tmp_path):
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     with (
-        pytest.raises(UserError, match="not all of 2 ranks started within 2 s"),
+        pytest.raises(UserError, match="not all of 2 ranks started within 1 s"),
         join_ranks(config, torch.device("cpu"), None),
     ):
         pass

@@ -6,9 +6,9 @@ Shapes: B batch size, C channels, S side.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from oomph.errors import UserError, need
 from oomph.training.config import Curriculum
 from oomph.training.data.sources import Permutation, Split, mixed_bits
 
-_PHOTOGRAPHS = ("china.jpg", "flower.jpg")
+_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+_DECODED = 64  # pictures of a folder that stay in memory
 _HELD_OUT = 0.2  # the right-hand part of each photograph; training never reads a pixel of it
 _CROP_SCALES = (1, 2, 3, 4)  # sides of a crop, in sides of the image it becomes
 
@@ -114,21 +115,22 @@ def pixels(picture: Any) -> torch.Tensor:
 
 
 class Photographs:
-    """The two photographs inside scikit-learn: real images without a network.
+    """Crops of the pictures in a folder; by default of the two inside scikit-learn, which need no network.
 
     Square crops at several scales, half of them mirrored, shrunk to size x size; new ones each epoch."""
 
-    name = "photographs"
     training_size = 8192
     validation_size = 512
 
     def __init__(self, size: int, seed: int = 0, folder: Path | None = None) -> None:
         self.size, self.seed = size, seed
-        self._folder = folder or _sklearn_images()
-        held_out = min(int(picture.width * _HELD_OUT) for picture in self._pictures)
-        largest = min(held_out, *(picture.height for picture in self._pictures))
-        if size > largest:
-            raise UserError(f"image_size={size} is too large for the photographs; give at most {largest}")
+        self.name = "photographs" if folder is None else str(folder)
+        self.files = _picture_files(folder or _sklearn_images())
+        for file in self.files:
+            width, height = _read(file, lambda picture: picture.size)
+            largest = min(int(width * _HELD_OUT), height)
+            if size > largest:
+                raise UserError(f"image_size={size} is too large for {file.name}; give at most {largest}")
 
     def training(self, epoch: int, index: int) -> torch.Tensor:
         return pixels(self._crop(random.Random(mixed_bits(self.seed, epoch, index)), held_out=False))
@@ -143,7 +145,7 @@ class Photographs:
         return (border, picture.width) if held_out else (0, border)
 
     def _crop(self, draw: random.Random, held_out: bool) -> Any:
-        picture = self._pictures[draw.randrange(len(self._pictures))]
+        picture = _decoded(self.files[draw.randrange(len(self.files))])
         first, last = self.region(picture, held_out)
         fitting = [scale for scale in _CROP_SCALES if scale * self.size <= min(last - first, picture.height)]
         side = self.size * draw.choice(fitting)
@@ -156,14 +158,25 @@ class Photographs:
             crop = crop.resize((self.size, self.size), image.Resampling.BOX)
         return crop.transpose(image.Transpose.FLIP_LEFT_RIGHT) if draw.random() < 0.5 else crop
 
-    @cached_property
-    def _pictures(self) -> list[Any]:
-        image = need("PIL.Image", "the photographs")
-        pictures = []
-        for name in _PHOTOGRAPHS:
-            with image.open(self._folder / name) as file:
-                pictures.append(file.convert("RGB"))
-        return pictures
+
+def _picture_files(folder: Path) -> list[Path]:
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _SUFFIXES)
+    if not files:
+        raise UserError(f"there is no picture in {folder}; its files must end with {', '.join(_SUFFIXES)}")
+    return files
+
+
+@lru_cache(_DECODED)
+def _decoded(file: Path) -> Any:
+    return _read(file, lambda picture: picture.convert("RGB"))
+
+
+def _read(file: Path, read: Callable[[Any], Any]) -> Any:
+    try:
+        with need("PIL.Image", "photographs").open(file) as picture:
+            return read(picture)
+    except OSError as error:
+        raise UserError(f"{file} cannot be read as a picture: {error}") from error
 
 
 def _sklearn_images() -> Path:
@@ -174,8 +187,4 @@ def _sklearn_images() -> Path:
             "the photographs are inside the package scikit-learn, which is not installed; "
             "pip install 'oomph[train]'"
         )
-    folder = Path(spec.submodule_search_locations[0], "datasets", "images")
-    missing = [name for name in _PHOTOGRAPHS if not (folder / name).is_file()]
-    if missing:
-        raise UserError(f"this scikit-learn has no photograph {missing[0]} in {folder}")
-    return folder
+    return Path(spec.submodule_search_locations[0], "datasets", "images")

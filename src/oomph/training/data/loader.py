@@ -89,9 +89,11 @@ def _open_images(config: TrainConfig, workers: int) -> Data:
     elif name in HUB_IMAGES:
         table = load_hub(name, HUB_IMAGES[name])
         images = TableImages(name, table, size, _split(len(table), data.validation, name))
+    elif name is not None and Path(name).is_dir():
+        images = Photographs(size, seed, Path(name))
     else:
         valid = ", ".join(IMAGE_NAMES)
-        raise UserError(f"there is no data source {name!r} of images; choose from {valid}")
+        raise UserError(f"there is no data source {name!r} of images; choose from {valid}, or give a folder")
     largest = curriculum.largest.batch_size
     if epochs is not None and largest > epochs * images.training_size:
         raise UserError(
@@ -99,6 +101,8 @@ def _open_images(config: TrainConfig, workers: int) -> Data:
             f"for training, {epochs} epochs of them; give a smaller batch or more epochs"
         )
     identity = _identity(config, ("source", "shuffle", "seed", "validation"))
+    if isinstance(images, Photographs) and name != "photographs":
+        identity["files"] = [[file.name, file.stat().st_size] for file in images.files]
     batches = ImageBatches(images, curriculum, data.shuffle, seed, epochs)
     return Data(
         Batches(batches, workers, {**identity, "image_size": size}),
