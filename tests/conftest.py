@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import signal
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +43,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The files of ops, none of which takes long, come last, so that two workers end at about the same time.
+    items.sort(key=lambda item: "ops" in item.path.parts)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -63,14 +67,22 @@ def _free_ports(count: int) -> int:
 def run_ranks() -> Callable[..., None]:
     """Calls `function(rank, port, *args)` in a process for each rank.
 
-    The processes are forks of a server that has only imported torch: in forks of this process there may be a
-    process group already, and torch may refuse backward passes.
+    The processes are forks, which have imported everything; beside a GPU, torch refuses backward passes in
+    them, and they are forks of a server that has only imported torch.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.fsdp", "oomph.ops"])
+    method = "forkserver" if torch.cuda.is_available() else "fork"
+    modules = ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "oomph.ops"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(modules)
+    if method == "fork":
+        for name in modules:
+            importlib.import_module(name)
 
     def run(function: Callable[..., None], ranks: int, *args: Any) -> None:
+        assert not torch.distributed.is_initialized(), "a test has left its process group"
         port = _free_ports(32)
-        torch.multiprocessing.start_processes(function, (port, *args), ranks, start_method="forkserver")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # errors here, and not in a new process
+            torch.multiprocessing.start_processes(function, (port, *args), ranks, start_method=method)
 
     return run
 

@@ -20,9 +20,14 @@ def _modules() -> dict[str, Path]:
     return found
 
 
-@cache
-def _nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """All of them, also inside functions; not their expressions, which are many."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from _statements(getattr(node, name, []))
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -31,16 +36,7 @@ def _imports(path: Path) -> Iterator[str]:
     Imports under TYPE_CHECKING are left out: they never run. A config class and the model that it builds name
     each other in this way. The parent package of an imported module is left out as well: it only re-exports.
     """
-    never_run = {
-        inner
-        for node in _nodes(path)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    for node in _nodes(path):
-        if node in never_run:
-            continue
+    for node in _statements(ast.parse(path.read_text()).body):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in _modules())
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -90,8 +86,11 @@ PRIVATE = re.compile(r"\btorch\.(?!ops\.)([a-z_]+\.)*_[a-zA-Z]|from torch[a-z_.]
 
 def _private_uses(path: Path) -> list[str]:
     """The lines of code, without strings and comments, that use a private name of torch."""
-    lines = path.read_text().splitlines()
-    for node in _nodes(path):
+    text = path.read_text()
+    if not PRIVATE.search(text):
+        return []
+    lines = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
                 lines[number - 1] = "" if number != node.lineno else lines[number - 1][: node.col_offset]

@@ -326,6 +326,15 @@ with _section():  # the caching allocator's settings, changed in a running proce
     set_allocator_settings: Any = torch._C._accelerator_setAllocatorSettings
 
 
+def cudnn_version() -> int | None:
+    """As torch.backends.cudnn.version(), which starts CUDA: forks of such a process could not use it."""
+    library = getattr(torch._C, "_cudnn", None)
+    if library is None or torch.version.cuda is None:
+        return None
+    major, minor, patch = library.getRuntimeVersion()
+    return int(major * 10000 + minor * 100 + patch)
+
+
 def clear_cublas_workspaces() -> None:
     """Free the workspaces of cuBLAS, which live in the caching allocator. CPU builds have none."""
     if torch.version.cuda is not None:
@@ -572,6 +581,7 @@ __all__ = [
     "clear_cublas_workspaces",
     "compiled_frame_callback",
     "cuda_lazy_call",
+    "cudnn_version",
     "current_autograd_node",
     "current_dispatch_mode",
     "current_dispatch_modes",

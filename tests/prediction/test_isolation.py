@@ -257,7 +257,7 @@ oomph.predict(sets_threads)
 assert torch.get_num_threads() == 2
 
 def program():
-    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(30)]).to("cuda")
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)]).to("cuda")
     optimizer = torch.optim.AdamW(model.parameters())
     def step():
         open("weights.pt", "w").write("x")
@@ -269,7 +269,7 @@ def program():
 random.seed(0)
 interrupted = 0
 for _ in range(10):
-    timer = threading.Timer(random.uniform(0, 0.2), lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer = threading.Timer(random.uniform(0, 0.12), lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     try:
         oomph.predict(program)

@@ -13,7 +13,7 @@ from oomph import Prediction, ProgramError, Script, Workload
 from oomph.parallel import parse_parallel
 from oomph.planning import ranks_needed
 
-WIDTH, LAYERS = 256, 6
+WIDTH, LAYERS = 256, 4
 PARAMETERS = 4 * LAYERS * (8 * WIDTH * WIDTH + 5 * WIDTH)  # bytes
 BLOCK = PARAMETERS // LAYERS
 
@@ -155,7 +155,7 @@ def test_a_script_for_torchrun(tmp_path, capfd):
 def test_how_many_cards_are_needed():
     (alone,) = ranks_needed(WORKLOAD, "24GiB", None, lambda text, fraction: None)
     assert (alone.ranks, alone.fits, alone.sent) == (1, True, 0)
-    trials = ranks_needed(WORKLOAD, "24GiB", "60MiB", lambda text, fraction: None)
+    trials = ranks_needed(WORKLOAD, "24GiB", "48MiB", lambda text, fraction: None)
     # Workspaces and gathered blocks are not divided: the search ends where more ranks change nothing.
     assert [one.ranks for one in trials[:3]] == [1, 2, 4]
     assert not any(one.fits for one in trials)

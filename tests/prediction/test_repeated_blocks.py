@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import oomph
 from oomph.prediction import isolation
 
 BLOCKS, WIDTH = 8, 32
+FIRST = [f"blocks.{index}" for index in range(BLOCKS)]
 traced = multiprocessing.Value("i", 0, lock=False)  # forward passes of blocks, in all processes
 
 
@@ -76,6 +78,23 @@ def several_models() -> None:
     for block in frozen.blocks:
         block.up.requires_grad_(False)
     train(frozen)
+    partly = Model()
+    partly.blocks.extend(Block(BLOCKS + index) for index in range(BLOCKS))
+    oomph.apply({"fix": "activation_checkpointing", "options": {"blocks": FIRST}}, partly)
+    train(partly)
+    with_cache()
+
+
+def with_cache() -> None:
+    """The cache of keys dies with the model's output, before the backward pass."""
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=50, num_hidden_layers=BLOCKS, **sizes)
+    model = LlamaForCausalLM(config).cuda()
+    ids = torch.zeros(4, 16, dtype=torch.int64, device="cuda")
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
 
 
 class Larger(Block):

@@ -176,6 +176,30 @@ def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program: Ca
     assert assumed.site.function == program.__name__
 
 
+def own_loop(iterations: int, optimizers: int = 1) -> None:
+    """Each optimizer has a share of the layers, and steps once in an iteration."""
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(60))).cuda()
+    shares = [[each.weight for each in model[first::optimizers]] for first in range(optimizers)]
+    made = [torch.optim.Adam(share) for share in shares]
+    for _ in range(iterations):
+        model(torch.ones(16, 256, device="cuda")).sum().backward()
+        for optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_function_that_trains_without_end_is_stopped() -> None:
+    stopped, whole = (oomph.predict(lambda n=n: own_loop(n), gpu="h200") for n in (10**9, 3))
+    assert stopped.peak.allocated == whole.peak.allocated
+    assert stopped.step_seconds == pytest.approx(whole.step_seconds / 3, rel=0.3)
+    assert any(" was stopped after " in note.text for note in stopped.notes)
+
+
+def test_optimizers_of_single_parameters_are_no_loop_without_end() -> None:
+    found = oomph.predict(lambda: own_loop(2, optimizers=60), gpu="h200")
+    assert not any(" was stopped after " in note.text for note in found.notes)
+
+
 @in_process
 def test_truncated_normals_are_drawn_once() -> None:
     """torch 2.13 draws again while a value is out of bounds."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import os
 import re
@@ -22,15 +23,16 @@ from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
     autograd_runs,
     can_restart,
-    displayed,
     finish,
     is_isolated,
     restart,
     run_in_new_interpreter,
     run_isolated,
+    show_progress,
     trace_lock,
+    without_collection,
 )
-from oomph.prediction.replay import Replay, margin, replay
+from oomph.prediction.replay import Replay, margin, refused, replay
 from oomph.prediction.roofline import step_work
 from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes, check_sizes
@@ -38,7 +40,6 @@ from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import OpLog, Tracer
 from oomph.prediction.tracer.values import Assumptions, assuming
-from oomph.prediction.trainers import as_program
 from oomph.records import (
     Alive,
     Allocation,
@@ -65,6 +66,7 @@ _MOST_OF_EACH = 1.5  # where such sizes multiply each other
 # buffer of 4 MiB (NCCL_BUFFSIZE) and about 1 MiB for other protocols.
 _NCCL_COMMUNICATOR = 16 * 2 * 5 * MiB
 _depth = 0
+_kept_open: Tracer | None = None  # of `model_built_once`
 T = TypeVar("T")
 
 
@@ -91,12 +93,11 @@ def predict(
     other programs, and "network".
     `progress` receives a text and, where it is known, the fraction that is done.
     """
-    target = as_program(target)
+    target = program.as_program(target)
     card = _card(gpu)
-    nccl = _nccl(target)
-    limit = _limit(card if gpu is not None else None, max, nccl)
+    limit = _limit(card if gpu is not None else None, max, _nccl(target))
     if isinstance(target, Script) and autograd_breaks_in_forks():
-        with displayed(progress) as report:
+        with show_progress(progress) as report:
             return run_in_new_interpreter(predict, report, target, gpu=gpu, max=max, sizes=sizes, allow=allow)
     began = time.perf_counter()
 
@@ -110,14 +111,8 @@ def predict(
     def prediction(tracer: Tracer) -> Prediction:
         if tracer.batch_sizes is not None:
             tracer.batch_sizes.check_applied(tuple(tracer.moved))
-        found = _prediction(tracer, card, gpu is not None, limit)
-        if tracer.ranks > 1:
-            found = _of_ranks(found, tracer.ranks, nccl)
-        return replace(
-            found,
-            notes=(*_notes_on_target(target), *found.notes),
-            seconds=time.perf_counter() - began,
-        )
+        found = _prediction(tracer, target, card, gpu is not None, limit)
+        return replace(found, seconds=time.perf_counter() - began)
 
     def run(progress: program.Progress) -> Prediction:
         return prediction(
@@ -131,7 +126,7 @@ def predict(
             )
         )
 
-    with displayed(progress) as report:
+    with show_progress(progress) as report:
         return predict_isolated(run, report, allow)
 
 
@@ -219,34 +214,49 @@ def silently(function: Callable[[program.Progress], T], progress: program.Progre
     return function(progress)
 
 
-def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Prediction:
+@without_collection()
+def _prediction(
+    tracer: Tracer,
+    target: Workload | Script | Callable[[], Any],
+    card: GPU,
+    named: bool,
+    limit: int | None,
+) -> Prediction:
     events, notes = tuple(tracer.recorder.events), tracer.recorder.notes
     allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
     settings = allocator_settings(tracer.allocator)
-    run = functools.partial(replay, events, allocations, settings=settings)
-    unlimited = run()
+    unlimited = replay(events, allocations, settings=settings)
+    refused_by = functools.partial(refused, events, allocations, settings=settings)
     sizes_assumed = tracer.estimates.sizes_assumed
     compiled = tracer.compile_seconds > 0
     residual = margin(unlimited.peak_reserved, allocations, sizes_assumed, compiled, card, torch.__version__)
-    off_by = _margin_for_addresses(run, unlimited, residual)
-    verdict, refused = _verdict(run, unlimited, limit, off_by, residual)
+    off_by = residual
+    if refused_by(unlimited.highest_reserved + residual, rising=True) is not None:
+        # The step would not run within the margin with segments at rising addresses.
+        rising = replay(events, allocations, settings=settings, rising=True)
+        off_by = max(residual, rising.highest_reserved - unlimited.highest_reserved)
+    verdict, request = _verdict(refused_by, unlimited, limit, off_by, residual)
     step_seconds, work = step_work(tracer.work.kernels, card)
     growth = _growth(unlimited, events, allocations)
     peak = _peak(unlimited, events, allocations, card)
-    return Prediction(
+    found = Prediction(
         gpu=card.name if named else None,
         gpu_title=card.title,
         capacity=card.memory if named else None,
         limit=limit,
         verdict=verdict,
-        refused=None if refused is None else allocations[refused],
+        refused=None if request is None else allocations[request],
         peak=peak,
         steps=tuple(replace(step, device=step.reserved + card.context) for step in unlimited.steps),
         at_peak=unlimited.at_peak,
         timeline=unlimited.timeline,
         events=events,
         allocations=allocations,
-        notes=(*notes, *_notes_on_prediction(card, named, growth, allocations)),
+        notes=(
+            *_notes_on_target(target),
+            *notes,
+            *_notes_on_prediction(card, named, growth, allocations),
+        ),
         seconds=0.0,
         compile_seconds=tracer.compile_seconds,
         step_seconds=step_seconds,
@@ -261,6 +271,7 @@ def _prediction(tracer: Tracer, card: GPU, named: bool, limit: int | None) -> Pr
         assumptions=tuple(_assumptions(tracer)),
         interval=Interval(peak, peak) if sizes_assumed else _interval(tracer, peak, unlimited.at_peak),
     )
+    return _of_ranks(found, tracer.ranks, _nccl(target)) if tracer.ranks > 1 else found
 
 
 def _interval(tracer: Tracer, peak: Peak, at_peak: Sequence[Alive]) -> Interval | None:
@@ -311,15 +322,8 @@ def _assumptions(tracer: Tracer) -> Iterator[Note]:
         yield Note(f"{missing}, where a condition on values is taken as {str(answer).lower()}", site)
 
 
-def _margin_for_addresses(run: Callable[..., Replay], unlimited: Replay, residual: int) -> int:
-    """The margin, widened if the step would not run within it with segments at rising addresses."""
-    if run(unlimited.highest_reserved + residual, rising=True).refused is None:
-        return residual
-    return max(residual, run(rising=True).highest_reserved - unlimited.highest_reserved)
-
-
 def _verdict(
-    run: Callable[..., Replay], unlimited: Replay, limit: int | None, margin: int, residual: int
+    refused_by: Callable[..., int | None], unlimited: Replay, limit: int | None, margin: int, residual: int
 ) -> tuple[Verdict | None, int | None]:
     """Whether the allocator serves all requests within `limit`, and the id of the one that it refuses.
 
@@ -330,12 +334,12 @@ def _verdict(
         return None, None
     if unlimited.highest_reserved + margin <= limit:
         return "fits", None
-    if all(run(limit - residual, rising=rising).refused is None for rising in (False, True)):
+    if all(refused_by(limit - residual, rising=rising) is None for rising in (False, True)):
         return "fits", None
-    refused = run(limit).refused
-    if all(run(limit + residual, rising=rising).refused is not None for rising in (False, True)):
-        return "does not fit", refused
-    return "too close to call", refused
+    request = refused_by(limit)
+    if all(refused_by(limit + residual, rising=rising) is not None for rising in (False, True)):
+        return "does not fit", request
+    return "too close to call", request
 
 
 def _notes_on_target(target: Workload | Script | Callable[[], Any]) -> tuple[Note, ...]:
@@ -356,7 +360,7 @@ def trace(
 ) -> Tracer:
     """Run the target on the fake GPU; its own failures come out as ProgramError.
 
-    `finish` ends the process of a Script whose steps repeat; other targets return.
+    `finish` ends the process of a Script whose steps repeat, or of a function that trains without end.
     """
 
     def run(tracer: Tracer) -> Tracer:
@@ -370,7 +374,7 @@ def trace(
                 raise UserError("a script is predicted in a child process, which is not possible here")
             run_script(target, tracer, progress, finish)
         elif callable(target) and not isinstance(target, torch.nn.Module):
-            program.run_function(target, tracer, progress)
+            program.run_function(target, tracer, progress, finish if is_isolated() else None)
         else:
             raise UserError(
                 f"predict takes a Workload, a function of no arguments or oomph.Script(path); "
@@ -382,8 +386,36 @@ def trace(
     return _traced(run, card, log)
 
 
+@contextlib.contextmanager
+def model_built_once(
+    workload: Workload, card: GPU, max: int
+) -> Iterator[Callable[[Callable[[Workload], Workload]], Prediction]]:
+    """The workload's model is built, and the trace stays open: a fork of this process predicts the workload
+    as a function changes it. Building takes as long as a step of some models."""
+    limit = _limit(card, max, _nccl(workload))
+    with _open_trace(card) as tracer:
+        model = _run_traced(lambda tracer: program.build_model(workload, tracer), tracer)
+        with_model = replace(workload, model=lambda: model)
+
+        def predicted(change: Callable[[Workload], Workload]) -> Prediction:
+            global _kept_open
+            _kept_open = tracer
+            changed = change(with_model)
+
+            def run(tracer: Tracer) -> Prediction:
+                program.run_workload(changed, tracer, lambda text, fraction: None)
+                tracer.label_parameters()
+                return _prediction(tracer, changed, card, True, limit)
+
+            return _run_traced(run, tracer)
+
+        yield predicted
+
+
 def built(workload: Workload) -> torch.nn.Module:
     """The workload's model on tensors without data, as it is before it is moved to the GPU."""
+    if _kept_open is not None:
+        return program.build_model(workload, _kept_open)
     return _traced(lambda tracer: program.build_model(workload, tracer), _card(None))
 
 
@@ -393,6 +425,12 @@ def called(function: Callable[[], Any]) -> Any:
 
 
 def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> T:
+    with _open_trace(card, log) as tracer:
+        return _run_traced(run, tracer)
+
+
+@contextlib.contextmanager
+def _open_trace(card: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
     global _depth
     _check_torch()
     with trace_lock:
@@ -400,7 +438,8 @@ def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> 
             raise UserError("predict was called by a program that is itself being predicted; call it outside")
         _depth += 1
         try:
-            return _run_traced(run, card, log)
+            with tracing(card, log) as tracer:
+                yield tracer
         finally:
             _depth -= 1
 
@@ -415,20 +454,19 @@ def _check_torch() -> None:
     self_test()
 
 
-def _run_traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None) -> T:
-    with tracing(card, log) as tracer:
-        tracer.boundary.outside |= {_run_traced.__code__, _restarting.__code__, run.__code__}
-        try:
-            return _restarting(run, tracer)
-        except WrongDevice as error:
-            _check_batch_device(error, tracer)
-            raise _program_error(error, tracer) from error
-        except ArgumentError as error:
-            raise _program_error(error, tracer) from error  # the program's own call of an op, at its own line
-        except (OomphError, KeyboardInterrupt, GeneratorExit):
-            raise
-        except BaseException as error:
-            raise _program_error(error, tracer) from error
+def _run_traced(run: Callable[[Tracer], T], tracer: Tracer) -> T:
+    tracer.boundary.outside |= {_run_traced.__code__, _restarting.__code__, run.__code__}
+    try:
+        return _restarting(run, tracer)
+    except WrongDevice as error:
+        _check_batch_device(error, tracer)
+        raise _program_error(error, tracer) from error
+    except ArgumentError as error:
+        raise _program_error(error, tracer) from error  # the program's own call of an op, at its own line
+    except (OomphError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise _program_error(error, tracer) from error
 
 
 def _restarting(run: Callable[[Tracer], T], tracer: Tracer) -> T:

@@ -439,8 +439,11 @@ def _with_name(opened: Any, file: Any) -> Any:
     return opened
 
 
-def install(scratch: str) -> None:
-    """Redirect this process' file functions to an overlay in `scratch`, for good."""
+def install(scratch: str) -> Callable[[str, tuple[Any, ...]], None]:
+    """Redirect this process' file functions to an overlay in `scratch`, for good.
+
+    The result refuses other writes: for a hook of AUDITED_WRITES.
+    """
     overlay = FileOverlay(scratch)
     replaced: dict[Any, Any] = {builtins.open: overlay.open, os.open: overlay.os_open}
     for name in ("remove", "rmdir", "rename", "mkdir", "link", "symlink", "listdir", "scandir", "chdir"):
@@ -467,7 +470,7 @@ def install(scratch: str) -> None:
         if not overlay.has_opener:
             refuse_write(event, args, (overlay.scratch,))
 
-    sys.addaudithook(refuse_other_writes)
+    return refuse_other_writes
 
 
 def _unless_direct(overlay: FileOverlay, name: str) -> Callable[..., Any]:
@@ -602,6 +605,7 @@ _CHANGED_PATHS = {  # audit event -> which of its arguments are paths that it ch
     **dict.fromkeys(("os.link", "os.symlink"), (1,)),
     "os.rename": (0, 1),
 }
+AUDITED_WRITES = frozenset({"open", *_CHANGED_PATHS})
 
 
 def refuse_write(event: str, args: tuple[Any, ...], folders: tuple[str, ...]) -> None:

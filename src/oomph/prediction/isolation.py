@@ -59,6 +59,13 @@ class _Stuck(Exception):
     """The child does not compute. It may wait for a lock that another thread held when it was forked."""
 
 
+class Continued(BaseException):
+    """In a fork that `run_forked` made to continue the program: `change` is what it continues with."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        self.change = change
+
+
 class Refused(PermissionError):
     """The program did something that a prediction does not allow. Programs may catch it and continue."""
 
@@ -93,7 +100,7 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
 
 
 @contextlib.contextmanager
-def displayed(progress: Progress | None, delay: float = 2.0) -> Iterator[Progress]:
+def show_progress(progress: Progress | None, delay: float = 2.0) -> Iterator[Progress]:
     """`progress`; without one, a bar of tqdm in a notebook, after so many seconds, and nothing elsewhere."""
     in_notebook = "ipykernel" in sys.modules and not _inside
     if progress is not None or not in_notebook or importlib.util.find_spec("tqdm") is None:
@@ -179,7 +186,7 @@ def _refuse_effects_here() -> None:
     """Once per process: audit hooks stay. This one is for threads that run a program now."""
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if getattr(_refusing, "on", False):
+        if event in _AUDITED and getattr(_refusing, "on", False):
             file_overlay.refuse_write(event, args, ())
             _refuse_effect(event, args, _refusing.allow)
 
@@ -188,12 +195,14 @@ def _refuse_effects_here() -> None:
 
 def autograd_breaks_in_forks() -> bool:
     """Whether this process has run a backward pass beside a GPU: torch runs none in a child of it then."""
-    if not hasattr(os, "fork") or _inside:
-        return False
+    return hasattr(os, "fork") and not _inside and not autograd_runs_in_forks()
+
+
+def autograd_runs_in_forks() -> bool:
     child, _ = _fork()
     if child == 0:
         os._exit(0 if autograd_runs() else 1)
-    return os.waitpid(child, 0)[1] != 0
+    return os.waitpid(child, 0)[1] == 0
 
 
 def run_in_new_interpreter(function: Callable[..., T], progress: Progress, *args: Any, **kwargs: Any) -> T:
@@ -228,13 +237,15 @@ def _answer(write: int) -> None:
 
 
 def run_forked(
-    functions: Sequence[Callable[[], T]], jobs: int
+    functions: Sequence[Callable[..., T]], jobs: int, continues: bool = False
 ) -> Iterator[tuple[int, T | OomphError | RuntimeError]]:
     """In an isolated process: (position, result or error) of each function, in the order in which they end.
 
     Each runs in a fork of this process, which has all that was imported and built before; `jobs` at a time.
+    `continues`: it is not called, but raised in the fork, as Continued, to whoever lets the program continue.
     """
     waiting, running = list(enumerate(functions)), dict[int, tuple[int, int]]()
+    ticks: dict[int, Any] = {}
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -243,6 +254,9 @@ def run_forked(
                 sys.stdout.flush()
                 sys.stderr.flush()
                 child = os.fork()
+                if child == 0 and continues:
+                    running.clear()  # which are the parent's to end
+                    _continue_fork(function, read, write)
                 if child == 0:
                     _run_fork(function, read, write)
                 os.close(write)
@@ -250,13 +264,17 @@ def run_forked(
             with selectors.DefaultSelector() as selector:
                 for pipe in running:
                     selector.register(pipe, selectors.EVENT_READ)
-                ready = [key.fd for key, _ in selector.select()]
+                ready = [key.fd for key, _ in selector.select(_STUCK_S if continues else None)]
+            if not ready:  # threads of the program are not there in its forks
+                now = {pipe: _cpu_ticks(child) for pipe, (_, child) in running.items()}
+                stuck = [pipe for pipe in now if now[pipe] == ticks.get(pipe)]
+                ticks = now
+                for _, child in map(running.__getitem__, stuck):
+                    os.kill(child, signal.SIGKILL)
             for pipe in ready:
                 position, child = running[pipe]
-                kind, value = _receive(_Child(child, pipe, math.inf), lambda text, fraction: None) or (
-                    "",
-                    None,
-                )
+                received = _receive(_Child(child, pipe, math.inf), lambda text, fraction: None)
+                kind, value = received or ("", None)
                 ended = _end(child)
                 os.close(pipe)
                 del running[pipe]
@@ -295,9 +313,29 @@ def _run_fork(function: Callable[[], Any], read: int, write: int) -> NoReturn:
         os.close(read)
         with os.fdopen(write, "wb") as messages:
             _messages_to_parent = messages
-            _send(messages, _outcome_in_fork(lambda progress: function(), messages))
+            outcome = _outcome_in_fork(lambda progress: function(), messages)
+            _send(_messages_to_parent, outcome)  # of a fork of this one, if that continued the function
     finally:
         os._exit(0)
+
+
+def _continue_fork(function: Callable[..., Any], read: int, write: int) -> NoReturn:
+    """What the program's end sends goes to the process that was forked."""
+    global _messages_to_parent
+    _end_with_parent()
+    _unended.clear()
+    os.close(read)
+    _messages_to_parent = os.fdopen(write, "wb")
+    raise Continued(function)
+
+
+def _cpu_ticks(pid: int) -> Any:
+    """Anything that changes while the process computes."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[11:13]
+    except OSError:  # not Linux
+        return time.monotonic()
 
 
 def refuse_in_thread() -> Callable[[], None]:
@@ -392,7 +430,7 @@ def _run_child(
             else:
                 outcome = _outcome_in_fork(function, messages)
             with _sending:
-                _send(messages, outcome)
+                _send(_messages_to_parent, outcome)
         status = 0
     finally:
         os._exit(status)
@@ -409,9 +447,15 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     _end_with_parent()
     _use_one_thread()
     _watch_line_ends()
-    file_overlay.install(scratch)
+    refuse_other_writes = file_overlay.install(scratch)
     gc.freeze()  # the parent's objects: collecting them would copy its memory
-    sys.addaudithook(lambda event, args: _refuse_effect(event, args, allow))
+
+    def refuse(event: str, args: tuple[Any, ...]) -> None:
+        if event in _AUDITED:
+            refuse_other_writes(event, args)
+            _refuse_effect(event, args, allow)
+
+    sys.addaudithook(refuse)
     os.environ.update(_ENVIRONMENT)
     sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]  # MPI starts processes when it is imported
     if "subprocesses" not in allow:
@@ -455,7 +499,7 @@ def autograd_runs() -> bool:
 
 
 def _outcome_in_fork(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[str, Any]:
-    return _outcome(function, messages) if autograd_runs() else ("no fork", None)
+    return _outcome(function, messages) if autograd_runs_in_forks() else ("no fork", None)
 
 
 def _outcome(function: Callable[[Progress], Any], messages: BinaryIO) -> tuple[str, Any]:
@@ -533,6 +577,8 @@ def _forget_imports_of_other_threads() -> None:
 
 _ENVIRONMENT = {"GIT_OPTIONAL_LOCKS": "0", "WANDB_MODE": "disabled"}  # wandb's offline mode starts a server
 _COMMANDS = {"subprocess.Popen": 1, "os.system": 0, "os.exec": 1, "os.posix_spawn": 1}
+# Hooks are called for all events, also for every id() of a trace: one hook, and the others cost it little.
+_AUDITED = file_overlay.AUDITED_WRITES | {"socket.connect", *_COMMANDS}
 _QUERIES = (  # what programs ask before they train; with these words, none of them writes
     *(("git", each) for each in ("rev-parse", "describe", "log", "show")),
     *(("git", "config", "--get"), ("git", "branch", "--show-current")),
@@ -576,7 +622,7 @@ def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) ->
 
 
 @contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Many new objects would start collections of all objects of the process, and none of them is garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -589,7 +635,7 @@ def _without_collection() -> Iterator[None]:
 
 def _send(messages: BinaryIO, message: tuple[str, Any]) -> None:
     try:
-        with _without_collection():
+        with without_collection():
             data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         data = pickle.dumps(("error", RuntimeError(f"the result cannot be sent: {error!r}")))
@@ -654,7 +700,7 @@ def _receive(child: _Child, progress: Progress) -> tuple[str, Any] | None:
         data = child.read(struct.unpack("<Q", header)[0])
         if data is None:  # it was killed while it sent
             return None
-        with _without_collection():
+        with without_collection():
             kind, value = pickle.loads(data)
         if kind != "progress":
             return kind, value

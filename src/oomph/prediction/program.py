@@ -1,4 +1,4 @@
-"""What is traced: the step of a Workload, or a function of the user's and what it returned."""
+"""What is traced: the step of a Workload, a function of the user's and what it returned, or a Trainer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import dataclasses
 import inspect
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -24,6 +24,9 @@ from oomph.torch_internals import FakeTensor, deterministic_algorithms, init_fak
 from oomph.workload import Workload, check_loss
 
 _REPEATED_PASSES = 4  # accumulated passes whose events are recorded; later ones add nothing
+_ONCE = ("workspace", "optimizer state")  # in the first step; the optimizer may step in backward
+_STEPS_AT_THE_PEAK = 50  # of a function's own loop, after which it is stopped
+_MOST_STEPS = 500
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
 
 
@@ -100,15 +103,21 @@ def _run_steps(
             optimizer.step()
             optimizer.zero_grad()
 
-    # Optimizers of others may do something only at every third step.
-    same_steps = optimizer is None or type(optimizer).__module__.startswith("torch.optim")
+    # Optimizers of others may do something only at every third step. That of a fix may have one inside.
+    stepped: Any = optimizer
+    while type(stepped).__module__.startswith("oomph."):
+        inner = getattr(stepped, "inner", getattr(stepped, "_inner", None))
+        if inner is None:
+            break
+        stepped = inner
+    same_steps = stepped is None or type(stepped).__module__.startswith(("torch.optim", "oomph."))
     _repeat(step, tracer, repeated if same_steps else None, steps)
 
 
 class _TracedPass(NamedTuple):
     events: Sequence[Event]
     kernels: Sequence[Kernel]
-    requests: Sequence[tuple[int, str]]  # bytes and op of each allocation, without workspaces
+    requests: Sequence[tuple[int, str]]  # bytes and op of each allocation, without those of _ONCE
     forward_requests: Sequence[tuple[int, str]]
 
 
@@ -136,7 +145,7 @@ class _RepeatedPasses:
             len(tracer.recorder.allocations),
         )
         yield
-        new = [each for each in tracer.recorder.allocations[made:] if each.kind != "workspace"]
+        new = [each for each in tracer.recorder.allocations[made:] if each.kind not in _ONCE]
         traced = _TracedPass(
             tracer.recorder.events[events:],
             work.kernels[kernels:],
@@ -186,11 +195,18 @@ def build_model(workload: Workload, tracer: Tracer) -> torch.nn.Module:
     return workload.make_model(lambda model: _on_fake_tensors(model, tracer))
 
 
-def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress) -> None:
-    """Called once; if it returns a callable, that is the step and is called three times."""
+def run_function(
+    function: Callable[[], Any],
+    tracer: Tracer,
+    progress: Progress,
+    finish: Callable[[Tracer], NoReturn] | None = None,
+) -> None:
+    """Called once; if it returns a callable, that is the step and is called three times.
+
+    `finish` ends the process of a function that trains without end."""
     progress("running the program", None)
     name = name_of(function)
-    tracer.on_optimizer_step = partial(_report_own_loop, tracer, progress)
+    tracer.on_optimizer_step = _OwnLoop(name, tracer, progress, finish).stepped
     tracer.work.begin(counting=True)  # if it is no preparation of steps, the call itself is the step
     with tracer.in_phase("forward"):
         result = function()
@@ -218,11 +234,38 @@ def run_function(function: Callable[[], Any], tracer: Tracer, progress: Progress
         )
 
 
-def _report_own_loop(tracer: Tracer, progress: Progress, optimizer: torch.optim.Optimizer) -> None:
-    """All its steps are traced, since later ones may differ; the progress text says what would be faster."""
-    if tracer.optimizer_steps > STEPS:
-        running = f"running the program, optimizer step {tracer.optimizer_steps}"
-        progress(f"{running}; a function that returns its step is traced for three", None)
+class _OwnLoop:
+    """All steps of a function's own loop are traced, since later ones may differ, unless there is no end to
+    them; the progress text says what would be faster."""
+
+    def __init__(
+        self, name: str, tracer: Tracer, progress: Progress, finish: Callable[[Tracer], NoReturn] | None
+    ) -> None:
+        self._name, self._tracer, self._progress, self._finish = name, tracer, progress, finish
+        self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._peak = self._since = self._kernels = 0
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        tracer, before = self._tracer, min(self._counts.values(), default=0)
+        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        steps = min(self._counts.values())  # a program may have an optimizer for each parameter
+        if steps == before:
+            return
+        if steps > STEPS:
+            running = f"running the program, optimizer step {steps}"
+            self._progress(f"{running}; a function that returns its step is traced for three", None)
+        if tracer.recorder.peak_bytes > self._peak:
+            self._peak, self._since = tracer.recorder.peak_bytes, steps
+        left = min(self._since + _STEPS_AT_THE_PEAK, _MOST_STEPS) - steps
+        if left == 1:
+            self._kernels = len(tracer.work.kernels)
+        if left <= 0 and self._finish is not None:
+            del tracer.work.kernels[: self._kernels]  # the time of one step
+            tracer.recorder.note(
+                f"{self._name} was stopped after {steps} optimizer steps: what it does later is not included"
+            )
+            tracer.label_parameters()
+            self._finish(tracer)
 
 
 def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:
@@ -390,3 +433,53 @@ def _parts(value: Any) -> Iterator[Any] | None:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return (getattr(value, field.name, None) for field in dataclasses.fields(value))
     return None
+
+
+# -------------------------------------------------------------------------- a Trainer of transformers
+
+TRAINER = "transformers.trainer.Trainer"
+
+
+def as_program(target: Any) -> Any:
+    """A function for a Trainer; everything else as it is."""
+    names = class_names(target)
+    if TRAINER in names:
+        return _steps_of(target)
+    if names & {"lightning.pytorch.trainer.trainer.Trainer", "pytorch_lightning.trainer.trainer.Trainer"}:
+        raise UserError(
+            "a Trainer of Lightning has no model before fit; give a function that makes the trainer with "
+            "accelerator='gpu' and calls fit"
+        )
+    return target
+
+
+def _steps_of(trainer: Any) -> Callable[[], None]:
+    """Trains a copy of the model with a copy of the Trainer, on the GPU that is there when it is called."""
+
+    def train() -> None:
+        from transformers import DefaultFlowCallback
+
+        one = copy.copy(trainer)
+        one.args = args = copy.copy(trainer.args)
+        args.max_steps = STEPS
+        args.eval_strategy = args.save_strategy = "no"
+        args.disable_tqdm = True
+        for cached in ("_setup_devices", "distributed_state"):  # of the machine without the GPU
+            vars(args).pop(cached, None)
+        device = args.device  # made again
+        one.model = one.model_wrapped = copy.deepcopy(trainer.model).to(device)
+        one.create_accelerator_and_postprocess()
+        one.callback_handler = copy.copy(trainer.callback_handler)
+        one.callback_handler.model = one.model
+        one.callback_handler.callbacks = [DefaultFlowCallback()]  # those that report need a network
+        one.state, one.control = copy.deepcopy(trainer.state), copy.deepcopy(trainer.control)
+        if trainer.optimizer is not None:  # given, with the parameters of the model itself
+            one.optimizer = type(trainer.optimizer)(one.model.parameters(), **trainer.optimizer.defaults)
+            one.lr_scheduler = None
+        one.train()
+
+    return train
+
+
+def class_names(value: Any) -> set[str]:
+    return {f"{kind.__module__}.{kind.__qualname__}" for kind in type(value).__mro__}

@@ -10,12 +10,20 @@ largest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from oomph.gpus import GPU
-from oomph.prediction.allocator import AllocatorSettings, Block, CachingAllocator, OutOfMemory
+from oomph.prediction.allocator import (
+    AllocatorSettings,
+    Block,
+    CachingAllocator,
+    OutOfMemory,
+    SegmentListener,
+)
 from oomph.prediction.expandable_segments import ExpandableAllocator
 from oomph.records import Alive, Allocation, Event, Moment, StepPeak
 from oomph.units import MiB
@@ -73,14 +81,11 @@ def replay(
     def on_segment(action: str, address: int, size: int) -> None:
         trace.append(TraceEntry(action, address, size, requester))  # type: ignore[arg-type]
 
-    settings = settings or AllocatorSettings()
-    allocator = (ExpandableAllocator if settings.expandable_segments else CachingAllocator)(
-        limit, max_split=settings.max_split, on_segment=on_segment if record else None, rising=rising
-    )
+    allocator = _allocator(limit, settings, rising, on_segment if record else None)
     malloc, free = allocator.malloc, allocator.free
     known = len(allocations)
     alive: dict[int, Block] = {}
-    timeline: list[Moment] = []
+    states: list[tuple[int, int, int]] = []
     steps = _Steps(allocator)
     refused: int | None = None
 
@@ -109,20 +114,17 @@ def replay(
             if (step := _STEP_MARK.fullmatch(label)) is not None:
                 allocator.synchronize()  # the host runs ahead of the GPU by less than a step
                 steps.begin(int(step[1]), index)
-            elif label == "empty_cache":
-                allocator.empty_cache()
-            elif label == "synchronize":
-                allocator.synchronize()
-            elif label == "record_stream":
-                if id not in alive:
-                    raise ValueError(_complaint(index, label, id, known))
-                alive[id].recorded = True
+            elif label == "record_stream" and id not in alive:
+                raise ValueError(_complaint(index, label, id, known))
+            else:
+                _mark(allocator, alive, id, label)
             continue
         else:
             raise ValueError(f"event {index}: {action!r} is not an action; valid: alloc, free, mark")
-        timeline.append(Moment(index, allocator.allocated, allocator.reserved))
+        states.append((index, allocator.allocated, allocator.reserved))
 
     steps.end()
+    timeline = tuple(map(partial(tuple.__new__, Moment), states))  # its own constructor takes far longer
     peak_event = steps.peak_event(timeline)
     return Replay(
         peak_allocated=steps.highest.allocated,
@@ -131,11 +133,58 @@ def replay(
         peak_step=steps.highest.step,
         steps=tuple(steps.peaks) if steps.marked else (),
         at_peak=_alive_after(peak_event, events, allocations, timeline),
-        timeline=tuple(timeline),
-        highest_reserved=max((moment.reserved for moment in timeline), default=0),
+        timeline=timeline,
+        highest_reserved=max(map(itemgetter(2), states), default=0),
         refused=refused,
         trace=tuple(trace),
     )
+
+
+def refused(
+    events: Sequence[Event],
+    allocations: Sequence[Allocation],
+    limit: int,
+    *,
+    settings: AllocatorSettings | None = None,
+    rising: bool = False,
+) -> int | None:
+    """`replay(...).refused` for events that do not contradict themselves, and nothing else of it."""
+    allocator = _allocator(limit, settings, rising)
+    malloc, free = allocator.malloc, allocator.free
+    alive: dict[int, Block] = {}
+    for action, id, label in events:
+        if action == "alloc":
+            try:
+                alive[id] = malloc(allocations[id].bytes, allocations[id].stream)
+            except OutOfMemory:
+                return id
+        elif action == "free":
+            free(alive.pop(id))
+        elif _STEP_MARK.fullmatch(label) is not None:
+            allocator.synchronize()
+        else:
+            _mark(allocator, alive, id, label)
+    return None
+
+
+def _allocator(
+    limit: int | None,
+    settings: AllocatorSettings | None,
+    rising: bool,
+    on_segment: SegmentListener | None = None,
+) -> CachingAllocator:
+    settings = settings or AllocatorSettings()
+    kind = ExpandableAllocator if settings.expandable_segments else CachingAllocator
+    return kind(limit, max_split=settings.max_split, on_segment=on_segment, rising=rising)
+
+
+def _mark(allocator: CachingAllocator, alive: Mapping[int, Block], id: int, label: str) -> None:
+    if label == "empty_cache":
+        allocator.empty_cache()
+    elif label == "synchronize":
+        allocator.synchronize()
+    elif label == "record_stream":
+        alive[id].recorded = True
 
 
 class _Steps:
@@ -177,9 +226,9 @@ class _Steps:
         if start.allocated == highest.allocated:
             return start.event
         return next(
-            moment.event
-            for moment in timeline
-            if moment.allocated == highest.allocated and moment.event > start.event
+            event
+            for event, allocated, _ in timeline
+            if allocated == highest.allocated and event > start.event
         )
 
 

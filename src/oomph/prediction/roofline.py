@@ -44,8 +44,8 @@ class Efficiency:
 # with torch 2.11) and to the cuBLAS products of benchmarks/results/matmul.csv. The other half validates
 # the fit. What no row shows is marked. The host's seconds are that machine's, in the first steps; a fit
 # to later steps besides (benchmarks/results/fixes.csv) was no better on rows it had not seen. `hook` and
-# CHECKPOINT_HOOKS of tracer/work.py are fitted to every second workload of benchmarks/results/plans_h200.csv
-# and to four rows of fixes.csv: the least mean error of the slowdown.
+# CHECKPOINT_HOOKS of tracer/work.py are fitted to every second workload of an earlier run of
+# benchmarks/fixes/plans.py and to four rows of fixes.csv: the least mean error of the slowdown.
 CALIBRATED = Efficiency(
     compute={
         "product": {"half": 0.74, "tf32": 0.6, "single": 0.77, "double": 0.77},  # tf32: estimated

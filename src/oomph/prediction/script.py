@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
@@ -19,10 +20,9 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from oomph.errors import ProgramError, UserError, program_traceback, user_line
-from oomph.prediction.program import STEPS
+from oomph.prediction.program import STEPS, TRAINER, class_names
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.workers import gpus_of_node
-from oomph.prediction.trainers import next_evaluation
 from oomph.records import Progress
 
 # An optimizer that has not stepped while another made so many times the steps is not waited for.
@@ -31,6 +31,7 @@ _OF_TORCHRUN = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
+WATCH = "oomph watch"  # the name of a thread
 _ENDLESS_S = 60.0  # a program without an optimizer whose peak has not risen for so long is stopped
 
 
@@ -65,7 +66,7 @@ def run_script(
     tracer.on_optimizer_made, tracer.on_optimizer_step = steps.made, steps.stepped
     tracer.on_parameter_update = steps.updated
     steps.begin(1)
-    threading.Thread(target=steps.watch, daemon=True).start()
+    steps.start_watch()
     try:
         with tracer.in_phase("forward"):
             _run(script)
@@ -157,7 +158,10 @@ class _Steps:
     def begin(self, number: int) -> None:
         tracer = self._tracer
         tracer.step = number
-        tracer.work.begin(counting=number == self._script.steps)
+        if number <= self._script.steps:
+            tracer.work.begin(counting=number == self._script.steps)
+        else:  # another optimizer is waited for; the work of the step before is kept
+            tracer.work.counting = False
         tracer.recorder.mark(f"step {number}")
         self._progress(f"running {self._script.name}: step {number} of {self._script.steps}", None)
 
@@ -169,7 +173,10 @@ class _Steps:
 
     def _trains(self, model: torch.nn.Module) -> None:
         self._model_found = True
+        process = os.getpid()
         self._script.on_optimizer(model)  # type: ignore[misc]
+        if os.getpid() != process:  # a fork, which has none of the threads
+            self.start_watch()
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
@@ -211,6 +218,9 @@ class _Steps:
         self._tracer.label_parameters()
         self._finish(self._tracer)
 
+    def start_watch(self) -> None:
+        threading.Thread(target=self.watch, name=WATCH, daemon=True).start()
+
     def watch(self) -> None:
         """Runs in a thread: end a program that would never do so, such as a loop of forward passes."""
         peak, seen, since = -1, 0, time.monotonic()
@@ -251,3 +261,22 @@ class _Steps:
                 f"{name} ended after one optimizer step; the optimizer's state, made in it, may raise the "
                 "peak of the second"
             )
+
+
+def next_evaluation() -> int | None:
+    """The step after which the Trainer that runs now evaluates for the first time; None where none will."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and TRAINER not in class_names(frame.f_locals.get("self")):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    trainer: Any = frame.f_locals["self"]
+    args, done = trainer.args, trainer.state.global_step
+    strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
+    if strategy == "steps":
+        step = int(trainer.state.eval_steps or args.eval_steps)
+    elif strategy == "epoch":
+        step = -(-len(trainer.callback_handler.train_dataloader) // args.gradient_accumulation_steps)
+    else:
+        return None
+    return step if done < step < trainer.state.max_steps else None

@@ -13,7 +13,7 @@ The figures come out exactly on an H200 with torch 2.11.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,6 +115,39 @@ def reduction_buffers(
     return events
 
 
+def iteration_order(
+    shape: Sequence[int], strides: Sequence[Sequence[int]], reduced: Collection[int] = ()
+) -> list[int]:
+    """TensorIterator's order of dimensions, innermost first: reduced ones, then by the operands' strides."""
+
+    def compare(first: int, second: int) -> int:
+        if (first in reduced) != (second in reduced):
+            return -1 if first in reduced else 1
+        for each in strides:
+            a, b = each[first], each[second]
+            if a == 0 or b == 0:
+                continue
+            if a != b:
+                return -1 if a < b else 1
+            if shape[first] > shape[second]:
+                return 1
+        return 0
+
+    order = list(reversed(range(len(shape))))
+    for start in range(
+        1, len(shape)
+    ):  # ties are passed over and may be swapped across, as TensorIterator does
+        place = start
+        for other in reversed(range(start)):
+            found = compare(order[other], order[place])
+            if found > 0:
+                order[other], order[place] = order[place], order[other]
+                place = other
+            elif found < 0:
+                break
+    return order
+
+
 def _loop_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int] | None) -> _Loop:
     """TensorIterator's order: reduced dimensions first, then by stride; neighbours merged if they can be."""
     count = len(shape)
@@ -126,29 +159,7 @@ def _loop_of(shape: Sequence[int], strides: Sequence[int], dims: Sequence[int] |
             out_strides[dim] = step
             step *= shape[dim]
 
-    def compare(first: int, second: int) -> int:
-        outs = out_strides[first], out_strides[second]
-        if (outs[0] == 0) != (outs[1] == 0):
-            return -1 if outs[0] == 0 else 1
-        for a, b in (outs, (strides[first], strides[second])):
-            if a == 0 or b == 0:
-                continue
-            if a != b:
-                return -1 if a < b else 1
-            if shape[first] > shape[second]:
-                return 1
-        return 0
-
-    order = list(reversed(range(count)))
-    for start in range(1, count):  # ties are passed over and may be swapped across, as TensorIterator does
-        place = start
-        for other in reversed(range(start)):
-            found = compare(order[other], order[place])
-            if found > 0:
-                order[other], order[place] = order[place], order[other]
-                place = other
-            elif found < 0:
-                break
+    order = iteration_order(shape, (out_strides, strides), reduced)
     merged: list[list[int]] = []
     for dim in order:
         now = [shape[dim], strides[dim], out_strides[dim]]

@@ -81,9 +81,13 @@ def composite(*ops: OpOverload) -> Callable[[CompositeRule], CompositeRule]:
 def temporaries_of(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], gpu: GPU
 ) -> list[int | None]:
-    """Those of an op that writes into `out` are the same as those of the op that makes its result."""
-    rule = TEMPORARIES.get(func) or TEMPORARIES.get(_without_out(func))
+    rule = temporaries_rule(func)
     return [size for size in rule(bind(func, args, kwargs), gpu) if size != 0] if rule is not None else []
+
+
+def temporaries_rule(func: OpOverload) -> TemporariesRule | None:
+    """An op that writes into `out` has the temporaries of the op that makes its result."""
+    return TEMPORARIES.get(func) or TEMPORARIES.get(_without_out(func))
 
 
 @functools.cache

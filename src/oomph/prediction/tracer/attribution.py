@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import linecache
 import os
 import sys
@@ -188,7 +189,7 @@ class ModuleStack:
         self._mark = mark
         self._stack: list[tuple[str, bool]] = []  # path, and whether it is a loss
         self._names: dict[int, str] = {}
-        self._blocks: dict[int, list[nn.Module]] = {}  # by id, with those of its class in the container
+        self._blocks: dict[int, list[nn.Module]] = {}  # by id, with those like it in the container
         self._inside_block = False
         self.completed = 0  # calls of modules that were inside no other
         self._roots: list[nn.Module] = []  # kept alive, so that the ids above stay theirs
@@ -290,12 +291,28 @@ class ModuleStack:
 
 
 def _repeated_blocks(container: nn.ModuleList | nn.Sequential) -> dict[int, list[nn.Module]]:
+    """Of each block, the run of those of its class that come one after the other with the same wrappers: the
+    first blocks may be checkpointed and the others not."""
     # A container may hold None.
     children = [child for child in container if child is not None and any(True for _ in child.parameters())]
     kinds: dict[type, list[nn.Module]] = {}
     for child in children:
         kinds.setdefault(type(child), []).append(child)
-    return {id(child): alike for alike in kinds.values() if len(alike) > 1 for child in alike}
+    return {
+        id(child): run
+        for alike in kinds.values()
+        if len(alike) > 1
+        for run in (list(each) for _, each in itertools.groupby(alike, _wrappers_of_forward))
+        for child in run
+    }
+
+
+def _wrappers_of_forward(module: nn.Module) -> list[type]:
+    found, forward = [], vars(module).get("forward")
+    while forward is not None:
+        found.append(type(forward))
+        forward = getattr(forward, "inner", None)
+    return found
 
 
 def _is_loss(module: nn.Module) -> bool:

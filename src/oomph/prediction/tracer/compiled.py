@@ -125,8 +125,10 @@ class Compiler:
         ended = threading.Event()
 
         def report() -> None:
-            while not ended.wait(_REPORT_EVERY_S):
+            while True:
                 self._tracer.progress(f"compiling {what}, {time.perf_counter() - began:.0f} s", None)
+                if ended.wait(_REPORT_EVERY_S):
+                    return
 
         thread = threading.Thread(target=report, daemon=True)
         thread.start()

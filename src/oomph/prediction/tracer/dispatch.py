@@ -25,7 +25,6 @@ from oomph.prediction.cuda.rules import (
     HOST_OUTPUTS,
     NEXT_RESULT,
     NONDETERMINISTIC,
-    TEMPORARIES,
     CudaKernel,
     HostOutputsRule,
     aten_ops,
@@ -36,6 +35,7 @@ from oomph.prediction.cuda.rules import (
     op_name,
     program_error,
     temporaries_of,
+    temporaries_rule,
 )
 from oomph.prediction.cuda.workspaces import CublasWorkspaces
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
@@ -311,7 +311,7 @@ class DispatchMode(TorchDispatchMode):
             may_reuse_gradient=func is aten.add.Tensor or func in _GRADIENT_SCATTERS,
             host_outputs=HOST_OUTPUTS.get(func),
             allocation_order=ALLOCATION_ORDER.get(func),
-            has_temporaries=func in TEMPORARIES,
+            has_temporaries=temporaries_rule(func) is not None,
             is_deterministic=func not in NONDETERMINISTIC,
         )
         return traits

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import itertools
 import mmap
 import sys
@@ -17,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import CodeType, SimpleNamespace, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -30,6 +29,7 @@ from oomph.torch_internals import (
     CUDA_RAW_STREAM,
     CUDA_RECORD_MEMORY_HISTORY,
     check_attribute,
+    cudnn_version,
     disable_torch_function,
 )
 
@@ -39,28 +39,41 @@ if TYPE_CHECKING:
 DEVICE = torch.device("cuda:0")
 
 
+_INHERITED = object()
+
+
+class _ReplacedAttribute(NamedTuple):
+    owner: Any
+    name: str
+    before: Any
+    value: Any
+
+    def undo(self) -> None:
+        if self.before is _INHERITED:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, self.before)
+
+
 class Patches:
     """Attributes replaced one after the other, and put back in reverse order, whatever happened between."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()
-        self._replaced: list[tuple[Any, str, functools.partial[None], Any]] = []
+        self._replaced: list[_ReplacedAttribute] = []
 
     def set(self, owner: Any, name: str, value: Any, missing_ok: bool = False) -> None:
         """Replace `owner.name`, which must exist. An inherited attribute is removed again, not frozen in."""
         if not missing_ok:
             check_attribute(owner, name)
-        if name in vars(owner):
-            undo = functools.partial(setattr, owner, name, vars(owner)[name])
-        else:
-            undo = functools.partial(delattr, owner, name)
-        self._stack.callback(undo)
-        self._replaced.append((owner, name, undo, value))
+        replaced = _ReplacedAttribute(owner, name, vars(owner).get(name, _INHERITED), value)
+        self._stack.callback(replaced.undo)
+        self._replaced.append(replaced)
         setattr(owner, name, value)
 
     def has_replaced(self, value: Any) -> bool:
         """Whether a function, its code or a class is what an attribute was before."""
-        before = [undo.args[-1] for _, _, undo, _ in self._replaced]
+        before = [each.before for each in self._replaced]
         if isinstance(value, CodeType):
             return any(getattr(each, "__code__", None) is value for each in before)
         return callable(value) and any(each is value for each in before)
@@ -68,14 +81,14 @@ class Patches:
     @contextlib.contextmanager
     def suspended(self, keep: Collection[Any]) -> Iterator[None]:
         """Put the attributes of all owners but `keep` back for the duration."""
-        suspended = [each for each in self._replaced if each[0] not in keep]
-        for _, _, undo, _ in reversed(suspended):
-            undo()
+        suspended = [each for each in self._replaced if each.owner not in keep]
+        for each in reversed(suspended):
+            each.undo()
         try:
             yield
         finally:
-            for owner, name, _, value in suspended:
-                setattr(owner, name, value)
+            for each in suspended:
+                setattr(each.owner, each.name, each.value)
 
     def callback(self, undo: Callable[[], Any]) -> None:
         """Call `undo` in its turn on exit."""
@@ -357,7 +370,7 @@ class _Device(metaclass=_DeviceType):
 
 _torch_device = torch.device
 _CUDA_VERSION = torch.version.cuda or "13.0"  # of a build for CPUs: as of the builds for CUDA
-_CUDNN_VERSION = (torch.backends.cudnn.version() if torch.version.cuda else None) or SHIPPED_CUDNN
+_CUDNN_VERSION = cudnn_version() or SHIPPED_CUDNN
 _LEGACY_TYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from oomph.prediction.cuda.reductions import iteration_order
 from oomph.prediction.cuda.rules import aten_ops, program_error
 from oomph.torch_internals import (
     DisableTorchDispatch,
@@ -36,7 +37,7 @@ VIEWS = aten_ops("""
 _PLAIN = VIEWS | aten_ops("""
     sum.default clone.default copy_.default cat.default
     _softmax.default _softmax_backward_data.default _log_softmax.default _log_softmax_backward_data.default
-    empty_like.default zeros_like.default ones_like.default zero_.default fill_.Scalar baddbmm.default
+    zero_.default fill_.Scalar baddbmm.default
     eq.Scalar ne.Scalar gt.Scalar lt.Scalar ge.Scalar le.Scalar
     add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor
 """)
@@ -53,9 +54,15 @@ _PRODUCTS_INTO = aten_ops("mm.out addmm.out")
 _FACTORIES = aten_ops("""
     empty.memory_format zeros.default ones.default new_empty.default new_zeros.default new_ones.default
 """)
+_FACTORIES_LIKE = aten_ops("empty_like.default zeros_like.default ones_like.default")
 _NEW_OPTIONS = {"device": (None, _CPU), "layout": (None, torch.strided), "pin_memory": (None, False)}
+_LIKE_OPTIONS = {"memory_format": (None, torch.preserve_format), "pin_memory": (None, False)}
 # Results are thrown away or known: nothing to compute.
 _INITIALISERS = aten_ops("normal_.default uniform_.default bernoulli_.float random_.default")
+_FUSED_OPTIMIZERS = aten_ops("""
+    _fused_adam_.default _fused_adam_.tensor_lr _fused_adamw_.default _fused_adamw_.tensor_lr
+    _fused_sgd_.default _fused_sgd_.tensor_lr _fused_adagrad_.default
+""")
 
 
 class FastPath:
@@ -72,9 +79,11 @@ class FastPath:
             **dict.fromkeys(_PRODUCTS_INTO, self._product_into),
             **dict.fromkeys(_REDUCTIONS, self._reduction),
             **dict.fromkeys(_FACTORIES, self._new),
+            **dict.fromkeys(_FACTORIES_LIKE, self._like),
             **dict.fromkeys(aten_ops("slice_backward.default select_backward.default"), self._scatter_slice),
             aten._to_copy.default: self._cast,
             **dict.fromkeys(_INITIALISERS, lambda func, args, kwargs: args[0]),
+            **dict.fromkeys(_FUSED_OPTIMIZERS, lambda func, args, kwargs: None),
         }
 
     def run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -111,11 +120,11 @@ class FastPath:
         return [self.wrap(item) for item in result]
 
     def _elementwise(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """All inputs alike, or all contiguous: the result is like them. Otherwise torch's rule decides."""
-        result = self._elementwise_alike(args)
+        result = self._elementwise_of_one_dtype(args)
         return result if result is not NotImplemented else self._plain(func, args, kwargs)
 
-    def _elementwise_alike(self, args: Sequence[Any]) -> Any:
+    def _elementwise_of_one_dtype(self, args: Sequence[Any]) -> Any:
+        """All inputs alike, or all contiguous: the result is like them."""
         first = args[0]
         if not isinstance(first, FakeTensor) or not first.dtype.is_floating_point:
             return NotImplemented
@@ -140,7 +149,12 @@ class FastPath:
             broadcasts_into(other.shape, largest) for other in args if isinstance(other, torch.Tensor)
         ):
             return self.wrap(torch.empty(largest, dtype=dtype, device=_META))
-        return NotImplemented
+        layout = _broadcast_layout([other for other in args if isinstance(other, torch.Tensor)])
+        return (
+            NotImplemented
+            if layout is None
+            else self.wrap(torch.empty_strided(*layout, dtype=dtype, device=_META))
+        )
 
     def _product(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         left, right = args[-2:] if func is aten.addmm.default else args[:2]
@@ -192,7 +206,8 @@ class FastPath:
         tensor = args[0]
         if not isinstance(tensor, FakeTensor):
             return NotImplemented
-        if not kwargs.keys() <= {"dtype", "non_blocking", "device"} or kwargs.get("device", _CPU) != _CPU:
+        others = kwargs.keys() - {"dtype", "non_blocking"}
+        if not all(kwargs[name] in _NEW_OPTIONS.get(name, ()) for name in others):
             return NotImplemented
         dtype = kwargs.get("dtype") or tensor.dtype
         if not is_dense(tensor.shape, tensor.stride()):
@@ -209,6 +224,15 @@ class FastPath:
             return NotImplemented
         return self.wrap(torch.empty(size, dtype=dtype, device=_META))
 
+    def _like(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Optimizers make thousands of these; torch's rule for strides is written in Python."""
+        tensor = args[0]
+        if not all(kwargs[name] in _LIKE_OPTIONS.get(name, ()) for name in kwargs):
+            return self._plain(func, args, kwargs)
+        if not isinstance(tensor, FakeTensor) or not tensor.is_contiguous():
+            return self._plain(func, args, kwargs)
+        return self.wrap(torch.empty(tensor.shape, dtype=tensor.dtype, device=_META))
+
     def _scatter_slice(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The gradient of a slice: in zeros of the whole."""
         gradient, size = args[:2]
@@ -223,7 +247,7 @@ class FastPath:
         tensors = args[0] if isinstance(args[0], (list, tuple)) else args[1]
         if "norm" in func._opname or "max" in func._opname or not _all_fake([tensors]):
             return NotImplemented
-        return [self._plain(aten.empty_like.default, (tensor,), {}) for tensor in tensors]
+        return [self._like(aten.empty_like.default, (tensor,), {}) for tensor in tensors]
 
 
 def _all_fake(args: Sequence[Any]) -> bool:
@@ -247,6 +271,29 @@ def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
                 return False
             expected *= size
     return True
+
+
+def _broadcast_layout(tensors: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
+    """Shape and strides of an elementwise result: dense, with its dimensions in the order of the operands'
+    strides, as TensorIterator sorts them. None where that is not all that decides: for dimensions of size 1,
+    and for expanded operands among several, which torch's fake kernels may copy first."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    rank = max(map(len, shapes))
+    shape = list(map(max, zip(*((1,) * (rank - len(each)) + each for each in shapes), strict=True)))
+    if min(shape, default=0) < 2 or not all(broadcasts_into(each, shape) for each in shapes):
+        return None
+    if len(tensors) > 1 and not all(all(tensor.stride()) for tensor in tensors):
+        return None
+    strides = [
+        (0,) * (rank - tensor.dim())
+        + tuple(0 if size == 1 else step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        for tensor in tensors
+    ]
+    found, step = [0] * rank, 1
+    for dim in iteration_order(shape, strides):
+        found[dim] = step
+        step *= shape[dim]
+    return shape, found
 
 
 def broadcasts_into(shape: Sequence[int], largest: Sequence[int]) -> bool:

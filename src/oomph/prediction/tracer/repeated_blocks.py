@@ -4,7 +4,8 @@ The blocks of a decoder differ in their weights alone. The first three and the l
 traced. Where the second, the third and the last but one allocate and free the same, so do those between:
 their results are made without running them, and lead to an autograd node that records what the backward pass
 of the last block but one did. The backward passes of the second and third, which are traced too, must then be
-like it. (The first and the last may differ: what comes before and after them does.) Where something is not as
+like it. (The first and the last may differ: what comes before and after them does.) In later passes the third
+is not traced if the second allocates and frees what it did in the pass before. Where something is not as
 expected, all blocks are traced; if some were repeated already, the program runs again in a fresh process.
 """
 
@@ -136,7 +137,7 @@ _OUTPUT = object()
 class _Pass:
     """One forward pass over the blocks of a container, and the backward pass that belongs to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: _Pass | None) -> None:
         self.position = 0  # of the block that comes next
         self.situation: Any = None
         self.node = -1  # the number of autograd's, of the output of the block before
@@ -149,6 +150,7 @@ class _Pass:
         self.backward: _Backward | None = None
         self.use_counts: Any = None
         self.blocks: weakref.WeakSet[_RepeatedBlock] = weakref.WeakSet()
+        self.before = before if before is not None and before.repeated and not before.is_traced else None
 
     def release(self, ref: Ref) -> None:
         """What a traced block has made is gone, such as a cast kept by autocast: that of the others, too."""
@@ -197,7 +199,7 @@ class RepeatedBlocks:
         self._passes: dict[int, _Pass] = {}  # by the first block of the container
         self._in_backward: _TracedBlock | None = None
         self._expected: tuple[int, int] | None = None  # events and gradient, where a repeated block ended
-        self._enabled = can_restart() and tracer.log is None
+        self._may_repeat = tracer.log is None
         fresh = self.make(_Layout((1,), (1,), torch.float32))
         self._use_count_of_owned = _storage_uses(fresh)
 
@@ -213,23 +215,27 @@ class RepeatedBlocks:
         kwargs: Any,
     ) -> Any:
         """The call of a block of which `siblings`, in their container, are of the same class."""
-        possible = self._enabled and self._tracer.phase == "forward" and len(siblings) >= _FEWEST
-        if not possible or (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        possible = self._may_repeat and self._tracer.phase == "forward" and len(siblings) >= _FEWEST
+        if not possible or not can_restart():
+            return forward(module, *args, **kwargs)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
             return forward(module, *args, **kwargs)
         if module is siblings[0]:
-            self._passes[id(module)] = _Pass()
+            self._passes[id(module)] = _Pass(self._passes.get(id(module)))
         one = self._passes.get(id(siblings[0]))
         if one is None or one.is_traced or module is siblings[-1]:
             return forward(module, *args, **kwargs)
         try:
-            input = self._check_call(one, module, siblings, args, kwargs)
+            with disable_torch_function():
+                input = self._check_call(one, module, siblings, args, kwargs)
         except Exception:
             self._give_up(one)
         if one.is_traced:  # not inside of `except`: an error of the program would show both tracebacks
             return forward(module, *args, **kwargs)
         if one.is_verified and one.position < len(siblings) - 2 and input is not None:
             try:
-                return self._repeat(one, module, path, input, args, kwargs)
+                with disable_torch_function():
+                    return self._repeat(one, module, path, input, args, kwargs)
             except Exception:
                 restart()
         return self._trace(one, forward, module, path, input, args, kwargs)
@@ -334,6 +340,10 @@ class RepeatedBlocks:
             return out
         if one.position == 1:
             one.forward = found
+            before, one.before = one.before, None
+            if before is not None and before.forward is not None:
+                one.is_verified = _same_forward(before.forward, found)
+                one.holds_input = before.holds_input
         elif one.position > 1 and one.forward is not None:
             same = _same_forward(one.forward, found)
             one.is_verified = same
@@ -414,8 +424,9 @@ class RepeatedBlocks:
     ) -> Any:
         forward = one.forward
         assert forward is not None
-        if not one.repeated:  # by now the program has let go of the inputs of blocks before
-            one.holds_input = self._tracer.recorder.is_alive(forward.input)
+        if not one.repeated:
+            if one.position > 2:  # by now the program has let go of the inputs of blocks before
+                one.holds_input = self._tracer.recorder.is_alive(forward.input)
             for id, storage in self._tracer.recorder.live_storages():
                 if id - forward.first in forward.alive:
                     weakref.finalize(storage, one.release, ("forward", id - forward.first)).atexit = False
@@ -428,6 +439,7 @@ class RepeatedBlocks:
         if layer is not None:
             example = _cache_layer_before(module, args, kwargs)
             vars(layer).update({**vars(example), **block.cached})
+        block.cached = {}  # the cache alone holds them
         self._advance(one, tensor)
         return _with_tensor(forward.results, tensor)
 
@@ -436,7 +448,8 @@ class RepeatedBlocks:
     def _begin_backward(self, traced: _TracedBlock, gradients: Sequence[Any]) -> None:
         """Before autograd runs the first node of a block's backward pass."""
         try:
-            self._open_backward(traced, gradients)
+            with disable_torch_function():
+                self._open_backward(traced, gradients)
         except Exception:
             self._give_up(traced.of)
 

@@ -317,9 +317,9 @@ def _follow_resized_storages(patches: Patches, tracer: Tracer) -> None:
 
 def _draw_truncated_normals_once(patches: Patches) -> None:
     """From torch 2.13 on, it draws until all values are in bounds: forever, if they are unknown."""
-    trunc_normal = getattr(*TRUNC_NORMAL)
-    if "any" not in trunc_normal.__code__.co_names:
+    if torch.__version__ < "2.13":
         return
+    trunc_normal = getattr(*TRUNC_NORMAL)
 
     def draw(tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
         if not isinstance(tensor, FakeTensor):
@@ -495,7 +495,9 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
         if isinstance(optimizer, torch.optim.LBFGS):  # it would stop at once: losses do not change here
             optimizer.param_groups[0]["tolerance_change"] = -math.inf
         name = type(optimizer).__name__
-        tracer.guard.call("gradients' label", name, lambda: _label_gradients(tracer, optimizer), lambda: None)
+        with disable_torch_function():
+            label = functools.partial(_label_gradients, tracer, optimizer)
+            tracer.guard.call("gradients' label", name, label, lambda: None)
         running.append(tracer.in_phase("optimizer"))
         running[-1].__enter__()
         given = {**kwargs, "closure": as_forward(kwargs["closure"])} if "closure" in kwargs else kwargs
@@ -504,7 +506,9 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         running.pop().__exit__(None, None, None)
         name = type(optimizer).__name__
-        tracer.guard.call("state's label", name, lambda: _label_state(tracer, optimizer), lambda: None)
+        with disable_torch_function():
+            label = functools.partial(_label_state, tracer, optimizer)
+            tracer.guard.call("state's label", name, label, lambda: None)
         tracer.optimizer_steps += 1
         tracer.module_calls_at_update = tracer.modules.completed
         tracer.holders()
@@ -550,8 +554,12 @@ def _label_gradients(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _label_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
+    """Of what this step has updated, which may be one parameter at a time."""
+    updated = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for parameter, state in optimizer.state.items():
-        if not isinstance(state, dict):
+        if not isinstance(state, dict) or (
+            isinstance(parameter, torch.Tensor) and id(parameter) not in updated
+        ):
             continue
         for value in state.values():
             for tensor in value if isinstance(value, (list, tuple)) else (value,):

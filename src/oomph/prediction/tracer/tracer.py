@@ -55,6 +55,10 @@ _STAGE_OF_KIND: dict[Kind, Stage] = {
 }
 
 
+# Of a tuple. There are hundreds of thousands, and a named tuple's own constructor is a function in Python.
+_event = functools.partial(tuple.__new__, Event)
+
+
 @dataclass(slots=True)
 class PendingAllocation:
     """An Allocation whose kind may still change: what it became (a gradient) is often known later."""
@@ -103,22 +107,22 @@ class PendingAllocation:
 
     def finish(self) -> Allocation:
         return Allocation(
-            id=self.id,
-            bytes=self.bytes,
-            shape=self.shape,
-            dtype=self.dtype,
-            op=self.op,
-            module=self.module,
-            site=self.site,
-            stage=_STAGE_OF_KIND.get(self.kind, self.during),
-            kind=self.kind,
-            step=self.step,
-            saved=self.saved,
-            during=self.during,
-            stream=self.stream,
-            parent=self.parent,
-            call=self.call,
-            differentiable=self.differentiable,
+            self.id,
+            self.bytes,
+            self.shape,
+            self.dtype,
+            self.op,
+            self.module,
+            self.site,
+            _STAGE_OF_KIND.get(self.kind, self.during),
+            self.kind,
+            self.step,
+            self.saved,
+            self.during,
+            self.stream,
+            self.parent,
+            self.call,
+            self.differentiable,
         )
 
 
@@ -213,13 +217,14 @@ class AllocationRecorder:
 
     def record_allocation(self, allocation: PendingAllocation) -> None:
         self.allocations.append(allocation)
-        self.events.append(Event("alloc", allocation.id))
+        self.events.append(_event(("alloc", allocation.id, "")))
         self.live_bytes += allocation.bytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
 
     def record_free(self, allocation: PendingAllocation) -> None:
         self.live_bytes -= allocation.bytes
-        self.events.append(Event("free", allocation.id))
+        self.events.append(_event(("free", allocation.id, "")))
 
     @contextlib.contextmanager
     def fused(self) -> Iterator[None]:
@@ -274,9 +279,9 @@ class AllocationRecorder:
         for action, id, label in events:
             if action == "alloc":
                 old = self.allocations[id]
-                parent = None if old.parent is None else new_ids.get(old.parent, old.parent)
                 new = old.again(len(self.allocations), step)
-                new.parent = parent
+                if old.parent is not None:
+                    new.parent = new_ids.get(old.parent, old.parent)
                 new_ids[id] = new.id
                 self.record_allocation(new)
             elif action == "free":
@@ -600,7 +605,8 @@ class Tracer:
 
     def label_parameters(self) -> None:
         """Label the allocations of parameters and buffers with their kind, owner and line."""
-        self.guard.call("labels", "parameters", self._label_parameters, lambda: None)
+        with disable_torch_function():
+            self.guard.call("labels", "parameters", self._label_parameters, lambda: None)
 
     def _label_parameters(self) -> None:
         names = self.modules.tensor_names()

@@ -157,7 +157,7 @@ class _OpTraits(NamedTuple):
 
 
 _HostCounts = tuple[int, int, float]  # ops, items and hooks, as Kernel has them
-_NONE: _HostCounts = (0, 0, 0.0)
+_NO_HOST_WORK: _HostCounts = (0, 0, 0.0)
 
 
 class KernelCounter:
@@ -168,7 +168,7 @@ class KernelCounter:
         self.in_function = False  # in the backward of an autograd function in Python
         self.kernels: list[Kernel] = []
         self._gpu = gpu
-        self.host = _NONE
+        self.host = _NO_HOST_WORK
         self._phase = "forward"  # of the op before
         self._streams = current_streams()
         self._traits_of_ops: dict[OpOverload, _OpTraits] = {}
@@ -177,7 +177,7 @@ class KernelCounter:
         """Start a step: drop the counts of the one before."""
         self.counting = counting
         self.kernels.clear()
-        self.host = _NONE
+        self.host = _NO_HOST_WORK
         self._streams = current_streams()  # of the trace, which did not exist when the meter was made
         self._streams.listener = self._count_wait
 
@@ -331,7 +331,7 @@ class KernelCounter:
         stream: int | None = None,
         event: int = 0,
     ) -> None:
-        (host_ops, host_items, host_hooks), self.host = self.host, _NONE
+        (host_ops, host_items, host_hooks), self.host = self.host, _NO_HOST_WORK
         if not self.counting:
             return
         self._phase = phase
