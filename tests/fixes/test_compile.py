@@ -15,8 +15,7 @@ from oomph.torch_internals import functorch_config
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # Loaded once here, not in the process of every prediction.
-    from oomph.prediction.tracer import compiled
+    import oomph.prediction.tracer.compiled  # once here, not in the process of every prediction
 
 MiB = 1 << 20
 
@@ -46,8 +45,7 @@ def test_fit_takes_it_with_a_budget_where_it_is_allowed():
     assert any(one.fixes == (FixUse("compile"),) and not one.fits for one in plan.front)
 
 
-def test_progress_names_what_is_compiled(monkeypatch):
-    monkeypatch.setattr(compiled, "_REPORT_EVERY_S", 0.01)
+def test_progress_names_what_is_compiled():
     texts = []
     fixed = oomph.apply("compile:activation_memory_budget=0.5", STEP)
     prediction = oomph.predict(fixed, gpu="h200", progress=lambda text, fraction: texts.append(text))

@@ -1,8 +1,6 @@
 """8-bit state and stochastic rounding: the same updates up to what their formats lose, right on average."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 
@@ -236,49 +234,3 @@ def test_sgd_keeps_no_state_without_momentum():
     _, optimizer = trained(fixes.apply("stochastic_rounding", large(optimizer=torch.optim.SGD)), steps=1)
     assert type(optimizer) is LowBitSGD
     assert {key for state in optimizer.state.values() for key in state} == {"step"}
-
-
-# The interpreter accepts more than the compiler.
-_COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from oomph.fixes.optimizers import kernels
-
-def compile(kernel, types, **constants):
-    names = kernel.arg_names
-    absent = {name: None for name, kind in types.items() if kind is None}
-    constants = {**constants, **absent, "BLOCK": 256, "ROWS": 4}
-    kinds = {name: "constexpr" if name in constants else types.get(name, "fp32") for name in names}
-    source = ASTSource(kernel, kinds, constexprs=constants)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert made.metadata.shared < 48 << 10
-
-sizes = {"N": "i32", "seed": "i32"}
-plain = dict.fromkeys(("m_scale_ptr", "v_scale_ptr", "table_ptr"))
-for p, state, coded, drawn, stochastic in (
-    ("*fp32", "*u8", True, False, False),
-    ("*bf16", "*u8", True, False, True),
-    ("*bf16", "*bf16", False, True, True),
-    ("*fp32", "*fp32", False, False, False),
-):
-    types = {"p_ptr": p, "g_ptr": p, "m_ptr": state, "v_ptr": state, **sizes}
-    types |= dict.fromkeys(plain, "*fp32") if coded else plain
-    flags = {"QUANTIZED": coded, "STOCHASTIC_STATE": drawn, "STOCHASTIC": stochastic, "MAXIMIZE": stochastic}
-    compile(kernels.adam, types, **flags)
-for momentum, nesterov in ((None, False), ("*bf16", False), ("*fp32", True)):
-    drawn = momentum == "*bf16"
-    types = {"p_ptr": "*bf16", "g_ptr": "*bf16", "m_ptr": momentum, **sizes}
-    flags = {"MOMENTUM": momentum is not None, "NESTEROV": nesterov, "STOCHASTIC_STATE": drawn}
-    compile(kernels.sgd, types, STOCHASTIC=True, MAXIMIZE=False, **flags)
-"""
-
-
-def test_kernels_compile_for_an_h200():
-    pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]

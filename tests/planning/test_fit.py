@@ -126,11 +126,27 @@ def test_the_report_says_how_to_apply_it(found: tuple[Path, str], plan: Plan) ->
 
 
 @pytest.mark.usefixtures("in_process")
-def test_what_fits_as_it_is_needs_no_fix() -> None:
+def test_what_fits_as_it_is_needs_no_fix(tmp_path: Path) -> None:
     found = oomph.fit(STEP, gpu="h200")
     assert found.fits
     assert not found.fixes
     assert found.predictions == 1
+    write_plan(found, tmp_path / "plan.json")
+    assert oomph.apply(str(tmp_path / "plan.json"), STEP).fixes == ()
+
+
+def test_a_function_with_a_loop_of_its_own_is_fitted() -> None:
+    def train() -> None:
+        model = Model().cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            loss(model, batch(torch.device("cuda"), 32)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    needed = oomph.predict(train, gpu="h200").peak.reserved
+    plan = oomph.fit(train, gpu="h200", max=int(0.8 * needed))
+    assert plan.after.peak.reserved < needed
 
 
 def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from oomph.fixes.registry import (
     uses_of,
 )
 from oomph.prediction import predict
-from oomph.prediction.isolation import displayed, run_isolated
+from oomph.prediction.isolation import run_isolated, show_progress
 from oomph.records import Change, FixKind, FixUse, Prediction, Progress, Proposal
 from oomph.workload import Changed, Workload
 
@@ -178,7 +178,7 @@ def propose(
     `prediction` is the Workload's own. `only` names fixes; by default all of `kinds` are tried. These leave
     out "compile", which takes as long as the compiler. Each proposal is predicted with the fix applied.
     """
-    with displayed(progress) as report:
+    with show_progress(progress) as report:
         return run_isolated(lambda progress: _propose(prediction, workload, kinds, only, progress), report)
 
 

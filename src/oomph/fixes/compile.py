@@ -13,10 +13,10 @@ from torch import nn
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.registry import Fix, FixContext, Target
+from oomph.records import COMPILED_STEP_TIMES
 from oomph.torch_internals import functorch_config
 
 _BUDGETS = (None, 0.5, 0.3)
-_TIME = "step times under torch.compile have not been compared with measured ones"
 _LAZY = "the compiler traces the layers themselves, so it would have no effect"
 _GRAPH_BREAKS = "its hooks would end the compiled graph at every block"
 
@@ -38,7 +38,7 @@ class Compile(Fix):
     def targets(self, context: FixContext) -> Iterable[Target]:
         if find_spec("triton") is None:  # without it, compiled programs are traced as eager
             return
-        note = _TIME
+        note = COMPILED_STEP_TIMES
         if any(isinstance(each, nn.Dropout) and each.p for each in context.model.modules()):
             note = f"dropout draws other random numbers; {note}"
         for budget in _BUDGETS:

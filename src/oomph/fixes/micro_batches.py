@@ -45,11 +45,10 @@ class MicroBatching(Fix):
         shifted = shifts_labels(context.model)
         note = "; ".join([_ASSUMED, *([_SHIFTED] if shifted else []), _NOT_CHECKED, *_remarks(context.model)])
         condition = _condition(context.batch)
-        parts = 2
-        while parts <= min(rows, _MOST_PARTS):
-            if rows % parts == 0:
-                yield Target(("batch",), {"parts": parts}, note, condition)
-            parts *= 2
+        divisors = [parts for parts in range(2, min(rows, _MOST_PARTS) + 1) if rows % parts == 0]
+        powers = [parts for parts in divisors if parts & (parts - 1) == 0]
+        for parts in powers or divisors[:1]:
+            yield Target(("batch",), {"parts": parts}, note, condition)
 
     def change_workload(
         self,

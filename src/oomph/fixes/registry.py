@@ -429,7 +429,7 @@ def _rows_of_file(file: str) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"file {file!r} is not JSON: {error}") from None
     rows = content.get("fixes") if isinstance(content, dict) else content
-    if rows == []:
+    if content == []:
         raise UserError(f"file {file!r} holds an empty list; give at least one fix")
     if not isinstance(rows, list) or not all(isinstance(row, str | dict) for row in rows):
         raise UserError(f'file {file!r} holds no list of fixes such as [{{"fix": ..., "options": ...}}]')

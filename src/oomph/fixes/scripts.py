@@ -61,7 +61,7 @@ class ModelChange:
         self.changed: list[nn.Module] = []
 
     def __call__(self, made: Optimizer | nn.Module) -> None:
-        model = trained_model(made) if isinstance(made, Optimizer) else unwrapped(made)
+        model = model_of(made)
         is_first = not self.changed
         try:
             if not any(model is each for each in self.changed):
@@ -113,7 +113,7 @@ def on_each_optimizer(call: Callable[[Any], None]) -> Iterator[None]:
 def propose_for(made: Optimizer | nn.Module, prediction: Prediction) -> tuple[nn.Module, list[Proposal]]:
     """The model that a program trains, and the fixes that apply to it, without predicted saving."""
     optimizer = made if isinstance(made, Optimizer) else None
-    model = trained_model(made) if isinstance(made, Optimizer) else unwrapped(made)
+    model = model_of(made)
     context = FixContext(prediction, None)  # type: ignore[arg-type]  # there is no Workload
     vars(context).update(model=model, optimizer=optimizer)
     found: list[Proposal] = []
@@ -121,6 +121,10 @@ def propose_for(made: Optimizer | nn.Module, prediction: Prediction) -> tuple[nn
         if fix.name != "gradient_accumulation_fusion":  # whether the script accumulates is not known
             found += fix.proposals(context)
     return model, found
+
+
+def model_of(made: Optimizer | nn.Module) -> nn.Module:
+    return trained_model(made) if isinstance(made, Optimizer) else unwrapped(made)
 
 
 def trained_model(optimizer: Optimizer) -> nn.Module:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError, UserError
 from oomph.fixes.journal import Journal, WrappedForward, module_of
-from oomph.fixes.modules import is_plain_linear, module_at, names_option
+from oomph.fixes.modules import module_at, names_option
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.nn.mlp import GatedMLP, TiledMLP as TiledMLPModule
 from oomph.ops.common import no_compile
@@ -177,7 +177,9 @@ def _is_two_part_layer(module: nn.Module) -> bool:
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    return is_plain_linear(module) or is_conv1d(module)
+    """Also a class of the library's own, as Falcon's: its forward is called as it is, with fewer tokens."""
+    is_linear = isinstance(module, nn.Linear) and module._parameters.keys() <= {"weight", "bias"}
+    return (is_linear and not hasattr(module, "parametrizations")) or is_conv1d(module)
 
 
 def _in_and_out(module: nn.Module) -> tuple[int, int]:

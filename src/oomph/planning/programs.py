@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+
+import torch
 
 from oomph.errors import OomphError, UserError
 from oomph.fixes.application import apply
 from oomph.fixes.modules import model_id
 from oomph.fixes.registry import FixContext, all_fixes, conflict
-from oomph.fixes.scripts import ModelChange, on_each_optimizer, propose_for
+from oomph.fixes.scripts import ModelChange, model_of, on_each_optimizer, propose_for
 from oomph.gpus import GPU
 from oomph.planning.reduced import Reduction, reduction
 from oomph.prediction import Script, predict
-from oomph.prediction.api import silently
-from oomph.prediction.isolation import finish, run_forked, run_isolated
-from oomph.records import FixUse, Prediction, Proposal
+from oomph.prediction.api import model_built_once, silently
+from oomph.prediction.isolation import (
+    Continued,
+    autograd_runs_in_forks,
+    finish,
+    run_forked,
+    run_isolated,
+)
+from oomph.prediction.script import WATCH
+from oomph.records import FixUse, Plan, Prediction, Progress, Proposal
 from oomph.workload import Workload
 
 Fixes = tuple[FixUse, ...]
+Predictions = Iterator[tuple[int, Prediction | Exception]]  # of position, or why there is none, as they come
 
 
 class Proposals(NamedTuple):
@@ -38,28 +50,40 @@ class WorkloadProgram:
     reduction: Reduction | None = None  # known after `proposals`
 
     def __init__(self, workload: Workload, card: GPU, limit: int) -> None:
-        self._workload = workload
-        self._predict = functools.partial(predict, gpu=card, max=limit)
+        self._workload, self._card, self._limit = workload, card, limit
+        self._trace = contextlib.ExitStack()
+        self._predict: Callable[[Callable[[Workload], Workload]], Prediction] | None = None
 
     def predict(self) -> Prediction:
-        return self._predict(self._workload)
+        return _first(lambda: predict(self._workload, gpu=self._card, max=self._limit))
 
-    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
-        """(position, prediction or why there is none), as they come."""
+    def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
+        """`search` predicts with fixes. The model is built for the first prediction alone."""
+        with self._trace:
+            return search(progress)
 
-        return self._predict_all(self._workload, sets)
+    def predict_with(self, sets: Sequence[Fixes]) -> Predictions:
+        return self._predict_all(sets, lambda workload: workload)
 
-    def predict_reduced(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+    def predict_reduced(self, sets: Sequence[Fixes]) -> Predictions:
         assert self.reduction is not None
-        return self._predict_all(self.reduction.workload(self._workload), sets)
+        return self._predict_all(sets, self.reduction.workload)
 
-    def _predict_all(
-        self, workload: Workload, sets: Sequence[Fixes]
-    ) -> Iterator[tuple[int, Prediction | Exception]]:
-        def predicted(fixes: Fixes) -> Prediction:
-            return self._predict(apply(list(fixes), workload))
+    def _predict_all(self, sets: Sequence[Fixes], reduced: Callable[[Workload], Workload]) -> Predictions:
+        if self._predict is None:
+            self._predict = self._predict_changed
+            if autograd_runs_in_forks():
+                opened = model_built_once(self._workload, self._card, self._limit)
+                self._predict = self._trace.enter_context(opened)
+        predicted = self._predict
 
-        return run_forked([functools.partial(predicted, fixes) for fixes in sets], _jobs())
+        def predict_fixed(fixes: Fixes) -> Prediction:
+            return predicted(lambda workload: apply(list(fixes), reduced(workload)))
+
+        return run_forked([functools.partial(predict_fixed, fixes) for fixes in sets], _jobs())
+
+    def _predict_changed(self, change: Callable[[Workload], Workload]) -> Prediction:
+        return predict(change(self._workload), gpu=self._card, max=self._limit)
 
     def proposals(self, prediction: Prediction) -> Proposals:
         context = FixContext(prediction, self._workload)
@@ -74,7 +98,61 @@ class WorkloadProgram:
         return Proposals(model_id(context.model), tuple(found))
 
 
-class FunctionProgram:
+class _StoppedProgram:
+    """A program that trains a model of its own. `search` runs where it makes its optimizer, and forks of the
+    process continue from there, each with its fixes."""
+
+    reduction: Reduction | None = None  # known after `proposals`
+    _made: Any = None  # the optimizer, or the first model that is trained without one
+
+    def _stop(self, search: Callable[[Progress], Plan], progress: Progress) -> Callable[[Any], None]:
+        """To be called with each optimizer that the program makes."""
+        changes: list[Callable[[Any], None]] = []  # in a fork, its own
+
+        def stop(made: Any) -> None:
+            if not changes and (self._made is not None or _has_threads()):
+                finish(None)
+            if not changes:
+                self._made = made
+                try:
+                    finish(search(progress))
+                except Continued as fork:
+                    changes.append(fork.change)
+            try:
+                changes[0](made)
+            except OomphError as error:
+                finish(error)
+
+        return stop
+
+    def predict_reduced(self, sets: Sequence[Fixes]) -> Predictions:
+        assert self.reduction is not None
+        return self._continue_with(sets, self.reduction)
+
+    def _continue_with(self, sets: Sequence[Fixes], reduction: Reduction | None = None) -> Predictions:
+        def change(fixes: Fixes) -> Callable[..., Any]:
+            apply_to = ModelChange(fixes)
+
+            def changed(made: Any) -> None:
+                if made is self._made and reduction is not None:
+                    reduction.reduce_trained(model_of(made), made)
+                apply_to(made)
+
+            return changed
+
+        return run_forked([change(fixes) for fixes in sets], _jobs(), continues=True)
+
+    def _proposals_here(self, prediction: Prediction) -> Proposals:
+        ((_, found),) = run_forked([functools.partial(_proposals_for, prediction, self._made)], 1)
+        if isinstance(found, UserError):  # nothing can be applied
+            return Proposals(reason=str(found))
+        if isinstance(found, Exception):
+            raise found
+        self.reduction = reduction(model_of(self._made))
+        return found
+
+
+class FunctionProgram(_StoppedProgram):
     """Predicts a function that sets up and returns the step, with fixes of its model. Isolated, too."""
 
     def __init__(self, function: Callable[[], Any], card: GPU, limit: int) -> None:
@@ -82,13 +160,26 @@ class FunctionProgram:
         self._predict = functools.partial(predict, gpu=card, max=limit)
 
     def predict(self) -> Prediction:
-        return self._predict(self._function)
+        return _first(lambda: self._predict(self._function))
 
-    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+    def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
+        if autograd_runs_in_forks():
+            stopped = self._calling(self._stop(search, progress))
+            ((_, found),) = run_forked([functools.partial(self._predict, stopped)], 1)
+            if isinstance(found, Plan):
+                return found
+        return search(progress)
+
+    def predict_with(self, sets: Sequence[Fixes]) -> Predictions:
+        if self._made is not None:
+            return self._continue_with(sets)
         changes = [self._calling(ModelChange(fixes)) for fixes in sets]
         return run_forked([functools.partial(self._predict, change) for change in changes], _jobs())
 
     def proposals(self, prediction: Prediction) -> Proposals:
+        if self._made is not None:
+            return self._proposals_here(prediction)
+
         def propose(optimizer: Any) -> None:
             raise _Proposals(_proposals_for(prediction, optimizer))
 
@@ -111,17 +202,35 @@ class FunctionProgram:
         return function
 
 
-class ScriptProgram:
-    """Predicts a script with fixes of its model, each time in a process of its own."""
+class ScriptProgram(_StoppedProgram):
+    """Predicts a script with fixes of its model."""
 
     def __init__(self, script: Script, card: GPU, limit: int) -> None:
         self._script = script
         self._predict = functools.partial(predict, gpu=card, max=limit)
 
     def predict(self) -> Prediction:
-        return self._predict(self._script)
+        found = self._predict(self._script)
+        self._is_compiled = found.compile_seconds > 0
+        return found
 
-    def predict_with(self, sets: Sequence[Fixes]) -> Iterator[tuple[int, Prediction | Exception]]:
+    def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
+        def run(progress: Progress) -> Any:
+            if self._is_compiled:  # loaded once, not in each fork
+                import oomph.prediction.tracer.compiled  # noqa: F401
+            stopped = replace(self._script, on_optimizer=self._stop(search, progress))
+            return silently(lambda _: self._predict(stopped), progress)
+
+        with contextlib.suppress(OomphError):
+            found = run_isolated(run, progress)
+            if isinstance(found, Plan):
+                return found
+        return search(progress)
+
+    def predict_with(self, sets: Sequence[Fixes]) -> Predictions:
+        if self._made is not None:
+            yield from self._continue_with(sets)
+            return
         for number, fixes in enumerate(sets):
             fixed = replace(self._script, on_optimizer=ModelChange(fixes))
             try:
@@ -131,6 +240,8 @@ class ScriptProgram:
 
     def proposals(self, prediction: Prediction) -> Proposals:
         """The script runs until it makes its optimizer."""
+        if self._made is not None:
+            return self._proposals_here(prediction)
         asked = replace(
             self._script, on_optimizer=lambda optimizer: finish(_proposals_for(prediction, optimizer))
         )
@@ -144,6 +255,23 @@ class ScriptProgram:
         """Without the script's output, which the first prediction has shown."""
         run = functools.partial(silently, lambda progress: self._predict(script))
         return run_isolated(run, lambda text, fraction: None)
+
+
+def _first(run: Callable[[], Prediction]) -> Prediction:
+    """In this process, so that its forks have torch's caches filled. Beside a GPU in a fork: torch runs no
+    backward pass in forks of a process after its own."""
+    if not torch.cuda.device_count():
+        return run()
+    ((_, found),) = run_forked([run], 1)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def _has_threads() -> bool:
+    """Of its own: forks would wait for them. tqdm's redraws bars; ours ends programs that train nothing."""
+    others = [each for each in threading.enumerate() if each is not threading.current_thread()]
+    return any(type(each).__name__ != "TMonitor" and each.name != WATCH for each in others)
 
 
 def _jobs() -> int:

@@ -20,6 +20,7 @@ from oomph.workload import Changed, Workload
 # The step's seconds, the host's, the GPU's in forward, backward and optimizer, and of the copies in each.
 Costs = tuple[float, ...]
 
+UNKNOWN_SECONDS = 1.0  # of every step, where no kernel of it was seen: sets are compared by memory alone
 _KEPT = 2
 _FEWEST = 5  # with fewer blocks, little time would be saved
 _OF_ALL = (("batch",), ("parameters",), ("forward",), ("",))  # what a proposal says where all changes
@@ -35,6 +36,13 @@ class Reduction:
 
     def workload(self, workload: Workload) -> Workload:
         return replace(workload, model=Changed(workload.model, self._reduce))
+
+    def reduce_trained(self, model: nn.Module, optimizer: Any) -> None:
+        """A model that has its optimizer, if it has one."""
+        self._reduce(model)
+        left = set(map(id, model.parameters()))
+        for group in getattr(optimizer, "param_groups", ()):
+            group["params"] = [each for each in group["params"] if id(each) in left]
 
     def _reduce(self, model: nn.Module) -> None:
         for names in self.lists:
@@ -114,7 +122,7 @@ def costs(prediction: Prediction, link: float) -> Costs:
     work = prediction.work
     copies = (max(phase.to_host, phase.to_device) / link for phase in work.phases)
     busy = (phase.seconds for phase in work.phases)
-    return (prediction.step_seconds or 0.0, work.host_seconds, *busy, *copies)
+    return (prediction.step_seconds or UNKNOWN_SECONDS, work.host_seconds, *busy, *copies)
 
 
 def step_seconds(costs: Costs) -> float:

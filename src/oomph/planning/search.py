@@ -35,15 +35,22 @@ from oomph.planning.programs import (
     ScriptProgram,
     WorkloadProgram,
 )
-from oomph.planning.reduced import Costs, costs, joint_costs, step_seconds
+from oomph.planning.reduced import (
+    UNKNOWN_SECONDS,
+    Costs,
+    Reduction,
+    costs,
+    joint_costs,
+    step_seconds,
+)
 from oomph.prediction import Script, called
 from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
-    displayed,
     run_in_new_interpreter,
     run_isolated,
+    show_progress,
 )
-from oomph.prediction.trainers import as_program
+from oomph.prediction.program import as_program
 from oomph.records import (
     FIX_KINDS,
     Allocation,
@@ -72,7 +79,7 @@ _PRICED_FROM_LIMIT = 0.8  # x limit: sets estimated to need more are priced toge
 _TRIED_BELOW_TIME = 0.99  # x best time so far: slower sets are not predicted
 _DROPPED_BELOW_LIMIT = 0.99  # x limit: fixes are dropped while the estimate stays below it
 _REDUCED_ERROR = 0.02  # x peak: largest error of the reduced model
-_SHOWN_BELOW_MEMORY = 0.75  # x memory of a faster set: a slower set is shown if it needs less
+_SHOWN_BELOW_MEMORY = 0.85  # x memory of a faster set: a slower set is shown if it needs less
 _SAME_TIME = 0.005  # sets whose times differ by less are ordered by the number of fixes
 _OF_ACTIVATIONS = ("activation_checkpointing", "activation_offloading")
 
@@ -96,7 +103,7 @@ class _Price:
         return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Option:
     """One way to use a fix, or a few that belong together."""
 
@@ -104,6 +111,7 @@ class _Option:
     fixes: Fixes
     price: _Price
     share: float = 1.0  # of the blocks that `group` changes
+    is_bound: bool = False  # `price` is the least that it may be, from those of other options
 
 
 @dataclass(eq=False)
@@ -181,10 +189,10 @@ def fit(
     card = gpus.with_rates(card)
     if isinstance(target, Script) and autograd_breaks_in_forks():
         options = {"gpu": gpu, "budget": budget, "max": max, "allow": kinds, "host_memory": host}
-        with displayed(progress) as report:
+        with show_progress(progress) as report:
             return run_in_new_interpreter(fit, report, target, **options)
     if isinstance(target, Script):
-        with displayed(progress) as report:
+        with show_progress(progress) as report:
             return _Search(ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
 
     def search(report: Progress) -> Plan:
@@ -195,7 +203,7 @@ def fit(
             program = FunctionProgram(target, card, limit)  # type: ignore[arg-type]
         return _Search(program, card, limit, host).plan(kinds, report)
 
-    with displayed(progress) as report:
+    with show_progress(progress) as report:
         return run_isolated(search, report)
 
 
@@ -214,29 +222,43 @@ class _Search:
         self.reduced: _Price | None = None  # the reduced model without fixes, if it stands for the whole
         self.sets: list[_Set] = []  # not predicted
         self.began = time.perf_counter()
+        self.first = 0.0  # seconds that the first prediction took
+        self.each: dict[bool, float] = {}  # that one of several takes, of the whole model or of two blocks
 
     def plan(self, kinds: tuple[FixKind, ...], progress: Progress) -> Plan:
         progress("predicting the step as it is", None)
         prediction = self.program.predict()
-        self.base = base = chosen = self._trial((), prediction)
+        self.first = time.perf_counter() - self.began
+        self.base = base = self._trial((), prediction)
         self.seconds, self.margin = base.priced.step_seconds, prediction.margin
-        proposals, conditions = Proposals(), dict[str, str]()
-        needs: tuple[FixKind, ...] = ()
         reason = "" if base.priced.fits else self._why_none_fits(prediction)
-        if not base.priced.fits and not reason:
+        if base.priced.fits or reason:
+            return self._plan(kinds, base, Proposals(reason=reason))
+
+        def search(progress: Progress) -> Plan:
             proposals = self.program.proposals(prediction)
-            found, reason = proposals.found, proposals.reason
-            conditions = {one.fix: one.condition for one in found if one.condition}
-            chosen = self._search([one for one in found if one.kind in kinds], progress)
-            if not chosen.priced.fits:
-                needs = self._needs(found, kinds, progress)
+            chosen = self._search([one for one in proposals.found if one.kind in kinds], progress)
+            needs = () if chosen.priced.fits else self._needs(proposals.found, kinds, progress)
+            return self._plan(kinds, chosen, proposals, needs)
+
+        return self.program.search(search, progress)
+
+    def _plan(
+        self,
+        kinds: tuple[FixKind, ...],
+        chosen: _Trial,
+        proposals: Proposals,
+        needs: tuple[FixKind, ...] = (),
+    ) -> Plan:
+        conditions = {one.fix: one.condition for one in proposals.found if one.condition}
         return Plan(
             fixes=chosen.priced.fixes,
             fits=chosen.priced.fits,
             gpu=self.card.name,
             gpu_title=self.card.title,
             limit=self.limit,
-            before=base.priced,
+            is_budget=self.limit < self.card.memory - self.card.context,
+            before=self.base.priced,
             after=chosen.priced,
             allowed=kinds,
             model=_in_words(proposals.model_id),
@@ -246,7 +268,7 @@ class _Search:
             ),
             needs=needs,
             model_id=proposals.model_id,
-            reason=reason,
+            reason=proposals.reason,
             predictions=len(self.trials),
             seconds=time.perf_counter() - self.began,
         )
@@ -275,15 +297,44 @@ class _Search:
 
     # ------------------------------------------------------------------------------------ predictions
 
+    def _results(
+        self,
+        results: Iterable[tuple[int, Prediction | Exception]],
+        count: int,
+        progress: Progress,
+        what: str,
+        whole: bool = True,
+    ) -> Iterator[tuple[int, Prediction]]:
+        """Without those of programs that refuse their fixes. `whole`: of the whole model, as the last
+        prediction will be."""
+        began = time.perf_counter()
+
+        def report(done: int) -> None:
+            if done:
+                self.each[whole] = (time.perf_counter() - began) / done
+            left = (count - done) * self.each.get(whole, self.first / (1 if whole else 4))
+            left += 0.0 if whole else self.each.get(True, self.first)
+            progress(f"{what}, about {max(1.0, left):.0f} s left", done / count)
+
+        if count:
+            report(0)
+        for done, (number, result) in enumerate(results, 1):
+            report(done)
+            if isinstance(result, Prediction):
+                yield number, result
+            elif not isinstance(result, OomphError):
+                raise result  # a bug of ours
+
     def _predict(self, sets: Sequence[Fixes], progress: Progress, what: str) -> list[_Trial]:
         """Those of the sets that their fixes do not refuse."""
         new = list({_key(fixes): fixes for fixes in sets if _key(fixes) not in self.trials}.values())
-        for number, prediction in _results(self.program.predict_with(new), len(new), progress, what):
+        results = self._results(self.program.predict_with(new), len(new), progress, what)
+        for number, prediction in results:
             self._trial(new[number], prediction)
         return [self.trials[_key(fixes)] for fixes in sets if _key(fixes) in self.trials]
 
     def _trial(self, fixes: Fixes, prediction: Prediction) -> _Trial:
-        seconds = prediction.step_seconds or math.nan
+        seconds = prediction.step_seconds or UNKNOWN_SECONDS
         slowdown = seconds / self.seconds if fixes else 1.0
         host = _host_bytes(prediction) if fixes else 0
         fits = bool(prediction.fits) and host <= self.host
@@ -300,35 +351,28 @@ class _Search:
     def _price(self, candidates: Sequence[Groups], progress: Progress, what: str) -> None:
         """Fill `prices`. Fixes that refuse the model, or each other, get none."""
         new = [each for each in candidates if _key(_uses(each)) not in self.prices]
-        if isinstance(self.program, WorkloadProgram) and self.program.reduction is not None:
+        if self.program.reduction is not None:
             compiled = [each for each in new if _flat(each)[0].fix == "compile"]
-            self._price_reduced(self.program, [each for each in new if each not in compiled], progress, what)
+            self._price_reduced([each for each in new if each not in compiled], progress, what)
             if self.reduced is not None:
                 new, what = compiled, "predicting torch.compile"
         if new:
             for trial in self._predict([_uses(each) for each in new], progress, what):
                 self.prices[_key(trial.priced.fixes)] = trial.price
 
-    def _price_reduced(
-        self, program: WorkloadProgram, new: Sequence[Groups], progress: Progress, what: str
-    ) -> None:
+    def _price_reduced(self, new: Sequence[Groups], progress: Progress, what: str) -> None:
         """By predictions of the reduced model, if that without fixes stands for the whole one."""
-        reduction, link, base = program.reduction, self.card.host_link, self.base.price
+        reduction, link = self.program.reduction, self.card.host_link
         assert reduction is not None
-        sets = [tuple(map(reduction.use, _flat(each))) for each in new]
-        sets += [()] if self.reduced is None else []
-        found = dict(_results(program.predict_reduced(sets), len(sets), progress, what))
-        without = found.pop(len(new), None)
-        if without is not None:
-            parts = _parts(without.events, reduction.allocations(without))
-            if _is_like(parts, base.parts):
-                self.reduced = _Price(parts, costs(without, link))
-                # What fixes leave is compared with this: its highest moments are those of the same blocks.
-                base = replace(base, parts=parts)
-                self.base = replace(self.base, price=base)
         if self.reduced is None:
-            program.reduction = None
+            self._check_reduced(reduction, progress)
+        if self.reduced is None:
+            self.program.reduction = None
             return
+        base = self.base.price
+        sets = [tuple(map(reduction.use, _flat(each))) for each in new]
+        reduced = self.program.predict_reduced(sets)
+        found = dict(self._results(reduced, len(sets), progress, what, whole=False))
         for number, prediction in found.items():
             each, now = new[number], costs(prediction, link)
             if len(each) == 1:
@@ -340,6 +384,16 @@ class _Search:
             left = _parts(prediction.events, reduction.allocations(prediction))
             host = max(reduction.host_bytes(one, _host_bytes(prediction)) for one in _flat(each))
             self.prices[_key(_uses(each))] = _Price(left, whole, host, now)
+
+    def _check_reduced(self, reduction: Reduction, progress: Progress) -> None:
+        """Set `reduced` if the events of the reduced model, edited, give the peak of the whole one."""
+        reduced = self.program.predict_reduced([()])
+        for _, without in self._results(reduced, 1, progress, "predicting two of the blocks", whole=False):
+            parts = _parts(without.events, reduction.allocations(without))
+            if _is_like(parts, self.base.price.parts):
+                self.reduced = _Price(parts, costs(without, self.card.host_link))
+                # What fixes leave is compared with this: its highest moments are those of the same blocks.
+                self.base = replace(self.base, price=replace(self.base.price, parts=parts))
 
     def _axes(self, proposals: Sequence[Proposal], progress: Progress) -> list[list[_Option]]:
         """For each fix its options; options of one axis exclude each other."""
@@ -357,8 +411,9 @@ class _Search:
             if one.fix == "activation_checkpointing" and offloading is not None
             if "blocks" not in one.options and one.options.get("keep") != "products"
         ]
-        changing = [(group,) for group in groups if group[0].fix != "allocator"]
-        self._price(changing, progress, "pricing each fix by itself")
+        slow = [group for group in groups if self._bounding(group, first)]
+        at_once = [(group,) for group in groups if group not in slow and group[0].fix != "allocator"]
+        self._price(at_once, progress, "pricing each fix by itself")
         for one in proposals:
             if one.fix == "allocator":  # the events are the same; what is reserved for them is known
                 share = 1 - (one.saving or 0) / self.base.priced.peak.reserved
@@ -368,13 +423,50 @@ class _Search:
         axes: dict[str, list[_Option]] = {}
         for group in groups:
             price = self.prices.get(_key(_uses([group])))
+            is_bound = price is None and group in slow
+            price = self._bound(group, first) if is_bound else price
             if price is None:
                 continue
             axis = "activations" if group[0].fix in _OF_ACTIVATIONS else group[0].fix
-            axes.setdefault(axis, []).append(_Option(group, _uses([group]), price))
+            axes.setdefault(axis, []).append(_Option(group, _uses([group]), price, is_bound=is_bound))
             if axis == "activations" and len(group) == 1:
                 axes[axis] += self._counted(group[0], price)
-        return list(axes.values())
+        free = [one for axis in axes.values() for one in axis if one.is_bound and self._is_free(one)]
+        refused = self._replace_bounds(free, progress)
+        return [[one for one in axis if one not in refused] for axis in axes.values()]
+
+    def _bounding(self, group: tuple[Proposal, ...], first: Mapping[str, Proposal]) -> tuple[Proposal, ...]:
+        """Other proposals whose prices bound that of the group: no plan has it if one with them is faster."""
+        if len(group) > 1:  # checkpoints that are offloaded
+            return group
+        fewest = first[group[0].fix]
+        return (fewest,) if group[0].fix == "micro_batches" and group[0] is not fewest else ()
+
+    def _bound(self, group: tuple[Proposal, ...], first: Mapping[str, Proposal]) -> _Price | None:
+        """The least memory and time that the group may take."""
+        bounding = self._bounding(group, first)
+        prices = [self.prices[_key((one.use,))] for one in bounding if _key((one.use,)) in self.prices]
+        if len(prices) < len(bounding):  # one of them refuses the model
+            return None
+        if len(group) > 1:
+
+            def left(part: str, what: str) -> int:
+                sizes = (one.parts.get(part, {}).get(what, 0) for one in prices)
+                return 0 if what == "forward activations" else min(sizes)
+
+            return _Price(_for_all(left, *prices), prices[0].costs)
+        parts, fewest = (one.options["parts"] for one in (group[0], bounding[0]))
+        least = _between(self.base.price, prices[0], (1 - 1 / parts) / (1 - 1 / fewest))
+        return replace(least, costs=prices[0].costs)
+
+    def _replace_bounds(self, options: Sequence[_Option], progress: Progress) -> list[_Option]:
+        """By prices; returns those that refuse the model."""
+        names = ", ".join(one.fix for option in options for one in option.group)
+        self._price([(option.group,) for option in options], progress, f"pricing {names}")
+        for option in options:
+            option.is_bound = _key(option.fixes) not in self.prices
+            option.price = self.prices.get(_key(option.fixes), option.price)
+        return [option for option in options if option.is_bound]
 
     def _counted(self, proposal: Proposal, price: _Price) -> Iterator[_Option]:
         """The same for fewer of the blocks, interpolated."""
@@ -411,12 +503,19 @@ class _Search:
             chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
             if chosen is None:
                 break
+            if bounds := [option for option in chosen.options if option.is_bound]:
+                refused = self._replace_bounds(bounds, progress)
+                sets[:] = [one for one in sets if not any(option in refused for option in one.options)]
+                for one in sets:
+                    if any(option in bounds for option in one.options):
+                        self._estimate(one)
+                continue
             text = f"predicting {', '.join(use.fix for use in chosen.fixes)}"
             may_be_priced &= not chosen.jointly and not chosen.is_compiled
             if may_be_priced and chosen.peak > _PRICED_FROM_LIMIT * self.limit:
                 joint += 1
-                families = [each for each in self._families(chosen.options) if each]
-                self._price(families, progress, text.replace("predicting", "pricing"))
+                families = {_key(_uses(each)): each for each in self._families(chosen.options) if each}
+                self._price(list(families.values()), progress, text.replace("predicting", "pricing"))
                 for one in sets:
                     if one.groups == chosen.groups:
                         self._estimate(one)
@@ -449,7 +548,7 @@ class _Search:
         choices: list[list[_Option | None]] = []
         for axis in axes:
             useful = [option for option in axis if self._saves(option) or self._is_faster(option)]
-            free = [option for option in useful if self._seconds(option) <= (1 + _SAME_TIME) * self.seconds]
+            free = [option for option in useful if self._is_free(option)]
             paid: list[_Option | None] = [option for option in useful if option not in free]
             smallest = min(free, key=self._alone, default=None)
             choices.append([smallest, *paid])
@@ -535,6 +634,9 @@ class _Search:
             for what, size in held.items()
         )
 
+    def _is_free(self, option: _Option) -> bool:
+        return self._seconds(option) <= (1 + _SAME_TIME) * self.seconds
+
     def _is_faster(self, option: _Option) -> bool:
         return self._seconds(option) < (1 - _SAME_TIME) * self.seconds
 
@@ -569,7 +671,8 @@ class _Search:
             if not front or one.peak.reserved < front[-1].peak.reserved:
                 front.append(one)
         base = self.base.priced.peak
-        for estimated in sorted(self.sets, key=lambda one: (one.seconds, one.peak)):
+        priced = [one for one in self.sets if not any(option.is_bound for option in one.options)]
+        for estimated in sorted(priced, key=lambda one: (one.seconds, one.peak)):
             fixes, reserved = estimated.fixes, round(estimated.peak)
             is_allowed = all(find(use.fix).kind in kinds for use in fixes)
             is_slower = estimated.seconds > front[-1].step_seconds
@@ -581,20 +684,6 @@ class _Search:
                 fits = reserved <= self.limit
                 front.append(PricedFixes(fixes, peak, fits, estimated.seconds, slowdown, host, True))
         return tuple(front)
-
-
-def _results(
-    results: Iterable[tuple[int, Prediction | Exception]], count: int, progress: Progress, what: str
-) -> Iterator[tuple[int, Prediction]]:
-    """Without those of programs that refuse their fixes."""
-    if count:
-        progress(what, 0.0)
-    for done, (number, result) in enumerate(results, 1):
-        progress(what, done / count)
-        if isinstance(result, Prediction):
-            yield number, result
-        elif not isinstance(result, OomphError):
-            raise result  # a bug of ours
 
 
 def _in_words(model_id: str) -> str:
@@ -656,7 +745,7 @@ def _combined(base: _Price, prices: Sequence[_Price]) -> _Price:
 def _between(base: _Price, other: _Price, share: float) -> _Price:
     def left(part: str, what: str) -> int:
         size = base.parts.get(part, {}).get(what, 0)
-        return round(size + share * (other.parts.get(part, {}).get(what, 0) - size))
+        return max(0, round(size + share * (other.parts.get(part, {}).get(what, 0) - size)))
 
     total = tuple(a + share * (b - a) for a, b in zip(base.costs, other.costs, strict=True))
     host = round(base.host_bytes + share * (other.host_bytes - base.host_bytes))
@@ -698,6 +787,7 @@ def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> PhaseM
     held: dict[str, int] = {}
     highest: dict[str, tuple[int, dict[str, int]]] = {}
     total = 0
+    has_steps = any(made.step for made in allocations)  # a function's own loop has none
     for event, size in zip(events, sizes, strict=True):
         if event.action == "mark":
             continue
@@ -707,6 +797,6 @@ def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> PhaseM
         part: str = made.during or "setup"
         if part == "backward" and 2 * held.get("gradients", 0) > most:
             part = "end of backward"
-        if size > 0 and made.step and total > highest.get(part, (0, {}))[0]:
+        if size > 0 and (made.step or not has_steps) and total > highest.get(part, (0, {}))[0]:
             highest[part] = total, dict(held)
     return {part: {what: size for what, size in at.items() if size > 0} for part, (_, at) in highest.items()}
