@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +16,7 @@ from small_prediction import make_prediction
 
 from oomph import gpus
 from oomph.cli import train as train_command
+from oomph.cli.main import main
 from oomph.records import Note, Prediction
 from oomph.training import run as training_run
 from oomph.training.trainer import Outcome
@@ -60,6 +65,30 @@ def program(tmp_path, monkeypatch: pytest.MonkeyPatch):
         return file
 
     return write
+
+
+@pytest.fixture
+def on_terminal() -> Callable[[list[str]], tuple[int, int]]:
+    """Starts `oomph WORDS` on a terminal of its own: its process, and our side of the terminal.
+
+    It is a fork, which has imported everything.
+    """
+
+    def start(words: list[str]) -> tuple[int, int]:
+        with warnings.catch_warnings(action="ignore"):  # of threads beside a fork
+            process, terminal = pty.fork()
+        if process == 0:
+            try:
+                sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), "rww")
+                sys.argv = ["oomph", *words]
+                main()
+            except SystemExit as end:
+                os._exit(end.code)
+            finally:
+                os._exit(1)
+        return process, terminal
+
+    return start
 
 
 SMALL_CONFIG = """

@@ -6,6 +6,8 @@ import pytest
 
 from oomph.cli.main import run
 
+pytestmark = pytest.mark.usefixtures("in_process")
+
 PROGRAM = """
 import torch, torch.nn.functional as F
 from torch import nn
@@ -104,9 +106,8 @@ def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path
     assert whole < plain
     some = '[{"fix": "activation_checkpointing", "options": {"blocks": ["blocks.0"]}}]'
     (tmp_path / "fixes.json").write_text(some)
-    assert whole < peak("--fix", str(tmp_path / "fixes.json")) < plain
     typed = 'activation_checkpointing:blocks=["blocks.0"]'
-    assert peak("--fix", typed) == peak("--fix", str(tmp_path / "fixes.json"))
+    assert whole < peak("--fix", typed) == peak("--fix", str(tmp_path / "fixes.json")) < plain
     (tmp_path / "words.json").write_text('["activation_checkpointing"]')
     assert peak("--fix", str(tmp_path / "words.json")) == whole
     (tmp_path / "other.json").write_text("[1]")

@@ -33,6 +33,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.count("\n") == 1
 
 
+@pytest.mark.usefixtures("in_process")
 def test_measured_stands_beside_predicted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

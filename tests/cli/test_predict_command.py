@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
-import subprocess
+import signal
 import sys
+import time
+import warnings
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from small_prediction import GiB, make_prediction
+from torch.utils._triton import has_triton
 
 from oomph.cli.main import run
+from oomph.cli.output import progress_display
 from oomph.errors import UserError
 from oomph.units import format_bytes
 
@@ -44,6 +51,16 @@ def test_a_verdict_that_is_too_close_to_call_exits_with_one(fake_predict, capsys
     assert run(["predict", "train.py:step", "--json"]) == 1
     made = json.loads(capsys.readouterr().out)
     assert (made["fits"], made["verdict"], made["margin"]) == (False, "too close to call", GiB)
+
+
+def test_a_machine_with_a_gpu_predicts_without_using_it(monkeypatch, program, capsys, request):
+    """Here, torch raises as soon as CUDA is started."""
+    has_triton.cache_clear()
+    request.addfinalizer(has_triton.cache_clear)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    program("import torch\ndef step(): torch.ones(9, device='cuda', requires_grad=True).sum().backward()\n")
+    assert run(["predict", "train.py:step", "--json"]) == 0, capsys.readouterr().err
 
 
 def test_gpu_and_max_are_passed_on(fake_predict, capsys):
@@ -99,20 +116,36 @@ def test_an_error_class_of_the_program_does_not_pass_for_a_bug(program, capsys):
     assert _error(capsys, "predict", "train.py:step") == "oomph: my own"
 
 
-def test_a_program_that_reads_from_the_terminal_ends(program):
+def test_a_program_that_reads_from_the_terminal_ends(program, on_terminal):
     """A terminal stops a background process that reads from it; the command would wait for good."""
     program("def step():\n    input('size? ')\n")
-    script = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
-    words = [sys.executable, "-c", script, sys.executable, "-m", "oomph", "predict", "train.py:step"]
-    # stdin stays open and empty, as a terminal that nobody types in
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.wait(timeout=90) == 3
-        assert process.stdout is not None
-        assert "the program failed at train.py:2: EOFError" in process.stdout.read()
-    finally:
-        process.kill()
-        process.communicate()
+    process, terminal = on_terminal(["predict", "train.py:step"])
+    shown = b""
+    with suppress(OSError):  # where the process has ended
+        while True:
+            shown += os.read(terminal, 65536)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 3
+    assert b"the program failed at train.py:2: EOFError" in shown
+
+
+class SlowTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        time.sleep(0.02)
+        return super().write(text)
+
+
+def test_a_child_may_print_while_the_progress_bar_is_drawn():
+    """Locks of the bar that its thread holds stay locked in a fork."""
+    console = Console(file=SlowTerminal(), force_terminal=True)
+    with progress_display(console, delay=0), warnings.catch_warnings(action="ignore"):
+        for _ in range(6):
+            time.sleep(0.1)
+            if (child := os.fork()) == 0:
+                signal.alarm(10)
+                console.print("from the program")
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_program_that_fails_shows_its_own_traceback_then_one_line(program, capsys):

@@ -80,6 +80,7 @@ def test_the_configs_and_keys_of_every_story_and_command_are_valid(system):
     gpus.find(system.story.gpu)
     for command in system.story.commands.values():
         words = shlex.split(command.split(" (")[0])
+        words = words[words.index("oomph") :] if "torchrun" in words else words
         configs = [word for word in words if word.endswith(".yaml")]
         if words[:2] in (["oomph", "train"], ["oomph", "predict"]):
             keys = words[words.index(configs[0]) + 1 :]

@@ -147,6 +147,7 @@ def test_fixes_on_the_command_line_come_on_top(fake_predict, capsys):
     ]
 
 
+@pytest.mark.usefixtures("in_process")
 def test_fixes_and_verify_take_a_config_and_overrides(capsys):
     small = ["seq_len=16", "batch_size=2"]
     assert (

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,22 +113,20 @@ def test_without_checkpoints_there_is_nothing_to_resume(
     assert last == "stopped by SIGINT after step 3; nothing is saved, as training.save=false says"
 
 
-def test_a_closed_terminal_ends_the_whole_group_and_the_run_can_be_resumed(config: Path) -> None:
-    """The program itself; a terminal, or a scheduler, sends the signal to every process of the group."""
-    ours, its = os.openpty()
+def test_a_closed_terminal_ends_the_whole_group_and_the_run_can_be_resumed(
+    config: Path, on_terminal: Callable[[list[str]], tuple[int, int]]
+) -> None:
+    """A terminal, or a scheduler, sends the signal to every process of the group."""
     words = ["train", "small.yaml", "save_every=null", "data.workers=1"]
-    command = [sys.executable, "-m", "oomph", *words, "steps=100000"]
-    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True)
-    os.close(its)
+    process, terminal = on_terminal([*words, "steps=100000"])
     metrics = Path("runs/small/metrics.jsonl")
     until = time.monotonic() + 120
     while not (metrics.exists() and len(read_metrics(metrics)) > 3):
-        assert process.poll() is None
         assert time.monotonic() < until
-        os.read(ours, 65536)  # a terminal that nobody reads would block it
-    os.close(ours)  # what is written from now on fails
-    os.killpg(process.pid, signal.SIGHUP)
-    assert process.wait(60) == 130
+        os.read(terminal, 65536)  # a terminal that nobody reads would block it; fails where the process ended
+    os.close(terminal)  # what is written from now on fails
+    os.killpg(process, signal.SIGHUP)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
     step = find("runs/small/checkpoints").step
     assert step >= 3
     assert run([*words, f"steps={step + 2}", "--resume"]) == 0

@@ -14,7 +14,7 @@ from benchmarks.report.traces import hostile
 
 from oomph.integrations import callbacks, jupyter
 from oomph.measurement import history
-from oomph.prediction.isolation import displayed
+from oomph.prediction.isolation import show_progress
 from oomph.records import Diagnosis
 
 
@@ -40,12 +40,12 @@ def test_progress_is_one_line_in_a_notebook(
 ) -> None:
     pytest.importorskip("tqdm")
     for delay in (0.0, 60.0):  # short predictions show none
-        with displayed(None, delay) as elsewhere:
+        with show_progress(None, delay) as elsewhere:
             elsewhere("tracing", 0.5)
         assert capsys.readouterr().err == ""
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, "ipykernel", None)
-            with displayed(None, delay) as progress:
+            with show_progress(None, delay) as progress:
                 for number in range(50):
                     progress("tracing", number / 50)
                 progress("replaying", None)

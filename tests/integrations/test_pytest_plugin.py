@@ -50,6 +50,8 @@ def run_pytest(*words: str) -> int:
         "no:xdist",
         "-p",
         "no:faulthandler",
+        "-p",
+        "no:unraisableexception",  # collects garbage five times at the end
         "--rootdir",
         ".",
         "-c",

@@ -35,7 +35,7 @@ from oomph.cli.targets import (
 )
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Plan
-from oomph.report.plan import plan_text, ranks_text
+from oomph.report.fixes import fix_word, plan_text, ranks_text
 from oomph.report.terminal import report_console
 
 _MARGIN = 1.01  # of a plain prediction
@@ -137,10 +137,11 @@ def run_fit(options: FitOptions) -> ExitStatus:
 def _write_page(file: str, options: FitOptions, plan: Plan) -> None:
     """Both steps are predicted once more: a plan has their peaks only."""
     limit = f"{plan.limit}B" if options.gpu and options.budget else options.max
-    asked = PredictOptions(options.target, options.gpu or options.budget, limit, overrides=options.overrides)
-    runs = [("as it is", predict_target(asked))]
+    asked = PredictOptions(options.target, options.overrides, options.gpu or options.budget, limit)
+    runs = [("as it is", predict_target(asked, silent=True))]
     if plan.fixes:
-        runs.append(("with the plan", predict_target(replace(asked, fixes=plan.fixes))))
+        fixed = replace(asked, fix=tuple(map(fix_word, plan.fixes)))
+        runs.append(("with the plan", predict_target(fixed, silent=True)))
     write_page(file, asked.typed, runs, plan=plan)
 
 

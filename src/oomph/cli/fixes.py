@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
+from importlib.util import find_spec
 from typing import Annotated
 
 import typer
@@ -79,6 +81,8 @@ def fix_kinds(allow: str) -> tuple[FixKind, ...]:
     for word in words:
         if word not in FIX_KINDS:
             raise UserError(f"--allow {word!r} is not a kind of fix; valid: {', '.join(FIX_KINDS)}")
+    if "compile" in words and find_spec("triton") is None:
+        print("oomph: torch.compile is not tried: it needs Triton (`pip install triton`)", file=sys.stderr)
     return tuple(kind for kind in FIX_KINDS if kind == "exact" or kind in words)
 
 

@@ -22,8 +22,9 @@ from oomph.cli.fit import FitOptions, run_fit
 from oomph.cli.fixes import run_fixes, run_verify
 from oomph.cli.gpus import run_gpus
 from oomph.cli.measure import MeasureOptions, run_measure
-from oomph.cli.options import TAKES_KEYS, Fix, Gpu, Html, Json, Max, Overrides, PlanFile, command, fix_words
+from oomph.cli.options import TAKES_KEYS, command
 from oomph.cli.output import flush_streams, open_missing_streams
+from oomph.cli.predict import DiagnoseOptions, PredictOptions, run_diagnose, run_predict
 from oomph.cli.run import run_script
 from oomph.cli.systems import run_cases, run_systems
 from oomph.cli.train import run_train
@@ -72,150 +73,9 @@ def _oomph(
     pass
 
 
-_Target = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="TARGET",
-        help="A script (train.py -- --its --flags), a config (.yaml), or file.py:name or "
-        "package.module:name; name is a Workload, a function that returns one, or a function that sets "
-        "up and returns the step.",
-    ),
-]
-_Module = Annotated[
-    str | None, typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does.")
-]
-_Steps = Annotated[
-    int | None, typer.Option(metavar="N", help="Optimizer steps of a script to trace; default: 3.")
-]
-_Torchrun = Annotated[bool, typer.Option("--torchrun", help="Run a script as the only rank of torchrun.")]
-_Subprocesses = Annotated[
-    bool,
-    typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
-]
-_Network = Annotated[bool, typer.Option("--allow-network", help="Let the program use the network.")]
-
-
-@app.command(context_settings=TAKES_KEYS)
-def predict(
-    target: _Target = None,
-    overrides: Overrides = None,
-    gpu: Gpu = None,
-    max: Max = None,
-    json: Json = False,
-    html: Html = None,
-    snapshot: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write a snapshot for PyTorch's memory visualiser."),
-    ] = None,
-    fix: Fix = None,
-    plan: PlanFile = None,
-    stages: Annotated[
-        bool, typer.Option("--stages", help="Only how memory grows over the first step, stage by stage.")
-    ] = False,
-    module: _Module = None,
-    steps: _Steps = None,
-    sizes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T=4096|longest",
-            help="Sizes of the batch (B, T, H, W), or those of the longest sample of the data set.",
-        ),
-    ] = None,
-    torchrun: _Torchrun = False,
-    ranks: Annotated[
-        int | None, typer.Option(metavar="N", help="Predict one of N ranks; a script runs as under torchrun.")
-    ] = None,
-    parallel: Annotated[
-        str | None,
-        typer.Option(
-            metavar="fsdp2|ddp|tp|cp",
-            help="How a Workload or config is spread over the ranks, e.g. fsdp2:cp=8 (default: fsdp2).",
-        ),
-    ] = None,
-    allow_subprocesses: _Subprocesses = False,
-    allow_network: _Network = False,
-) -> int:
-    """Predict the memory of a training step. Report whether it fits and which lines hold the peak."""
-    from oomph.cli.predict import PredictOptions, run_predict
-
-    target, words = _target_and_words("predict", target, overrides, module)
-    options = PredictOptions(
-        target,
-        gpu,
-        max,
-        json,
-        snapshot,
-        fixes=fix_words(fix, plan),
-        overrides=words,
-        module=module is not None,
-        steps=steps,
-        stages=stages,
-        sizes=sizes,
-        torchrun=torchrun,
-        html=html,
-        ranks=ranks,
-        parallel=parallel,
-        allow=_allowed(allow_subprocesses, allow_network),
-    )
-    return run_predict(options)
-
-
-@app.command(context_settings=TAKES_KEYS)
-def diagnose(
-    target: _Target = None,
-    overrides: Overrides = None,
-    gpu: Gpu = None,
-    max: Max = None,
-    json: Json = False,
-    html: Html = None,
-    fix: Fix = None,
-    module: _Module = None,
-    steps: _Steps = None,
-    torchrun: _Torchrun = False,
-    allow_subprocesses: _Subprocesses = False,
-    allow_network: _Network = False,
-) -> int:
-    """Name the cause of the peak: the pattern, its formula and growth, its lines, and the fixes."""
-    from oomph.cli.diagnose import run_diagnose
-    from oomph.cli.predict import PredictOptions
-
-    target, words = _target_and_words("diagnose", target, overrides, module)
-    options = PredictOptions(
-        target,
-        gpu,
-        max,
-        json,
-        fixes=tuple(fix or ()),
-        overrides=words,
-        module=module is not None,
-        steps=steps,
-        torchrun=torchrun,
-        html=html,
-        allow=_allowed(allow_subprocesses, allow_network),
-    )
-    return run_diagnose(options)
-
-
-def _target_and_words(
-    command: str, target: str | None, overrides: list[str] | None, module: str | None
-) -> tuple[str, tuple[str, ...]]:
-    """With -m, the first word is an argument of the module."""
-    words = tuple(overrides or ())
-    if module is not None:
-        return module, (target, *words) if target is not None else words
-    if target is None:
-        raise UserError(f"{command} needs a TARGET, or -m MODULE")
-    return target, words
-
-
-def _allowed(subprocesses: bool, network: bool) -> tuple[str, ...]:
-    allowed = {"subprocesses": subprocesses, "network": network}
-    return tuple(name for name, allow in allowed.items() if allow)
-
-
+app.command("predict", context_settings=TAKES_KEYS)(command(run_predict, PredictOptions))
+app.command("diagnose", context_settings=TAKES_KEYS)(command(run_diagnose, DiagnoseOptions))
 app.command("fixes", context_settings=TAKES_KEYS)(run_fixes)
-
-
 app.command("fit", context_settings=TAKES_KEYS)(command(run_fit, FitOptions))
 app.command("measure", context_settings=TAKES_KEYS)(command(run_measure, MeasureOptions))
 app.command("compare")(run_compare)

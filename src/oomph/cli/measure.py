@@ -56,9 +56,7 @@ def run_measure(options: MeasureOptions) -> ExitStatus:
     """Run steps on the real GPU: predicted beside measured memory and time."""
     # Every run has a process of its own: what else lives in one would be counted.
     fixes = fix_words(options.fix, options.plan)
-    asked = PredictOptions(
-        options.target, options.gpu, fixes=fixes, overrides=options.overrides, html=options.html
-    )
+    asked = PredictOptions(options.target, options.overrides, options.gpu, fix=fixes, html=options.html)
     check_options(asked)
     if options.gpu is None:
         asked = replace(asked, gpu=_this_gpu())
@@ -66,7 +64,7 @@ def run_measure(options: MeasureOptions) -> ExitStatus:
         _this_gpu()  # there must be one
     found = []
     for words in ((), fixes) if fixes else ((),):
-        case = replace(asked, fixes=words)
+        case = replace(asked, fix=words)
         found.append(
             _comparison(
                 case, "as it is" if not words else "with the plan" if options.plan else "with the fixes"

@@ -26,10 +26,11 @@ Gpu = Annotated[
 Max = Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the report as one HTML file.")]
-Fix = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."),
-]
+_FIX = typer.Option(
+    metavar="FIX", help="Apply this fix; repeatable. name, name:option=value, or a .json file."
+)
+Fix = Annotated[list[str] | None, _FIX]
+FixWords = Annotated[tuple[str, ...], _FIX]
 PlanFile = Annotated[
     str | None, typer.Option(metavar="FILE.json", help="Apply the fixes of a plan of `oomph fit`.")
 ]

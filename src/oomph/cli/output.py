@@ -24,6 +24,14 @@ ProgressReport = Callable[[str, float | None], None]
 
 PROGRESS_DELAY_S = 2.0
 LINES_EVERY_S = 5.0
+_REFRESH_S = 0.2
+# Held while the bar is drawn, and by forks: a predicted program that prints in a child would wait for good
+# for a lock of rich that the thread of the bar held.
+_drawing = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_drawing.acquire, after_in_parent=_drawing.release, after_in_child=_drawing.release
+    )
 
 
 def write_stdout(text: str) -> None:
@@ -122,7 +130,7 @@ def progress_display(
 ) -> Iterator[ProgressReport]:
     """A progress bar, and the function that updates it.
 
-    It appears after `delay` seconds, from a timer so that no update is needed to start it, and only on a
+    It appears after `delay` seconds, drawn by a thread so that it moves between updates, and only on a
     terminal; elsewhere `lines` prints a line every few seconds.
     """
     if not console.is_terminal:
@@ -137,7 +145,7 @@ def progress_display(
         TimeElapsedColumn(),
         console=console,
         transient=True,
-        refresh_per_second=5,
+        auto_refresh=False,
     )
     task = progress.add_task("loading the program", total=None)
 
@@ -147,14 +155,23 @@ def progress_display(
         else:
             progress.update(task, description=text, total=1.0, completed=fraction)
 
-    timer = threading.Timer(delay, progress.start)
-    timer.daemon = True
-    timer.start()
+    def draw() -> None:
+        if ended.wait(delay):
+            return
+        with _drawing:
+            progress.start()
+        while not ended.wait(_REFRESH_S):
+            with _drawing:
+                progress.refresh()
+
+    ended = threading.Event()
+    drawer = threading.Thread(target=draw, daemon=True)
+    drawer.start()
     try:
         yield report
     finally:
-        timer.cancel()
-        timer.join()  # it may be starting the display at this moment
+        ended.set()
+        drawer.join()
         progress.stop()
 
 

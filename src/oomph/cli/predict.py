@@ -1,17 +1,20 @@
-"""`oomph predict`: trace the target and report the memory of its training step."""
+"""`oomph predict` and `oomph diagnose`: trace the target; report its memory, or the causes of its peak."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
 from oomph import gpus, units
 from oomph.cli.fixes import parse_sizes
+from oomph.cli.options import FixWords, Gpu, Html, Json, Max, OverrideWords, PlanFile, fix_words
 from oomph.cli.output import (
     ProgressReport,
     check_output_file,
@@ -30,39 +33,109 @@ from oomph.cli.targets import (
     workload_of,
 )
 from oomph.errors import ExitStatus, UserError
-from oomph.records import FixUse, Prediction
+from oomph.records import Diagnosis, FixUse, Prediction
 from oomph.report.as_json import prediction_to_json
+from oomph.report.diagnosis import diagnosis_text, diagnosis_to_json
 from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
 from oomph.report.terminal import report_console, report_text
 
 
 @dataclass(frozen=True, slots=True)
-class PredictOptions:
-    """The arguments of the command."""
-
-    target: str
-    gpu: str | None = None
-    max: str | None = None
-    json: bool = False
-    snapshot: str | None = None
-    fixes: tuple[str | FixUse, ...] = ()
-    overrides: tuple[str, ...] = ()  # of a script: its arguments
-    module: bool = False  # the target is a module that is run as a script
-    steps: int | None = None
-    stages: bool = False  # only the table of stages, from one traced step
-    sizes: str | None = None  # B=8,T=4096, or longest
-    torchrun: bool = False
-    ranks: int | None = None
-    parallel: str | None = None  # fsdp2, ddp, tp, cp, with options
-    allow: tuple[str, ...] = ()  # what the program may do outside of its process
-    html: str | None = None
+class DiagnoseOptions:
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A script (train.py -- --its --flags), a config (.yaml), or file.py:name or "
+            "package.module:name; name is a Workload, a function that returns one, or a function that sets "
+            "up and returns the step.",
+        ),
+    ] = ""
+    overrides: OverrideWords = ()  # of a script: its arguments
+    gpu: Gpu = None
+    max: Max = None
+    json: Json = False
+    html: Html = None
+    fix: FixWords = ()
+    module: Annotated[
+        str | None,
+        typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does."),
+    ] = None
+    steps: Annotated[
+        int | None, typer.Option(metavar="N", help="Optimizer steps of a script to trace; default: 3.")
+    ] = None
+    torchrun: Annotated[
+        bool, typer.Option("--torchrun", help="Run a script as the only rank of torchrun.")
+    ] = False
+    allow_subprocesses: Annotated[
+        bool,
+        typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
+    ] = False
+    allow_network: Annotated[
+        bool, typer.Option("--allow-network", help="Let the program use the network.")
+    ] = False
 
     @property
     def typed(self) -> str:
         return shlex.join((*(["-m"] if self.module else []), self.target, *self.overrides))
 
+    @property
+    def is_script(self) -> bool:
+        return self.module is not None or is_script(self.target)
 
-def run_predict(options: PredictOptions) -> ExitStatus:
+    @property
+    def allow(self) -> tuple[str, ...]:
+        """What the program may do outside of its process."""
+        allowed = {"subprocesses": self.allow_subprocesses, "network": self.allow_network}
+        return tuple(name for name, allow in allowed.items() if allow)
+
+
+@dataclass(frozen=True, slots=True)
+class PredictOptions(DiagnoseOptions):
+    snapshot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a snapshot for PyTorch's memory visualiser.")
+    ] = None
+    plan: PlanFile = None
+    stages: Annotated[
+        bool, typer.Option("--stages", help="Only how memory grows over the first step, stage by stage.")
+    ] = False
+    sizes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="T=4096|longest",
+            help="Sizes of the batch (B, T, H, W), or those of the longest sample of the data set.",
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None, typer.Option(metavar="N", help="Predict one of N ranks; a script runs as under torchrun.")
+    ] = None
+    parallel: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fsdp2|ddp|tp|cp",
+            help="How a Workload or config is spread over the ranks, e.g. fsdp2:cp=8 (default: fsdp2).",
+        ),
+    ] = None
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        return fix_words(self.fix, self.plan)
+
+
+def _find_target(options: DiagnoseOptions, command: str) -> PredictOptions:
+    """With -m, the first word is an argument of the module."""
+    if options.module is None and not options.target:
+        raise UserError(f"{command} needs a TARGET, or -m MODULE")
+    given = {field.name: getattr(options, field.name) for field in fields(options)}
+    if options.module is not None:
+        words = (*([options.target] if options.target else []), *options.overrides)
+        given |= {"target": options.module, "overrides": words}
+    return PredictOptions(**given)
+
+
+def run_predict(given: PredictOptions) -> ExitStatus:
+    """Predict the memory of a training step. Report whether it fits and which lines hold the peak."""
+    options = _find_target(given, "predict")
     check_options(options)
     prediction = predict_target(options)
     if options.snapshot is not None:
@@ -88,6 +161,38 @@ def run_predict(options: PredictOptions) -> ExitStatus:
     return ExitStatus.DOES_NOT_FIT if prediction.fits is False else ExitStatus.FITS
 
 
+def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
+    """Name the cause of the peak: the pattern, its formula and growth, its lines, and the fixes."""
+    options = _find_target(given, "diagnose")
+    check_options(options)
+    # Imported here: torch takes a second to load.
+    from oomph.diagnosis.api import diagnose_with
+
+    diagnosis = diagnose_with(lambda sizes: predict_target(options, sizes))
+    if options.is_script:
+        diagnosis = _for_script(diagnosis)
+    if options.json:
+        write_stdout(json.dumps(diagnosis_to_json(diagnosis), allow_nan=False) + "\n")
+    else:
+        text = diagnosis_text(diagnosis, report_console())
+        write_stdout(text + next_step(options, diagnosis.prediction))
+    if options.html is not None:
+        runs = [("as it is", diagnosis.prediction)]
+        write_page(options.html, options.typed, runs, findings=diagnosis.findings, notes=diagnosis.notes)
+    return ExitStatus.DOES_NOT_FIT if diagnosis.prediction.fits is False else ExitStatus.FITS
+
+
+def _for_script(diagnosis: Diagnosis) -> Diagnosis:
+    """With those fixes alone that `oomph run` and `oomph fit` can apply to a script."""
+    from oomph.fixes.scripts import fixes_for_scripts
+
+    valid = {fix.name for fix in fixes_for_scripts()}
+    findings = tuple(
+        replace(one, fixes=tuple(name for name in one.fixes if name in valid)) for one in diagnosis.findings
+    )
+    return replace(diagnosis, findings=findings)
+
+
 def next_step(options: PredictOptions, prediction: Prediction) -> str:
     if prediction.fits is not False:
         return ""
@@ -97,7 +202,7 @@ def next_step(options: PredictOptions, prediction: Prediction) -> str:
     limit += [] if options.max is None else ["--max", options.max]
     if options.fixes or options.sizes or options.steps:  # which `oomph fit` does not take
         return "\nNext: `oomph fit` finds the cheapest fixes with which a step fits.\n"
-    words = [*limit, "--", *options.overrides] if _is_script(options) else [*options.overrides, *limit]
+    words = [*limit, "--", *options.overrides] if options.is_script else [*options.overrides, *limit]
     command = shlex.join(["oomph", "fit", options.target, *words]).removesuffix(" --")
     return f"\nNext: `{command}` finds the cheapest fixes with which it fits.\n"
 
@@ -116,7 +221,7 @@ def check_options(options: PredictOptions) -> None:
         raise UserError(f"--ranks {options.ranks} is not valid; give a positive number")
     if options.parallel is not None and options.ranks is None:
         raise UserError("--parallel needs the number of ranks: --ranks N")
-    if options.parallel is not None and _is_script(options):
+    if options.parallel is not None and options.is_script:
         raise UserError(
             "--parallel is for Workloads and configs; a script distributes its model itself, by "
             "torch.distributed.init_process_group() and fully_shard or DistributedDataParallel: then "
@@ -126,8 +231,8 @@ def check_options(options: PredictOptions) -> None:
     if options.sizes is not None and is_config(options.target):
         raise UserError("--sizes is for programs; override the keys of a config, e.g. data.seq_len=4096")
     _sizes(options)
-    if _is_script(options):
-        if not options.module:
+    if options.is_script:
+        if options.module is None:
             check_python_file(options.target)
         if options.fixes:
             from oomph.fixes import uses_of
@@ -144,15 +249,18 @@ def check_options(options: PredictOptions) -> None:
         uses_of(options.fixes)
 
 
-def predict_target(options: PredictOptions, sizes: Mapping[str, int] | None = None) -> Prediction:
-    """`sizes`: of the Workload, instead of its own."""
-    from oomph.prediction.api import predict_isolated
+def predict_target(
+    options: PredictOptions, sizes: Mapping[str, int] | None = None, silent: bool = False
+) -> Prediction:
+    """`sizes`: of the Workload, instead of its own. `silent`: without what the program prints."""
+    from oomph.prediction.api import predict_isolated, silently
+
+    def run(progress: ProgressReport) -> Prediction:
+        return _predict_target(options, sizes, progress)
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
-        return predict_isolated(
-            lambda progress: _predict_target(options, sizes, progress), report, options.allow
-        )
+        return predict_isolated(partial(silently, run) if silent else run, report, options.allow)
 
 
 def _predict_target(
@@ -161,11 +269,11 @@ def _predict_target(
     from oomph.prediction import Script, predict
     from oomph.prediction.program import STEPS
 
-    if _is_script(options):
+    if options.is_script:
         script = Script(
             options.target,
             options.overrides,
-            module=options.module,
+            module=options.module is not None,
             torchrun=options.torchrun or options.ranks is not None,
             ranks=options.ranks or 1,
         )
@@ -242,10 +350,6 @@ def _on_ranks(workload: Any, options: PredictOptions) -> Any:
 
     config = load(options.target, overrides_from_words(options.overrides))
     return on_ranks(workload, parallel_of(config, parallel.ranks, parallel if options.parallel else None))
-
-
-def _is_script(options: PredictOptions) -> bool:
-    return options.module or is_script(options.target)
 
 
 def _write_snapshot(file: str, prediction: Prediction) -> None:

@@ -91,7 +91,7 @@ def _post_mortem(script: str, arguments: Sequence[str], fixes: Sequence[str], ht
     """On stderr and as a page. Whatever fails here, the script's own traceback has been printed."""
     try:
         from oomph.measurement.history import snapshot
-        from oomph.report.plan import plan_text
+        from oomph.report.fixes import plan_text
         from oomph.report.recording import recording_of
         from oomph.report.terminal import report_console, report_text
 

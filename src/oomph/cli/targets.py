@@ -272,11 +272,16 @@ def _cuda_reported_available() -> Iterator[None]:
     """Many programs choose their device when they are imported; they are predicted for a GPU."""
     import torch
 
+    from oomph.prediction.isolation import is_isolated
     from oomph.torch_internals import has_triton
 
-    # torch caches the answer: asked while CUDA is only reported to be available, it would query the device.
-    has_triton()
     answer = torch.cuda.is_available
+    if not is_isolated() and answer():  # it runs on the real one
+        yield
+        return
+    # torch caches this, and asked while CUDA is reported to be available, it would start CUDA.
+    torch.cuda.is_available = lambda: False
+    has_triton()
     torch.cuda.is_available = lambda: True
     try:
         yield

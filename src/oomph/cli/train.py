@@ -17,8 +17,8 @@ from rich.console import Console
 from oomph import gpus
 from oomph.cli.output import ProgressReport, progress_display
 from oomph.errors import ExitStatus, UserError
+from oomph.report.fixes import fix_word
 from oomph.report.labels import short_path
-from oomph.report.plan import fix_word
 from oomph.training.metrics import Callbacks, StepReport
 from oomph.units import format_bytes
 

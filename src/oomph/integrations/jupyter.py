@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from oomph.records import STAGES, Diagnosis, Plan, Prediction
+from oomph.report.fixes import plan_verdict, short_fix_word
 from oomph.report.labels import file_and_line, printable
-from oomph.report.plan import plan_verdict, short_fix_word
 from oomph.report.terminal import verdict
 from oomph.units import format_bytes
 

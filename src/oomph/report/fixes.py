@@ -1,4 +1,4 @@
-"""Fixes, proposals and verifications, as text and as JSON."""
+"""Fixes, proposals, plans and verifications, as text; all but plans as JSON, too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oomph.records import FixKind, Peak, Prediction, Proposal, Verification
-from oomph.report.terminal import strip_lines, verdict
-from oomph.units import format_bytes
+from oomph.records import (
+    COMPILED_STEP_TIMES,
+    FixKind,
+    FixUse,
+    Plan,
+    Prediction,
+    PricedFixes,
+    Proposal,
+    Verification,
+)
+from oomph.report.as_json import sizes_to_json
+from oomph.report.terminal import distinct_sizes, strip_lines, verdict
+from oomph.units import MiB, counted, format_bytes
 
-_LONGEST_LIST = 30  # characters
+_ALTERNATIVE = 0.9  # x the memory of a plan: sets that need less, and more time, are shown
 _CONDITIONAL = "(?)"  # marks a fix that is exact on a condition
 _FITS = {True: "yes", False: "no", None: "?"}
 _JUST, _CLOSE = "just", "close"
@@ -25,6 +35,29 @@ _LEGEND = {
     _CLOSE: "too close to call: within the margin of the prediction",
 }
 _DIFFERENCES_SHOWN = 8
+_LONGEST_WORDS = 120  # characters of a command's options
+
+
+def fix_word(use: FixUse | Proposal, longest_list: int | None = None) -> str:
+    """As the user types it: `micro_batches:parts=4`. Of lists longer than so many characters, the length."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        plain = json.dumps(value)
+        too_long = isinstance(value, list) and len(plain) > (longest_list or len(plain))
+        return f"[{len(value)} names]" if too_long else plain
+
+    options = ",".join(f"{key}={text(value)}" for key, value in use.options.items())
+    return f"{use.fix}:{options}" if options else use.fix
+
+
+def short_fix_word(use: FixUse | Proposal) -> str:
+    """For a column of a table; the JSON has all names."""
+    return fix_word(use, longest_list=30)
+
+
+# ---------------------------------------------------------------------------------------------- proposals
 
 
 def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> dict[str, Any]:
@@ -34,7 +67,7 @@ def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> 
         "gpu": prediction.gpu,
         "limit": prediction.limit,
         "fits": prediction.fits,
-        "peak": _peak_to_json(prediction.peak),
+        "peak": sizes_to_json(prediction.peak),
         "fixes": [
             {
                 "fix": one.fix,
@@ -44,7 +77,7 @@ def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> 
                 "where": list(one.where),
                 "saving": one.saving,
                 "slowdown": one.slowdown,
-                "peak": None if one.peak is None else _peak_to_json(one.peak),
+                "peak": None if one.peak is None else sizes_to_json(one.peak),
                 "fits": one.fits,
                 "verdict": one.verdict,
                 "condition": one.condition,
@@ -53,10 +86,6 @@ def proposals_to_json(prediction: Prediction, proposals: Sequence[Proposal]) -> 
             for one in proposals
         ],
     }
-
-
-def _peak_to_json(peak: Peak) -> dict[str, int]:
-    return {"allocated": peak.allocated, "reserved": peak.reserved, "device": peak.device}
 
 
 def proposals_text(
@@ -77,7 +106,7 @@ def proposals_text(
             console.print(f"No fix of the kinds {', '.join(kinds)} lowers it.")
         else:
             console.print("Each fix by itself, predicted:")
-            console.print(Padding(_table(prediction, proposals), (1, 0, 1, 2)))
+            console.print(Padding(_proposals_table(prediction, proposals), (1, 0, 1, 2)))
             marks = {_fits(one, prediction) for one in proposals} if prediction.fits is False else ()
             for mark, meaning in _LEGEND.items():
                 if mark in marks:
@@ -111,7 +140,7 @@ def all_fixes_text(rows: Sequence[tuple[str, str, str]], console: Console) -> st
     return strip_lines(capture.get())
 
 
-def _table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
+def _proposals_table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
     does_not_fit = prediction.fits is False
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
     for title, justify in (("fix", "left"), ("saves", "right"), ("needs", "right")):
@@ -124,7 +153,7 @@ def _table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
         mark = f" {_CONDITIONAL}" if one.condition else ""
         fits = [Text(_fits(one, prediction), style="bold green" if one.fits else "")]
         table.add_row(
-            _with_options(one.fix, one.options) + mark,
+            short_fix_word(one) + mark,
             "?" if one.saving is None else format_bytes(one.saving),
             "?" if one.peak is None else format_bytes(one.peak.device),
             *(fits if does_not_fit else []),
@@ -164,23 +193,10 @@ def _conditions(proposals: Sequence[Proposal], target: str) -> list[_Advice]:
     return [
         (
             f"{_CONDITIONAL} exact only if {one.condition}. To check, on a small version of it:",
-            f"oomph verify {target} {_with_options(one.fix, one.options)}",
+            f"oomph verify {target} {short_fix_word(one)}",
         )
         for one in last.values()
     ]
-
-
-def _with_options(name: str, options: Mapping[str, Any]) -> str:
-    """As it can be typed, except for lists that are too long for a column: the JSON has them."""
-    shown = [f"{key}={_plain(value)}" for key, value in options.items()]
-    return name + (":" + ",".join(shown) if shown else "")
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    text = json.dumps(value)
-    return text if len(text) <= _LONGEST_LIST else f"[{len(value)} names]"
 
 
 def _where(one: Proposal) -> str:
@@ -199,6 +215,153 @@ def _sentences(proposals: Sequence[Proposal]) -> dict[str, list[tuple[str, str]]
     if notes:
         found["notes"] = notes
     return {heading: list(sentences) for heading, sentences in found.items()}
+
+
+# --------------------------------------------------------------------------------------------------- plans
+
+
+def plan_text(
+    plan: Plan,
+    console: Console,
+    target: str,
+    file: str | None,
+    largest: Mapping[str, tuple[tuple[int, bool], tuple[int, bool]]] | None = None,
+    cards: Sequence[tuple[str, bool, bool]] = (),
+) -> str:
+    """Verdict, fixes, before and after, and how to apply them.
+
+    `target`: as typed. `file`: where the plan was written. `largest`: sizes that fit, and whether no larger
+    ones do, without fixes and with.
+    `cards`: title, and whether the step fits without fixes and with them.
+    """
+    with console.capture() as capture:
+        console.print(Text(plan_verdict(plan), style="bold green" if plan.fits else "bold red"))
+        if plan.fixes:
+            console.print(Padding(_fixes_table(plan), (1, 0, 1, 2)))
+        for condition in plan.conditions:
+            console.print(Text(f"  exact only if {condition}"))
+        if any(use.fix == "compile" for use in plan.fixes):
+            console.print(f"  {COMPILED_STEP_TIMES}")
+        if plan.after.host_bytes >= MiB:
+            console.print(f"  pinned host memory: {format_bytes(plan.after.host_bytes)}")
+        if plan.needs:
+            kinds = ",".join(kind for kind in plan.needs if kind != "exact")
+            console.print(f"It fits if fixes that change the numbers are allowed: --allow {kinds}")
+        elif plan.reason:
+            console.print(Text(f"No fix can be applied: {plan.reason}."))
+            console.print(
+                "By hand: a smaller batch or shorter input; `oomph diagnose` names what takes the memory."
+            )
+        elif not plan.fits:
+            console.print("No fix is enough: take a smaller batch, shorter input or a larger card.")
+        if "compile" not in plan.allowed and not (plan.fits and plan.after.slowdown <= 1):
+            console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
+        if plan.fixes and plan.fits:
+            _print_commands(console, plan, target, file)
+        most = _ALTERNATIVE * plan.after.peak.device
+        smaller = [one for one in plan.front if one.fits and one.fixes and one.peak.device < most]
+        if smaller:
+            console.print("For more time, less memory (~ estimated):")
+            console.print(Padding(_front_table(smaller), (1, 0, 1, 2)))
+        for name, (without, with_fixes) in (largest or {}).items():
+            console.print(
+                f"largest {name} that fits: {_at_least(without)} without fixes, "
+                f"{_at_least(with_fixes)} with the plan"
+            )
+        if cards:
+            console.print(Padding(_cards_table(cards), (0, 0, 1, 2)))
+        console.print(f"{counted(plan.predictions, 'prediction')} in {plan.seconds:.0f} s")
+    return strip_lines(capture.get())
+
+
+def plan_verdict(plan: Plan) -> str:
+    before, after = plan.before.peak.device, plan.after.peak.device
+    context = plan.after.peak.device - plan.after.peak.reserved
+    needs, there_is = distinct_sizes(after, plan.limit + context)
+    where, has = plan.gpu_title, f"; it has {there_is}"
+    if plan.is_budget:
+        where, has = f"the budget of {there_is} on {plan.gpu_title}", ""
+    if plan.fits and after > plan.limit + context:
+        has += ", which is enough because cached memory is released"
+    if plan.fits and not plan.fixes:
+        return f"fits {where} as it is: needs {needs}{has}"
+    if not plan.fixes:
+        return f"does not fit {where}, and no fix was found that lowers the peak: needs {needs}{has}"
+    verdict = "fits" if plan.fits else "does not fit"
+    return (
+        f"{verdict} {where} with {len(plan.fixes)} fix{'es' if len(plan.fixes) > 1 else ''}: "
+        f"{format_bytes(before)} -> {needs}{has}; step time x{plan.after.slowdown:.2f}"
+    )
+
+
+def ranks_text(trials: Sequence[Any], gpu: str) -> str:
+    """How many cards FSDP2 needs. `trials`: by number of ranks, the last is enough or none is."""
+    if not trials:
+        return ""
+    last = trials[-1]
+    lines = [f"\nWithout fixes, {last.ranks} x {gpu} with FSDP2 are enough (the batch is that of one rank):"]
+    if not last.fits:
+        lines = [f"\nNo number of {gpu} is enough with FSDP2, which does not divide activations:"]
+    for one in trials:
+        time = "" if one.step_seconds is None else f", {one.step_seconds:.3g} s a step by a roofline"
+        sent = f", sends {format_bytes(one.sent)}" if one.sent else ""
+        lines.append(f"  {one.ranks:5} ranks: {format_bytes(one.peak.device)} each{sent}{time}")
+    return "\n".join(lines) + "\n"
+
+
+def _at_least(largest: tuple[int, bool]) -> str:
+    size, exact = largest
+    return f"{size:,}" if exact else f"at least {size:,}"
+
+
+def _fixes_table(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for use in plan.fixes:
+        table.add_row(Text(short_fix_word(use), style="bold"))
+    return table
+
+
+def _front_table(front: Sequence[PricedFixes]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column("needs", justify="right", no_wrap=True)
+    table.add_column("time", justify="right", no_wrap=True)
+    table.add_column("fixes")
+    for one in front:
+        about = "~" if one.estimated else ""
+        needs, time = f"{about}{format_bytes(one.peak.device)}", f"{about}x{one.slowdown:.2f}"
+        table.add_row(needs, time, " + ".join(map(short_fix_word, one.fixes)))
+    return table
+
+
+def _cards_table(cards: Sequence[tuple[str, bool, bool]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for title in ("card", "as it is", "with the plan"):
+        table.add_column(title, no_wrap=True)
+    for title, without, with_fixes in cards:
+        table.add_row(title, "fits" if without else "no", "fits" if with_fixes else "no")
+    return table
+
+
+def _print_commands(console: Console, plan: Plan, target: str, file: str | None) -> None:
+    """Without a file the fixes are typed out, unless that is too long to be read or copied."""
+    words = " ".join(f"--fix '{fix_word(use)}'" for use in plan.fixes)
+    how = "To apply it"
+    if file is None and len(words) > _LONGEST_WORDS:
+        file = "plan.json"
+        how = f"To apply it, add `--plan {file}` to the command `oomph fit`, which writes it there; then"
+    applied = words if file is None else f"--plan {file}"
+    if target.partition(" ")[0].endswith(".py"):
+        console.print(Text(f"{how}, without editing the script:"))
+        console.print(Text(f"    oomph run {applied} {target}\n"), soft_wrap=True)
+        return
+    trains = file is not None and target.partition(" ")[0].endswith((".yaml", ".yml"))
+    given = f'"{file}"' if file else json.dumps([fix_word(use) for use in plan.fixes])
+    console.print(Text(f"{how}:"))
+    console.print(Text(f"    oomph {'train' if trains else 'predict'} {target} {applied}"), soft_wrap=True)
+    console.print(Text(f"    oomph.apply({given}, workload_or_model)   # in Python\n"), soft_wrap=True)
+
+
+# ------------------------------------------------------------------------------------------- verifications
 
 
 def verification_text(found: Verification) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from oomph.records import STAGES, Allocation, Event, Finding, Note, Plan, Prediction, Site
 from oomph.report.as_json import downsample
 from oomph.report.comparison import line_changes
+from oomph.report.fixes import plan_verdict, short_fix_word
 from oomph.report.labels import (
     called_from,
     collapse_modules,
@@ -28,7 +29,6 @@ from oomph.report.labels import (
     without_numbers,
 )
 from oomph.report.measurement import Comparison
-from oomph.report.plan import plan_verdict, short_fix_word
 from oomph.report.terminal import assumptions, verdict
 
 MOMENTS = 500

@@ -116,12 +116,13 @@ def _traced_steps(prediction: Prediction) -> Verdict:
     there_is = f"{owner} {available_text}"
     if prediction.verdict == "too close to call":
         verb, cached = "needs", ""
-        if needed > available:
+        refused = _out_of_memory(prediction)
+        if needed > available and not refused:
             verb, cached = "would reserve", ", which may be enough if cached memory is released"
         elif _depends_on_values(prediction):
             margin += ", and more with other values"
         details = f": {verb} {need_text}{margin}; {there_is}{cached}{peak}"
-        return Verdict("too close to call", details, _out_of_memory(prediction))
+        return Verdict("too close to call", details, refused and f"if it fails: {refused}")
     if prediction.verdict == "does not fit":
         fragmented = "" if needed > available else ", but its free blocks are too small (fragmentation)"
         details = f": needs {need_text}; {there_is}{fragmented}{peak}"
