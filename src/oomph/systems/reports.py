@@ -64,7 +64,9 @@ REPORTS: Mapping[str, Report] = {
             "bash scripts/run_pretrain.sh configs/hn_xs.yaml": "bash scripts/run_pretrain.sh configs/hn_xs.yaml",
             "kda_memory_chunk_size: 64": "oomph predict configs/hn_xs.yaml form=chunked_updates "
             "kda_memory_chunk_size=64 --gpu rtx3090",
-            "kda_mode: sequential": "oomph predict configs/hn_xs.yaml kda_mode=sequential --gpu rtx3090",
+            # Tracing a loop over tokens takes long: as many tokens in shorter rows.
+            "kda_mode: sequential": "oomph predict configs/hn_xs.yaml kda_mode=sequential curriculum=null "
+            "seq_len=32 batch_size=128 accumulate=1 --gpu rtx3090",
             "batch_tokens": "oomph train configs/hn_xs.yaml batch_tokens=2048",
         },
         forms=(
@@ -83,7 +85,7 @@ REPORTS: Mapping[str, Report] = {
             "python apps/train_pythia.py ... --device cuda": "oomph train configs/pythia_70m.yaml ... --device cuda",
             "create_pythia_70m(vocab_size=10000, ...)[1].get_total_params()": "python -m benchmarks.systems.report_checks pythia",
             "make clean; make (the CUDA backend)": "nothing to build: Triton kernels, "
-            "benchmarks.ops.matmul for the comparison",
+            "python -m benchmarks.ops.matmul for the comparison",
         },
         forms=(
             FormRun("naive", "pythia_70m", ("form=naive", "model.vocab_size=50304", *_PYTHIA)),
@@ -95,7 +97,7 @@ REPORTS: Mapping[str, Report] = {
     ),
     "longctx": Report(
         failed="logits = self.lm_head(hidden_states): 131,072 x 151,936 logits, then a cast to fp32 and its log-softmax",
-        gpu="h20",
+        gpu="rtx-pro-6000",  # the report names 94.97 GiB
         commands={
             "python profile_memory.py --model_size 4B --context_length 131072": "oomph predict --stages "
             "configs/longctx_4b.yaml --model_size 4B --context_length 131072",
@@ -103,11 +105,12 @@ REPORTS: Mapping[str, Report] = {
             "--context_length 131072 --attention_type nsa",
             "python verify_chunked_loss.py": "python -m benchmarks.systems.report_checks longctx",
             "torchrun --nproc_per_node=2 train.py --model_size 4B --context_length 131072 --gradient_checkpointing "
-            "--batch_size 1 --gradient_accumulation_steps 4": "oomph train configs/longctx_4b.yaml --model_size 4B "
-            "--context_length 131072 --gradient_checkpointing --batch_size 1 --gradient_accumulation_steps 4 "
-            "(one GPU of 80 GiB is enough)",
-            "sequence parallelism (future work)": "not needed: oomph train configs/longctx_4b_24gb.yaml "
-            "(one GPU of 24 GiB)",
+            "--batch_size 1 --gradient_accumulation_steps 4": "torchrun --nproc_per_node=2 -m oomph train "
+            "configs/longctx_4b.yaml --model_size 4B --context_length 131072 --gradient_checkpointing --batch_size 2 "
+            "--gradient_accumulation_steps 4 (FSDP2; --batch_size is that of both GPUs)",
+            "sequence parallelism (future work)": "torchrun --nproc_per_node=2 -m oomph train "
+            "configs/longctx_4b.yaml --batch_size 1 parallel.cp=2",
+            "batch size 1, gradient checkpointing": "oomph train configs/longctx_4b_24gb.yaml (one GPU of 24 GiB)",
         },
         forms=(
             FormRun("naive", "longctx_4b", ("form=naive", *_LONGCTX)),
