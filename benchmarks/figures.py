@@ -1,6 +1,6 @@
 """Draw the figures of README.md and docs/ from the committed rows.
 
-    python -m benchmarks.figures [predict ops sequence_ops systems training]
+    python -m benchmarks.figures [predict ops sequence_ops systems training ginr]
 
 `predict` is the terminal output of `oomph predict`, exported by rich; the others are matplotlib figures.
 """
@@ -199,6 +199,34 @@ def _loss_curve(axes: Axes, row: Mapping[str, Any], curve: Sequence[tuple[int, f
     axes.tick_params(labelsize=7)
 
 
+_DECODERS = {  # file of ginr_samples, or the run of its quality -> what it is
+    "feedforward": "1: feed-forwards",
+    "cross": "2: cross-attention",
+    "batch_16": "3: batch 16",
+    "self": "4: self-attention",
+    "resolution_16": "5: 16 x 16 pixels",
+    "queries": "256 of 1,024 queries",
+    "residual": "residual blocks",
+}
+
+
+def ginr() -> None:
+    """Held-out crops after 200 steps. A sample has the originals in its upper half."""
+    pictures = {name: plt.imread(RESULTS / "ginr_samples" / f"{name}.png") for name in _DECODERS}
+    originals = pictures["self"][: len(pictures["self"]) // 2]
+    rows = {"held-out originals": originals}
+    rows |= {title: pictures[name][len(pictures[name]) // 2 :] for name, title in _DECODERS.items()}
+    figure, axes = plt.subplots(len(rows), 1, figsize=(7, 0.92 * len(rows)))
+    for each, (title, picture) in zip(axes, rows.items(), strict=True):
+        each.imshow(picture, interpolation="nearest", extent=(0, 8, 0, 1))
+        each.set_ylabel(title, rotation=0, ha="right", va="center")
+        each.set_xticks([])
+        each.set_yticks([])
+        each.grid(visible=False)
+        each.spines[:].set_visible(False)
+    _save(figure, "ginr", "Report 004's decoders after 200 steps on eight photographs, seed 0")
+
+
 def _save(figure: Figure, name: str, title: str) -> None:
     figure.suptitle(title, fontsize=10)
     path = DOCS / f"{name}.svg"
@@ -207,7 +235,7 @@ def _save(figure: Figure, name: str, title: str) -> None:
 
 
 FIGURES: Mapping[str, Callable[[], None]] = {
-    draw.__name__: draw for draw in (predict, ops, sequence_ops, systems, training)
+    draw.__name__: draw for draw in (predict, ops, sequence_ops, systems, training, ginr)
 }
 
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.files_entered
 
-Counts with sys.setprofile, without module bodies and class bodies, which run at import. Processes that the
-call forks are counted, too: a prediction runs in one.
+Counts with sys.setprofile, without what runs while our modules are imported: their bodies, and functions that
+these call. Processes that the call forks are counted, too: a prediction runs in one.
 """
 
 from __future__ import annotations
@@ -38,10 +38,16 @@ def entered(call: Callable[[], Any]) -> list[str]:
     positions = {path: position for position, path in enumerate(files)}
     seen = mmap.mmap(-1, len(files))  # shared with forks
 
+    importing = 0
+
     def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal importing
         code = frame.f_code
-        is_body = code.co_name == "<module>" or not code.co_flags & 0x2  # CO_NEWLOCALS: a function
-        if event == "call" and not is_body and code.co_filename in positions:
+        if event not in ("call", "return") or code.co_filename not in positions:
+            return
+        if code.co_name == "<module>":
+            importing += 1 if event == "call" else -1
+        elif not importing and code.co_flags & 0x2:  # CO_NEWLOCALS: a function
             seen[positions[code.co_filename]] = 1
 
     threading.setprofile(profile)

@@ -2,7 +2,7 @@
 
 python -m benchmarks.accuracy.ranks --gpu h200 --out ranks.csv [names...]    # about 4 minutes on a GPU
 python -m benchmarks.accuracy.ranks --predict-only --gpu h200                # anywhere
-python -m benchmarks.accuracy.ranks --simulate --out results/ranks_simulated.csv   # 8 to 1024 ranks, anywhere
+python -m benchmarks.accuracy.ranks --simulate --out results/ranks_simulated.csv   # 2 to 1024 ranks, anywhere
 
 Over torch's fake process group the memory of one rank is real and only its traffic is not; NCCL's own buffers
 are not in it. DDP does not run over that group: it runs over NCCL with one rank, which has all its buckets.
@@ -73,6 +73,10 @@ RUNS = {
 }
 _4B: dict[str, Any] = {"layers": 36, "width": 2560, "vocabulary": 151_936, "dtype": "bfloat16"}
 SIMULATED = {
+    **{
+        f"4B, 1 x 131,072, {name} over 2": Run(parallel, 2, 1, 131_072, checkpointing=True, **_4B)
+        for name, parallel in (("ddp", "ddp"), ("fsdp2", "fsdp2"), ("fsdp2 x cp 2", "fsdp2:cp=2"))
+    },
     **{
         f"4B, 1 x 131,072, fsdp2 over {ranks}": Run("fsdp2", ranks, 1, 131_072, checkpointing=True, **_4B)
         for ranks in (8, 64, 1024)
@@ -229,7 +233,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--jobs", type=int, default=1, help="predictions side by side")
     parser.add_argument("--predict-only", action="store_true")
-    parser.add_argument("--simulate", action="store_true", help="predict 8 to 1024 ranks")
+    parser.add_argument("--simulate", action="store_true", help="predict 2 to 1024 ranks")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--action", default="predict", help=argparse.SUPPRESS)
     given = parser.parse_args()

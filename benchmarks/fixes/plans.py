@@ -313,7 +313,7 @@ def _python(*arguments: str, **variables: str) -> str:
 
 def planned(name: str, gpu: str, folder: Path) -> Row:
     from oomph.planning import read_plan
-    from oomph.report.plan import fix_word
+    from oomph.report.fixes import fix_word
 
     row, out = Row(name, gpu), folder / f"{_file(name)}.plan.json"
     # Without a GPU, predictions may run in forks.

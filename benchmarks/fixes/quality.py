@@ -1,6 +1,7 @@
 """Is the plan of `oomph fit` as good as the best of all sets of the same fixes? On small models.
 
 python -m benchmarks.fixes.quality [names...] [--jobs N] [--out F]     # results/fit_quality.csv
+python -m benchmarks.fixes.quality --peers    # results/fit_peers.csv: settings of other libraries, 1B and 4B
 
 A case is a small model and a limit. Every combination of a few fixes, with several numbers of checkpointed
 blocks, is predicted; the best is the fastest that fits. `fit` may use all exact fixes. It is compared with
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import RESULTS
+from benchmarks.tables import stored
 from oomph.records import FixUse
 
 BAR_PERCENT = 2.0
@@ -45,6 +47,28 @@ MODELS = {
     "llama": partial(_transformer, "Llama", 8, 2048, "bfloat16", **_LLAMA),
     "llama-long": partial(_transformer, "Llama", 1, 16384, "bfloat16", **_LLAMA),
     "qwen3": partial(_transformer, "Qwen3", 8, 1024, None, **_QWEN3),
+}
+_LLAMA_1B = {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "vocab_size": 128256}
+_LLAMA_1B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+_QWEN3_4B = {"hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "vocab_size": 151936}
+_QWEN3_4B |= {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+PEER_MODELS = {
+    "llama-1b": partial(_transformer, "Llama", 2, 8192, "bfloat16", **_LLAMA_1B),
+    "qwen3-4b": partial(_transformer, "Qwen3", 1, 8192, "bfloat16", **_QWEN3_4B),
+}
+_FUSED = FixUse("fused_optimizer")
+PEERS = {  # their own settings, as fixes
+    "transformers: gradient_checkpointing": (FixUse("activation_checkpointing"),),
+    "torchtitan: full activation checkpointing": (FixUse("activation_checkpointing"), _FUSED),
+    "torchtitan: selective activation checkpointing": (
+        FixUse("activation_checkpointing", {"keep": "products"}),
+        _FUSED,
+    ),
 }
 CASES = [(model, share) for model in MODELS for share in (0.75, 0.5, 0.35)]
 _COUNTS = (0.25, 0.5, 0.75, 1.0)
@@ -95,23 +119,30 @@ def _has_mlp(workload: Any) -> bool:
 
 def predicted(model: str) -> dict[tuple[FixUse, ...], tuple[float, int, int]]:
     """{fixes: (seconds, reserved, margin)} of every set; () is the step as it is."""
-    import oomph
+    from oomph import gpus
+    from oomph.planning.programs import WorkloadProgram
+    from oomph.prediction.isolation import run_isolated
+    from oomph.records import Prediction
 
-    workload = MODELS[model]()
-    found = {}
+    workload, card = MODELS[model](), gpus.with_rates(gpus.find("h200"))
     everything = (FixUse("activation_checkpointing"),)
-    for fixes in ((), everything, *_sets(workload)):
-        try:
-            one = oomph.predict(oomph.apply(list(fixes), workload) if fixes else workload, gpu="h200")
-        except oomph.UserError:
-            continue
-        found[fixes] = one.step_seconds or 0.0, one.peak.reserved, one.margin
-    return found
+    sets = [(), everything, *_sets(workload)]
+
+    def predict_all(progress: Any) -> Any:
+        program, found = WorkloadProgram(workload, card, card.memory), {}
+        program.predict()
+        for number, one in program.predict_with(sets):
+            if isinstance(one, Prediction):
+                found[number] = one.step_seconds or 0.0, one.peak.reserved, one.margin
+        return found
+
+    found = run_isolated(predict_all, lambda text, fraction: None)
+    return {sets[number]: found[number] for number in sorted(found)}
 
 
 def judged(model: str, share: float, known: dict[tuple[FixUse, ...], tuple[float, int, int]]) -> Row:
     import oomph
-    from oomph.report.plan import fix_word
+    from oomph.report.fixes import fix_word
 
     before, reserved, _ = known[()]
     limit = int(share * reserved)
@@ -140,12 +171,71 @@ def judged(model: str, share: float, known: dict[tuple[FixUse, ...], tuple[float
     )
 
 
+@dataclass(frozen=True)
+class PeerRow:
+    """Step times are predicted; sizes in bytes."""
+
+    model: str
+    peer: str
+    peer_reserved: int
+    peer_seconds: float
+    fit: str
+    fit_reserved: int
+    fit_seconds_of_step: float
+    percent_faster: float  # fit than the peer, in no more memory
+    fit_seconds: float
+
+
+def compared(model: str) -> Iterator[PeerRow]:
+    """The peers' settings, and what fit finds for the memory that each needs."""
+    import oomph
+    from oomph.report.fixes import fix_word
+
+    workload = PEER_MODELS[model]()
+    for peer, fixes in PEERS.items():
+        theirs = oomph.predict(oomph.apply(list(fixes), workload), gpu="h200")
+        began = time.perf_counter()
+        # A plan fits with its margin; so does the peer's own setting.
+        plan = oomph.fit(workload, gpu="h200", max=theirs.peak.reserved + theirs.margin)
+        ours, seconds = plan.after, theirs.step_seconds or 0.0
+        yield PeerRow(
+            model,
+            peer,
+            theirs.peak.reserved,
+            round(seconds, 4),
+            " + ".join(map(fix_word, plan.fixes)) if plan.fits else "none fits",
+            ours.peak.reserved,
+            round(ours.step_seconds, 4),
+            round(100 * (seconds / ours.step_seconds - 1), 2),
+            round(time.perf_counter() - began, 1),
+        )
+
+
+def compare(out: Path, names: list[str]) -> int:
+    rows: list[PeerRow] = []
+    wanted = names or list(PEER_MODELS)
+    kept = [row for row in (stored(out) if out.exists() else ()) if row["model"] not in wanted]
+    for row in (row for model in wanted for row in compared(model)):
+        rows.append(row)
+        print(f"{row.model} {row.peer}: {row.percent_faster:+.1f} % faster with {row.fit[:100]}", flush=True)
+        with out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(PeerRow)], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows([*kept, *map(asdict, rows)])
+    return 1 if any(row.percent_faster <= 0 for row in rows) else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="models (default: all)")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS / "fit_quality.csv")
+    parser.add_argument("--peers", action="store_true", help="compare with other libraries' settings")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    out = given.out or RESULTS / ("fit_peers.csv" if given.peers else "fit_quality.csv")
+    if given.peers:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return compare(out, given.names)
     cases = [case for case in CASES if not given.names or case[0] in given.names]
     rows: list[Row] = []
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # predictions may run in forks then
@@ -160,7 +250,7 @@ def main() -> int:
         for future in as_completed(waiting):
             rows.append(row := future.result())
             print(f"{row.model:12} {row.percent_slower:+6.2f} %  {row.fit}  |  {row.best}", flush=True)
-            with given.out.open("w", newline="") as file:
+            with out.open("w", newline="") as file:
                 writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(

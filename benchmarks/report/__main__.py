@@ -89,7 +89,7 @@ def _four_billion() -> Page:
     from oomph.cli.predict import PredictOptions, predict_target
 
     words = ("form=naive", "data.source=stdlib")
-    return page(predict_target(PredictOptions("configs/longctx_4b.yaml", "h200", overrides=words)))
+    return page(predict_target(PredictOptions("configs/longctx_4b.yaml", words, "h200")))
 
 
 def picture(file: Path) -> None:

@@ -38,6 +38,7 @@ from benchmarks.systems.figures import PREDICTED, part_rows, rows_of, write_rows
 from benchmarks.systems.parts import milliseconds, parts, steps, values
 from benchmarks.systems.races import races, run
 from oomph.errors import OomphError
+from oomph.prediction import called
 from oomph.systems import SYSTEMS
 
 PEAK_BAR = 2.0  # percent
@@ -140,11 +141,9 @@ def race(words: Sequence[str], out: Path) -> int:
 
 def predict(words: Sequence[str], gpu: str, out: Path, new: bool = False) -> int:
     """Everything that is measured, without a GPU. Values (counts, not memory) are computed on the CPU."""
-    from oomph.prediction import called
-
     every: dict[str, Callable[[], dict[str, float]]] = {
         **{name: partial(_predicted_step, entry, gpu) for name, entry in entries().items()},
-        **{name: partial(called, part) for name, part in parts().items()},
+        **{name: partial(_predicted_part, name, part, gpu) for name, part in parts().items()},
         **{name: partial(value, "cpu") for name, value in values().items()},
     }
     rows = json.loads(out.read_text()) if out.exists() else {}
@@ -164,6 +163,23 @@ def predict(words: Sequence[str], gpu: str, out: Path, new: bool = False) -> int
 def _predicted_step(entry: Entry, gpu: str) -> dict[str, float]:
     found = oomph.predict(entry.fixed, gpu=gpu)
     return {"peak": found.peak.allocated, "ms": 1e3 * (found.step_seconds or 0)}
+
+
+def _predicted_part(name: str, part: Callable[[], Mapping[str, float]], gpu: str) -> dict[str, float]:
+    found = dict(called(part))
+    if name in steps():
+
+        def setup() -> Callable[[], None]:
+            step = steps()[name]()
+
+            def run_once() -> None:
+                step.clear()
+                step.backward(step.forward())
+
+            return run_once
+
+        found["ms"] = 1e3 * (oomph.predict(setup, gpu=gpu).step_seconds or 0)
+    return found
 
 
 def judge(measured: Sequence[Path], parts_measured: Path, predictions: Path, out: Path) -> int:

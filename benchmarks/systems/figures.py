@@ -75,6 +75,8 @@ def collect(results: Path = RESULTS) -> Rows:
     for name, values in seeds(runs, "psnr").items():
         add(f"training {name}, {SEEDS} seeds", "measured", "psnr", statistics.mean(values))
         add(f"training {name}, {SEEDS} seeds", "measured", "spread", max(values) - min(values))
+    for row in rows_of(results / "ranks_simulated.csv"):
+        add(row["run"], "predicted", "peak", row["predicted_allocated"])
     for row in rows_of(results / "matmul.csv"):
         if row["dtype"] == "float32":
             shape = "x".join(row[key] for key in "mnk")

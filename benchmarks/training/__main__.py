@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks import CONFIGS, RESULTS
 from benchmarks.accuracy.rows import short_name
 from benchmarks.systems.figures import rows_of
-from benchmarks.training.runs import OVERHEADS, RUNS, Run, trained_tokenizer
+from benchmarks.training.runs import OVERHEADS, RUNS, Run, copy_photographs, trained_tokenizer
 
 PEAK_BAR = 2.0  # percent
 
@@ -66,7 +66,10 @@ def here(name: str, out: Path, alone: bool) -> int:
 
     run = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
-        config = load(CONFIGS / f"{run.config}.yaml", [*run.overrides, f"output.dir={folder}/run"])
+        changes = [*run.overrides, f"output.dir={folder}/run"]
+        if run.eight_photographs:
+            changes.append(f"data.source={copy_photographs(Path(folder, 'photographs'))}")
+        config = load(CONFIGS / f"{run.config}.yaml", changes)
         with trained_tokenizer(config, Path(folder) / "run"):
             outcome = train(config)
         rows = read_metrics(Path(folder) / "run" / "metrics.jsonl")
@@ -191,7 +194,8 @@ def judge(files: Sequence[Path], gpu: str, out: Path, new: bool = False) -> int:
     }
     rows: list[dict[str, Any]] = []
     for name, row in measured.items():
-        if before.get(name, {}).get("measured_mib") == str(_rounded(row["measured_mib"])):
+        same = ("measured_mib", "tokens_per_second", "last_loss")
+        if name in before and all(before[name][key] == str(_rounded(row[key])) for key in same):
             rows.append(before[name])
             continue
         given = RUNS[row["name"]]

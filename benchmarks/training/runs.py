@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ class Run:
     config: str
     changes: tuple[str, ...] = ()
     limit_s: int = 300
+    eight_photographs: bool = False  # instead of two
 
     @property
     def overrides(self) -> tuple[str, ...]:
@@ -34,6 +36,10 @@ _GINR = ("training.steps=1000", "training.log_every=10", "training.eval_batches=
 _NO_GRAPH = "training.cuda_graph=false"
 _NPT = ("training.accumulate=4", "training.eval_batches=20", "training.eval_at_start=true")
 
+_IN_24_GIB = (
+    'fixes=["{}", activation_offloading, optimizer_8bit, stochastic_rounding, optimizer_in_backward, '
+    '"allocator:expandable_segments=true"]'
+)
 _RUNS = (
     Run("hn_xs", "hn_xs", (*_FIRST_STAGE, "training.steps=50")),
     Run(
@@ -93,6 +99,20 @@ _RUNS = (
         )
     ),
 )
+_PHOTOGRAPHS = {  # package -> files in it
+    "sklearn": ("datasets/images/china.jpg", "datasets/images/flower.jpg"),
+    "skimage": tuple(
+        f"data/{name}"
+        for name in (
+            "astronaut.png",
+            "chelsea.png",
+            "coffee.png",
+            "hubble_deep_field.jpg",
+            "motorcycle_left.png",
+            "rocket.jpg",
+        )
+    ),
+}
 # Report 004's solutions after equal steps; gradient checkpointing is the report's model itself.
 _QUALITY = {
     **{mixing: (f"model.query_mixing={mixing}",) for mixing in ("self", "cross", "feedforward", "residual")},
@@ -106,6 +126,7 @@ _RUNS += tuple(
         "ginr",
         ("training.steps=200", "training.eval_batches=8", f"training.seed={seed}", *changes),
         330,
+        eight_photographs=True,
     )
     for name, changes in _QUALITY.items()
     for seed in range(3)
@@ -140,6 +161,31 @@ _RUNS += (
         "longctx_8b",
         ("training.steps=2", "training.warmup=1", "training.memory_limit=80GiB", "data.validation=0"),
         320,
+    ),
+    Run(
+        "longctx_4b_24gb, attention kept",
+        "longctx_4b_24gb",
+        (
+            "training.steps=3",
+            "training.warmup=1",
+            "training.memory_limit=23GiB",
+            "data.validation=0",
+            _IN_24_GIB.format("activation_checkpointing:keep=attention"),
+        ),
+        320,
+    ),
+    Run(
+        "longctx_8b 262144",
+        "longctx_8b",
+        (
+            "data.seq_len=262144",
+            "training.steps=1",
+            "training.warmup=0",
+            "training.memory_limit=80GiB",
+            "data.validation=0",
+            _IN_24_GIB.format("activation_checkpointing"),
+        ),
+        400,
     ),
 )
 _EXACT = ("hn_xs", "pythia_70m_published", "longctx_0.6b")  # what the same bits at every run cost
@@ -179,3 +225,15 @@ def trained_tokenizer(config: Any, run: Path) -> Iterator[None]:
             partly.rename(kept)
         except OSError:  # another run was first
             shutil.rmtree(partly)
+
+
+def copy_photographs(folder: Path) -> Path:
+    """Those of scikit-learn and scikit-image, in one folder."""
+    folder.mkdir()
+    for package, files in _PHOTOGRAPHS.items():
+        spec = find_spec(package)
+        if spec is None or not spec.submodule_search_locations:
+            raise SystemExit(f"this run reads photographs of the package {package}, which is not installed")
+        for file in files:
+            shutil.copy(Path(spec.submodule_search_locations[0], file), folder)
+    return folder
