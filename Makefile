@@ -71,7 +71,7 @@ site: $(STAMP)
 
 tests: $(STAMP)
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Fails where a prediction leaves its bounds, or differs from the committed row of the same torch release.
 accuracy: $(STAMP)
