@@ -66,14 +66,16 @@ def test_after_a_prediction_its_largest_lines_are_named(
     assert "predicted: 2.00 GiB, most of it from a.py:3 2.00 GiB" in last
 
 
-def interrupting(monkeypatch: pytest.MonkeyPatch, step: int, times: int) -> None:
+def interrupting(
+    monkeypatch: pytest.MonkeyPatch, step: int, times: int, number: signal.Signals = signal.SIGINT
+) -> None:
     real = TrainDisplay.on_step
 
     def on_step(self: TrainDisplay, report: Any) -> None:
         real(self, report)
         if report.step == step:
             for _ in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
 
     monkeypatch.setattr(TrainDisplay, "on_step", on_step)
 
@@ -87,6 +89,15 @@ def test_control_c_twice_ends_at_once_with_130_and_no_traceback(
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("stopped at once; ")
     assert find("runs/small/checkpoints").step == 2
+
+
+def test_a_closed_terminal_s_signal_may_come_twice(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupting(monkeypatch, 3, 2, signal.SIGHUP)
+    assert run(["train", "small.yaml"]) == 130
+    assert "stopped by SIGHUP after step 3" in capsys.readouterr().err
+    assert find("runs/small/checkpoints").step == 3
 
 
 def test_control_c_saves_and_gives_the_command_to_resume_with(

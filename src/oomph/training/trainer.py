@@ -489,8 +489,9 @@ class StepStart:
 
 
 class StopSignals:
-    """Ctrl-C, SIGTERM or a closed terminal: the current step is finished and saved. A second one ends at
-    once. received: the signal's name."""
+    """Ctrl-C, SIGTERM or a closed terminal: the current step is finished and saved. Ctrl-C after that ends at
+    once; other signals may come twice, as a closed terminal's does from the kernel and from the shell.
+    received: the first signal's name."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -510,9 +511,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is None:
+            self.received = signal.Signals(number).name
+        elif number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
 
 
 # -------------------------------------------------------------------------------- building a model
