@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from oomph.prediction.cuda.autocast import AUTOCAST_OPS, cuda_autocast
+from oomph.prediction.cuda.dispatch_keys import AUTOCAST_OPS, cuda_autocast
 from oomph.torch_internals import CHECKPOINT_DEFAULT_DEVICE
 
 bf16, fp16, fp32, fp64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

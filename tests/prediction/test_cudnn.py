@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_packed_sequence
 
 from oomph import gpus
 from oomph.prediction.api import trace
-from oomph.prediction.cuda.composites import cuda_composites
+from oomph.prediction.cuda.dispatch_keys import cuda_composites
 from oomph.prediction.cuda.rules import NEXT_RESULT, RuleContext, RuleGuard, temporaries_of
 from oomph.prediction.cuda.workspaces import flatten_parameters
 from oomph.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_dispatch_modes

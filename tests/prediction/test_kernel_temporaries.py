@@ -10,7 +10,7 @@ from torch import Tensor
 import oomph
 import oomph.prediction.cuda
 from oomph.gpus import find
-from oomph.prediction.cuda.reductions import reduction_buffers
+from oomph.prediction.cuda.kernels import reduction_buffers
 from oomph.prediction.cuda.rules import temporaries_of
 
 pytestmark = pytest.mark.usefixtures("in_process")

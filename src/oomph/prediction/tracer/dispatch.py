@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from oomph.errors import UserError
-from oomph.prediction.cuda.composites import run_composite
+from oomph.prediction.cuda.dispatch_keys import run_composite
 from oomph.prediction.cuda.rules import (
     ALLOCATION_ORDER,
     CUDA_KERNELS,

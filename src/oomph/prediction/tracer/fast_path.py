@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from oomph.prediction.cuda.reductions import iteration_order
+from oomph.prediction.cuda.kernels import iteration_order
 from oomph.prediction.cuda.rules import aten_ops, program_error
 from oomph.torch_internals import (
     DisableTorchDispatch,

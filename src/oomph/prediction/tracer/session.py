@@ -25,8 +25,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.autocast import cuda_autocast
-from oomph.prediction.cuda.composites import cuda_composites
+from oomph.prediction.cuda.dispatch_keys import cuda_autocast, cuda_composites
 from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.cuda.workspaces import flatten_parameters
 from oomph.prediction.isolation import restarted_without
