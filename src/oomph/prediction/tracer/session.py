@@ -33,8 +33,7 @@ from oomph.prediction.tracer.attribution import find_site
 from oomph.prediction.tracer.dispatch import DispatchMode, install_python_kernels
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches, install_fake_cuda
 from oomph.prediction.tracer.placement import PlacementMode, install_default_device, install_tensor_device
-from oomph.prediction.tracer.repeated_blocks import RepeatedBlocks
-from oomph.prediction.tracer.repeated_calls import RepeatedCalls
+from oomph.prediction.tracer.repeats import RepeatedBlocks, RepeatedCalls
 from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
 from oomph.prediction.tracer.work import CHECKPOINT_HOOKS, FUNCTION_HOOKS

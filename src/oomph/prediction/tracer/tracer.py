@@ -389,7 +389,7 @@ class Tracer:
         self.progress: Progress = lambda text, fraction: None
         self.compiling = False  # the program's compiler runs, on fake tensors of its own (compiled.py)
         self.compile_seconds = 0.0
-        self.blocks_repeated = False  # of a model, without being traced (repeated_blocks.py)
+        self.blocks_repeated = False  # of a model, without being traced (repeats.py)
         self.reads = 0  # of values that may be guesses, by the program or for a size
         self.optimizers = 0  # that the program made
         self.optimizer_steps = 0  # so far, of all optimizers
