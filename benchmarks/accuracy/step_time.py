@@ -5,7 +5,7 @@ python -m benchmarks.accuracy.step_time --table       # the stored rows in Markd
 
 Measured rows are those of the accuracy benchmark (measured_*.json) and of the op benchmark (ops_h200.csv),
 on one H200. A step's time is the faster of the second and third step of a fresh process: rough, and with a
-host that is still warming up. The constants of src/oomph/prediction/roofline.py were fitted to every other
+host that is still warming up. The constants of src/oomph/prediction/tracer/work.py were fitted to every other
 row (marked "fit"); the rest (marked "test") judges them. Ops are timed with the host's part hidden, so that
 only the GPU's seconds are compared.
 """

@@ -11,8 +11,8 @@ import time
 from rich.console import Console
 
 from oomph import gpus
+from oomph.cli.common import progress_display, write_stdout
 from oomph.cli.main import run
-from oomph.cli.output import progress_display, write_stdout
 
 
 def test_no_arguments_print_the_help(capsys):

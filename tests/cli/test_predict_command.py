@@ -17,8 +17,8 @@ from rich.console import Console
 from small_prediction import GiB, make_prediction
 from torch.utils._triton import has_triton
 
+from oomph.cli.common import progress_display
 from oomph.cli.main import run
-from oomph.cli.output import progress_display
 from oomph.errors import UserError
 from oomph.units import format_bytes
 

@@ -15,10 +15,10 @@ from oomph.prediction.allocator import (
     AllocatorSettings,
     Block,
     CachingAllocator,
+    ExpandableAllocator,
     OutOfMemory,
     allocator_settings,
 )
-from oomph.prediction.expandable_segments import ExpandableAllocator
 
 KIB = 1024
 MIB = 1024 * KIB

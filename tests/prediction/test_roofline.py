@@ -11,8 +11,7 @@ from torch import nn
 
 import oomph
 from oomph import Workload, gpus
-from oomph.prediction.roofline import CALIBRATED, step_work
-from oomph.prediction.tracer.work import Kernel
+from oomph.prediction.tracer.work import CALIBRATED, Kernel, step_work
 
 pytestmark = pytest.mark.usefixtures("in_process")
 

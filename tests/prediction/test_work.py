@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import oomph
 from oomph import Workload, gpus
-from oomph.prediction.roofline import CALIBRATED
 from oomph.prediction.tracer.session import tracing
-from oomph.prediction.tracer.work import CHECKPOINT_HOOKS, MODE_HOOKS, Kernel
+from oomph.prediction.tracer.work import CALIBRATED, CHECKPOINT_HOOKS, MODE_HOOKS, Kernel
 from oomph.records import Work
 from oomph.units import MiB
 

@@ -8,7 +8,7 @@ import pytest
 from sample_prediction import GiB, allocation
 
 from oomph.records import Alive, Site
-from oomph.report.labels import collapse_modules, group_tensors, short_path
+from oomph.report.terminal import collapse_modules, group_tensors, short_path
 
 
 def _alive(*allocations):

@@ -9,15 +9,13 @@ from typing import Annotated
 import typer
 
 from oomph import units
-from oomph.cli.options import Html, Json
-from oomph.cli.output import check_output_file, write_page, write_stdout
+from oomph.cli.common import Html, Json, check_output_file, write_page, write_stdout
 from oomph.errors import ExitStatus, UserError
 from oomph.records import Prediction
 from oomph.report.as_json import prediction_from_json, prediction_to_json
 from oomph.report.comparison import comparison_text, comparison_to_json
-from oomph.report.labels import printable
 from oomph.report.recording import is_pickle, read_snapshot
-from oomph.report.terminal import report_console, report_text
+from oomph.report.terminal import printable, report_console, report_text
 
 _MOST_BYTES = 2**30  # of a file
 

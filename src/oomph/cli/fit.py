@@ -13,16 +13,22 @@ import typer
 from rich.console import Console
 
 from oomph import gpus, units
-from oomph.cli.fixes import fix_kinds
-from oomph.cli.options import Allow, Gpu, Html, Json, Max, OverrideWords, Target
-from oomph.cli.output import (
+from oomph.cli.common import (
+    Allow,
+    Gpu,
+    Html,
+    Json,
+    Max,
+    OverrideWords,
     ProgressReport,
+    Target,
     check_output_file,
     progress_display,
     stdout_to_stderr,
     write_page,
     write_stdout,
 )
+from oomph.cli.fixes import fix_kinds
 from oomph.cli.predict import PredictOptions, predict_target
 from oomph.cli.targets import (
     check_python_file,

@@ -13,8 +13,16 @@ import typer
 from rich.console import Console
 
 from oomph import gpus
-from oomph.cli.options import Allow, Gpu, Json, Overrides
-from oomph.cli.output import ProgressReport, progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.common import (
+    Allow,
+    Gpu,
+    Json,
+    Overrides,
+    ProgressReport,
+    progress_display,
+    stdout_to_stderr,
+    write_stdout,
+)
 from oomph.cli.targets import check_target, config_limit, open_target, workload_of
 from oomph.errors import UserError
 from oomph.records import FIX_KINDS, FixKind, Prediction, Proposal, Verification

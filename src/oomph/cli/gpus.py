@@ -8,8 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from oomph import gpus
-from oomph.cli.options import Json
-from oomph.cli.output import write_stdout
+from oomph.cli.common import Json, write_stdout
 from oomph.report.terminal import report_console, strip_lines
 from oomph.units import format_bytes
 

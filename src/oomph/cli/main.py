@@ -17,13 +17,12 @@ from typing import Annotated, Any
 
 import typer
 
+from oomph.cli.common import TAKES_KEYS, command, flush_streams, open_missing_streams
 from oomph.cli.compare import run_compare, run_explain
 from oomph.cli.fit import FitOptions, run_fit
 from oomph.cli.fixes import run_fixes, run_verify
 from oomph.cli.gpus import run_gpus
 from oomph.cli.measure import MeasureOptions, run_measure
-from oomph.cli.options import TAKES_KEYS, command
-from oomph.cli.output import flush_streams, open_missing_streams
 from oomph.cli.predict import DiagnoseOptions, PredictOptions, run_diagnose, run_predict
 from oomph.cli.run import run_script
 from oomph.cli.systems import run_cases, run_systems

@@ -20,8 +20,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from oomph import gpus
-from oomph.cli.options import Html, Json, OverrideWords, Target, fix_words
-from oomph.cli.output import stdout_to_stderr, write_page, write_stdout
+from oomph.cli.common import (
+    Html,
+    Json,
+    OverrideWords,
+    Target,
+    fix_words,
+    stdout_to_stderr,
+    write_page,
+    write_stdout,
+)
 from oomph.cli.predict import PredictOptions, check_options, predict_target, with_fixes
 from oomph.cli.targets import is_script, open_target
 from oomph.errors import ExitStatus, ProgramError, UserError

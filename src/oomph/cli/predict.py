@@ -13,16 +13,23 @@ import typer
 from rich.console import Console
 
 from oomph import gpus, units
-from oomph.cli.fixes import parse_sizes
-from oomph.cli.options import FixWords, Gpu, Html, Json, Max, OverrideWords, PlanFile, fix_words
-from oomph.cli.output import (
+from oomph.cli.common import (
+    FixWords,
+    Gpu,
+    Html,
+    Json,
+    Max,
+    OverrideWords,
+    PlanFile,
     ProgressReport,
     check_output_file,
+    fix_words,
     progress_display,
     stdout_to_stderr,
     write_page,
     write_stdout,
 )
+from oomph.cli.fixes import parse_sizes
 from oomph.cli.targets import (
     check_python_file,
     check_target,

@@ -20,8 +20,15 @@ from typing import Annotated, Any
 import typer
 
 from oomph import gpus
-from oomph.cli.options import Fix, PlanFile, fix_words
-from oomph.cli.output import check_output_file, stdout_to_stderr, write_page, write_stdout
+from oomph.cli.common import (
+    Fix,
+    PlanFile,
+    check_output_file,
+    fix_words,
+    stdout_to_stderr,
+    write_page,
+    write_stdout,
+)
 from oomph.cli.targets import check_python_file, raised_at
 from oomph.errors import OomphError, UserError, is_missing_gpu, program_traceback
 from oomph.records import Plan

@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from oomph.cli.options import Json
-from oomph.cli.output import progress_display, stdout_to_stderr, write_stdout
+from oomph.cli.common import Json, progress_display, stdout_to_stderr, write_stdout
 from oomph.errors import ExitStatus, OomphError, ProgramError, warn_deprecated
 from oomph.records import Prediction, Progress, Site
-from oomph.report.labels import short_path
 from oomph.report.systems import ClaimLine, FormLine, ReportLines, SystemLines, report_text, systems_text
-from oomph.report.terminal import report_console
+from oomph.report.terminal import report_console, short_path
 from oomph.systems import SYSTEMS, System, find_system
 from oomph.systems.reports import FormRun
 from oomph.units import format_bytes

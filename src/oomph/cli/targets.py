@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from oomph.errors import OomphError, ProgramError, UserError, is_missing_gpu, program_traceback, user_line
-from oomph.report.labels import short_path
+from oomph.report.terminal import short_path
 
 if TYPE_CHECKING:
     from oomph.training.config import TrainConfig

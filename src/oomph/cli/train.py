@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 
 from oomph import gpus
-from oomph.cli.output import ProgressReport, progress_display
+from oomph.cli.common import ProgressReport, progress_display
 from oomph.errors import ExitStatus, UserError
 from oomph.report.fixes import fix_word
-from oomph.report.labels import short_path
+from oomph.report.terminal import short_path
 from oomph.training.metrics import Callbacks, StepReport
 from oomph.units import format_bytes
 

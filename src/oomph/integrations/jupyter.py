@@ -7,8 +7,7 @@ from html import escape
 
 from oomph.records import STAGES, Diagnosis, Plan, Prediction
 from oomph.report.fixes import plan_verdict, short_fix_word
-from oomph.report.labels import file_and_line, printable
-from oomph.report.terminal import verdict
+from oomph.report.terminal import file_and_line, printable, verdict
 from oomph.units import format_bytes
 
 _LINES = 6

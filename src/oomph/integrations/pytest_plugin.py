@@ -69,7 +69,7 @@ class PredictedPeak:
     def changes(self) -> list[str]:
         """What grew most since the baseline; without one, the lines that hold most."""
         from oomph.report.comparison import comparison_line, line_changes, signed_bytes
-        from oomph.report.labels import file_and_line
+        from oomph.report.terminal import file_and_line
 
         if self.baseline is None:
             lines = self.prediction.by_line()[:_LINES]

@@ -33,13 +33,13 @@ from oomph.prediction.isolation import (
     without_collection,
 )
 from oomph.prediction.replay import Replay, margin, refused, replay
-from oomph.prediction.roofline import step_work
 from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes, check_sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import OpLog, Tracer
 from oomph.prediction.tracer.values import Assumptions, assuming
+from oomph.prediction.tracer.work import step_work
 from oomph.records import (
     Alive,
     Allocation,

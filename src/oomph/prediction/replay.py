@@ -21,10 +21,10 @@ from oomph.prediction.allocator import (
     AllocatorSettings,
     Block,
     CachingAllocator,
+    ExpandableAllocator,
     OutOfMemory,
     SegmentListener,
 )
-from oomph.prediction.expandable_segments import ExpandableAllocator
 from oomph.records import Alive, Allocation, Event, Moment, StepPeak
 from oomph.units import MiB
 

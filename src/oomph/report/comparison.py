@@ -14,8 +14,7 @@ from rich.text import Text
 
 from oomph.records import STAGES, Alive, Allocation, Peak, Prediction, Site
 from oomph.report.as_json import sizes_to_json
-from oomph.report.labels import file_and_line, printable
-from oomph.report.terminal import section, strip_lines
+from oomph.report.terminal import file_and_line, printable, section, strip_lines
 from oomph.units import format_bytes
 
 _PARTS = 3  # of a path: checkouts in different directories are the same program

@@ -12,8 +12,16 @@ from rich.text import Text
 
 from oomph.records import Diagnosis, Finding
 from oomph.report.as_json import prediction_to_json
-from oomph.report.labels import called_from, file_and_line, printable, source_code
-from oomph.report.terminal import print_verdict, section, share, strip_lines
+from oomph.report.terminal import (
+    called_from,
+    file_and_line,
+    print_verdict,
+    printable,
+    section,
+    share,
+    source_code,
+    strip_lines,
+)
 from oomph.units import format_bytes
 
 _ROWS = 9

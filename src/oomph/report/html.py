@@ -20,16 +20,17 @@ from oomph.records import STAGES, Allocation, Event, Finding, Note, Plan, Predic
 from oomph.report.as_json import downsample
 from oomph.report.comparison import line_changes
 from oomph.report.fixes import plan_verdict, short_fix_word
-from oomph.report.labels import (
+from oomph.report.measurement import Comparison
+from oomph.report.terminal import (
+    assumptions,
     called_from,
     collapse_modules,
     file_and_line,
     printable,
     source_code,
+    verdict,
     without_numbers,
 )
-from oomph.report.measurement import Comparison
-from oomph.report.terminal import assumptions, verdict
 
 MOMENTS = 500
 _MOST_GROUPS = 6000  # of tensors; what is beyond counts as one per stage

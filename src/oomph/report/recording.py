@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from oomph.errors import UserError
 from oomph.records import STAGES, Alive, Allocation, Event, Moment, Note, Peak, Prediction, Site, Stage
-from oomph.report.labels import printable
+from oomph.report.terminal import printable
 from oomph.units import counted, format_bytes
 
 _MOST_BYTES = 2**60  # of a size or an address: more is not a snapshot

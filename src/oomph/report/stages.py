@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from oomph.records import Alive, Allocation, Event, Prediction
-from oomph.report.labels import group_tensors
+from oomph.report.terminal import group_tensors
 from oomph.units import counted, format_bytes
 
 if TYPE_CHECKING:
