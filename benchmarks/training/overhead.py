@@ -14,10 +14,9 @@ import torch
 from benchmarks.training.runs import trained_tokenizer
 from oomph.training.config import load
 from oomph.training.data import open_data
-from oomph.training.evaluation import to_device
 from oomph.training.metrics import Callbacks, MetricsWriter
 from oomph.training.run import device_of
-from oomph.training.step import workload
+from oomph.training.step import to_device, workload
 from oomph.training.trainer import Trainer
 
 # Short blocks, many of them: how fast a host starts kernels changes by several percent within seconds.

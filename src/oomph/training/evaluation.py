@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -15,23 +15,10 @@ from torch import Tensor, nn
 from oomph.errors import need
 from oomph.training.checkpoint_state import rng_state, set_rng_state
 from oomph.training.data.text import IGNORED_LABEL
-from oomph.training.step import Precision
+from oomph.training.step import Precision, count_tokens, to_device
 
 PROMPT_TOKENS, NEW_TOKENS, TEMPERATURE = 32, 64, 0.8
 SAMPLED_IMAGES, ENLARGEMENT = 8, 3
-
-
-def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """On a GPU the copy runs while the host continues."""
-    if device.type != "cuda":
-        return {name: tensor.to(device) for name, tensor in batch.items()}
-    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-def count_tokens(batch: Mapping[str, Any]) -> int:
-    """Tokens of text, or images."""
-    ids = batch.get("input_ids")
-    return int(ids.numel()) if ids is not None else len(batch["images"])
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -467,3 +467,16 @@ class StepResults:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def to_device(batch: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """On a GPU the copy runs while the host continues."""
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in batch.items()}
+    return {name: tensor.pin_memory().to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def count_tokens(batch: Mapping[str, Any]) -> int:
+    """Tokens of text, or images."""
+    ids = batch.get("input_ids")
+    return int(ids.numel()) if ids is not None else len(batch["images"])

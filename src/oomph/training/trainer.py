@@ -25,7 +25,7 @@ from oomph.training.checkpoint import Checkpoints, load, malformed_errors
 from oomph.training.checkpoint_state import rng_state, set_rng_state
 from oomph.training.config import Stage, TrainConfig, TrainingConfig
 from oomph.training.data import STOP_SIGNALS, Data
-from oomph.training.evaluation import count_tokens, evaluate, sample_images, sample_text, to_device
+from oomph.training.evaluation import evaluate, sample_images, sample_text
 from oomph.training.failures import (
     NotFinite,
     OutOfMemory,
@@ -43,6 +43,8 @@ from oomph.training.step import (
     Precision,
     StepResult,
     StepResults,
+    count_tokens,
+    to_device,
     whole_tensor,
     with_own_options,
 )

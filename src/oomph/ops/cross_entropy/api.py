@@ -17,6 +17,7 @@ from oomph.ops.common import (
     log_choice,
     matmul_dtype,
     no_autocast,
+    opaque_op,
     why_not_triton,
 )
 from oomph.ops.cross_entropy import vocab_parallel
@@ -30,7 +31,6 @@ from oomph.ops.cross_entropy.chunked import (
 )
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions, linear_cross_entropy_reference
 from oomph.ops.cross_entropy.rows import make_token_rows, shift_left
-from oomph.ops.opaque_op import opaque_op
 from oomph.units import MiB, counted, format_bytes
 
 IMPLS = ("auto", "plain", "chunked", "triton", "reference")

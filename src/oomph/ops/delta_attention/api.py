@@ -16,6 +16,7 @@ from oomph.ops.common import (
     explained_by,
     log_choice,
     no_autocast,
+    opaque_op,
     why_not_triton,
 )
 from oomph.ops.delta_attention import chunked, launch
@@ -23,7 +24,6 @@ from oomph.ops.delta_attention.autograd import triton_kda
 from oomph.ops.delta_attention.dense_scan import dense_scan, dense_updates
 from oomph.ops.delta_attention.reference import kda_reference
 from oomph.ops.delta_attention.segments import tokens_per_segment
-from oomph.ops.opaque_op import opaque_op
 
 MODES = ("auto", "sequential", "scan", "chunked")
 IMPLS = ("auto", "torch", "triton", "reference")

@@ -9,11 +9,18 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import Choice, explained_by, log_choice, matmul_dtype, no_compile, why_not_triton
+from oomph.ops.common import (
+    Choice,
+    explained_by,
+    log_choice,
+    matmul_dtype,
+    no_compile,
+    opaque_op,
+    why_not_triton,
+)
 from oomph.ops.mlp.autograd import TiledMLPConfig, mlp_in_tiles
 from oomph.ops.mlp.generic import checkpoint_in_tiles
 from oomph.ops.mlp.weights import MLPWeights, NotRecognised, mlp_reference, recognise
-from oomph.ops.opaque_op import opaque_op
 from oomph.units import MiB, counted, format_bytes
 
 FunctionOrModule = MLPWeights | nn.Module | Callable[[Tensor], Tensor]

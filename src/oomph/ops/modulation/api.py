@@ -20,11 +20,11 @@ from oomph.ops.common import (
     log_choice,
     matmul_dtype,
     no_autocast,
+    opaque_op,
     why_not_triton,
 )
 from oomph.ops.modulation import autograd
 from oomph.ops.modulation.weights import Int8Weight, is_torchao
-from oomph.ops.opaque_op import opaque_op
 from oomph.units import MiB, counted
 
 TokenIndex = int | slice | Sequence[int] | Tensor | tuple[int | slice, ...]

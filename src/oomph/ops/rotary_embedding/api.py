@@ -22,10 +22,10 @@ from oomph.ops.common import (
     explained_by,
     is_number,
     log_choice,
+    opaque_op,
     power_of_two,
     why_not_triton,
 )
-from oomph.ops.opaque_op import opaque_op
 from oomph.ops.rotary_embedding.table import RotaryTable, Scaling, check_positions, rotary_table
 from oomph.units import MiB
 

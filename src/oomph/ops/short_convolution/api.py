@@ -21,11 +21,11 @@ from oomph.ops.common import (
     explained_by,
     log_choice,
     no_autocast,
+    opaque_op,
     power_of_two,
     refuse_second_derivatives,
     why_not_triton,
 )
-from oomph.ops.opaque_op import opaque_op
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
 IMPLS = ("auto", "reference", "chunked", "triton")

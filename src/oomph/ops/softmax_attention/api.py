@@ -7,8 +7,7 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile
-from oomph.ops.opaque_op import opaque_op
+from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile, opaque_op
 from oomph.ops.softmax_attention.arguments import AttentionArguments, check_arguments
 from oomph.ops.softmax_attention.autograd import triton_attention, why_not_kernels
 from oomph.ops.softmax_attention.biases import BiasFunction, BlockPattern

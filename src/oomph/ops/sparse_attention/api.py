@@ -15,8 +15,8 @@ from oomph.ops.common import (
     matmul_dtype,
     no_autocast,
     no_compile,
+    opaque_op,
 )
-from oomph.ops.opaque_op import opaque_op
 from oomph.ops.sparse_attention.arguments import (
     IMPLS,
     Compress,

@@ -13,10 +13,10 @@ from oomph.ops.common import (
     choose_triton_or_torch,
     explained_by,
     log_choice,
+    opaque_op,
     why_not_triton,
     wide_dtype,
 )
-from oomph.ops.opaque_op import opaque_op
 from oomph.ops.spiking.autograd import LIFConstants, LIFGate
 from oomph.ops.spiking.reference import lif_gate_reference
 

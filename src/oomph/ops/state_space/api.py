@@ -12,9 +12,9 @@ from oomph.ops.common import (
     explained_by,
     log_choice,
     no_autocast,
+    opaque_op,
     why_not_triton,
 )
-from oomph.ops.opaque_op import opaque_op
 from oomph.ops.state_space import reference
 from oomph.ops.state_space.arguments import ScanArguments, ScanOptions
 from oomph.ops.state_space.autograd import SelectiveScan, round_up_chunk, why_not_kernels
