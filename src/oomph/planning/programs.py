@@ -22,13 +22,13 @@ from oomph.planning.reduced import Reduction, reduction
 from oomph.prediction import Script, predict
 from oomph.prediction.api import model_built_once, silently
 from oomph.prediction.isolation import (
-    Continued,
+    ContinueInFork,
     autograd_runs_in_forks,
     finish,
     run_forked,
     run_isolated,
 )
-from oomph.prediction.script import WATCH
+from oomph.prediction.script import WATCH_THREAD
 from oomph.records import FixUse, Plan, Prediction, Progress, Proposal
 from oomph.workload import Workload
 
@@ -55,7 +55,7 @@ class WorkloadProgram:
         self._predict: Callable[[Callable[[Workload], Workload]], Prediction] | None = None
 
     def predict(self) -> Prediction:
-        return _first(lambda: predict(self._workload, gpu=self._card, max=self._limit))
+        return _predict_before_forks(lambda: predict(self._workload, gpu=self._card, max=self._limit))
 
     def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
         """`search` predicts with fixes. The model is built for the first prediction alone."""
@@ -116,7 +116,7 @@ class _StoppedProgram:
                 self._made = made
                 try:
                     finish(search(progress))
-                except Continued as fork:
+                except ContinueInFork as fork:
                     changes.append(fork.change)
             try:
                 changes[0](made)
@@ -160,7 +160,7 @@ class FunctionProgram(_StoppedProgram):
         self._predict = functools.partial(predict, gpu=card, max=limit)
 
     def predict(self) -> Prediction:
-        return _first(lambda: self._predict(self._function))
+        return _predict_before_forks(lambda: self._predict(self._function))
 
     def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
         if autograd_runs_in_forks():
@@ -257,7 +257,7 @@ class ScriptProgram(_StoppedProgram):
         return run_isolated(run, lambda text, fraction: None)
 
 
-def _first(run: Callable[[], Prediction]) -> Prediction:
+def _predict_before_forks(run: Callable[[], Prediction]) -> Prediction:
     """In this process, so that its forks have torch's caches filled. Beside a GPU in a fork: torch runs no
     backward pass in forks of a process after its own."""
     if not torch.cuda.device_count():
@@ -271,7 +271,7 @@ def _first(run: Callable[[], Prediction]) -> Prediction:
 def _has_threads() -> bool:
     """Of its own: forks would wait for them. tqdm's redraws bars; ours ends programs that train nothing."""
     others = [each for each in threading.enumerate() if each is not threading.current_thread()]
-    return any(type(each).__name__ != "TMonitor" and each.name != WATCH for each in others)
+    return any(type(each).__name__ != "TMonitor" and each.name != WATCH_THREAD for each in others)
 
 
 def _jobs() -> int:

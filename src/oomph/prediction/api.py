@@ -66,7 +66,7 @@ _MOST_OF_EACH = 1.5  # where such sizes multiply each other
 # buffer of 4 MiB (NCCL_BUFFSIZE) and about 1 MiB for other protocols.
 _NCCL_COMMUNICATOR = 16 * 2 * 5 * MiB
 _depth = 0
-_kept_open: Tracer | None = None  # of `model_built_once`
+_tracer_with_model: Tracer | None = None  # while `model_built_once` keeps its trace open
 T = TypeVar("T")
 
 
@@ -392,14 +392,13 @@ def model_built_once(
 ) -> Iterator[Callable[[Callable[[Workload], Workload]], Prediction]]:
     """The workload's model is built, and the trace stays open: a fork of this process predicts the workload
     as a function changes it. Building takes as long as a step of some models."""
+    global _tracer_with_model
     limit = _limit(card, max, _nccl(workload))
     with _open_trace(card) as tracer:
         model = _run_traced(lambda tracer: program.build_model(workload, tracer), tracer)
         with_model = replace(workload, model=lambda: model)
 
         def predicted(change: Callable[[Workload], Workload]) -> Prediction:
-            global _kept_open
-            _kept_open = tracer
             changed = change(with_model)
 
             def run(tracer: Tracer) -> Prediction:
@@ -409,13 +408,17 @@ def model_built_once(
 
             return _run_traced(run, tracer)
 
-        yield predicted
+        _tracer_with_model = tracer
+        try:
+            yield predicted
+        finally:
+            _tracer_with_model = None
 
 
 def built(workload: Workload) -> torch.nn.Module:
     """The workload's model on tensors without data, as it is before it is moved to the GPU."""
-    if _kept_open is not None:
-        return program.build_model(workload, _kept_open)
+    if _tracer_with_model is not None:
+        return program.build_model(workload, _tracer_with_model)
     return _traced(lambda tracer: program.build_model(workload, tracer), _card(None))
 
 

@@ -59,8 +59,8 @@ class _Stuck(Exception):
     """The child does not compute. It may wait for a lock that another thread held when it was forked."""
 
 
-class Continued(BaseException):
-    """In a fork that `run_forked` made to continue the program: `change` is what it continues with."""
+class ContinueInFork(BaseException):
+    """Raised in a fork of `run_forked`, to whoever lets the program continue there, with `change` applied."""
 
     def __init__(self, change: Callable[[Any], None]) -> None:
         self.change = change
@@ -242,7 +242,7 @@ def run_forked(
     """In an isolated process: (position, result or error) of each function, in the order in which they end.
 
     Each runs in a fork of this process, which has all that was imported and built before; `jobs` at a time.
-    `continues`: it is not called, but raised in the fork, as Continued, to whoever lets the program continue.
+    `continues`: the function is not called, but raised in the fork as ContinueInFork.
     """
     waiting, running = list(enumerate(functions)), dict[int, tuple[int, int]]()
     ticks: dict[int, Any] = {}
@@ -326,7 +326,7 @@ def _continue_fork(function: Callable[..., Any], read: int, write: int) -> NoRet
     _unended.clear()
     os.close(read)
     _messages_to_parent = os.fdopen(write, "wb")
-    raise Continued(function)
+    raise ContinueInFork(function)
 
 
 def _cpu_ticks(pid: int) -> Any:

@@ -24,7 +24,7 @@ from oomph.torch_internals import FakeTensor, deterministic_algorithms, init_fak
 from oomph.workload import Workload, check_loss
 
 _REPEATED_PASSES = 4  # accumulated passes whose events are recorded; later ones add nothing
-_ONCE = ("workspace", "optimizer state")  # in the first step; the optimizer may step in backward
+_FIRST_STEP_ONLY = ("workspace", "optimizer state")  # kinds of allocations; optimizers may step in backward
 _STEPS_AT_THE_PEAK = 50  # of a function's own loop, after which it is stopped
 _MOST_STEPS = 500
 STEPS = 3  # the optimizer's state appears in the first; from the second on, steps repeat
@@ -117,7 +117,7 @@ def _run_steps(
 class _TracedPass(NamedTuple):
     events: Sequence[Event]
     kernels: Sequence[Kernel]
-    requests: Sequence[tuple[int, str]]  # bytes and op of each allocation, without those of _ONCE
+    requests: Sequence[tuple[int, str]]  # bytes and op of each allocation, without those of _FIRST_STEP_ONLY
     forward_requests: Sequence[tuple[int, str]]
 
 
@@ -130,8 +130,8 @@ class _RepeatedPasses:
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._first: dict[Any, _TracedPass] = {}  # by the shapes of the batch
-        self._accumulated: dict[Any, _TracedPass] = {}
+        self._first_passes: dict[Any, _TracedPass] = {}  # by the shapes of the batch
+        self._accumulated_passes: dict[Any, _TracedPass] = {}
         self._repeated: dict[Any, bool] = {}  # whether the last pass of these shapes could be
         self.same_in_all_steps = tracer.log is None  # the first pass of every step, so far
 
@@ -145,7 +145,7 @@ class _RepeatedPasses:
             len(tracer.recorder.allocations),
         )
         yield
-        new = [each for each in tracer.recorder.allocations[made:] if each.kind not in _ONCE]
+        new = [each for each in tracer.recorder.allocations[made:] if each.kind not in _FIRST_STEP_ONLY]
         traced = _TracedPass(
             tracer.recorder.events[events:],
             work.kernels[kernels:],
@@ -154,16 +154,16 @@ class _RepeatedPasses:
         )
         work.counting = counting
         if index > 0:
-            self._accumulated[key] = traced
+            self._accumulated_passes[key] = traced
             return
-        before = self._first.get(key)
+        before = self._first_passes.get(key)
         self.same_in_all_steps &= before is None or before.requests == traced.requests
-        self._first[key] = traced
+        self._first_passes[key] = traced
 
     def repeat(self, index: int, part: Any) -> bool:
         """Record the events of an earlier pass, if this one would be the same."""
         key = _shapes(part)
-        first, known = self._first.get(key), self._accumulated.get(key)
+        first, known = self._first_passes.get(key), self._accumulated_passes.get(key)
         if index == 0 or first is None or known is None or not self.same_in_all_steps:
             return False
         if first.forward_requests != known.forward_requests:

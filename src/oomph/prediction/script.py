@@ -31,7 +31,7 @@ _OF_TORCHRUN = (
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
 )
-WATCH = "oomph watch"  # the name of a thread
+WATCH_THREAD = "oomph watch"  # its name
 _ENDLESS_S = 60.0  # a program without an optimizer whose peak has not risen for so long is stopped
 
 
@@ -219,7 +219,7 @@ class _Steps:
         self._finish(self._tracer)
 
     def start_watch(self) -> None:
-        threading.Thread(target=self.watch, name=WATCH, daemon=True).start()
+        threading.Thread(target=self.watch, name=WATCH_THREAD, daemon=True).start()
 
     def watch(self) -> None:
         """Runs in a thread: end a program that would never do so, such as a loop of forward passes."""

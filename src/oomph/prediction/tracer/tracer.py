@@ -10,7 +10,8 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -84,48 +85,22 @@ class PendingAllocation:
         """What two allocations have in common that the same line makes for the same purpose."""
         return self.bytes, self.shape, self.dtype, self.op, self.module, self.site, self.during, self.stream
 
+    @property
+    def stage(self) -> Stage:
+        return _STAGE_OF_KIND.get(self.kind, self.during)
+
     def again(self, id: int, step: int) -> PendingAllocation:
         """A copy; dataclasses.replace takes many times as long."""
-        return PendingAllocation(
-            id,
-            self.bytes,
-            self.shape,
-            self.dtype,
-            self.op,
-            self.module,
-            self.site,
-            self.during,
-            step,
-            self.kind,
-            self.saved,
-            self.stream,
-            self.parent,
-            self.call,
-            self.differentiable,
-            self.cloned,
-        )
+        new = PendingAllocation(*_fields_of_pending(self))
+        new.id, new.step = id, step
+        return new
 
     def finish(self) -> Allocation:
-        return Allocation(
-            self.id,
-            self.bytes,
-            self.shape,
-            self.dtype,
-            self.op,
-            self.module,
-            self.site,
-            _STAGE_OF_KIND.get(self.kind, self.during),
-            self.kind,
-            self.step,
-            self.saved,
-            self.during,
-            self.stream,
-            self.parent,
-            self.call,
-            self.differentiable,
-        )
+        return Allocation._make(_fields_of_allocation(self))
 
 
+_fields_of_pending = attrgetter(*(each.name for each in fields(PendingAllocation)))
+_fields_of_allocation = attrgetter(*Allocation._fields)
 Describe = Callable[[int, int, torch.Tensor], PendingAllocation]  # of an id, a size in bytes and the tensor
 
 
