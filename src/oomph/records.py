@@ -97,6 +97,27 @@ class Moment(NamedTuple):
     reserved: int
 
 
+def alive_after(
+    events: Sequence[Event], timeline: Sequence[Moment], indices: Sequence[int]
+) -> list[dict[int, int]]:
+    """For each index, {id of an Allocation: bytes of its block} of what is alive after that event."""
+    found: dict[int, dict[int, int]] = {index: {} for index in indices}
+    alive: dict[int, int] = {}
+    moments, allocated = iter(timeline), 0
+    for index in range(max(indices, default=-1) + 1):
+        action, id, _ = events[index]
+        if action != "mark":
+            now = next(moments).allocated
+            if action == "alloc":
+                alive[id] = now - allocated
+            else:
+                del alive[id]
+            allocated = now
+        if index in found:
+            found[index] = dict(alive)
+    return [found[index] for index in indices]
+
+
 @dataclass(frozen=True, slots=True)
 class Peak:
     """The high-water mark: tensors / caching allocator / plus the CUDA context."""

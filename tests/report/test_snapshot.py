@@ -158,14 +158,6 @@ def test_a_segment_that_was_released_is_in_the_trace_and_not_in_the_segments() -
     assert [segment["total_size"] for segment in result["segments"]] == [60 * MIB]
 
 
-def test_a_refused_request_ends_the_trace_with_what_was_free() -> None:
-    result = content((Event("alloc", 0), Event("alloc", 5)), limit=70 * MIB)
-    last = result["device_traces"][0][-1]
-    assert (last["action"], last["size"], last["device_free"]) == ("oom", 60 * MIB, 40 * MIB)
-    assert "addr" not in last
-    assert "raise OutOfMemoryError # 60.0MiB requested, 40.0MiB free" in _memory_viz.trace(result)
-
-
 def test_a_run_without_events_is_an_empty_snapshot() -> None:
     result = content(())
     assert (result["segments"], result["device_traces"]) == ([], [[]])

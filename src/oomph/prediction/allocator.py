@@ -23,7 +23,6 @@ import sys
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from oomph.errors import UserError
 
@@ -48,16 +47,11 @@ SegmentListener = Callable[[str, int, int], None]
 class OutOfMemory(Exception):
     """A request that does not fit the limit, even after every unused segment was given back."""
 
-    def __init__(self, requested: int, segment: int) -> None:
-        super().__init__(f"no room for {requested} bytes (a segment of {segment} bytes)")
-        self.requested = requested
-        self.segment = segment  # the size of the segment that cudaMalloc could not give
-
 
 class Block:
     """A stretch of one segment, handed out or free. `prev` and `next` are its neighbours in the segment."""
 
-    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "recorded", "requested", "size")
+    __slots__ = ("address", "allocated", "mapped", "next", "pool", "prev", "recorded", "size")
 
     def __init__(
         self, address: int, size: int, pool: Pool, prev: Block | None = None, next: Block | None = None
@@ -65,7 +59,6 @@ class Block:
         self.address = address
         self.size = size
         self.pool = pool
-        self.requested = 0
         self.allocated = False
         self.recorded = False  # Tensor.record_stream was called: another stream uses it as well
         self.mapped = True  # only expandable segments have stretches without memory behind them
@@ -119,23 +112,6 @@ class Pool:
         return found < max_split if size < max_split else found < size + OVERSIZE_SLACK
 
 
-class BlockView(NamedTuple):
-    """A block as it stood when `segments()` was called."""
-
-    address: int
-    size: int
-    requested: int  # 0 when free
-    allocated: bool
-
-
-class Segment(NamedTuple):
-    """One piece of memory obtained from cudaMalloc, and the blocks that fill it, by address."""
-
-    address: int
-    size: int
-    blocks: tuple[BlockView, ...]
-
-
 def round_up(nbytes: int, step: int) -> int:
     return -(-nbytes // step) * step
 
@@ -174,7 +150,6 @@ class CachingAllocator:
         self._max_split = max_split
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # of every stream: for small and for large requests
         self._waiting: list[Block] = []  # freed, but perhaps still in use on another stream
-        self._heads: dict[int, Block] = {}  # the first block of every segment, by address
         self._rising = rising
         self._edge = FIRST_ADDRESS  # of the addresses that were taken so far
         self._gaps: list[tuple[int, int]] = []  # address and size of what is left of chunks, lowest first
@@ -198,7 +173,7 @@ class CachingAllocator:
 
         block = pool.take(size)
         if block is None:
-            block = self._new_segment(size, nbytes, pool)
+            block = self._new_segment(size, pool)
 
         remainder = block.size - size
         if remainder > pool.unsplit and size < pool.split_below:
@@ -210,7 +185,6 @@ class CachingAllocator:
             pool.add(rest)
 
         block.allocated = True
-        block.requested = nbytes
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
@@ -242,7 +216,6 @@ class CachingAllocator:
         if block.size == 0:
             return
         pool = block.pool
-        block.requested = 0
         before = block.prev
         if before is not None and not before.allocated:
             pool.remove(before)
@@ -267,20 +240,15 @@ class CachingAllocator:
         self.peak_allocated = self.allocated
         self.peak_reserved = self.reserved
 
-    def segments(self) -> list[Segment]:
-        """Every segment and its blocks, by address."""
-        return [view(_chain(self._heads[address])) for address in sorted(self._heads)]
-
-    def _new_segment(self, size: int, nbytes: int, pool: Pool) -> Block:
+    def _new_segment(self, size: int, pool: Pool) -> Block:
         needed = segment_size(size)
         if self.limit is not None and self.reserved + needed > self.limit:
             self._release_oversize(size, pool)
             if self.reserved + needed > self.limit:
                 self.empty_cache()
                 if self.reserved + needed > self.limit:
-                    raise OutOfMemory(nbytes, needed)
+                    raise OutOfMemory(f"no room for a segment of {needed} bytes")
         block = Block(self._address(needed), needed, pool)
-        self._heads[block.address] = block
         self.reserved += needed
         if self.reserved > self.peak_reserved:
             self.peak_reserved = self.reserved
@@ -321,7 +289,6 @@ class CachingAllocator:
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
         self.reserved -= block.size
-        del self._heads[block.address]
         if self._on_segment is not None:
             self._on_segment("segment_free", block.address, block.size)
 
@@ -332,7 +299,6 @@ class CachingAllocator:
 
 
 def absorb_next(block: Block) -> None:
-    # The earlier block survives, so a segment's first block stays the same object for the segment's life.
     gone = block.next
     assert gone is not None
     block.size += gone.size
@@ -340,20 +306,6 @@ def absorb_next(block: Block) -> None:
     if following is not None:
         following.prev = block
     gone.prev = gone.next = None
-
-
-def _chain(head: Block) -> list[Block]:
-    blocks = []
-    block: Block | None = head
-    while block is not None:
-        blocks.append(block)
-        block = block.next
-    return blocks
-
-
-def view(blocks: list[Block]) -> Segment:
-    views = tuple(BlockView(one.address, one.size, one.requested, one.allocated) for one in blocks)
-    return Segment(blocks[0].address, sum(one.size for one in views), views)
 
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -419,15 +371,15 @@ class _Arena(Pool):
     """A pool whose blocks all lie in one arena. What is not mapped is a gap: a block that counts as handed
     out, so that free neighbours do not join it."""
 
-    __slots__ = ("base", "first", "gaps", "page")
+    __slots__ = ("base", "gaps", "page")
 
     def __init__(self, page: int, base: int, max_split: int | None) -> None:
         super().__init__(0, max_split)  # split down to 512 bytes, in both pools
         self.page = page
         self.base = base
-        self.first = Block(base, _ARENA, self)
-        self.first.allocated, self.first.mapped = True, False
-        self.gaps = [self.first]  # by address
+        gap = Block(base, _ARENA, self)
+        gap.allocated, gap.mapped = True, False
+        self.gaps = [gap]  # by address
 
     def find(self, size: int) -> int | None:
         """Of free blocks that can grow, it is what they can grow to that counts for the best fit."""
@@ -517,9 +469,7 @@ class _Arena(Pool):
         return block
 
     def _link(self, block: Block) -> None:
-        if block.prev is None:
-            self.first = block
-        else:
+        if block.prev is not None:
             block.prev.next = block
         if block.next is not None:
             block.next.prev = block
@@ -559,31 +509,14 @@ class ExpandableAllocator(CachingAllocator):
                 if size and self._on_segment is not None:
                     self._on_segment("segment_unmap", address, size)
 
-    def segments(self) -> list[Segment]:
-        """Every mapped stretch and its blocks, by address."""
-        found = []
-        for arena in self._arenas():
-            block: Block | None = arena.first
-            stretch: list[Block] = []
-            while block is not None:
-                if block.mapped:
-                    stretch.append(block)
-                elif stretch:
-                    found.append(view(stretch))
-                    stretch = []
-                block = block.next
-            if stretch:
-                found.append(view(stretch))
-        return found
-
-    def _new_segment(self, size: int, nbytes: int, pool: Pool) -> Block:
+    def _new_segment(self, size: int, pool: Pool) -> Block:
         assert isinstance(pool, _Arena)
         block = self._grown(size, pool)
         if block is None:
             self.empty_cache()
             block = self._grown(size, pool)
         if block is None:
-            raise OutOfMemory(nbytes, round_up(size, pool.page))
+            raise OutOfMemory(f"no room for {size} bytes")
         pool.remove(block)
         return block
 

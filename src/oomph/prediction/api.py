@@ -53,6 +53,7 @@ from oomph.records import (
     Prediction,
     Site,
     Verdict,
+    alive_after,
 )
 from oomph.torch_internals import keystr, self_test, storage_id, tree_flatten_with_path
 from oomph.units import MiB, format_bytes, parse_bytes
@@ -555,12 +556,7 @@ def _growth(run: Replay, events: Sequence[Event], allocations: Sequence[Allocati
     growth = run.steps[-1].end - run.steps[-2].end
     if growth < MiB or run.steps[-2].end - run.steps[-3].end < MiB:
         return None
-    alive: set[int] = set()
-    for event in events:
-        if event.action == "alloc":
-            alive.add(event.id)
-        elif event.action == "free":
-            alive.discard(event.id)
+    (alive,) = alive_after(events, run.timeline, [len(events) - 1])
     kept: dict[Site | None, int] = {}
     for id in alive:
         if allocations[id].step == run.steps[-2].step:

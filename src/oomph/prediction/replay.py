@@ -25,7 +25,7 @@ from oomph.prediction.allocator import (
     OutOfMemory,
     SegmentListener,
 )
-from oomph.records import Alive, Allocation, Event, Moment, StepPeak
+from oomph.records import Alive, Allocation, Event, Moment, StepPeak, alive_after
 from oomph.units import MiB
 
 _STEP_MARK = re.compile(r"step (\d+)")
@@ -34,9 +34,9 @@ _STEP_MARK = re.compile(r"step (\d+)")
 class TraceEntry(NamedTuple):
     """One act of the allocator, with addresses: what a memory snapshot is written from."""
 
-    action: Literal["alloc", "free", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom"]
-    address: int  # for "oom": the bytes that were still to be had
-    bytes: int  # of the block or the segment; for "oom": of the request
+    action: Literal["alloc", "free", "segment_alloc", "segment_free", "segment_map", "segment_unmap"]
+    address: int
+    bytes: int  # of the block or the segment
     id: int  # the Allocation that caused it
 
 
@@ -98,10 +98,8 @@ def replay(
                 block = alive[id] = malloc(allocations[id].bytes, allocations[id].stream)
                 if record and block.size:
                     trace.append(TraceEntry("alloc", block.address, block.size, id))
-            except OutOfMemory as error:
+            except OutOfMemory:
                 refused = id
-                if record and limit is not None:
-                    trace.append(TraceEntry("oom", limit - allocator.reserved, error.requested, id))
                 break
         elif action == "free":
             if id not in alive:
@@ -126,13 +124,15 @@ def replay(
     steps.end()
     timeline = tuple(map(partial(tuple.__new__, Moment), states))  # its own constructor takes far longer
     peak_event = steps.peak_event(timeline)
+    (alive_at_peak,) = alive_after(events, timeline, [peak_event])
+    largest_first = sorted(alive_at_peak.items(), key=lambda item: (-item[1], item[0]))
     return Replay(
         peak_allocated=steps.highest.allocated,
         peak_reserved=max(step.reserved for step in steps.peaks),
         peak_event=peak_event,
         peak_step=steps.highest.step,
         steps=tuple(steps.peaks) if steps.marked else (),
-        at_peak=_alive_after(peak_event, events, allocations, timeline),
+        at_peak=tuple(Alive(size, allocations[id]) for id, size in largest_first if size),
         timeline=timeline,
         highest_reserved=max(map(itemgetter(2), states), default=0),
         refused=refused,
@@ -238,22 +238,6 @@ def _complaint(index: int, action: str, id: int, known: int) -> str:
     if action == "alloc":
         return f"event {index}: alloc of allocation {id}, which is already alive"
     return f"event {index}: free of allocation {id}, which is not alive"
-
-
-def _alive_after(
-    last: int, events: Sequence[Event], allocations: Sequence[Allocation], timeline: Sequence[Moment]
-) -> tuple[Alive, ...]:
-    sizes: dict[int, int] = {}
-    before = 0
-    for index, now, _ in timeline:
-        if index > last:
-            break
-        id = events[index].id
-        if sizes.pop(id, None) is None:
-            sizes[id] = now - before  # what the block really takes
-        before = now
-    largest_first = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-    return tuple(Alive(size, allocations[id]) for id, size in largest_first if size)
 
 
 # ----------------------------------------------------------------------------------------------------- margin

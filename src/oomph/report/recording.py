@@ -16,7 +16,19 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from oomph.errors import UserError
-from oomph.records import STAGES, Alive, Allocation, Event, Moment, Note, Peak, Prediction, Site, Stage
+from oomph.records import (
+    STAGES,
+    Alive,
+    Allocation,
+    Event,
+    Moment,
+    Note,
+    Peak,
+    Prediction,
+    Site,
+    Stage,
+    alive_after,
+)
 from oomph.report.terminal import printable
 from oomph.units import counted, format_bytes
 
@@ -279,15 +291,9 @@ class _Recording:
         if refused is not None and self.failed_at >= 0:  # what was freed later does not matter
             del self.events[self.failed_at + 1 :], self.timeline[self.failed_at + 1 :]
             peak = self.timeline[-1]
-        alive: dict[int, None] = {}
-        for action, id, _ in self.events[: peak.event + 1]:
-            if action == "alloc":
-                alive[id] = None
-            else:
-                alive.pop(id, None)
-        at_peak = sorted(
-            (Alive(self.sizes[id], self.allocations[id]) for id in alive), key=lambda one: -one.bytes
-        )
+        alive = alive_after(self.events, self.timeline, [peak.event])[0] if self.events else {}
+        at_peak = [Alive(size, self.allocations[id]) for id, size in alive.items()]
+        at_peak.sort(key=lambda one: -one.bytes)
         last = self.events[peak.event].id if self.events else -1
         made = refused or (self.allocations[last] if last >= 0 else None)
         reserved = max(peak.reserved, self.reserved if refused is not None else 0)

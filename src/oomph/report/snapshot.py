@@ -16,7 +16,7 @@ from typing import Any
 from oomph.records import Allocation, Prediction
 
 # (action, address, bytes, id of the Allocation), in program order; the actions are "alloc", "free",
-# "segment_alloc", "segment_free" and "oom". For "oom" the address is the number of bytes still free.
+# "segment_alloc" and "segment_free".
 Trace = Sequence[tuple[str, int, int, int]]
 
 _Block = tuple[int, int, int]  # address, bytes, id of the Allocation that caused it
@@ -90,8 +90,6 @@ def _entries(allocations: Sequence[Allocation], trace: Trace, frames: _Frames) -
                 entry["size"] = allocations[id].bytes
                 entry["category"] = allocations[id].kind
                 entry["user_metadata"] = descriptions[id]
-            elif action == "oom":
-                entry["device_free"] = entry.pop("addr")
             else:
                 # The viewer colours by category, and fails if there are categories but none called "unknown".
                 entry["category"] = "unknown"

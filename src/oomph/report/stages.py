@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from oomph.records import Alive, Allocation, Event, Prediction
+from oomph.records import Alive, Allocation, Event, Prediction, alive_after
 from oomph.report.terminal import group_tensors
 from oomph.units import counted, format_bytes
 
@@ -59,7 +59,10 @@ def stage_table(prediction: Prediction) -> list[StageRow] | None:
         return None
     rows: list[StageRow] = []
     before: dict[int, int] = {}
-    for (stage, _), alive in zip(stages, _alive_after(prediction, [at for _, at in stages]), strict=True):
+    ends = [at for _, at in stages]
+    for (stage, _), alive in zip(
+        stages, alive_after(prediction.events, prediction.timeline, ends), strict=True
+    ):
         new = [Alive(size, prediction.allocations[id]) for id, size in alive.items() if id not in before]
         freed = sum(size for id, size in before.items() if id not in alive)
         change = sum(one.bytes for one in new) - freed
@@ -278,27 +281,6 @@ def _highest_event(prediction: Prediction, start: int, end: int) -> int:
 
 
 # ------------------------------------------------------------------------------------------- what is alive
-
-
-def _alive_after(prediction: Prediction, indices: Sequence[int]) -> list[dict[int, int]]:
-    """For each index, {allocation id: bytes} of what is alive after that event. Any order of indices."""
-    wanted = set(indices)
-    found: dict[int, dict[int, int]] = {}
-    alive: dict[int, int] = {}
-    timeline = iter(prediction.timeline)
-    allocated = 0
-    for index, (action, id, _) in enumerate(prediction.events[: max(wanted, default=-1) + 1]):
-        if action != "mark":
-            moment = next(timeline)
-            # The size of the block, which the allocator rounds up.
-            if action == "alloc":
-                alive[id] = moment.allocated - allocated
-            else:
-                alive.pop(id, None)
-            allocated = moment.allocated
-        if index in wanted:
-            found[index] = dict(alive)
-    return [found[index] for index in indices]
 
 
 def _additions(new: Sequence[Alive]) -> tuple[Addition, ...]:

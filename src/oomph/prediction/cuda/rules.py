@@ -48,34 +48,22 @@ ALLOCATION_ORDER: dict[OpOverload, tuple[int, ...]] = {
 COMPOSITES: dict[OpOverload, CompositeRule] = {}
 
 
-def cuda_kernel(*ops: OpOverload) -> Callable[[CudaKernel], CudaKernel]:
-    """Register the CUDA results of one or more ops."""
+def _register_in(table: dict[OpOverload, T]) -> Callable[..., Callable[[T], T]]:
+    """A decorator that registers a rule for one or more ops."""
 
-    def register(rule: CudaKernel) -> CudaKernel:
-        CUDA_KERNELS.update(dict.fromkeys(ops, rule))
-        return rule
+    def for_ops(*ops: OpOverload) -> Callable[[T], T]:
+        def register(rule: T) -> T:
+            table.update(dict.fromkeys(ops, rule))
+            return rule
 
-    return register
+        return register
 
-
-def temporaries(*ops: OpOverload) -> Callable[[TemporariesRule], TemporariesRule]:
-    """Register the temporaries of one or more ops."""
-
-    def register(rule: TemporariesRule) -> TemporariesRule:
-        TEMPORARIES.update(dict.fromkeys(ops, rule))
-        return rule
-
-    return register
+    return for_ops
 
 
-def composite(*ops: OpOverload) -> Callable[[CompositeRule], CompositeRule]:
-    """Register CUDA's path of one or more composite ops."""
-
-    def register(rule: CompositeRule) -> CompositeRule:
-        COMPOSITES.update(dict.fromkeys(ops, rule))
-        return rule
-
-    return register
+cuda_kernel = _register_in(CUDA_KERNELS)
+temporaries = _register_in(TEMPORARIES)
+composite = _register_in(COMPOSITES)
 
 
 def temporaries_of(

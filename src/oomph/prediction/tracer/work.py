@@ -68,26 +68,11 @@ class Kernel(NamedTuple):
 
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # The first argument says how the result looks, and is not read.
-_FIRST_ARGUMENT_NOT_READ = {
-    "zeros_like",
-    "ones_like",
-    "full_like",
-    "new_zeros",
-    "new_ones",
-    "new_full",
-    "rand_like",
-}
-_FIRST_ARGUMENT_NOT_READ |= {
-    "randn_like",
-    "bernoulli_",
-    "random_",
-    "normal_",
-    "uniform_",
-    "exponential_",
-    "zero_",
-    "fill_",
-}
-_FIRST_ARGUMENT_NOT_READ |= {"copy_", "_foreach_zero_", "_foreach_copy_", "randint_like", "nll_loss_backward"}
+_FIRST_ARGUMENT_NOT_READ = set(
+    "zeros_like ones_like full_like new_zeros new_ones new_full rand_like randn_like randint_like bernoulli_ "
+    "random_ normal_ uniform_ exponential_ zero_ fill_ copy_ _foreach_zero_ _foreach_copy_ "
+    "nll_loss_backward".split()
+)
 # Nothing runs on the GPU.
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_"}
 _FREE |= {"_unsafe_view", "detach", "alias", "lift_fresh", "_reshape_alias", "sym_size", "sym_numel"}
@@ -98,39 +83,21 @@ _SCATTERS = {"index_put_", "_index_put_impl_", "index_add_", "scatter_add_", "sc
 _SCATTERS |= {"index_put", "index_add", "scatter_add", "scatter", "embedding_dense_backward"}
 # Statistics are taken in a first pass over the inputs and applied in a second; gradients of a normalisation's
 # own parameters are summed in a pass of their own.
-_TWO_PASSES = {
-    "native_batch_norm",
-    "cudnn_batch_norm",
-    "_batch_norm_with_update",
-    "native_batch_norm_backward",
-    "cudnn_batch_norm_backward",
-    "batch_norm_backward",
-    "native_layer_norm_backward",
-    "native_group_norm",
-    "native_group_norm_backward",
-}
+_TWO_PASSES = set(
+    "native_batch_norm cudnn_batch_norm _batch_norm_with_update native_batch_norm_backward "
+    "cudnn_batch_norm_backward batch_norm_backward native_layer_norm_backward native_group_norm "
+    "native_group_norm_backward".split()
+)
 _COPIES = {"clone", "copy_", "_to_copy"}
 # Kernels that an op starts, where it is not one: sorting takes several, and so do gradients of two tensors.
 _LAUNCHES = {
-    "embedding_dense_backward": 8,
-    "index_put": 8,
-    "index_put_": 8,
-    "_index_put_impl_": 8,
+    **dict.fromkeys(("embedding_dense_backward", "index_put", "index_put_", "_index_put_impl_"), 8),
     "sort": 6,
-    "topk": 4,
-    "nonzero": 4,
-    "cumsum": 2,
+    **dict.fromkeys(("topk", "nonzero", "native_group_norm_backward", "convolution_backward"), 4),
     "native_layer_norm_backward": 3,
-    "native_group_norm_backward": 4,
-    "native_batch_norm": 2,
-    "native_batch_norm_backward": 2,
-    "convolution_backward": 4,
-    "slice_backward": 2,
-    "select_backward": 2,
-    "nll_loss_backward": 2,
-    "_scaled_dot_product_flash_attention_backward": 3,
-    "_scaled_dot_product_cudnn_attention_backward": 3,
-    "_scaled_dot_product_efficient_attention_backward": 3,
+    **{f"_scaled_dot_product_{each}_attention_backward": 3 for each in ("flash", "cudnn", "efficient")},
+    **dict.fromkeys(("cumsum", "native_batch_norm", "native_batch_norm_backward"), 2),
+    **dict.fromkeys(("slice_backward", "select_backward", "nll_loss_backward"), 2),
 }
 # The host waits for the result of these: they make tensors whose sizes depend on data.
 _WAITS = {"nonzero", "masked_select", "unique_consecutive", "_unique2", "unique_dim"}
@@ -243,7 +210,11 @@ class KernelCounter:
             and _rows_are_4_byte_aligned((*given, *results))
         ):
             counted = counted._replace(kind="even product")
-        self._add(phase, counted, moved, launches, _access_pattern(kind, given, results))
+        if counted is None:
+            self._append(phase, _access_pattern(kind, given, results), moved, launches)
+        else:
+            rate, tiles, depth = self._rate(counted), counted.tiles, counted.depth
+            self._append(phase, counted.kind, moved, launches, rate, counted.flops, tiles=tiles, depth=depth)
         if kind.waits:
             self.synchronize(phase)
 
@@ -263,7 +234,7 @@ class KernelCounter:
 
     def collective(self, sent: int, ranks: int, phase: str) -> None:
         """What this rank sends to others of a group."""
-        self._append(phase, "collective", "single", 0.0, sent, 1, tiles=ranks)
+        self._append(phase, "collective", sent, 1, tiles=ranks)
 
     def host_op(
         self, func: OpOverload, args: Sequence[Any], given: Sequence[torch.Tensor], out: Any, phase: str
@@ -274,7 +245,7 @@ class KernelCounter:
             return
         moved = _moved(kind, func, args, given, _results(out))
         if moved >= HOST_BYTES:
-            self._append(phase, "host", "single", 0.0, moved, 0)
+            self._append(phase, "host", moved)
 
     def kernel(
         self,
@@ -290,25 +261,23 @@ class KernelCounter:
         moved = int(distinct_bytes(tensors) * passes)
         if flops and tensors:
             rate = self._rate(Flops(flops, tensors[0].dtype, kind))
-            self._append(phase, kind, rate, flops, moved, 1, efficiency=efficiency)
+            self._append(phase, kind, moved, 1, rate, flops, efficiency=efficiency)
         else:
-            self._append(phase, kind, "single", 0.0, moved, 1)
+            self._append(phase, kind, moved, 1)
 
     def copy(
         self, tensor: torch.Tensor, to: Literal["host", "device"], phase: str, non_blocking: bool
     ) -> None:
         """A copy between host and GPU; `non_blocking`: the host goes on while it runs."""
         self._host_ops += 1
-        self._append(
-            phase, f"to {to}", "single", 0.0, distinct_bytes((tensor,)), 1, non_blocking=non_blocking
-        )
+        self._append(phase, f"to {to}", distinct_bytes((tensor,)), 1, non_blocking=non_blocking)
 
     def synchronize(self, phase: str) -> None:
         """The host waits for what it has given to the current stream."""
-        self._append(phase, "synchronize", "single", 0.0, 0, 0)
+        self._append(phase, "synchronize")
 
     def _count_wait(self, kind: str, stream: int, event: int) -> None:
-        self._append(self._phase, kind, "single", 0.0, 0, 0, stream=stream, event=event)
+        self._append(self._phase, kind, stream=stream, event=event)
 
     def _traits(self, func: OpOverload) -> _OpTraits:
         traits = self._traits_of_ops.get(func)
@@ -316,56 +285,27 @@ class KernelCounter:
             traits = self._traits_of_ops[func] = _traits_of(func)
         return traits
 
-    def _add(self, phase: str, counted: Flops | None, moved: int, launches: int, way: str = "memory") -> None:
-        if counted is None:
-            self._append(phase, way, "single", 0.0, moved, launches)
-        else:
-            rate = self._rate(counted)
-            self._append(
-                phase, counted.kind, rate, counted.flops, moved, launches, counted.tiles, counted.depth
-            )
-
     def _append(
         self,
         phase: str,
         kind: str,
-        rate: Rate,
-        flops: float,
-        moved: int,
-        launches: int,
-        tiles: int = 0,
-        depth: int = 0,
-        non_blocking: bool = False,
-        efficiency: float = 0.0,
-        stream: int | None = None,
-        event: int = 0,
+        moved: int = 0,
+        launches: int = 0,
+        rate: Rate = "single",
+        flops: float = 0.0,
+        **fields: Any,
     ) -> None:
-        (host_ops, host_items, host_hooks), self.host = self.host, _NO_HOST_WORK
+        """`fields`: further ones of the Kernel."""
+        (ops, items, hooks), self.host = self.host, _NO_HOST_WORK
         if not self.counting:
             return
         self._phase = phase
         # The engine runs without gradients of its own; what a checkpoint recomputes does not.
         engine = phase == "backward" and not self.in_function and not torch.is_grad_enabled()
         where: Any = "forward" if phase == "setup" else phase
+        fields.setdefault("stream", self._streams.current.stream_id)
         self.kernels.append(
-            Kernel(
-                where,
-                engine,
-                host_ops,
-                host_items,
-                kind,
-                rate,
-                flops,
-                moved,
-                launches,
-                tiles,
-                depth,
-                non_blocking,
-                efficiency,
-                self._streams.current.stream_id if stream is None else stream,
-                event,
-                host_hooks,
-            )
+            Kernel(where, engine, ops, items, kind, rate, flops, moved, launches, host_hooks=hooks, **fields)
         )
 
     def _rate(self, counted: Flops) -> Rate:
