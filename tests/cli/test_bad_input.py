@@ -156,7 +156,7 @@ cases(
     ("p.py:zzz", "p.py has no 'zzz'; it defines"),
     ("uses_gpu.py:model", "uses_gpu.py:2 uses the GPU while uses_gpu.py is imported, as a script does"),
     ("x.py:zzz", "x.py has no 'zzz'; it defines nothing that could be a target", ""),
-    ("p.py:a_dict", "is a value of type dict; give a Workload, or a function of no arguments"),
+    ("p.py:a_dict", "is a dict, empty; give a Workload, or a function of no arguments"),
     ("p.py:AClass", "is the class AClass"),
     ("p.py:a_model", "is a model (Linear)"),
     ("p.py:batch", "is a function that needs arguments (device)"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import oomph
-from oomph.prediction.script import next_evaluation
+from oomph.prediction.program import next_evaluation
 
 
 @pytest.fixture

@@ -21,10 +21,7 @@ from rich.console import Console
 
 from oomph import gpus
 from oomph.errors import UserError
-from oomph.records import Prediction
-
-# What is being done, and the fraction done, or None if that is unknown.
-ProgressReport = Callable[[str, float | None], None]
+from oomph.records import Prediction, Progress
 
 PROGRESS_DELAY_S = 2.0
 LINES_EVERY_S = 5.0
@@ -114,7 +111,7 @@ def _redirect_descriptor() -> int | None:
     return copy
 
 
-def _print_lines() -> ProgressReport:
+def _print_lines() -> Progress:
     printed = time.monotonic()
 
     def report(text: str, fraction: float | None) -> None:
@@ -131,7 +128,7 @@ def _print_lines() -> ProgressReport:
 @contextmanager
 def progress_display(
     console: Console, delay: float = PROGRESS_DELAY_S, lines: bool = False
-) -> Iterator[ProgressReport]:
+) -> Iterator[Progress]:
     """A progress bar, and the function that updates it.
 
     It appears after `delay` seconds, drawn by a thread so that it moves between updates, and only on a
@@ -140,13 +137,13 @@ def progress_display(
     if not console.is_terminal:
         yield _print_lines() if lines else lambda text, fraction: None
         return
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich import progress as bars
 
-    progress = Progress(
-        SpinnerColumn("dots" if console.encoding.lower().startswith("utf") else "line"),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        TimeElapsedColumn(),
+    progress = bars.Progress(
+        bars.SpinnerColumn("dots" if console.encoding.lower().startswith("utf") else "line"),
+        bars.TextColumn("{task.description}", markup=False),
+        bars.BarColumn(bar_width=24),
+        bars.TimeElapsedColumn(),
         console=console,
         transient=True,
         auto_refresh=False,

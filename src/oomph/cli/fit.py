@@ -20,7 +20,6 @@ from oomph.cli.common import (
     Json,
     Max,
     OverrideWords,
-    ProgressReport,
     Target,
     check_output_file,
     progress_display,
@@ -40,7 +39,7 @@ from oomph.cli.targets import (
     workload_of,
 )
 from oomph.errors import ExitStatus, UserError
-from oomph.records import Plan
+from oomph.records import Plan, Progress
 from oomph.report.fixes import fix_word, plan_text, ranks_text
 from oomph.report.terminal import report_console
 
@@ -89,7 +88,7 @@ def run_fit(options: FitOptions) -> ExitStatus:
         fit, gpu=options.gpu, budget=options.budget, allow=kinds, host_memory=options.host_memory
     )
 
-    def run(progress: ProgressReport) -> tuple[Plan, dict[str, Any]]:
+    def run(progress: Progress) -> tuple[Plan, dict[str, Any]]:
         with open_target(options.target, options.overrides) as target:
             limits = (options.max, config_limit(options.target, options.overrides))
             limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
@@ -100,7 +99,7 @@ def run_fit(options: FitOptions) -> ExitStatus:
             plan = search(workload, max=limit, progress=progress)
             return plan, {options.largest: largest_size(workload, plan, options.largest, progress)}
 
-    def count(progress: ProgressReport) -> Any:
+    def count(progress: Progress) -> Any:
         with open_target(options.target, options.overrides) as target:
             workload = workload_of(target, options.target)
             return ranks_needed(workload, str(options.gpu or options.budget), options.max, progress)

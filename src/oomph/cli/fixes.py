@@ -18,14 +18,13 @@ from oomph.cli.common import (
     Gpu,
     Json,
     Overrides,
-    ProgressReport,
     progress_display,
     stdout_to_stderr,
     write_stdout,
 )
 from oomph.cli.targets import check_target, config_limit, open_target, workload_of
 from oomph.errors import UserError
-from oomph.records import FIX_KINDS, FixKind, Prediction, Proposal, Verification
+from oomph.records import FIX_KINDS, FixKind, Prediction, Progress, Proposal, Verification
 from oomph.report.fixes import (
     all_fixes_text,
     proposals_text,
@@ -65,7 +64,7 @@ def run_fixes(
     for name in only or ():
         find(name)
 
-    def run(progress: ProgressReport) -> tuple[Prediction, list[Proposal]]:
+    def run(progress: Progress) -> tuple[Prediction, list[Proposal]]:
         with open_target(target, overrides or ()) as opened:
             workload = workload_of(opened, target)
             card = None if gpu is None else gpus.with_rates(gpus.find(gpu))
@@ -130,7 +129,7 @@ def run_verify(
         raise UserError("verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them")
     parsed, uses = parse_sizes(sizes), uses_of(fixes)
 
-    def run(progress: ProgressReport) -> Verification:
+    def run(progress: Progress) -> Verification:
         with open_target(target, overrides) as opened:
             progress("running the model without the fixes and with them", None)
             return verify(uses, workload_of(opened, target), sizes=parsed)

@@ -21,7 +21,6 @@ from oomph.cli.common import (
     Max,
     OverrideWords,
     PlanFile,
-    ProgressReport,
     check_output_file,
     fix_words,
     progress_display,
@@ -40,7 +39,7 @@ from oomph.cli.targets import (
     workload_of,
 )
 from oomph.errors import ExitStatus, UserError
-from oomph.records import Diagnosis, FixUse, Prediction
+from oomph.records import Diagnosis, FixUse, Prediction, Progress
 from oomph.report.as_json import prediction_to_json
 from oomph.report.diagnosis import diagnosis_text, diagnosis_to_json
 from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
@@ -262,7 +261,7 @@ def predict_target(
     """`sizes`: of the Workload, instead of its own. `silent`: without what the program prints."""
     from oomph.prediction.api import predict_isolated, silently
 
-    def run(progress: ProgressReport) -> Prediction:
+    def run(progress: Progress) -> Prediction:
         return _predict_target(options, sizes, progress)
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
@@ -271,7 +270,7 @@ def predict_target(
 
 
 def _predict_target(
-    options: PredictOptions, sizes: Mapping[str, int] | None, progress: ProgressReport
+    options: PredictOptions, sizes: Mapping[str, int] | None, progress: Progress
 ) -> Prediction:
     from oomph.prediction import Script, predict
     from oomph.prediction.program import STEPS

@@ -57,7 +57,7 @@ def run_script(
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
     from oomph.measurement.history import record_history
-    from oomph.prediction.script import no_model_error
+    from oomph.prediction.program import no_model_error
 
     has_gpu = torch.cuda.device_count() > 0
     if not fixes and not has_gpu:

@@ -166,34 +166,19 @@ def _attribute(module: ModuleType, name: str, source: str) -> Any:
 
 def _check_object(found: Any, target: str) -> Workload | Callable[[], Any]:
     """`found` itself, if it is a Workload or a function that can be called without arguments."""
-    from torch import nn
-
+    from oomph.prediction.program import described, is_step, required_arguments
     from oomph.workload import Workload
 
     if isinstance(found, Workload):
         return found
-    if isinstance(found, nn.Module):
-        given = f"a model ({type(found).__name__})"
-    elif inspect.isclass(found):
-        given = f"the class {found.__name__}"
-    elif not callable(found):
-        given = f"a value of type {type(found).__name__}"
-    else:
-        required = _required_arguments(found)
+    given = described(found)
+    if is_step(found):
+        required = required_arguments(found)
         if not required:
             return found
         given = f"a function that needs arguments ({', '.join(required)})"
     wanted = "give a Workload, or a function of no arguments that returns one"
     raise UserError(f"target {target!r} is {given}; {wanted}")
-
-
-def _required_arguments(function: Callable[..., Any]) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-ins have no signature; calling them will show
-        return []
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [one.name for one in parameters if one.default is one.empty and one.kind not in variable]
 
 
 # ------------------------------------------------------------------------------------------- importing

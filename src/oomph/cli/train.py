@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from oomph import gpus
-from oomph.cli.common import ProgressReport, progress_display
+from oomph.cli.common import progress_display
 from oomph.errors import ExitStatus, UserError
 from oomph.report.fixes import fix_word
 from oomph.report.terminal import short_path
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from oomph.parallel import Parallel
-    from oomph.records import FixUse, Prediction
+    from oomph.records import FixUse, Prediction, Progress
     from oomph.training.config import TrainConfig
     from oomph.training.ranks import Ranks
 
@@ -131,9 +131,7 @@ def gpu_of(device: torch.device) -> gpus.GPU:
     return gpus.for_device(found.name, found.total_memory, (found.major, found.minor))
 
 
-def _predict(
-    config: TrainConfig, gpu: gpus.GPU, parallel: Parallel | None, report: ProgressReport
-) -> Prediction:
+def _predict(config: TrainConfig, gpu: gpus.GPU, parallel: Parallel | None, report: Progress) -> Prediction:
     """The step at the config's largest shape, on this GPU and within training.memory_limit."""
     from oomph.prediction import predict
     from oomph.training.step import on_ranks, predicted_workload
@@ -143,9 +141,7 @@ def _predict(
     return predict(step, gpu=gpu, max=config.training.memory_limit, progress=report)
 
 
-def _refusal(
-    config: TrainConfig, prediction: Prediction, gpu: gpus.GPU, given: str, report: ProgressReport
-) -> str:
+def _refusal(config: TrainConfig, prediction: Prediction, gpu: gpus.GPU, given: str, report: Progress) -> str:
     """What the step needs, what there is, and the cheapest exact fixes with which it fits."""
     from oomph.planning import fit
     from oomph.training.step import predicted_workload

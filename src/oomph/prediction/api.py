@@ -32,8 +32,8 @@ from oomph.prediction.isolation import (
     trace_lock,
     without_collection,
 )
+from oomph.prediction.program import Script
 from oomph.prediction.replay import Replay, margin, refused, replay
-from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes, check_sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.session import tracing
@@ -51,6 +51,7 @@ from oomph.records import (
     Note,
     Peak,
     Prediction,
+    Progress,
     Site,
     Verdict,
     alive_after,
@@ -79,7 +80,7 @@ def predict(
     sizes: Sizes | None = None,
     steps: int = program.STEPS,
     allow: Collection[str] = (),
-    progress: program.Progress | None = None,
+    progress: Progress | None = None,
 ) -> Prediction:
     """The memory of a training step on `gpu`, without one.
 
@@ -115,7 +116,7 @@ def predict(
         found = _prediction(tracer, target, card, gpu is not None, limit)
         return replace(found, seconds=time.perf_counter() - began)
 
-    def run(progress: program.Progress) -> Prediction:
+    def run(progress: Progress) -> Prediction:
         return prediction(
             trace(
                 target,
@@ -132,8 +133,8 @@ def predict(
 
 
 def predict_isolated(
-    function: Callable[[program.Progress], Prediction],
-    progress: program.Progress,
+    function: Callable[[Progress], Prediction],
+    progress: Progress,
     allow: Collection[str] = (),
 ) -> Prediction:
     """`function` predicts in a child process; in fresh ones again where the outcome depends on a guess.
@@ -206,7 +207,7 @@ def _of_ranks(found: Prediction, ranks: int, nccl: int) -> Prediction:
     return replace(found, ranks=ranks, nccl=nccl, peak=peak, steps=steps, notes=noted)
 
 
-def silently(function: Callable[[program.Progress], T], progress: program.Progress) -> T:
+def silently(function: Callable[[Progress], T], progress: Progress) -> T:
     """The program has printed all that it prints before."""
     if is_isolated():
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -353,7 +354,7 @@ def _notes_on_target(target: Workload | Script | Callable[[], Any]) -> tuple[Not
 def trace(
     target: Workload | Script | Callable[[], Any],
     card: GPU,
-    progress: program.Progress,
+    progress: Progress,
     log: OpLog | None = None,
     finish: Callable[[Tracer], NoReturn] | None = None,
     sizes: Sizes | None = None,
@@ -373,7 +374,7 @@ def trace(
         elif isinstance(target, Script):
             if finish is None or not is_isolated():
                 raise UserError("a script is predicted in a child process, which is not possible here")
-            run_script(target, tracer, progress, finish)
+            program.run_script(target, tracer, progress, finish)
         elif callable(target) and not isinstance(target, torch.nn.Module):
             program.run_function(target, tracer, progress, finish if is_isolated() else None)
         else:
