@@ -12,8 +12,10 @@ import contextlib
 import functools
 import importlib
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,8 +51,8 @@ def _section() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # its section failed
-        raise UnsupportedTorch(_moved[0] if _moved else name)
+    if _moved and re.search(rf"\b{name}\b", Path(__file__).read_text()):  # its section failed
+        raise UnsupportedTorch(_moved[0])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -118,9 +120,8 @@ with _section():  # a wrapper with a shape, a dtype and a place in the autograd 
 with _section():  # whether a tensor names the tensors that hold its data
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-with _section():  # the modes around a call, and whether it runs without data
+with _section():  # the function modes around a call
     current_function_modes: Any = torch.overrides._get_current_function_mode_stack
-    from torch.utils._python_dispatch import _get_current_dispatch_mode as current_dispatch_mode
 
 # ---------------------------------------------------------------------------------------------- prediction
 # A pair (owner, name) is an attribute that a trace replaces for its duration.
@@ -307,6 +308,18 @@ def is_composite(op: OpOverload) -> bool:
     return op.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
+def sequence_nr(node: Any) -> int:
+    """Of a node of autograd: nodes are numbered in the order in which their thread makes them."""
+    number: int = node._sequence_nr()
+    return number
+
+
+def running_sequence_nr() -> int | None:
+    """Of the node that autograd's engine runs now; None outside of a backward pass."""
+    node = current_autograd_node()
+    return None if node is None else sequence_nr(node)
+
+
 def storage_id(storage: torch.UntypedStorage) -> int:
     """The C++ identity of a storage, which two Python objects of one storage share."""
     return storage._cdata
@@ -459,7 +472,7 @@ def _check_autograd_nodes() -> None:
         loss = torch.ones(2, device="cpu", requires_grad=True).exp().sum()
         newest = get_sequence_nr() - 1
         node: Any = loss.grad_fn
-        if node._sequence_nr() != newest:
+        if sequence_nr(node) != newest:
             raise UnsupportedTorch("torch._C._autograd._get_sequence_nr")
         with RecordNodes():
             loss.backward()
@@ -535,112 +548,3 @@ def deterministic_errors() -> Iterator[None]:
         else:
             raise
         raise UserError(message) from error
-
-
-__all__ = [
-    "ACCELERATOR",
-    "AUTOCAST_CUDA",
-    "AUTOGRAD_KEYS",
-    "AVERAGE_GROUP_TENSORS",
-    "CHECKPOINT_DEFAULT_DEVICE",
-    "CUDA_LAZY_INIT",
-    "CUDA_RAW_STREAM",
-    "CUDA_RECORD_MEMORY_HISTORY",
-    "DATA_LOADER_ITERATOR",
-    "ENGINE_RUN_BACKWARD",
-    "EXPORTED_FAKE_TENSOR",
-    "FAKE_MODE_KEY",
-    "FOREACH_SUPPORTED_TYPES",
-    "GLOBAL_DEVICE_CONTEXT",
-    "HAS_TORCH_FUNCTION",
-    "HAS_TORCH_FUNCTION_OF_ARGUMENTS",
-    "JAGGED_SDPA_BACKEND",
-    "MAKE_SUBCLASS",
-    "MAKE_WRAPPER_SUBCLASS",
-    "MODULE_APPLY",
-    "MODULE_HOOKS",
-    "NO_KERNEL",
-    "PUSH_SAVED_TENSORS_HOOKS",
-    "SIGCHLD_HANDLER",
-    "DeterministicSettings",
-    "DisableTorchDispatch",
-    "DisableTorchFunctionSubclass",
-    "DispatchKeySet",
-    "DynamicOutputShapeException",
-    "ExcludeDispatchKeyGuard",
-    "FakeTensor",
-    "FakeTensorMode",
-    "Loss",
-    "OpOverload",
-    "PreserveDispatchKeyGuard",
-    "SetExcludeDispatchKeyGuard",
-    "TorchDispatchMode",
-    "UnsupportedTorch",
-    "check_attribute",
-    "checkpoint_validation",
-    "clear_cublas_workspaces",
-    "compiled_frame_callback",
-    "cuda_lazy_call",
-    "cudnn_version",
-    "current_autograd_node",
-    "current_dispatch_mode",
-    "current_dispatch_modes",
-    "current_function_modes",
-    "current_functorch_transform",
-    "current_graph_task_id",
-    "decomposition_table",
-    "deterministic_algorithms",
-    "deterministic_errors",
-    "deterministic_required",
-    "deterministic_settings",
-    "device_constructors",
-    "disable_dispatch_modes",
-    "disable_torch_function",
-    "disabled_torch_function_impl",
-    "dispatch_call_boxed",
-    "dispatch_get_all_op_names",
-    "dispatch_has_kernel_for_dispatch_key",
-    "dispatch_tls_set_dispatch_key_included",
-    "dynamo_config_patch",
-    "find_dynamo_rules",
-    "flex_attention_hop",
-    "fsdp_functions",
-    "functorch_config",
-    "get_dispatch_mode",
-    "get_eval_frame_callback",
-    "get_sdp_priority_order",
-    "get_sequence_nr",
-    "get_tensor_symint",
-    "group_size",
-    "has_triton",
-    "init_fake_process_group",
-    "is_composite",
-    "is_dtensor",
-    "is_traceable_wrapper_subclass",
-    "keystr",
-    "make_subclass",
-    "make_wrapper_subclass",
-    "memory_snapshot",
-    "out_of_memory_observer",
-    "parse_to",
-    "python_kernels",
-    "record_memory_history",
-    "register_dataclass",
-    "self_test",
-    "set_allocator_settings",
-    "set_deterministic_settings",
-    "set_meta_in_tls_dispatch_include",
-    "storage_id",
-    "storage_use_count",
-    "suggest_memory_format",
-    "tensor_use_count",
-    "torch_function_enabled",
-    "tree_flatten",
-    "tree_flatten_with_path",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-    "will_engine_execute_node",
-    "without_sigchld_handler",
-]

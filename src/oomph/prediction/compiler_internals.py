@@ -127,15 +127,3 @@ def autotunes() -> bool:
     """Whether the program's options ask for autotuning."""
     config = torch._inductor.config
     return bool(config.max_autotune or config.max_autotune_gemm)
-
-
-__all__ = [
-    "BoxedBool",
-    "ConvertFrameReturn",
-    "CudaInterface",
-    "FailOnRecompileLimitHit",
-    "FunctionalTensor",
-    "FunctionalTensorMode",
-    "TracingContext",
-    "Unsupported",
-]

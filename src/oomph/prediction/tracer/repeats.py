@@ -44,6 +44,7 @@ from oomph.torch_internals import (
     disable_torch_function,
     get_sequence_nr,
     is_traceable_wrapper_subclass,
+    sequence_nr,
     storage_id,
     storage_use_count,
     tensor_use_count,
@@ -275,7 +276,7 @@ class RepeatedBlocks:
         elif not _same_situation(one.situation, situation, module):
             raise _NotRepeatable
         node = inputs[0].grad_fn
-        if node is None or node._sequence_nr() != one.node:
+        if node is None or sequence_nr(node) != one.node:
             raise _NotRepeatable
         if inputs[0]._backward_hooks or inputs[0].retains_grad:
             raise _NotRepeatable
@@ -367,7 +368,7 @@ class RepeatedBlocks:
 
     def _advance(self, one: _Pass, output: torch.Tensor) -> None:
         assert output.grad_fn is not None
-        one.node, one.sequence = output.grad_fn._sequence_nr(), get_sequence_nr()
+        one.node, one.sequence = sequence_nr(output.grad_fn), get_sequence_nr()
         one.position += 1
 
     def _state(self) -> Any:
@@ -388,7 +389,7 @@ class RepeatedBlocks:
             raise _NotRepeatable
         if _storage_uses(tensor) != self._use_count_of_owned:  # saved for backward, or a view
             raise _NotRepeatable
-        if tensor.grad_fn is None or tensor.grad_fn._sequence_nr() != get_sequence_nr() - 1:
+        if tensor.grad_fn is None or sequence_nr(tensor.grad_fn) != get_sequence_nr() - 1:
             raise _NotRepeatable
         layout = _Layout.of(tensor)
         if self.make(layout).untyped_storage().nbytes() != allocation.bytes:

@@ -36,10 +36,10 @@ from oomph.torch_internals import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    current_autograd_node,
     disable_torch_function,
     get_sequence_nr,
     is_traceable_wrapper_subclass,
+    running_sequence_nr,
     storage_id,
 )
 
@@ -396,7 +396,7 @@ class Tracer:
             None  # after so many model calls, work outside every module is the loss
         )
         # autograd sequence number -> line, module, stream, of the forward op
-        self._origins: dict[int, tuple[Site | None, str, int]] = {}
+        self._origins: dict[int | None, tuple[Site | None, str, int]] = {}
         self._newest_node = -1
         # What find_site gives during the op that is dispatched: () until it is known, None between ops.
         self.line: tuple[Site | None, bool] | tuple[()] | None = None
@@ -477,8 +477,8 @@ class Tracer:
         if not streams.several:
             return 0
         number = streams.number(streams.current)
-        node = current_autograd_node() if self.phase == "backward" and number == 0 else None
-        origin = self._origins.get(node._sequence_nr()) if node is not None else None
+        in_backward = self.phase == "backward" and number == 0
+        origin = self._origins.get(running_sequence_nr()) if in_backward else None
         return number if origin is None else origin[2]
 
     def synchronize(self) -> None:
@@ -511,8 +511,8 @@ class Tracer:
             site, at_engine = self._line()
             if not at_engine:
                 self._origins[newest] = (site, self.modules.path, self.stream())
-            elif (node := current_autograd_node()) is not None and node._sequence_nr() in self._origins:
-                self._origins[newest] = self._origins[node._sequence_nr()]  # of a graph that backward makes
+            elif (origin := self._origins.get(running_sequence_nr())) is not None:
+                self._origins[newest] = origin  # of a graph that backward makes
 
     def _is_loss(self) -> bool:
         if self.modules.inside_loss:
@@ -537,8 +537,7 @@ class Tracer:
         path = self.modules.path
         compiled = site if isinstance(site, CompiledSite) else None
         if self.phase == "backward" and (at_engine or compiled):
-            node = current_autograd_node()
-            origin = self._origins.get(node._sequence_nr()) if node is not None else None
+            origin = self._origins.get(running_sequence_nr())
             if origin is not None:
                 site, path = origin[0], origin[1]
         if compiled:
@@ -567,8 +566,7 @@ class Tracer:
 
     def mark_gradient(self, out: Any) -> None:
         """The result of an AccumulateGrad node is a gradient."""
-        node = current_autograd_node()
-        if node is not None and node._sequence_nr() == _ACCUMULATE_GRAD and isinstance(out, torch.Tensor):
+        if running_sequence_nr() == _ACCUMULATE_GRAD and isinstance(out, torch.Tensor):
             allocation = self.recorder.allocation_of(out)
             if allocation is not None:
                 allocation.kind = "gradient"

@@ -391,7 +391,7 @@ def _moved(
     first = args[0] if args and isinstance(args[0], torch.Tensor) else None
     if first is None or (kind.first_is_read and not kind.gathers and not kind.scatters):
         return distinct_bytes(given) * kind.passes + written
-    if func._opname == "nll_loss_backward":  # takes the logits only for their shape
+    if func.overloadpacket.__name__ == "nll_loss_backward":  # takes the logits only for their shape
         return written
     others = distinct_bytes(tensor for tensor in given if tensor is not first)
     if kind.gathers:
@@ -422,7 +422,7 @@ def _written_in_lists(
 ) -> Sequence[torch.Tensor]:
     """What an op over lists writes: its results, else the first list, and the states of a fused optimizer."""
     written = results or [tensor for tensor in args[0] if isinstance(tensor, torch.Tensor)]
-    if func._opname.startswith("_fused_"):
+    if func.overloadpacket.__name__.startswith("_fused_"):
         return [*written, *(tensor for part in args[2:4] for tensor in part)]
     return written
 
@@ -441,7 +441,7 @@ def _access_pattern(kind: _OpTraits, given: Sequence[torch.Tensor], results: Seq
 
 
 def _traits_of(func: OpOverload) -> _OpTraits:
-    name = func._opname
+    name = func.overloadpacket.__name__
     over_lists = name.startswith(("_foreach_", "_fused_ada", "_fused_sgd", "_amp_foreach_"))
     return _OpTraits(
         free=name in _FREE or (func.is_view and not func._schema.is_mutable) or func.namespace == "prim",
@@ -546,8 +546,8 @@ def _attention(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any],
     if call["is_causal"]:
         pairs /= 2
     width, result = query.shape[-1], value.shape[-1]
-    each = 3 * width + 2 * result if "backward" in func._opname else width + result
-    backend = func._opname.removeprefix("_scaled_dot_product_").split("_")[0]
+    each = 3 * width + 2 * result if "backward" in func.overloadpacket.__name__ else width + result
+    backend = func.overloadpacket.__name__.removeprefix("_scaled_dot_product_").split("_")[0]
     return Flops(2.0 * pairs * each, query.dtype, f"{backend} attention", depth=width)
 
 
