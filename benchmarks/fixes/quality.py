@@ -96,9 +96,9 @@ class Row:
 
 def _sets(workload: Any) -> Iterator[tuple[FixUse, ...]]:
     from oomph.nn.blocks import block_names
-    from oomph.prediction import built
+    from oomph.prediction import fake_model
 
-    names = block_names(built(workload))
+    names = block_names(fake_model(workload))
     checkpointing: list[FixUse | None] = [None]
     for keep, share in itertools.product(("nothing", "attention", "products"), _COUNTS):
         blocks = names[: round(share * len(names))]
@@ -112,9 +112,9 @@ def _sets(workload: Any) -> Iterator[tuple[FixUse, ...]]:
 
 def _has_mlp(workload: Any) -> bool:
     from oomph.fixes.tiled_mlp import find_mlps
-    from oomph.prediction import built
+    from oomph.prediction import fake_model
 
-    return any(mlp.obstacle() is None for mlp in find_mlps(built(workload)))
+    return any(mlp.obstacle() is None for mlp in find_mlps(fake_model(workload)))
 
 
 def predicted(model: str) -> dict[tuple[FixUse, ...], tuple[float, int, int]]:

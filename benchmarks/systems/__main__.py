@@ -38,7 +38,7 @@ from benchmarks.systems.figures import PREDICTED, part_rows, rows_of, write_rows
 from benchmarks.systems.parts import milliseconds, parts, steps, values
 from benchmarks.systems.races import races, run
 from oomph.errors import OomphError
-from oomph.prediction import called
+from oomph.prediction import call_on_fake_gpu
 from oomph.systems import SYSTEMS
 
 PEAK_BAR = 2.0  # percent
@@ -166,7 +166,7 @@ def _predicted_step(entry: Entry, gpu: str) -> dict[str, float]:
 
 
 def _predicted_part(name: str, part: Callable[[], Mapping[str, float]], gpu: str) -> dict[str, float]:
-    found = dict(called(part))
+    found = dict(call_on_fake_gpu(part))
     if name in steps():
 
         def setup() -> Callable[[], None]:

@@ -23,7 +23,7 @@ from torch.optim import optimizer as optim
 
 import oomph
 from oomph import ProgramError, gpus
-from oomph.prediction.api import called, trace
+from oomph.prediction.api import call_on_fake_gpu, trace
 
 
 def torch_state() -> dict[str, Any]:
@@ -166,7 +166,7 @@ def test_several_threads_may_predict_and_trace():
 
     def ask() -> None:
         try:
-            called(lambda: torch.empty(1, device="cuda"))
+            call_on_fake_gpu(lambda: torch.empty(1, device="cuda"))
             found.append(oomph.predict(workload()).peak.allocated)
         except Exception as error:
             found.append(error)

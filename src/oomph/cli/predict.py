@@ -259,14 +259,14 @@ def predict_target(
     options: PredictOptions, sizes: Mapping[str, int] | None = None, silent: bool = False
 ) -> Prediction:
     """`sizes`: of the Workload, instead of its own. `silent`: without what the program prints."""
-    from oomph.prediction.api import predict_isolated, silently
+    from oomph.prediction.api import predict_isolated, run_silently
 
     def run(progress: Progress) -> Prediction:
         return _predict_target(options, sizes, progress)
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
-        return predict_isolated(partial(silently, run) if silent else run, report, options.allow)
+        return predict_isolated(partial(run_silently, run) if silent else run, report, options.allow)
 
 
 def _predict_target(
@@ -316,11 +316,11 @@ def with_fixes(target: Any, fixes: Sequence[str | FixUse]) -> Any:
     """A Workload with the fixes; a function that returns the step, with those of its model."""
     from oomph.fixes import apply, uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
-    from oomph.prediction import called
+    from oomph.prediction import call_on_fake_gpu
     from oomph.workload import Workload
 
     uses = uses_of(fixes)
-    workload = target if isinstance(target, Workload) else called(target)
+    workload = target if isinstance(target, Workload) else call_on_fake_gpu(target)
     if isinstance(workload, Workload):
         return apply(uses, workload)
     check_for_scripts(uses)

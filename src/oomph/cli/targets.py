@@ -103,9 +103,9 @@ def workload_of(target: Workload | Callable[[], Any], name: str) -> Workload:
 
     if isinstance(target, Workload):
         return target
-    from oomph.prediction import called
+    from oomph.prediction import call_on_fake_gpu
 
-    found = called(target)
+    found = call_on_fake_gpu(target)
     if not isinstance(found, Workload):
         from oomph.prediction.program import described
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice, check_flag, check_whole_number
-from oomph.prediction import built
+from oomph.prediction import fake_model
 from oomph.torch_internals import tree_flatten_with_path, tree_leaves
 from oomph.workload import MicroBatches, Workload, rows_of
 
@@ -78,7 +78,7 @@ class MicroBatching(Fix):
         if workload.micro_batches is not None:
             already = workload.micro_batches.parts
             raise UserError(f"fix {self.name!r}: the workload's batch already comes in {already} parts")
-        model = built(workload)
+        model = fake_model(workload)
         name = _batch_norm(model)
         if name is not None:
             raise UserError(

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError, warn_deprecated
 from oomph.fixes.journal import Journal
-from oomph.prediction import built
+from oomph.prediction import fake_model
 from oomph.records import FixKind, FixUse, Prediction, Proposal
 from oomph.units import parse_bytes
 from oomph.workload import Workload
@@ -123,7 +123,7 @@ class FixContext:
     @cached_property
     def model(self) -> nn.Module:
         """The workload's model, without data."""
-        return built(self.workload)
+        return fake_model(self.workload)
 
     @cached_property
     def batch(self) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from oomph.errors import ProgramError, UserError, blame
 from oomph.fixes.application import apply
 from oomph.fixes.registry import Fixes, find, uses_of
-from oomph.prediction import built
+from oomph.prediction import fake_model
 from oomph.prediction.isolation import run_isolated
 from oomph.records import Difference, FixKind, Verification
 from oomph.torch_internals import tree_map
@@ -83,7 +83,9 @@ def widened(workload: Workload) -> Workload:
 
 
 def _check_size(workload: Workload) -> None:
-    size = sum(parameter.numel() * parameter.element_size() for parameter in built(workload).parameters())
+    size = sum(
+        parameter.numel() * parameter.element_size() for parameter in fake_model(workload).parameters()
+    )
     if size > _LARGEST:
         raise UserError(
             f"verify runs the model on the CPU, and this one has {size / GiB:.1f} GiB of parameters; "

@@ -20,7 +20,7 @@ from oomph.fixes.scripts import ModelChange, model_of, on_each_optimizer, propos
 from oomph.gpus import GPU
 from oomph.planning.reduced import Reduction, reduction
 from oomph.prediction import Script, predict
-from oomph.prediction.api import model_built_once, silently
+from oomph.prediction.api import model_built_once, run_silently
 from oomph.prediction.isolation import (
     ContinueInFork,
     autograd_runs_in_forks,
@@ -219,7 +219,7 @@ class ScriptProgram(_StoppedProgram):
             if self._is_compiled:  # loaded once, not in each fork
                 import oomph.prediction.tracer.compiled  # noqa: F401
             stopped = replace(self._script, on_optimizer=self._stop(search, progress))
-            return silently(lambda _: self._predict(stopped), progress)
+            return run_silently(lambda _: self._predict(stopped), progress)
 
         with contextlib.suppress(OomphError):
             found = run_isolated(run, progress)
@@ -253,7 +253,7 @@ class ScriptProgram(_StoppedProgram):
 
     def _run_silently(self, script: Script) -> Any:
         """Without the script's output, which the first prediction has shown."""
-        run = functools.partial(silently, lambda progress: self._predict(script))
+        run = functools.partial(run_silently, lambda progress: self._predict(script))
         return run_isolated(run, lambda text, fraction: None)
 
 

@@ -43,7 +43,7 @@ from oomph.planning.reduced import (
     joint_costs,
     step_seconds,
 )
-from oomph.prediction import Script, called
+from oomph.prediction import Script, call_on_fake_gpu
 from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
     run_in_new_interpreter,
@@ -196,7 +196,7 @@ def fit(
             return _Search(ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
 
     def search(report: Progress) -> Plan:
-        found = target if isinstance(target, Workload) else called(target)
+        found = target if isinstance(target, Workload) else call_on_fake_gpu(target)
         if isinstance(found, Workload):
             program: Program = WorkloadProgram(found, card, limit)
         else:

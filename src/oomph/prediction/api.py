@@ -167,7 +167,7 @@ def predict_isolated(
     def other(sizes: Literal["fewest", "most"], most: float = _MOST) -> Prediction:
         try:
             with assuming(replace(assumed, sizes=sizes, most=most)):
-                return run_isolated(functools.partial(silently, function), progress, allow)
+                return run_isolated(functools.partial(run_silently, function), progress, allow)
         except OomphError:  # the program cannot run with such sizes
             return prediction
 
@@ -207,7 +207,7 @@ def _of_ranks(found: Prediction, ranks: int, nccl: int) -> Prediction:
     return replace(found, ranks=ranks, nccl=nccl, peak=peak, steps=steps, notes=noted)
 
 
-def silently(function: Callable[[Progress], T], progress: Progress) -> T:
+def run_silently(function: Callable[[Progress], T], progress: Progress) -> T:
     """The program has printed all that it prints before."""
     if is_isolated():
         silent = os.open(os.devnull, os.O_WRONLY)
@@ -417,14 +417,14 @@ def model_built_once(
             _tracer_with_model = None
 
 
-def built(workload: Workload) -> torch.nn.Module:
+def fake_model(workload: Workload) -> torch.nn.Module:
     """The workload's model on tensors without data, as it is before it is moved to the GPU."""
     if _tracer_with_model is not None:
         return program.build_model(workload, _tracer_with_model)
     return _traced(lambda tracer: program.build_model(workload, tracer), _card(None))
 
 
-def called(function: Callable[[], Any]) -> Any:
+def call_on_fake_gpu(function: Callable[[], Any]) -> Any:
     """What the user's function returns, run on a fake GPU."""
     return _traced(lambda tracer: function(), _card(None))
 
