@@ -254,11 +254,9 @@ def run_forked(
                 sys.stdout.flush()
                 sys.stderr.flush()
                 child = os.fork()
-                if child == 0 and continues:
-                    running.clear()  # which are the parent's to end
-                    _continue_fork(function, read, write)
                 if child == 0:
-                    _run_fork(function, read, write)
+                    running.clear()  # which are the parent's to end
+                    _run_fork(function, read, write, continues)
                 os.close(write)
                 running[read] = position, child
             with selectors.DefaultSelector() as selector:
@@ -305,28 +303,20 @@ def _result_of(function: Callable[[], T]) -> T | OomphError:
         return error
 
 
-def _run_fork(function: Callable[[], Any], read: int, write: int) -> NoReturn:
+def _run_fork(function: Callable[..., Any], read: int, write: int, continues: bool) -> NoReturn:
     global _messages_to_parent
     try:
         _end_with_parent()
         _unended.clear()  # the parent ends its own lines
         os.close(read)
-        with os.fdopen(write, "wb") as messages:
-            _messages_to_parent = messages
+        messages = _messages_to_parent = os.fdopen(write, "wb")
+        if not continues:
             outcome = _outcome_in_fork(lambda progress: function(), messages)
             _send(_messages_to_parent, outcome)  # of a fork of this one, if that continued the function
     finally:
-        os._exit(0)
-
-
-def _continue_fork(function: Callable[..., Any], read: int, write: int) -> NoReturn:
-    """What the program's end sends goes to the process that was forked."""
-    global _messages_to_parent
-    _end_with_parent()
-    _unended.clear()
-    os.close(read)
-    _messages_to_parent = os.fdopen(write, "wb")
-    raise ContinueInFork(function)
+        if not continues:
+            os._exit(0)
+    raise ContinueInFork(function)  # what the program's end sends goes to the process that was forked
 
 
 def _cpu_ticks(pid: int) -> Any:

@@ -237,10 +237,8 @@ class ModuleStack:
         for root in self._roots:
             for module in root.modules():
                 path = self._names.get(id(module), "")
-                parameters = (each for each in module._parameters.values() if each is not None)
-                buffers = (each for each in module._buffers.values() if each is not None)
-                found += [(tensor, (path, "parameter")) for tensor in parameters]
-                found += [(tensor, (path, "buffer")) for tensor in buffers]
+                found += [(tensor, (path, "parameter")) for tensor in module.parameters(recurse=False)]
+                found += [(tensor, (path, "buffer")) for tensor in module.buffers(recurse=False)]
         return found
 
     def follow(

@@ -42,6 +42,7 @@ from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.tracer import AllocationRecorder, Tracer
+from oomph.prediction.tracer.values import OpCall
 from oomph.prediction.tracer.work import KERNEL_OP, MODE_HOOKS, tensors_in
 from oomph.torch_internals import (
     FAKE_MODE_KEY,
@@ -516,10 +517,10 @@ class DispatchMode(TorchDispatchMode):
         tensors: Sequence[torch.Tensor],
         out: Any,
     ) -> None:
-        values = self.tracer.values
+        values, call = self.tracer.values, OpCall(func, args, kwargs)
         follow_floats = self.tracer.phase in ("setup", "forward")
-        rule = partial(values.propagate, func, args, kwargs, tensors, out, follow_floats)
-        self.tracer.guard.call("values", func, rule, partial(values.invalidate, func, args, kwargs))
+        rule = partial(values.propagate, call, tensors, out, follow_floats)
+        self.tracer.guard.call("values", func, rule, partial(values.invalidate, call))
 
     def _record_results(
         self,

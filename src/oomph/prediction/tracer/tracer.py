@@ -639,27 +639,21 @@ class Tracer:
         def describe(id: int, size: int, tensor: torch.Tensor) -> PendingAllocation:
             site, path, stage = self.attribution()
             line = self._line()[0]
-            name = line.op if isinstance(line, CompiledSite) else op
-            kind = _KIND_OF_STAGE.get(stage, "activation")
-            shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-            cloned = op == "aten.clone"
-            stream = self.stream()
             sources = [one for one in map(self.recorder.allocation_of, operands) if one is not None]
-            parent = max(sources, key=lambda one: one.bytes).id if sources else None
             return PendingAllocation(
                 id,
                 size,
-                shape,
-                dtype,
-                name,
-                path,
-                site,
-                stage,
-                self.step,
-                kind,
-                stream=stream,
-                cloned=cloned,
-                parent=parent,
+                shape=tuple(tensor.shape),
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                op=line.op if isinstance(line, CompiledSite) else op,
+                module=path,
+                site=site,
+                during=stage,
+                step=self.step,
+                kind=_KIND_OF_STAGE.get(stage, "activation"),
+                stream=self.stream(),
+                cloned=op == "aten.clone",
+                parent=max(sources, key=lambda one: one.bytes).id if sources else None,
                 call=self.modules.completed,
                 differentiable=torch.is_grad_enabled() and any(one.requires_grad for one in operands),
             )

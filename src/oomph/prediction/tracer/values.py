@@ -132,6 +132,18 @@ def assuming(assumptions: Assumptions) -> Iterator[None]:
         _assumptions.reset(token)
 
 
+class OpCall(NamedTuple):
+    func: OpOverload
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def run(self, real: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """The op on the host, on the values that `real` gives for its tensors."""
+        options = {name: arg for name, arg in self.kwargs.items() if name not in ("device", "pin_memory")}
+        given = {name: _real(arg, real) for name, arg in options.items()}
+        return self.func(*(_real(arg, real) for arg in self.args), **given)
+
+
 class Representative(NamedTuple):
     """Values, on the host, that stand for a tensor's: of its shape (`whole`), or a sample of its elements."""
 
@@ -181,15 +193,13 @@ class Values:
         repeats = math.ceil(tensor.numel() / len(found.values))
         return found.values.repeat(repeats)[: tensor.numel()].view(tensor.shape)
 
-    def compute(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[torch.Tensor, ...] | None:
+    def compute(self, call: OpCall) -> tuple[torch.Tensor, ...] | None:
         """The op's results on the host, where all values of its tensors are known or guessed."""
-        for tensor in tensors_in(args, dict(kwargs)):
+        for tensor in tensors_in(call.args, call.kwargs):
             entry = self.of(tensor)
             if not entry.whole and not (entry.known and not entry.values.dim() and _is_small(tensor)):
                 return None
-        real = _run(func, args, kwargs, self.whole)
+        real = call.run(self.whole)
         return tuple(real) if isinstance(real, (list, tuple)) else (real,)
 
     def set(self, tensor: torch.Tensor, values: torch.Tensor, whole: bool = True, known: bool = True) -> None:
@@ -201,65 +211,53 @@ class Values:
             self._guessed.pop(storage, None)
         self._entries[tensor] = Representative(values, whole, known, self._overwritten.get(storage, 0))
 
-    def propagate(
-        self,
-        func: OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        given: Sequence[torch.Tensor],
-        out: Any,
-        follow_floats: bool,
-    ) -> None:
+    def propagate(self, call: OpCall, given: Sequence[torch.Tensor], out: Any, follow_floats: bool) -> None:
         """After an op: the values of its results, from those of its inputs. Guessed floats are followed only
         where the program may read them."""
-        results = [
-            item
-            for item in (out if isinstance(out, (list, tuple)) else (out,))
-            if isinstance(item, FakeTensor)
-        ]
+        func, args, kwargs = call
+        made = out if isinstance(out, (list, tuple)) else (out,)
+        results = [item for item in made if isinstance(item, FakeTensor)]
         if not results or "out" in kwargs:
-            return self.invalidate(func, args, kwargs)
+            return self.invalidate(call)
         if func in _RANDOM:
-            self.invalidate(func, args, kwargs)
-            return self._draw(func, args, kwargs, results[0])
+            self.invalidate(call)
+            return self._draw(func, args, results[0])
         large_floats = results[0].dtype.is_floating_point and not _is_small(results[0])
         if large_floats and func not in _POSITIONS and func not in _MAKES_MASKS:
-            return self.invalidate(func, args, kwargs)
+            return self.invalidate(call)
         if torch.Tag.nondeterministic_seeded in func.tags and func not in _POSITIONS:
-            return self.invalidate(func, args, kwargs)
+            return self.invalidate(call)
         if not given and func not in _FACTORIES:
             return None
         inputs = {id(tensor): self.of(tensor) for tensor in given}
         known = func in _FACTORIES_LIKE or all(entry.known for entry in inputs.values())
         known = known or _asks_whether_finite(func, args)
         if large_floats and not known and func not in _POSITIONS:
-            return self.invalidate(func, args, kwargs)
+            return self.invalidate(call)
         if known and all(map(_is_small, results)):
             whole = func in _FACTORIES_LIKE or all(entry.whole for entry in inputs.values())
-            if whole and self._store_computed(func, args, kwargs, results, known=True):
+            if whole and self._store_computed(call, results, known=True):
                 return None
         if func in _CONSTANTS or func in _FILLS:
             number = _CONSTANTS[func] if func in _CONSTANTS else args[_FILLS[func]]
             if isinstance(number, (bool, int, float)):
-                return self._store_written(func, args, results[0], torch.tensor(number), True)
+                return self._store_written(call, results[:1], torch.tensor(number), True)
         if func in _FACTORIZATIONS:
             return self.set(results[-1], torch.zeros((), dtype=torch.int32), whole=False, known=False)
-        return self._propagate_guess(func, args, kwargs, given, inputs, results, known, follow_floats)
+        return self._propagate_guess(call, given, inputs, results, known, follow_floats)
 
     def _propagate_guess(
         self,
-        func: OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        call: OpCall,
         given: Sequence[torch.Tensor],
         inputs: Mapping[int, Representative],
         results: Sequence[torch.Tensor],
         known: bool,
         follow_floats: bool,
     ) -> None:
-        first, result = given[0] if given else None, results[0]
+        func, first, result = call.func, given[0] if given else None, results[0]
         if func in _POSITIONS and first is not None and not inputs[id(first)].whole:
-            return self._spread_positions(func, args, kwargs, first, results)
+            return self._spread_positions(call, first, results)
         small = all(map(_is_small, results)) and all(map(_is_small, given))
         whole = all(entry.whole or (entry.known and not entry.values.dim()) for entry in inputs.values())
         floating = result.dtype.is_floating_point
@@ -267,7 +265,7 @@ class Values:
             # What two unknown numbers give is unknown: again 1.0, so that guesses stay finite and small.
             unknown = {key for key, entry in inputs.items() if not entry.known}
             if not follow_floats or (len(unknown) > 1 and not whole):
-                return self.invalidate(func, args, kwargs)
+                return self.invalidate(call)
         pointwise = torch.Tag.pointwise in func.tags
         if pointwise or func in _KEEPS_VALUES or func is _COPY:
             sources = given[1:2] if func is _COPY else given if pointwise else given[:1]
@@ -275,9 +273,9 @@ class Values:
             if not of_whole or not small:
                 samples = {id(source): _sample(inputs[id(source)]) for source in sources}
             if not of_whole or (not small and sum(samples[id(each)].dim() for each in of_whole) <= 1):
-                values = _run_on_samples(func, args, kwargs, samples) if pointwise else samples.popitem()[1]
+                values = _run_on_samples(call, samples) if pointwise else samples.popitem()[1]
                 if values is not None:
-                    return self._store_written(func, args, result, values, known, results)
+                    return self._store_written(call, results, values, known)
         elif first is not None and not inputs[id(first)].whole and func in _REDUCTIONS:
             values = _REDUCTIONS[func](inputs[id(first)].values)
             return self.set(result, values.to(result.dtype), whole=False, known=known)
@@ -286,35 +284,23 @@ class Values:
             mean = _fraction(entry) if "count" in func.name() else _mean(entry)
             return self.set(result, torch.tensor(round(mean * count)), whole=False, known=known)
         follow = small and (whole or pointwise or not floating)
-        if not follow or not self._store_computed(func, args, kwargs, results, known=known):
-            self.invalidate(func, args, kwargs)
+        if not follow or not self._store_computed(call, results, known=known):
+            self.invalidate(call)
 
     def _store_written(
-        self,
-        func: OpOverload,
-        args: Sequence[Any],
-        result: torch.Tensor,
-        values: torch.Tensor,
-        known: bool,
-        results: Sequence[torch.Tensor] = (),
+        self, call: OpCall, results: Sequence[torch.Tensor], values: torch.Tensor, known: bool
     ) -> None:
         """Store a sample. What was written in place is no longer what other views of the storage have."""
-        self.invalidate(func, args, {})
-        for one in results or (result,):
+        self.invalidate(call)
+        for one in results:
             values = values.to(one.dtype)
             if known or not values.dtype.is_floating_point or bool(values.isfinite().all()):
                 self.set(one, values, whole=False, known=known)
 
-    def _store_computed(
-        self,
-        func: OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        results: Sequence[torch.Tensor],
-        known: bool,
-    ) -> bool:
+    def _store_computed(self, call: OpCall, results: Sequence[torch.Tensor], known: bool) -> bool:
         """Run the op on the host; whether that worked. Values that it writes into change in all views."""
-        written = func._schema.is_mutable and isinstance(args[0], FakeTensor)
+        args = call.args
+        written = call.func._schema.is_mutable and isinstance(args[0], FakeTensor)
         follows = written and self.of(args[0]).whole
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -324,14 +310,12 @@ class Values:
             return values.clone(memory_format=torch.contiguous_format)  # one number, expanded
 
         try:
-            computed = _run(func, args, kwargs, real)
+            computed = call.run(real)
         except Exception:  # without a value, an estimate decides
             return False
-        values = [item for item in computed if isinstance(item, torch.Tensor)] if isinstance(
-            computed, (list, tuple)
-        ) else [computed]  # fmt: skip
+        values = tensors_in(computed if isinstance(computed, (list, tuple)) else (computed,), {})
         if written and not follows:
-            self.invalidate(func, args, kwargs)
+            self.invalidate(call)
         for fake, value in zip(results, values, strict=False):
             if fake.shape == value.shape and (known or _is_finite(value)):
                 self.set(fake, value, known=known)
@@ -339,8 +323,9 @@ class Values:
             self._guessed[args[0].untyped_storage()] = True
         return True
 
-    def invalidate(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def invalidate(self, call: OpCall) -> None:
         """Whatever the op wrote into, views of it included, is no longer known."""
+        func, args, kwargs = call
         if not func._schema.is_mutable:
             return
         for position, parameter in enumerate(func._schema.arguments):
@@ -353,9 +338,7 @@ class Values:
 
     # -- draws ----------------------------------------------------------------------------------------
 
-    def _draw(
-        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], out: torch.Tensor
-    ) -> None:
+    def _draw(self, func: OpOverload, args: Sequence[Any], out: torch.Tensor) -> None:
         """A random op: draws are as good as those of a real run. The sample of a large result is even."""
         generator = torch.Generator().manual_seed(self.draws)
         self.draws += 1
@@ -386,21 +369,14 @@ class Values:
             return 0.5
         return found.values if whole == found.whole or found.values.numel() == 1 else 0.5
 
-    def _spread_positions(
-        self,
-        func: OpOverload,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        source: torch.Tensor,
-        results: Sequence[torch.Tensor],
-    ) -> None:
+    def _spread_positions(self, call: OpCall, source: torch.Tensor, results: Sequence[torch.Tensor]) -> None:
         """Positions in an unknown tensor: in turn every one; in the largest case 7 of 8 are the same.
 
         They begin in the middle: the first ids of a vocabulary are special.
         """
-        out = results[0 if _POSITIONS[func] is None else 1]
-        dim: int | None = bind(func, args, kwargs).get("dim", -1)
-        if func is not aten.multinomial.default and source.numel() and len(results) > 1:
+        out = results[0 if _POSITIONS[call.func] is None else 1]
+        dim: int | None = bind(*call).get("dim", -1)
+        if call.func is not aten.multinomial.default and source.numel() and len(results) > 1:
             self.set(results[0], _sample(self.of(source)), whole=False, known=False)
         if source.dim() == 0 or not out.numel():
             return self.set(out, torch.zeros((), dtype=out.dtype), whole=False, known=False)
@@ -420,27 +396,14 @@ class Values:
         return self.set(out, values.view(out.shape) if small else values, whole=small, known=False)
 
 
-def _run(
-    func: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    real: Callable[[torch.Tensor], torch.Tensor],
-) -> Any:
-    """The op on the host, on the values that `real` gives for its tensors."""
-    options = {name: _real(arg, real) for name, arg in kwargs.items() if name not in ("device", "pin_memory")}
-    return func(*(_real(arg, real) for arg in args), **options)
-
-
-def _run_on_samples(
-    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], samples: Mapping[int, torch.Tensor]
-) -> torch.Tensor | None:
+def _run_on_samples(call: OpCall, samples: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
     """None where the samples do not fit together."""
 
     def sample(tensor: torch.Tensor) -> torch.Tensor:
-        return samples[id(tensor)].clone() if func._schema.is_mutable else samples[id(tensor)]
+        return samples[id(tensor)].clone() if call.func._schema.is_mutable else samples[id(tensor)]
 
     try:
-        return _run(func, args, kwargs, sample)  # type: ignore[no-any-return]
+        return call.run(sample)  # type: ignore[no-any-return]
     except Exception:
         return None
 
@@ -639,7 +602,8 @@ class ValueEstimates:
         rule = DATA_DEPENDENT_RESULTS.get(func.overloadpacket)
         if rule is None:
             return self._like_first_argument(fake, func, args, kwargs)
-        return rule(self, fake, bind(func, args, kwargs), partial(self._values.compute, func, args, kwargs))
+        call = OpCall(func, args, kwargs)
+        return rule(self, fake, bind(*call), partial(self._values.compute, call))
 
     def _like_first_argument(
         self, fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
