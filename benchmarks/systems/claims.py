@@ -11,7 +11,7 @@ from typing import Literal
 from benchmarks.systems.figures import Rows, collect
 from oomph.systems import SYSTEMS
 
-Verdict = Literal["right", "wrong", "in part", "never measured"]
+Verdict = Literal["right", "wrong", "in part"]
 VERDICTS: tuple[Verdict, ...] = Verdict.__args__  # type: ignore[attr-defined]
 NO_FIGURE = "-"
 

@@ -79,13 +79,13 @@ def test_the_configs_and_keys_of_every_story_and_command_are_valid(system):
         load(ROOT / "configs" / f"{form.config}.yaml", form.overrides)
     gpus.find(system.story.gpu)
     for command in system.story.commands.values():
-        words = shlex.split(command.split(" (")[0])
+        words = shlex.split(command, comments=True)
         words = words[words.index("oomph") :] if "torchrun" in words else words
         configs = [word for word in words if word.endswith(".yaml")]
         if words[:2] in (["oomph", "train"], ["oomph", "predict"]):
             keys = words[words.index(configs[0]) + 1 :]
             keys = keys[: keys.index("--gpu")] if "--gpu" in keys else keys
-            load(ROOT / configs[0], overrides_from_words(word for word in keys if word != "..."))
+            load(ROOT / configs[0], overrides_from_words(keys))
 
 
 def test_an_unknown_system_is_one_line_with_the_valid_names(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from rich.text import Text
 from oomph.report.terminal import strip_lines
 from oomph.units import format_bytes
 
-_STYLES = {"right": "green", "wrong": "red", "in part": "yellow", "never measured": "dim"}
+_STYLES = {"right": "green", "wrong": "red", "in part": "yellow"}
 _STYLES |= {"fits": "green", "does not fit": "red", "fails": "red"}
 
 
@@ -80,27 +81,38 @@ def report_text(
     for form in report.forms:
         needs = "" if form.needs is None else f"needs {format_bytes(form.needs)}"
         forms.add_row(form.form, Text(form.verdict, _STYLES.get(form.verdict, "")), needs)
-    failures = [Text(f"  {form.form}: {form.failure}") for form in report.forms if form.failure]
+    failures = [
+        Padding(Text(f"{form.form}: {form.failure}"), (0, 0, 0, 2)) for form in report.forms if form.failure
+    ]
     table = Table(box=None, padding=(0, 2, 1, 0), header_style="bold", pad_edge=False)
     for title, ratio in (("claim", 3), ("ours", 4), ("verdict", None), ("why", 3)):
         table.add_column(title, overflow="fold", ratio=ratio, no_wrap=ratio is None)
     for one in claims:
-        figures = [("derived", one.derived), ("predicted", one.predicted), ("measured", one.measured)]
         table.add_row(
             Text.assemble(one.claim, ":\n", (one.claimed, "italic")),
-            Text("\n").join(
-                Text.assemble((f"{kind} ", "dim"), text) for kind, text in figures if text != "-"
-            ),
+            Text("\n").join(Text.assemble((f"{kinds}: ", "dim"), text) for kinds, text in _figures(one)),
             Text(one.verdict, _STYLES.get(one.verdict, "")),
             one.why,
         )
-    parts: list[RenderableType] = [_heading(system), Text(f"  {report.failed}\n")]
-    parts += [Padding(commands, (0, 0, 0, 2))]
+    failed = Text.assemble(("Out of memory: ", "red"), report.failed)
+    parts: list[RenderableType] = [_heading(system), Padding(failed, (0, 0, 1, 2))]
+    parts += [Text("The report's commands", "bold"), Padding(commands, (0, 0, 0, 2))]
     if report.forms:
         gpu = report.forms[0].command.rpartition(" ")[2]
-        parts += [Text(f"\nPredicted at the report's shape on {gpu}", "bold"), Padding(forms, (0, 0, 0, 2))]
-        parts += [Text("Where it fails", "bold"), *failures]
-    return _captured([*parts, Padding(table, (1, 0, 0, 2))], console)
+        parts.append(Text(f"\nPredicted at the report's shape, --gpu {gpu}", "bold"))
+        parts += [Padding(forms, (0, 0, 0, 2)), Text("Where it fails", "bold"), *failures]
+    verdicts = Counter(one.verdict for one in claims)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
+    parts += [Text(f"\n{len(claims)} claims of the report: {counts}", "bold"), Padding(table, (0, 0, 0, 2))]
+    return _captured(parts, console)
+
+
+def _figures(claim: ClaimLine) -> list[tuple[str, str]]:
+    """(kinds, figure): kinds with the same figure are named together, those without one are left out."""
+    kinds: dict[str, list[str]] = {}
+    for kind in ("derived", "predicted", "measured"):
+        kinds.setdefault(getattr(claim, kind), []).append(kind)
+    return [(", ".join(names), figure) for figure, names in kinds.items() if figure != "-"]
 
 
 def _heading(system: SystemLines) -> Text:

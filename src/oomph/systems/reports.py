@@ -82,10 +82,11 @@ REPORTS: Mapping[str, Report] = {
             "python apps/train_pythia.py --dataset wikitext-2 --vocab_size 10000 --batch_size 32 --seq_len 128 "
             "--epochs 10 --sparse": "oomph train configs/pythia_70m.yaml --dataset wikitext-2 --vocab_size 10000 "
             "--batch_size 32 --seq_len 128 --epochs 10 --sparse",
-            "python apps/train_pythia.py ... --device cuda": "oomph train configs/pythia_70m.yaml ... --device cuda",
+            "python apps/train_pythia.py --dataset wikitext-2 --vocab_size 10000 --batch_size 32 --device cuda "
+            "--sparse": "oomph train configs/pythia_70m.yaml --dataset wikitext-2 --vocab_size 10000 --batch_size 32 "
+            "--device cuda --sparse",
             "create_pythia_70m(vocab_size=10000, ...)[1].get_total_params()": "python -m benchmarks.systems.report_checks pythia",
-            "make clean; make (the CUDA backend)": "nothing to build: Triton kernels, "
-            "python -m benchmarks.ops.matmul for the comparison",
+            "make clean; make": "python -m benchmarks.ops.matmul  # the kernels compared; Triton builds them on first use",
         },
         forms=(
             FormRun("naive", "pythia_70m", ("form=naive", "model.vocab_size=50304", *_PYTHIA)),
@@ -101,16 +102,16 @@ REPORTS: Mapping[str, Report] = {
         commands={
             "python profile_memory.py --model_size 4B --context_length 131072": "oomph predict --stages "
             "configs/longctx_4b.yaml --model_size 4B --context_length 131072",
-            "python profile_memory.py ... --attention_type nsa": "oomph predict --stages configs/longctx_4b.yaml "
-            "--context_length 131072 --attention_type nsa",
+            "python profile_memory.py --model_size 4B --context_length 131072 --attention_type nsa": "oomph predict "
+            "--stages configs/longctx_4b.yaml --model_size 4B --context_length 131072 --attention_type nsa",
             "python verify_chunked_loss.py": "python -m benchmarks.systems.report_checks longctx",
             "torchrun --nproc_per_node=2 train.py --model_size 4B --context_length 131072 --gradient_checkpointing "
             "--batch_size 1 --gradient_accumulation_steps 4": "torchrun --nproc_per_node=2 -m oomph train "
             "configs/longctx_4b.yaml --model_size 4B --context_length 131072 --gradient_checkpointing --batch_size 2 "
-            "--gradient_accumulation_steps 4 (FSDP2; --batch_size is that of both GPUs)",
+            "--gradient_accumulation_steps 4  # FSDP2; --batch_size is that of both GPUs",
             "sequence parallelism (future work)": "torchrun --nproc_per_node=2 -m oomph train "
             "configs/longctx_4b.yaml --batch_size 1 parallel.cp=2",
-            "batch size 1, gradient checkpointing": "oomph train configs/longctx_4b_24gb.yaml (one GPU of 24 GiB)",
+            "batch size 1, gradient checkpointing": "oomph train configs/longctx_4b_24gb.yaml  # one GPU of 24 GiB",
         },
         forms=(
             FormRun("naive", "longctx_4b", ("form=naive", *_LONGCTX)),
