@@ -245,7 +245,7 @@ def figures(out: Path) -> int:
     """The claims with their columns, for the package."""
     rows = claim_rows()
     write_rows(out, rows)
-    for kind in ("predicted", "measured"):
+    for kind in ("derived", "predicted", "measured"):
         has = sum(row[kind] != NO_FIGURE for row in rows)
         print(f"{has} of {len(rows)} claims have a {kind} figure ({100 * has / len(rows):.0f} %)")
     return 0

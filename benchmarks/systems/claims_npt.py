@@ -106,7 +106,7 @@ CLAIMS = (
         "same effective batch",
         lambda: f"{4 * 8} = {1 * 32} rows a step",
         "right",
-        "gradients are averaged over the same rows; the memory of a pass is a quarter",
+        "gradients are averaged over the same rows; the activations of a pass are a quarter",
         lambda f: (
             f"{gib(f('training npt_default'))} at 1 x 512, {gib(f('npt Llama-3.1-8B model 4 x 512'))} at 4 x 512"
         ),
@@ -136,6 +136,7 @@ CLAIMS = (
         lambda: f"{gib(LAYERS * whole_delta_bytes(D_FFN_8B))} saved by {LAYERS} layers",
         "right",
         "by far: no GPU holds one of its layers",
+        lambda f: f"{gib(f('story npt naive'))} at 4 x 512",
         lambda f: f"{gib(f('npt GPT-2 whole naive 1 x 64'))} for GPT-2 at 1 x 64",
     ),
     Claim(

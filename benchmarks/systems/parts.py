@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.systems.entries import language
-from benchmarks.systems.report_checks import LossFunction, losses
+from benchmarks.systems.report_checks import SMALL_CHUNK, LossFunction, loss_error, losses, relative_error
 from oomph.ops import precompute_updates
 from oomph.systems import ginr, longctx, pythia
 from oomph.systems.ginr.model import Attention, FeedForward, PreNorm
@@ -237,7 +237,12 @@ def steps() -> dict[str, Callable[[], Step]]:
 
 def values() -> dict[str, Callable[..., Reading]]:
     """What has a value to compute, on any device."""
-    return {"rope positions 131,072": rope_positions, "data resident": resident_batches}
+    return {
+        "rope positions 131,072": rope_positions,
+        "data resident": resident_batches,
+        "chunked updates": chunked_updates_error,
+        "chunked loss": chunked_loss_error,
+    }
 
 
 def rope_positions(device: str = "cuda") -> Reading:
@@ -252,3 +257,21 @@ def resident_batches(device: str = "cuda") -> Reading:
     model: Any = ResidentBatches(pythia.PRESETS["report"])
     assert model.batches.numel() <= WIKITEXT_2_WORDS
     return {"tokens": model.batches.to(device).numel()}
+
+
+def chunked_updates_error(device: str = "cuda") -> Reading:
+    """Report 000's fix: how far outputs and gradients are from those without chunks, in fp32."""
+    results = []
+    for chunk in (256, 64):
+        torch.manual_seed(0)
+        step = updates(chunk, batch=1, device=device)
+        out = step.forward()
+        step.backward(out)
+        results.append([*(each.detach() for each in out), *(leaf.grad for leaf in step.leaves)])
+    return {"error": relative_error(*results)}
+
+
+def chunked_loss_error(device: str = "cuda") -> Reading:
+    """Report 002's fix: how far loss and gradients are from the standard loss's, in float64."""
+    with torch.device(device):
+        return {"error": loss_error(losses(SMALL_CHUNK)["report, chunked"])}

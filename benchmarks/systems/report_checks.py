@@ -39,7 +39,7 @@ Print = Callable[[str], None]
 TOLERANCE = 1e-10  # relative, in float64
 
 
-def _relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
+def relative_error(found: list[Tensor], expected: list[Tensor]) -> float:
     pairs = zip(found, expected, strict=True)
     return max(float((one - right).abs().max() / right.abs().max()) for one, right in pairs)
 
@@ -104,7 +104,7 @@ def loss_error(loss: LossFunction) -> float:
         value = function(model, hidden, labels)
         return [value.detach(), *torch.autograd.grad(value, (hidden, model.head_weight))]
 
-    return _relative_error(results(loss), results(standard_loss))
+    return relative_error(results(loss), results(standard_loss))
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def component_error(name: str) -> float:
         gradients = torch.autograd.grad(loss, (component.A, component.B, attention, h))
         return [y.detach(), penalty.detach(), *gradients]
 
-    return _relative_error(results(naive), results(ours))
+    return relative_error(results(naive), results(ours))
 
 
 def delta_sizes() -> dict[str, tuple[str, str]]:

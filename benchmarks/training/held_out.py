@@ -2,13 +2,14 @@
 
 python -m benchmarks.training.held_out [OUT.csv]     # minutes: results/held_out.csv
 
-The tiny configs as they are; and NPT on a base that was trained before, over three seeds: a Llama of 64
-features that learns the Python standard library first, so that its layers compute something. Its tokenizer is
-saved beside it, as in a Hugging Face folder.
+The tiny configs as they are; three decoders of report 004, over three seeds; and NPT on a base that was
+trained before, over three seeds: a Llama of 64 features that learns the Python standard library first, so
+that its layers compute something. Its tokenizer is saved beside it, as in a Hugging Face folder.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from oomph.training.run import train
 SEEDS = (0, 1, 2)
 METRICS = ("loss", "perplexity", "psnr", "matching", "base_perplexity")
 PRETRAINED = "npt on a trained base"
+DECODERS = ("self", "feedforward", "residual")
 ALWAYS = {"eval_at_start": "true", "save": "false", "device": "cpu"}
 MODEL = {"rank": 16, "modulation_scale": 1.0, "regularization": 1e-4}
 BASE_STEPS, STEPS, LENGTH, VOCABULARY = 800, 150, 64, 512
@@ -77,6 +79,15 @@ def train_base(folder: Path, steps: int = BASE_STEPS, source: str = "stdlib") ->
     return statistics.mean(losses[-max(1, steps // 20) :])
 
 
+def decoder(mixing: str, seed: int) -> TrainConfig:
+    """Report 004's model in miniature: 8 x 8 pixels, batch 16, 200 steps."""
+    training = {**ALWAYS, "steps": 200, "seed": seed, "eval_every": "null", "eval_batches": 8}
+    changes = [f"model.query_mixing={mixing}", "data.batch_size=16"]
+    return load(
+        CONFIGS / "ginr_tiny.yaml", changes + [f"training.{key}={value}" for key, value in training.items()]
+    )
+
+
 def pretrained_npt(base: Path, seed: int) -> TrainConfig:
     return load_dict(
         {
@@ -121,6 +132,9 @@ def main(out: Path) -> int:
         for file in sorted(CONFIGS.glob("*_tiny.yaml")):
             config = load(file, [f"training.{key}={value}" for key, value in ALWAYS.items()])
             rows += before_and_after(file.stem, config, Path(folder) / file.stem)
+        for mixing, seed in itertools.product(DECODERS, SEEDS):
+            run_folder = Path(folder) / f"{mixing}_{seed}"
+            rows += before_and_after(f"ginr_tiny {mixing}", decoder(mixing, seed), run_folder)
         base = Path(folder) / "base"
         print(f"base: loss {train_base(base):.3f} after {BASE_STEPS} steps", flush=True)
         for seed in SEEDS:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.systems.claims import VERDICTS, claim_rows
+from benchmarks.systems.claims import NO_FIGURE, VERDICTS, claim_rows
 
 from oomph.errors import UserError
 from oomph.systems import SYSTEMS, find_system
@@ -22,6 +22,7 @@ def test_every_claim_has_a_figure_a_verdict_and_a_reason(system):
     for claim in system.claims:
         assert claim["verdict"] in VERDICTS
         assert claim["derived"]
+        assert claim["predicted"] != NO_FIGURE
         assert claim["why"]
         assert claim["claimed"]
 
