@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rich.table import Table
+from rich.text import Text
 
 from oomph import gpus
 from oomph.cli.common import Json, write_stdout
-from oomph.report.terminal import report_console, strip_lines
+from oomph.report.terminal import columns, report_console, strip_lines
 from oomph.units import format_bytes
 
 
@@ -45,14 +45,13 @@ def _rate(card: gpus.GPU) -> str:
 
 def _table(cards: list[gpus.GPU]) -> str:
     console = report_console()
-    table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="bold")
-    table.add_column("name", style="cyan", no_wrap=True)
-    table.add_column("GPU")
-    for heading in ("memory", "capability", "bf16 TFLOP/s", "bandwidth GB/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = columns(
+        *("left name", "fold GPU", "right memory", "right capability"),
+        *("right bf16 TFLOP/s", "right bandwidth GB/s"),
+    )
     for card in cards:
         table.add_row(
-            card.name,
+            Text(card.name, "cyan"),
             card.title,
             format_bytes(card.memory),
             f"{card.capability[0]}.{card.capability[1]}",

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from oomph.records import STAGES, Alive, Allocation, Peak, Prediction, Site
 from oomph.report.as_json import sizes_to_json
-from oomph.report.terminal import file_and_line, printable, section, strip_lines
+from oomph.report.terminal import columns, file_and_line, printable, section, strip_lines
 from oomph.units import format_bytes
 
 _PARTS = 3  # of a path: checkouts in different directories are the same program
@@ -140,19 +140,14 @@ def signed_bytes(size: int) -> str:
 
 
 def _table(rows: Sequence[tuple[str, int, int]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column("")
-    for title in ("before", "after", "change"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = columns("left", "right before", "right after", "right change")
     for name, before, after in rows:
         table.add_row(name, format_bytes(before), format_bytes(after), signed_bytes(after - before))
     return table
 
 
 def _lines_table(lines: Sequence[LineChange]) -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = columns("right", "fold")
     for one in lines:
         text = Text.assemble((printable(one.label), "cyan"), (f" {printable(one.function)}", "dim"))
         text.append(f"  {format_bytes(one.before)} -> {format_bytes(one.after)}")

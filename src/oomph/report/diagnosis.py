@@ -14,6 +14,7 @@ from oomph.records import Diagnosis, Finding
 from oomph.report.as_json import prediction_to_json
 from oomph.report.terminal import (
     called_from,
+    columns,
     file_and_line,
     print_verdict,
     printable,
@@ -84,12 +85,7 @@ def _cause(one: Finding) -> Sequence[Text]:
 
 
 def _table(findings: Sequence[Finding], total: int) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
-    table.add_column("pattern", no_wrap=True)
-    table.add_column("growth")
-    table.add_column("line", overflow="fold")
+    table = columns("right size", "right share", "left pattern", "fold growth", "fold line")
     for one in findings:
         line = file_and_line(one.sites[0]) if one.sites else ""
         table.add_row(format_bytes(one.bytes), share(one.bytes, total), one.pattern, one.growth, line)

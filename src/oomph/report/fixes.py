@@ -23,7 +23,7 @@ from oomph.records import (
     Verification,
 )
 from oomph.report.as_json import sizes_to_json
-from oomph.report.terminal import distinct_sizes, strip_lines, verdict
+from oomph.report.terminal import columns, distinct_sizes, strip_lines, verdict
 from oomph.units import MiB, counted, format_bytes
 
 _ALTERNATIVE = 0.9  # x the memory of a plan: sets that need less, and more time, are shown
@@ -142,13 +142,8 @@ def all_fixes_text(rows: Sequence[tuple[str, str, str]], console: Console) -> st
 
 def _proposals_table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
     does_not_fit = prediction.fits is False
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for title, justify in (("fix", "left"), ("saves", "right"), ("needs", "right")):
-        table.add_column(title, justify=justify, no_wrap=True)  # type: ignore[arg-type]
-    if does_not_fit:
-        table.add_column("fits", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("where")
+    fits_column = ["left fits"] if does_not_fit else []
+    table = columns("left fix", "right saves", "right needs", *fits_column, "right time", "fold where")
     for one in proposals:
         mark = f" {_CONDITIONAL}" if one.condition else ""
         fits = [Text(_fits(one, prediction), style="bold green" if one.fits else "")]
@@ -322,10 +317,7 @@ def _fixes_table(plan: Plan) -> Table:
 
 
 def _front_table(front: Sequence[PricedFixes]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column("needs", justify="right", no_wrap=True)
-    table.add_column("time", justify="right", no_wrap=True)
-    table.add_column("fixes")
+    table = columns("right needs", "right time", "fold fixes")
     for one in front:
         about = "~" if one.estimated else ""
         needs, time = f"{about}{format_bytes(one.peak.device)}", f"{about}x{one.slowdown:.2f}"
@@ -334,9 +326,7 @@ def _front_table(front: Sequence[PricedFixes]) -> Table:
 
 
 def _cards_table(cards: Sequence[tuple[str, bool, bool]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for title in ("card", "as it is", "with the plan"):
-        table.add_column(title, no_wrap=True)
+    table = columns("left card", "left as it is", "left with the plan")
     for title, without, with_fixes in cards:
         table.add_row(title, "fits" if without else "no", "fits" if with_fixes else "no")
     return table

@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from oomph.records import Measurement, Prediction
-from oomph.report.terminal import strip_lines
+from oomph.report.terminal import columns, strip_lines
 from oomph.units import format_bytes
 
 
@@ -46,10 +45,7 @@ class Comparison:
 
 def measurement_text(comparisons: Sequence[Comparison], console: Console) -> str:
     with console.capture() as capture:
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-        table.add_column("")
-        for title in ("predicted", "measured", "residual"):
-            table.add_column(title, justify="right", no_wrap=True)
+        table = columns("left", "right predicted", "right measured", "right residual")
         for one in comparisons:
             table.add_row(Text(one.title, style="bold"))
             for name, predicted, measured in one.rows:

@@ -11,14 +11,14 @@ import bisect
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
 
 from oomph.records import Alive, Allocation, Event, Prediction, alive_after
-from oomph.report.terminal import group_tensors
+from oomph.report.terminal import columns, group_tensors, section, strip_lines
 from oomph.units import counted, format_bytes
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _SHOWN = 2  # additions of a row that are named
 _MIN_NAMED_SHARE = 0.02  # of a row's change; smaller additions are not named
@@ -78,24 +78,12 @@ def stage_table_to_json(rows: Sequence[StageRow] | None) -> list[dict[str, Any]]
 
 def stage_table_text(rows: Sequence[StageRow], console: Console) -> str:
     """The table as `console` would show it."""
-    from rich.padding import Padding
-    from rich.table import Table
-    from rich.text import Text
-
-    from oomph.report.terminal import strip_lines
-
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table = columns("left", "right", "right", "fold")
     for number, row in enumerate(rows):
         change = "" if number == 0 else f"{'+' if row.change >= 0 else ''}{format_bytes(row.change)}"
         table.add_row(row.stage, format_bytes(row.allocated), Text(change, "dim"), added_text(row))
     with console.capture() as capture:
-        console.print()
-        console.print(Text("Allocated memory over the first step", "bold"))
-        console.print(Padding(table, (0, 0, 0, 2)))
+        section(console, "Allocated memory over the first step", [table])
     return strip_lines(capture.get())
 
 

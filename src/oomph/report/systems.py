@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oomph.report.terminal import strip_lines
+from oomph.report.terminal import columns, strip_lines
 from oomph.units import format_bytes
 
 _STYLES = {"right": "green", "wrong": "red", "in part": "yellow"}
@@ -59,9 +59,7 @@ class ReportLines(NamedTuple):
 def systems_text(systems: Sequence[SystemLines], console: Console) -> str:
     parts: list[RenderableType] = []
     for system in systems:
-        forms = Table.grid(padding=(0, 2, 0, 0))
-        forms.add_column(no_wrap=True)
-        forms.add_column(overflow="fold")
+        forms = columns("left", "fold")
         forms.add_row(Text("naive", "red"), system.naive)
         forms.add_row(Text("model", "green"), system.model)
         parts += [_heading(system), Padding(forms, (0, 0, 0, 2))]

@@ -321,11 +321,8 @@ def _stages(prediction: Prediction, width: int, glyphs: Glyphs) -> Table:
     stages = prediction.by_stage()
     total = sum(size for _, size in stages)
     largest = max(size for _, size in stages)
-    table = _grid()
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    table.add_column(no_wrap=True, overflow="crop")
+    table = columns("left", "right", "right", "left")
+    table.columns[-1].overflow = "crop"
     for stage, size in stages:
         drawn = bar(size, largest, min(40, max(4, width - 42)), glyphs)
         part = Text(share(size, total), "dim")
@@ -381,9 +378,7 @@ def _site(site: Site) -> Text:
 
 
 def _notes(prediction: Prediction) -> Table:
-    table = _grid()
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    table = columns("left", "fold")
     for note in prediction.notes:
         text = Text(printable(note.text, 2000))
         if note.site:
@@ -392,15 +387,23 @@ def _notes(prediction: Prediction) -> Table:
     return table
 
 
-def _sizes_and_text() -> Table:
-    table = _grid()
-    table.add_column(justify="right", no_wrap=True, min_width=_SIZE_WIDTH)
-    table.add_column(overflow="fold")
+def columns(*kinds: str) -> Table:
+    """A table without lines. Each column is "right", "left" (both never wrapped) or "fold", and has a heading
+    where one follows: "right saves"."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    table.show_header = any(" " in each for each in kinds)
+    for kind, _, heading in (each.partition(" ") for each in kinds):
+        if kind == "fold":
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column(heading, justify="right" if kind == "right" else "left", no_wrap=True)
     return table
 
 
-def _grid() -> Table:
-    return Table(box=None, show_header=False, padding=(0, 2, 0, 0), pad_edge=False)
+def _sizes_and_text() -> Table:
+    table = columns("right", "fold")
+    table.columns[0].min_width = _SIZE_WIDTH
+    return table
 
 
 def _kind(group: TensorGroup) -> str:
