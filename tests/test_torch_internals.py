@@ -40,11 +40,11 @@ def test_a_function_that_behaves_differently_is_reported(monkeypatch: pytest.Mon
 
 
 def test_importing_a_name_that_moved_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not hasattr(torch_internals, "no_such_name")
     monkeypatch.delattr(torch_internals, "FakeTensor")
     monkeypatch.setattr(torch_internals, "_moved", ["FakeTensor"])  # as its section leaves it
     with pytest.raises(UnsupportedTorch, match=SENTENCE.format("FakeTensor")):
         from oomph.torch_internals import FakeTensor  # noqa: F401
-    assert not hasattr(torch_internals, "no_such_name")
 
 
 def test_no_patch_is_skipped_silently() -> None:

@@ -12,10 +12,8 @@ import contextlib
 import functools
 import importlib
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +49,7 @@ def _section() -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    if _moved and re.search(rf"\b{name}\b", Path(__file__).read_text()):  # its section failed
+    if _moved and not name.startswith("__"):  # its section failed
         raise UnsupportedTorch(_moved[0])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
