@@ -126,7 +126,7 @@ def _seconds_of_steps() -> list[tuple[float, float]]:
     """Without and with recording, in turns. Small layers: the more requests a second, the more it costs."""
     import torch
 
-    from oomph.measurement.history import record_history
+    from oomph.measurement.oplog import record_history
 
     net = model().cuda()
     optimizer = torch.optim.AdamW(net.parameters())

@@ -10,7 +10,7 @@ import torch
 from benchmarks.report.snapshots import snapshot
 
 from oomph.cli.main import run
-from oomph.measurement import history
+from oomph.measurement import oplog
 
 FAILS = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory')\n"
 
@@ -20,9 +20,9 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, 
     """Calls that start the recording."""
     started: list[dict[str, Any]] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(history, "cuda_lazy_call", lambda call: call())
-    monkeypatch.setattr(history, "record_memory_history", lambda *_, **options: started.append(options))
-    monkeypatch.setattr(history, "memory_snapshot", snapshot)
+    monkeypatch.setattr(oplog, "cuda_lazy_call", lambda call: call())
+    monkeypatch.setattr(oplog, "record_memory_history", lambda *_, **options: started.append(options))
+    monkeypatch.setattr(oplog, "memory_snapshot", snapshot)
     monkeypatch.chdir(tmp_path)
     return started
 
@@ -57,7 +57,7 @@ def test_the_status_is_that_of_the_script(
 def test_a_report_that_fails_does_not_hide_the_failure(
     fake_gpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(history, "memory_snapshot", lambda: {"segments": 3})
+    monkeypatch.setattr(oplog, "memory_snapshot", lambda: {"segments": 3})
     Path("train.py").write_text(FAILS)
     assert run(["run", "--fix", "activation_checkpointing", "train.py"]) == 1
     assert "OutOfMemoryError: CUDA out of memory" in (shown := capsys.readouterr().err)

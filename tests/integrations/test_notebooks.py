@@ -13,7 +13,7 @@ from benchmarks.report.snapshots import snapshot
 from benchmarks.report.traces import hostile
 
 from oomph.integrations import callbacks, jupyter
-from oomph.measurement import history
+from oomph.measurement import oplog
 from oomph.prediction.isolation import show_progress
 from oomph.records import Diagnosis
 
@@ -60,10 +60,10 @@ def test_the_first_failed_request_is_reported_once(
 ) -> None:
     observers: list[Any] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(history, "cuda_lazy_call", lambda call: call())
-    monkeypatch.setattr(history, "record_memory_history", lambda *_, **__: None)
-    monkeypatch.setattr(history, "out_of_memory_observer", observers.append)
-    monkeypatch.setattr(history, "memory_snapshot", snapshot)
+    monkeypatch.setattr(oplog, "cuda_lazy_call", lambda call: call())
+    monkeypatch.setattr(oplog, "record_memory_history", lambda *_, **__: None)
+    monkeypatch.setattr(oplog, "out_of_memory_observer", observers.append)
+    monkeypatch.setattr(oplog, "memory_snapshot", snapshot)
     callbacks.report_out_of_memory(tmp_path / "oom.html")
     for _ in range(2):
         observers[0](0, 1, 2, 3)

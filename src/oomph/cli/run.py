@@ -56,7 +56,7 @@ def run_script(
 
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
-    from oomph.measurement.history import record_history
+    from oomph.measurement.oplog import record_history
     from oomph.prediction.program import no_model_error
 
     has_gpu = torch.cuda.device_count() > 0
@@ -97,7 +97,7 @@ def run_script(
 def _post_mortem(script: str, arguments: Sequence[str], fixes: Sequence[str], html: str) -> None:
     """On stderr and as a page. Whatever fails here, the script's own traceback has been printed."""
     try:
-        from oomph.measurement.history import snapshot
+        from oomph.measurement.oplog import snapshot
         from oomph.report.fixes import plan_text
         from oomph.report.recording import recording_of
         from oomph.report.terminal import report_console, report_text

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from oomph.measurement.history import record_history
+from oomph.measurement.oplog import record_history
 from oomph.report.html import Page, write_html
 from oomph.report.recording import recording_of
 from oomph.report.terminal import report_console, report_text

@@ -1,18 +1,25 @@
-"""The log of ops and allocations of a run: what a prediction is compared with.
+"""What a run on a real GPU records: a log of its ops, and the allocator's history.
 
-A real GPU run and a prediction give the same rows.
+Ops with their allocations are what a prediction is compared with: a real GPU run and a prediction give the
+same rows. The history is recorded at low cost, and read where memory runs out.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from oomph.torch_internals import TorchDispatchMode, memory_snapshot, record_memory_history
+from oomph.torch_internals import (
+    TorchDispatchMode,
+    cuda_lazy_call,
+    memory_snapshot,
+    out_of_memory_observer,
+    record_memory_history,
+)
 
 _SHOWN_OUTPUTS = 4  # a foreach op returns one tensor per parameter; the first few name it well enough
 _SHORT_DTYPES = {
@@ -197,3 +204,36 @@ def _with_sizes(row: OpRow, sizes: list[int], first: int) -> OpRow:
     """The trace lists requests in order, so the counter of requests is an index into it."""
     mine = tuple(sizes[first : first + row.n_allocs]) if first >= 0 else ()
     return row._replace(allocs=mine) if sum(mine) == row.requested else row
+
+
+# ------------------------------------------------------------------------------------ the allocator's history
+
+_MOST_ENTRIES = 200_000  # the newest are kept
+
+
+def record_history(on_out_of_memory: Callable[[Any], None] | None = None) -> None:
+    """Record from the moment on at which the program first uses CUDA: before it, it may choose its devices.
+
+    `on_out_of_memory` is called with the snapshot of the first request that fails, when its tensors are still
+    alive, also where the program catches the error.
+    """
+    called = False
+
+    def failed(*_: Any) -> None:
+        nonlocal called
+        if not called and on_out_of_memory is not None:
+            called = True
+            with contextlib.suppress(Exception):  # a report is not worth a run
+                on_out_of_memory(snapshot())
+
+    def start() -> None:
+        with contextlib.suppress(Exception):
+            record_memory_history("all", context="alloc", stacks="python", max_entries=_MOST_ENTRIES)
+            if on_out_of_memory is not None and out_of_memory_observer is not None:
+                out_of_memory_observer(failed)
+
+    cuda_lazy_call(start)
+
+
+def snapshot() -> Any:
+    return memory_snapshot()

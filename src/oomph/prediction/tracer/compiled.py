@@ -14,7 +14,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import re
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +43,6 @@ _SHARED_MEMORY = {
     (10, 3): 232448,
 }  # bytes of a block, at most
 _LESS_SHARED_MEMORY = 101376
-_REPORT_EVERY_S = 2.0
 _FILE = "<compiled graph>"
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n?(.*)')
 
@@ -101,6 +99,7 @@ class Compiler:
             yield
             return
         self._tracer.compiling = True
+        self._tracer.progress(f"compiling {what}", None)
         began = time.perf_counter()
         try:
             with (
@@ -113,30 +112,10 @@ class Compiler:
                 warnings.simplefilter("ignore")
                 self._install_devices(patches)
                 self._install_inductor(patches)
-                with self._reporting(what, began):
-                    yield
+                yield
         finally:
             self._tracer.compiling = False
             self._tracer.compile_seconds += time.perf_counter() - began
-
-    @contextlib.contextmanager
-    def _reporting(self, what: str, began: float) -> Iterator[None]:
-        """Report progress while the compiler runs, which may take a minute."""
-        ended = threading.Event()
-
-        def report() -> None:
-            while True:
-                self._tracer.progress(f"compiling {what}, {time.perf_counter() - began:.0f} s", None)
-                if ended.wait(_REPORT_EVERY_S):
-                    return
-
-        thread = threading.Thread(target=report, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
 
     def _install_devices(self, patches: Patches) -> None:
         tracer = self._tracer
