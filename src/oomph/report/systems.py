@@ -98,6 +98,7 @@ def report_text(
     if report.forms:
         gpu = report.forms[0].command.rpartition(" ")[2]
         parts.append(Text(f"\nPredicted at the report's shape, --gpu {gpu}", "bold"))
+        parts.append(Text("  naive: the report's program; model: the implementation of this package", "dim"))
         parts += [Padding(forms, (0, 0, 0, 2)), Text("Where it fails", "bold"), *failures]
     verdicts = Counter(one.verdict for one in claims)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common())
