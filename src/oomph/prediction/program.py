@@ -35,7 +35,8 @@ from oomph.records import Event, Progress
 from oomph.torch_internals import FakeTensor, deterministic_algorithms, init_fake_process_group, tree_flatten
 from oomph.workload import Workload, check_loss
 
-_REPEATED_PASSES = 4  # accumulated passes whose events are recorded; later ones add nothing
+_RECORDED_PASSES = 4  # of a step whose passes accumulate; later ones find blocks that they can use again
+_RECORDED_EVENTS = 16_000  # of them; where there would be more, two passes are recorded
 _FIRST_STEP_ONLY = ("workspace", "optimizer state")  # kinds of allocations; optimizers may step in backward
 _STEPS_AT_THE_PEAK = 50  # of a function's own loop, after which it is stopped
 _MOST_STEPS = 500
@@ -180,10 +181,10 @@ class _RepeatedPasses:
             return False
         if first.forward_requests != known.forward_requests:
             return False
-        # After some passes the allocator finds blocks for all requests among those of the passes before.
-        if index < _REPEATED_PASSES:
-            self._repeated[key] = self._tracer.recorder.repeat(known.events, self._tracer.step)
-        if not self._repeated.get(key):
+        recorded = index < _RECORDED_PASSES and (index < 2 or index * len(known.events) < _RECORDED_EVENTS)
+        if recorded or key not in self._repeated:
+            self._repeated[key] = self._tracer.recorder.repeat(known.events, self._tracer.step, recorded)
+        if not self._repeated[key]:
             return False
         if self._tracer.work.counting:
             self._tracer.work.kernels += known.kernels

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.gpus import GPU
 from oomph.prediction.cuda.rules import RuleContext, RuleGuard
+from oomph.prediction.isolation import without_collection
 from oomph.prediction.tracer.attribution import (
     CompiledSite,
     HolderSearch,
@@ -224,11 +225,13 @@ class AllocationRecorder:
         if self._streams_recorded:
             self.mark("synchronize")
 
-    def repeat(self, events: Sequence[Event], step: int) -> bool:
+    @without_collection()
+    def repeat(self, events: Sequence[Event], step: int, record: bool = True) -> bool:
         """Record the events once more, as if what caused them ran again in `step`.
 
         False, and nothing is recorded, unless the events leave the memory as they found it: for each earlier
         allocation that they free, such as the loss before, they leave one like it, and one is alive now.
+        `record=False` only says whether they do.
         """
         made = {event.id for event in events if event.action == "alloc"}
         freed = [event.id for event in events if event.action == "free"]
@@ -251,6 +254,8 @@ class AllocationRecorder:
             {description: len(refs) for description, refs in held.items()}
         ):
             return False
+        if not record:
+            return True
         for action, id, label in events:
             if action == "alloc":
                 old = self.allocations[id]
