@@ -20,18 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from oomph import torch_internals as internals
 from oomph.gpus import GPU
 from oomph.prediction.cuda.attention import SHIPPED_CUDNN
-from oomph.torch_internals import (
-    ACCELERATOR,
-    CHECKPOINT_DEFAULT_DEVICE,
-    CUDA_LAZY_INIT,
-    CUDA_RAW_STREAM,
-    CUDA_RECORD_MEMORY_HISTORY,
-    check_attribute,
-    cudnn_version,
-    disable_torch_function,
-)
 
 if TYPE_CHECKING:
     from oomph.prediction.tracer.tracer import AllocationRecorder
@@ -65,7 +56,7 @@ class Patches:
     def set(self, owner: Any, name: str, value: Any, missing_ok: bool = False) -> None:
         """Replace `owner.name`, which must exist. An inherited attribute is removed again, not frozen in."""
         if not missing_ok:
-            check_attribute(owner, name)
+            internals.check_attribute(owner, name)
         replaced = _ReplacedAttribute(owner, name, vars(owner).get(name, _INHERITED), value)
         self._stack.callback(replaced.undo)
         self._replaced.append(replaced)
@@ -300,20 +291,20 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     patches.set(torch.backends.cudnn, "version", _answer(_CUDNN_VERSION))
     for name in _LEGACY_TYPES:
         patches.set(torch.cuda, name, LegacyTensorType(name, (), {"dtype": _LEGACY_TYPES[name]}))
-    patches.set(*ACCELERATOR, _answer(torch.device("cuda")))  # of device meshes
-    patches.set(*CUDA_LAZY_INIT, _nothing)
-    patches.set(*CUDA_RAW_STREAM, _answer(0), missing_ok=True)
+    patches.set(*internals.ACCELERATOR, _answer(torch.device("cuda")))  # of device meshes
+    patches.set(*internals.CUDA_LAZY_INIT, _nothing)
+    patches.set(*internals.CUDA_RAW_STREAM, _answer(0), missing_ok=True)
     _load_no_cuda_library(patches, recorder)
-    patches.set(*CUDA_RECORD_MEMORY_HISTORY, _nothing)
+    patches.set(*internals.CUDA_RECORD_MEMORY_HISTORY, _nothing)
 
     def record_stream(tensor: torch.Tensor, s: Any) -> None:
-        with disable_torch_function():
+        with internals.disable_torch_function():
             recorder.record_stream(tensor, own.number(s))
 
     patches.set(torch.Tensor, "record_stream", record_stream)
     patches.set(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor)
     # Checkpointing asks this when no argument is a tensor, and remembers the answer for the process.
-    patches.set(*CHECKPOINT_DEFAULT_DEVICE, "cuda")
+    patches.set(*internals.CHECKPOINT_DEFAULT_DEVICE, "cuda")
 
 
 class CudaLibrary:
@@ -370,7 +361,7 @@ class _Device(metaclass=_DeviceType):
 
 _torch_device = torch.device
 _CUDA_VERSION = torch.version.cuda or "13.0"  # of a build for CPUs: as of the builds for CUDA
-_CUDNN_VERSION = cudnn_version() or SHIPPED_CUDNN
+_CUDNN_VERSION = internals.cudnn_version() or SHIPPED_CUDNN
 _LEGACY_TYPES = {
     "FloatTensor": torch.float32,
     "DoubleTensor": torch.float64,

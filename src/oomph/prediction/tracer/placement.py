@@ -11,21 +11,15 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
+from oomph import torch_internals as internals
 from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.tracer.fake_cuda import DEVICE, LegacyTensorType, Patches
 from oomph.prediction.tracer.tracer import Place, Tracer
 from oomph.torch_internals import (
-    GLOBAL_DEVICE_CONTEXT,
-    JAGGED_SDPA_BACKEND,
-    MAKE_SUBCLASS,
-    MAKE_WRAPPER_SUBCLASS,
     FakeTensor,
     device_constructors,
     disable_torch_function,
-    flex_attention_hop,
-    get_tensor_symint,
     is_traceable_wrapper_subclass,
-    parse_to,
 )
 
 Handler = Callable[[Any, Any, Sequence[Any], dict[str, Any]], Any]
@@ -176,7 +170,7 @@ def _to(tracer: Tracer, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         other = kwargs.pop("other")
         kwargs |= {"device": device_of(tracer, other), "dtype": other.dtype}
     copy = kwargs.pop("copy", False) or (len(rest) > 3 and rest.pop(3)) or False
-    device, dtype, non_blocking, memory_format = _parse_to(tracer, parse_to, rest, kwargs)
+    device, dtype, non_blocking, memory_format = _parse_to(tracer, internals.parse_to, rest, kwargs)
     plain = {"dtype": dtype or tensor.dtype, "copy": copy}
     if memory_format is not None:
         plain["memory_format"] = memory_format
@@ -338,8 +332,8 @@ _HANDLERS: dict[Any, Handler] = {
     _T.cpu: _cpu,
     _T.type: _type,
     _T.numpy: _numpy,
-    parse_to: _parse_to,
-    flex_attention_hop: _flex_attention,
+    internals.parse_to: _parse_to,
+    internals.flex_attention_hop: _flex_attention,
     torch.tensor: _from_data,
     torch.as_tensor: _from_data,
     _T.new_tensor: _new_tensor,
@@ -371,14 +365,14 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
         return device_of(tracer, tensor)
 
     patches.set(FakeTensor, "device", property(device))
-    make_wrapper = getattr(*MAKE_WRAPPER_SUBCLASS)
+    make_wrapper = getattr(*internals.MAKE_WRAPPER_SUBCLASS)
 
     def make_wrapper_on_host(*args: Any, **kwargs: Any) -> torch.Tensor:
         given = {name: without_cuda(value) for name, value in kwargs.items()}
         return make_wrapper(*map(without_cuda, args), **given)
 
-    patches.set(*MAKE_WRAPPER_SUBCLASS, staticmethod(make_wrapper_on_host))
-    make_subclass, as_subclass = (getattr(*pair) for pair in MAKE_SUBCLASS)
+    patches.set(*internals.MAKE_WRAPPER_SUBCLASS, staticmethod(make_wrapper_on_host))
+    make_subclass, as_subclass = (getattr(*pair) for pair in internals.MAKE_SUBCLASS)
 
     def make_fake_subclass(
         cls: Any, data: torch.Tensor, require_grad: bool = False, **options: Any
@@ -398,7 +392,7 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
         return made
 
     patches.set(FakeTensor, "get_nested_int", _nested_int)
-    select_backend = getattr(*JAGGED_SDPA_BACKEND)
+    select_backend = getattr(*internals.JAGGED_SDPA_BACKEND)
 
     def jagged_backend(query: torch.Tensor, *args: Any) -> SDPBackend:
         """Of scaled_dot_product_attention on jagged tensors of the GPU, in torch's order."""
@@ -409,15 +403,15 @@ def install_tensor_device(patches: Patches, tracer: Tracer) -> None:
         efficient = torch.backends.cuda.mem_efficient_sdp_enabled()
         return SDPBackend.EFFICIENT_ATTENTION if efficient else SDPBackend.MATH
 
-    patches.set(*JAGGED_SDPA_BACKEND, jagged_backend)
-    patches.set(*MAKE_SUBCLASS[0], staticmethod(make_fake_subclass))
-    patches.set(*MAKE_SUBCLASS[1], as_fake_subclass)
+    patches.set(*internals.JAGGED_SDPA_BACKEND, jagged_backend)
+    patches.set(*internals.MAKE_SUBCLASS[0], staticmethod(make_fake_subclass))
+    patches.set(*internals.MAKE_SUBCLASS[1], as_fake_subclass)
 
 
 def _nested_int(tensor: FakeTensor, *, coeff: int = 1) -> Any:
     """The length of a jagged dimension, one for each tensor of offsets; as torch makes it for real ones."""
     if tensor.nested_int_memo is None:
-        tensor.nested_int_memo = get_tensor_symint(torch.empty(0, device="meta"))
+        tensor.nested_int_memo = internals.get_tensor_symint(torch.empty(0, device="meta"))
     length: Any = tensor.nested_int_memo
     return length * coeff
 
@@ -431,7 +425,7 @@ def _fake_class(cls: type) -> Any:
 def install_default_device(patches: Patches, placement: PlacementMode) -> None:
     """Keep the default device in our mode: torch's mode for it is below ours and would initialize CUDA."""
     set_default = torch.set_default_device
-    context = getattr(GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    context = getattr(internals.GLOBAL_DEVICE_CONTEXT, "device_context", None)
     before = context.device if context is not None else None
 
     def set_default_device(device: Any) -> None:

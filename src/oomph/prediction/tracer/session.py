@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from oomph import torch_internals as internals
 from oomph.gpus import GPU
 from oomph.prediction.cuda.dispatch_keys import cuda_autocast, cuda_composites
 from oomph.prediction.cuda.rules import program_error
@@ -44,30 +45,11 @@ from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
 from oomph.prediction.tracer.work import CHECKPOINT_HOOKS, FUNCTION_HOOKS
 from oomph.prediction.tracer.workers import install_workers
 from oomph.torch_internals import (
-    AVERAGE_GROUP_TENSORS,
-    ENGINE_RUN_BACKWARD,
-    EXPORTED_FAKE_TENSOR,
-    FOREACH_SUPPORTED_TYPES,
-    HAS_TORCH_FUNCTION,
-    HAS_TORCH_FUNCTION_OF_ARGUMENTS,
-    MAKE_SUBCLASS,
-    MODULE_APPLY,
-    PUSH_SAVED_TENSORS_HOOKS,
-    TRUNC_NORMAL,
     FakeTensor,
-    compiled_frame_callback,
-    current_functorch_transform,
-    deterministic_settings,
-    disable_dispatch_modes,
     disable_torch_function,
-    disabled_torch_function_impl,
-    find_dynamo_rules,
-    functorch_config,
     get_sequence_nr,
     is_traceable_wrapper_subclass,
-    set_deterministic_settings,
     storage_id,
-    torch_function_enabled,
     tree_leaves,
 )
 
@@ -75,7 +57,7 @@ from oomph.torch_internals import (
 @contextlib.contextmanager
 def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
     """Run the body on a fake `gpu`. Whatever happens in it, torch is afterwards as it was before."""
-    find_dynamo_rules()  # while torch's functions are its own
+    internals.find_dynamo_rules()  # while torch's functions are its own
     tracer = Tracer(gpu)
     tracer.log = log
     with contextlib.ExitStack() as stack:
@@ -119,7 +101,7 @@ def _restore_settings(patches: Patches) -> None:
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (deterministic_settings, set_deterministic_settings),
+        (internals.deterministic_settings, internals.set_deterministic_settings),
         (torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
         (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
         (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
@@ -138,7 +120,7 @@ def _restore_settings(patches: Patches) -> None:
         (torch.backends.cuda.matmul, "allow_tf32"),
         (torch.backends.cudnn, "allow_tf32"),
         (torch.backends.cudnn, "benchmark"),
-        (functorch_config, "activation_memory_budget"),
+        (internals.functorch_config, "activation_memory_budget"),
     ):
         settings.append((functools.partial(getattr, owner, name), functools.partial(setattr, owner, name)))
     if "numpy" in sys.modules:
@@ -213,7 +195,7 @@ def _format_scalars(patches: Patches) -> None:
 
 def _hide_fake_tensor(patches: Patches) -> None:
     """Programs that check for FakeTensor take another path than in a real run: give them another class."""
-    patches.set(*EXPORTED_FAKE_TENSOR, type("FakeTensor", (), {}))
+    patches.set(*internals.EXPORTED_FAKE_TENSOR, type("FakeTensor", (), {}))
 
 
 def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) -> None:
@@ -233,7 +215,7 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
                     warnings.simplefilter("ignore")
                     from oomph.prediction.tracer.compiled import Compiler
 
-                    find_dynamo_rules()  # the program itself may have loaded Dynamo
+                    internals.find_dynamo_rules()  # the program itself may have loaded Dynamo
                 compilers.append(Compiler(patches, tracer, placement))
                 tracer.compile_seconds += time.perf_counter() - began
             except Exception as error:
@@ -290,7 +272,7 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
     patches.set(torch, "compile", compile)
     patches.set(torch.jit, "script", script)
     patches.set(torch.jit, "trace", script)
-    callback = compiled_frame_callback()  # of what was compiled before the trace
+    callback = internals.compiled_frame_callback()  # of what was compiled before the trace
     if callback is not None:
         choose = getattr(*callback)
 
@@ -323,7 +305,7 @@ def _draw_truncated_normals_once(patches: Patches) -> None:
     """From torch 2.13 on, it draws until all values are in bounds: forever, if they are unknown."""
     if torch.__version__ < "2.13":
         return
-    trunc_normal = getattr(*TRUNC_NORMAL)
+    trunc_normal = getattr(*internals.TRUNC_NORMAL)
 
     def draw(tensor: Any, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
         if not isinstance(tensor, FakeTensor):
@@ -334,7 +316,7 @@ def _draw_truncated_normals_once(patches: Patches) -> None:
             again = torch.empty_like(tensor).normal_(mean, std, generator=generator)
             return tensor.copy_(torch.where(outside, again, tensor))
 
-    patches.set(*TRUNC_NORMAL, draw)
+    patches.set(*internals.TRUNC_NORMAL, draw)
 
 
 def _make_generators_on_host(patches: Patches) -> None:
@@ -385,7 +367,7 @@ def _follow_backward(
     graph: autograd runs the newest nodes first, and every thread numbers its own. So such a pass gets a
     thread here, too; not inside a transform of torch.func, which holds for its own thread.
     """
-    engine = getattr(*ENGINE_RUN_BACKWARD[0])
+    engine = getattr(*internals.ENGINE_RUN_BACKWARD[0])
     device_thread = ThreadPoolExecutor(1, initializer=_make_nodes, initargs=(get_sequence_nr(),))
     stack.callback(device_thread.shutdown)
 
@@ -402,20 +384,20 @@ def _follow_backward(
         with tracer.in_phase("backward"):
             kernels = len(tracer.work.kernels)
             call = functools.partial(run_engine, tensors, gradients, keep, create, *args, **kwargs)
-            in_thread = create and current_functorch_transform() is None
+            in_thread = create and internals.current_functorch_transform() is None
             result = device_thread.submit(call).result() if in_thread else call()
             repeated.after_backward(kernels)
         tracer.gradients_are_new = True
         return result
 
     tracer.boundary.engine.update({run_backward.__code__, run_engine.__code__})
-    for owner, name in ENGINE_RUN_BACKWARD:
+    for owner, name in internals.ENGINE_RUN_BACKWARD:
         patches.set(owner, name, run_backward)
 
 
 def _make_nodes(count: int) -> None:
     """Number this thread's nodes from where the program's begin, as if both threads were new."""
-    with disable_dispatch_modes(), disable_torch_function(), torch.enable_grad():
+    with internals.disable_dispatch_modes(), disable_torch_function(), torch.enable_grad():
         leaf = torch.zeros((), requires_grad=True)
         while get_sequence_nr() < min(count, _MOST_NODES):
             leaf.view(())
@@ -423,7 +405,7 @@ def _make_nodes(count: int) -> None:
 
 def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMode, tracer: Tracer) -> None:
     """Pack and unpack hooks are called from inside torch's C++, but they are the program's own code."""
-    push = getattr(*PUSH_SAVED_TENSORS_HOOKS)
+    push = getattr(*internals.PUSH_SAVED_TENSORS_HOOKS)
 
     def as_program(hook: Any) -> Any:
         def called(*args: Any) -> Any:
@@ -441,7 +423,7 @@ def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMod
             tracer.work.count_hooks(CHECKPOINT_HOOKS)
         return push(as_program(pack), as_program(unpack))
 
-    patches.set(*PUSH_SAVED_TENSORS_HOOKS, push_hooks)
+    patches.set(*internals.PUSH_SAVED_TENSORS_HOOKS, push_hooks)
 
 
 # Modules whose functions stand for nodes in C++, or for a compiled graph.
@@ -471,8 +453,10 @@ def _count_python_functions(patches: Patches, tracer: Tracer) -> None:
 def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tracer) -> None:
     """Everything inside an optimizer's step is the optimizer step; what it keeps is its state."""
     # torch takes the foreach path on CUDA for plain tensors only; ours stand for such.
-    patches.set(*FOREACH_SUPPORTED_TYPES, [*getattr(*FOREACH_SUPPORTED_TYPES), FakeTensor])
-    group_tensors = getattr(*AVERAGE_GROUP_TENSORS)
+    patches.set(
+        *internals.FOREACH_SUPPORTED_TYPES, [*getattr(*internals.FOREACH_SUPPORTED_TYPES), FakeTensor]
+    )
+    group_tensors = getattr(*internals.AVERAGE_GROUP_TENSORS)
 
     def group_by_fake_device(tensors: Any, *args: Any) -> Any:
         return {
@@ -480,7 +464,7 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
             for (device, dtype), group in group_tensors(tensors, *args).items()
         }
 
-    patches.set(*AVERAGE_GROUP_TENSORS, group_by_fake_device)
+    patches.set(*internals.AVERAGE_GROUP_TENSORS, group_by_fake_device)
     running: list[contextlib.AbstractContextManager[None]] = []
 
     def as_forward(value: Any) -> Any:
@@ -588,7 +572,7 @@ def _follow_parameters(patches: Patches, tracer: Tracer) -> None:
             with tracer.lock, disable_torch_function():
                 data = tracer.fake_mode.from_tensor(data.detach())
         if cls is not nn.Parameter and type(data) is FakeTensor:
-            parameter: Any = getattr(*MAKE_SUBCLASS[0])(cls, data, requires_grad)
+            parameter: Any = getattr(*internals.MAKE_SUBCLASS[0])(cls, data, requires_grad)
         else:
             parameter = make(cls, data, requires_grad)
         tracer.parameter_sites[parameter] = find_site(tracer.boundary)[0]
@@ -612,7 +596,7 @@ def _move_modules_in_place(patches: Patches, tracer: Tracer) -> None:
 
     torch swaps fake parameters for new ones, which fails once anything refers to them.
     """
-    original = getattr(*MODULE_APPLY)
+    original = getattr(*internals.MODULE_APPLY)
     undo: list[Callable[[], object]] = []
 
     def apply(module: nn.Module, fn: Convert, recurse: bool = True) -> nn.Module:
@@ -634,7 +618,7 @@ def _move_modules_in_place(patches: Patches, tracer: Tracer) -> None:
                 module._buffers[name] = converted
         return module
 
-    patches.set(*MODULE_APPLY, apply)
+    patches.set(*internals.MODULE_APPLY, apply)
     patches.callback(lambda: [put_back() for put_back in reversed(undo)])
 
 
@@ -691,14 +675,14 @@ def _keep_function_mode_on(patches: Patches) -> None:
                 if overridden(value):
                     return True
             elif kind not in ours and not isinstance(value, type):
-                override = getattr(kind, "__torch_function__", disabled_torch_function_impl)
-                if override is not disabled_torch_function_impl:
-                    return torch_function_enabled()
+                override = getattr(kind, "__torch_function__", internals.disabled_torch_function_impl)
+                if override is not internals.disabled_torch_function_impl:
+                    return internals.torch_function_enabled()
         return False
 
-    for owner, name in HAS_TORCH_FUNCTION:
+    for owner, name in internals.HAS_TORCH_FUNCTION:
         patches.set(owner, name, overridden)
-    for owner, name in HAS_TORCH_FUNCTION_OF_ARGUMENTS:
+    for owner, name in internals.HAS_TORCH_FUNCTION_OF_ARGUMENTS:
         patches.set(owner, name, lambda *values: overridden(values))
 
 

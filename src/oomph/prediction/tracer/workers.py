@@ -14,17 +14,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from oomph import torch_internals as internals
 from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.isolation import refuse_in_thread
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.torch_internals import (
-    DATA_LOADER_ITERATOR,
-    checkpoint_validation,
-    fsdp_functions,
-    init_fake_process_group,
-    tree_map,
-)
+from oomph.torch_internals import tree_map
 
 _MODES = tuple[Any, ...]
 _MiB = 1 << 20
@@ -43,7 +38,7 @@ def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
 
 def _load_data_in_process(patches: Patches, tracer: Tracer) -> None:
     """Workers and pinning threads change nothing on the GPU; they could not return fake tensors."""
-    iterator = getattr(*DATA_LOADER_ITERATOR)
+    iterator = getattr(*internals.DATA_LOADER_ITERATOR)
 
     def get_iterator(loader: DataLoader[Any]) -> Any:
         if tracer.batch_sizes is not None:
@@ -54,7 +49,7 @@ def _load_data_in_process(patches: Patches, tracer: Tracer) -> None:
         alone.prefetch_factor = None
         return iterator(alone)
 
-    patches.set(*DATA_LOADER_ITERATOR, get_iterator)
+    patches.set(*internals.DATA_LOADER_ITERATOR, get_iterator)
 
 
 def _trace_threads(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
@@ -131,7 +126,7 @@ def _make_fake_process_groups(patches: Patches, tracer: Tracer) -> None:
         patches.set(torch.distributed, "scatter_object_list", _scatter_object_list)
         if size > 1:
             _accept_checkpoints_of_one_rank(patches)
-        init_fake_process_group(size, rank, init)
+        internals.init_fake_process_group(size, rank, init)
 
     distributed = torch.distributed
     for module in (distributed, distributed.distributed_c10d, distributed.device_mesh):
@@ -151,7 +146,7 @@ def _scatter_object_list(
 
 def _accept_checkpoints_of_one_rank(patches: Patches) -> None:
     """torch.distributed.checkpoint warns of every tensor, and fails, where other ranks' parts are missing."""
-    module, name = checkpoint_validation()
+    module, name = internals.checkpoint_validation()
     validate = getattr(module, name)
 
     def validate_nothing(global_plan: Any, metadata: Any) -> Any:
@@ -163,7 +158,7 @@ def _accept_checkpoints_of_one_rank(patches: Patches) -> None:
 def _replace_fsdp_functions(patches: Patches) -> None:
     """Shards are made when they are asked for. Buffers are replaced in their modules: small ones may hold
     values, and cannot take the data of a fake tensor."""
-    chunks, managed_states, move_states = fsdp_functions()
+    chunks, managed_states, move_states = internals.fsdp_functions()
     if getattr(*chunks) is _Shards:  # of another process group in this trace
         return
     find, move = getattr(*managed_states), getattr(*move_states)
