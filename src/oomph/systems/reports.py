@@ -63,7 +63,7 @@ REPORTS: Mapping[str, Report] = {
         commands={
             "bash scripts/run_pretrain.sh configs/hn_xs.yaml": "bash scripts/run_pretrain.sh configs/hn_xs.yaml",
             "kda_memory_chunk_size: 64": "oomph predict configs/hn_xs.yaml form=chunked_updates "
-            "kda_memory_chunk_size=64 --gpu rtx3090",
+            "kda_memory_chunk_size=64 curriculum=null seq_len=256 batch_size=16 accumulate=1 --gpu rtx3090",
             # Tracing a loop over tokens takes long: as many tokens in shorter rows.
             "kda_mode: sequential": "oomph predict configs/hn_xs.yaml kda_mode=sequential curriculum=null "
             "seq_len=32 batch_size=128 accumulate=1 --gpu rtx3090",
