@@ -54,3 +54,32 @@ def test_measured_stands_beside_predicted(
     found = json.loads(capsys.readouterr().out)
     assert [row["measured"] for row in found["runs"][0]["rows"]] == [1 << 20, 2 << 20, 0.001]
     assert found["runs"][1]["residuals"]
+
+
+SCRIPT = """
+import torch
+for name in ("synchronize", "memory_allocated", "max_memory_allocated", "max_memory_reserved"):
+    setattr(torch.cuda, name, lambda: 1 << 20)  # there is no GPU here
+torch.cuda.get_device_name = lambda: "none"
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_is_measured_for_five_steps_in_a_process_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    monkeypatch.setattr(measure, "_this_gpu", lambda: "h200")
+    monkeypatch.setattr(measure, "predict_target", lambda options: oomph.predict(STEP, gpu="h200"))
+    assert run(["measure", str(script), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    assert found["gpu"] == "none"
+    assert [row["measured"] for row in found["rows"]][:2] == [1 << 20, 1 << 20]
+    script.write_text("raise ValueError('its own mistake')")
+    assert run(["measure", str(script)]) == 3
+    assert "train.py:1: ValueError: its own mistake" in capsys.readouterr().err

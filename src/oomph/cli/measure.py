@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import runpy
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,8 +29,8 @@ from oomph.cli.common import (
 )
 from oomph.cli.predict import PredictOptions, check_options, predict_target, with_fixes
 from oomph.cli.targets import is_script, open_target
-from oomph.errors import ExitStatus, ProgramError, UserError
-from oomph.records import Measurement
+from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
+from oomph.records import Measurement, Progress
 from oomph.report.measurement import Comparison, Residual, measurement_text, measurement_to_json
 from oomph.report.terminal import report_console
 
@@ -206,45 +203,27 @@ def predicted_rows(target: Any, gpu: str, measured: Sequence[OpRow]) -> list[OpR
 
 
 def _in_fresh_process(options: PredictOptions, ops: bool) -> Any:
-    """A Measurement, or rows of ops; or what went wrong, as text."""
-    with tempfile.TemporaryDirectory() as folder:
-        given, out = Path(folder) / "options", Path(folder) / "out"
-        given.write_bytes(pickle.dumps((options, ops)))
-        code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import measure_here; measure_here()"
-        with stdout_to_stderr():
-            done = subprocess.run([sys.executable, "-c", code, str(given), str(out)], check=False)
-        if not out.exists():
-            raise ProgramError(
-                f"{options.target} ended with status {done.returncode} before it had made its steps"
-            )
-        kind, value = pickle.loads(out.read_bytes())
-    if kind == "error":
-        raise value
-    return value
+    """A Measurement, or rows of ops; a text where it ran out of memory."""
+    from oomph.prediction.isolation import run_in_new_interpreter
+
+    with stdout_to_stderr():
+        return run_in_new_interpreter(_measured, lambda text, fraction: None, options, ops)
 
 
-def measure_here() -> None:
-    given, out = sys.argv[1:3]
-    options, ops = pickle.loads(Path(given).read_bytes())
+def _measured(options: PredictOptions, ops: bool, progress: Progress) -> Any:
+    import torch
+
     try:
-        outcome: tuple[str, Any] = "result", _measured(options, ops, Path(out))
-    except (UserError, ProgramError) as error:
-        outcome = "error", error
+        return _measured_script(options) if is_script(options.target) else _measured_workload(options, ops)
+    except torch.cuda.OutOfMemoryError as error:
+        return str(error).split(". ")[0]
+    except OomphError:
+        raise
     except Exception as error:
-        import torch
-
-        if isinstance(error, torch.cuda.OutOfMemoryError):
-            outcome = "result", str(error).split(". ")[0]
-        else:
-            found = ProgramError.of(error)
-            found.__cause__ = found.__context__ = None
-            outcome = "error", found
-    Path(out).write_bytes(pickle.dumps(outcome))
+        raise ProgramError.of(error) from None
 
 
-def _measured(options: PredictOptions, ops: bool, out: Path) -> Any:
-    if is_script(options.target):
-        return _measured_script(options, out)
+def _measured_workload(options: PredictOptions, ops: bool) -> Any:
     from oomph.measurement import measure
     from oomph.measurement.measure import CudaMeter, cuda_device, empty_caches, observe
     from oomph.measurement.oplog import record_ops
@@ -270,7 +249,7 @@ def _opened(options: PredictOptions) -> Iterator[Any]:
         yield with_fixes(target, options.fixes) if options.fixes else target
 
 
-def _measured_script(options: PredictOptions, out: Path) -> Any:
+def _measured_script(options: PredictOptions) -> Any:
     """The script until its optimizer has stepped five times, or to its end."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -278,6 +257,7 @@ def _measured_script(options: PredictOptions, out: Path) -> Any:
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, on_each_optimizer
     from oomph.measurement.measure import Reading, summarise
+    from oomph.prediction.isolation import finish
 
     readings: list[Any] = [Reading(0, "setup", 0, 0, 0, 0.0)]
     began = time.perf_counter()
@@ -293,8 +273,7 @@ def _measured_script(options: PredictOptions, out: Path) -> Any:
         readings.append(Reading(len(readings), "end", *sizes, now - began))
         began = now
         if len(readings) > _STEPS:  # from inside the script, which need not end by itself
-            out.write_bytes(pickle.dumps(("result", measurement())))
-            os._exit(0)
+            finish(measurement())
 
     register_optimizer_step_post_hook(stepped)
     sys.argv = [options.target, *options.overrides]

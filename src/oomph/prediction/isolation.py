@@ -230,8 +230,10 @@ def run_in_new_interpreter(function: Callable[..., T], progress: Progress, *args
 
 def _answer(write: int) -> None:
     """The new process of `run_in_new_interpreter`."""
+    global _messages_to_parent
     _end_with_parent()
     with os.fdopen(write, "wb") as messages:
+        _messages_to_parent = messages
         function, args, kwargs = pickle.load(sys.stdin.buffer)
         _send(messages, _outcome(lambda progress: function(*args, progress=progress, **kwargs), messages))
 
@@ -335,7 +337,8 @@ def refuse_in_thread() -> Callable[[], None]:
 
 
 def finish(result: Any) -> NoReturn:
-    """From inside the program: send `run_isolated`'s result and end the process, without returning to it."""
+    """From inside the program: send the result of `run_isolated` or `run_in_new_interpreter`, and end the
+    process, without returning to it."""
     _sending.acquire()  # for good: another thread of the program may come to its end now
     _end_output()  # the parent ends this process when it has the result
     _send(_messages_to_parent, ("result", result))
