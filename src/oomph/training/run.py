@@ -85,10 +85,11 @@ def _train(
             torch.cuda.set_per_process_memory_fraction(limit, device)
         if step.allocator is not None:
             set_allocator(step.allocator)
+    for message in _warnings(config, device):
+        callbacks.on_message(message)
     with ranks.main_process_first():
         data = open_data(config, folder, workers=int(device.type == "cuda"))
-    for message in (data.description, *_warnings(config, device)):
-        callbacks.on_message(message)
+    callbacks.on_message(data.description)
     with no_room_errors():
         trainer = Trainer(config, step, data, folder, device, callbacks, ranks)
         resumed_at = trainer.resume() if resume else None
@@ -119,6 +120,8 @@ def _warnings(config: TrainConfig, device: torch.device) -> Iterator[str]:
     """What is valid, and perhaps not intended."""
     training = config.training
     if device.type == "cpu":
+        if training.device is None:
+            yield "no GPU is available: training on the CPU"
         for name in ("autocast", "dtype"):
             given = getattr(training, name)
             if given not in (None, "float32", "float64"):
