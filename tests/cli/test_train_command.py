@@ -20,7 +20,6 @@ def test_a_small_config_trains_end_to_end(config: Path, capsys: pytest.CaptureFi
     assert run(["train", "small.yaml"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
-    assert torch.cuda.is_available() or err.startswith("no GPU is available: training on the CPU\n")
     for step in range(1, 5):
         assert f"step {step}/4  loss " in err
     assert " tok/s  lr 3.00e-04" in err
@@ -30,6 +29,14 @@ def test_a_small_config_trains_end_to_end(config: Path, capsys: pytest.CaptureFi
     assert find("runs/small/checkpoints").step == 4
     rows = read_metrics("runs/small/metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
+
+
+def test_a_machine_without_a_gpu_says_so_first(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run(["train", "small.yaml", "training.device=null", "training.steps=1"]) == 0
+    assert capsys.readouterr().err.startswith("no GPU is available: training on the CPU\n")
 
 
 def test_the_reports_own_flags_have_their_place(
