@@ -601,9 +601,9 @@ def short_path(file: str, base: Path | None = None) -> str:
     return ".../" + Path(*path.parts[-3:]).as_posix()
 
 
-def file_and_line(site: Site, base: Path | None = None) -> str:
+def file_and_line(site: Site) -> str:
     """`loss.py:41`"""
-    return f"{printable(short_path(site.file, base))}:{site.line}"
+    return f"{printable(short_path(site.file))}:{site.line}"
 
 
 def source_code(site: Site) -> str:

@@ -237,8 +237,11 @@ class ModuleStack:
         for root in self._roots:
             for module in root.modules():
                 path = self._names.get(id(module), "")
-                found += [(tensor, (path, "parameter")) for tensor in module.parameters(recurse=False)]
-                found += [(tensor, (path, "buffer")) for tensor in module.buffers(recurse=False)]
+                # Not by module.parameters(), which programs override.
+                parameters = (each for each in module._parameters.values() if each is not None)
+                buffers = (each for each in module._buffers.values() if each is not None)
+                found += [(tensor, (path, "parameter")) for tensor in parameters]
+                found += [(tensor, (path, "buffer")) for tensor in buffers]
         return found
 
     def follow(

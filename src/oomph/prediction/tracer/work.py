@@ -678,8 +678,8 @@ class _Timer:
     all kernels one after the other, for there is one GPU to run them.
     """
 
-    def __init__(self, gpu: GPU, efficiency: Efficiency = CALIBRATED) -> None:
-        self._efficiency, self._gpu = efficiency, gpu
+    def __init__(self, gpu: GPU) -> None:
+        self._gpu = gpu
         self._rates = {
             "half": (gpu.bf16_tflops or 0.0) * 1e12,
             "tf32": (gpu.tf32_tflops or 0.0) * 1e12,
@@ -721,7 +721,7 @@ class _Timer:
         elif kernel.kind in self._copies:
             self._copy(kernel)
         elif kernel.kind == "collective":  # beside the kernels of other streams
-            link = self._gpu.link(kernel.tiles) * self._efficiency.link
+            link = self._gpu.link(kernel.tiles) * CALIBRATED.link
             streams[stream] = max(streams[stream], self._host) + kernel.bytes / link
         else:
             busy = self.busy_seconds(kernel)
@@ -731,7 +731,7 @@ class _Timer:
         return 0.0
 
     def _host_seconds(self, kernel: Kernel) -> float:
-        e = self._efficiency
+        e = CALIBRATED
         if kernel.engine:
             an_op = e.engine_op
         else:
@@ -744,7 +744,7 @@ class _Timer:
         return seconds
 
     def busy_seconds(self, kernel: Kernel) -> float:
-        e = self._efficiency
+        e = CALIBRATED
         share = e.bandwidth.get(kernel.kind, e.bandwidth["memory"])
         seconds = kernel.bytes / (self._bandwidth * share)
         if kernel.flops:
@@ -753,7 +753,7 @@ class _Timer:
         return seconds + kernel.launches * e.launch
 
     def _efficiency_of(self, kernel: Kernel) -> float:
-        e = self._efficiency
+        e = CALIBRATED
         if self._before_hopper and kernel.rate == "half" and kernel.kind in e.before_hopper:
             return e.before_hopper[kernel.kind]
         rates = e.compute[kernel.kind]
@@ -765,14 +765,14 @@ class _Timer:
             return min(1.0, kernel.depth / _WIDE_HEAD) ** 0.5 if kernel.rate == "half" else 1.0
         if not kernel.tiles:
             return 1.0
-        parts = kernel.tiles * max(1, kernel.depth // self._efficiency.split)
+        parts = kernel.tiles * max(1, kernel.depth // CALIBRATED.split)
         filled = min(1.0, parts / self._multiprocessors)
-        return filled * kernel.depth / (kernel.depth + self._efficiency.ramp[kernel.rate])
+        return filled * kernel.depth / (kernel.depth + CALIBRATED.ramp[kernel.rate])
 
     def _copy(self, kernel: Kernel) -> None:
         """In its stream's turn, and in that of its direction: a GPU copies one thing each way at a time."""
         stream, way = kernel.stream, kernel.kind
-        share = 1.0 if kernel.non_blocking else self._efficiency.pageable[way]
+        share = 1.0 if kernel.non_blocking else CALIBRATED.pageable[way]
         began = max(self._host, self._streams[stream], self._copies[way])
         ended = began + kernel.bytes / (self._link * share)
         self._streams[stream] = self._copies[way] = ended
