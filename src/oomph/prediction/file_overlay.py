@@ -325,7 +325,7 @@ class FileOverlay:
         return self.is_direct or isinstance(path, int)
 
 
-class _Entries:
+class _Entries(contextlib.AbstractContextManager["_Entries"]):
     """What os.scandir returns: an iterator that can be closed."""
 
     def __init__(self, entries: list[_Entry]) -> None:
@@ -337,14 +337,10 @@ class _Entries:
     def __next__(self) -> _Entry:
         return next(self._entries)
 
-    def __enter__(self) -> _Entries:
-        return self
-
     def __exit__(self, *error: Any) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    close = __exit__
 
 
 class _Entry:

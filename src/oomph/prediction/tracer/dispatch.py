@@ -42,7 +42,7 @@ from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.tracer import AllocationRecorder, Tracer
-from oomph.prediction.tracer.values import OpCall
+from oomph.prediction.tracer.values import OpCall, results_like_first_argument
 from oomph.prediction.tracer.work import KERNEL_OP, MODE_HOOKS, tensors_in
 from oomph.torch_internals import (
     FAKE_MODE_KEY,
@@ -648,23 +648,17 @@ class DispatchMode(TorchDispatchMode):
             raise program_error(error)  # noqa: B904 (the same exception)
         self.tracer.reads += 1
         rule = partial(self.tracer.estimates.data_dependent_result, self._fake, func, args, kwargs)
-        return self.tracer.guard.call(
-            "results", func, rule, partial(self._results_like_first_argument, func, args)
-        )
+        general = partial(results_like_first_argument, self._fake, func, args)
+        return self.tracer.guard.call("results", func, rule, general)
 
     def _general_results(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """In place of a CUDA kernel's rule: the CPU's results, or else results like the first tensor."""
         try:
             return self.tracer.fake_mode.__torch_dispatch__(func, (), args, kwargs)
         except (DynamicOutputShapeException, NotImplementedError, TypeError):  # torch cannot fake the op
-            return self._results_like_first_argument(func, args)
+            return results_like_first_argument(self._fake, func, args)
         except Exception as error:
             raise program_error(error)  # noqa: B904 (the same exception)
-
-    def _results_like_first_argument(self, func: OpOverload, args: Sequence[Any]) -> Any:
-        first = next(tensors_in(args, {}))
-        results = [self._fake(aten.empty_like.default, (first,), {}) for _ in func._schema.returns]
-        return results[0] if len(results) == 1 else results
 
     # -- ops on the host ------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import CodeType, SimpleNamespace, TracebackType
+from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,11 +46,11 @@ class _ReplacedAttribute(NamedTuple):
             setattr(self.owner, self.name, self.before)
 
 
-class Patches:
+class Patches(contextlib.ExitStack):
     """Attributes replaced one after the other, and put back in reverse order, whatever happened between."""
 
     def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
+        super().__init__()
         self._replaced: list[_ReplacedAttribute] = []
 
     def set(self, owner: Any, name: str, value: Any, missing_ok: bool = False) -> None:
@@ -58,7 +58,7 @@ class Patches:
         if not missing_ok:
             internals.check_attribute(owner, name)
         replaced = _ReplacedAttribute(owner, name, vars(owner).get(name, _INHERITED), value)
-        self._stack.callback(replaced.undo)
+        self.callback(replaced.undo)
         self._replaced.append(replaced)
         setattr(owner, name, value)
 
@@ -80,18 +80,6 @@ class Patches:
         finally:
             for each in suspended:
                 setattr(each.owner, each.name, each.value)
-
-    def callback(self, undo: Callable[[], Any]) -> None:
-        """Call `undo` in its turn on exit."""
-        self._stack.callback(undo)
-
-    def __enter__(self) -> Patches:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
 
 
 # ---------------------------------------------------------------------------------------------- streams
@@ -273,9 +261,10 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     own = Streams()
     own.on_synchronize = recorder.synchronize
     patches.set(sys.modules[__name__], "streams", own)
+    of_cuda = _cuda_answers(gpu, recorder, own)
     for owner, answers in (
-        (torch.cuda, _cuda_answers(gpu, recorder, own)),
-        (torch.accelerator, _accelerator_answers(recorder, own)),
+        (torch.cuda, of_cuda),
+        (torch.accelerator, _accelerator_answers(of_cuda)),
         (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing)),
     ):
         for name, function in answers.items():
@@ -476,16 +465,16 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
     }
 
 
-def _accelerator_answers(recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:
+_OF_ACCELERATOR = (
+    *("is_available", "device_count", "current_stream", "set_stream"),
+    *("empty_cache", "memory_allocated", "synchronize"),
+)
+
+
+def _accelerator_answers(of_cuda: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     return {
-        "is_available": _answer(True),
-        "device_count": _answer(1),
+        **{name: of_cuda[name] for name in _OF_ACCELERATOR},
         "current_accelerator": _answer(torch.device("cuda")),
         "current_device_index": _answer(0),
         "set_device_index": _nothing,
-        "current_stream": lambda *a, **k: own.current,
-        "set_stream": own.set_current,
-        "empty_cache": lambda *a, **k: recorder.mark("empty_cache"),
-        "memory_allocated": lambda *a, **k: recorder.live_bytes,
-        "synchronize": lambda *a, **k: own.report("synchronize device"),
     }

@@ -601,20 +601,13 @@ class ValueEstimates:
             return _empty(fake, (kept,), torch.int64)
         rule = DATA_DEPENDENT_RESULTS.get(func.overloadpacket)
         if rule is None:
-            return self._like_first_argument(fake, func, args, kwargs)
+            self._note(
+                f"the size of the result of {op_name(func)} depends on values and oomph has no rule for it: "
+                "it is assumed to be as large as the first argument"
+            )
+            return results_like_first_argument(fake, func, args)
         call = OpCall(func, args, kwargs)
         return rule(self, fake, bind(*call), partial(self._values.compute, call))
-
-    def _like_first_argument(
-        self, fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Any:
-        self._note(
-            f"the size of the result of {op_name(func)} depends on values and oomph has no rule for it: it "
-            "is assumed to be as large as the first argument"
-        )
-        first = next(tensors_in(args, kwargs))
-        results = [fake(aten.empty_like.default, (first,), {}) for _ in func._schema.returns]
-        return results[0] if len(results) == 1 else tuple(results)
 
     def _rows_selected(self, mask: torch.Tensor) -> int:
         """How many elements nonzero finds."""
@@ -764,6 +757,12 @@ DATA_DEPENDENT_RESULTS: dict[Any, DataDependentRule] = {
     aten.repeat_interleave: ValueEstimates._repeat_interleave,
     aten.linalg_lstsq: ValueEstimates._lstsq,
 }
+
+
+def results_like_first_argument(fake: Fake, func: OpOverload, args: Sequence[Any]) -> Any:
+    first = next(tensors_in(args, {}))
+    results = [fake(aten.empty_like.default, (first,), {}) for _ in func._schema.returns]
+    return results[0] if len(results) == 1 else results
 
 
 def _empty(fake: Fake, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
