@@ -71,7 +71,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         stack.enter_context(torch.enable_grad())
         placement = PlacementMode(tracer)
         dispatch = DispatchMode(tracer, placement)
-        install_hooks(patches, stack, tracer, placement)
+        install_hooks(patches, tracer, placement)
         install_default_device(patches, placement)
         install_tensor_device(patches, tracer)
         _deepcopy_without_data(patches)
@@ -335,18 +335,16 @@ Convert = Callable[[torch.Tensor], torch.Tensor]
 _MOST_NODES = 100_000  # a tenth of a second
 
 
-def install_hooks(
-    patches: Patches, stack: contextlib.ExitStack, tracer: Tracer, placement: PlacementMode
-) -> None:
-    """Install all of this file's hooks for as long as `patches` and `stack` last."""
+def install_hooks(patches: Patches, tracer: Tracer, placement: PlacementMode) -> None:
+    """Install all of this file's hooks for as long as `patches` last."""
     _run_saved_tensor_hooks_as_program(patches, placement, tracer)
     _count_python_functions(patches, tracer)
-    _follow_optimizers(patches, stack, tracer)
+    _follow_optimizers(patches, tracer)
     _follow_parameters(patches, tracer)
     _move_modules_in_place(patches, tracer)
     _keep_function_mode_on(patches)
     repeated = RepeatedCalls(tracer)
-    _follow_backward(patches, stack, tracer, repeated)
+    _follow_backward(patches, tracer, repeated)
     tracer.modules.follow(
         patches,
         tracer.boundary,
@@ -358,9 +356,7 @@ def install_hooks(
     )
 
 
-def _follow_backward(
-    patches: Patches, stack: contextlib.ExitStack, tracer: Tracer, repeated: RepeatedCalls
-) -> None:
+def _follow_backward(patches: Patches, tracer: Tracer, repeated: RepeatedCalls) -> None:
     """Everything inside autograd's engine is the backward pass.
 
     On a GPU it runs in a thread of the engine's own, on the host in the caller's. That matters if it makes a
@@ -369,7 +365,7 @@ def _follow_backward(
     """
     engine = getattr(*internals.ENGINE_RUN_BACKWARD[0])
     device_thread = ThreadPoolExecutor(1, initializer=_make_nodes, initargs=(get_sequence_nr(),))
-    stack.callback(device_thread.shutdown)
+    patches.callback(device_thread.shutdown)
 
     def run_engine(*args: Any, **kwargs: Any) -> Any:
         return engine(*args, **kwargs)
@@ -450,7 +446,7 @@ def _count_python_functions(patches: Patches, tracer: Tracer) -> None:
 # ---------------------------------------------------------------------------------------------- optimizers
 
 
-def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tracer) -> None:
+def _follow_optimizers(patches: Patches, tracer: Tracer) -> None:
     """Everything inside an optimizer's step is the optimizer step; what it keeps is its state."""
     # torch takes the foreach path on CUDA for plain tensors only; ours stand for such.
     patches.set(
@@ -514,7 +510,7 @@ def _follow_optimizers(patches: Patches, stack: contextlib.ExitStack, tracer: Tr
 
     patches.set(torch.optim.Optimizer, "__init__", init)
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-        stack.callback(handle.remove)
+        patches.callback(handle.remove)
 
 
 def _use_fake_parameters(patches: Patches, tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
