@@ -61,6 +61,7 @@ from oomph.torch_internals import (
     storage_id,
     storage_use_count,
     tensor_use_count,
+    tree_map_only,
 )
 
 aten = torch.ops.aten
@@ -145,6 +146,7 @@ class DispatchMode(TorchDispatchMode):
         self.workspaces = CublasWorkspaces(tracer)
         self.fast_path = FastPath(tracer.fake_mode)
         self._traits: dict[int, _OpTraits] = {}  # by id: to hash an op takes long
+        self._small_host_calls: set[tuple[int, str]] = set()  # with small results
         self.gradient_reuse = GradientReuse(tracer.fake_mode, tracer.recorder)
 
     @classmethod
@@ -686,6 +688,9 @@ class DispatchMode(TorchDispatchMode):
             self._propagate_values(func, args, kwargs, tensors, out)
             return out
         if _may_be_large(func, kwargs, tensors):
+            call = id(func), repr(tree_map_only(torch.Tensor, _shape_and_dtype, (args, kwargs)))
+            if call in self._small_host_calls:
+                return func(*args, **kwargs)
             try:
                 fake = self._fake(func, args, kwargs)
             except Exception:  # real data may serve where fake data does not
@@ -693,6 +698,7 @@ class DispatchMode(TorchDispatchMode):
             results = fake if isinstance(fake, (list, tuple)) else (fake,)
             if any(_bytes_of(result) > REAL_BYTES for result in tensors_in(results, {})):
                 return fake
+            self._small_host_calls.add(call)
         return func(*args, **kwargs)
 
     def _copy_into_real(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
@@ -757,6 +763,10 @@ def _is_meta(tensor: torch.Tensor) -> bool:
 
 def _is_mask(index: Any) -> bool:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) and index.dim() > 0
+
+
+def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
 
 
 def _bytes_of(tensor: torch.Tensor) -> int:
