@@ -215,6 +215,23 @@ while True:
     assert many.step_seconds > 6 * few.step_seconds
 
 
+def test_the_time_of_a_script_that_ends_early_is_that_of_its_last_step(predicted) -> None:
+    source = (
+        MODEL
+        + """
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(int(sys.argv[1])):
+    model(torch.randn(64, 256, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with torch.no_grad():
+    for _ in range(9):
+        model(torch.randn(64, 256, device="cuda"))
+"""
+    )
+    assert predicted(source, "2").step_seconds == pytest.approx(predicted(source, "3").step_seconds)
+
+
 def test_one_rank_of_torchrun(predicted) -> None:
     source = (
         MODEL

@@ -627,7 +627,9 @@ class _Steps:
     ) -> None:
         self._script, self._tracer, self._progress, self._finish = script, tracer, progress, finish
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._most = 0  # steps of one optimizer, which may be gone
         self._updates = 0  # of parameters, without an optimizer
+        self._kernels: list[Kernel] = []  # of the step before
         self._model_found = False
         self._first_call: Any = None
         if script.on_optimizer is not None:
@@ -637,7 +639,8 @@ class _Steps:
         tracer = self._tracer
         tracer.step = number
         if number <= self._script.steps:
-            tracer.work.begin(counting=number == self._script.steps)
+            self._kernels = list(tracer.work.kernels)
+            tracer.work.begin(counting=True)
         else:  # another optimizer is waited for; the work of the step before is kept
             tracer.work.counting = False
         tracer.recorder.mark(f"step {number}")
@@ -659,6 +662,7 @@ class _Steps:
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         wanted, most = self._script.steps, max(self._counts.values())
+        self._most = max(self._most, most)
         waiting = [count for count in self._counts.values() if count < wanted]
         if not waiting or most >= _MOST_ROUNDS * wanted:
             if waiting:
@@ -722,11 +726,13 @@ class _Steps:
 
     @property
     def trained(self) -> int:
-        return max(self._counts.values(), default=0) or self._updates
+        return self._most or self._updates
 
     def check_trained(self) -> None:
         """The script has ended by itself."""
         name, steps = self._script.name, self.trained
+        if steps and self._kernels:  # what it did after its last step is none
+            self._tracer.work.kernels[:] = self._kernels
         self._check_gpu()
         if not steps and not any(event.label == "backward" for event in self._tracer.recorder.events):
             raise ProgramError(f"{name} ended without a training step: it ran no backward pass")
