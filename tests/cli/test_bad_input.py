@@ -132,6 +132,7 @@ cases(
 cases(
     "predict",
     ("train", "target 'train' has no colon; give a script, as train.py"),
+    ("pp", "target 'pp' has no colon (did you mean 'p.py'?)"),
     ("pp.py", "file 'pp.py' does not exist (did you mean 'p.py'?)"),
     ("p.py --fix micro_batches", "changes the step, not the model, and cannot be applied to a script"),
     ("p.py --steps 0", "--steps 0 is not valid; give a positive number"),

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from oomph.training.config import TrainConfig
     from oomph.workload import Workload
 
-VALID = (
-    "give a script, as train.py; file.py:name or package.module:name, where name is a Workload, a function "
-    "that returns one, or a function that sets up and returns the step; or a config, e.g. "
-    "configs/pythia_70m.yaml"
+_NO_SCRIPT = (
+    "file.py:name or package.module:name, where name is a Workload, a function that returns one, or a "
+    "function that sets up and returns the step; or a config, e.g. configs/pythia_70m.yaml"
 )
+VALID = f"give a script, as train.py; {_NO_SCRIPT}"
 
 # ------------------------------------------------------------------------------------------- targets
 
@@ -121,8 +121,10 @@ def split_target(target: str) -> tuple[str, str]:
     source, colon, name = target.rpartition(":")
     if not colon:
         if target.endswith(".py"):
-            raise UserError(f"target {target!r} is a whole script, which this command does not take; {VALID}")
-        raise UserError(f"target {target!r} has no colon; {VALID}")
+            raise UserError(
+                f"target {target!r} is a whole script, which this command does not take; give {_NO_SCRIPT}"
+            )
+        raise UserError(f"target {target!r} has no colon{_nearest_file(Path(target))}; {VALID}")
     if not source or not name.isidentifier():
         raise UserError(f"target {target!r} is not valid; {VALID}")
     return source, name
@@ -193,7 +195,7 @@ def _is_file(source: str) -> bool:
 
 
 def check_python_file(source: str) -> None:
-    path = Path(source).absolute()
+    path = Path(source)
     if not path.is_file():
         what = "is a directory" if path.is_dir() else "does not exist"
         if path.is_symlink():
@@ -246,10 +248,13 @@ def _module_names(source: str) -> tuple[str, str]:
 
 
 def _nearest_file(path: Path) -> str:
-    folder = path.parent
-    names = [one.name for one in folder.glob("*.py") if one.is_file()] if folder.is_dir() else []
+    """Of its folder; where there is no such folder, of one with a similar name."""
+    folders = [one.name for one in path.parent.parent.glob("*/")] if not path.parent.is_dir() else []
+    similar = difflib.get_close_matches(path.parent.name, folders, n=1)
+    folder = path.parent.with_name(similar[0]) if similar else path.parent
+    names = [one.name for one in folder.glob("*") if one.suffix in (".py", ".yaml", ".yml")]
     close = difflib.get_close_matches(path.name, names, n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    return f" (did you mean {str(folder / close[0])!r}?)" if close else ""
 
 
 @contextmanager
