@@ -92,6 +92,7 @@ class _Price:
     costs: Costs
     host_bytes: int = 0
     reduced: Costs = ()  # of the reduced model
+    reserve: float = math.inf  # bytes reserved per byte allocated, at least; inf: not predicted
 
     @cached_property
     def most(self) -> dict[str, int]:
@@ -122,6 +123,11 @@ class _Set:
     peak: float  # bytes that the allocator reserves
     seconds: float
     jointly: bool  # estimated for all together, not from each option by itself
+    reserve: float = 1.0  # bytes reserved per byte allocated
+
+    @property
+    def allocated(self) -> float:
+        return self.peak / self.reserve
 
     @property
     def fixes(self) -> Fixes:
@@ -341,7 +347,12 @@ class _Search:
         parts = _parts(prediction.events, prediction.allocations)
         trial = _Trial(
             PricedFixes(fixes, prediction.peak, fits, seconds, slowdown, host),
-            _Price(parts, costs(prediction, self.card.host_link), host),
+            _Price(
+                parts,
+                costs(prediction, self.card.host_link),
+                host,
+                reserve=prediction.peak.reserved / max(1, prediction.peak.allocated),
+            ),
         )
         self.trials[_key(fixes)] = trial
         return trial
@@ -418,7 +429,7 @@ class _Search:
             if one.fix == "allocator":  # the events are the same; what is reserved for them is known
                 share = 1 - (one.saving or 0) / self.base.priced.peak.reserved
                 self.prices[_key((one.use,))] = replace(
-                    self.base.price, parts=_times(self.base.price.parts, share)
+                    self.base.price, reserve=share * self.base.price.reserve
                 )
         axes: dict[str, list[_Option]] = {}
         for group in groups:
@@ -487,7 +498,7 @@ class _Search:
         """
         self.sets = sets = self._sets(self._axes(proposals, progress))
         closest = min(self.trials.values(), key=_closeness)
-        joint, tries, optimism = 0, 0, 1.0
+        joint, tries, optimism, most_allocated = 0, 0, 1.0, float(self.limit)
         margin = 1 + self.margin / self.base.priced.peak.reserved
         while tries < _MAX_PREDICTED_SETS:
             most = _TRIED_BELOW_TIME * closest.priced.step_seconds if closest.priced.fits else math.inf
@@ -501,6 +512,11 @@ class _Search:
                 <= self.limit
             )
             chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
+            may_release = chosen is None  # cached memory: what is allocated has to fit
+            if may_release:
+                smaller = (one for one in sets if one.allocated * margin < most_allocated)
+                fitting = (one for one in smaller if one.seconds < most)
+                chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
             if chosen is None:
                 break
             if bounds := [option for option in chosen.options if option.is_bound]:
@@ -536,6 +552,9 @@ class _Search:
                         one.peak, one.seconds = one.peak * error, one.seconds + late
                 if found.fits:
                     break
+            else:
+                if may_release:
+                    most_allocated = min(most_allocated, chosen.allocated * margin)
         if not closest.priced.fits and sets:
             smallest = min(sets, key=lambda one: one.peak).fixes
             closest = min(
@@ -593,6 +612,7 @@ class _Search:
         if price is None:
             price = _combined(self.base.price, [option.price for option in one.options])
         one.peak, one.seconds = self._reserved(price), step_seconds(price.costs)
+        one.reserve = min(price.reserve, self.base.price.reserve)
 
     def _families(self, options: Sequence[_Option]) -> tuple[Groups, Groups]:
         """Without what can be done in a part of the blocks, and with that in all of them. Their prices give
@@ -613,10 +633,10 @@ class _Search:
         return _combined(self.base.price, [price, *settings])
 
     def _reserved(self, price: _Price) -> float:
-        """Bytes that the allocator reserves: as much more than is allocated as without fixes."""
-        peak = self.base.priced.peak
+        """Bytes that the allocator reserves: as much more than is allocated as without fixes, or as with one
+        of them where that is less."""
         highest = max((sum(held.values()) for held in price.parts.values()), default=0)
-        return highest * peak.reserved / max(1, peak.allocated)
+        return highest * min(price.reserve, self.base.price.reserve)
 
     def _alone(self, option: _Option) -> float:
         return self._reserved(option.price)
@@ -628,7 +648,7 @@ class _Search:
         """Something at the highest moment of some part, which may be the peak when others have lowered it
         elsewhere."""
         least = 0.005 * self.base.priced.peak.allocated
-        return any(
+        return option.price.reserve < 0.995 * self.base.price.reserve or any(
             size - option.price.parts.get(part, {}).get(what, 0) > least
             for part, held in self.base.price.parts.items()
             for what, size in held.items()
@@ -656,7 +676,7 @@ class _Search:
                 kept = rest
         left = price(kept)
         seconds = one.seconds + step_seconds(left.costs) - step_seconds(whole.costs)
-        return _Set(tuple(kept), scale * self._reserved(left), seconds, one.jointly)
+        return replace(one, options=tuple(kept), peak=scale * self._reserved(left), seconds=seconds)
 
     def _front(self, kinds: Collection[FixKind]) -> tuple[PricedFixes, ...]:
         """What was predicted and is neither slower nor larger than another, fastest first; then sets that are
@@ -739,7 +759,8 @@ def _combined(base: _Price, prices: Sequence[_Price]) -> _Price:
     total = tuple(
         cost + sum(one.costs[index] - cost for one in prices) for index, cost in enumerate(base.costs)
     )
-    return _Price(_for_all(left, base, *prices), total, sum(one.host_bytes for one in prices))
+    host, reserve = sum(one.host_bytes for one in prices), min(one.reserve for one in prices)
+    return _Price(_for_all(left, base, *prices), total, host, reserve=reserve)
 
 
 def _between(base: _Price, other: _Price, share: float) -> _Price:
@@ -749,7 +770,7 @@ def _between(base: _Price, other: _Price, share: float) -> _Price:
 
     total = tuple(a + share * (b - a) for a, b in zip(base.costs, other.costs, strict=True))
     host = round(base.host_bytes + share * (other.host_bytes - base.host_bytes))
-    return _Price(_for_all(left, base, other), total, host)
+    return _Price(_for_all(left, base, other), total, host, reserve=min(base.reserve, other.reserve))
 
 
 def _for_all(left: Callable[[str, str], int], *prices: _Price) -> PhaseMemory:
@@ -758,10 +779,6 @@ def _for_all(left: Callable[[str, str], int], *prices: _Price) -> PhaseMemory:
     for part, what in keys:
         parts.setdefault(part, {})[what] = left(part, what)
     return parts
-
-
-def _times(parts: PhaseMemory, share: float) -> PhaseMemory:
-    return {part: {what: round(share * size) for what, size in held.items()} for part, held in parts.items()}
 
 
 def _is_like(parts: PhaseMemory, base: PhaseMemory) -> bool:
