@@ -23,6 +23,7 @@ from oomph.prediction import Script, predict
 from oomph.prediction.api import model_built_once, run_silently
 from oomph.prediction.isolation import (
     ContinueInFork,
+    ForkWaits,
     autograd_runs_in_forks,
     finish,
     run_forked,
@@ -118,6 +119,10 @@ class _StoppedProgram:
                     finish(search(progress))
                 except ContinueInFork as fork:
                     changes.append(fork.change)
+                except ForkWaits:
+                    finish(None)
+                except OomphError as error:
+                    finish(error)
             try:
                 changes[0](made)
             except OomphError as error:
@@ -166,9 +171,11 @@ class FunctionProgram(_StoppedProgram):
         if autograd_runs_in_forks():
             stopped = self._calling(self._stop(search, progress))
             ((_, found),) = run_forked([functools.partial(self._predict, stopped)], 1)
+            if isinstance(found, Exception):
+                raise found
             if isinstance(found, Plan):
                 return found
-        return search(progress)
+        return search(progress)  # it was not stopped, or cannot be continued in forks
 
     def predict_with(self, sets: Sequence[Fixes]) -> Predictions:
         if self._made is not None:
@@ -221,11 +228,12 @@ class ScriptProgram(_StoppedProgram):
             stopped = replace(self._script, on_optimizer=self._stop(search, progress))
             return run_silently(lambda _: self._predict(stopped), progress)
 
-        with contextlib.suppress(OomphError):
+        try:
             found = run_isolated(run, progress)
-            if isinstance(found, Plan):
-                return found
-        return search(progress)
+        except UserError:  # no model was found: `proposals` says so
+            found = None
+        # Else it was not stopped, or cannot be continued in forks.
+        return found if isinstance(found, Plan) else search(progress)
 
     def predict_with(self, sets: Sequence[Fixes]) -> Predictions:
         if self._made is not None:

@@ -59,6 +59,10 @@ class _Stuck(Exception):
     """The child does not compute. It may wait for a lock that another thread held when it was forked."""
 
 
+class ForkWaits(Exception):
+    """A fork that continues the program does not compute: threads of the program are not there in it."""
+
+
 class ContinueInFork(BaseException):
     """Raised in a fork of `run_forked`, to whoever lets the program continue there, with `change` applied."""
 
@@ -244,10 +248,11 @@ def run_forked(
     """In an isolated process: (position, result or error) of each function, in the order in which they end.
 
     Each runs in a fork of this process, which has all that was imported and built before; `jobs` at a time.
-    `continues`: the function is not called, but raised in the fork as ContinueInFork.
+    `continues`: the function is not called, but raised in the fork as ContinueInFork. Raises ForkWaits where
+    such a fork sleeps for long.
     """
     waiting, running = list(enumerate(functions)), dict[int, tuple[int, int]]()
-    ticks: dict[int, Any] = {}
+    sleeping: set[Any] = set()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -265,12 +270,11 @@ def run_forked(
                 for pipe in running:
                     selector.register(pipe, selectors.EVENT_READ)
                 ready = [key.fd for key, _ in selector.select(_STUCK_S if continues else None)]
-            if not ready:  # threads of the program are not there in its forks
-                now = {pipe: _cpu_ticks(child) for pipe, (_, child) in running.items()}
-                stuck = [pipe for pipe in now if now[pipe] == ticks.get(pipe)]
-                ticks = now
-                for _, child in map(running.__getitem__, stuck):
-                    os.kill(child, signal.SIGKILL)
+            if not ready:
+                asleep = {(child, _sleeps_since(child)) for _, child in running.values()}
+                if any(since is not None for _, since in asleep & sleeping):
+                    raise ForkWaits
+                sleeping = asleep
             for pipe in ready:
                 position, child = running[pipe]
                 received = _receive(_Child(child, pipe, math.inf), lambda text, fraction: None)
@@ -321,13 +325,14 @@ def _run_fork(function: Callable[..., Any], read: int, write: int, continues: bo
     raise ContinueInFork(function)  # what the program's end sends goes to the process that was forked
 
 
-def _cpu_ticks(pid: int) -> Any:
-    """Anything that changes while the process computes."""
+def _sleeps_since(pid: int) -> tuple[str, ...] | None:
+    """The CPU time after which the process sleeps; None where it waits for the CPU or a disk, or computes."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[11:13]
+            state, *fields = file.read().rpartition(")")[2].split()
     except OSError:  # not Linux
-        return time.monotonic()
+        return None
+    return tuple(fields[10:12]) if state == "S" else None
 
 
 def refuse_in_thread() -> Callable[[], None]:
