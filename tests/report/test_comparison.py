@@ -59,6 +59,26 @@ def test_the_line_that_grew_is_named_though_it_moved() -> None:
     assert line_changes(prediction(), renamed) == []
 
 
+def test_lines_of_one_function_are_told_apart() -> None:
+    def run(bytes_by_line: dict[int, int]) -> Prediction:
+        one = prediction().at_peak[0].allocation
+        return replace(
+            prediction(),
+            at_peak=tuple(
+                Alive(size, one._replace(op="aten.mm", site=Site("model.py", line, "forward")))
+                for line, size in bytes_by_line.items()
+            ),
+        )
+
+    before = run({10: 4 * MiB, 11: 8 * MiB})
+    for after in (run({10: 9 * MiB, 11: 8 * MiB}), run({20: 9 * MiB, 21: 8 * MiB})):
+        (change,) = line_changes(before, after)
+        assert (change.before, change.after) == (4 * MiB, 9 * MiB)
+        assert change.label in ("model.py:10", "model.py:20")
+    changes = line_changes(before, run({10: 4 * MiB, 11: 8 * MiB, 12: 2 * MiB}))
+    assert [(one.label, one.before, one.after) for one in changes] == [("model.py:12", 0, 2 * MiB)]
+
+
 @pytest.mark.parametrize(
     ("tolerance", "status"), [("1%", 0), ("0%", 1), ("63MiB", 1), ("64MiB", 0), ("many", 2), ("-1%", 2)]
 )
@@ -83,3 +103,4 @@ def test_other_files_are_refused_in_one_line(
     assert run(["compare", str(file), str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "old.json" in line
+    assert "Error" not in line

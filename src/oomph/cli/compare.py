@@ -90,9 +90,11 @@ def read_prediction(file: str) -> Prediction:
     try:
         return prediction_from_json(json.loads(data))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = printable(f"{type(error).__name__}: {error}", 120)
+        what = f"it has no key {error}" if isinstance(error, KeyError) else str(error)
+        if isinstance(error, UnicodeDecodeError | json.JSONDecodeError):
+            what = "it is not JSON"
         raise UserError(
-            f"{file} is not the output of `oomph predict --json` or a memory snapshot ({what})"
+            f"{file} is not the output of `oomph predict --json` or a memory snapshot: {printable(what, 120)}"
         ) from error
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from oomph.records import STAGES, Alive, Allocation, Peak, Prediction, Site
+from oomph.records import STAGES, Allocation, Peak, Prediction, Site
 from oomph.report.as_json import sizes_to_json
 from oomph.report.terminal import columns, file_and_line, printable, section, strip_lines
 from oomph.units import format_bytes
@@ -20,6 +21,8 @@ from oomph.units import format_bytes
 _PARTS = 3  # of a path: checkouts in different directories are the same program
 _ROWS = 12
 _File = tuple[str, ...]  # the last parts of its path
+_Function = tuple[_File, str]
+_Lines = dict[_Function, dict[int, set[str]]]  # ops of each line
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,38 +41,54 @@ class LineChange:
 
 
 def line_changes(before: Prediction, after: Prediction) -> list[LineChange]:
-    """Largest first. An edit moves lines: an op of a function counts as the same in both, at its new line."""
+    """Largest first. An edit moves lines: those of a function are compared in order, by the ops they call."""
     old_name = _renamed_files(before, after)
+    was = _old_lines(_ops_by_line(before, {}), _ops_by_line(after, old_name))
     totals: dict[Any, list[int]] = {}
-    largest: tuple[dict[Any, Alive], dict[Any, Alive]] = {}, {}
+    shown: dict[Any, Allocation] = {}
     for is_after, run in enumerate((before, after)):
         for alive in run.at_peak:
-            key = _origin(alive.allocation, old_name if is_after else {})
+            one = alive.allocation
+            key: Any = (one.stage, one.op)
+            if one.site is not None:
+                key = _function(one.site, old_name if is_after else {}), one.site.line
+                key = was.get(key, ("new", key)) if is_after else key
             totals.setdefault(key, [0, 0])[is_after] += alive.bytes
-            if key not in largest[is_after] or alive.bytes > largest[is_after][key].bytes:
-                largest[is_after][key] = alive
-    old_ones, new_ones = largest
-    moved = {
-        old_ones[key].allocation.site: new_ones[key].allocation.site for key in old_ones if key in new_ones
-    }
-    lines: dict[tuple[str, str], LineChange] = {}
-    for key, (old, new) in totals.items():
-        one = (new_ones if key in new_ones else old_ones)[key].allocation
-        if key not in new_ones:  # an op that is gone from a line which still makes others
-            one = one._replace(site=moved.get(one.site, one.site))
-        change = _change(one, old, new)
-        line = change.label, change.function
-        if line in lines:
-            change = replace(change, before=old + lines[line].before, after=new + lines[line].after)
-        lines[line] = change
-    return sorted((one for one in lines.values() if one.bytes), key=lambda one: -abs(one.bytes))
+            if key not in shown or (is_after and totals[key][1] == alive.bytes):  # the first of the new ones
+                shown[key] = one
+    changes = [_change(shown[key], old, new) for key, (old, new) in totals.items() if old != new]
+    return sorted(changes, key=lambda one: -abs(one.bytes))
 
 
-def _origin(one: Allocation, old_name: Mapping[_File, _File]) -> Any:
-    if one.site is None:
-        return one.stage, one.op
-    file = _file(one.site)
-    return old_name.get(file, file), one.site.function, one.op
+def _function(site: Site, old_name: Mapping[_File, _File]) -> _Function:
+    file = _file(site)
+    return old_name.get(file, file), site.function
+
+
+def _ops_by_line(run: Prediction, old_name: Mapping[_File, _File]) -> _Lines:
+    found: _Lines = {}
+    for alive in run.at_peak:
+        site, op = alive.allocation.site, alive.allocation.op
+        if site is not None:
+            found.setdefault(_function(site, old_name), {}).setdefault(site.line, set()).add(op)
+    return found
+
+
+def _old_lines(before: _Lines, after: _Lines) -> dict[tuple[_Function, int], tuple[_Function, int]]:
+    """The line before, of each line that was there."""
+    found = {}
+    for function in before.keys() & after.keys():
+        old, new = before[function], after[function]
+        pairs = [(line, line) for line in old.keys() & new.keys()]
+        if len(pairs) < min(len(old), len(new)):  # it was edited
+            lines = sorted(old), sorted(new)
+            ops = [frozenset(old[line]) for line in lines[0]], [frozenset(new[line]) for line in lines[1]]
+            pairs = []
+            for what, i, j, k, m in SequenceMatcher(None, *ops, autojunk=False).get_opcodes():
+                if what in ("equal", "replace"):
+                    pairs += zip(lines[0][i:j], lines[1][k:m], strict=False)
+        found.update({(function, now): (function, was) for was, now in pairs})
+    return found
 
 
 def _file(site: Site) -> _File:
