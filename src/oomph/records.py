@@ -457,6 +457,7 @@ class Plan:
     model_id: str = ""  # class, number of parameters, and a hash of their names and shapes
     reason: str = ""  # why no fix can be applied, or none can be enough
     is_budget: bool = False  # `limit` is less than the card has
+    growth: int = 0  # bytes that every step leaves behind, with any fix
 
     def __repr__(self) -> str:
         names = ", ".join(use.fix for use in self.fixes) or "no fixes"

@@ -16,6 +16,8 @@ import oomph
 from oomph.cli.main import run
 from oomph.fixes import uses_of
 from oomph.fixes.scripts import ModelChange, on_each_optimizer
+from oomph.report.fixes import plan_text
+from oomph.report.terminal import report_console
 
 SCRIPT = """
     import sys, torch
@@ -152,3 +154,22 @@ def test_a_script_whose_model_cannot_be_found_gets_a_verdict(tmp_path: Path) -> 
     plan = oomph.fit(oomph.Script(str(file)), gpu="h200", max="6MiB")
     assert not plan.fits
     assert "no optimizer" in plan.reason
+
+
+def test_a_plan_says_that_memory_grows() -> None:
+    kept: list[torch.Tensor] = []
+
+    def leaks() -> Callable[[], None]:
+        model = nn.Linear(512, 512).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def step() -> None:
+            kept.append(model(torch.randn(1024, 512, device="cuda")))
+            kept[-1].sum().backward()
+            optimizer.step()
+
+        return step
+
+    plan = oomph.fit(leaks, gpu="h200")
+    assert plan.growth == 2 << 20
+    assert "grows by 2.0 MiB" in plan_text(plan, report_console(), "train.py:leaks", None)

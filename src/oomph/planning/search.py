@@ -237,6 +237,7 @@ class _Search:
         self.first = time.perf_counter() - self.began
         self.base = base = self._trial((), prediction)
         self.seconds, self.margin = base.priced.step_seconds, prediction.margin
+        self.growth = prediction.growth.bytes if prediction.growth is not None else 0
         reason = "" if base.priced.fits else self._why_none_fits(prediction)
         if base.priced.fits or reason:
             return self._plan(kinds, base, Proposals(reason=reason))
@@ -275,6 +276,7 @@ class _Search:
             needs=needs,
             model_id=proposals.model_id,
             reason=proposals.reason,
+            growth=self.growth,
             predictions=len(self.trials),
             seconds=time.perf_counter() - self.began,
         )

@@ -231,6 +231,11 @@ def plan_text(
     """
     with console.capture() as capture:
         console.print(Text(plan_verdict(plan), style="bold green" if plan.fits else "bold red"))
+        if plan.growth:
+            console.print(
+                f"Memory grows by {format_bytes(plan.growth)} with every step, which no fix stops: "
+                f"`oomph diagnose {target}` names the line."
+            )
         if plan.fixes:
             console.print(Padding(_fixes_table(plan), (1, 0, 1, 2)))
         for condition in plan.conditions:
