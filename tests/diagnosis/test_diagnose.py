@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from oomph.diagnosis.findings import find, scaled_sizes
 from oomph.diagnosis.patterns import FRAGMENTATION, PATTERNS
 from oomph.fixes import all_fixes
 from oomph.records import Alive, Allocation, Peak, Prediction
+from oomph.report.diagnosis import diagnosis_text
+from oomph.report.terminal import report_console
 
 PLANTED = {name: (pattern, lines) for name, pattern, lines in planted("training_loops")}
 MiB = 2**20
@@ -49,10 +52,19 @@ def attention(model: Any, x: torch.Tensor) -> torch.Tensor:
     return ((q @ k.transpose(1, 2)).softmax(-1) @ v).square().mean()
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return attention(self.qkv, x)
+
+
 WORKLOAD = oomph.Workload(
-    model=lambda: nn.Linear(32, 96),
+    model=Attention,
     batch=lambda device, B, T: torch.randn(B, T, 32, device=device),
-    loss=attention,
+    loss=lambda model, x: model(x),
     sizes={"B": 4, "T": 2048},
 )
 
@@ -68,6 +80,7 @@ def test_command_prints_findings_of_a_workload_as_json(capsys, monkeypatch):
     assert "B*T^2 float32" in cause["formula"]
     assert cause["sites"][0]["function"] == "attention"
     assert "fused_attention" in cause["fixes"]
+    assert "attn_implementation" not in cause["fixes"]  # of Hugging Face's models
 
 
 class _opened:
@@ -147,3 +160,24 @@ def _prediction(*tensors: Allocation, reserved: int = 0, **changes: Any) -> Pred
         allocations=tensors,
         **values,
     )
+
+
+def test_pictures_of_two_sizes_are_two_terms() -> None:
+    layers = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1))
+    workload = oomph.Workload(
+        model=lambda: nn.Sequential(*layers, nn.ReLU()),
+        batch=lambda device: torch.randn(16, 3, 64, 64, device=device),
+        loss=lambda model, x: model(x).square().mean(),
+    )
+    (found,) = (
+        one for one in oomph.diagnose(workload).findings if one.pattern == "activations across layers"
+    )
+    assert found.formula.startswith("B*N^2*8 float32")  # not 2 x: the second convolution's are 32 wide
+    assert "N=64" in found.formula
+
+
+def test_fragmentation_is_a_share_of_what_is_reserved() -> None:
+    prediction = oomph.predict(WORKLOAD)
+    peak = replace(prediction.peak, reserved=3 * prediction.peak.allocated)
+    shown = diagnosis_text(oomph.diagnose(replace(prediction, peak=peak)), report_console())
+    assert "67 %  fragmentation" in shown or "(67 % of the" in shown

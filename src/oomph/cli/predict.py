@@ -175,8 +175,7 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     from oomph.diagnosis.api import diagnose_with
 
     diagnosis = diagnose_with(lambda sizes: predict_target(options, sizes))
-    if options.is_script:
-        diagnosis = _for_script(diagnosis)
+    diagnosis = _with_applicable_fixes(diagnosis, options)
     if options.json:
         write_stdout(json.dumps(diagnosis_to_json(diagnosis), allow_nan=False) + "\n")
     else:
@@ -188,11 +187,24 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     return ExitStatus.DOES_NOT_FIT if diagnosis.prediction.fits is False else ExitStatus.FITS
 
 
-def _for_script(diagnosis: Diagnosis) -> Diagnosis:
-    """With those fixes alone that `oomph run` and `oomph fit` can apply to a script."""
+def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Diagnosis:
+    """With those fixes alone that apply to the Workload, or that can be applied to a program's model."""
+    from oomph.fixes.registry import FixContext, all_fixes
     from oomph.fixes.scripts import fixes_for_scripts
+    from oomph.prediction import call_on_fake_gpu
+    from oomph.prediction.isolation import run_isolated
+    from oomph.workload import Workload
 
-    valid = {fix.name for fix in fixes_for_scripts()}
+    def applicable(progress: Progress) -> set[str]:
+        if not options.is_script:
+            with open_target(options.target, options.overrides) as target:
+                found = target if isinstance(target, Workload) else call_on_fake_gpu(target)
+                if isinstance(found, Workload):
+                    context = FixContext(diagnosis.prediction, found)
+                    return {fix.name for fix in all_fixes() if fix.proposals(context)}
+        return {fix.name for fix in fixes_for_scripts()}
+
+    valid = run_isolated(applicable, lambda text, fraction: None)
     findings = tuple(
         replace(one, fixes=tuple(name for name in one.fixes if name in valid)) for one in diagnosis.findings
     )

@@ -186,6 +186,12 @@ class _Names:
         if "V" not in found and facts.classes:
             found["V"] = max(facts.classes)
         self.sizes = {name: size for name, size in found.items() if size > 1}
+        squares: Counter[int] = Counter()
+        for one in facts.alive:
+            if len(one.shape) > 1 and one.shape[-1] == one.shape[-2]:
+                squares[one.shape[-1]] += one.bytes
+        # N is one size: a CNN has pictures of several.
+        self._square = max(squares, key=squares.__getitem__, default=0)
 
     def of(self, shape: Sequence[int], position: int) -> tuple[tuple[str, ...], int]:
         """The names of one dimension, and the number that is left: ("B", "T"), 1 for flattened tokens."""
@@ -200,7 +206,7 @@ class _Names:
         shifted = [name for name in self.varied if self.sizes.get(name) == size + 1 > 2]
         if shifted:  # a loss leaves one token out
             return (shifted[0],), 1
-        if last > 0 and position in (last, last - 1) and shape[last] == shape[last - 1] > 1:
+        if last > 0 and position in (last, last - 1) and shape[last] == shape[last - 1] == self._square > 1:
             return ("N",), 1
         rows = self.sizes.get("B", 0)
         if position == 0 and rows and size % rows == 0:

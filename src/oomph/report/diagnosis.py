@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from oomph.records import Diagnosis, Finding
+from oomph.records import Diagnosis, Finding, Peak
 from oomph.report.as_json import prediction_to_json
 from oomph.report.terminal import (
     called_from,
@@ -52,23 +52,32 @@ def diagnosis_to_json(diagnosis: Diagnosis) -> dict[str, Any]:
 
 def diagnosis_text(diagnosis: Diagnosis, console: Console) -> str:
     """The verdict, the cause with its lines, and a row for each further finding."""
-    total = diagnosis.prediction.peak.allocated  # as in the report of `oomph predict`
+    peak = diagnosis.prediction.peak
+    total = peak.allocated  # as in the report of `oomph predict`
     with console.capture() as capture:
         print_verdict(diagnosis.prediction, console)
         if diagnosis.findings:
             cause, *others = diagnosis.findings
-            section(console, f"Cause: {cause.pattern}, {_size(cause, total)}", _cause(cause))
+            section(console, f"Cause: {cause.pattern}, {_size(cause, peak)}", _cause(cause))
             shown = [one for one in others if one.bytes >= _LEAST_SHARE * total][:_ROWS]
             if shown:
                 shown.sort(key=lambda one: -one.bytes)
-                section(console, "Also at the peak", [_table(shown, total)])
+                section(console, "Also at the peak", [_table(shown, peak)])
         for note in diagnosis.notes:
             console.print(Padding(Text(note.text, "dim"), (1, 0, 0, 0)))
     return strip_lines(capture.get())
 
 
-def _size(one: Finding, total: int) -> str:
-    return f"{format_bytes(one.bytes)} ({share(one.bytes, total)} of the {format_bytes(total)} allocated)"
+def _size(one: Finding, peak: Peak) -> str:
+    total, what = _whole(one, peak)
+    return f"{format_bytes(one.bytes)} ({share(one.bytes, total)} of the {format_bytes(total)} {what})"
+
+
+def _whole(one: Finding, peak: Peak) -> tuple[int, str]:
+    """Fragmentation is reserved, and no part of what is allocated."""
+    if one.pattern == "fragmentation":
+        return peak.reserved, "reserved"
+    return peak.allocated, "allocated"
 
 
 def _cause(one: Finding) -> Sequence[Text]:
@@ -84,9 +93,10 @@ def _cause(one: Finding) -> Sequence[Text]:
     return lines
 
 
-def _table(findings: Sequence[Finding], total: int) -> Table:
+def _table(findings: Sequence[Finding], peak: Peak) -> Table:
     table = columns("right size", "right share", "left pattern", "fold growth", "fold line")
     for one in findings:
         line = file_and_line(one.sites[0]) if one.sites else ""
-        table.add_row(format_bytes(one.bytes), share(one.bytes, total), one.pattern, one.growth, line)
+        part = share(one.bytes, _whole(one, peak)[0])
+        table.add_row(format_bytes(one.bytes), part, one.pattern, one.growth, line)
     return table

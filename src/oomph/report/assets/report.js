@@ -425,9 +425,10 @@ function drawMap(run) {
 
 function findingsSection() {
   if (!data.findings.length) return null;
-  const total = data.runs[0].peak.allocated;
+  const peak = data.runs[0].peak, total = peak.allocated;
+  const part = (one) => one.pattern === "fragmentation" ? `${share(one.bytes, peak.reserved)} of what is reserved` : `${share(one.bytes, total)} of what is allocated at the peak`;
   const card = (one) => el("div", { class: "finding" },
-    el("h3", {}, el("b", {}, one.pattern.slice(0, 1).toUpperCase() + one.pattern.slice(1)), el("span", { class: "num" }, `${size(one.bytes)}, ${share(one.bytes, total)} of what is allocated at the peak`)),
+    el("h3", {}, el("b", {}, one.pattern.slice(0, 1).toUpperCase() + one.pattern.slice(1)), el("span", { class: "num" }, `${size(one.bytes)}, ${part(one)}`)),
     el("p", { class: "wrap" }, one.advice.replace(/\.?$/, ".")),
     el("p", { class: "facts mono wrap" }, [one.formula, one.growth].filter(Boolean).join("  ·  ")),
     one.lines.slice(0, 1).map(excerpt),
