@@ -191,8 +191,39 @@ def own_loop(iterations: int, optimizers: int = 1) -> None:
 def test_a_function_that_trains_without_end_is_stopped() -> None:
     stopped, whole = (oomph.predict(lambda n=n: own_loop(n), gpu="h200") for n in (10**9, 3))
     assert stopped.peak.allocated == whole.peak.allocated
-    assert stopped.step_seconds == pytest.approx(whole.step_seconds / 3, rel=0.3)
+    assert stopped.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
     assert any(" was stopped after " in note.text for note in stopped.notes)
+
+
+def test_it_is_stopped_where_another_optimizer_steps_no_more() -> None:
+    def training() -> None:
+        first = nn.Linear(16, 16).cuda()
+        first(torch.ones(4, 16, device="cuda")).sum().backward()
+        optimizer = torch.optim.SGD(first.parameters())
+        optimizer.step()
+        own_loop(10**9)
+
+    assert any(" was stopped after " in note.text for note in oomph.predict(training, gpu="h200").notes)
+
+
+def test_the_time_of_an_own_loop_is_that_of_a_step() -> None:
+    def returned() -> Callable[[], None]:
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(60))).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def step() -> None:
+            model(torch.ones(16, 256, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    once, often, as_step = (
+        oomph.predict(each, gpu="h200").step_seconds
+        for each in (lambda: own_loop(3), lambda: own_loop(8), returned)
+    )
+    assert once == pytest.approx(often, rel=0.01)
+    assert once == pytest.approx(as_step, rel=0.01)
 
 
 def test_optimizers_of_single_parameters_are_no_loop_without_end() -> None:

@@ -219,11 +219,13 @@ def run_function(
     `finish` ends the process of a function that trains without end."""
     progress("running the program", None)
     name = name_of(function)
-    tracer.on_optimizer_step = _OwnLoop(name, tracer, progress, finish).stepped
+    loop = _OwnLoop(name, tracer, progress, finish)
+    tracer.on_optimizer_step = loop.stepped
     tracer.work.begin(counting=True)  # if it is no preparation of steps, the call itself is the step
     with tracer.in_phase("forward"):
         result = function()
-    tracer.work.counting, tracer.on_optimizer_step = False, None
+    tracer.on_optimizer_step = None
+    loop.end()
     if isinstance(result, Workload):
         if tracer.batch_sizes is not None:
             result, tracer.batch_sizes = result.with_sizes(tracer.batch_sizes.wanted), None
@@ -256,29 +258,41 @@ class _OwnLoop:
     ) -> None:
         self._name, self._tracer, self._progress, self._finish = name, tracer, progress, finish
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
-        self._peak = self._since = self._kernels = 0
+        self._steps = self._peak = self._since = 0
+        self._kernels: list[Kernel] = []  # of the step before
+
+    def begin(self, number: int) -> None:
+        tracer = self._tracer
+        tracer.step = number
+        self._kernels = list(tracer.work.kernels)
+        tracer.work.begin(counting=True)
+        tracer.recorder.mark(f"step {number}")
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        tracer, before = self._tracer, min(self._counts.values(), default=0)
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
-        steps = min(self._counts.values())  # a program may have an optimizer for each parameter
-        if steps == before:
+        if self._counts[optimizer] <= self._steps:  # a program may have an optimizer for each parameter
             return
+        self._steps += 1
+        tracer, steps = self._tracer, self._steps
+        self.begin(steps + 1)
         if steps > STEPS:
             running = f"running the program, optimizer step {steps}"
             self._progress(f"{running}; a function that returns its step is traced for three", None)
         if tracer.recorder.peak_bytes > self._peak:
             self._peak, self._since = tracer.recorder.peak_bytes, steps
-        left = min(self._since + _STEPS_AT_THE_PEAK, _MOST_STEPS) - steps
-        if left == 1:
-            self._kernels = len(tracer.work.kernels)
-        if left <= 0 and self._finish is not None:
-            del tracer.work.kernels[: self._kernels]  # the time of one step
+        if steps >= min(self._since + _STEPS_AT_THE_PEAK, _MOST_STEPS) and self._finish is not None:
             tracer.recorder.note(
                 f"{self._name} was stopped after {steps} optimizer steps: what it does later is not included"
             )
+            self.end()
             tracer.label_parameters()
             self._finish(tracer)
+
+    def end(self) -> None:
+        """The work of the last complete step is that of a step; without one, all is."""
+        self._tracer.work.counting = False
+        if self._steps:
+            self._tracer.work.kernels[:] = self._kernels
 
 
 def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:
