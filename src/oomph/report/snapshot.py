@@ -15,8 +15,8 @@ from typing import Any
 
 from oomph.records import Allocation, Prediction
 
-# (action, address, bytes, id of the Allocation), in program order; the actions are "alloc", "free",
-# "segment_alloc" and "segment_free".
+# (action, address, bytes, id of the Allocation), in program order; the actions are "alloc", "free" and
+# those on segments, with the names that PyTorch gives them.
 Trace = Sequence[tuple[str, int, int, int]]
 
 _Block = tuple[int, int, int]  # address, bytes, id of the Allocation that caused it
