@@ -206,15 +206,16 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     products = found.kernel * found.input.channels // found.groups
     if found.item == 4 and found.kernel > 1 and products < _SHORT_SUM:
         return 0
-    sums = _partial_sums(found, gpu) if kind == "weight" else 0
-    if found.kernel == 1 and not found.strided and found.input.plane % 4 == 0:
-        # A matrix product per sample, on the tensors as they are; the weight's gradient is the sum of them.
-        if kind != "weight":
-            return 0
-        ends = found.input.bytes + found.output.bytes
-        if found.planar and not found.channels_last and _is_even(found):
-            return min(found.batch * found.weight * 4, ends + sums)
-    return _copies_inside(found, kind) + sums
+    # A matrix product per sample, on the tensors as they are; the weight's gradient is the sum of them.
+    is_product = found.kernel == 1 and not found.strided
+    if kind != "weight":
+        return 0 if is_product and found.input.plane % 4 == 0 else _copies_inside(found, kind)
+    sums = _partial_sums(found, gpu)
+    if is_product and found.planar and not found.channels_last and _is_even(found):
+        return min(found.batch * found.weight * 4, found.input.bytes + found.output.bytes + sums)
+    # A sum has no more parts than there are tiles of positions to add up.
+    parts = math.ceil(found.batch * found.output.plane / _TILE)
+    return _copies_inside(found, kind) + min(sums, parts * found.weight * 4)
 
 
 def _depthwise(found: _Convolution, kind: Pass) -> int:
@@ -239,9 +240,11 @@ def _copies_inside(found: _Convolution, kind: Pass) -> int:
 
 
 def _is_even(found: _Convolution) -> bool:
-    """Whether the products of a weight gradient can read the planes as they are."""
+    """Whether the products of a weight gradient can read the planes as they are: in float32, planes of any
+    size, as three models of 7 x 7 positions show (benchmarks/results/sweep.csv)."""
     channels = (found.input.channels, found.output.channels)
-    return found.input.plane % (16 // found.item) == 0 and all(count % 2 == 0 for count in channels)
+    reads_plane = found.item == 4 or found.input.plane % (16 // found.item) == 0
+    return reads_plane and all(count % 2 == 0 for count in channels)
 
 
 def _partial_sums(found: _Convolution, gpu: GPU) -> int:
