@@ -474,7 +474,7 @@ def as_program(target: Any) -> Any:
     """A function for a Trainer; everything else as it is."""
     names = class_names(target)
     if TRAINER in names:
-        return _steps_of(target)
+        return _trainer_steps(target)
     if names & {"lightning.pytorch.trainer.trainer.Trainer", "pytorch_lightning.trainer.trainer.Trainer"}:
         raise UserError(
             "a Trainer of Lightning has no model before fit; give a function that makes the trainer with "
@@ -483,7 +483,7 @@ def as_program(target: Any) -> Any:
     return target
 
 
-def _steps_of(trainer: Any) -> Callable[[], None]:
+def _trainer_steps(trainer: Any) -> Callable[[], None]:
     """Trains a copy of the model with a copy of the Trainer, on the GPU that is there when it is called."""
 
     def train() -> None:
@@ -554,14 +554,14 @@ def run_script(
         tracer.ranks, in_node = script.ranks, gpus_of_node(script.ranks)
         sizes = (script.ranks, in_node, script.ranks // in_node, 0, 0, 0, "127.0.0.1", _free_port())
         os.environ.update(zip(_OF_TORCHRUN, map(str, sizes), strict=True))
-    steps = _Steps(script, tracer, progress, finish)
+    steps = _ScriptSteps(script, tracer, progress, finish)
     tracer.on_optimizer_made, tracer.on_optimizer_step = steps.made, steps.stepped
     tracer.on_parameter_update = steps.updated
     steps.begin(1)
     steps.start_watch()
     try:
         with tracer.in_phase("forward"):
-            _run(script)
+            _run_as_main(script)
     except SystemExit as error:
         failed = error.code not in (None, 0)
         if failed or not steps.trained:
@@ -577,7 +577,7 @@ def run_script(
     steps.check_trained()
 
 
-def _run(script: Script) -> None:
+def _run_as_main(script: Script) -> None:
     sys.argv = [script.path, *script.arguments]
     if script.module:
         sys.path.insert(0, os.getcwd())
@@ -633,7 +633,7 @@ def no_model_error(script: str) -> str:
     )
 
 
-class _Steps:
+class _ScriptSteps:
     """Counts the steps of every optimizer, and says when enough were seen."""
 
     def __init__(
