@@ -184,6 +184,10 @@ class DeprecatedName(FutureWarning):
     """An old name was used that is still accepted. The command line prints the message as one line."""
 
 
+class FixWarning(UserWarning):
+    """A fix leaves a part of the program as it is. The command line prints the message as one line."""
+
+
 def warn_deprecated(old: str, new: str) -> None:
     """`old` is still accepted; `new` replaces it. Both as the user writes them, e.g. "form: sick"."""
     warnings.warn(f"{old} is deprecated; use {new}", DeprecatedName, stacklevel=3)

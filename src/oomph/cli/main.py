@@ -30,6 +30,7 @@ from oomph.cli.train import run_train
 from oomph.errors import (
     DeprecatedName,
     ExitStatus,
+    FixWarning,
     OomphError,
     ProgramError,
     UserError,
@@ -105,7 +106,7 @@ def _command() -> Any:
 def run(arguments: Sequence[str]) -> int:
     """Run one command; errors are printed to stderr. Returns the exit status."""
     try:
-        with _deprecations_on_stderr():
+        with _warnings_on_stderr():
             # Not `app()`, which handles Ctrl-C, closed pipes and the end of the input in its own way.
             command = _command()
             _check_options_of_script(arguments)
@@ -145,14 +146,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 @contextmanager
-def _deprecations_on_stderr() -> Iterator[None]:
-    """Print a DeprecatedName warning as one line, without the place in our code that raised it."""
+def _warnings_on_stderr() -> Iterator[None]:
+    """Print our warnings as one line, without the place in our code that raised them."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", DeprecatedName)
         shown = warnings.showwarning
 
         def show(message: Warning | str, category: type[Warning], *where: Any) -> None:
-            if issubclass(category, DeprecatedName):
+            if issubclass(category, DeprecatedName | FixWarning):
                 print(f"oomph: {message}", file=sys.stderr)
             else:
                 shown(message, category, *where)

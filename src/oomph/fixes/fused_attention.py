@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oomph.errors import UserError
+from oomph.errors import FixWarning, UserError
 from oomph.fixes import causal_masks
 from oomph.fixes.causal_masks import constant_of, is_causal
 from oomph.fixes.journal import Journal
@@ -252,6 +252,7 @@ class AttentionScores(Expression):
             f"fix 'fused_attention': {program_line()}: {name} of attention scores is not fused, and the "
             f"matrix {list(self.shape)} is computed; use F.scaled_dot_product_attention or "
             "oomph.ops.attention(q, k, v, causal=..., bias=..., key_mask=..., scale=...) there",
+            FixWarning,
             stacklevel=2,
         )
 
