@@ -53,6 +53,12 @@ def test_what_happens_before_the_first_step_is_not_in_the_peak() -> None:
     assert (result.peak_event, result.peak_step) == (4, 1)
 
 
+def test_where_the_first_mark_begins_step_2_step_1_is_all_before_it() -> None:
+    result = run("+0 +1 -1 |2 +2 -2", [10 * MIB, 90 * MIB, 20 * MIB])
+    assert [(step.step, step.allocated) for step in result.steps] == [(1, 100 * MIB), (2, 30 * MIB)]
+    assert (result.peak_allocated, result.peak_event, result.peak_step) == (100 * MIB, 1, 1)
+
+
 def test_every_step_has_its_own_peak_its_reserved_memory_and_its_end() -> None:
     result = run("+0 |1 +1 -1 |2 +2 +1 -2 |3", [10 * MIB, 20 * MIB, 40 * MIB])
     assert result.steps == (

@@ -204,12 +204,13 @@ class _Steps:
     def begin(self, step: int, event: int) -> None:
         allocator = self._allocator
         start = Moment(event, allocator.allocated, allocator.reserved)
-        if self.marked:
+        if not self.marked and step == 1:  # before it is set-up: measured peaks do not contain it
+            self._starts = [start]
+        else:  # in a function's own loop the first mark is at the end of step 1
+            self._step = self._step or step - 1
             self.end()
             self._starts.append(start)
-        else:  # what came before the first step is set-up: measured peaks do not contain it
-            self._starts = [start]
-            self.marked = True
+        self.marked = True
         self._step = step
         allocator.reset_peak()
 
