@@ -326,6 +326,21 @@ def test_a_child_that_waits_for_a_lock_of_another_thread_is_started_again(
     thread.join()
 
 
+def test_a_fork_that_waits_for_a_thread_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_STUCK_S", 0.5)
+
+    def search(progress: object) -> str:
+        try:
+            list(isolation.run_forked([lambda: None], 1, continues=True))
+        except isolation.ContinueInFork:
+            time.sleep(60)
+        except isolation.ForkWaits:
+            return "waits"
+        return "ended"
+
+    assert isolation.run_isolated(search, lambda text, fraction: None) == "waits"
+
+
 def test_nothing_of_a_killed_prediction_goes_on() -> None:
     read, write = os.pipe()
 
