@@ -67,6 +67,14 @@ def test_saved_and_recomputed_products_give_the_same_gradients(lengths):
     assert_close(found, outcome(run, given), 1e-13)
 
 
+@pytest.mark.parametrize("size", [None, 4 * CHUNK])
+def test_packed_sequences_of_many_lengths_match_the_reference(size):
+    lengths = [5, 70, 0, CHUNK + 1, 1, 2 * CHUNK, 200, 0, 33]
+    given = inputs(1, sum(lengths), states=len(lengths))
+    found = outcome(kda, given, mode="chunked", cu_seqlens=boundaries(lengths), memory_chunk_size=size)
+    assert_close(found, outcome(one_by_one(kda_reference, lengths), given), 1e-13)
+
+
 def test_uninitialised_memory_is_not_read():
     given = inputs(2, 2 * CHUNK + 5, 2, 64, 64)
     right = outcome(kda_reference, given)

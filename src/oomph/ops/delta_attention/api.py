@@ -105,15 +105,8 @@ def kda(
             return _run_per_sequence(a, _run_sequential)
         if choice.settings["mode"] == "scan":
             return _run_per_sequence(a, _run_scan)
-        size = choice.settings["segment_tokens"]
-
-        def run_chunked(
-            a: KDAArguments, inputs: tuple[Tensor, ...], state: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            given = None if a.initial_state is None else state
-            return chunked.chunked_kda(inputs, given, a.state_dtype, a.scale, size)
-
-        return _run_per_sequence(a, run_chunked)
+        size, lengths = choice.settings["segment_tokens"], a.sequence_lengths()
+        return chunked.chunked_kda(a.inputs, a.initial_state, a.state_dtype, a.scale, size, lengths)
 
 
 def precompute_updates(
@@ -355,7 +348,7 @@ def _why_not_these_kernels(a: KDAArguments) -> str | None:
 
 
 def _torch_segment_tokens(a: KDAArguments) -> int:
-    costs = chunked.chunked_memory_costs(a.q, a.v, a.state_dtype)
+    costs = chunked.chunked_memory_costs(a.q, a.v, a.state_dtype, a.cu_seqlens is not None)
     default = chunked.default_segment_tokens(costs)
     return tokens_per_segment(a.tokens, chunked.CHUNK, costs, a.memory_chunk_size, a.memory_budget, default)
 

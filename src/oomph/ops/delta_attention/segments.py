@@ -1,7 +1,7 @@
 """Segments: the tokens that the chunked implementations process at a time, which bounds their memory.
 
-A segment is a range of tokens of every sequence (in the kernels, with packed sequences, of the packed
-tokens), in whole chunks. Forward saves the states at the starts of segments; backward recomputes everything
+A segment is a range of tokens of every sequence (with packed sequences, of the packed tokens), in whole
+chunks. Forward saves the states at the starts of segments; backward recomputes everything
 else, one segment at a time.
 """
 
