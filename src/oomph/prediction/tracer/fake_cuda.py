@@ -261,10 +261,9 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     own = Streams()
     own.on_synchronize = recorder.synchronize
     patches.set(sys.modules[__name__], "streams", own)
-    of_cuda = _cuda_answers(gpu, recorder, own)
     for owner, answers in (
-        (torch.cuda, of_cuda),
-        (torch.accelerator, _accelerator_answers(of_cuda)),
+        (torch.cuda, _cuda_answers(gpu, recorder, own)),
+        (torch.accelerator, _accelerator_answers(recorder, own)),
         (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing)),
     ):
         for name, function in answers.items():
@@ -465,15 +464,16 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
     }
 
 
-_OF_ACCELERATOR = (
-    *("is_available", "device_count", "current_stream", "set_stream"),
-    *("empty_cache", "memory_allocated", "synchronize"),
-)
-
-
-def _accelerator_answers(of_cuda: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+def _accelerator_answers(recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:
+    """Other functions than those of torch.cuda: Dynamo has a handler for each, by its identity."""
     return {
-        **{name: of_cuda[name] for name in _OF_ACCELERATOR},
+        "is_available": _answer(True),
+        "device_count": _answer(1),
+        "current_stream": lambda *a, **k: own.current,
+        "set_stream": lambda stream: own.set_current(stream),
+        "empty_cache": lambda *a, **k: recorder.mark("empty_cache"),
+        "memory_allocated": lambda *a, **k: recorder.live_bytes,
+        "synchronize": lambda *a, **k: own.report("synchronize device"),
         "current_accelerator": _answer(torch.device("cuda")),
         "current_device_index": _answer(0),
         "set_device_index": _nothing,
