@@ -10,9 +10,8 @@ import inspect
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
 
@@ -111,18 +110,31 @@ def _redirect_descriptor() -> int | None:
     return copy
 
 
-def _print_lines() -> Progress:
-    printed = time.monotonic()
+@contextmanager
+def _progress_lines() -> Iterator[Progress]:
+    """Print the newest text every few seconds, unless it is the one before."""
+    newest = ""
 
     def report(text: str, fraction: float | None) -> None:
-        nonlocal printed
-        if time.monotonic() - printed >= LINES_EVERY_S:
-            printed = time.monotonic()
-            done = "" if fraction is None else f" ({fraction:.0%})"
-            with suppress(OSError):
-                print(f"oomph: {text}{done}", file=sys.stderr, flush=True)
+        nonlocal newest
+        newest = text if fraction is None else f"{text} ({fraction:.0%})"
 
-    return report
+    def draw() -> None:
+        printed = ""
+        while not ended.wait(LINES_EVERY_S):
+            if newest != printed:
+                printed = newest
+                with _drawing, suppress(OSError):
+                    print(f"oomph: {printed}", file=sys.stderr, flush=True)
+
+    ended = threading.Event()
+    drawer = threading.Thread(target=draw, daemon=True)
+    drawer.start()
+    try:
+        yield report
+    finally:
+        ended.set()
+        drawer.join()
 
 
 @contextmanager
@@ -135,7 +147,8 @@ def progress_display(
     terminal; elsewhere `lines` prints a line every few seconds.
     """
     if not console.is_terminal:
-        yield _print_lines() if lines else lambda text, fraction: None
+        with _progress_lines() if lines else nullcontext(lambda text, fraction: None) as report:
+            yield report
         return
     from rich import progress as bars
 

@@ -72,7 +72,7 @@ def run_fixes(
             prediction = predict(workload, gpu=card, max=limit, progress=progress)
             return prediction, propose(prediction, workload, kinds=kinds, only=only or (), progress=progress)
 
-    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+    with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
         prediction, proposals = run_isolated(run, report)
     if as_json:
         write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
@@ -131,10 +131,12 @@ def run_verify(
 
     def run(progress: Progress) -> Verification:
         with open_target(target, overrides) as opened:
-            progress("running the model without the fixes and with them", None)
+            progress(
+                "running two steps on the CPU, then two with the fixes (smaller: --sizes B=1,T=16)", None
+            )
             return verify(uses, workload_of(opened, target), sizes=parsed)
 
-    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+    with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
         found = run_isolated(run, report)
     if as_json:
         write_stdout(json.dumps(verification_to_json(found), allow_nan=False) + "\n")
