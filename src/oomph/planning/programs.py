@@ -100,8 +100,16 @@ class WorkloadProgram:
 
 
 class _StoppedProgram:
-    """A program that trains a model of its own. `search` runs where it makes its optimizer, and forks of the
-    process continue from there, each with its fixes."""
+    """A program that trains a model of its own. It runs once, up to where it makes its optimizer, inside the
+    optimizer's constructor:
+
+    1. The first process, a child of the one that called `fit`, calls `search` there. When the search ends,
+       `finish` sends its plan to the parent and ends the process: the program never continues in it.
+    2. For each set of fixes, `search` forks. The fork leaves `search` by `ContinueInFork`, applies the fixes
+       to the model, returns from the constructor, traces the rest of the program and sends a Prediction.
+    3. `finish(None)`: the program cannot be forked here, since it has threads or made an optimizer before.
+       The parent then runs the whole program for each set.
+    """
 
     reduction: Reduction | None = None  # known after `proposals`
     _made: Any = None  # the optimizer, or the first model that is trained without one
