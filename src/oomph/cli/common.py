@@ -147,8 +147,8 @@ def progress_display(
     terminal; elsewhere `lines` prints a line every few seconds.
     """
     if not console.is_terminal:
-        with _progress_lines() if lines else nullcontext(lambda text, fraction: None) as report:
-            yield report
+        with _progress_lines() if lines else nullcontext(lambda text, fraction: None) as print_later:
+            yield print_later
         return
     from rich import progress as bars
 
