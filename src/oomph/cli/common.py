@@ -111,6 +111,19 @@ def _redirect_descriptor() -> int | None:
 
 
 @contextmanager
+def _in_thread(draw: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Run `draw` in a thread, until the event that it is given is set."""
+    ended = threading.Event()
+    drawer = threading.Thread(target=draw, args=(ended,), daemon=True)
+    drawer.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        drawer.join()
+
+
+@contextmanager
 def _progress_lines() -> Iterator[Progress]:
     """Print the newest text every few seconds, unless it is the one before."""
     newest = ""
@@ -119,7 +132,7 @@ def _progress_lines() -> Iterator[Progress]:
         nonlocal newest
         newest = text if fraction is None else f"{text} ({fraction:.0%})"
 
-    def draw() -> None:
+    def draw(ended: threading.Event) -> None:
         printed = ""
         while not ended.wait(LINES_EVERY_S):
             if newest != printed:
@@ -127,14 +140,8 @@ def _progress_lines() -> Iterator[Progress]:
                 with _drawing, suppress(OSError):
                     print(f"oomph: {printed}", file=sys.stderr, flush=True)
 
-    ended = threading.Event()
-    drawer = threading.Thread(target=draw, daemon=True)
-    drawer.start()
-    try:
+    with _in_thread(draw):
         yield report
-    finally:
-        ended.set()
-        drawer.join()
 
 
 @contextmanager
@@ -169,7 +176,7 @@ def progress_display(
         else:
             progress.update(task, description=text, total=1.0, completed=fraction)
 
-    def draw() -> None:
+    def draw(ended: threading.Event) -> None:
         if ended.wait(delay):
             return
         with _drawing:
@@ -178,14 +185,10 @@ def progress_display(
             with _drawing:
                 progress.refresh()
 
-    ended = threading.Event()
-    drawer = threading.Thread(target=draw, daemon=True)
-    drawer.start()
     try:
-        yield report
+        with _in_thread(draw):
+            yield report
     finally:
-        ended.set()
-        drawer.join()
         progress.stop()
 
 
