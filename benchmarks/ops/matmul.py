@@ -120,7 +120,7 @@ def tiles_of(tile: MatmulTile) -> str:
 
 
 def by_tile(tile: MatmulTile) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda a, b: tiled_matmul(a, b, tile=tile, impl="triton")
+    return lambda a, b: tiled_matmul(a, b, tile)
 
 
 def time_in_turns(calls: Sequence[Callable[[], object]], rounds: int, cache: Tensor) -> list[list[float]]:
