@@ -252,9 +252,9 @@ PEERS = {
 FIGURES = {"perplexity": "perplexity {:,.1f}", "psnr": "{:.2f} dB", "matching": "matching {:.4g}"}
 
 
-def training(results: Path = RESULTS) -> str:
+def training() -> str:
     """Every run; nothing while none is stored. Runs with several seeds are in the table of the solutions."""
-    rows = [row for row in stored(results / "training.csv") if ", seed " not in row["name"]]
+    rows = [row for row in stored(RESULTS / "training.csv") if ", seed " not in row["name"]]
     if not rows:
         return ""
     lines = [
@@ -290,17 +290,10 @@ def _speed(row: Mapping[str, str]) -> str:
     return f"({speed})" if row.get("alone") == "False" else speed
 
 
-def _falls(row: Mapping[str, str]) -> bool:
-    """By held-out batches where they were looked at before and after: one batch differs from another."""
-    if row.get("matching_at_start"):
-        return float(row["matching"]) < float(row["matching_at_start"])
-    return float(row["last_loss"]) < float(row["first_loss"])
-
-
-def long_context(results: Path = RESULTS) -> str:
+def long_context() -> str:
     """Report 002's model on one card, and the peer at the longest context that it has there."""
-    runs = {row["name"]: row for row in stored(results / "training.csv")}
-    peers = stored(results / "longctx_peer_h200.csv")
+    runs = {row["name"]: row for row in stored(RESULTS / "training.csv")}
+    peers = stored(RESULTS / "longctx_peer_h200.csv")
     if not peers or not runs.keys() >= LONG_RUNS.keys():
         return ""
     lines = [
@@ -328,8 +321,8 @@ def long_context(results: Path = RESULTS) -> str:
     return "\n".join(lines)
 
 
-def overhead(results: Path = RESULTS) -> str:
-    rows = stored(results / "training_overhead_h200.csv")
+def overhead() -> str:
+    rows = stored(RESULTS / "training_overhead_h200.csv")
     if not rows:
         return ""
     lines = [

@@ -153,10 +153,6 @@ class Browser:
     def prefer(self, scheme: str) -> None:
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def screenshot(self, file: Path, whole: bool = False) -> None:
-        given: dict[str, Any] = {}
-        if whole:
-            size = self.send("Page.getLayoutMetrics")["cssContentSize"]
-            given = {"captureBeyondViewport": True, "clip": {**size, "scale": 1}}
-        answer = self.send("Page.captureScreenshot", format="png", **given)
+    def screenshot(self, file: Path) -> None:
+        answer = self.send("Page.captureScreenshot", format="png")
         file.write_bytes(base64.b64decode(answer["data"]))

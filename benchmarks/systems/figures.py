@@ -44,7 +44,7 @@ def part_rows(measured: Mapping[str, Any], predicted: Mapping[str, Any]) -> list
     return rows
 
 
-def collect(results: Path = RESULTS) -> Rows:
+def collect() -> Rows:
     found: Rows = {}
 
     def add(name: str, kind: str, field: str, value: str | float | None, unit: float = 1) -> None:
@@ -52,20 +52,20 @@ def collect(results: Path = RESULTS) -> Rows:
             of_row = found.setdefault(name, {"predicted": {}, "measured": {}})
             of_row[kind][field] = float(value) * unit  # type: ignore[arg-type]
 
-    for name, fields in json.loads((results / PREDICTED.name).read_text()).items():
+    for name, fields in json.loads((RESULTS / PREDICTED.name).read_text()).items():
         for field, value in fields.items():
             add(name, "predicted", field, value)
-    for row in rows_of(results / "systems.csv"):
+    for row in rows_of(RESULTS / "systems.csv"):
         if not row["other_ms"]:
             add(row["name"], "measured", "peak", row["measured_mib"], MiB)
             add(row["name"], "measured", "ms", row["measured_ms"])
-    for row in rows_of(results / "parts.csv"):
+    for row in rows_of(RESULTS / "parts.csv"):
         add(row["name"], "measured", row["field"], row["measured"])
-    for row in rows_of(results / "ops_h200.csv"):
+    for row in rows_of(RESULTS / "ops_h200.csv"):
         if (row["op"], row["shape"]) in OPS:
             add(f"op {row['op']} {row['contender']}", "measured", "peak", row["peak_mib"], MiB)
             add(f"op {row['op']} {row['contender']}", "measured", "ms", row["median_ms"])
-    runs = rows_of(results / "training.csv")
+    runs = rows_of(RESULTS / "training.csv")
     for row in runs:
         name = f"training {row['name']}"
         add(name, "measured", "peak", row["measured_mib"], MiB)
@@ -76,17 +76,17 @@ def collect(results: Path = RESULTS) -> Rows:
         add(f"training {name}, {SEEDS} seeds", "measured", "psnr", statistics.mean(values))
         add(f"training {name}, {SEEDS} seeds", "measured", "spread", max(values) - min(values))
     decoders: dict[str, list[float]] = {}  # in miniature, on the CPU
-    for row in rows_of(results / "held_out.csv"):
+    for row in rows_of(RESULTS / "held_out.csv"):
         if row["run"].startswith("ginr_tiny ") and row["metric"] == "psnr":
             decoders.setdefault(row["run"], []).append(float(row["after"]))
     for name, values in decoders.items():
         add(f"training {name}", "predicted", "psnr", statistics.mean(values))
         add(f"training {name}", "predicted", "spread", max(values) - min(values))
-    for row in rows_of(results / "stories.csv"):
+    for row in rows_of(RESULTS / "stories.csv"):
         add(f"story {row['system']} {row['form']}", "predicted", "peak", row["needs_gib"], 2**30)
-    for row in rows_of(results / "ranks_simulated.csv"):
+    for row in rows_of(RESULTS / "ranks_simulated.csv"):
         add(row["run"], "predicted", "peak", row["predicted_allocated"])
-    for row in rows_of(results / "matmul.csv"):
+    for row in rows_of(RESULTS / "matmul.csv"):
         if row["dtype"] == "float32":
             shape = "x".join(row[key] for key in "mnk")
             add(f"matmul {shape} {row['method']}", "measured", "ms", row["median_ms"])

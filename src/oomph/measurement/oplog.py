@@ -104,8 +104,8 @@ class Counters(NamedTuple):
 class CudaCounters:
     """Reads the caching allocator's counters, and the size of every request made while recording."""
 
-    def __init__(self, device: int | None = None) -> None:
-        self.device = torch.cuda.current_device() if device is None else device
+    def __init__(self) -> None:
+        self.device = torch.cuda.current_device()
 
     def start(self) -> None:
         with contextlib.suppress(Exception):  # without it the rows only lack single sizes

@@ -430,11 +430,11 @@ def described(value: Any, depth: int = 0) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _listed(parts: list[str], most: int = 4) -> str:
+def _listed(parts: list[str]) -> str:
     if not parts:
         return ", empty"
-    if len(parts) > most:
-        parts = [*parts[: most - 1], f"{len(parts) - most + 1} more"]
+    if len(parts) > 4:
+        parts = [*parts[:3], f"{len(parts) - 3} more"]
     return f" of {', '.join(parts[:-1])}{' and ' if parts[1:] else ''}{parts[-1]}"
 
 

@@ -124,14 +124,14 @@ class CausalAttention(nn.Module):
 class MLP(nn.Module):
     """down(act(up x)). oomph.nn.GatedMLP is the gated one."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, activation: str, bias: bool = True) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             valid = ", ".join(map(repr, ACTIVATIONS))
             raise ArgumentError(f"activation={activation!r} is not valid; choose from {valid}")
         self.activation = activation
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(ACTIVATIONS[self.activation](self.up_proj(x)))  # type: ignore[no-any-return]

@@ -151,9 +151,9 @@ def chunked_loss(
     return total / (labels_BT != -100).sum()
 
 
-def should_chunk(seq_len: int, vocab_size: int, itemsize: int = 2) -> bool:
-    """The report's rule: above "10 GB" of logits. `model.py` needs none: it holds no logits at any length."""
-    return seq_len * vocab_size * itemsize > 10 * 2**30
+def should_chunk(seq_len: int, vocab_size: int) -> bool:
+    """The report's rule: above "10 GB" of bf16 logits. `model.py` needs none: it never holds all logits."""
+    return seq_len * vocab_size * 2 > 10 * 2**30
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:

@@ -393,9 +393,9 @@ class NPTModel(nn.Module):
         assert isinstance(loss, Tensor)
         return loss
 
-    def teacher_logits(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+    def teacher_logits(self, input_ids: Tensor) -> Tensor:
         """The logits of the original model."""
-        logits: Tensor = _head(self.base)(self._hidden("teacher", input_ids, attention_mask))
+        logits: Tensor = _head(self.base)(self._hidden("teacher", input_ids, None))
         return logits
 
     def _hidden(self, role: str, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -97,11 +97,11 @@ class NaivePythia(Pythia):
 class ResidentBatches(Pythia):
     """Pythia with all batches of the data set on the GPU, as the report's program had them before its fix."""
 
-    def __init__(self, config: PythiaConfig, tokens: int = WIKITEXT_2_WORDS) -> None:
+    def __init__(self, config: PythiaConfig) -> None:
         super().__init__(config)
         self.register_buffer(
             "batches",
-            torch.zeros(tokens // config.seq_len, config.seq_len, dtype=torch.long),
+            torch.zeros(WIKITEXT_2_WORDS // config.seq_len, config.seq_len, dtype=torch.long),
             persistent=False,
         )
 
