@@ -3,7 +3,7 @@
 python -m benchmarks.fixes.breadth [names...] [--out F]     # results/fit_breadth.csv; eight minutes
 
 What is expected is written here, by what a model and its step are; what applies is what `oomph fit` would
-price: it is proposed, and the model takes it.
+estimate: it is proposed, and the model takes it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The step with two blocks of each list of identical ones, whose events are edited to stand for all of them.
+"""The step with two blocks of each list of identical ones, whose events are scaled to all of them.
 
-Blocks of one kind allocate and compute the same. So fixes are priced on a model with two of them, which is
+Blocks of one kind allocate and compute the same. So fixes are estimated on a model with two of them, which is
 traced in a fraction of the time: the first one's parameters, gradients, optimizer state and what it saves for
 backward are counted for all blocks but the last, and the difference in time for every block.
 """

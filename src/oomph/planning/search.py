@@ -1,15 +1,16 @@
 """oomph.fit: the cheapest set of fixes with which a training step fits.
 
-Every fix that applies is priced by itself: by a prediction, or where the model has many identical blocks by
-one of a model with two of them, whose events are edited to stand for all (reduced.py). That gives its step
-time and, for the highest moment of each part of the step (forward, loss, backward, optimizer), what it leaves
-of parameters, gradients, activations and so on. Several fixes together are estimated to leave the product of
-these shares and to take the sum of their times; sets that come close to the limit are priced together, too.
-Sets are predicted in the order of their estimated times, with and without what they are not estimated to
-need, until no other is estimated to fit and be faster. Identical blocks need only a count: how many of them
-are checkpointed is interpolated.
+1. Every fix that applies is predicted by itself. Where the model has many identical blocks, a model with two
+   of them is predicted instead, and its events are scaled to the whole one (reduced.py). The result is an
+   estimate: the step time and, at the highest moment of each part of the step (forward, loss, backward,
+   optimizer), the bytes of parameters, gradients, activations and so on.
+2. A set of fixes is estimated from those of its fixes: the shares of memory that each leaves are multiplied,
+   the times that each adds are summed. A set that comes close to the limit gets a joint estimate: two blocks
+   are predicted with all its fixes. How many blocks are checkpointed is interpolated between none and all.
+3. Sets are predicted in full in the order of their estimated times, first without the fixes that they are
+   estimated not to need, until no other set is estimated to fit and to be faster.
 
-torch.compile decides for the whole graph what it saves: it is priced with all blocks, and only if it is
+torch.compile decides for the whole graph what it saves: it is predicted with all blocks, and only if it is
 allowed, because its prediction takes as long as the compiler.
 """
 
@@ -71,22 +72,27 @@ PhaseMemory = Mapping[str, Mapping[str, int]]
 # Fixes that are used together; those of one group belong together.
 Groups = tuple[tuple[Proposal, ...], ...]
 
-_MAX_PREDICTED_SETS = 6  # then the search ends with the best one
-_MAX_PRICED_SETS = 10  # by a prediction of the reduced model with all their fixes
-_PRICED_UP_TO_LIMIT = 1.1  # x limit: sets estimated to need more are not priced together
-_MAX_BLOCK_COUNTS = 8  # different numbers of checkpointed blocks
-_PRICED_FROM_LIMIT = 0.8  # x limit: sets estimated to need more are priced together first
-_TRIED_BELOW_TIME = 0.99  # x best time so far: slower sets are not predicted
-_DROPPED_BELOW_LIMIT = 0.99  # x limit: fixes are dropped while the estimate stays below it
-_REDUCED_ERROR = 0.02  # x peak: largest error of the reduced model
-_SHOWN_BELOW_MEMORY = 0.85  # x memory of a faster set: a slower set is shown if it needs less
-_SAME_TIME = 0.005  # sets whose times differ by less are ordered by the number of fixes
-_OF_ACTIVATIONS = ("activation_checkpointing", "activation_offloading")
+# Limits of the search. They are guesses, checked together: with them `fit` finds a plan as fast as the best
+# of all sets in every row of benchmarks/results/fit_quality.csv, and takes the times of fit_time.csv.
+# "x ...": what the number is a factor of.
+_MAX_PREDICTED_SETS = 6  # After so many full predictions the search ends with the best set.
+_MAX_JOINT_ESTIMATES = 10  # After so many joint estimates, sets are estimated from their single fixes only.
+_JOINT_ESTIMATE_BELOW = 1.1  # x limit: a set that needs more by its single fixes gets no joint estimate.
+_JOINT_ESTIMATE_ABOVE = 0.8  # x limit: a set that needs less is predicted in full without a joint estimate.
+_MAX_BLOCK_COUNTS = 8  # At most so many different numbers of checkpointed blocks are considered.
+_PREDICT_BELOW_TIME = 0.99  # x time of the best set so far: a set estimated to be slower is not predicted.
+_DROP_FIXES_BELOW = 0.99  # x limit: fixes are dropped from a set while its estimate stays below this.
+_MAX_REDUCED_ERROR = 0.02  # x peak: if two blocks give a peak that is farther off, all blocks are predicted.
+_MIN_SAVING = 0.005  # x peak: a fix that saves less in every part of the step is left out.
+_SAME_TIME = 0.005  # x step time: sets whose times differ by less are ordered by the number of fixes.
+_SHOW_BELOW_MEMORY = 0.85  # x memory of a faster set: an estimated set is listed only if it needs less.
+
+_ACTIVATION_FIXES = ("activation_checkpointing", "activation_offloading")
 
 
 @dataclass(frozen=True, eq=False)
-class _Price:
-    """What fixes are estimated to leave and cost."""
+class _Estimate:
+    """The memory and time of a step with some fixes, predicted or estimated."""
 
     parts: PhaseMemory
     costs: Costs
@@ -110,9 +116,9 @@ class _Option:
 
     group: tuple[Proposal, ...]
     fixes: Fixes
-    price: _Price
+    estimate: _Estimate
     share: float = 1.0  # of the blocks that `group` changes
-    is_bound: bool = False  # `price` is the least that it may be, from those of other options
+    is_lower_bound: bool = False  # `estimate` is no more than the least it may take, from other options
 
 
 @dataclass(eq=False)
@@ -122,7 +128,7 @@ class _Set:
     options: tuple[_Option, ...]
     peak: float  # bytes that the allocator reserves
     seconds: float
-    jointly: bool  # estimated for all together, not from each option by itself
+    is_joint: bool  # from a prediction with all options, not from each by itself
     reserve: float = 1.0  # bytes reserved per byte allocated
 
     @property
@@ -148,8 +154,10 @@ class _Set:
 
 @dataclass(frozen=True)
 class _Trial:
-    priced: PricedFixes
-    price: _Price
+    """A set of fixes that was predicted with the whole model."""
+
+    result: PricedFixes
+    estimate: _Estimate
 
 
 def fit(
@@ -224,8 +232,8 @@ class _Search:
     def __init__(self, program: Program, card: GPU, limit: int, host: int) -> None:
         self.program, self.card, self.limit, self.host = program, card, limit, host
         self.trials: dict[Any, _Trial] = {}
-        self.prices: dict[Any, _Price] = {}
-        self.reduced: _Price | None = None  # the reduced model without fixes, if it stands for the whole
+        self.estimates: dict[Any, _Estimate] = {}
+        self.reduced: _Estimate | None = None  # the reduced model without fixes, if it gives the same peak
         self.sets: list[_Set] = []  # not predicted
         self.began = time.perf_counter()
         self.first = 0.0  # seconds that the first prediction took
@@ -236,16 +244,16 @@ class _Search:
         prediction = self.program.predict()
         self.first = time.perf_counter() - self.began
         self.base = base = self._trial((), prediction)
-        self.seconds, self.margin = base.priced.step_seconds, prediction.margin
+        self.seconds, self.margin = base.result.step_seconds, prediction.margin
         self.growth = prediction.growth.bytes if prediction.growth is not None else 0
-        reason = "" if base.priced.fits else self._why_none_fits(prediction)
-        if base.priced.fits or reason:
+        reason = "" if base.result.fits else self._why_none_fits(prediction)
+        if base.result.fits or reason:
             return self._plan(kinds, base, Proposals(reason=reason))
 
         def search(progress: Progress) -> Plan:
             proposals = self.program.proposals(prediction)
             chosen = self._search([one for one in proposals.found if one.kind in kinds], progress)
-            needs = () if chosen.priced.fits else self._needs(proposals.found, kinds, progress)
+            needs = () if chosen.result.fits else self._needs(proposals.found, kinds, progress)
             return self._plan(kinds, chosen, proposals, needs)
 
         return self.program.search(search, progress)
@@ -259,19 +267,19 @@ class _Search:
     ) -> Plan:
         conditions = {one.fix: one.condition for one in proposals.found if one.condition}
         return Plan(
-            fixes=chosen.priced.fixes,
-            fits=chosen.priced.fits,
+            fixes=chosen.result.fixes,
+            fits=chosen.result.fits,
             gpu=self.card.name,
             gpu_title=self.card.title,
             limit=self.limit,
             is_budget=self.limit < self.card.memory - self.card.context,
-            before=self.base.priced,
-            after=chosen.priced,
+            before=self.base.result,
+            after=chosen.result,
             allowed=kinds,
             model=_in_words(proposals.model_id),
             front=self._front(kinds),
             conditions=tuple(
-                f"{use.fix}: {conditions[use.fix]}" for use in chosen.priced.fixes if use.fix in conditions
+                f"{use.fix}: {conditions[use.fix]}" for use in chosen.result.fixes if use.fix in conditions
             ),
             needs=needs,
             model_id=proposals.model_id,
@@ -293,13 +301,13 @@ class _Search:
     def _needs(
         self, found: Sequence[Proposal], kinds: tuple[FixKind, ...], progress: Progress
     ) -> tuple[FixKind, ...]:
-        """The kinds that would have to be allowed besides, for a set that fits."""
+        """The kinds that would have to be allowed for a set that fits."""
         for kind in FIX_KINDS:
             if kind not in kinds and kind != "compile":
                 kinds = (*kinds, kind)
                 chosen = self._search([one for one in found if one.kind in kinds], progress)
-                if chosen.priced.fits:
-                    used = {find(use.fix).kind for use in chosen.priced.fixes}
+                if chosen.result.fits:
+                    used = {find(use.fix).kind for use in chosen.result.fixes}
                     return tuple(each for each in FIX_KINDS if each in used)
         return ()
 
@@ -349,7 +357,7 @@ class _Search:
         parts = _parts(prediction.events, prediction.allocations)
         trial = _Trial(
             PricedFixes(fixes, prediction.peak, fits, seconds, slowdown, host),
-            _Price(
+            _Estimate(
                 parts,
                 costs(prediction, self.card.host_link),
                 host,
@@ -359,22 +367,22 @@ class _Search:
         self.trials[_key(fixes)] = trial
         return trial
 
-    # ---------------------------------------------------------------------------------------- prices
+    # ---------------------------------------------------------------------------------------- estimates
 
-    def _price(self, candidates: Sequence[Groups], progress: Progress, what: str) -> None:
-        """Fill `prices`. Fixes that refuse the model, or each other, get none."""
-        new = [each for each in candidates if _key(_uses(each)) not in self.prices]
+    def _estimate_fixes(self, candidates: Sequence[Groups], progress: Progress, what: str) -> None:
+        """Fill `estimates` for the candidates. Fixes that refuse the model, or each other, get none."""
+        new = [each for each in candidates if _key(_uses(each)) not in self.estimates]
         if self.program.reduction is not None:
             compiled = [each for each in new if _flat(each)[0].fix == "compile"]
-            self._price_reduced([each for each in new if each not in compiled], progress, what)
+            self._estimate_reduced([each for each in new if each not in compiled], progress, what)
             if self.reduced is not None:
                 new, what = compiled, "predicting torch.compile"
         if new:
             for trial in self._predict([_uses(each) for each in new], progress, what):
-                self.prices[_key(trial.priced.fixes)] = trial.price
+                self.estimates[_key(trial.result.fixes)] = trial.estimate
 
-    def _price_reduced(self, new: Sequence[Groups], progress: Progress, what: str) -> None:
-        """By predictions of the reduced model, if that without fixes stands for the whole one."""
+    def _estimate_reduced(self, new: Sequence[Groups], progress: Progress, what: str) -> None:
+        """Fill `estimates` from predictions of the reduced model, if it gives the whole one's peak."""
         reduction, link = self.program.reduction, self.card.host_link
         assert reduction is not None
         if self.reduced is None:
@@ -382,7 +390,7 @@ class _Search:
         if self.reduced is None:
             self.program.reduction = None
             return
-        base = self.base.price
+        base = self.base.estimate
         sets = [tuple(map(reduction.use, _flat(each))) for each in new]
         reduced = self.program.predict_reduced(sets)
         found = dict(self._results(reduced, len(sets), progress, what, whole=False))
@@ -391,22 +399,22 @@ class _Search:
             if len(each) == 1:
                 whole = reduction.costs(each[0][-1], now, self.reduced.costs, base.costs)
             else:
-                alone = [self.prices[_key(_uses([group]))] for group in each]
+                alone = [self.estimates[_key(_uses([group]))] for group in each]
                 pairs = [(one.reduced, one.costs) for one in alone]
                 whole = joint_costs(now, self.reduced.costs, base.costs, pairs)
             left = _parts(prediction.events, reduction.allocations(prediction))
             host = max(reduction.host_bytes(one, _host_bytes(prediction)) for one in _flat(each))
-            self.prices[_key(_uses(each))] = _Price(left, whole, host, now)
+            self.estimates[_key(_uses(each))] = _Estimate(left, whole, host, now)
 
     def _check_reduced(self, reduction: Reduction, progress: Progress) -> None:
         """Set `reduced` if the events of the reduced model, edited, give the peak of the whole one."""
         reduced = self.program.predict_reduced([()])
         for _, without in self._results(reduced, 1, progress, "predicting two of the blocks", whole=False):
             parts = _parts(without.events, reduction.allocations(without))
-            if _is_like(parts, self.base.price.parts):
-                self.reduced = _Price(parts, costs(without, self.card.host_link))
+            if _has_same_peak(parts, self.base.estimate.parts):
+                self.reduced = _Estimate(parts, costs(without, self.card.host_link))
                 # What fixes leave is compared with this: its highest moments are those of the same blocks.
-                self.base = replace(self.base, price=replace(self.base.price, parts=parts))
+                self.base = replace(self.base, estimate=replace(self.base.estimate, parts=parts))
 
     def _axes(self, proposals: Sequence[Proposal], progress: Progress) -> list[list[_Option]]:
         """For each fix its options; options of one axis exclude each other."""
@@ -414,7 +422,7 @@ class _Search:
         groups: list[tuple[Proposal, ...]] = [
             (one,)
             for one in proposals
-            if (one.fix not in _OF_ACTIVATIONS or "blocks" not in one.options)  # counts are interpolated
+            if (one.fix not in _ACTIVATION_FIXES or "blocks" not in one.options)  # counts are interpolated
             and (one.fix != "no_foreach" or "fused_optimizer" not in first)  # which is better at all it does
         ]
         offloading = first.get("activation_offloading")
@@ -424,72 +432,79 @@ class _Search:
             if one.fix == "activation_checkpointing" and offloading is not None
             if "blocks" not in one.options and one.options.get("keep") != "products"
         ]
-        slow = [group for group in groups if self._bounding(group, first)]
+        slow = [group for group in groups if self._bounding_proposals(group, first)]
         at_once = [(group,) for group in groups if group not in slow and group[0].fix != "allocator"]
-        self._price(at_once, progress, "pricing each fix by itself")
+        self._estimate_fixes(at_once, progress, "estimating each fix by itself")
         for one in proposals:
             if one.fix == "allocator":  # the events are the same; what is reserved for them is known
-                share = 1 - (one.saving or 0) / self.base.priced.peak.reserved
-                self.prices[_key((one.use,))] = replace(
-                    self.base.price, reserve=share * self.base.price.reserve
+                share = 1 - (one.saving or 0) / self.base.result.peak.reserved
+                self.estimates[_key((one.use,))] = replace(
+                    self.base.estimate, reserve=share * self.base.estimate.reserve
                 )
         axes: dict[str, list[_Option]] = {}
         for group in groups:
-            price = self.prices.get(_key(_uses([group])))
-            is_bound = price is None and group in slow
-            price = self._bound(group, first) if is_bound else price
-            if price is None:
+            estimate = self.estimates.get(_key(_uses([group])))
+            is_lower_bound = estimate is None and group in slow
+            estimate = self._lower_bound(group, first) if is_lower_bound else estimate
+            if estimate is None:
                 continue
-            axis = "activations" if group[0].fix in _OF_ACTIVATIONS else group[0].fix
-            axes.setdefault(axis, []).append(_Option(group, _uses([group]), price, is_bound=is_bound))
+            axis = "activations" if group[0].fix in _ACTIVATION_FIXES else group[0].fix
+            axes.setdefault(axis, []).append(
+                _Option(group, _uses([group]), estimate, is_lower_bound=is_lower_bound)
+            )
             if axis == "activations" and len(group) == 1:
-                axes[axis] += self._counted(group[0], price)
-        free = [one for axis in axes.values() for one in axis if one.is_bound and self._is_free(one)]
-        refused = self._replace_bounds(free, progress)
+                axes[axis] += self._for_fewer_blocks(group[0], estimate)
+        free = [one for axis in axes.values() for one in axis if one.is_lower_bound and self._is_free(one)]
+        refused = self._replace_lower_bounds(free, progress)
         return [[one for one in axis if one not in refused] for axis in axes.values()]
 
-    def _bounding(self, group: tuple[Proposal, ...], first: Mapping[str, Proposal]) -> tuple[Proposal, ...]:
-        """Other proposals whose prices bound that of the group: no plan has it if one with them is faster."""
+    def _bounding_proposals(
+        self, group: tuple[Proposal, ...], first: Mapping[str, Proposal]
+    ) -> tuple[Proposal, ...]:
+        """Other proposals, whose estimates give a lower bound of the group's memory and time. The group is
+        predicted only if a set with this lower bound would be the fastest."""
         if len(group) > 1:  # checkpoints that are offloaded
             return group
         fewest = first[group[0].fix]
         return (fewest,) if group[0].fix == "micro_batches" and group[0] is not fewest else ()
 
-    def _bound(self, group: tuple[Proposal, ...], first: Mapping[str, Proposal]) -> _Price | None:
-        """The least memory and time that the group may take."""
-        bounding = self._bounding(group, first)
-        prices = [self.prices[_key((one.use,))] for one in bounding if _key((one.use,)) in self.prices]
-        if len(prices) < len(bounding):  # one of them refuses the model
+    def _lower_bound(self, group: tuple[Proposal, ...], first: Mapping[str, Proposal]) -> _Estimate | None:
+        """No more than the memory and time that the group takes."""
+        bounding = self._bounding_proposals(group, first)
+        estimates = [
+            self.estimates[_key((one.use,))] for one in bounding if _key((one.use,)) in self.estimates
+        ]
+        if len(estimates) < len(bounding):  # one of them refuses the model
             return None
         if len(group) > 1:
 
             def left(part: str, what: str) -> int:
-                sizes = (one.parts.get(part, {}).get(what, 0) for one in prices)
+                sizes = (one.parts.get(part, {}).get(what, 0) for one in estimates)
                 return 0 if what == "forward activations" else min(sizes)
 
-            return _Price(_for_all(left, *prices), prices[0].costs)
+            return _Estimate(_for_all(left, *estimates), estimates[0].costs)
         parts, fewest = (one.options["parts"] for one in (group[0], bounding[0]))
-        least = _between(self.base.price, prices[0], (1 - 1 / parts) / (1 - 1 / fewest))
-        return replace(least, costs=prices[0].costs)
+        least = _interpolated(self.base.estimate, estimates[0], (1 - 1 / parts) / (1 - 1 / fewest))
+        return replace(least, costs=estimates[0].costs)
 
-    def _replace_bounds(self, options: Sequence[_Option], progress: Progress) -> list[_Option]:
-        """By prices; returns those that refuse the model."""
+    def _replace_lower_bounds(self, options: Sequence[_Option], progress: Progress) -> list[_Option]:
+        """Predict the options whose lower bounds are known. Returns those that refuse the model."""
         names = ", ".join(one.fix for option in options for one in option.group)
-        self._price([(option.group,) for option in options], progress, f"pricing {names}")
+        self._estimate_fixes([(option.group,) for option in options], progress, f"estimating {names}")
         for option in options:
-            option.is_bound = _key(option.fixes) not in self.prices
-            option.price = self.prices.get(_key(option.fixes), option.price)
-        return [option for option in options if option.is_bound]
+            option.is_lower_bound = _key(option.fixes) not in self.estimates
+            option.estimate = self.estimates.get(_key(option.fixes), option.estimate)
+        return [option for option in options if option.is_lower_bound]
 
-    def _counted(self, proposal: Proposal, price: _Price) -> Iterator[_Option]:
-        """The same for fewer of the blocks, interpolated."""
+    def _for_fewer_blocks(self, proposal: Proposal, estimate: _Estimate) -> Iterator[_Option]:
+        """The same fix in fewer of the blocks, interpolated."""
         names = proposal.where
         for step in range(1, _MAX_BLOCK_COUNTS):
             count = round(len(names) * step / _MAX_BLOCK_COUNTS)
             if 0 < count < len(names):
                 options = {**proposal.options, "blocks": list(names[:count])}
                 use, share = replace(proposal.use, options=options), count / len(names)
-                yield _Option((proposal,), (use,), _between(self.base.price, price, share), share)
+                yield _Option((proposal,), (use,), _interpolated(self.base.estimate, estimate, share), share)
 
     # ----------------------------------------------------------------------------------------- search
 
@@ -500,44 +515,47 @@ class _Search:
         """
         self.sets = sets = self._sets(self._axes(proposals, progress))
         closest = min(self.trials.values(), key=_closeness)
-        joint, tries, optimism, most_allocated = 0, 0, 1.0, float(self.limit)
-        margin = 1 + self.margin / self.base.priced.peak.reserved
+        joint_estimates, tries, most_allocated = 0, 0, float(self.limit)
+        underestimate = 1.0  # the largest ratio of a predicted to an estimated peak so far
+        margin = 1 + self.margin / self.base.result.peak.reserved
         while tries < _MAX_PREDICTED_SETS:
-            most = _TRIED_BELOW_TIME * closest.priced.step_seconds if closest.priced.fits else math.inf
-            may_be_priced = self.reduced is not None and joint < _MAX_PRICED_SETS
-            slack = 1 / _PRICED_UP_TO_LIMIT if may_be_priced else optimism  # of each option by itself
+            most = _PREDICT_BELOW_TIME * closest.result.step_seconds if closest.result.fits else math.inf
+            may_estimate_jointly = self.reduced is not None and joint_estimates < _MAX_JOINT_ESTIMATES
+            factor = 1 / _JOINT_ESTIMATE_BELOW if may_estimate_jointly else underestimate
             fitting = (
                 one
                 for one in sets
                 if one.seconds < most
-                and one.peak * margin * (1.0 if one.jointly else optimism if one.is_compiled else slack)
+                and one.peak
+                * margin
+                * (1.0 if one.is_joint else underestimate if one.is_compiled else factor)
                 <= self.limit
             )
             chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
-            may_release = chosen is None  # cached memory: what is allocated has to fit
-            if may_release:
+            may_release = chosen is None
+            if may_release:  # the allocator releases cached memory: only what is allocated has to fit
                 smaller = (one for one in sets if one.allocated * margin < most_allocated)
                 fitting = (one for one in smaller if one.seconds < most)
                 chosen = min(fitting, key=lambda one: one.rank(self.seconds), default=None)
             if chosen is None:
                 break
-            if bounds := [option for option in chosen.options if option.is_bound]:
-                refused = self._replace_bounds(bounds, progress)
+            if bounds := [option for option in chosen.options if option.is_lower_bound]:
+                refused = self._replace_lower_bounds(bounds, progress)
                 sets[:] = [one for one in sets if not any(option in refused for option in one.options)]
                 for one in sets:
                     if any(option in bounds for option in one.options):
-                        self._estimate(one)
+                        self._estimate_set(one)
                 continue
             text = f"predicting {', '.join(use.fix for use in chosen.fixes)}"
-            may_be_priced &= not chosen.jointly and not chosen.is_compiled
-            if may_be_priced and chosen.peak > _PRICED_FROM_LIMIT * self.limit:
-                joint += 1
-                families = {_key(_uses(each)): each for each in self._families(chosen.options) if each}
-                self._price(list(families.values()), progress, text.replace("predicting", "pricing"))
+            may_estimate_jointly &= not chosen.is_joint and not chosen.is_compiled
+            if may_estimate_jointly and chosen.peak > _JOINT_ESTIMATE_ABOVE * self.limit:
+                joint_estimates += 1
+                ends = {_key(_uses(each)): each for each in self._interpolation_ends(chosen.options) if each}
+                self._estimate_fixes(list(ends.values()), progress, text.replace("predicting", "estimating"))
                 for one in sets:
                     if one.groups == chosen.groups:
-                        self._estimate(one)
-                chosen.jointly = True  # also where they refuse each other
+                        self._estimate_set(one)
+                chosen.is_joint = True  # also where they refuse each other
                 continue
             tries += 1
             sets.remove(chosen)
@@ -545,10 +563,10 @@ class _Search:
                 trials = self._predict([tried.fixes], progress, text)
                 if not trials:
                     continue
-                found = trials[0].priced
+                found = trials[0].result
                 closest = min(closest, trials[0], key=_closeness)
                 error, late = found.peak.reserved / tried.peak, found.step_seconds - tried.seconds
-                optimism = max(optimism, error if not chosen.jointly else 1.0)
+                underestimate = max(underestimate, error if not chosen.is_joint else 1.0)
                 for one in (*sets, chosen):
                     if one.groups == chosen.groups:
                         one.peak, one.seconds = one.peak * error, one.seconds + late
@@ -557,7 +575,7 @@ class _Search:
             else:
                 if may_release:
                     most_allocated = min(most_allocated, chosen.allocated * margin)
-        if not closest.priced.fits and sets:
+        if not closest.result.fits and sets:
             smallest = min(sets, key=lambda one: one.peak).fixes
             closest = min(
                 closest, *self._predict([smallest], progress, "predicting the smallest set"), key=_closeness
@@ -565,13 +583,13 @@ class _Search:
         return closest
 
     def _sets(self, axes: Sequence[Sequence[_Option]]) -> list[_Set]:
-        """Every combination of options that is worth a thought. What costs no time is in all of them."""
+        """Every combination of options that save memory or time. Those that cost no time are in all."""
         choices: list[list[_Option | None]] = []
         for axis in axes:
             useful = [option for option in axis if self._saves(option) or self._is_faster(option)]
             free = [option for option in useful if self._is_free(option)]
             paid: list[_Option | None] = [option for option in useful if option not in free]
-            smallest = min(free, key=self._alone, default=None)
+            smallest = min(free, key=self._reserved_alone, default=None)
             choices.append([smallest, *paid])
             if smallest is not None:
                 least = (1 - _SAME_TIME) * self._seconds(smallest)
@@ -593,10 +611,10 @@ class _Search:
 
         def extend(position: int, options: tuple[_Option, ...]) -> None:
             if position == len(choices):
-                fits_host = sum(option.price.host_bytes for option in options) <= self.host
+                fits_host = sum(option.estimate.host_bytes for option in options) <= self.host
                 if options and fits_host and not lacks_free_option(options):
-                    found.append(_Set(options, 0.0, 0.0, jointly=False))
-                    self._estimate(found[-1])
+                    found.append(_Set(options, 0.0, 0.0, is_joint=False))
+                    self._estimate_set(found[-1])
                 return
             for option in choices[position]:
                 if option is None:
@@ -607,52 +625,52 @@ class _Search:
         extend(0, ())
         return found
 
-    def _estimate(self, one: _Set) -> None:
-        """Its peak and time: from prices of all together where these are known."""
-        price = self._joint_price(one.options)
-        one.jointly = price is not None
-        if price is None:
-            price = _combined(self.base.price, [option.price for option in one.options])
-        one.peak, one.seconds = self._reserved(price), step_seconds(price.costs)
-        one.reserve = min(price.reserve, self.base.price.reserve)
+    def _estimate_set(self, one: _Set) -> None:
+        """Set its peak and time, from a joint estimate where there is one."""
+        estimate = self._joint_estimate(one.options)
+        one.is_joint = estimate is not None
+        if estimate is None:
+            estimate = _combined(self.base.estimate, [option.estimate for option in one.options])
+        one.peak, one.seconds = self._reserved(estimate), step_seconds(estimate.costs)
+        one.reserve = min(estimate.reserve, self.base.estimate.reserve)
 
-    def _families(self, options: Sequence[_Option]) -> tuple[Groups, Groups]:
-        """Without what can be done in a part of the blocks, and with that in all of them. Their prices give
-        those of all counts."""
+    def _interpolation_ends(self, options: Sequence[_Option]) -> tuple[Groups, Groups]:
+        """The options without the fixes of activations, and with these in all blocks. The estimates for other
+        numbers of blocks are interpolated between the two."""
         own = [option.group for option in options if option.group[0].fix != "allocator"]
-        return tuple(group for group in own if group[0].fix not in _OF_ACTIVATIONS), tuple(own)
+        return tuple(group for group in own if group[0].fix not in _ACTIVATION_FIXES), tuple(own)
 
-    def _joint_price(self, options: Sequence[_Option]) -> _Price | None:
-        without, whole = self._families(options)
-        price = self.prices.get(_key(_uses(whole)))
+    def _joint_estimate(self, options: Sequence[_Option]) -> _Estimate | None:
+        without, whole = self._interpolation_ends(options)
+        estimate = self.estimates.get(_key(_uses(whole)))
         share = math.prod(option.share for option in options)
-        if price is not None and share < 1:
-            rest = self.prices.get(_key(_uses(without))) if without else self.base.price
-            price = None if rest is None else _between(rest, price, share)
-        if price is None:
+        if estimate is not None and share < 1:
+            rest = self.estimates.get(_key(_uses(without))) if without else self.base.estimate
+            estimate = None if rest is None else _interpolated(rest, estimate, share)
+        if estimate is None:
             return None
-        settings = [option.price for option in options if option.group[0].fix == "allocator"]
-        return _combined(self.base.price, [price, *settings])
+        settings = [option.estimate for option in options if option.group[0].fix == "allocator"]
+        return _combined(self.base.estimate, [estimate, *settings])
 
-    def _reserved(self, price: _Price) -> float:
+    def _reserved(self, estimate: _Estimate) -> float:
         """Bytes that the allocator reserves: as much more than is allocated as without fixes, or as with one
         of them where that is less."""
-        highest = max((sum(held.values()) for held in price.parts.values()), default=0)
-        return highest * min(price.reserve, self.base.price.reserve)
+        highest = max((sum(held.values()) for held in estimate.parts.values()), default=0)
+        return highest * min(estimate.reserve, self.base.estimate.reserve)
 
-    def _alone(self, option: _Option) -> float:
-        return self._reserved(option.price)
+    def _reserved_alone(self, option: _Option) -> float:
+        return self._reserved(option.estimate)
 
     def _seconds(self, option: _Option) -> float:
-        return step_seconds(option.price.costs)
+        return step_seconds(option.estimate.costs)
 
     def _saves(self, option: _Option) -> bool:
-        """Something at the highest moment of some part, which may be the peak when others have lowered it
-        elsewhere."""
-        least = 0.005 * self.base.priced.peak.allocated
-        return option.price.reserve < 0.995 * self.base.price.reserve or any(
-            size - option.price.parts.get(part, {}).get(what, 0) > least
-            for part, held in self.base.price.parts.items()
+        """Whether it saves anything at the highest moment of some part of the step. This may be the peak once
+        other fixes have lowered it elsewhere."""
+        least = _MIN_SAVING * self.base.result.peak.allocated
+        return option.estimate.reserve < (1 - _MIN_SAVING) * self.base.estimate.reserve or any(
+            size - option.estimate.parts.get(part, {}).get(what, 0) > least
+            for part, held in self.base.estimate.parts.items()
             for what, size in held.items()
         )
 
@@ -665,18 +683,18 @@ class _Search:
     def _without_needless(self, one: _Set) -> _Set:
         """Without fixes that are estimated not to be needed and do not make the step faster."""
 
-        def price(options: Sequence[_Option]) -> _Price:
-            return _combined(self.base.price, [option.price for option in options])
+        def estimate(options: Sequence[_Option]) -> _Estimate:
+            return _combined(self.base.estimate, [option.estimate for option in options])
 
-        kept, whole = list(one.options), price(one.options)
+        kept, whole = list(one.options), estimate(one.options)
         scale = one.peak / self._reserved(whole)
-        for option in sorted(one.options, key=self._alone, reverse=True):
+        for option in sorted(one.options, key=self._reserved_alone, reverse=True):
             rest = [each for each in kept if each is not option]
             if not rest or self._is_faster(option):
                 continue
-            if scale * self._reserved(price(rest)) <= _DROPPED_BELOW_LIMIT * self.limit:
+            if scale * self._reserved(estimate(rest)) <= _DROP_FIXES_BELOW * self.limit:
                 kept = rest
-        left = price(kept)
+        left = estimate(kept)
         seconds = one.seconds + step_seconds(left.costs) - step_seconds(whole.costs)
         return replace(one, options=tuple(kept), peak=scale * self._reserved(left), seconds=seconds)
 
@@ -685,23 +703,23 @@ class _Search:
         estimated to need much less and take longer."""
         front: list[PricedFixes] = []
         allowed = [
-            trial.priced
+            trial.result
             for trial in self.trials.values()
-            if all(find(use.fix).kind in kinds for use in trial.priced.fixes)
+            if all(find(use.fix).kind in kinds for use in trial.result.fixes)
         ]
         for one in sorted(allowed, key=lambda one: (one.step_seconds, one.peak.reserved, len(one.fixes))):
             if not front or one.peak.reserved < front[-1].peak.reserved:
                 front.append(one)
-        base = self.base.priced.peak
-        priced = [one for one in self.sets if not any(option.is_bound for option in one.options)]
-        for estimated in sorted(priced, key=lambda one: (one.seconds, one.peak)):
+        base = self.base.result.peak
+        sets = [one for one in self.sets if not any(option.is_lower_bound for option in one.options)]
+        for estimated in sorted(sets, key=lambda one: (one.seconds, one.peak)):
             fixes, reserved = estimated.fixes, round(estimated.peak)
             is_allowed = all(find(use.fix).kind in kinds for use in fixes)
             is_slower = estimated.seconds > front[-1].step_seconds
-            if is_allowed and is_slower and reserved < _SHOWN_BELOW_MEMORY * front[-1].peak.reserved:
+            if is_allowed and is_slower and reserved < _SHOW_BELOW_MEMORY * front[-1].peak.reserved:
                 allocated = round(reserved * base.allocated / base.reserved)
                 peak = Peak(allocated, reserved, reserved + base.device - base.reserved)
-                host = sum(option.price.host_bytes for option in estimated.options)
+                host = sum(option.estimate.host_bytes for option in estimated.options)
                 slowdown = estimated.seconds / self.seconds
                 fits = reserved <= self.limit
                 front.append(PricedFixes(fixes, peak, fits, estimated.seconds, slowdown, host, True))
@@ -731,64 +749,66 @@ def _fixes(options: Iterable[_Option]) -> Fixes:
 
 
 def _closeness(trial: _Trial) -> tuple[float, float]:
-    """Those that fit first, the fastest of them; then by what is missing."""
-    priced = trial.priced
-    return (0.0, priced.step_seconds) if priced.fits else (float(priced.peak.reserved), 0.0)
+    """Sorts those that fit first, the fastest before the others; then the rest by their peak."""
+    found = trial.result
+    return (0.0, found.step_seconds) if found.fits else (float(found.peak.reserved), 0.0)
 
 
 def _host_bytes(prediction: Prediction) -> int:
     return sum(phase.to_host for phase in prediction.work.phases)
 
 
-# ----------------------------------------------------------------------------------- arithmetic of prices
+# ----------------------------------------------------------------------------------- arithmetic of estimates
 
 
-def _combined(base: _Price, prices: Sequence[_Price]) -> _Price:
-    """Of what one leaves, the other leaves its share; the costs add up."""
+def _combined(base: _Estimate, estimates: Sequence[_Estimate]) -> _Estimate:
+    """For several fixes together: the shares that they leave are multiplied, the added costs summed."""
 
     def left(part: str, what: str) -> int:
         size = base.parts.get(part, {}).get(what, 0)
-        sizes = [one.parts.get(part, {}).get(what, 0) for one in prices]
+        sizes = [one.parts.get(part, {}).get(what, 0) for one in estimates]
         if size:
             return round(size * math.prod(each / size for each in sizes))
         # One brings it there; of that, the others leave the share that they leave elsewhere.
         brought = max(range(len(sizes)), key=sizes.__getitem__)
-        others = [one for index, one in enumerate(prices) if index != brought]
+        others = [one for index, one in enumerate(estimates) if index != brought]
         most = base.most.get(what, 0)
         shares = (min(1.0, one.most.get(what, 0) / most) for one in others) if most else ()
         return round(sizes[brought] * math.prod(shares))
 
     total = tuple(
-        cost + sum(one.costs[index] - cost for one in prices) for index, cost in enumerate(base.costs)
+        cost + sum(one.costs[index] - cost for one in estimates) for index, cost in enumerate(base.costs)
     )
-    host, reserve = sum(one.host_bytes for one in prices), min(one.reserve for one in prices)
-    return _Price(_for_all(left, base, *prices), total, host, reserve=reserve)
+    host, reserve = sum(one.host_bytes for one in estimates), min(one.reserve for one in estimates)
+    return _Estimate(_for_all(left, base, *estimates), total, host, reserve=reserve)
 
 
-def _between(base: _Price, other: _Price, share: float) -> _Price:
+def _interpolated(base: _Estimate, other: _Estimate, share: float) -> _Estimate:
     def left(part: str, what: str) -> int:
         size = base.parts.get(part, {}).get(what, 0)
         return max(0, round(size + share * (other.parts.get(part, {}).get(what, 0) - size)))
 
     total = tuple(a + share * (b - a) for a, b in zip(base.costs, other.costs, strict=True))
     host = round(base.host_bytes + share * (other.host_bytes - base.host_bytes))
-    return _Price(_for_all(left, base, other), total, host, reserve=min(base.reserve, other.reserve))
+    return _Estimate(_for_all(left, base, other), total, host, reserve=min(base.reserve, other.reserve))
 
 
-def _for_all(left: Callable[[str, str], int], *prices: _Price) -> PhaseMemory:
-    keys = dict.fromkeys((part, what) for one in prices for part, held in one.parts.items() for what in held)
+def _for_all(left: Callable[[str, str], int], *estimates: _Estimate) -> PhaseMemory:
+    keys = dict.fromkeys(
+        (part, what) for one in estimates for part, held in one.parts.items() for what in held
+    )
     parts: dict[str, dict[str, int]] = {}
     for part, what in keys:
         parts.setdefault(part, {})[what] = left(part, what)
     return parts
 
 
-def _is_like(parts: PhaseMemory, base: PhaseMemory) -> bool:
-    """Whether the events of a reduced model give the whole one's peak."""
+def _has_same_peak(parts: PhaseMemory, base: PhaseMemory) -> bool:
+    """Whether the events of the reduced model give the whole one's peak."""
     found, highest = (
         max((sum(held.values()) for held in each.values()), default=0) for each in (parts, base)
     )
-    return abs(found - highest) <= _REDUCED_ERROR * highest
+    return abs(found - highest) <= _MAX_REDUCED_ERROR * highest
 
 
 def _parts(events: Sequence[Event], allocations: Sequence[Allocation]) -> PhaseMemory:
