@@ -237,5 +237,3 @@ def test_a_set_that_reserves_a_smaller_share_than_the_step_as_it_is_is_tried() -
     plan = oomph.fit(mlps, gpu="h200", max=int(0.7 * reserved))
     assert plan.fits
     assert plan.after.slowdown < 2.2  # tiled_mlp alone takes 2.35
-    # Needs less than it reserves, because the allocator releases cached memory.
-    assert oomph.fit(mlps, gpu="h200", max=int(0.8 * reserved)).after.slowdown < 1.6

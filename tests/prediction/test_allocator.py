@@ -236,6 +236,15 @@ def test_growing_sequences_tile_one_arena_where_segments_pile_up() -> None:
     assert plain.peak_reserved > 4 * expandable.peak_reserved
 
 
+def test_a_limit_counts_the_whole_request_where_a_part_of_it_is_mapped() -> None:
+    allocator = ExpandableAllocator(100 * MIB)
+    allocator.malloc(40 * MIB)
+    allocator.free(allocator.malloc(40 * MIB))
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(61 * MIB)  # of which 40 MiB are mapped; even without them, 40 + 61 are too many
+    allocator.malloc(60 * MIB)
+
+
 def test_emptying_the_cache_unmaps_whole_pages_only_and_they_are_mapped_again_first() -> None:
     acts: list[tuple[str, int, int]] = []
     allocator = ExpandableAllocator(on_segment=lambda *act: acts.append(act))

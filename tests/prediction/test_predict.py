@@ -21,6 +21,7 @@ from torch import nn
 import oomph
 from oomph import Prediction, Workload
 from oomph.prediction.replay import replay
+from oomph.prediction.tracer.work import RELEASE_SECONDS
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -148,6 +149,22 @@ def test_cached_segments_are_released_before_a_request_is_refused(limit, verdict
     assert 2 * MiB < prediction.margin <= 0.03 * 180 * MiB
     assert (prediction.verdict, prediction.fits) == (verdict, verdict == "fits")
     assert (prediction.refused is None) == (limit >= 80)
+
+
+def test_the_time_of_releasing_cached_memory_in_every_step_is_counted():
+    def train() -> Any:
+        def step() -> None:
+            small = [torch.empty(MiB, dtype=torch.uint8, device="cuda") for _ in range(60)]
+            del small  # 30 segments of 2 MiB, which serve no larger request
+            torch.empty(100 * MiB, dtype=torch.uint8, device="cuda")
+
+        return step
+
+    without, within = (oomph.predict(train, gpu="h200", max=limit) for limit in ("200MiB", "130MiB"))
+    assert (without.verdict, within.verdict) == ("fits", "fits")
+    assert within.step_seconds - without.step_seconds == pytest.approx(31 * RELEASE_SECONDS)
+    assert any("releases cached memory in every step" in note.text for note in within.notes)
+    assert not any("releases" in note.text for note in without.notes)
 
 
 def test_the_margin_holds_where_addresses_decide_what_is_reserved():

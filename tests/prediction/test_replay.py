@@ -74,6 +74,14 @@ def test_the_highest_reserved_of_the_run_counts_what_was_released_before_the_fir
     assert (result.peak_reserved, result.highest_reserved) == (50 * MIB, 80 * MIB)
 
 
+def test_what_the_last_step_releases_to_stay_within_the_limit_is_counted() -> None:
+    sizes = [40 * MIB, 40 * MIB, 90 * MIB]
+    step = "+0 +1 -0 -1 +2 -2"
+    assert run(f"|1 {step}", sizes, limit=100 * MIB).released == 2  # two segments, for the third
+    assert run(f"|1 {step} |2 {step}", sizes, limit=100 * MIB).released == 0  # that one serves all three
+    assert run(f"|1 {step}", sizes).released == 0
+
+
 def test_emptying_the_cache_gives_back_what_is_free() -> None:
     assert run("+0 +1 -1 empty_cache +2", [30 * MIB] * 3).timeline[-1].reserved == 60 * MIB
 

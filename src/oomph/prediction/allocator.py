@@ -146,6 +146,7 @@ class CachingAllocator:
         self.reserved = 0
         self.peak_allocated = 0
         self.peak_reserved = 0
+        self.released = 0  # segments, or pages of expandable ones
         self._on_segment = on_segment
         self._max_split = max_split
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # of every stream: for small and for large requests
@@ -289,6 +290,7 @@ class CachingAllocator:
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
         self.reserved -= block.size
+        self.released += 1
         if self._on_segment is not None:
             self._on_segment("segment_free", block.address, block.size)
 
@@ -506,6 +508,7 @@ class ExpandableAllocator(CachingAllocator):
             for block in [arena.blocks[key] for key in arena.keys]:
                 address, size = arena.unmap(block)
                 self.reserved -= size
+                self.released += size // arena.page
                 if size and self._on_segment is not None:
                     self._on_segment("segment_unmap", address, size)
 
@@ -521,7 +524,13 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _grown(self, size: int, arena: _Arena) -> Block | None:
-        """A free block of at least `size` bytes, after mapping what it lacks; None: the limit forbids it."""
+        """A free block of at least `size` bytes, after mapping what it lacks; None: the limit forbids it.
+
+        torch compares the whole request with a limit set by set_per_process_memory_fraction, also where a
+        part of it is mapped. A card that is full refuses only what is mapped: the stricter of both counts.
+        """
+        if self.limit is not None and self.reserved + segment_size(size) > self.limit:
+            return None
         start = arena.growing_from(size)
         block = start if start.mapped else self._map(start, size, arena)
         while block is not None and block.size < size:

@@ -39,7 +39,7 @@ from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import OpLog, Tracer
 from oomph.prediction.tracer.values import Assumptions, assuming
-from oomph.prediction.tracer.work import step_work
+from oomph.prediction.tracer.work import RELEASE_SECONDS, step_work
 from oomph.records import (
     Alive,
     Allocation,
@@ -239,6 +239,10 @@ def _prediction(
         off_by = max(residual, rising.highest_reserved - unlimited.highest_reserved)
     verdict, request = _verdict(refused_by, unlimited, limit, off_by, residual)
     step_seconds, work = step_work(tracer.work.kernels, card)
+    release_seconds = 0.0
+    if verdict == "fits" and limit is not None and limit < unlimited.highest_reserved:
+        release_seconds = replay(events, allocations, limit, settings=settings).released * RELEASE_SECONDS
+        step_seconds = None if step_seconds is None else step_seconds + release_seconds
     growth = _growth(unlimited, events, allocations)
     peak = _peak(unlimited, events, allocations, card)
     found = Prediction(
@@ -257,7 +261,7 @@ def _prediction(
         notes=(
             *_notes_on_target(target),
             *notes,
-            *_notes_on_prediction(card, named, growth, allocations),
+            *_notes_on_prediction(card, named, growth, release_seconds, allocations),
         ),
         seconds=0.0,
         compile_seconds=tracer.compile_seconds,
@@ -533,7 +537,11 @@ def _check_batch_device(error: WrongDevice, tracer: Tracer) -> None:
 
 
 def _notes_on_prediction(
-    card: GPU, named: bool, growth: Growth | None, allocations: Sequence[Allocation]
+    card: GPU,
+    named: bool,
+    growth: Growth | None,
+    release_seconds: float,
+    allocations: Sequence[Allocation],
 ) -> Iterator[Note]:
     if not named or card.bandwidth is None:
         yield Note(
@@ -543,6 +551,11 @@ def _notes_on_prediction(
         )
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
         yield Note("convolution workspaces are estimated: which algorithm cuDNN takes cannot be known")
+    if release_seconds:
+        yield Note(
+            "the step fits because the allocator releases cached memory in every step, "
+            f"in about {1e3 * release_seconds:.1f} ms"
+        )
     if growth is not None:
         grown = format_bytes(growth.bytes)
         yield Note(

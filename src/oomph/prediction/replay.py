@@ -57,6 +57,7 @@ class Replay:
     timeline: tuple[Moment, ...]  # one per allocation and free
     highest_reserved: int  # of the whole run, set-up included: what it takes never to release a segment
     refused: int | None  # id of the Allocation that did not fit the limit
+    released: int  # segments, or pages of expandable ones, in the last step
     trace: tuple[TraceEntry, ...] = ()  # empty unless asked for
 
 
@@ -136,6 +137,7 @@ def replay(
         timeline=timeline,
         highest_reserved=max(map(itemgetter(2), states), default=0),
         refused=refused,
+        released=allocator.released - steps.released_before,
         trace=tuple(trace),
     )
 
@@ -193,6 +195,7 @@ class _Steps:
     def __init__(self, allocator: CachingAllocator) -> None:
         self.peaks: list[StepPeak] = []
         self.marked = False
+        self.released_before = 0  # the last step
         self._allocator = allocator
         self._step = 0
         self._starts: list[Moment] = [Moment(-1, 0, 0)]
@@ -212,6 +215,7 @@ class _Steps:
             self._starts.append(start)
         self.marked = True
         self._step = step
+        self.released_before = allocator.released
         allocator.reset_peak()
 
     def end(self) -> None:

@@ -37,6 +37,10 @@ CHECKPOINT_HOOKS = 36.0  # torch.utils.checkpoint's own time for a block: in for
 FUNCTION_HOOKS = 2.7  # a torch.autograd.Function, in forward and backward together
 MODE_HOOKS = 2.4  # an op under a TorchDispatchMode, such as that of selective checkpointing
 
+# That the allocator takes to release a segment, or a page of an expandable one, and to reserve it again: one
+# plan of benchmarks/fixes/plans.py (bloom-alibi), which released 40 pages a step.
+RELEASE_SECONDS = 150e-6
+
 KERNEL_OP = "oomph::kernel"  # called by a Triton kernel's launcher in place of the launch, on fake tensors
 
 
