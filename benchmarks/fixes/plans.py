@@ -3,10 +3,11 @@
 python -m benchmarks.fixes.plans [names...] --gpu h200 --jobs 14      # on a GPU; results/plans_<gpu>.csv
 python -m benchmarks.fixes.plans --list | --dry-run       # anywhere: the cases; or their plans only
 
-All plans are made first, several at a time. Then every step runs in a fresh process with its plan, under
-torch.cuda.set_per_process_memory_fraction, and then as it is, without the limit. Processes build their models
-side by side and have the GPU to themselves while they step. The file is written after every case; --missing
-keeps the rows of it that were measured.
+All plans are made first, several at a time. Then every step runs in two fresh processes: with its plan, under
+torch.cuda.set_per_process_memory_fraction, and as it is. The processes of a few cases build their models side
+by side. Then the two of a case step in turns, a few steps each, with the machine to themselves: steps of many
+small kernels take the host's time, which differs from minute to minute. The file is written after every case;
+--missing keeps its measured rows; --folder keeps the plans and the seconds of every step.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,8 +35,8 @@ from benchmarks import RESULTS, ROOT
 from benchmarks.tables import stored
 
 SCRIPTS = ROOT / "benchmarks" / "accuracy" / "training_scripts"
-STEPS = 6
-_LONG_STEPS = 2
+_TURNS, _STEPS = 5, 4  # of each process, and in each turn: the first step of a turn is not timed
+_LONG_TURNS, _LONG_STEPS = 1, 2
 _SECONDS = 400  # that one process may take
 _MOST = 130 * 2**30  # bytes that a step may need to be run as it is
 _IMPORTED = ("transformers", "accelerate", "timm", "torchvision", "diffusers", "peft", "lightning")
@@ -46,7 +47,7 @@ class Case:
     target: str  # a workload of the accuracy or speed benchmark, a config with overrides, or a script
     limit: float | str  # of what the allocator reserves as it is; or a budget, with the CUDA context
     allow: tuple[str, ...] = ("exact",)
-    is_long: bool = False  # only if it is named: steps of a minute
+    is_long: bool = False  # only if its whole name is given: a minute to step or to compile
 
     def name(self) -> str:
         kinds = "".join(f" {kind}" for kind in self.allow if kind != "exact")
@@ -88,7 +89,7 @@ CASES = {
         Case("accelerate_loop.py", 0.7),
         Case("translation.py", 0.75),
         *(
-            Case(name, limit, ("exact", "compile"))
+            Case(name, limit, ("exact", "compile"), True)
             for name, limit in (
                 ("nanogpt-autocast", 0.4),
                 ("gpt2-autocast", 0.5),
@@ -172,52 +173,67 @@ def plan_here(name: str, gpu: str, out: str) -> None:
     write_plan(plan, out)
 
 
-def run_here(name: str, plan: str, lock: str, out: str, also_before: bool) -> None:
-    """Steps on the GPU with a plan, within its limit; `also_before`: then as it is, except for scripts.
+class Turns:
+    """Whose turn it is to step: the parent process writes a line for each, and is answered after it."""
 
-    `plan` may be "": a script as it is.
-    """
+    def __init__(self, case: Case) -> None:
+        self.turns, self.steps = (_LONG_TURNS, _LONG_STEPS) if case.is_long else (_TURNS, _STEPS)
+        self.all_steps = self.turns * self.steps
+        self._answers = os.dup(1)
+        os.dup2(2, 1)  # what a script prints
+
+    def before_step(self, step: int) -> None:
+        """Wait for the turn that begins with the step, counted from 1."""
+        if (step - 1) % self.steps == 0:
+            os.write(self._answers, b"done\n")  # for the first time: built
+            sys.stdin.readline()
+
+    def are_timed(self, seconds: Sequence[float]) -> list[float]:
+        """Of the seconds of all steps."""
+        return [one for index, one in enumerate(seconds) if index % self.steps]
+
+
+def run_here(name: str, plan: str, out: str) -> None:
+    """Steps on the GPU with a plan, within its limit; `plan` may be "": as it is."""
     import torch
 
     import oomph
-    from benchmarks.accuracy.gpu_runs import _take_turn
-    from oomph.measurement.measure import CudaMeter, allocator_set_to, empty_caches, observe
+    from oomph.measurement.measure import CudaMeter, allocator_set_to, observe
     from oomph.planning import read_plan
     from oomph.prediction import Script
-    from oomph.workload import Workload
 
     case, chosen = CASES[name], read_plan(plan) if plan else None
+    turns = Turns(case)
     target = target_of(case.target)
     torch.set_num_threads(2)
     device = torch.device("cuda", 0)
-    targets = [target]
-    if isinstance(target, Workload):
-        fixed = [oomph.apply(chosen, target), *([target] if also_before else [])]
-        with without_initial_values():
-            targets = [_with_model(each) for each in fixed]
-    elif isinstance(target, Script):
+    torch.cuda.init()
+    if chosen is not None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (chosen.limit + 1) / total), device)
+    if isinstance(target, Script):
         source = Path(target.path).read_text()
         for module in _IMPORTED:
             if module in source:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(module)
-    torch.cuda.init()
-    _take_turn(Path(lock))
-    if chosen is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (chosen.limit + 1) / total), device)
-    if isinstance(target, Script):
-        run_script(target.path, plan, out)
-    for file in (out, f"{out}.before")[: len(targets)]:
-        given = targets.pop(0)
-        with allocator_set_to(given.allocator, device):
-            readings = observe(given, device, _LONG_STEPS if case.is_long else STEPS, CudaMeter(device))
-        ends = [reading.seconds for reading in readings if reading.moment == "end"]
-        peaks = [(reading.peak, reading.reserved) for reading in readings if reading.step]
-        _write(file, *map(max, zip(*peaks, strict=True)), ends[1:])
-        del given
-        empty_caches()
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        run_script(target.path, plan, turns, out)
+    given = oomph.apply(chosen, target) if chosen is not None else target
+    with without_initial_values():
+        given = _with_model(given)
+
+    def listener(step: int, moment: str) -> None:
+        if moment == "begin":
+            turns.before_step(step)
+
+    with allocator_set_to(given.allocator, device):
+        readings = observe(given, device, turns.all_steps, CudaMeter(device), listener)
+    peaks = [(reading.peak, reading.reserved) for reading in readings if reading.step]
+    by_moment: dict[str, list[float]] = {}  # since the step began, without waiting for the GPU before its end
+    for reading in readings:
+        if reading.step:
+            by_moment.setdefault(reading.moment, []).append(reading.seconds)
+    _write(out, *map(max, zip(*peaks, strict=True)), turns, by_moment)
 
 
 def _with_model(workload: Any) -> Any:
@@ -225,9 +241,12 @@ def _with_model(workload: Any) -> Any:
     return replace(workload, model=lambda: model)
 
 
-def _write(out: str, allocated: int, reserved: int, seconds: Sequence[float]) -> None:
+def _write(
+    out: str, allocated: int, reserved: int, turns: Turns, by_moment: Mapping[str, Sequence[float]]
+) -> None:
     import torch
 
+    seconds = turns.are_timed(by_moment["end"])
     found = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -235,34 +254,40 @@ def _write(out: str, allocated: int, reserved: int, seconds: Sequence[float]) ->
         "reserved": reserved,
         "seconds": statistics.median(seconds) if seconds else None,
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        "by_moment": by_moment,
     }
     Path(out).write_text(json.dumps(found))
 
 
-def run_script(path: str, plan: str, out: str) -> NoReturn:
-    """Until its optimizer has stepped six times, or to its end."""
+def run_script(path: str, plan: str, turns: Turns, out: str) -> NoReturn:
+    """Until its optimizer has stepped often enough, or to its end."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, on_each_optimizer
 
-    moments: list[float] = []
+    seconds: list[float] = []
+    began = 0.0
 
     def finish() -> NoReturn:
-        seconds = [b - a for a, b in pairwise(moments[1:])]
-        _write(out, torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), seconds)
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        _write(out, *peaks, turns, {"end": seconds})
         os._exit(0)
 
     def stepped(*_: Any) -> None:
+        nonlocal began
         torch.cuda.synchronize()
-        moments.append(time.perf_counter())
-        if len(moments) > STEPS:
+        seconds.append(time.perf_counter() - began)
+        if len(seconds) == turns.all_steps:
             finish()
+        turns.before_step(len(seconds) + 1)
+        began = time.perf_counter()
 
     register_optimizer_step_post_hook(stepped)
     sys.argv, sys.path[0] = [path], str(Path(path).parent)
     change: Any = ModelChange(uses_of(plan)) if plan else (lambda optimizer: None)
+    turns.before_step(1)
     with on_each_optimizer(change):
         runpy.run_path(path, run_name="__main__")
     finish()
@@ -287,28 +312,49 @@ def without_initial_values() -> Iterator[None]:
 # --------------------------------------------------------------------------------------- all of them
 
 
-def _python(*arguments: str, **variables: str) -> str:
-    """The error of `python -m benchmarks.fixes.plans arguments`, innermost places first; "" without one."""
-    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(paths), **variables}
-    try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            done = subprocess.run(
+class Child:
+    """`python -m benchmarks.fixes.plans arguments`, in a folder of its own."""
+
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        settings = {"OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(paths), **variables}
+        self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._errors = Path(self._folder.name) / "stderr"
+        with self._errors.open("w") as errors:
+            self._process = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.fixes.plans", *arguments],
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
+                cwd=self._folder.name,
+                env={**os.environ, **settings},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
                 text=True,
-                errors="replace",
-                timeout=_SECONDS,
             )
-    except subprocess.TimeoutExpired:
-        return f"took more than {_SECONDS} s"
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-    places = [" ".join(line.split()) for line in lines if line.lstrip().startswith('File "')]
-    message = f"status {done.returncode}: {lines[-1]}; {'; '.join(places[:-5:-1])}"
-    return "" if done.returncode == 0 else message[:1500]
+        self._limit = threading.Timer(_SECONDS, self._process.kill)
+        self._limit.start()
+
+    def wait(self) -> None:
+        """Until it is built, or has made its turn, or has ended."""
+        assert self._process.stdout is not None
+        self._process.stdout.readline()
+
+    def take_turn(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        self.wait()
+
+    def end(self) -> str:
+        """Wait for its end. Its error, innermost places first; "" without one."""
+        self._process.communicate()
+        self._limit.cancel()
+        printed = self._errors.read_text(errors="replace").splitlines()
+        self._folder.cleanup()
+        lines = [line for line in printed if line.strip()] or ["no message"]
+        places = [" ".join(line.split()) for line in lines if line.lstrip().startswith('File "')]
+        message = f"status {self._process.returncode}: {lines[-1]}; {'; '.join(places[:-5:-1])}"
+        return "" if self._process.returncode == 0 else message[:1500]
 
 
 def planned(name: str, gpu: str, folder: Path) -> Row:
@@ -316,10 +362,11 @@ def planned(name: str, gpu: str, folder: Path) -> Row:
     from oomph.report.fixes import fix_word
 
     row, out = Row(name, gpu), folder / f"{_file(name)}.plan.json"
-    # Without a GPU, predictions may run in forks.
-    error = _python("--plan-here", name, "--gpu", gpu, "--out", str(out), CUDA_VISIBLE_DEVICES="")
     if not out.exists():
-        return replace(row, error=f"fit: {error}")
+        # Without a GPU, predictions may run in forks.
+        fit = Child("--plan-here", name, "--gpu", gpu, "--out", str(out), CUDA_VISIBLE_DEVICES="")
+        if error := fit.end():
+            return replace(row, error=f"fit: {error}")
     plan = read_plan(out)
     return replace(
         row,
@@ -336,22 +383,31 @@ def planned(name: str, gpu: str, folder: Path) -> Row:
     )
 
 
-def measured(row: Row, folder: Path) -> Row:
-    if not row.fits or not row.fixes:
-        return row
-    found: list[dict[str, Any]]
-    out, before_out = (folder / f"{_file(row.case)}.out{end}" for end in ("", ".before"))
-    arguments = ["--run-here", row.case, "--lock", str(folder / "gpu.lock")]
-    also_before = ["--also-before"] if (row.reserved_before or 0) < _MOST else []
-    plan = str(folder / f"{_file(row.case)}.plan.json")
-    error = _python(*arguments, *also_before, "--plan", plan, "--out", str(out))
+def started(row: Row, folder: Path) -> list[Child]:
+    """With its plan, and as it is, if that fits this GPU."""
+    name = _file(row.case)
+    plans = {"out": str(folder / f"{name}.plan.json"), "before": ""}
+    if (row.reserved_before or 0) >= _MOST:
+        del plans["before"]
+    for end in plans:
+        (folder / f"{name}.{end}").unlink(missing_ok=True)
+    return [
+        Child("--run-here", row.case, "--out", str(folder / f"{name}.{end}"), "--plan", plan)
+        for end, plan in plans.items()
+    ]
+
+
+def measured(row: Row, children: Sequence[Child], folder: Path) -> Row:
+    """Let the processes, which are built, step in turns."""
+    for _ in range(_LONG_TURNS if CASES[row.case].is_long else _TURNS):
+        for child in children:
+            child.take_turn()
+    error, *_ = [child.end() for child in children]
+    out, before_out = (folder / f"{_file(row.case)}.{end}" for end in ("out", "before"))
     if not out.exists():
         ran = False if "OutOfMemory" in error or "out of memory" in error else None
         return replace(row, ran=ran, error=error)
-    if CASES[row.case].target.endswith(".py"):
-        _python(*arguments, "--plan", "", "--out", str(before_out))
-    found = [json.loads(file.read_text()) if file.exists() else {} for file in (out, before_out)]
-    after, before = found
+    after, before = (json.loads(file.read_text()) if file.exists() else {} for file in (out, before_out))
     seconds, seconds_before = after["seconds"], before.get("seconds")
     ratio = seconds / seconds_before if seconds and seconds_before else None
     return replace(
@@ -410,25 +466,25 @@ def main() -> int:
     parser.add_argument("names", nargs="*", help="cases whose names begin so (default: all short ones)")
     parser.add_argument("--gpu", default="h200", help="the catalogue's name of this machine's GPU")
     parser.add_argument("--jobs", type=int, default=2, help="plans at a time")
-    parser.add_argument("--builds", type=int, default=4, help="runs that are prepared at a time")
+    parser.add_argument("--builds", type=int, default=8, help="cases that are built at a time")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="make the plans only")
     parser.add_argument("--missing", action="store_true", help="keep measured rows of --out")
-    parser.add_argument("--also-before", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="keep plans and readings here; plans in it are used")
     parser.add_argument("--out", type=Path)
-    for option in ("--plan-here", "--run-here", "--plan", "--lock"):
+    for option in ("--plan-here", "--run-here", "--plan"):
         parser.add_argument(option, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plan_here:
         plan_here(given.plan_here, given.gpu, str(given.out))
         return 0
     if given.run_here:
-        run_here(given.run_here, given.plan, given.lock, str(given.out), given.also_before)
+        run_here(given.run_here, given.plan, str(given.out))
         return 0
     wanted = [
         name
         for name, case in CASES.items()
-        if (name.startswith(tuple(given.names)) if given.names else not case.is_long)
+        if name in given.names or (not case.is_long and name.startswith(tuple(given.names) or ""))
     ]
     if given.list:
         print("\n".join(wanted))
@@ -438,24 +494,30 @@ def main() -> int:
     kept = stored(out) if given.missing and out.exists() else []
     kept = [row for row in kept if row["case"] in wanted and row["ran"] == "True"]
 
-    def each(jobs: int, function: Callable[[Any], Row], items: Sequence[Any]) -> None:
-        with ThreadPoolExecutor(jobs) as pool:
-            for done in as_completed([pool.submit(function, item) for item in items]):
-                rows[done.result().case] = done.result()
-                print(_line(done.result()), flush=True)
-                with out.open("w", newline="") as file:
-                    writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-                    writer.writeheader()
-                    writer.writerows(kept)
-                    writer.writerows(asdict(rows[name]) for name in wanted if name in rows)
+    def finished(row: Row) -> None:
+        rows[row.case] = row
+        print(_line(row), flush=True)
+        with out.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(kept)
+            writer.writerows(asdict(rows[name]) for name in wanted if name in rows)
 
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
+        folder = given.folder.absolute() if given.folder else Path(temporary)
+        folder.mkdir(exist_ok=True)
         left = [name for name in wanted if name not in [row["case"] for row in kept]]
-        each(given.jobs, lambda name: planned(name, given.gpu, folder), left)
-        if not given.dry_run:
-            each(given.builds, lambda row: measured(row, folder), list(rows.values()))
+        for done in as_completed([pool.submit(planned, name, given.gpu, folder) for name in left]):
+            finished(done.result())
+        runnable = [row for row in rows.values() if row.fits and row.fixes and not given.dry_run]
+        for first in range(0, len(runnable), given.builds):
+            some = [(row, started(row, folder)) for row in runnable[first : first + given.builds]]
+            for _, children in some:
+                for child in children:
+                    child.wait()
+            for row, children in some:
+                finished(measured(row, children, folder))
     print(f"{_summary(list(rows.values()))}; {time.perf_counter() - began:.0f} s")
     return 1 if any(row.error or row.ran is False for row in rows.values()) else 0
 
