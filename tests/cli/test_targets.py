@@ -131,7 +131,7 @@ def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
     assert traced["gpu"] == "rtx3090"
     assert _error(capsys, "predict", TINY, "--gup", "rtx3090")[0].endswith(
         "gup is not a key; the sections are model, data, optimizer, training, parallel, output; "
-        "besides them there are system, form, fixes (the nearest option to --gup is --gpu)"
+        "the other keys are system, form, fixes (the nearest option to --gup is --gpu)"
     )
 
 

@@ -21,7 +21,7 @@ from oomph.records import (
 )
 from oomph.report.diagnosis import diagnosis_text
 from oomph.report.html import MOMENTS, html_report
-from oomph.report.measurement import Comparison, Residual
+from oomph.report.measurement import Comparison, OpDifference
 from oomph.report.terminal import report_console, report_text
 
 
@@ -88,12 +88,12 @@ def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browse
         "logits", 256 * MiB, "B*T*V", "x2", (FORWARD,), ("fused_linear_cross_entropy",), "use less"
     )
     measured = Measurement("H200", "2.13", run.peak, (), 0, 0.5)
-    residual = Residual("aten.mm", "workspace", 3, 512)
+    difference = OpDifference("aten.mm", "workspace", 3, 512)
     both = [("as it is", run), ("with the plan", trained(layers=20))]
     sections = {
         "findings": [finding],
         "plan": plan,
-        "measured": [Comparison("run", run, measured, (residual,))],
+        "measured": [Comparison("run", run, measured, (difference,))],
     }
     file = tmp_path_factory.mktemp("html") / "report.html"
     file.write_text(html_report(replace(page(run, **sections), runs=both)))

@@ -246,13 +246,15 @@ PlanFile = Annotated[
     str | None, typer.Option(metavar="FILE.json", help="Apply the fixes of a plan of `oomph fit`.")
 ]
 Allow = Annotated[
-    str, typer.Option(metavar="KINDS", help="Kinds of fixes besides exact: precision, training, compile.")
+    str, typer.Option(metavar="KINDS", help="Also allow fixes of these kinds: precision, training, compile.")
 ]
 
 
 def fix_words(fix: Sequence[str] | None, plan: str | None) -> tuple[str, ...]:
     if plan is not None and not plan.endswith(".json"):
-        raise UserError(f"--plan {plan!r} is no .json file; `oomph fit TARGET --plan plan.json` writes one")
+        raise UserError(
+            f"--plan {plan!r} is not a .json file; `oomph fit TARGET --plan plan.json` writes one"
+        )
     return (*(fix or ()), *([plan] if plan is not None else []))
 
 

@@ -54,20 +54,20 @@ class FitOptions:
     gpu: Gpu = None
     budget: Annotated[
         str | None,
-        typer.Option(metavar="SIZE", help="What the process may take, with the CUDA context, e.g. 20GiB."),
+        typer.Option(metavar="SIZE", help="Memory of the process, CUDA context included, e.g. 20GiB."),
     ] = None
     max: Max = None
     allow: Allow = ""
     host_memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What fixes may pin on the host; default: all.")
+        str | None, typer.Option(metavar="SIZE", help="Host memory that fixes may pin; default: all.")
     ] = None
-    plan: Annotated[str | None, typer.Option(metavar="FILE.json", help="Write the plan there.")] = None
+    plan: Annotated[str | None, typer.Option(metavar="FILE.json", help="Write the plan to this file.")] = None
     largest: Annotated[
         str | None, typer.Option(metavar="batch|sequence", help="Also find the largest that fits.")
     ] = None
-    gpus: Annotated[bool, typer.Option("--gpus", help="Also list the cards that would do.")] = False
+    gpus: Annotated[bool, typer.Option("--gpus", help="Also list the GPUs on which it fits.")] = False
     ranks: Annotated[
-        bool, typer.Option("--ranks", help="Also find how many of the card FSDP2 needs, without fixes.")
+        bool, typer.Option("--ranks", help="Also find how many of these GPUs FSDP2 needs, without fixes.")
     ] = False
     json: Json = False
     html: Html = None

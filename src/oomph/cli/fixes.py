@@ -83,7 +83,7 @@ def run_fixes(
 
 
 def fix_kinds(allow: str) -> tuple[FixKind, ...]:
-    """Exact fixes, and the kinds that are allowed besides."""
+    """Exact fixes, and the kinds of --allow."""
     words = [word.strip() for word in allow.split(",") if word.strip()]
     for word in words:
         if word not in FIX_KINDS:
@@ -106,7 +106,7 @@ def _list_all(as_json: bool) -> int:
 
 
 def run_verify(
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict, but small.")],
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="As for predict; give a small model.")],
     words: Annotated[
         list[str] | None,
         typer.Argument(

@@ -194,7 +194,7 @@ def _check_options_of_script(arguments: Sequence[str]) -> None:
     for before, word in pairwise(("", *ours)):
         if re.match(r"[A-Za-z_][\w.]*=", word) and before not in takes_value:
             raise UserError(
-                f"{word!r} would be an argument of the script, and those come after -- "
+                f"{word!r} would be an argument of the script; these come after -- "
                 f"(`oomph {arguments[0]} train.py -- {word}`); KEY=VALUE changes configs and Workloads"
             )
         name = word.partition("=")[0]

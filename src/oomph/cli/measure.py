@@ -31,14 +31,14 @@ from oomph.cli.predict import PredictOptions, check_options, predict_target, wit
 from oomph.cli.targets import is_script, open_target
 from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
 from oomph.records import Measurement, Progress
-from oomph.report.measurement import Comparison, Residual, measurement_text, measurement_to_json
+from oomph.report.measurement import Comparison, OpDifference, measurement_text, measurement_to_json
 from oomph.report.terminal import report_console
 
 if TYPE_CHECKING:
     from oomph.measurement.oplog import OpRow
 
 _STEPS = 5
-_EXPLAINED = 0.002  # of the measured peak: a residual from here on is explained by op
+_EXPLAINED = 0.002  # of the measured peak: a larger difference is explained op by op
 _MOST_OPS = 6
 
 
@@ -47,12 +47,15 @@ class MeasureOptions:
     target: Target
     overrides: OverrideWords = ()
     gpu: Annotated[
-        str | None, typer.Option(metavar="NAME", help="What to predict for; default: this machine's GPU.")
+        str | None, typer.Option(metavar="NAME", help="GPU to predict for; default: this machine's.")
     ] = None
     plan: Annotated[
-        str | None, typer.Option(metavar="FILE.json", help="Also with the fixes of a plan of `oomph fit`.")
+        str | None,
+        typer.Option(metavar="FILE.json", help="Also measure with the fixes of a plan of `oomph fit`."),
     ] = None
-    fix: Annotated[tuple[str, ...], typer.Option(metavar="FIX", help="Also with this fix; repeatable.")] = ()
+    fix: Annotated[
+        tuple[str, ...], typer.Option(metavar="FIX", help="Also measure with this fix; repeatable.")
+    ] = ()
     json: Json = False
     html: Html = None
 
@@ -112,14 +115,14 @@ def _comparison(options: PredictOptions, title: str) -> Comparison:
     measured = _in_fresh_process(options, ops=False)
     if not isinstance(measured, Measurement):
         return Comparison(title, prediction, None, (), str(measured))
-    residuals: tuple[Residual, ...] = ()
+    op_differences: tuple[OpDifference, ...] = ()
     difference = measured.peak.allocated - prediction.peak.allocated
     if abs(difference) > _EXPLAINED * measured.peak.allocated and not is_script(options.target):
-        residuals = _residuals(options)
-    return Comparison(title, prediction, measured, residuals)
+        op_differences = _op_differences(options)
+    return Comparison(title, prediction, measured, op_differences)
 
 
-def _residuals(options: PredictOptions) -> tuple[Residual, ...]:
+def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
     """The ops whose measured and predicted bytes differ, those with the most first."""
     from oomph.prediction.isolation import run_isolated
 
@@ -132,10 +135,10 @@ def _residuals(options: PredictOptions) -> tuple[Residual, ...]:
             return predicted_rows(target, str(options.gpu), measured)
 
     with stdout_to_stderr():
-        return residuals(measured, run_isolated(predicted, lambda text, fraction: None))
+        return op_differences(measured, run_isolated(predicted, lambda text, fraction: None))
 
 
-def residuals(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tuple[Residual, ...]:
+def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tuple[OpDifference, ...]:
     """The bytes that each kind of op needs while it runs, measured less predicted; the largest first."""
     from oomph.measurement.oplog import short_name
 
@@ -148,13 +151,13 @@ def residuals(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tuple[Re
             difference[kind] += sign * (row.high - row.before)
             runs[kind] += sign == 1
             extra[kind] += sign
-    found: dict[tuple[str, str], Residual] = {}
+    found: dict[tuple[str, str], OpDifference] = {}
     for kind, size in difference.items():
         aspect = "only measured" if extra[kind] > 0 else "only predicted" if extra[kind] < 0 else "high"
-        same = found.get((kind[1], aspect), Residual(kind[1], aspect, 0, 0))
+        same = found.get((kind[1], aspect), OpDifference(kind[1], aspect, 0, 0))
         times = same.times + (abs(extra[kind]) or runs[kind])
         if size:
-            found[kind[1], aspect] = Residual(kind[1], aspect, times, same.bytes + size)
+            found[kind[1], aspect] = OpDifference(kind[1], aspect, times, same.bytes + size)
     return tuple(sorted(found.values(), key=lambda each: -abs(each.bytes))[:_MOST_OPS])
 
 
@@ -282,5 +285,5 @@ def _measured_script(options: PredictOptions) -> Any:
     with on_each_optimizer(change):
         runpy.run_path(options.target, run_name="__main__")
     if len(readings) == 1:
-        raise UserError(f"{options.target} ended and no optimizer of torch.optim had stepped")
+        raise UserError(f"{options.target} ended before an optimizer of torch.optim stepped")
     return measurement()

@@ -103,7 +103,8 @@ class PredictOptions(DiagnoseOptions):
     ] = None
     plan: PlanFile = None
     stages: Annotated[
-        bool, typer.Option("--stages", help="Only how memory grows over the first step, stage by stage.")
+        bool,
+        typer.Option("--stages", help="Print only how memory grows over the first step, stage by stage."),
     ] = False
     sizes: Annotated[
         str | None,

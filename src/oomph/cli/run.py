@@ -44,7 +44,8 @@ def run_script(
     plan: PlanFile = None,
     fix: Fix = None,
     html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Where the report goes if it runs out of memory.")
+        str | None,
+        typer.Option(metavar="FILE", help="Write the report to this file if the script runs out of memory."),
     ] = None,
 ) -> int:
     """Run a script on the real device: with fixes, and with a report if it runs out of memory."""
@@ -62,7 +63,7 @@ def run_script(
     has_gpu = torch.cuda.device_count() > 0
     if not fixes and not has_gpu:
         raise UserError(
-            f"there is no GPU here whose memory run could record; `oomph predict {script}` needs none "
+            f"`oomph run` records GPU memory, and there is no GPU here; `oomph predict {script}` needs none "
             "(with --plan FILE or --fix NAME, run also runs scripts that need no GPU)"
         )
     uses = uses_of(fixes)
@@ -122,7 +123,7 @@ def _plan(script: str, arguments: Sequence[str]) -> Plan | None:
     device: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
     card = gpus.for_device(device.name, device.total_memory, (device.major, device.minor))
     gpu = card.name if card.bandwidth is not None else f"{device.total_memory >> 20}MiB"
-    print("\noomph: looking for fixes that would have saved it (Ctrl-C to skip)", file=sys.stderr, flush=True)
+    print("\noomph: looking for fixes with which it fits (Ctrl-C to skip)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         words = [sys.executable, "-m", "oomph", "fit", script, "--gpu", gpu, "--plan", str(file), "--"]

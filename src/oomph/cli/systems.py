@@ -42,7 +42,7 @@ def run_cases(name: Name = None, as_json: Json = False) -> int:
 
 def run_systems(
     name: Name = None,
-    claims: Annotated[bool, typer.Option("--claims", help="Predict nothing; only the claims.")] = False,
+    claims: Annotated[bool, typer.Option("--claims", help="Print only the claims; predict nothing.")] = False,
     as_json: Json = False,
 ) -> int:
     """List the reference systems. For one: predict its report's failure and fixes, and check its claims."""

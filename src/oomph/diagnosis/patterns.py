@@ -1,6 +1,6 @@
 """The patterns: what each allocation that is alive at the peak is an instance of.
 
-The first of PATTERNS that applies owns the allocation; `avoidable` is the share of its bytes nobody needs.
+The first of PATTERNS that applies owns the allocation; `avoidable` is the share of its bytes not needed.
 The cause of a peak is the pattern with the most avoidable bytes, because parameters, gradients and optimizer
 state are large in every training step and still not why this one does not fit. What grows with every step
 counts several times over, because it fills any GPU in the end.

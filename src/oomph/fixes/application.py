@@ -74,7 +74,9 @@ def apply_to_model(fixes: Fixes, model: nn.Module) -> tuple[Change, ...]:
 def undo(model: nn.Module) -> None:
     """Undo every fix in this model. Does nothing for a model without fixes."""
     if not isinstance(model, nn.Module):
-        raise UserError(f"undo takes a model; {type(model).__name__} was given (keep what you gave to apply)")
+        raise UserError(
+            f"undo takes a model; {type(model).__name__} was given (undo the model that was given to apply)"
+        )
     journal = _journal(model)
     if journal is None:
         _check_no_other_journal(model)

@@ -432,6 +432,6 @@ def _rows_of_file(file: str) -> list[Any]:
     if content == []:
         raise UserError(f"file {file!r} holds an empty list; give at least one fix")
     if not isinstance(rows, list) or not all(isinstance(row, str | dict) for row in rows):
-        raise UserError(f'file {file!r} holds no list of fixes such as [{{"fix": ..., "options": ...}}]')
+        raise UserError(f'file {file!r} is not a list of fixes such as [{{"fix": ..., "options": ...}}]')
     made_for = content.get("model_id", "") if isinstance(content, dict) else ""
     return [{**row, "model_id": made_for} if made_for and isinstance(row, dict) else row for row in rows]

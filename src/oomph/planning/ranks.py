@@ -34,7 +34,7 @@ def ranks_needed(
     From some number on, what is left are activations and the gathered blocks, which FSDP2 does not divide.
     """
     if workload.parallel is not None:
-        raise UserError("the step is already spread over ranks; give it without")
+        raise UserError("the step is already spread over ranks; give the step of one process")
     tried: list[RankTrial] = []
     ranks = 1
     while ranks <= _MOST_RANKS:

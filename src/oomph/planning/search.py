@@ -198,7 +198,7 @@ def fit(
     limit = min(limits)
     if limit <= 0:
         context = format_bytes(card.context)
-        raise UserError(f"the CUDA context alone takes {context}, which is more than there is")
+        raise UserError(f"the CUDA context alone takes {context}, which is more than the limit")
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
     card = gpus.with_rates(card)
     if isinstance(target, Script) and autograd_breaks_in_forks():
@@ -240,7 +240,7 @@ class _Search:
         self.each: dict[bool, float] = {}  # that one of several takes, of the whole model or of two blocks
 
     def plan(self, kinds: tuple[FixKind, ...], progress: Progress) -> Plan:
-        progress("predicting the step as it is", None)
+        progress("predicting the step without fixes", None)
         prediction = self.program.predict()
         self.first = time.perf_counter() - self.began
         self.base = base = self._trial((), prediction)

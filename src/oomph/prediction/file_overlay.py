@@ -614,7 +614,7 @@ def refuse_write(event: str, args: tuple[Any, ...], folders: tuple[str, ...]) ->
             text = os.fsdecode(args[index])
             full = text if text.startswith("/") else posixpath.join(_REAL.getcwd(), text)
             if not full.startswith((*folders, "/dev/", "/proc/")):
-                raise PermissionError(errno.EPERM, "a prediction changes no file", text)
+                raise PermissionError(errno.EPERM, "a predicted program cannot change files", text)
 
 
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446

@@ -82,7 +82,7 @@ def run_isolated(function: Callable[[Progress], T], progress: Progress, allow: C
     """
     for name in allow:
         if name not in ALLOWABLE:
-            raise UserError(f"{name!r} cannot be allowed; what can is {' and '.join(ALLOWABLE)}")
+            raise UserError(f"{name!r} cannot be allowed; valid: {', '.join(ALLOWABLE)}")
     if _inside:
         return function(progress)
     kind, value = "no fork", None
@@ -607,13 +607,14 @@ def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) ->
         command = os.fsdecode(command)
         if not _is_query(command):
             raise Refused(
-                f"a prediction starts no other program (--allow-subprocesses permits it): {command[:200]}"
+                "a predicted program cannot start other programs (--allow-subprocesses permits it): "
+                f"{command[:200]}"
             )
     if event == "socket.connect" and "network" not in allow:
         address = args[1]
         host = str(address[0]) if isinstance(address, tuple) else ""
         if host and not host.startswith(_LOCAL):
-            raise Refused(f"a prediction does not use the network (--allow-network permits it): {host}")
+            raise Refused(f"a predicted program cannot use the network (--allow-network permits it): {host}")
 
 
 # Messages ---------------------------------------------------------------------------------------------

@@ -681,7 +681,7 @@ class _ScriptSteps:
         if not waiting or most >= _MOST_ROUNDS * wanted:
             if waiting:
                 self._tracer.note(
-                    f"{len(waiting)} of {len(self._counts)} optimizers stepped less than {wanted} times"
+                    f"{len(waiting)} of {len(self._counts)} optimizers stepped fewer than {wanted} times"
                 )
             self._end()
         if self._counts[optimizer] == most == self._tracer.step:

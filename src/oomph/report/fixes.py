@@ -103,7 +103,7 @@ def proposals_text(
             Text(f"{line[0].upper()}{line[1:]}. These figures include the CUDA context's {context}.")
         )
         if not proposals:
-            console.print(f"No fix of the kinds {', '.join(kinds)} lowers it.")
+            console.print(f"No fix of the kinds {', '.join(kinds)} lowers the peak.")
         else:
             console.print("Each fix by itself, predicted:")
             console.print(Padding(_proposals_table(prediction, proposals), (1, 0, 1, 2)))
@@ -253,7 +253,7 @@ def plan_text(
                 "By hand: a smaller batch or shorter input; `oomph diagnose` names what takes the memory."
             )
         elif not plan.fits:
-            console.print("No fix is enough: take a smaller batch, shorter input or a larger card.")
+            console.print("No fix is enough: use a smaller batch, shorter input or a larger card.")
         if "compile" not in plan.allowed and not (plan.fits and plan.after.slowdown <= 1):
             console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
         if plan.fixes and plan.fits:
@@ -261,7 +261,7 @@ def plan_text(
         most = _ALTERNATIVE * plan.after.peak.device
         smaller = [one for one in plan.front if one.fits and one.fixes and one.peak.device < most]
         if smaller:
-            console.print("For more time, less memory (~ estimated):")
+            console.print("Slower sets that need less memory (~ estimated):")
             console.print(Padding(_front_table(smaller), (1, 0, 1, 2)))
         for name, (without, with_fixes) in (largest or {}).items():
             console.print(
@@ -284,7 +284,7 @@ def plan_verdict(plan: Plan) -> str:
     if plan.fits and after > plan.limit + context:
         has += ", which is enough because cached memory is released"
     if plan.fits and not plan.fixes:
-        return f"fits {where} as it is: needs {needs}{has}"
+        return f"fits {where} without fixes: needs {needs}{has}"
     if not plan.fixes:
         return f"does not fit {where}, and no fix was found that lowers the peak: needs {needs}{has}"
     verdict = "fits" if plan.fits else "does not fit"
@@ -331,7 +331,7 @@ def _front_table(front: Sequence[PricedFixes]) -> Table:
 
 
 def _cards_table(cards: Sequence[tuple[str, bool, bool]]) -> Table:
-    table = columns("left card", "left as it is", "left with the plan")
+    table = columns("left card", "left without fixes", "left with the plan")
     for title, without, with_fixes in cards:
         table.add_row(title, "fits" if without else "no", "fits" if with_fixes else "no")
     return table

@@ -370,7 +370,7 @@ def _measured(one: Comparison) -> dict[str, Any]:
         "gpu": printable(one.measured.gpu_title) if one.measured else "",
         "rows": one.rows,
         "failure": printable(one.failure),
-        "residuals": [
-            [printable(each.op), printable(each.aspect), each.times, each.bytes] for each in one.residuals
+        "differences": [
+            [printable(each.op), printable(each.aspect), each.times, each.bytes] for each in one.differences
         ],
     }

@@ -15,7 +15,7 @@ from oomph.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Residual:
+class OpDifference:
     """An op whose bytes differ. `bytes` is measured less predicted."""
 
     op: str
@@ -29,7 +29,7 @@ class Comparison:
     title: str  # "as it is", "with the plan"
     predicted: Prediction
     measured: Measurement | None  # None: it ran out of memory
-    residuals: tuple[Residual, ...] = ()  # those with the most bytes first
+    differences: tuple[OpDifference, ...] = ()  # those with the most bytes first
     failure: str = ""
 
     @property
@@ -45,7 +45,7 @@ class Comparison:
 
 def measurement_text(comparisons: Sequence[Comparison], console: Console) -> str:
     with console.capture() as capture:
-        table = columns("left", "right predicted", "right measured", "right residual")
+        table = columns("left", "right predicted", "right measured", "right difference")
         for one in comparisons:
             table.add_row(Text(one.title, style="bold"))
             for name, predicted, measured in one.rows:
@@ -61,9 +61,9 @@ def measurement_text(comparisons: Sequence[Comparison], console: Console) -> str
         for one in comparisons:
             if one.failure:
                 console.print(Text(f"{one.title}: {one.failure}"))
-            if one.residuals:
+            if one.differences:
                 console.print(Text(f"\n{one.title}, ops whose bytes differ (measured less predicted):"))
-            for each in one.residuals:
+            for each in one.differences:
                 sign = "-" if each.bytes < 0 else "+"
                 size = format_bytes(abs(each.bytes))
                 console.print(Text(f"  {sign}{size}  {each.op}, {each.aspect}, {each.times} times"))
@@ -78,7 +78,7 @@ def measurement_to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
                 "title": one.title,
                 "gpu": one.measured.gpu_title if one.measured is not None else one.predicted.gpu_title,
                 "rows": [dict(zip(("what", "predicted", "measured"), row, strict=True)) for row in one.rows],
-                "residuals": [asdict(each) for each in one.residuals],
+                "residuals": [asdict(each) for each in one.differences],
                 "failure": one.failure,
             }
             for one in comparisons

@@ -503,11 +503,11 @@ function measuredSection() {
   const shown = (name, value) => value === null ? "–" : name === "step time" ? seconds(value) : size(value);
   return el("section", { id: "measured" }, el("header", {}, el("h2", {}, "Predicted and measured"), el("span", { class: "soft" }, data.measured[0].gpu)),
     data.measured.map((one) => el("div", { class: "table" }, el("table", {},
-      el("thead", {}, el("tr", {}, [one.title, "Predicted", "Measured", "Residual"].map((label) => el("th", {}, label)))),
+      el("thead", {}, el("tr", {}, [one.title, "Predicted", "Measured", "Difference"].map((label) => el("th", {}, label)))),
       el("tbody", {}, one.rows.map(([name, predicted, measured]) => el("tr", {}, el("td", {}, name),
         el("td", { class: "num" }, shown(name, predicted)), el("td", { class: "num" }, shown(name, measured)),
         el("td", { class: "num" }, predicted && measured ? `${(100 * (measured / predicted - 1)).toFixed(2)} %` : "–"))),
-      one.residuals.map(([op, aspect, times, bytes]) => el("tr", {}, el("td", { class: "mono wrap" }, `${op}, ${aspect}, ${times} times`),
+      one.differences.map(([op, aspect, times, bytes]) => el("tr", {}, el("td", { class: "mono wrap" }, `${op}, ${aspect}, ${times} times`),
         el("td"), el("td"), el("td", { class: "num" }, signed(bytes)))))),
     one.failure ? el("p", { class: "oom wrap" }, one.failure) : null)));
 }

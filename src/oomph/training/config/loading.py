@@ -225,7 +225,7 @@ class ConfigKeys:
             return f"did you mean {meant!r}?"
         if inside and section:
             return f"the keys of {section!r} are {', '.join(inside)}"
-        return f"the sections are model, {', '.join(SECTIONS)}; besides them there are {', '.join(_TOP)}"
+        return f"the sections are model, {', '.join(SECTIONS)}; the other keys are {', '.join(_TOP)}"
 
     def resolve(self, written: Mapping[str, Any], problems: _Problems) -> dict[str, Any]:
         """Values by our own keys. Two names of one key must agree."""
