@@ -53,11 +53,8 @@ def test_every_mode_matches_the_reference(mode, shape, decay):
     assert_close(outcome(kda, given, mode=mode), outcome(kda_reference, given), 1e-13)
 
 
-# With heads of 64 and all tokens in one segment, backward uses products that forward saved.
-
-
 @pytest.mark.parametrize("lengths", [None, [35, 0, 62]])
-def test_saved_and_recomputed_products_give_the_same_gradients(lengths):
+def test_one_segment_and_several_give_the_same_gradients(lengths):
     tokens = 90 if lengths is None else sum(lengths)
     given = inputs(1, tokens, 2, 64, 64, states=None if lengths is None else len(lengths), decay=3.0)
     options = {} if lengths is None else {"cu_seqlens": boundaries(lengths)}
