@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import textwrap
@@ -98,6 +99,29 @@ def test_the_script_runs_with_a_fix_and_computes_the_same(
     plain = capsys.readouterr().out
     assert run(["run", "--fix", "activation_checkpointing", script, "cpu", "64"]) == 0
     assert capsys.readouterr().out == plain != ""
+
+
+def test_a_module_for_torchrun_is_fitted_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    package = tmp_path / "package_of_script"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    first = "import os\nassert os.environ['WORLD_SIZE'] == '1'\n"
+    (package / "train.py").write_text(first + textwrap.dedent(SCRIPT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    target = ["--torchrun", "-m", "package_of_script.train"]
+    assert run(["fit", *target, "--max", "400MiB", "--plan", "plan.json", "--", "cuda", "65536"]) == 0
+    run_words = ["run", "--plan", "plan.json", *target, "--"]
+    assert f"oomph {' '.join(run_words)} cuda 65536\n" in capsys.readouterr().out
+    assert run([*run_words, "cpu", "64"]) == 0
+    assert "fused_optimizer: AdamW" in capsys.readouterr().err
+    assert run(["predict", *target, "--max", "100MiB", "--", "cuda", "65536"]) == 1
+    command = f"oomph fit {' '.join(target)} --max 100MiB -- cuda 65536"
+    assert f"Next: `{command}`" in capsys.readouterr().out
 
 
 def test_its_own_failure_and_what_cannot_be_applied(

@@ -224,6 +224,10 @@ def write_page(file: str, target: str, runs: Sequence[tuple[str, Prediction]], *
 TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a key of a config
 
 Target = Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")]
+Module = Annotated[
+    str | None, typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does.")
+]
+Torchrun = Annotated[bool, typer.Option("--torchrun", help="Run a script as the only rank of torchrun.")]
 _OVERRIDES = typer.Argument(
     metavar="[KEY=VALUE ...]",
     help="For a config: override a key, e.g. data.batch_size=4 or --batch_size 4. "

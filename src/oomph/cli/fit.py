@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,8 +18,6 @@ from oomph.cli.common import (
     Html,
     Json,
     Max,
-    OverrideWords,
-    Target,
     check_output_file,
     progress_display,
     stdout_to_stderr,
@@ -30,11 +27,12 @@ from oomph.cli.common import (
 from oomph.cli.fixes import fix_kinds
 from oomph.cli.predict import PredictOptions, predict_target
 from oomph.cli.targets import (
+    TargetOptions,
     check_python_file,
     check_target,
     config_limit,
+    find_target,
     is_config,
-    is_script,
     open_target,
     workload_of,
 )
@@ -48,9 +46,7 @@ LARGEST = ("batch", "sequence")
 
 
 @dataclass(frozen=True, slots=True)
-class FitOptions:
-    target: Target
-    overrides: OverrideWords = ()
+class FitOptions(TargetOptions):
     gpu: Gpu = None
     budget: Annotated[
         str | None,
@@ -73,8 +69,9 @@ class FitOptions:
     html: Html = None
 
 
-def run_fit(options: FitOptions) -> ExitStatus:
+def run_fit(given: FitOptions) -> ExitStatus:
     """Find the cheapest set of fixes with which the step fits."""
+    options = find_target(given, "fit")
     kinds = fix_kinds(options.allow)
     _check(options)
     # Imported here: torch takes a second to load.
@@ -107,8 +104,10 @@ def run_fit(options: FitOptions) -> ExitStatus:
     largest: dict[str, Any] = {}
     trials: Any = ()
     with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
-        if is_script(options.target):
-            plan = search(Script(options.target, options.overrides), max=options.max, progress=report)
+        if options.is_script:
+            is_module = options.module is not None
+            script = Script(options.target, options.overrides, is_module, torchrun=options.torchrun)
+            plan = search(script, max=options.max, progress=report)
         else:
             plan, largest = run_isolated(run, report)
             trials = run_isolated(count, report) if options.ranks else ()
@@ -131,8 +130,7 @@ def run_fit(options: FitOptions) -> ExitStatus:
             found["gpus"] = [{"gpu": name, "before": before, "after": after} for name, before, after in cards]
         write_stdout(json.dumps(found, allow_nan=False) + "\n")
     else:
-        typed = shlex.join((options.target, *options.overrides))
-        write_stdout(plan_text(plan, report_console(), typed, options.plan, largest, cards))
+        write_stdout(plan_text(plan, report_console(), options.typed, options.plan, largest, cards))
         write_stdout(ranks_text(trials, plan.gpu_title))
     if options.html is not None:
         _write_page(options.html, options, plan)
@@ -142,7 +140,8 @@ def run_fit(options: FitOptions) -> ExitStatus:
 def _write_page(file: str, options: FitOptions, plan: Plan) -> None:
     """Both steps are predicted once more: a plan has their peaks only."""
     limit = f"{plan.limit}B" if options.gpu and options.budget else options.max
-    asked = PredictOptions(options.target, options.overrides, options.gpu or options.budget, limit)
+    given = {field.name: getattr(options, field.name) for field in fields(TargetOptions)}
+    asked = PredictOptions(**given, gpu=options.gpu or options.budget, max=limit)
     runs = [("as it is", predict_target(asked, silent=True))]
     if plan.fixes:
         fixed = replace(asked, fix=tuple(map(fix_word, plan.fixes)))
@@ -166,7 +165,7 @@ def _check(options: FitOptions) -> None:
             units.parse_bytes(size)
     if options.largest is not None and options.largest not in LARGEST:
         raise UserError(f"--largest {options.largest!r} is not valid; valid: {', '.join(LARGEST)}")
-    if options.ranks and (is_script(options.target) or not (options.gpu or options.budget)):
+    if options.ranks and (options.is_script or not (options.gpu or options.budget)):
         raise UserError("--ranks needs a Workload or config, and a card: --gpu rtx4090")
     check_output_file("--html", options.html, "report.html")
     if options.plan is not None and not Path(options.plan).absolute().parent.is_dir():
@@ -175,9 +174,12 @@ def _check(options: FitOptions) -> None:
         from oomph.planning.plan import check_overwritten
 
         check_overwritten(options.plan)
-    if is_script(options.target):
-        check_python_file(options.target)
+    if options.is_script:
+        if options.module is None:
+            check_python_file(options.target)
         if options.largest is not None:
             raise UserError("--largest needs a Workload that names its sizes; a script has none")
         return
+    if options.torchrun:
+        raise UserError("--torchrun is for scripts, as train.py or -m package.module")
     check_target(options.target, options.overrides)

@@ -64,7 +64,7 @@ def run_measure(options: MeasureOptions) -> ExitStatus:
     """Run steps on the real GPU: predicted beside measured memory and time."""
     # Every run has a process of its own: what else lives in one would be counted.
     fixes = fix_words(options.fix, options.plan)
-    asked = PredictOptions(options.target, options.overrides, options.gpu, fix=fixes, html=options.html)
+    asked = PredictOptions(options.target, options.overrides, gpu=options.gpu, fix=fixes, html=options.html)
     check_options(asked)
     if options.gpu is None:
         asked = replace(asked, gpu=_this_gpu())

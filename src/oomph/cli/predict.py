@@ -19,7 +19,6 @@ from oomph.cli.common import (
     Html,
     Json,
     Max,
-    OverrideWords,
     PlanFile,
     check_output_file,
     fix_words,
@@ -30,11 +29,12 @@ from oomph.cli.common import (
 )
 from oomph.cli.fixes import parse_sizes
 from oomph.cli.targets import (
+    TargetOptions,
     check_python_file,
     check_target,
     config_limit,
+    find_target,
     is_config,
-    is_script,
     open_target,
     workload_of,
 )
@@ -47,32 +47,15 @@ from oomph.report.terminal import report_console, report_text
 
 
 @dataclass(frozen=True, slots=True)
-class DiagnoseOptions:
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="TARGET",
-            help="A script (train.py -- --its --flags), a config (.yaml), or file.py:name or "
-            "package.module:name; name is a Workload, a function that returns one, or a function that sets "
-            "up and returns the step.",
-        ),
-    ] = ""
-    overrides: OverrideWords = ()  # of a script: its arguments
+class DiagnoseOptions(TargetOptions):
     gpu: Gpu = None
     max: Max = None
     json: Json = False
     html: Html = None
     fix: FixWords = ()
-    module: Annotated[
-        str | None,
-        typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does."),
-    ] = None
     steps: Annotated[
         int | None, typer.Option(metavar="N", help="Optimizer steps of a script to trace; default: 3.")
     ] = None
-    torchrun: Annotated[
-        bool, typer.Option("--torchrun", help="Run a script as the only rank of torchrun.")
-    ] = False
     allow_subprocesses: Annotated[
         bool,
         typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
@@ -80,14 +63,6 @@ class DiagnoseOptions:
     allow_network: Annotated[
         bool, typer.Option("--allow-network", help="Let the program use the network.")
     ] = False
-
-    @property
-    def typed(self) -> str:
-        return shlex.join((*(["-m"] if self.module else []), self.target, *self.overrides))
-
-    @property
-    def is_script(self) -> bool:
-        return self.module is not None or is_script(self.target)
 
     @property
     def allow(self) -> tuple[str, ...]:
@@ -129,20 +104,9 @@ class PredictOptions(DiagnoseOptions):
         return fix_words(self.fix, self.plan)
 
 
-def _find_target(options: DiagnoseOptions, command: str) -> PredictOptions:
-    """With -m, the first word is an argument of the module."""
-    if options.module is None and not options.target:
-        raise UserError(f"{command} needs a TARGET, or -m MODULE")
-    given = {field.name: getattr(options, field.name) for field in fields(options)}
-    if options.module is not None:
-        words = (*([options.target] if options.target else []), *options.overrides)
-        given |= {"target": options.module, "overrides": words}
-    return PredictOptions(**given)
-
-
 def run_predict(given: PredictOptions) -> ExitStatus:
     """Predict the memory of a training step. Report whether it fits and which lines hold the peak."""
-    options = _find_target(given, "predict")
+    options = find_target(given, "predict")
     check_options(options)
     prediction = predict_target(options)
     if options.snapshot is not None:
@@ -170,7 +134,8 @@ def run_predict(given: PredictOptions) -> ExitStatus:
 
 def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     """Name the cause of the peak: the pattern, its formula and growth, its lines, and the fixes."""
-    options = _find_target(given, "diagnose")
+    found = find_target(given, "diagnose")
+    options = PredictOptions(**{field.name: getattr(found, field.name) for field in fields(found)})
     check_options(options)
     # Imported here: torch takes a second to load.
     from oomph.diagnosis.api import diagnose_with
@@ -215,14 +180,11 @@ def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Dia
 def next_step(options: PredictOptions, prediction: Prediction) -> str:
     if prediction.fits is not False:
         return ""
-    if options.module or options.torchrun:  # which `oomph fit` does not take
-        return "\nNext: a smaller batch or shorter samples; `oomph fixes` lists what else lowers the peak.\n"
     limit = [] if options.gpu is None else ["--gpu", options.gpu]
     limit += [] if options.max is None else ["--max", options.max]
     if options.fixes or options.sizes or options.steps:  # which `oomph fit` does not take
         return "\nNext: `oomph fit` finds the cheapest fixes with which a step fits.\n"
-    words = [*limit, "--", *options.overrides] if options.is_script else [*options.overrides, *limit]
-    command = shlex.join(["oomph", "fit", options.target, *words]).removesuffix(" --")
+    command = shlex.join(("oomph", *options.command("fit", *limit)))
     return f"\nNext: `{command}` finds the cheapest fixes with which it fits.\n"
 
 

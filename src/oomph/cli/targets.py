@@ -8,13 +8,18 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+import typer
+
+from oomph.cli.common import Module, OverrideWords, Torchrun
 from oomph.errors import OomphError, ProgramError, UserError, is_missing_gpu, program_traceback, user_line
 from oomph.report.terminal import short_path
 
@@ -29,6 +34,59 @@ _NO_SCRIPT = (
 VALID = f"give a script, as train.py; {_NO_SCRIPT}"
 
 # ------------------------------------------------------------------------------------------- targets
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """The target of a command that also takes scripts."""
+
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET",
+            help="A script (train.py -- --its --flags), a config (.yaml), or file.py:name or "
+            "package.module:name; name is a Workload, a function that returns one, or a function that sets "
+            "up and returns the step.",
+        ),
+    ] = ""
+    overrides: OverrideWords = ()  # of a script: its arguments
+    module: Module = None
+    torchrun: Torchrun = False
+
+    @property
+    def typed(self) -> str:
+        """The target with its arguments."""
+        return shlex.join(
+            (*self._words, *(["--"] if self.module and self.overrides else []), *self.overrides)
+        )
+
+    def command(self, name: str, *options: str) -> list[str]:
+        """`oomph name` for this target, with options."""
+        if not self.is_script:
+            return [name, self.target, *self.overrides, *options]
+        return [name, *self._words, *options, *(["--"] if self.overrides else []), *self.overrides]
+
+    @property
+    def _words(self) -> list[str]:
+        launcher = ["--torchrun"] if self.torchrun else []
+        return [*launcher, *(["-m"] if self.module else []), self.target]
+
+    @property
+    def is_script(self) -> bool:
+        return self.module is not None or is_script(self.target)
+
+
+Options = TypeVar("Options", bound=TargetOptions)
+
+
+def find_target(options: Options, command: str) -> Options:
+    """With -m, the module is the target, and the first word is its argument."""
+    if options.module is None and not options.target:
+        raise UserError(f"{command} needs a {'SCRIPT' if command == 'run' else 'TARGET'}, or -m MODULE")
+    if options.module is None:
+        return options
+    words = (*([options.target] if options.target else []), *options.overrides)
+    return replace(options, target=options.module, overrides=words)
 
 
 def check_target(target: str, overrides: Sequence[str] = ()) -> None:

@@ -551,9 +551,7 @@ def run_script(
     """Run the script. `finish` is called as soon as its steps repeat, from inside the script, and never
     returns: no handler of the script's can catch it, and nothing that it would do next is waited for."""
     if script.torchrun:
-        tracer.ranks, in_node = script.ranks, gpus_of_node(script.ranks)
-        sizes = (script.ranks, in_node, script.ranks // in_node, 0, 0, 0, "127.0.0.1", _free_port())
-        os.environ.update(zip(_OF_TORCHRUN, map(str, sizes), strict=True))
+        tracer.ranks = script.ranks
     steps = _ScriptSteps(script, tracer, progress, finish)
     tracer.on_optimizer_made, tracer.on_optimizer_step = steps.made, steps.stepped
     tracer.on_parameter_update = steps.updated
@@ -561,7 +559,7 @@ def run_script(
     steps.start_watch()
     try:
         with tracer.in_phase("forward"):
-            _run_as_main(script)
+            run_as_main(script)
     except SystemExit as error:
         failed = error.code not in (None, 0)
         if failed or not steps.trained:
@@ -577,7 +575,12 @@ def run_script(
     steps.check_trained()
 
 
-def _run_as_main(script: Script) -> None:
+def run_as_main(script: Script) -> None:
+    """Run it as `python` or `python -m` would, in this process."""
+    if script.torchrun:
+        in_node = gpus_of_node(script.ranks)
+        sizes = (script.ranks, in_node, script.ranks // in_node, 0, 0, 0, "127.0.0.1", _free_port())
+        os.environ.update(zip(_OF_TORCHRUN, map(str, sizes), strict=True))
     sys.argv = [script.path, *script.arguments]
     if script.module:
         sys.path.insert(0, os.getcwd())

@@ -345,7 +345,7 @@ def _print_commands(console: Console, plan: Plan, target: str, file: str | None)
         file = "plan.json"
         how = f"To apply it, add `--plan {file}` to the command `oomph fit`, which writes it there; then"
     applied = words if file is None else f"--plan {file}"
-    if target.partition(" ")[0].endswith(".py"):
+    if target.startswith("-") or target.partition(" ")[0].endswith(".py"):
         console.print(Text(f"{how}, without editing the script:"))
         console.print(Text(f"    oomph run {applied} {target}\n"), soft_wrap=True)
         return
