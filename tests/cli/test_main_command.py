@@ -29,7 +29,15 @@ def test_no_arguments_print_the_help(capsys):
 def test_the_help_of_predict_names_every_option(capsys):
     assert run(["predict", "--help"]) == 0
     out = capsys.readouterr().out
-    for option in ("TARGET", "--gpu", "--max", "--json", "--html", "--snapshot"):
+    for option in (
+        "TARGET",
+        "--gpu",
+        "--max",
+        "--json",
+        "--html",
+        "--snapshot",
+        "1 does not fit or too close",
+    ):
         assert option in out
 
 

@@ -47,7 +47,10 @@ def run_fixes(
     only: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = None,
     as_json: Json = False,
 ) -> int:
-    """List fixes that lower the peak. For a target: what each one saves and costs."""
+    """List fixes that lower the peak. For a target: what each one saves and costs.
+
+    Exit status 0 also if the step does not fit.
+    """
     kinds = fix_kinds(allow)
     if gpu is not None:
         gpus.find(gpu)

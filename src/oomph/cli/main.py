@@ -43,11 +43,15 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 _OVERLONG = re.compile(r"\S{250,}")  # a name or number that an error quotes
 
+_STATUSES = (
+    "Exit status: 0 fits, 1 does not fit or too close to call, 2 invalid input, 3 the traced program failed, "
+    "70 a bug in oomph, 130 interrupted."
+)
+
 app = typer.Typer(
     name="oomph",
     help="Will it fit? Predict the GPU memory of a training step, without a GPU.",
-    epilog="Exit status: 0 fits, 1 does not fit, 2 invalid input, 3 the traced program failed, "
-    "70 a bug in oomph, 130 interrupted.",
+    epilog=_STATUSES,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -73,10 +77,10 @@ def _oomph(
     pass
 
 
-app.command("predict", context_settings=TAKES_KEYS)(command(run_predict, PredictOptions))
-app.command("diagnose", context_settings=TAKES_KEYS)(command(run_diagnose, DiagnoseOptions))
+app.command("predict", context_settings=TAKES_KEYS, epilog=_STATUSES)(command(run_predict, PredictOptions))
+app.command("diagnose", context_settings=TAKES_KEYS, epilog=_STATUSES)(command(run_diagnose, DiagnoseOptions))
 app.command("fixes", context_settings=TAKES_KEYS)(run_fixes)
-app.command("fit", context_settings=TAKES_KEYS)(command(run_fit, FitOptions))
+app.command("fit", context_settings=TAKES_KEYS, epilog=_STATUSES)(command(run_fit, FitOptions))
 app.command("measure", context_settings=TAKES_KEYS)(command(run_measure, MeasureOptions))
 app.command("compare")(run_compare)
 app.command("explain")(run_explain)
