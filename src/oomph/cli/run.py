@@ -66,7 +66,7 @@ def run_script(
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
     from oomph.measurement.oplog import record_history
-    from oomph.prediction.program import Script, no_model_error, run_as_main
+    from oomph.prediction.script import Script, no_model_error, run_as_main
 
     has_gpu = torch.cuda.device_count() > 0
     if not fixes and not has_gpu:

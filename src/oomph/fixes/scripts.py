@@ -19,7 +19,7 @@ from oomph.fixes.application import apply_to_model, changes_in, undo
 from oomph.fixes.modules import check_model_id
 from oomph.fixes.optimizers.conversion import FusedOptimizer, NoForeach, OptimizerFix
 from oomph.fixes.registry import Fix, FixContext, all_fixes, find
-from oomph.prediction.program import on_first_training_call
+from oomph.prediction.script import on_first_training_call
 from oomph.records import FixUse, Prediction, Proposal
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)

@@ -29,7 +29,7 @@ from oomph.prediction.isolation import (
     run_forked,
     run_isolated,
 )
-from oomph.prediction.program import WATCH_THREAD
+from oomph.prediction.script import WATCH_THREAD
 from oomph.records import FixUse, Plan, Prediction, Progress, Proposal
 from oomph.workload import Workload
 

@@ -32,8 +32,8 @@ from oomph.prediction.isolation import (
     trace_lock,
     without_collection,
 )
-from oomph.prediction.program import Script
 from oomph.prediction.replay import Replay, margin, refused, replay
+from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes, check_sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.session import tracing
@@ -378,7 +378,7 @@ def trace(
         elif isinstance(target, Script):
             if finish is None or not is_isolated():
                 raise UserError("a script is predicted in a child process, which is not possible here")
-            program.run_script(target, tracer, progress, finish)
+            run_script(target, tracer, progress, finish)
         elif callable(target) and not isinstance(target, torch.nn.Module):
             program.run_function(target, tracer, progress, finish if is_isolated() else None)
         else:

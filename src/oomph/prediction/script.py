@@ -1,0 +1,272 @@
+"""A script or module, run as `python train.py --its --flags` runs it, until its steps repeat."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from oomph.errors import ProgramError, UserError, program_traceback, user_line
+from oomph.prediction.program import STEPS, next_evaluation
+from oomph.prediction.tracer.tracer import Tracer
+from oomph.prediction.tracer.work import Kernel
+from oomph.prediction.tracer.workers import gpus_of_node
+from oomph.records import Progress
+
+# An optimizer that has not stepped while another made so many times the steps is not waited for.
+_MOST_ROUNDS = 10
+_OF_TORCHRUN = (
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+)
+WATCH_THREAD = "oomph watch"  # its name
+_ENDLESS_S = 60.0  # a program without an optimizer whose peak has not risen for so long is stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """`python path arguments`, or with `module` `python -m path arguments`."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    steps: int = STEPS
+    torchrun: bool = False  # with the environment of the first of its `ranks`
+    ranks: int = 1
+    # Called with each optimizer that it makes, or with the first model that it trains before any.
+    on_optimizer: Callable[[Any], None] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.path if self.module else Path(self.path).name
+
+
+def run_script(
+    script: Script, tracer: Tracer, progress: Progress, finish: Callable[[Tracer], NoReturn]
+) -> None:
+    """Run the script. `finish` is called as soon as its steps repeat, from inside the script, and never
+    returns: no handler of the script's can catch it, and nothing that it would do next is waited for."""
+    if script.torchrun:
+        tracer.ranks = script.ranks
+    steps = _ScriptSteps(script, tracer, progress, finish)
+    tracer.on_optimizer_made, tracer.on_optimizer_step = steps.made, steps.stepped
+    tracer.on_parameter_update = steps.updated
+    steps.begin(1)
+    steps.start_watch()
+    try:
+        with tracer.in_phase("forward"):
+            run_as_main(script)
+    except SystemExit as error:
+        failed = error.code not in (None, 0)
+        if failed or not steps.trained:
+            status = f"status {error.code or 0}" if not isinstance(error.code, str) else error.code
+            early = "" if failed else ", before any training step"
+            message = f"{script.name} ended with {status}{early}"
+            raise ProgramError(message, *user_line(error)) from error
+    except KeyError as error:
+        if script.torchrun or error.args[0] not in _OF_TORCHRUN:
+            raise
+        message = f"KeyError: {error.args[0]!r}, which torchrun sets in the environment: add --torchrun"
+        raise ProgramError(message, *user_line(error), program_traceback(error)) from error
+    steps.check_trained()
+
+
+def run_as_main(script: Script) -> None:
+    """Run it as `python` or `python -m` would, in this process."""
+    if script.torchrun:
+        in_node = gpus_of_node(script.ranks)
+        sizes = (script.ranks, in_node, script.ranks // in_node, 0, 0, 0, "127.0.0.1", _free_port())
+        os.environ.update(zip(_OF_TORCHRUN, map(str, sizes), strict=True))
+    sys.argv = [script.path, *script.arguments]
+    if script.module:
+        sys.path.insert(0, os.getcwd())
+        _check_module(script.path)
+        runpy.run_module(script.path, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(script.path).resolve().parent))
+        runpy.run_path(script.path, run_name="__main__")
+
+
+def _check_module(name: str) -> None:
+    try:
+        found = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # a package above it lacks another module
+        found = None
+    if found is None:
+        raise UserError(f"module {name!r} was not found; give one that `python -m` could run")
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def on_first_training_call(call: Callable[[torch.nn.Module], None]) -> Any:
+    """Call it with the first model that runs with gradients, before it does; a handle to end that."""
+
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and module.training and _is_trained(module):
+            handle.remove()
+            call(module)
+
+    handle = register_module_forward_pre_hook(hook)
+    return handle
+
+
+def _is_trained(module: torch.nn.Module) -> bool:
+    """A model with parameters of its own, not a loss or a layer that is called by itself."""
+    of_torch = type(module).__module__.startswith("torch.nn")
+    return (not of_torch or isinstance(module, torch.nn.Sequential)) and any(
+        parameter.requires_grad for parameter in module.parameters()
+    )
+
+
+def no_model_error(script: str) -> str:
+    return (
+        f"no fix was applied: {script} made no optimizer of torch.optim, and called no nn.Module with "
+        "parameters in training mode"
+    )
+
+
+class _ScriptSteps:
+    """Counts the steps of every optimizer, and says when enough were seen."""
+
+    def __init__(
+        self, script: Script, tracer: Tracer, progress: Progress, finish: Callable[[Tracer], NoReturn]
+    ) -> None:
+        self._script, self._tracer, self._progress, self._finish = script, tracer, progress, finish
+        self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._most = 0  # steps of one optimizer, which may be gone
+        self._updates = 0  # of parameters, without an optimizer
+        self._kernels: list[Kernel] = []  # of the step before
+        self._model_found = False
+        self._first_call: Any = None
+        if script.on_optimizer is not None:
+            self._first_call = on_first_training_call(self._trains)
+
+    def begin(self, number: int) -> None:
+        tracer = self._tracer
+        tracer.step = number
+        if number <= self._script.steps:
+            self._kernels = list(tracer.work.kernels)
+            tracer.work.begin(counting=True)
+        else:  # another optimizer is waited for; the work of the step before is kept
+            tracer.work.counting = False
+        tracer.recorder.mark(f"step {number}")
+        self._progress(f"running {self._script.name}: step {number} of {self._script.steps}", None)
+
+    def made(self, optimizer: torch.optim.Optimizer) -> None:
+        self._counts[optimizer] = 0
+        if self._script.on_optimizer is not None:
+            self._first_call.remove()
+            self._script.on_optimizer(optimizer)
+
+    def _trains(self, model: torch.nn.Module) -> None:
+        self._model_found = True
+        process = os.getpid()
+        self._script.on_optimizer(model)  # type: ignore[misc]
+        if os.getpid() != process:  # a fork, which has none of the threads
+            self.start_watch()
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        wanted, most = self._script.steps, max(self._counts.values())
+        self._most = max(self._most, most)
+        waiting = [count for count in self._counts.values() if count < wanted]
+        if not waiting or most >= _MOST_ROUNDS * wanted:
+            if waiting:
+                self._tracer.note(
+                    f"{len(waiting)} of {len(self._counts)} optimizers stepped fewer than {wanted} times"
+                )
+            self._end()
+        if self._counts[optimizer] == most == self._tracer.step:
+            self.begin(most + 1)
+
+    def updated(self) -> None:
+        """A parameter was written after a backward pass, by the program itself."""
+        if any(self._counts.values()):
+            return
+        self._updates += 1
+        if self._updates > self._script.steps:
+            self._end()
+        if self._updates > 1:
+            self.begin(self._updates)
+
+    def _end(self, why: str | None = None) -> NoReturn:
+        self._check_gpu()
+        later = (
+            "what it would do later, such as evaluation or saving after an epoch, is not included "
+            "(--steps N traces more)"
+        )
+        step = self._tracer.guard.call("evaluation", "a Trainer", next_evaluation, lambda: None)
+        if step is not None:
+            later = (
+                f"its evaluation after step {step}, which may need more, is not included "
+                f"(--steps {step + 1} includes it)"
+            )
+        why = why or f"after {self._tracer.step} steps: {later}"
+        self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
+        self._tracer.label_parameters()
+        self._finish(self._tracer)
+
+    def start_watch(self) -> None:
+        threading.Thread(target=self.watch, name=WATCH_THREAD, daemon=True).start()
+
+    def watch(self) -> None:
+        """Runs in a thread: end a program that would never do so, such as a loop of forward passes."""
+        peak, seen, since = -1, 0, time.monotonic()
+        while True:
+            time.sleep(1)
+            recorder = self._tracer.recorder
+            active = len(recorder.allocations) > seen  # else it prepares something on the host
+            seen = len(recorder.allocations)
+            if recorder.peak_bytes != peak or self._counts or self._updates or not active:
+                peak, since = recorder.peak_bytes, time.monotonic()
+            elif time.monotonic() - since > _ENDLESS_S:
+                # What the program does meanwhile is not in the copy of the events.
+                self._end(f"because it trains nothing and its peak had not risen for {_ENDLESS_S:.0f} s")
+
+    def _check_gpu(self) -> None:
+        if self._script.on_optimizer is not None and not self._counts and not self._model_found:
+            raise UserError(no_model_error(self._script.name))
+        if not self._tracer.recorder.allocations:
+            name = self._script.name
+            raise UserError(f"{name} put nothing on the GPU; build its model and data on device 'cuda'")
+
+    @property
+    def trained(self) -> int:
+        return self._most or self._updates
+
+    def check_trained(self) -> None:
+        """The script has ended by itself."""
+        name, steps = self._script.name, self.trained
+        if steps and self._kernels:  # what it did after its last step is none
+            self._tracer.work.kernels[:] = self._kernels
+        self._check_gpu()
+        if not steps and not any(event.label == "backward" for event in self._tracer.recorder.events):
+            raise ProgramError(f"{name} ended without a training step: it ran no backward pass")
+        if not steps:
+            self._tracer.recorder.note(
+                f"{name} ended without a training step: this is the memory of what it did"
+            )
+        elif steps < 2:
+            self._tracer.recorder.note(
+                f"{name} ended after one optimizer step; the optimizer's state, made in it, may raise the "
+                "peak of the second"
+            )
