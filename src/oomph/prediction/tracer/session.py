@@ -1,28 +1,24 @@
 """One trace: what is in place while a program runs on the fake GPU. Afterwards torch is as it was.
 
-Hooks follow the program outside aten ops: backward passes, optimizer steps, parameters, nn.Module.to. In the
-files that it saves, torch.save, pickle and safetensors write shapes and dtypes instead of data.
+`tracing` installs everything, much of it from other files of this folder. Here are replacements of single
+functions of torch, and hooks that follow the program outside aten ops: backward passes, optimizer steps,
+parameters, nn.Module.to.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
-import json
 import logging
 import math
-import pickle
 import random
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +37,7 @@ from oomph.prediction.tracer.dispatch import DispatchMode, install_python_kernel
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches, install_fake_cuda
 from oomph.prediction.tracer.placement import PlacementMode, install_default_device, install_tensor_device
 from oomph.prediction.tracer.repeats import RepeatedBlocks, RepeatedCalls
+from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
 from oomph.prediction.tracer.work import CHECKPOINT_HOOKS, FUNCTION_HOOKS
 from oomph.prediction.tracer.workers import install_workers
@@ -49,7 +46,6 @@ from oomph.torch_internals import (
     disable_torch_function,
     get_sequence_nr,
     is_traceable_wrapper_subclass,
-    storage_id,
     tree_leaves,
 )
 
@@ -680,150 +676,3 @@ def _keep_function_mode_on(patches: Patches) -> None:
         patches.set(owner, name, overridden)
     for owner, name in internals.HAS_TORCH_FUNCTION_OF_ARGUMENTS:
         patches.set(owner, name, lambda *values: overridden(values))
-
-
-# ----------------------------------------------------------------------------------------- saving and loading
-
-_SAVED = b"tensors of a prediction, without data\n"
-_map_location: ContextVar[Any] = ContextVar("map_location", default=None)
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-def install_saving(patches: Patches) -> None:
-    """What a program saves, it can load again."""
-    _tell_storages_apart(patches)
-    _save_without_data(patches)
-    _save_safetensors_without_data(patches)
-
-
-def _tell_storages_apart(patches: Patches) -> None:
-    """Libraries find tensors that share memory by its address, which is 0 for all fake ones."""
-    address = torch.UntypedStorage.data_ptr
-
-    def data_ptr(storage: torch.UntypedStorage) -> int:
-        with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"):
-            if found := address(storage):  # some storages without data refuse the question, some warn
-                return found
-        return storage_id(storage)
-
-    def of_tensor(tensor: FakeTensor) -> int:
-        return data_ptr(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
-
-    patches.set(torch.UntypedStorage, "data_ptr", data_ptr)
-    patches.set(FakeTensor, "data_ptr", of_tensor)
-
-
-def _save_without_data(patches: Patches) -> None:
-    """torch.save, and pickle, write shapes and dtypes instead of data; torch.load reads them back."""
-
-    def reduce(tensor: FakeTensor, protocol: Any) -> Any:
-        layout = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, str(tensor.device)
-        return _tensor_without_data, (layout, tensor.requires_grad, isinstance(tensor, torch.nn.Parameter))
-
-    save_real, load_real = torch.save, torch.load
-
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(obj, (torch.UntypedStorage, torch.TypedStorage)):  # of a tensor with data, by pickle
-            return save_real(obj, f, *args, **kwargs)
-        data = _SAVED + pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
-        if hasattr(f, "write"):
-            f.write(data)
-        else:
-            Path(f).write_bytes(data)
-
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(f, "read"):
-            start = f.tell()
-            head = f.read(len(_SAVED))
-            rest = f.read() if head == _SAVED else b""
-            if head != _SAVED:
-                f.seek(start)
-        else:
-            with open(f, "rb") as file:
-                head = file.read(len(_SAVED))
-                rest = file.read() if head == _SAVED else b""
-        if head != _SAVED:
-            return load_real(f, map_location, *args, **kwargs)
-        token = _map_location.set(map_location)
-        try:
-            return pickle.loads(rest)
-        finally:
-            _map_location.reset(token)
-
-    patches.set(FakeTensor, "__reduce_ex__", reduce)
-    patches.set(torch, "save", save)
-    patches.set(torch, "load", load)
-
-
-def _tensor_without_data(
-    layout: tuple[Any, Any, torch.dtype, str], requires_grad: bool, is_parameter: bool
-) -> torch.Tensor:
-    shape, stride, dtype, device = layout
-    where = _map_location.get()
-    if isinstance(where, dict):
-        where = where.get(device, device)
-    if callable(where):  # such as lambda storage, location: storage
-        where = "cpu"
-    where = device if where is None else where
-    tensor = torch.empty_strided(shape, stride, dtype=dtype, device=where)
-    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
-
-
-def _save_safetensors_without_data(patches: Patches) -> None:
-    """Replaces save_file's code: modules that imported it by name keep the function."""
-    if importlib.util.find_spec("safetensors") is None:
-        return
-    import safetensors
-    from safetensors import torch as module
-
-    open_real = safetensors.safe_open
-
-    def open_written(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        """Its native code opens the path itself, where files that the program has written are not."""
-        with open(filename, "rb") as file:
-            return open_real(f"/dev/fd/{file.fileno()}", *args, **kwargs)
-
-    for user in [*sys.modules.values()]:
-        if getattr(user, "__dict__", {}).get("safe_open") is open_real:
-            patches.set(user, "safe_open", open_written)
-    real: Any = module.save_file
-    real.write = _write_safetensors
-    patches.callback(functools.partial(setattr, real, "__code__", real.__code__))
-    real.__code__ = _call_write.__code__
-
-
-def _call_write(tensors: Any, filename: Any, metadata: Any = None) -> None:
-    """Runs in the namespace of safetensors.torch."""
-    save_file.write(tensors, filename, metadata)  # type: ignore[name-defined]  # noqa: F821
-
-
-def _write_safetensors(tensors: Mapping[str, torch.Tensor], filename: Any, metadata: Any) -> None:
-    """A valid file with a header and a hole of the tensors' size, which takes no space on disk."""
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        shape = list(tensor.shape)
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype],
-            "shape": shape,
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(filename, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
