@@ -134,14 +134,14 @@ def step_seconds(costs: Costs) -> float:
 def joint_costs(fixed: Costs, reduced: Costs, whole: Costs, alone: Sequence[tuple[Costs, Costs]]) -> Costs:
     """Of the whole model's step with several fixes.
 
-    `alone`: the costs of each, in the reduced and in the whole model. What they take together besides the sum
+    `alone`: the costs of each, in the reduced and in the whole model. What they take together beyond the sum
     of what each takes grows as the costs without fixes.
     """
     found = []
     for index, (together, before, of_whole) in enumerate(zip(fixed, reduced, whole, strict=True)):
-        besides = together - before - sum(small[index] - before for small, _ in alone)
+        beyond_sum = together - before - sum(small[index] - before for small, _ in alone)
         each = sum(large[index] - of_whole for _, large in alone)
-        found.append(of_whole + each + besides * (of_whole / before if before else 1.0))
+        found.append(of_whole + each + beyond_sum * (of_whole / before if before else 1.0))
     return tuple(found)
 
 

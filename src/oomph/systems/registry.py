@@ -27,7 +27,7 @@ class System:
     tokenizer: the default tokenizer; None for images.
     length: the field of the model's config that holds the sequence length and follows the data's, if any.
     seq_len: the default sequence length of the data.
-    report_forms: the report's own fixes, besides FORMS.
+    report_forms: the report's own fixes, in addition to FORMS.
     """
 
     name: str

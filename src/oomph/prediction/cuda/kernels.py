@@ -100,7 +100,7 @@ def reduction_buffers(
     input_vector: int | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> list[int]:
-    """What reducing `dims` (all when None or empty) of such a tensor allocates besides the result.
+    """What reducing `dims` (all when None or empty) of such a tensor allocates in addition to the result.
 
     Sizes as the table TEMPORARIES has them. The defaults are those of a sum: `accumulator` is the size of a
     partial result in bytes, `input_vector` the elements that a thread loads at once.

@@ -3,7 +3,7 @@
 Only the last step is counted. A product of an M x K with a K x N matrix takes 2 M N K flops; of ops other
 than products, convolutions and attention only the bytes are counted.
 
-A kernel takes as long as its arithmetic or its bytes take, whichever is more, and a little besides (the
+A kernel takes as long as its arithmetic or its bytes take, whichever is longer, plus the launch (the
 roofline model). The host starts kernels one after the other and runs ahead of the GPU where it can: the
 host's clock and one of each stream are moved kernel by kernel. So a step of many small kernels takes the
 host's time, a step of few large ones the GPU's, and a program that reads a result on the host waits for it. A
@@ -587,11 +587,11 @@ class Efficiency:
     bandwidth: dict[str, float]  # way of going over memory -> share of the nominal bandwidth
     ramp: dict[str, int]  # rate -> the length of sums with which a product reaches half of its efficiency
     split: int  # a sum of this length is worth a multiprocessor of its own, where the result has few tiles
-    launch: float  # seconds a kernel takes beside its work
+    launch: float  # seconds a kernel takes in addition to its work
     forward_op: float  # seconds the host takes for an op of the program
     engine_op: float  # of autograd's engine
     optimizer_op: float
-    convolution_op: float  # of cuDNN, besides
+    convolution_op: float  # of cuDNN, in addition
     list_item: float  # for each tensor of an op over lists of them
     hook: float  # for a call of a hook on a saved tensor, and for other Python in units of it
     pageable: dict[str, float]  # direction -> share of the host link that a copy reaches that is waited for
@@ -602,7 +602,7 @@ class Efficiency:
 # Fitted to half of the rows of benchmarks/accuracy/step_time.py (training steps and single ops on an H200
 # with torch 2.11) and to the cuBLAS products of benchmarks/results/matmul.csv. The other half validates
 # the fit. What no row shows is marked. The host's seconds are that machine's, in the first steps; a fit
-# to later steps besides (benchmarks/results/fixes.csv) was no better on rows it had not seen. `hook` and
+# that included later steps (benchmarks/results/fixes.csv) was no better on rows it had not seen. `hook` and
 # CHECKPOINT_HOOKS are fitted to every second workload of an earlier run of
 # benchmarks/fixes/plans.py and to four rows of fixes.csv: the least mean error of the slowdown.
 CALIBRATED = Efficiency(
