@@ -2,6 +2,8 @@
 
     python -m benchmarks.accuracy.kernels measure --out FILE    # on a GPU, all in one process, some seconds
     python -m benchmarks.accuracy.kernels compare FILE          # anywhere: measured and predicted
+    python -m benchmarks.accuracy.kernels convolutions --out FILE       # on a GPU: cuDNN's workspaces
+    python -m benchmarks.accuracy.kernels compare-convolutions [FILE]   # anywhere
 
 Whole models hide a kernel's temporaries behind larger tensors; here each is alone.
 """
@@ -9,7 +11,10 @@ Whole models hide a kernel's temporaries behind larger tensors; here each is alo
 from __future__ import annotations
 
 import argparse
+import csv
+import itertools
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from benchmarks import RESULTS
 
 Step = Callable[[], Any]
 f32, bf16, f16 = torch.float32, torch.bfloat16, torch.float16
@@ -430,6 +437,89 @@ def compare(measured: Path, names: list[str]) -> None:
         )
 
 
+# A convolution of square pictures with square kernels, padded by half a kernel.
+COLUMNS = ("batch", "inside", "outside", "kernel", "stride", "size", "dtype", "channels_last")
+PASSES = ("forward", "data", "weight")
+CHANNELS = (8, 16, 32, 48, 64, 96, 128, 256, 512)
+
+
+def convolution_cases(count: int) -> list[dict[str, Any]]:
+    """A sample of shapes, always the same."""
+    inside, batches = (1, 3, 4, 8, 16, 24, *CHANNELS[2:]), (4, 16, 64, 128)
+    kernels = ((1, 1), (1, 2), (3, 1), (3, 2), (5, 1), (7, 2), (4, 2), (11, 4))
+    sizes, dtypes = (224, 112, 64, 56, 32, 28, 14, 8, 7), ("float32", "float32", "bfloat16")
+    cases = [
+        (b, i, o, k, stride, size, dtype, last)
+        for b, i, o, (k, stride), size, dtype, last in itertools.product(
+            batches, inside, CHANNELS, kernels, sizes, dtypes, (0, 0, 1)
+        )
+        if b * max(i, o) * size**2 * 4 < 1.5e9 and size >= k
+    ]
+    random.Random(0).shuffle(cases)
+    cases[:0] = [
+        (128, 64, 128, 5, 1, 32, "float32", 0),
+        (128, 128, 256, 3, 1, 16, "float32", 0),
+    ]  # triplet.py
+    return [dict(zip(COLUMNS, case, strict=True)) for case in list(dict.fromkeys(cases))[:count]]
+
+
+def convolution_calls(case: dict[str, Any], device: str) -> list[tuple[Any, tuple[Any, ...]]]:
+    """The op and its arguments, for each pass."""
+    b, i, o, k, stride, size, dtype, last = (case[name] for name in COLUMNS)
+    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype)}
+    format = torch.channels_last if last else torch.contiguous_format
+    x, w = (torch.empty(s, **options).to(memory_format=format) for s in ((b, i, size, size), (o, i, k, k)))
+    geometry = (None, [stride] * 2, [(k - 1) // 2] * 2, [1] * 2, False, [0] * 2, 1)
+    forward, backward = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
+    gradient = torch.empty_like(forward(x, w, *geometry))
+    masks = ((True, False, False), (False, True, False))
+    return [(forward, (x, w, *geometry)), *((backward, (gradient, x, w, *geometry, mask)) for mask in masks)]
+
+
+def measure_convolutions(out: Path, count: int) -> None:
+    """The bytes that each pass requests beyond its result: cuDNN's workspace."""
+    with out.open("w") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *PASSES], lineterminator="\n")
+        writer.writeheader()
+        for case in convolution_cases(count):
+            found = []
+            for op, arguments in convolution_calls(case, "cuda"):
+                before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+                torch.cuda.reset_peak_memory_stats()
+                made = op(*arguments)
+                peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+                results = [made] if isinstance(made, torch.Tensor) else [r for r in made if r is not None]
+                found.append(peak - before - results[0].nbytes)
+                del made, results
+            writer.writerow(case | dict(zip(PASSES, found, strict=True)))
+
+
+def compare_convolutions(measured: Path) -> None:
+    from oomph import gpus
+    from oomph.prediction.cuda.rules import temporaries_of
+    from oomph.torch_internals import FakeTensorMode
+
+    gpu = gpus.find("h200")
+    errors: dict[str, list[tuple[bool, float]]] = {name: [] for name in PASSES}
+    for row in csv.DictReader(measured.open()):
+        with FakeTensorMode():
+            calls = convolution_calls(row | {n: int(row[n]) for n in COLUMNS if n != "dtype"}, "cpu")
+        gradient, x = calls[1][1][:2]
+        for name, (op, arguments) in zip(PASSES, calls, strict=True):
+            ours = sum(size for size in temporaries_of(op, arguments, {}, gpu) if size and size > 0)
+            real = int(row[name])
+            same_blocks = -(-ours // 512) == -(-real // 512)
+            errors[name].append((same_blocks, abs(ours - real) / (x.nbytes + gradient.nbytes)))
+    for name, found in errors.items():
+        exact = sum(same for same, _ in found) / len(found)
+        close = sum(error <= 0.02 for _, error in found) / len(found)
+        mean = sum(error for _, error in found) / len(found)
+        print(
+            f"{name:8s} {len(found)} passes: {exact:.1%} exact; of input and output together, {close:.1%}"
+            f" within 2 %, mean error {mean:.1%}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -437,9 +527,18 @@ def main() -> None:
     compared = commands.add_parser("compare")
     compared.add_argument("measured", type=Path)
     compared.add_argument("names", nargs="*")
+    convolutions = commands.add_parser("convolutions")
+    convolutions.add_argument("--out", type=Path, required=True)
+    convolutions.add_argument("--count", type=int, default=1200)
+    compared = commands.add_parser("compare-convolutions")
+    compared.add_argument("measured", type=Path, nargs="?", default=RESULTS / "convolutions_h200.csv")
     given = parser.parse_args()
     if given.command == "measure":
         measure(given.out)
+    elif given.command == "convolutions":
+        measure_convolutions(given.out, given.count)
+    elif given.command == "compare-convolutions":
+        compare_convolutions(given.measured)
     else:
         compare(given.measured, given.names)
 
