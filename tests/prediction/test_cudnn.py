@@ -69,6 +69,7 @@ def weight_gradient(*args: Any, **options: Any) -> int:
         (51454099, (64, 64, 56, 56), (64, 64, 3, 3), {"padding": 1, "dtype": BF16}),
         (38585360, (16, 3, 224, 224), (64, 3, 7, 7), {"padding": 3, "stride": 2, "dtype": BF16}),
         (2106384, (8, 64, 128, 128), (3, 64, 3, 3), {"padding": 1, "dtype": BF16, "format": NHWC}),
+        (12992528, (64, 16, 56, 56), (256, 16, 3, 3), {"padding": 1}),
     ],
 )
 def test_a_forward_pass_copies_what_tensor_cores_cannot_read_as_it_is(
@@ -86,6 +87,9 @@ def test_a_forward_pass_copies_what_tensor_cores_cannot_read_as_it_is(
         ((8, 96, 56, 56), (96, 1, 7, 7), {"padding": 3, "groups": 96}),
         ((8, 512, 1024), (512, 1, 4), {"padding": 3, "groups": 512}),
         ((16, 3, 128, 128), (64, 3, 3, 3), {"padding": 1}),
+        ((128, 3, 64, 64), (64, 3, 5, 5), {"padding": 2}),
+        ((64, 64, 56, 56), (96, 64, 1, 1), {"stride": 2}),
+        ((128, 64, 32, 32), (64, 3, 4, 4), {"padding": 1, "stride": 2, "transposed": True}),
     ],
 )
 def test_matrix_products_channels_last_depthwise_and_short_sums_need_no_copies(
@@ -115,12 +119,31 @@ def test_the_backward_pass_frees_one_workspace_before_it_takes_the_next() -> Non
         (2457600, (2, 200, 7, 7), (1536, 200, 1, 1), {}),
         (524288, (2, 128, 7, 7), (512, 128, 1, 1), {}),
         (87008887, (8, 96, 56, 56), (96, 1, 7, 7), {"padding": 3, "groups": 96, "format": NHWC}),
+        (0, (128, 3, 64, 64), (64, 3, 5, 5), {"padding": 2}),
+        (105743135, (128, 64, 32, 32), (128, 64, 5, 5), {"padding": 2}),
+        (59769511, (128, 128, 16, 16), (256, 128, 3, 3), {"padding": 1}),
+        (8258199, (16, 128, 32, 32), (96, 128, 3, 3), {"padding": 1, "format": NHWC}),
     ],
 )
 def test_a_weight_gradient_also_holds_padded_channels_and_partial_sums(
     measured: int, input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     assert weight_gradient(input, weight, **options) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("measured", "input", "weight", "options"),
+    [
+        (0, (128, 3, 64, 64), (64, 3, 5, 5), {"padding": 2}),
+        (131, (128, 128, 56, 56), (64, 128, 3, 3), {"padding": 1, "stride": 2, "format": NHWC}),
+        (58982547, (16, 256, 56, 56), (128, 256, 3, 3), {"padding": 1, "stride": 2}),
+    ],
+)
+def test_a_data_gradient_copies_nothing_for_few_channels_or_channels_last(
+    measured: int, input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    sizes = convolution(input, weight, **options, backward=(True, False, False))
+    assert sum(size for size in sizes if size > 0) == pytest.approx(measured, rel=0.02)
 
 
 def test_a_gradient_in_another_layout_is_copied_first() -> None:

@@ -1,9 +1,10 @@
 """cuBLAS and cuDNN: workspaces, products in a wider dtype than their factors, and recurrent layers.
 
 cuBLAS keeps its workspaces. Convolutions take one workspace per pass, freed when the pass is over. cuDNN's
-heuristics choose the algorithm, and without a GPU they cannot be asked: these are estimates that follow some
-200 convolutions measured on an H200 (torch 2.11, cuDNN 9.19, TF32 on). The tensor-core kernels read NHWC with
-channels in multiples of 16 bytes, so tensors that are not so are copied into the workspace.
+heuristics choose the algorithm, and without a GPU they cannot be asked: these are estimates that follow 4,782
+convolutions measured on an H200 (torch 2.11, cuDNN 9.19, TF32 on; benchmarks/results/convolutions_h200.csv).
+The tensor-core kernels read NHWC with channels in multiples of 16 bytes, so tensors that are not so are
+copied into the workspace.
 
 nn.LSTM, nn.GRU and nn.RNN dissolve into cells above the dispatch mode, so CUDA's path is taken at autograd's
 key, as one op per call. A call makes what _cudnn_rnn makes on a GPU (ATen/native/cudnn/RNN.cpp): the results,
@@ -139,10 +140,16 @@ def _grouped_product(fake: Fake, func: OpOverload, args: Sequence[Any], kwargs: 
 
 Pass = Literal["forward", "data", "weight"]
 
-_TILE = 128  # rows and columns of a result that one multiprocessor computes at a time
-_SHORT_SUM = 32  # with fewer products per output, float32 convolutions do without tensor cores
-_LONG_SUM = 1 << 14  # with fewer positions, weight gradients are split in float32 with small kernels only
+_TILE = 128  # rows and columns of a weight gradient that one multiprocessor computes at a time
+_LEAST_PART = 1024  # positions that a part of a split weight gradient adds up
+_LONG_SUM = 1 << 14  # with fewer positions, weight gradients in half precision are not split
+_SHORT_SUM = {4: 76, 2: 32}  # with fewer products per output, convolutions do without tensor cores
+_FEW_CHANNELS = 16
+_LARGE_WEIGHT = 1 << 16  # elements
 _SMALL_KERNEL = 9  # positions: 3x3
+_LARGE_KERNEL = 49  # positions: 7x7
+_COPIES_END, _SUMS_END = 16, 600  # bytes behind copies, and behind the parts of a split sum
+_DATA_BYTES = 131  # what a data gradient takes that copies nothing
 
 
 class _Side(NamedTuple):
@@ -171,13 +178,19 @@ class _Convolution(NamedTuple):
     depthwise: bool
     channels_last: bool
 
+    @property
+    def positions(self) -> int:
+        """Products that are added up in one element of the weight's gradient."""
+        return self.batch * self.output.plane
+
 
 @temporaries(aten.convolution.default)
 def _forward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     format = memory_format(call["input"], call["weight"])
     found = _describe(call, _output_shape(call), format)
+    kind: Pass = "data" if call["transposed"] else "forward"
     copies = (_copy_bytes(call[name], format) for name in ("input", "weight"))
-    return [*copies, NEXT_RESULT, _workspace(found, "forward", gpu)]
+    return [*copies, NEXT_RESULT, _workspace(found, kind, gpu)]
 
 
 @temporaries(aten.convolution_backward.default)
@@ -188,7 +201,8 @@ def _backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     gradient_copy = _copy_bytes(gradient, format)
     sizes: list[int | None] = [gradient_copy]
     if call["output_mask"][0]:
-        weight_copy, workspace = _copy_bytes(call["weight"], format), _workspace(found, "data", gpu)
+        kind: Pass = "forward" if call["transposed"] else "data"
+        weight_copy, workspace = _copy_bytes(call["weight"], format), _workspace(found, kind, gpu)
         sizes += [NEXT_RESULT, weight_copy, workspace, -workspace, -weight_copy]
     if call["output_mask"][1]:
         input_copy, workspace = _copy_bytes(call["input"], format), _workspace(found, "weight", gpu)
@@ -203,19 +217,30 @@ def _backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
 def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     if found.depthwise:
         return _depthwise(found, kind)
-    products = found.kernel * found.input.channels // found.groups
-    if found.item == 4 and found.kernel > 1 and products < _SHORT_SUM:
-        return 0
     # A matrix product per sample, on the tensors as they are; the weight's gradient is the sum of them.
     is_product = found.kernel == 1 and not found.strided
     if kind != "weight":
-        return 0 if is_product and found.input.plane % 4 == 0 else _copies_inside(found, kind)
-    sums = _partial_sums(found, gpu)
+        as_it_is = is_product and (found.input.plane % 4 == 0 or found.weight < _LARGE_WEIGHT)
+        return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
     if is_product and found.planar and not found.channels_last and _is_even(found):
+        split = found.item == 4 or found.positions >= _LONG_SUM
+        sums = gpu.multiprocessors * _TILE * _TILE * 4 if split else 0
         return min(found.batch * found.weight * 4, found.input.bytes + found.output.bytes + sums)
-    # A sum has no more parts than there are tiles of positions to add up.
-    parts = math.ceil(found.batch * found.output.plane / _TILE)
-    return _copies_inside(found, kind) + min(sums, parts * found.weight * 4)
+    return 0 if _is_direct(found, kind) else _copies_inside(found, kind) + _partial_sums(found, gpu)
+
+
+def _is_direct(found: _Convolution, kind: Pass) -> bool:
+    """Whether the kernel does without tensor cores and reads NCHW as it is."""
+    is_short = found.kernel * found.input.channels // found.groups < _SHORT_SUM.get(found.item, 0)
+    if found.channels_last:
+        return False
+    if found.item != 4:
+        return kind == "forward" and found.kernel > 1 and is_short
+    if found.kernel == 1:
+        return found.strided and found.weight < (_LARGE_WEIGHT >> 5 if kind == "weight" else _LARGE_WEIGHT)
+    if kind == "data":
+        return found.input.channels < _FEW_CHANNELS
+    return is_short and (kind == "forward" or found.input.channels < 4)
 
 
 def _depthwise(found: _Convolution, kind: Pass) -> int:
@@ -228,43 +253,68 @@ def _depthwise(found: _Convolution, kind: Pass) -> int:
 def _copies_inside(found: _Convolution, kind: Pass) -> int:
     """Input, output and weight as the kernels read them, where they are not so."""
     aligned = 16 // found.item
-    ready = found.channels_last
-    if kind == "weight" and found.item == 4 and (found.groups > 1 or found.kernel > _SMALL_KERNEL):
-        ready = False  # the float32 kernels for these read another layout
-    sides = [side for side in (found.input, found.output) if not ready or side.channels % aligned]
+    channels = found.input.channels
+    copied = not found.channels_last, not found.channels_last
+    if found.item == 4 and found.kernel > 1:  # few channels and large kernels: float32 has other kernels
+        few, large = channels < _FEW_CHANNELS, found.kernel >= _LARGE_KERNEL
+        if not found.channels_last:
+            widens = kind == "forward" and channels < _TILE // 2 and found.output.channels >= _TILE
+            copied = True, not widens
+        elif kind == "weight":
+            copied = (few or large or found.groups > 1,) * 2
+        elif kind == "data":
+            copied = few, few or found.kernel > 2 * _LARGE_KERNEL
+        else:
+            copied = few or large, False
+    both = zip((found.input, found.output), copied, strict=True)
+    sides = [side for side, copy in both if copy or side.channels % aligned]
     if not sides:
-        return 0
+        return _DATA_BYTES if kind == "data" else 0
     grown = max(side.padded(aligned) / side.bytes for side in sides)
     weight = 0 if found.kernel == 1 else math.ceil(found.weight * found.item * grown)
-    return sum(side.padded(aligned) for side in sides) + weight
+    return sum(side.padded(aligned) for side in sides) + weight + _COPIES_END
 
 
 def _is_even(found: _Convolution) -> bool:
-    """Whether the products of a weight gradient can read the planes as they are: in float32, planes of any
-    size, as three models of 7 x 7 positions show (benchmarks/results/sweep.csv)."""
-    channels = (found.input.channels, found.output.channels)
-    reads_plane = found.item == 4 or found.input.plane % (16 // found.item) == 0
-    return reads_plane and all(count % 2 == 0 for count in channels)
+    """Whether the products of a weight gradient can read the planes as they are."""
+    reads_plane = found.item == 4 or found.input.plane % 4 == 0
+    return reads_plane and found.input.channels > 1 and found.output.channels % 2 == 0
 
 
 def _partial_sums(found: _Convolution, gpu: GPU) -> int:
-    """A weight gradient split among all multiprocessors: each keeps one tile of it in float32."""
-    small = found.kernel <= _SMALL_KERNEL
-    if found.batch * found.output.plane < _LONG_SUM and not (small and found.item == 4):
+    """A weight gradient split into as many parts as the multiprocessors can compute at once, in float32. A
+    tile holds one position of the kernel, or two with few channels."""
+    if found.item != 4 and found.positions < _LONG_SUM:
         return 0
-    rows = min(_TILE, found.output.channels // found.groups)
-    columns = min(_TILE, found.input.channels // found.groups * found.kernel)
-    return gpu.multiprocessors * (1 if small else 2) * rows * columns * 4
+    inside, outside = found.input.channels // found.groups, found.output.channels // found.groups
+    half = _TILE // 2
+    if found.kernel == 1:
+        rows, columns, tiles = min(_TILE, outside), min(_TILE, inside), math.ceil(inside / _TILE)
+    else:
+        columns = half if max(inside, outside) <= half else _TILE
+        rows = _TILE if outside > (half if inside > half else _TILE) else half
+        tiles = math.ceil(found.kernel * math.ceil(inside / half) * half / columns)
+    tiles *= math.ceil(outside / rows)
+    parts = min(gpu.multiprocessors // tiles, found.positions // _LEAST_PART)
+    if parts > 1:
+        tiles *= parts
+    elif found.kernel == _SMALL_KERNEL and found.positions >= 2 * _LEAST_PART:  # parts of tiles (stream-K)
+        tiles = gpu.multiprocessors if tiles > gpu.multiprocessors else gpu.multiprocessors // 2
+    else:
+        return 0
+    return tiles * rows * columns * 4 + _SUMS_END
 
 
 def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memory_format) -> _Convolution:
+    """A transposed convolution is described as the convolution whose data gradient it computes."""
     input, weight = call["input"], call["weight"]
     batch, channels = input.shape[:2]
     item = input.element_size()
+    sides = [_Side(s[1], math.prod(s[2:]), math.prod(s) * item) for s in (input.shape, output)]
     return _Convolution(
         batch=batch,
-        input=_Side(channels, math.prod(input.shape[2:]), input.numel() * item),
-        output=_Side(output[1], math.prod(output[2:]), math.prod(output) * item),
+        input=sides[call["transposed"]],
+        output=sides[not call["transposed"]],
         weight=weight.numel(),
         kernel=math.prod(weight.shape[2:]),
         width=weight.shape[-1],
