@@ -28,7 +28,12 @@ gc.disable()  # while tests are collected: imports make a million objects, and n
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()  # nor need the collections of the tests look at them
     gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # otherwise the interpreter ends modules before objects that use them
 
 
 def pytest_configure() -> None:
