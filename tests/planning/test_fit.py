@@ -136,20 +136,6 @@ def test_what_fits_as_it_is_needs_no_fix(tmp_path: Path) -> None:
     assert oomph.apply(str(tmp_path / "plan.json"), STEP).fixes == ()
 
 
-def test_a_function_with_a_loop_of_its_own_is_fitted() -> None:
-    def train() -> None:
-        model = Model().cuda()
-        optimizer = torch.optim.Adam(model.parameters())
-        for _ in range(3):
-            loss(model, batch(torch.device("cuda"), 32)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    needed = oomph.predict(train, gpu="h200").peak.reserved
-    plan = oomph.fit(train, gpu="h200", max=int(0.8 * needed))
-    assert plan.after.peak.reserved < needed
-
-
 def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
@@ -219,6 +205,7 @@ def test_bad_input_is_one_line(
     assert shown.count("\n") == 1
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_set_that_reserves_a_smaller_share_than_the_step_as_it_is_is_tried() -> None:
     def mlps() -> Callable[[], None]:
         blocks = (nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
