@@ -12,8 +12,7 @@ from oomph.errors import ProgramError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # Loaded once here, not in the process of every prediction.
-    from oomph.prediction import compiler_internals
+    from oomph.prediction import compiler_internals, isolation
 
 WIDTH, ROWS = 64, 2048
 
@@ -70,9 +69,14 @@ def eager():
     return predict()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def compiled():
-    return predict(torch.compile)
+    """In this process: what the compiler loads at its first use is then in the forks of other predictions."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolation, "_inside", True)
+        prediction = predict(torch.compile)
+    torch._dynamo.reset()
+    return prediction
 
 
 def test_a_compiled_model_needs_less_than_the_eager_one(eager, compiled):
