@@ -176,9 +176,9 @@ def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program: Ca
     assert assumed.site.function == program.__name__
 
 
-def own_loop(iterations: int, optimizers: int = 1) -> None:
+def own_loop(iterations: int, optimizers: int = 1, layers: int = 60) -> None:
     """Each optimizer has a share of the layers, and steps once in an iteration."""
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(60))).cuda()
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(layers))).cuda()
     shares = [[each.weight for each in model[first::optimizers]] for first in range(optimizers)]
     made = [torch.optim.Adam(share) for share in shares]
     for _ in range(iterations):
@@ -189,7 +189,7 @@ def own_loop(iterations: int, optimizers: int = 1) -> None:
 
 
 def test_a_function_that_trains_without_end_is_stopped() -> None:
-    stopped, whole = (oomph.predict(lambda n=n: own_loop(n), gpu="h200") for n in (10**9, 3))
+    stopped, whole = (oomph.predict(lambda n=n: own_loop(n, layers=12), gpu="h200") for n in (10**9, 3))
     assert stopped.peak.allocated == whole.peak.allocated
     assert stopped.step_seconds == pytest.approx(whole.step_seconds, rel=0.01)
     assert any(" was stopped after " in note.text for note in stopped.notes)
@@ -201,7 +201,7 @@ def test_it_is_stopped_where_another_optimizer_steps_no_more() -> None:
         first(torch.ones(4, 16, device="cuda")).sum().backward()
         optimizer = torch.optim.SGD(first.parameters())
         optimizer.step()
-        own_loop(10**9)
+        own_loop(10**9, layers=12)
 
     assert any(" was stopped after " in note.text for note in oomph.predict(training, gpu="h200").notes)
 
