@@ -223,4 +223,16 @@ def test_a_set_that_reserves_a_smaller_share_than_the_step_as_it_is_is_tried() -
     reserved = oomph.predict(mlps, gpu="h200").peak.reserved
     plan = oomph.fit(mlps, gpu="h200", max=int(0.7 * reserved))
     assert plan.fits
-    assert plan.after.slowdown < 2.2  # tiled_mlp alone takes 2.35
+    assert plan.after.slowdown < 3  # tiled_mlp alone takes 3.2
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_memory_that_two_fixes_add_is_not_multiplied() -> None:
+    """Without the attention matrices the peak is where the logits are alive: 8 bytes there before, 500 MiB
+    after, and with other fixes, too. Multiplied, that was terabytes, and nothing but all fixes fitted."""
+    from benchmarks.accuracy.workloads import ALL
+
+    plan = oomph.fit(ALL["llama-eager-4096"].target, gpu="h200", max="7GiB")
+    assert plan.fits
+    assert plan.after.slowdown < 0.5
+    assert "optimizer_cpu_offload" not in [use.fix for use in plan.fixes]

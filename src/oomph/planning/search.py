@@ -762,14 +762,15 @@ def _host_bytes(prediction: Prediction) -> int:
 
 
 def _combined(base: _Estimate, estimates: Sequence[_Estimate]) -> _Estimate:
-    """For several fixes together: the shares that they leave are multiplied, the added costs summed."""
+    """For several fixes together: the shares that they leave are multiplied, the added costs summed. Where
+    fixes need more than there was, the largest need counts."""
 
     def left(part: str, what: str) -> int:
         size = base.parts.get(part, {}).get(what, 0)
         sizes = [one.parts.get(part, {}).get(what, 0) for one in estimates]
-        if size:
+        if size and max(sizes) <= size:
             return round(size * math.prod(each / size for each in sizes))
-        # One brings it there; of that, the others leave the share that they leave elsewhere.
+        # One adds to it; of what is there then, the others leave the share that they leave elsewhere.
         brought = max(range(len(sizes)), key=sizes.__getitem__)
         others = [one for index, one in enumerate(estimates) if index != brought]
         most = base.most.get(what, 0)
