@@ -67,7 +67,7 @@ def test_a_plan_for_a_script_fits_and_is_what_predict_says(script: str) -> None:
     before = oomph.predict(given, gpu="h200").peak.reserved
     plan = oomph.fit(given, gpu="h200", max=before * 8 // 10)
     assert plan.fits
-    assert [use.fix for use in plan.fixes] == ["activation_checkpointing", "fused_optimizer"]
+    assert [use.fix for use in plan.fixes] == ["activation_offloading", "fused_optimizer"]
     assert plan.model.startswith("Model, ")
 
 

@@ -39,7 +39,7 @@ from oomph.prediction.tracer.placement import PlacementMode, install_default_dev
 from oomph.prediction.tracer.repeats import RepeatedBlocks, RepeatedCalls
 from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
-from oomph.prediction.tracer.work import CHECKPOINT_HOOKS, FUNCTION_HOOKS
+from oomph.prediction.tracer.work import CHECKPOINT_HOOKS, FUNCTION_HOOKS, OOMPH_OP_HOOKS
 from oomph.prediction.tracer.workers import install_workers
 from oomph.torch_internals import (
     FakeTensor,
@@ -427,9 +427,10 @@ def _count_python_functions(patches: Patches, tracer: Tracer) -> None:
     apply, work = BackwardCFunction.apply, tracer.work
 
     def counted(function: Any, *args: Any) -> Any:
-        if function._forward_cls.__module__.startswith(_NOT_PYTHON):
+        module = function._forward_cls.__module__
+        if module.startswith(_NOT_PYTHON):
             return apply(function, *args)
-        work.count_hooks(FUNCTION_HOOKS)
+        work.count_hooks(OOMPH_OP_HOOKS if module.startswith("oomph.") else FUNCTION_HOOKS)
         outer, work.in_function = work.in_function, True
         try:
             return apply(function, *args)

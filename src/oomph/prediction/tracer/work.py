@@ -31,10 +31,11 @@ Tensor = torch.Tensor
 Rate = Literal["half", "tf32", "single", "double"]
 Phase = Literal["forward", "backward", "optimizer"]
 
-# Python that torch runs around ops, in calls of a hook on a saved tensor. The last two are ratios measured on
-# a CPU with torch 2.11. There checkpointing took 20; 36 fits what steps on a GPU took (CALIBRATED below).
-CHECKPOINT_HOOKS = 36.0  # torch.utils.checkpoint's own time for a block: in forward, and again in backward
+# Python around ops, in calls of a hook on a saved tensor. Those of functions and modes are ratios measured on
+# a CPU with torch 2.11; the other two are fitted to steps on a GPU (CALIBRATED below).
+CHECKPOINT_HOOKS = 75.0  # torch.utils.checkpoint's own time for a block: in forward, and again in backward
 FUNCTION_HOOKS = 2.7  # a torch.autograd.Function, in forward and backward together
+OOMPH_OP_HOOKS = 62.0  # the same of an op of oomph, which chooses its tiles and launches Triton kernels
 MODE_HOOKS = 2.4  # an op under a TorchDispatchMode, such as that of selective checkpointing
 
 # That the allocator takes to release a segment, or a page of an expandable one, and to reserve it again: one
@@ -602,9 +603,9 @@ class Efficiency:
 # Fitted to half of the rows of benchmarks/accuracy/step_time.py (training steps and single ops on an H200
 # with torch 2.11) and to the cuBLAS products of benchmarks/results/matmul.csv. The other half validates
 # the fit. What no row shows is marked. The host's seconds are that machine's, in the first steps; a fit
-# that included later steps (benchmarks/results/fixes.csv) was no better on rows it had not seen. `hook` and
-# CHECKPOINT_HOOKS are fitted to every second workload of an earlier run of
-# benchmarks/fixes/plans.py and to four rows of fixes.csv: the least mean error of the slowdown.
+# that included later steps (benchmarks/results/fixes.csv) was no better on rows it had not seen. `hook`,
+# CHECKPOINT_HOOKS and OOMPH_OP_HOOKS give the least mean error of the slowdowns of 22 plans
+# (benchmarks/results/plans_h200.csv), and one as small when chosen without the model that they predict.
 CALIBRATED = Efficiency(
     compute={
         "product": {"half": 0.74, "tf32": 0.6, "single": 0.77, "double": 0.77},  # tf32: estimated
@@ -634,7 +635,7 @@ CALIBRATED = Efficiency(
     optimizer_op=10e-6,
     convolution_op=150e-6,
     list_item=0.9e-6,
-    hook=11e-6,
+    hook=8e-6,
     pageable={"to host": 0.035, "to device": 0.1},  # one step
     # Estimated. One idle core reached 14 GB/s with the fused kernel of AdamW and 25 to 37 with sums and
     # copies; sixteen, busy with other things, 6 GB/s with the former. Hosts differ more than cards.
