@@ -19,12 +19,14 @@ from oomph.systems.longctx import PRESETS as LONGCTX
 from oomph.systems.pythia import PRESETS as PYTHIA
 
 ROWS, TOKENS = 4, 32
+# A layer of each kind.
+SMALL_HATCHLING = replace(HATCHLING["tiny"], n_layers=2, attention_every=2, token_drop=0.0)
 SYSTEMS: dict[str, Any] = {
     "longctx": LONGCTX["tiny"],
     "tied": replace(LONGCTX["tiny"], tie_word_embeddings=True, qk_norm=True, vocab_size=101),
     "nsa": replace(LONGCTX["tiny"], attention="nsa"),
-    "hatchling": replace(HATCHLING["tiny"], token_drop=0.0),
-    "kda": replace(HATCHLING["tiny"], gate="kimi", token_drop=0.0),
+    "hatchling": SMALL_HATCHLING,
+    "kda": replace(SMALL_HATCHLING, gate="kimi"),
     "pythia": replace(
         PYTHIA["pythia"],
         num_layers=2,

@@ -50,7 +50,13 @@ _PYTHIA = {
 }
 _MODELS: dict[str, dict[str, Any]] = {
     "pythia": _PYTHIA,
-    "hatchling": {"preset": "tiny", "vocab_size": 260},
+    "hatchling": {
+        "preset": "tiny",
+        "vocab_size": 260,
+        "n_layers": 2,
+        "attention_every": 2,
+        "token_drop_layers": [0, 0],
+    },
     "longctx": {"preset": "tiny", "vocab_size": 260},
     "npt": {"preset": "tiny"},
     "ginr": {"preset": "tiny"},
