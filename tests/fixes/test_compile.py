@@ -1,7 +1,5 @@
 """The fix `compile`: predicted with the compiler, chosen by fit where it is allowed, undone."""
 
-import warnings
-
 import pytest
 import torch
 from torch import nn
@@ -12,10 +10,6 @@ from oomph import fixes
 from oomph.errors import UserError
 from oomph.records import FixUse
 from oomph.torch_internals import functorch_config
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import oomph.prediction.tracer.compiled  # once here, not in the process of every prediction
 
 MiB = 1 << 20
 
@@ -37,21 +31,22 @@ STEP = oomph.Workload(
 )
 
 
-def test_fit_takes_it_with_a_budget_where_it_is_allowed():
-    plan = oomph.fit(STEP, gpu="h200", max=1000 * MiB, allow=("compile",))
-    assert plan.fits
-    assert plan.fixes == (FixUse("compile", {"activation_memory_budget": 0.5}),)
-    assert plan.after.slowdown < 1  # kernels are fused
-    assert any(one.fixes == (FixUse("compile"),) and not one.fits for one in plan.front)
-
-
 def test_progress_names_what_is_compiled():
+    # The first test: the forks of others have what it loads.
     texts = []
     fixed = oomph.apply("compile:activation_memory_budget=0.5", STEP)
     prediction = oomph.predict(fixed, gpu="h200", progress=lambda text, fraction: texts.append(text))
     assert "compiling Net" in texts
     assert prediction.peak.allocated < oomph.predict(STEP, gpu="h200").peak.allocated
     assert [note.text for note in prediction.notes] == ["with the fixes compile"]
+
+
+def test_fit_takes_it_with_a_budget_where_it_is_allowed():
+    plan = oomph.fit(STEP, gpu="h200", max=1000 * MiB, allow=("compile",))
+    assert plan.fits
+    assert plan.fixes == (FixUse("compile", {"activation_memory_budget": 0.5}),)
+    assert plan.after.slowdown < 1  # kernels are fused
+    assert any(one.fixes == (FixUse("compile"),) and not one.fits for one in plan.front)
 
 
 def test_a_model_is_compiled_in_place_once_and_undone():

@@ -9,10 +9,7 @@ from torch.nn import functional as F
 
 import oomph
 from oomph.errors import ProgramError
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from oomph.prediction import compiler_internals, isolation
+from oomph.prediction import isolation
 
 WIDTH, ROWS = 64, 2048
 
@@ -72,7 +69,7 @@ def eager():
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """In this process: what the compiler loads at its first use is then in the forks of other predictions."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(action="ignore"):
         patch.setattr(isolation, "_inside", True)
         prediction = predict(torch.compile)
     torch._dynamo.reset()
@@ -130,7 +127,7 @@ def test_what_cannot_be_compiled_is_traced_as_eager_with_an_interval(monkeypatch
     def fail(*args, **kwargs):
         raise RuntimeError("no such lowering")
 
-    monkeypatch.setattr(compiler_internals, "compile_fx_inner", fail)
+    monkeypatch.setattr("oomph.prediction.compiler_internals.compile_fx_inner", fail)
     prediction = predict(torch.compile)
     assert "no such lowering" in prediction.notes[0].text
     assert prediction.peak.allocated == pytest.approx(eager.peak.allocated, rel=0.02)
