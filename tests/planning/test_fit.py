@@ -226,13 +226,22 @@ def test_a_set_that_reserves_a_smaller_share_than_the_step_as_it_is_is_tried() -
     assert plan.after.slowdown < 3  # tiled_mlp alone takes 3.2
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_memory_that_two_fixes_add_is_not_multiplied() -> None:
-    """Without the attention matrices the peak is where the logits are alive: 8 bytes there before, 500 MiB
-    after, and with other fixes, too. Multiplied, that was terabytes, and nothing but all fixes fitted."""
-    from benchmarks.accuracy.workloads import ALL
-
-    plan = oomph.fit(ALL["llama-eager-4096"].target, gpu="h200", max="7GiB")
+    """Without the attention matrices the peak is where the logits are alive: 8 bytes there before, hundreds
+    of MiB after, and with other fixes, too. Multiplied, that is terabytes, and no cheap set seems to fit."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 16}
+    config = transformers.LlamaConfig(vocab_size=32000, attn_implementation="eager", **sizes)
+    workload = oomph.Workload(
+        model=lambda: transformers.LlamaForCausalLM(config),
+        batch=lambda device: dict.fromkeys(
+            ("input_ids", "labels"), torch.zeros(1, 4096, dtype=torch.long, device=device)
+        ),
+        loss=lambda model, batch: model(**batch).loss,
+        dtype="bfloat16",
+    )
+    reserved = oomph.predict(workload, gpu="h200").peak.reserved
+    plan = oomph.fit(workload, gpu="h200", max=int(0.4 * reserved))
     assert plan.fits
-    assert plan.after.slowdown < 0.5
+    assert plan.after.slowdown < 0.6
     assert "optimizer_cpu_offload" not in [use.fix for use in plan.fixes]

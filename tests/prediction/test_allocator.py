@@ -240,9 +240,10 @@ def test_a_limit_counts_the_whole_request_where_a_part_of_it_is_mapped() -> None
     allocator = ExpandableAllocator(100 * MIB)
     allocator.malloc(40 * MIB)
     allocator.free(allocator.malloc(40 * MIB))
+    allocator.malloc(60 * MIB)  # of which 40 MiB are mapped: with them, 80 + 60 are too many
+    assert allocator.released == 2  # pages of 20 MiB
     with pytest.raises(OutOfMemory):
-        allocator.malloc(61 * MIB)  # of which 40 MiB are mapped; even without them, 40 + 61 are too many
-    allocator.malloc(60 * MIB)
+        allocator.malloc(1 * MIB + 1)
 
 
 def test_emptying_the_cache_unmaps_whole_pages_only_and_they_are_mapped_again_first() -> None:

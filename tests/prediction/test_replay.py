@@ -80,6 +80,8 @@ def test_what_the_last_step_releases_to_stay_within_the_limit_is_counted() -> No
     assert run(f"|1 {step}", sizes, limit=100 * MIB).released == 2  # two segments, for the third
     assert run(f"|1 {step} |2 {step}", sizes, limit=100 * MIB).released == 0  # that one serves all three
     assert run(f"|1 {step}", sizes).released == 0
+    assert run(f"|1 {step} |2", sizes, limit=100 * MIB).released == 2  # nothing happens after the last step
+    assert run("|1 +0 -0 empty_cache", sizes, limit=100 * MIB).released == 0  # the program's own call
 
 
 def test_emptying_the_cache_gives_back_what_is_free() -> None:

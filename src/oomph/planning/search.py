@@ -763,7 +763,7 @@ def _host_bytes(prediction: Prediction) -> int:
 
 def _combined(base: _Estimate, estimates: Sequence[_Estimate]) -> _Estimate:
     """For several fixes together: the shares that they leave are multiplied, the added costs summed. Where
-    fixes need more than there was, the largest need counts."""
+    fixes need more than there was, the largest need counts, times the shares that the others leave."""
 
     def left(part: str, what: str) -> int:
         size = base.parts.get(part, {}).get(what, 0)
@@ -774,7 +774,10 @@ def _combined(base: _Estimate, estimates: Sequence[_Estimate]) -> _Estimate:
         brought = max(range(len(sizes)), key=sizes.__getitem__)
         others = [one for index, one in enumerate(estimates) if index != brought]
         most = base.most.get(what, 0)
-        shares = (min(1.0, one.most.get(what, 0) / most) for one in others) if most else ()
+        shares = [min(1.0, one.most.get(what, 0) / most) for one in others] if most else []
+        if size:
+            here = [each / size for index, each in enumerate(sizes) if index != brought]
+            shares = list(map(min, shares, here))
         return round(sizes[brought] * math.prod(shares))
 
     total = tuple(

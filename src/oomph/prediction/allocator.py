@@ -146,7 +146,7 @@ class CachingAllocator:
         self.reserved = 0
         self.peak_allocated = 0
         self.peak_reserved = 0
-        self.released = 0  # segments, or pages of expandable ones
+        self.released = 0  # segments, or pages of expandable ones, to stay within the limit
         self._on_segment = on_segment
         self._max_split = max_split
         self._pools: dict[int, tuple[Pool, Pool]] = {}  # of every stream: for small and for large requests
@@ -228,13 +228,16 @@ class CachingAllocator:
             absorb_next(block)
         pool.add(block)
 
-    def empty_cache(self) -> None:
-        """Give back every segment without an allocated block, as torch.cuda.empty_cache does."""
+    def empty_cache(self) -> int:
+        """Give back every segment without an allocated block, as torch.cuda.empty_cache does: how many."""
         self.synchronize()
+        released = 0
         for pool in (pool for pools in self._pools.values() for pool in reversed(pools)):
             for block in [pool.blocks[key] for key in pool.keys]:
                 if block.prev is None and block.next is None:
                     self._release(block)
+                    released += 1
+        return released
 
     def reset_peak(self) -> None:
         """Start both peaks again from the current values, as torch.cuda.reset_peak_memory_stats does."""
@@ -246,7 +249,7 @@ class CachingAllocator:
         if self.limit is not None and self.reserved + needed > self.limit:
             self._release_oversize(size, pool)
             if self.reserved + needed > self.limit:
-                self.empty_cache()
+                self.released += self.empty_cache()
                 if self.reserved + needed > self.limit:
                     raise OutOfMemory(f"no room for a segment of {needed} bytes")
         block = Block(self._address(needed), needed, pool)
@@ -280,17 +283,18 @@ class CachingAllocator:
         index = bisect_left(pool.keys, wanted << ADDRESS_BITS)
         if index < len(pool.keys):
             self._release(pool.blocks[pool.keys[index]])
+            self.released += 1
             return
         released = 0
         while released < wanted and pool.keys and pool.keys[-1] >> ADDRESS_BITS >= pool.max_split:
             block = pool.blocks[pool.keys[-1]]
             released += block.size
             self._release(block)
+            self.released += 1
 
     def _release(self, block: Block) -> None:
         block.pool.remove(block)
         self.reserved -= block.size
-        self.released += 1
         if self._on_segment is not None:
             self._on_segment("segment_free", block.address, block.size)
 
@@ -502,21 +506,24 @@ class ExpandableAllocator(CachingAllocator):
                 assert isinstance(arena, _Arena)
                 yield arena
 
-    def empty_cache(self) -> None:
+    def empty_cache(self) -> int:
+        """Unmap every page without an allocated block: how many."""
         self.synchronize()
+        released = 0
         for arena in self._arenas():
             for block in [arena.blocks[key] for key in arena.keys]:
                 address, size = arena.unmap(block)
                 self.reserved -= size
-                self.released += size // arena.page
+                released += size // arena.page
                 if size and self._on_segment is not None:
                     self._on_segment("segment_unmap", address, size)
+        return released
 
     def _new_segment(self, size: int, pool: Pool) -> Block:
         assert isinstance(pool, _Arena)
         block = self._grown(size, pool)
         if block is None:
-            self.empty_cache()
+            self.released += self.empty_cache()
             block = self._grown(size, pool)
         if block is None:
             raise OutOfMemory(f"no room for {size} bytes")
@@ -527,7 +534,8 @@ class ExpandableAllocator(CachingAllocator):
         """A free block of at least `size` bytes, after mapping what it lacks; None: the limit forbids it.
 
         torch compares the whole request with a limit set by set_per_process_memory_fraction, also where a
-        part of it is mapped. A card that is full refuses only what is mapped: the stricter of both counts.
+        part of it is mapped. A card that is full refuses only what is mapped. The stricter of the two is
+        applied.
         """
         if self.limit is not None and self.reserved + segment_size(size) > self.limit:
             return None

@@ -57,7 +57,7 @@ class Replay:
     timeline: tuple[Moment, ...]  # one per allocation and free
     highest_reserved: int  # of the whole run, set-up included: what it takes never to release a segment
     refused: int | None  # id of the Allocation that did not fit the limit
-    released: int  # segments, or pages of expandable ones, in the last step
+    released: int  # segments, or pages of expandable ones, in the last step, to stay within the limit
     trace: tuple[TraceEntry, ...] = ()  # empty unless asked for
 
 
@@ -137,7 +137,7 @@ def replay(
         timeline=timeline,
         highest_reserved=max(map(itemgetter(2), states), default=0),
         refused=refused,
-        released=allocator.released - steps.released_before,
+        released=steps.released,
         trace=tuple(trace),
     )
 
@@ -195,7 +195,8 @@ class _Steps:
     def __init__(self, allocator: CachingAllocator) -> None:
         self.peaks: list[StepPeak] = []
         self.marked = False
-        self.released_before = 0  # the last step
+        self.released = 0  # in the last step that allocates: a function may end after its last one
+        self._released_before = 0
         self._allocator = allocator
         self._step = 0
         self._starts: list[Moment] = [Moment(-1, 0, 0)]
@@ -215,7 +216,7 @@ class _Steps:
             self._starts.append(start)
         self.marked = True
         self._step = step
-        self.released_before = allocator.released
+        self._released_before = allocator.released
         allocator.reset_peak()
 
     def end(self) -> None:
@@ -223,6 +224,8 @@ class _Steps:
         self.peaks.append(
             StepPeak(self._step, allocator.peak_allocated, allocator.peak_reserved, allocator.allocated)
         )
+        if allocator.peak_allocated > self._starts[-1].allocated:
+            self.released = allocator.released - self._released_before
 
     def peak_event(self, timeline: Sequence[Moment]) -> int:
         """The event after which the highest peak is first reached: a step's own mark, if it starts there."""

@@ -2,7 +2,8 @@
 
 cuBLAS keeps its workspaces. Convolutions take one workspace per pass, freed when the pass is over. cuDNN's
 heuristics choose the algorithm, and without a GPU they cannot be asked: these are estimates that follow 4,782
-convolutions measured on an H200 (torch 2.11, cuDNN 9.19, TF32 on; benchmarks/results/convolutions_h200.csv).
+convolutions measured on an H200 (torch 2.11, cuDNN 9.19, TF32 on; 1,200 are in
+benchmarks/results/convolutions_h200.csv).
 The tensor-core kernels read NHWC with channels in multiples of 16 bytes, so tensors that are not so are
 copied into the workspace.
 
@@ -148,8 +149,8 @@ _FEW_CHANNELS = 16
 _LARGE_WEIGHT = 1 << 16  # elements
 _SMALL_KERNEL = 9  # positions: 3x3
 _LARGE_KERNEL = 49  # positions: 7x7
-_COPIES_END, _SUMS_END = 16, 600  # bytes behind copies, and behind the parts of a split sum
-_DATA_BYTES = 131  # what a data gradient takes that copies nothing
+_COPY_EXTRA_BYTES, _SPLIT_EXTRA_BYTES = 16, 600  # bytes behind copies, and behind the parts of a split sum
+_DATA_MIN_BYTES = 131  # what a data gradient takes that copies nothing
 
 
 class _Side(NamedTuple):
@@ -222,7 +223,7 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     if kind != "weight":
         as_it_is = is_product and (found.input.plane % 4 == 0 or found.weight < _LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
-    if is_product and found.planar and not found.channels_last and _is_even(found):
+    if is_product and found.planar and not found.channels_last and _reads_planes_in_place(found):
         split = found.item == 4 or found.positions >= _LONG_SUM
         sums = gpu.multiprocessors * _TILE * _TILE * 4 if split else 0
         return min(found.batch * found.weight * 4, found.input.bytes + found.output.bytes + sums)
@@ -269,13 +270,13 @@ def _copies_inside(found: _Convolution, kind: Pass) -> int:
     both = zip((found.input, found.output), copied, strict=True)
     sides = [side for side, copy in both if copy or side.channels % aligned]
     if not sides:
-        return _DATA_BYTES if kind == "data" else 0
+        return _DATA_MIN_BYTES if kind == "data" else 0
     grown = max(side.padded(aligned) / side.bytes for side in sides)
     weight = 0 if found.kernel == 1 else math.ceil(found.weight * found.item * grown)
-    return sum(side.padded(aligned) for side in sides) + weight + _COPIES_END
+    return sum(side.padded(aligned) for side in sides) + weight + _COPY_EXTRA_BYTES
 
 
-def _is_even(found: _Convolution) -> bool:
+def _reads_planes_in_place(found: _Convolution) -> bool:
     """Whether the products of a weight gradient can read the planes as they are."""
     reads_plane = found.item == 4 or found.input.plane % 4 == 0
     return reads_plane and found.input.channels > 1 and found.output.channels % 2 == 0
@@ -302,7 +303,7 @@ def _partial_sums(found: _Convolution, gpu: GPU) -> int:
         tiles = gpu.multiprocessors if tiles > gpu.multiprocessors else gpu.multiprocessors // 2
     else:
         return 0
-    return tiles * rows * columns * 4 + _SUMS_END
+    return tiles * rows * columns * 4 + _SPLIT_EXTRA_BYTES
 
 
 def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memory_format) -> _Convolution:

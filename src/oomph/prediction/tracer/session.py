@@ -430,7 +430,7 @@ def _count_python_functions(patches: Patches, tracer: Tracer) -> None:
         module = function._forward_cls.__module__
         if module.startswith(_NOT_PYTHON):
             return apply(function, *args)
-        work.count_hooks(OOMPH_OP_HOOKS if module.startswith("oomph.") else FUNCTION_HOOKS)
+        work.count_hooks(OOMPH_OP_HOOKS if module.startswith("oomph.ops.") else FUNCTION_HOOKS)
         outer, work.in_function = work.in_function, True
         try:
             return apply(function, *args)

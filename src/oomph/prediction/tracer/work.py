@@ -38,8 +38,8 @@ FUNCTION_HOOKS = 2.7  # a torch.autograd.Function, in forward and backward toget
 OOMPH_OP_HOOKS = 62.0  # the same of an op of oomph, which chooses its tiles and launches Triton kernels
 MODE_HOOKS = 2.4  # an op under a TorchDispatchMode, such as that of selective checkpointing
 
-# That the allocator takes to release a segment, or a page of an expandable one, and to reserve it again: one
-# plan of benchmarks/fixes/plans.py (bloom-alibi), which released 40 pages a step.
+# Seconds to release one segment, or one page of an expandable one, and to reserve it again. From one run on
+# an H200: bloom-alibi of benchmarks/fixes/plans.py with two checkpointed blocks released 40 pages a step.
 RELEASE_SECONDS = 150e-6
 
 KERNEL_OP = "oomph::kernel"  # called by a Triton kernel's launcher in place of the launch, on fake tensors
@@ -605,7 +605,7 @@ class Efficiency:
 # the fit. What no row shows is marked. The host's seconds are that machine's, in the first steps; a fit
 # that included later steps (benchmarks/results/fixes.csv) was no better on rows it had not seen. `hook`,
 # CHECKPOINT_HOOKS and OOMPH_OP_HOOKS give the least mean error of the slowdowns of 22 plans
-# (benchmarks/results/plans_h200.csv), and one as small when chosen without the model that they predict.
+# (benchmarks/results/plans_h200.csv); the error with one model left out is as small.
 CALIBRATED = Efficiency(
     compute={
         "product": {"half": 0.74, "tf32": 0.6, "single": 0.77, "double": 0.77},  # tf32: estimated
