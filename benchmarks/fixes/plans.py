@@ -2,6 +2,7 @@
 
 python -m benchmarks.fixes.plans [names...] --gpu h200 --jobs 14      # on a GPU; results/plans_<gpu>.csv
 python -m benchmarks.fixes.plans --list | --dry-run       # anywhere: the cases; or their plans only
+python -m benchmarks.fixes.plans --predict                # anywhere: predict the fixes of stored rows again
 
 All plans are made first, several at a time. Then every step runs in two fresh processes: with its plan, under
 torch.cuda.set_per_process_memory_fraction, and as it is. The processes of a few cases build their models side
@@ -173,6 +174,31 @@ def plan_here(name: str, gpu: str, out: str) -> None:
     write_plan(plan, out)
 
 
+def predict_here(name: str, fixes: str, limit: int, gpu: str, out: str) -> None:
+    import oomph
+    from oomph.fixes import uses_of
+    from oomph.fixes.scripts import ModelChange
+    from oomph.prediction import Script
+
+    target, uses = target_of(CASES[name].target), uses_of(fixes.split(" + "))
+    if isinstance(target, Script):
+        fixed: Any = replace(target, on_optimizer=ModelChange(uses))
+    else:
+        fixed = oomph.apply(uses, target)
+    before = oomph.predict(target, gpu=gpu)
+    after = oomph.predict(fixed, gpu=gpu, max=limit)
+    assert before.step_seconds
+    assert after.step_seconds
+    found = {
+        "reserved_before": before.peak.reserved,
+        "predicted_allocated": after.peak.allocated,
+        "predicted_reserved": after.peak.reserved,
+        "predicted_seconds": round(after.step_seconds, 5),
+        "predicted_ratio": round(after.step_seconds / before.step_seconds, 4),
+    }
+    Path(out).write_text(json.dumps(found))
+
+
 class Turns:
     """Whose turn it is to step: the parent process writes a line for each, and is answered after it."""
 
@@ -188,7 +214,7 @@ class Turns:
             os.write(self._answers, b"done\n")  # for the first time: built
             sys.stdin.readline()
 
-    def are_timed(self, seconds: Sequence[float]) -> list[float]:
+    def timed(self, seconds: Sequence[float]) -> list[float]:
         """Of the seconds of all steps."""
         return [one for index, one in enumerate(seconds) if index % self.steps]
 
@@ -229,7 +255,7 @@ def run_here(name: str, plan: str, out: str) -> None:
     with allocator_set_to(given.allocator, device):
         readings = observe(given, device, turns.all_steps, CudaMeter(device), listener)
     peaks = [(reading.peak, reading.reserved) for reading in readings if reading.step]
-    by_moment: dict[str, list[float]] = {}  # since the step began, without waiting for the GPU before its end
+    by_moment: dict[str, list[float]] = {}  # seconds since the step began; only "end" waits for the GPU
     for reading in readings:
         if reading.step:
             by_moment.setdefault(reading.moment, []).append(reading.seconds)
@@ -246,7 +272,7 @@ def _write(
 ) -> None:
     import torch
 
-    seconds = turns.are_timed(by_moment["end"])
+    seconds = turns.timed(by_moment["end"])
     found = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -383,11 +409,24 @@ def planned(name: str, gpu: str, folder: Path) -> Row:
     )
 
 
+def predicted_again(row: dict[str, str], gpu: str, folder: Path) -> dict[str, Any]:
+    """The row with what is predicted now of its fixes."""
+    out = folder / f"{_file(row['case'])}.json"
+    arguments = ["--fixes", row["fixes"], "--limit", row["limit"], "--gpu", gpu, "--out", str(out)]
+    if error := Child("--predict-here", row["case"], *arguments, CUDA_VISIBLE_DEVICES="").end():
+        raise SystemExit(f"{row['case']}: {error}")
+    found: dict[str, Any] = {**row, **json.loads(out.read_text())}
+    for name in ("allocated", "reserved", "ratio"):
+        real = row[f"measured_{name}"]
+        found[f"{name}_error_percent"] = _error(found[f"predicted_{name}"], float(real) if real else None)
+    return found
+
+
 def started(row: Row, folder: Path) -> list[Child]:
     """With its plan, and as it is, if that fits this GPU."""
     name = _file(row.case)
     plans = {"out": str(folder / f"{name}.plan.json"), "before": ""}
-    if (row.reserved_before or 0) >= _MOST:
+    if (row.reserved_before or 0) + row.limit >= _MOST:
         del plans["before"]
     for end in plans:
         (folder / f"{name}.{end}").unlink(missing_ok=True)
@@ -402,7 +441,7 @@ def measured(row: Row, children: Sequence[Child], folder: Path) -> Row:
     for _ in range(_LONG_TURNS if CASES[row.case].is_long else _TURNS):
         for child in children:
             child.take_turn()
-    error, *_ = [child.end() for child in children]
+    error, *others = [child.end() for child in children]
     out, before_out = (folder / f"{_file(row.case)}.{end}" for end in ("out", "before"))
     if not out.exists():
         ran = False if "OutOfMemory" in error or "out of memory" in error else None
@@ -424,6 +463,7 @@ def measured(row: Row, children: Sequence[Child], folder: Path) -> Row:
         measured_seconds_before=seconds_before and round(seconds_before, 5),
         measured_ratio=ratio and round(ratio, 4),
         ratio_error_percent=_error(row.predicted_ratio, ratio),
+        error="".join(others),
     )
 
 
@@ -461,6 +501,13 @@ def _summary(rows: Sequence[Row]) -> str:
     return text
 
 
+def _write_rows(out: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="cases whose names begin so (default: all short ones)")
@@ -469,10 +516,11 @@ def main() -> int:
     parser.add_argument("--builds", type=int, default=8, help="cases that are built at a time")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--dry-run", action="store_true", help="make the plans only")
+    parser.add_argument("--predict", action="store_true", help="predict the fixes of the rows of --out again")
     parser.add_argument("--missing", action="store_true", help="keep measured rows of --out")
     parser.add_argument("--folder", type=Path, help="keep plans and readings here; plans in it are used")
     parser.add_argument("--out", type=Path)
-    for option in ("--plan-here", "--run-here", "--plan"):
+    for option in ("--plan-here", "--run-here", "--predict-here", "--plan", "--fixes", "--limit"):
         parser.add_argument(option, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.plan_here:
@@ -480,6 +528,9 @@ def main() -> int:
         return 0
     if given.run_here:
         run_here(given.run_here, given.plan, str(given.out))
+        return 0
+    if given.predict_here:
+        predict_here(given.predict_here, given.fixes, int(given.limit), given.gpu, str(given.out))
         return 0
     wanted = [
         name
@@ -490,6 +541,12 @@ def main() -> int:
         print("\n".join(wanted))
         return 0
     out = given.out or RESULTS / f"plans_{given.gpu}.csv"
+    if given.predict:
+        with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
+            before = stored(out)
+            again = list(pool.map(lambda row: predicted_again(row, given.gpu, Path(temporary)), before))
+        _write_rows(out, again)
+        return 0
     rows: dict[str, Row] = {}
     kept = stored(out) if given.missing and out.exists() else []
     kept = [row for row in kept if row["case"] in wanted and row["ran"] == "True"]
@@ -497,11 +554,7 @@ def main() -> int:
     def finished(row: Row) -> None:
         rows[row.case] = row
         print(_line(row), flush=True)
-        with out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(kept)
-            writer.writerows(asdict(rows[name]) for name in wanted if name in rows)
+        _write_rows(out, [*kept, *(asdict(rows[name]) for name in wanted if name in rows)])
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(given.jobs) as pool:
