@@ -206,12 +206,12 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_set_that_reserves_a_smaller_share_than_the_step_as_it_is_is_tried() -> None:
+def test_a_set_that_fits_because_cached_memory_is_released_is_found() -> None:
     def mlps() -> Callable[[], None]:
         blocks = (nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
         model = nn.Sequential(*blocks).cuda()
         optimizer = torch.optim.Adam(model.parameters())
-        x, y = torch.randn(2, 4000, 256, device="cuda")
+        x, y = torch.randn(2, 400_000, 256, device="cuda")
 
         def step() -> None:
             optimizer.zero_grad()
@@ -221,9 +221,10 @@ def test_a_set_that_reserves_a_smaller_share_than_the_step_as_it_is_is_tried() -
         return step
 
     reserved = oomph.predict(mlps, gpu="h200").peak.reserved
-    plan = oomph.fit(mlps, gpu="h200", max=int(0.7 * reserved))
+    plan = oomph.fit(mlps, gpu="h200", max=int(0.75 * reserved))
     assert plan.fits
-    assert plan.after.slowdown < 3  # tiled_mlp alone takes 3.2
+    assert plan.after.peak.reserved > 0.75 * reserved  # without the limit
+    assert plan.after.slowdown < 1.04  # the fastest set that reserves less takes 1.044
 
 
 def test_memory_that_two_fixes_add_is_not_multiplied() -> None:
