@@ -544,6 +544,7 @@ def find_patched_references() -> None:
     _reference_counts = counts
     _holders.clear()
     kept = (vars(_REAL), vars(sys.modules["posix"]), vars(sys.modules["_io"]))
+    gc.unfreeze()  # frozen objects are not listed
     found = gc.get_referrers(*originals)
     functions = gc.get_referrers(*(each for each in found if isinstance(each, tuple)))
     _holders.extend(each for each in functions if isinstance(each, FunctionType) and each.__defaults__)
