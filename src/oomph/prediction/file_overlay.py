@@ -544,9 +544,12 @@ def find_patched_references() -> None:
     _reference_counts = counts
     _holders.clear()
     kept = (vars(_REAL), vars(sys.modules["posix"]), vars(sys.modules["_io"]))
+    frozen = gc.get_freeze_count()
     gc.unfreeze()  # frozen objects are not listed
     found = gc.get_referrers(*originals)
     functions = gc.get_referrers(*(each for each in found if isinstance(each, tuple)))
+    if frozen:
+        gc.freeze()
     _holders.extend(each for each in functions if isinstance(each, FunctionType) and each.__defaults__)
     dicts = (each for each in found if isinstance(each, dict) and not any(each is one for one in kept))
     _holders.extend(filter(_is_of_code, dicts))
