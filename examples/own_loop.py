@@ -1,6 +1,6 @@
 """A training loop that does not import oomph: a function that sets up and returns the step.
 
-oomph predict examples/own_loop.py:training --max 8GiB
+oomph predict examples/own_loop.py:training --gpu rtx3090
 """
 
 import torch

@@ -21,6 +21,7 @@ from oomph.fixes.optimizers.conversion import FusedOptimizer, NoForeach, Optimiz
 from oomph.fixes.registry import Fix, FixContext, all_fixes, find
 from oomph.prediction.script import on_first_training_call
 from oomph.records import FixUse, Prediction, Proposal
+from oomph.units import counted
 
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _IN_PLACE = (FusedOptimizer, NoForeach)  # which set options of the optimizer that the script made
@@ -87,7 +88,7 @@ class ModelChange:
         self.changed.append(model)
         for use in self._of_model:
             where = [change.where for change in changes_in(model) if change.fix == use.fix]
-            self._report(f"{use.fix}: {len(where)} changes in {type(model).__name__}")
+            self._report(f"{use.fix}: {counted(len(where), 'change')} in {type(model).__name__}")
 
 
 @contextlib.contextmanager
