@@ -80,8 +80,6 @@ def run_script(
     change = ModelChange(uses, lambda text: print(f"oomph: {text}", file=sys.stderr))
     if has_gpu:
         record_history()
-    else:
-        print("oomph: no GPU is available: the script runs without one", file=sys.stderr)
     try:
         with on_each_optimizer(change) if uses else contextlib.nullcontext():
             run_as_main(Script(name, options.overrides, module is not None, torchrun=torchrun))
