@@ -206,7 +206,10 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_set_that_fits_because_cached_memory_is_released_is_found() -> None:
+def test_a_set_that_fits_because_cached_memory_is_released_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    version = ".".join(torch.__version__.split(".")[:2])
+    monkeypatch.setattr("oomph.prediction.replay._MEASURED_TORCH", {version})  # others have a larger margin
+
     def mlps() -> Callable[[], None]:
         blocks = (nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
         model = nn.Sequential(*blocks).cuda()
