@@ -438,20 +438,20 @@ def compare(measured: Path, names: list[str]) -> None:
 
 
 # A convolution of square pictures with square kernels, padded by half a kernel.
-COLUMNS = ("batch", "inside", "outside", "kernel", "stride", "size", "dtype", "channels_last")
+COLUMNS = ("batch", "in_channels", "out_channels", "kernel", "stride", "size", "dtype", "channels_last")
 PASSES = ("forward", "data", "weight")
 CHANNELS = (8, 16, 32, 48, 64, 96, 128, 256, 512)
 
 
 def convolution_cases(count: int) -> list[dict[str, Any]]:
-    """A sample of shapes, always the same."""
-    inside, batches = (1, 3, 4, 8, 16, 24, *CHANNELS[2:]), (4, 16, 64, 128)
+    """A sample of shapes, always the same. What is listed twice is twice as likely."""
+    in_channels, batches = (1, 3, 4, 8, 16, 24, *CHANNELS[2:]), (4, 16, 64, 128)
     kernels = ((1, 1), (1, 2), (3, 1), (3, 2), (5, 1), (7, 2), (4, 2), (11, 4))
     sizes, dtypes = (224, 112, 64, 56, 32, 28, 14, 8, 7), ("float32", "float32", "bfloat16")
     cases = [
         (b, i, o, k, stride, size, dtype, last)
         for b, i, o, (k, stride), size, dtype, last in itertools.product(
-            batches, inside, CHANNELS, kernels, sizes, dtypes, (0, 0, 1)
+            batches, in_channels, CHANNELS, kernels, sizes, dtypes, (0, 0, 1)
         )
         if b * max(i, o) * size**2 * 4 < 1.5e9 and size >= k
     ]
@@ -459,7 +459,7 @@ def convolution_cases(count: int) -> list[dict[str, Any]]:
     cases[:0] = [
         (128, 64, 128, 5, 1, 32, "float32", 0),
         (128, 128, 256, 3, 1, 16, "float32", 0),
-    ]  # triplet.py
+    ]  # the convolutions of training_scripts/triplet.py
     return [dict(zip(COLUMNS, case, strict=True)) for case in list(dict.fromkeys(cases))[:count]]
 
 

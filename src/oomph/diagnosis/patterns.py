@@ -587,7 +587,8 @@ _ADVICE = {
     "retained graph": "results of earlier steps or iterations keep their autograd graph alive: detach() what "
     "is kept, or call backward() in each iteration",
     "one-hot": "one-hot vectors are stored: use indices, with gather, an embedding or cross_entropy",
-    "attention matrices": "attention stores N x N matrices: scaled_dot_product_attention stores none",
+    "attention matrices": "attention stores N x N matrices: the flash and memory-efficient kernels of "
+    "scaled_dot_product_attention store none, its math kernel does",
     "logits": "logits, their copies, casts and gradients are stored: compute the loss in parts of the tokens",
     "broadcast product": "an elementwise op is expanded to all pairs: use a matrix product, einsum or cdist",
     "state transitions": "every token stores a dk x dk matrix: use the chunkwise form of the recurrence",
