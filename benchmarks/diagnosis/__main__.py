@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> None:
     print(f"{right} of {len(rows)} causes named first; the line named for {named}")
     if not [word for word in arguments if not word.startswith("-")]:
         with RESULTS.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
+            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
 

@@ -108,7 +108,7 @@ def judge(files: Sequence[Path], gpu: str, out: Path) -> int:
         rows.append(row)
         print(_line(row), flush=True)
     with out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
     print(summary(rows))

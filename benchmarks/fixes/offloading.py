@@ -179,7 +179,7 @@ def main() -> int:
         print(f"{row.tokens} tokens: {row.hidden_percent} % of {row.copies_alone_ms} ms hidden", flush=True)
     short = short_name(rows[0].gpu)
     with (RESULTS / f"offload_{short}.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
     return 0 if all(row.hidden_percent >= BAR for row in rows) else 1
