@@ -146,9 +146,13 @@ _LEAST_PART = 1024  # positions that a part of a split weight gradient adds up
 _LONG_SUM = 1 << 14  # with fewer positions, weight gradients in half precision are not split
 _SHORT_SUM = {4: 76, 2: 32}  # with fewer products per output, convolutions do without tensor cores
 _FEW_CHANNELS = 16
+_DIRECT_WEIGHT_CHANNELS = 4  # with fewer, float32 weight gradients of short sums do without tensor cores
+_NARROW_INPUT, _WIDE_OUTPUT = 64, 128  # channels: float32 convolutions from less to more copy no output
 _LARGE_WEIGHT = 1 << 16  # elements
+_STRIDED_WEIGHT = 1 << 11  # elements: below, gradients of strided 1x1 weights do without tensor cores
 _SMALL_KERNEL = 9  # positions: 3x3
 _LARGE_KERNEL = 49  # positions: 7x7
+_VERY_LARGE_KERNEL = 98  # positions: above, float32 data gradients copy their output in channels last, too
 _COPY_EXTRA_BYTES, _SPLIT_EXTRA_BYTES = 16, 600  # bytes behind copies, and behind the parts of a split sum
 _DATA_MIN_BYTES = 131  # what a data gradient takes that copies nothing
 
@@ -238,10 +242,10 @@ def _is_direct(found: _Convolution, kind: Pass) -> bool:
     if found.item != 4:
         return kind == "forward" and found.kernel > 1 and is_short
     if found.kernel == 1:
-        return found.strided and found.weight < (_LARGE_WEIGHT >> 5 if kind == "weight" else _LARGE_WEIGHT)
+        return found.strided and found.weight < (_STRIDED_WEIGHT if kind == "weight" else _LARGE_WEIGHT)
     if kind == "data":
         return found.input.channels < _FEW_CHANNELS
-    return is_short and (kind == "forward" or found.input.channels < 4)
+    return is_short and (kind == "forward" or found.input.channels < _DIRECT_WEIGHT_CHANNELS)
 
 
 def _depthwise(found: _Convolution, kind: Pass) -> int:
@@ -259,12 +263,12 @@ def _copies_inside(found: _Convolution, kind: Pass) -> int:
     if found.item == 4 and found.kernel > 1:  # few channels and large kernels: float32 has other kernels
         few, large = channels < _FEW_CHANNELS, found.kernel >= _LARGE_KERNEL
         if not found.channels_last:
-            widens = kind == "forward" and channels < _TILE // 2 and found.output.channels >= _TILE
+            widens = kind == "forward" and channels < _NARROW_INPUT and found.output.channels >= _WIDE_OUTPUT
             copied = True, not widens
         elif kind == "weight":
             copied = (few or large or found.groups > 1,) * 2
         elif kind == "data":
-            copied = few, few or found.kernel > 2 * _LARGE_KERNEL
+            copied = few, few or found.kernel > _VERY_LARGE_KERNEL
         else:
             copied = few or large, False
     both = zip((found.input, found.output), copied, strict=True)
