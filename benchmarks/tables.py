@@ -224,7 +224,7 @@ def held_out() -> str:
 
 
 def audit(system: str) -> str:
-    """What a report names besides figures, and where it is."""
+    """What a report names apart from figures, and where it is."""
     report = REGISTRY[system].report
     rows = [(row["item"], row["here"]) for row in stored(RESULTS / "audit.csv") if row["report"] == report]
     return _table("item, here", rows)
@@ -248,7 +248,7 @@ PEERS = {
     "Qwen3-4B of Hugging Face": "Hugging Face's Qwen3-4B: SDPA, checkpointing, AdamW in bf16",
     "longctx qwen3-4B": "ours of Qwen3-4B's shape, activation checkpointing",
 }
-# What a run is judged by besides its loss, and how it is written.
+# The measure of a run that is reported beside its loss, and its format.
 FIGURES = {"perplexity": "perplexity {:,.1f}", "psnr": "{:.2f} dB", "matching": "matching {:.4g}"}
 
 

@@ -237,7 +237,7 @@ CLAIMS = (
         "60-90 GB",
         lambda: f"{gib(checkpointed_bytes())}: the inputs of 36 layers",
         "wrong",
-        "without the logits; parameters, gradients and AdamW are 29 GiB besides",
+        "without the logits; parameters, gradients and AdamW take 29 GiB more",
         lambda f: f"{gib(f('training longctx_4b'))} for the whole step",
     ),
     Claim(

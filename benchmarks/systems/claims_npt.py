@@ -125,7 +125,7 @@ CLAIMS = (
     Claim(
         "efficient forward pass, no delta at all",
         "h @ W + (h @ A) * mod @ B",
-        lambda: f"{model_bytes() // 1024} KiB besides the output",
+        lambda: f"{model_bytes() // 1024} KiB in addition to the output",
         "right",
         "exactly the same function; `model.py` computes it this way",
         lambda f: gib(f("npt Llama-3.1-8B model 4 x 512")),

@@ -1,4 +1,4 @@
-"""What the training loop costs besides the step: the same steps by the loop and by hand, in turns."""
+"""What the training loop costs on top of the step: the same steps by the loop and by hand, in turns."""
 
 from __future__ import annotations
 

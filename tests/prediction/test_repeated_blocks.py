@@ -133,7 +133,7 @@ class KeepingGradients(Model):
 
 
 class Reading(Model):
-    """Depends on what a block does besides its result."""
+    """Depends on a side effect of a block."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         out = super().forward(ids)

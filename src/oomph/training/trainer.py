@@ -524,7 +524,7 @@ class StopSignals:
 
 def build_model(workload: Workload, device: torch.device) -> nn.Module:
     """The model on its device. It is built on the GPU, where initializing billions of weights takes seconds,
-    or on the host if the GPU is too small for what building may need besides the model."""
+    or on the host if the GPU is too small for the model and what building it may need."""
     dtype = workload.dtype
     assert dtype is None or isinstance(dtype, torch.dtype)
     where = device if device.type == "cuda" and _has_room(workload, device) else torch.device("cpu")

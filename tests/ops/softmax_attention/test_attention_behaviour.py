@@ -1,4 +1,4 @@
-"""Attention besides its values: masks, edges, autograd, the choice of a backend, memory, bad arguments."""
+"""Attention, apart from its values: masks, edges, autograd, choice of a backend, memory, bad arguments."""
 
 import math
 

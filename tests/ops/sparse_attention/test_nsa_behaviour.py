@@ -1,4 +1,4 @@
-"""nsa besides its values: autograd, autocast, compilation, memory, bad arguments."""
+"""nsa, apart from its values: autograd, autocast, compilation, memory, bad arguments."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rows of the [N, V] logits: what each token's loss depends on besides its logits, and the softmax of a tile.
+"""Rows of the [N, V] logits: the other values that a token's loss depends on, and the softmax of a tile.
 
 Each step has two forms: a Triton kernel (kernels.py) and plain torch. N tokens, V classes; with a sharded
 vocabulary V counts this rank's classes.
