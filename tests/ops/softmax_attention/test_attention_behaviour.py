@@ -151,12 +151,11 @@ def test_cpu_uses_the_fused_kernel_where_no_full_size_mask_is_needed():
 
 def test_chunk_sizes_are_part_of_the_choice():
     q, k, v = qkv(600, 600)
-    assert explain(attention, q, k, v, impl="chunked").settings == {"queries": 600}
-    assert explain(attention, q, k, v, impl="chunked", causal=True).settings == {"queries": 256}
-    assert explain(attention, q, k, v, impl="chunked", memory_budget="64KiB").settings["queries"] == 9
-    bias = torch.zeros(600, 600, requires_grad=True)
-    settings = explain(attention, q, k, v, bias=bias, impl="chunked").settings
+    settings = explain(attention, q, k, v, impl="chunked").settings
     assert settings == {"batch": 2, "key_value_heads": 2, "queries": 256}
+    settings = explain(attention, q, k, v, impl="chunked", memory_budget="64KiB").settings
+    assert settings["batch"] == settings["key_value_heads"] == 1
+    assert settings["queries"] < 256
 
 
 def test_a_fused_kernel_is_traced_in_one_graph():

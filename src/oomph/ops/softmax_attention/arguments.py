@@ -169,14 +169,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     )
 
 
-def to_4d(bias: Tensor) -> Tensor:
-    return bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias
-
-
 def _broadcast_bias(bias: Tensor, q: Tensor, k: Tensor) -> Tensor:
     """The bias with 4 dimensions."""
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    bias_4d = to_4d(bias)
+    bias_4d = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape)) if bias.dim() < 4 else bias
     if bias_4d.dim() > 4 or any(b not in (1, f) for b, f in zip(bias_4d.shape, full, strict=True)):
         raise ArgumentError(f"bias has shape {list(bias.shape)}, which does not broadcast to {list(full)}")
     return bias_4d

@@ -53,14 +53,6 @@ class LocalityBias:
         assert distance is not None
         return distance * -self.strength
 
-    def fill(self, out_BQK: Tensor, difference_BQK: Tensor, t_BdQ: Tensor, s_BdK: Tensor) -> None:
-        """Write the bias between t and s into `out`. `difference` is the only temporary."""
-        zero = out_BQK.new_zeros(())
-        for axis in range(t_BdQ.shape[1]):
-            torch.sub(t_BdQ[:, axis, :, None], s_BdK[:, axis, None], out=difference_BQK)
-            total = out_BQK if axis else zero
-            torch.addcmul(total, difference_BQK, difference_BQK, value=-self.strength, out=out_BQK)
-
     def check_shape(self, batch: int, queries: int, keys: int) -> None:
         for name, points, length in (("t", self.query_points, queries), ("s", self.key_points, keys)):
             if points.shape[-1] != length or (points.dim() == 3 and points.shape[0] != batch):

@@ -3,11 +3,7 @@
 A chunk holds whole rows of the softmax, so chunks need no merging. Scores, weights and all sums are fp32, or
 float64 for float64 inputs. On a GPU the factors of products keep half precision; elsewhere they are fp32 too.
 
-On a CPU a chunk runs in ATen's flash-attention kernel, with its bias and masks as attn_mask: up to 1.5 times
-as fast as products and a softmax in torch. That kernel returns no gradient of the mask, so calls with a bias
-that needs a gradient run in torch.
-
-Saved for backward: q, k, v, the bias; for ATen's kernel also the result and the log-sum-exp of every row.
+Saved for backward: q, k, v and the bias.
 
 B batch, H query heads, G key/value heads, Q and K lengths. Products are batched over Z = batch x key/value
 heads, with R = (query heads per key/value head) x queries rows.
@@ -21,12 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, is_fake, no_autocast, no_compile, refuse_second_derivatives
-from oomph.ops.softmax_attention.arguments import AttentionArguments, to_4d
-from oomph.ops.softmax_attention.biases import LocalityBias
+from oomph.ops.common import OpFunction, no_autocast, no_compile, refuse_second_derivatives
+from oomph.ops.softmax_attention.arguments import AttentionArguments
 from oomph.units import MiB
-
-aten = torch.ops.aten
 
 _GPU_BUDGET = 256 * MiB  # fewer, larger launches
 _CPU_BUDGET = 32 * MiB  # chunks that stay in the last-level cache are worth more than larger products
@@ -34,20 +27,17 @@ _CPU_BUDGET = 32 * MiB  # chunks that stay in the last-level cache are worth mor
 _QUERIES_PER_CHUNK = 256
 _SCORE_BUFFERS = 3  # scores and weights (or weights and their gradient), and the bias
 _FUNCTION_BUFFERS = 3  # temporaries of a bias function
-_MASK_BUFFERS = 3  # attn_mask and the temporaries of its evaluation
 
 
 @no_compile
 def chunked(a: AttentionArguments) -> Tensor:
     tensors = (a.q, a.k, a.v, a.bias, *a.bias_tensors)
-    out: Tensor = _ChunkedAttention.apply(a, _fits_cpu_kernel(a), *tensors)  # type: ignore[no-untyped-call]
+    out: Tensor = _ChunkedAttention.apply(a, *tensors)  # type: ignore[no-untyped-call]
     return out
 
 
 def chunk_settings(a: AttentionArguments) -> dict[str, int]:
     """The sizes of a chunk, for `explain`."""
-    if _fits_cpu_kernel(a):
-        return {"queries": _cpu_kernel_queries(a)}
     sizes = _chunk_sizes(a)
     return {"batch": sizes.batch, "key_value_heads": sizes.heads, "queries": sizes.queries}
 
@@ -56,31 +46,21 @@ class _ChunkedAttention(OpFunction):
     op = "attention"
 
     @staticmethod
-    def forward(ctx: Any, a: AttentionArguments, use_cpu_kernel: bool, *tensors: Tensor | None) -> Tensor:
-        q, k, v, bias, *bias_tensors = tensors
-        saved_out = lse_BHQ = None
+    def forward(ctx: Any, a: AttentionArguments, *tensors: Tensor | None) -> Tensor:
         with no_autocast(a.q):
-            if use_cpu_kernel:
-                out, lse_BHQ = _cpu_kernel_forward(a)
-                saved_out = out
-            else:
-                out = _torch_forward(a)
+            out = _forward(a)
         ctx.arguments = a.without_tensors()
         # The bias function holds its tensors; saved as well, autograd detects in-place changes to them.
-        ctx.save_for_backward(q, k, v, saved_out, lse_BHQ, bias, a.key_lengths, a.key_mask, *bias_tensors)
+        ctx.save_for_backward(a.key_lengths, a.key_mask, *tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("attention")
-        q, k, v, out, lse_BHQ, bias, key_lengths, key_mask, *_ = ctx.saved_tensors
+        key_lengths, key_mask, q, k, v, bias, *_ = ctx.saved_tensors
         a = replace(ctx.arguments, q=q, k=k, v=v, bias=bias, key_lengths=key_lengths, key_mask=key_mask)
-        wanted = ctx.needs_input_grad[2:]
         with no_autocast(q):
-            if lse_BHQ is None:
-                return None, None, *_torch_backward(a, grad_out, wanted)
-            gradients = (*_cpu_kernel_backward(a, out, lse_BHQ, grad_out), *(None for _ in wanted[3:]))
-        return None, None, *(grad if want else None for grad, want in zip(gradients, wanted, strict=True))
+            return None, *_backward(a, grad_out, ctx.needs_input_grad[1:])
 
 
 # Chunks ----------------------------------------------------------------------------------------------
@@ -234,132 +214,13 @@ def _bias_values(
     )
 
 
-def _future(a: AttentionArguments, chunk: _QueryChunk, first: int = 0) -> Tensor:
+def _future(a: AttentionArguments, chunk: _QueryChunk, first: int) -> Tensor:
     """[Q, K - first], True where a key, from the chunk's key `first` on, lies after the query."""
     position = torch.arange(chunk.start, chunk.stop, device=a.q.device) + a.offset
     return chunk.key_index(a.q.device)[first:] > position[:, None]
 
 
-# ATen's CPU kernel -----------------------------------------------------------------------------------
-
-
-def _fits_cpu_kernel(a: AttentionArguments) -> bool:
-    on_cpu = a.q.device.type == "cpu" and not is_fake(a.q)
-    return on_cpu and a.q.shape[3] == a.v.shape[3] and not a.has_empty and not a.bias_needs_grad
-
-
-def _cpu_kernel_queries(a: AttentionArguments) -> int:
-    """Queries per call: as many as the budget allows; fewer where causal, to skip more masked keys."""
-    per_query = max(1, _bias_sizes(a)[1] * a.keys) * _compute_dtype(a).itemsize * _MASK_BUFFERS
-    most = max(1, (a.memory_budget or _CPU_BUDGET) // per_query)
-    if a.masks_future:
-        most = min(most, _QUERIES_PER_CHUNK)
-    return min(most, a.queries if a.pattern is None else a.pattern.block)
-
-
-def _bias_sizes(a: AttentionArguments) -> tuple[int, int]:
-    """(batch entries, heads) over which the bias differs. A function is evaluated at one query and key."""
-    bias = a.bias
-    if a.bias_function is not None:
-        batch, heads = (torch.arange(size) for size in a.q.shape[:2])
-        one = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
-        bias = to_4d(a.bias_function(batch.view(-1, 1, 1, 1), heads.view(1, -1, 1, 1), one, one))
-    return (1, 1) if bias is None else (bias.shape[0], bias.shape[1])
-
-
-def _to_kernel(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """With contiguous rows: the kernel ignores the stride within a row."""
-    tensor = tensor.to(dtype)
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-class _CpuKernelCall(NamedTuple):
-    rows: tuple[slice, slice, slice]  # batch entries, all heads, queries
-    chunk: _QueryChunk
-    tensors: tuple[Tensor, Tensor, Tensor]  # q, k, v of the chunk
-    options: dict[str, Any]
-
-
-def _cpu_kernel_calls(a: AttentionArguments) -> Iterator[_CpuKernelCall]:
-    """The calls of forward and of backward; a call's mask is valid until the next one."""
-    padding_BK, dtype = a.padding_mask(), _compute_dtype(a)
-    k, v = _to_kernel(a.k, dtype), _to_kernel(a.v, dtype)
-    # One batch entry at a time where the mask differs over the batch, so that the mask stays that small.
-    step = 1 if padding_BK is not None or _bias_sizes(a)[0] > 1 else a.q.shape[0]
-    chunks = [chunk for chunk in _query_chunks(a, _cpu_kernel_queries(a)) if chunk.keys]
-    buffers = None
-    if isinstance(a.bias_function, LocalityBias) and all(t.dtype == dtype for t in a.bias_tensors):
-        # Reused by every chunk: on a CPU, fresh pages cost as much as the computation.
-        largest = max((chunk.keys * (chunk.stop - chunk.start) for chunk in chunks), default=0)
-        buffers = a.q.new_empty((2, largest), dtype=dtype)
-    for start in range(0, a.q.shape[0], step):
-        batch = slice(start, start + step)
-        for chunk in chunks:
-            rows = (batch, slice(None), slice(chunk.start, chunk.stop))
-            tensors = (_to_kernel(a.q[rows], dtype), chunk.take(k[batch], 2), chunk.take(v[batch], 2))
-            mask = _cpu_kernel_mask(a, batch, chunk, padding_BK, buffers)
-            yield _CpuKernelCall(rows, chunk, tensors, {"attn_mask": mask, "scale": a.scale})
-
-
-def _cpu_kernel_mask(
-    a: AttentionArguments, batch: slice, chunk: _QueryChunk, padding_BK: Tensor | None, buffers: Tensor | None
-) -> Tensor | None:
-    """[b, h, Q, K], each 1 or full, added to the scores."""
-    dtype = _compute_dtype(a)
-    if buffers is not None:
-        mask: Tensor | None = _locality_bias_in(buffers, a, batch, chunk)
-    else:
-        bias = _bias_values(a, batch, slice(0, a.q.shape[1]), chunk)
-        mask = None if bias is None else _to_kernel(to_4d(bias), dtype)
-    masked = _future(a, chunk)[None, None] if chunk.needs_causal_mask else None
-    if padding_BK is not None:
-        padding = ~chunk.take(padding_BK[batch], 1)[:, None, None, :]
-        masked = padding if masked is None else masked | padding
-    if masked is None:
-        return mask
-    if mask is None:
-        return torch.zeros(masked.shape, dtype=dtype).masked_fill_(masked, -math.inf)
-    if buffers is None:  # may be a view of the caller's bias
-        return mask.masked_fill(masked, -math.inf)
-    return mask.masked_fill_(masked, -math.inf)
-
-
-def _locality_bias_in(buffers: Tensor, a: AttentionArguments, batch: slice, chunk: _QueryChunk) -> Tensor:
-    assert isinstance(a.bias_function, LocalityBias)
-    shape = (1, chunk.stop - chunk.start, chunk.keys)
-    bias_BQK, difference = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-    t, s = (points[None] if points.dim() == 2 else points[batch] for points in a.bias_tensors)
-    a.bias_function.fill(bias_BQK, difference, t[..., chunk.start : chunk.stop], chunk.take(s, 2))
-    return bias_BQK[None]
-
-
-def _cpu_kernel_forward(a: AttentionArguments) -> tuple[Tensor, Tensor]:
-    """The result and the log-sum-exp of every row, which is 0 for a row without keys."""
-    out = a.q.new_zeros(a.q.shape)
-    lse_BHQ = out.new_zeros(a.q.shape[:3], dtype=_compute_dtype(a))
-    for rows, _, tensors, options in _cpu_kernel_calls(a):
-        results = aten._scaled_dot_product_flash_attention_for_cpu(*tensors, 0.0, False, **options)
-        out[rows], lse_BHQ[rows] = results
-    return out, lse_BHQ
-
-
-def _cpu_kernel_backward(
-    a: AttentionArguments, out: Tensor, lse_BHQ: Tensor, grad_out: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = _compute_dtype(a)
-    grad_q = torch.zeros_like(a.q)
-    grad_k, grad_v = (torch.zeros_like(x, dtype=dtype) for x in (a.k, a.v))
-    for rows, chunk, tensors, options in _cpu_kernel_calls(a):
-        grad_rows, out_rows = _to_kernel(grad_out[rows], dtype), _to_kernel(out[rows], dtype)
-        grad_q[rows], part_k, part_v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad_rows, *tensors, out_rows, lse_BHQ[rows], 0.0, False, **options
-        )
-        chunk.add(grad_k[rows[0]], part_k, 2)
-        chunk.add(grad_v[rows[0]], part_v, 2)
-    return grad_q, grad_k.to(a.k.dtype), grad_v.to(a.v.dtype)
-
-
-# Products and softmax in torch -----------------------------------------------------------------------
+# Products and softmax --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -455,7 +316,7 @@ class _ScoreBuffers:
         return self._factor[: scores_ZRK.numel()].view(scores_ZRK.shape).copy_(scores_ZRK)
 
 
-def _torch_forward(a: AttentionArguments) -> Tensor:
+def _forward(a: AttentionArguments) -> Tensor:
     out = a.q.new_zeros((*a.q.shape[:3], a.v.shape[3]))
     if 0 in (out.numel(), a.keys):
         return out
@@ -472,9 +333,7 @@ def _torch_forward(a: AttentionArguments) -> Tensor:
     return out
 
 
-def _torch_backward(
-    a: AttentionArguments, grad_out: Tensor, wanted: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
+def _backward(a: AttentionArguments, grad_out: Tensor, wanted: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     grad_q, grad_k, grad_v = (
         torch.zeros_like(x) if want else None for x, want in zip((a.q, a.k, a.v), wanted, strict=False)
     )
