@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from oomph.ops.mlp import MLPWeights, tiled_mlp
-from oomph.ops.mlp.autograd import TiledMLPConfig, mlp_in_tiles
 from oomph.ops.mlp.weights import ACTIVATIONS
 
 IMPLS = ("chunked", "triton")
@@ -88,34 +87,16 @@ def test_nan_spreads_to_its_own_token_and_to_the_weights() -> None:
             assert not value[[0, 9]].isnan().any()
 
 
-def in_tiles(w: MLPWeights, x: torch.Tensor, saved_rows: int) -> torch.Tensor:
-    """In tiles of 8, with gate and up saved for so many rows: by default they are saved up to 64 MiB."""
-    config = TiledMLPConfig(w.activation, 8, saved_rows, torch.float64, use_triton=False)
-    return mlp_in_tiles(w, x, config)
-
-
-@pytest.mark.parametrize("gated", [True, False])
-def test_results_do_not_depend_on_how_much_is_saved(gated: bool) -> None:
-    w, x = weights("gelu", gated, bias=True), tokens(57, 12)
-    inputs = [x, *w.named().values()]
-    theirs = results(lambda: tiled_mlp(w, x, impl="reference"), inputs)
-    for saved_rows in (57, 16, 0):
-        assert_same(results(lambda rows=saved_rows: in_tiles(w, x, rows), inputs), theirs)
-
-
-@pytest.mark.parametrize("saved_rows", [0, 8, 16])
 @pytest.mark.parametrize(("trained", "expected"), [("all", 11 * 2), ("x", 8 * 2), ("down", 6 * 2)])
-def test_frozen_parts_cost_no_product_and_saved_tiles_two_fewer(
-    trained: str, expected: int, saved_rows: int
-) -> None:
+def test_frozen_parts_cost_no_product(trained: str, expected: int) -> None:
     w, x = weights(), tokens(16, 12)
     if trained != "all":
         for name, each in {"x": x, **w.named()}.items():
             each.requires_grad_(name == trained)
     counted = _CountProducts()
     with counted:
-        in_tiles(w, x, saved_rows).sum().backward()
-    assert counted.products == expected - 2 * saved_rows // 8  # over two tiles
+        tiled_mlp(w, x, tile=8, impl="chunked").sum().backward()
+    assert counted.products == expected  # over two tiles
 
 
 def saved_beside_the_inputs(w: MLPWeights, x: torch.Tensor, **options: object) -> list[tuple[int, ...]]:
@@ -133,12 +114,8 @@ def saved_beside_the_inputs(w: MLPWeights, x: torch.Tensor, **options: object) -
     return [tuple(each.shape) for each in saved if each.data_ptr() not in given]
 
 
-def test_saved_for_backward_are_the_inputs_and_gate_and_up_as_far_as_there_is_room() -> None:
-    w = weights(bias=True)
-    assert saved_beside_the_inputs(w, tokens(40, 12), tile=8) == [(40, 20)] * 2
-    assert saved_beside_the_inputs(w, tokens(40, 12), memory_budget=8 * 480) == []
-    frozen = MLPWeights(**{name: each.detach() for name, each in w.named().items()})
-    assert saved_beside_the_inputs(frozen, tokens(40, 12).detach()) == []
+def test_saved_for_backward_are_the_inputs() -> None:
+    assert saved_beside_the_inputs(weights(), tokens(40, 12), tile=8) == []
 
 
 def test_under_autocast_products_are_in_bfloat16_and_gradients_in_the_dtype_of_what_they_belong_to() -> None:

@@ -30,10 +30,6 @@ IMPLS = ("auto", "reference", "chunked", "triton", "generic")
 _GPU_BUFFERS = 224 * MiB
 # On a CPU products reach full speed with fewer rows, and small buffers stay nearer to the caches.
 _CPU_BUFFERS = 32 * MiB
-# On a CPU gate and up of the first tiles are saved for backward as far as they fit here. Computing them again
-# is two products of eleven, and host memory is plentiful; a constant, so the peak stays flat in the tokens.
-# Nothing is saved on a GPU, where this memory is what the op is there to save.
-_CPU_SAVED = 64 * MiB
 # Every tile reads and writes the whole fp32 gradient of each weight. Below about 2048 rows that traffic takes
 # a third of the products' own time or more, however wide the layer, so no default goes lower.
 _GPU_ROWS = 2048
@@ -52,8 +48,7 @@ def _choose(
 ) -> tuple[Choice, MLPWeights | None]:
     """What `tiled_mlp` does, and the weights if it is a known MLP that is computed from them.
 
-    The choice's settings: kind; tile: its rows; buffers: its bytes; kept: of how many rows gate and up are
-    saved for backward.
+    The choice's settings: kind; tile: its rows; buffers: its bytes.
     """
     budget = _check_arguments(fn_or_module, x, tile, memory_budget, impl)
     if impl == "reference":
@@ -63,18 +58,15 @@ def _choose(
     if weights is None:
         row_bytes = _estimated_row_bytes(_parameters(fn_or_module, parameters), x)
         rows = _tile_rows(tokens, row_bytes, x.device.type, tile, budget)
-        settings = {"kind": "generic", "tile": rows, "buffers": rows * row_bytes, "kept": 0}
+        settings = {"kind": "generic", "tile": rows, "buffers": rows * row_bytes}
         reason = f"each tile is computed by calling the function: {why_generic}"
         return Choice("generic", reason, settings), None
     _check_fit(x, weights)
     hidden_bytes = max(weights.up.shape[0], 1) * _product_dtype(x, weights).itemsize
-    matrices = 1 if weights.gate is None else 2
-    # Backward holds most: (gate,) up and grad hidden. What is saved per row: (gate and) up.
-    row_bytes, saved_row_bytes = (matrices + 1) * hidden_bytes, matrices * hidden_bytes
-    rows, saved_rows = _tile_and_saved_rows(tokens, row_bytes, saved_row_bytes, x.device.type, tile, budget)
-    # Without gradients there is no backward to save anything for.
-    saved_rows = saved_rows if torch.is_grad_enabled() else 0
-    settings = {"kind": weights.kind, "tile": rows, "buffers": rows * row_bytes, "kept": saved_rows}
+    # Backward holds most: (gate,) up and grad hidden.
+    row_bytes = (2 if weights.gate is None else 3) * hidden_bytes
+    rows = _tile_rows(tokens, row_bytes, x.device.type, tile, budget)
+    settings = {"kind": weights.kind, "tile": rows, "buffers": rows * row_bytes}
     no_triton = why_not_triton(x)
     if impl == "triton" and no_triton is not None:
         raise ArgumentError(
@@ -105,9 +97,9 @@ def tiled_mlp(
     x: [..., D], any floating dtype; without autocast a known MLP has x's dtype in all its tensors. x is
         flattened to tokens; where its layout does not allow that without a copy, a copy is made (in backward
         too).
-    tile: rows of a tile. memory_budget: bytes for a tile's buffers and for what is saved (below), instead;
-        the default is 224 MiB on a GPU (never under 2048 rows), nothing saved, and on a CPU 32 MiB (never
-        under 256 rows) and 64 MiB saved. For functions that are not known MLPs, their size is an estimate.
+    tile: rows of a tile. memory_budget: bytes for a tile's buffers, instead; the default is 224 MiB on a GPU
+        (never under 2048 rows), and on a CPU 32 MiB (never under 256 rows). For functions that are not known
+        MLPs, their size is an estimate.
     parameters: tensors that a plain callable trains, for that estimate. Leaves that it trains are found;
         list a trained tensor that was computed outside of the function, so that its own graph runs once.
     impl: "auto"; "chunked" and "triton" for known MLPs (`explain` says whether a module is one); "generic"
@@ -120,8 +112,7 @@ def tiled_mlp(
 
     Saved for backward: x and the weights, nothing [tokens, hidden]. Known MLPs, those that compute
     `down(act(up x))` or `down(act(gate x) * up x)`, hold two or three [tile, hidden] buffers and compute gate
-    and up again in backward; on a CPU they save them for the first tiles, up to 64 MiB per call, because
-    there time is scarcer than memory. Others are called once on a single token, to find what they train, then
+    and up again in backward. Others are called once on a single token, to find what they train, then
     per tile, and again per tile in backward with autocast and random generators as in forward: active dropout
     is consistent, though its mask is not the one of a single call.
     The hooks of a module run once, around all tiles, so FSDP2 gathers its parameters once; hooks of modules
@@ -177,11 +168,11 @@ def _run_in_tiles(
     log_choice("tiled_mlp", choice)
     if choice.impl == "reference":
         return function(x)
-    tile, saved_rows = choice.settings["tile"], choice.settings["kept"]
+    tile = choice.settings["tile"]
     if weights is None:
         return checkpoint_in_tiles(function, x, _parameters(given, parameters), tile)
     use_triton = choice.impl == "triton"
-    config = TiledMLPConfig(weights.activation, tile, saved_rows, _product_dtype(x, weights), use_triton)
+    config = TiledMLPConfig(weights.activation, tile, _product_dtype(x, weights), use_triton)
     return mlp_in_tiles(weights, x, config)
 
 
@@ -252,21 +243,6 @@ def _tile_rows(tokens: int, row_bytes: int, device: str, tile: int | None, memor
     tiles = -(-tokens // most)
     rows = -(-tokens // tiles)
     return min(most, -(-rows // _ROW_BLOCK) * _ROW_BLOCK)
-
-
-def _tile_and_saved_rows(
-    tokens: int, row_bytes: int, saved_row_bytes: int, device: str, tile: int | None, budget: int | None
-) -> tuple[int, int]:
-    """Rows of a tile, and of how many of the first rows, in whole tiles, gate and up are saved for backward.
-
-    A budget holds both; what the default tile does not need of it goes to the rows that are saved.
-    """
-    if device != "cpu":
-        return _tile_rows(tokens, row_bytes, device, tile, budget), 0
-    for_tile = None if budget is None else min(budget, max(_CPU_BUFFERS, _CPU_ROWS * row_bytes))
-    rows = _tile_rows(tokens, row_bytes, device, tile, for_tile)
-    most = (_CPU_SAVED if budget is None else budget - rows * row_bytes) // saved_row_bytes
-    return rows, tokens if tokens <= most else most - most % rows
 
 
 def _estimated_row_bytes(parameters: Sequence[Tensor], x: Tensor) -> int:

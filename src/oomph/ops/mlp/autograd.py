@@ -5,8 +5,7 @@ Shapes: N tokens, D features in, O features out, F hidden features, T rows of a 
 Forward holds two [T, F] buffers and the result. Backward computes gate and up again (not the product with
 down), and holds three: gate, up and grad hidden, which one elementwise pass overwrites with grad gate, hidden
 and grad up. That is eleven products against the nine that save every [N, F] tensor, and nothing grows with N
-but the result and grad x. Saved for backward: x and the weights, and on a CPU gate and up of the first
-`saved_rows` rows, which are then not computed again.
+but the result and grad x. Saved for backward: x and the weights.
 """
 
 from collections.abc import Iterator
@@ -38,11 +37,10 @@ _CAST_TOKENS = 512
 
 @dataclass(frozen=True)
 class TiledMLPConfig:
-    """How a known MLP is computed. `saved_rows`: gate and up of so many first rows are saved for backward."""
+    """How a known MLP is computed."""
 
     activation: str
     tile: int
-    saved_rows: int
     dtype: torch.dtype  # of the matrix products
     use_triton: bool
 
@@ -72,44 +70,33 @@ class _TiledMLP(OpFunction):
     def forward(ctx: Any, x: Tensor, *weights_and_config: Any) -> Tensor:
         *weights, config = weights_and_config
         ctx.config = config
-        saved_gate = saved_up = None
         # Products have a dtype given; autocast must not cast a second time.
         with no_autocast(x):
-            w = _cast(weights, config.dtype)
-            if config.saved_rows and any(ctx.needs_input_grad[:-2]):  # not for down_bias
-                saved_up = x.new_empty(config.saved_rows, w.up.shape[0], dtype=config.dtype)
-                saved_gate = None if w.gate is None else torch.empty_like(saved_up)
-            out = _forward(x, w, config, saved_gate, saved_up)
-        ctx.save_for_backward(x, *weights, saved_gate, saved_up)
+            out = _forward(x, _cast(weights, config.dtype), config)
+        ctx.save_for_backward(x, *weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         refuse_second_derivatives("tiled_mlp")
         # Read once: checkpointing computes them again at every access.
-        x, *weights, saved_gate, saved_up = ctx.saved_tensors
+        x, *weights = ctx.saved_tensors
         needs_x, *needs = ctx.needs_input_grad[:-1]
         with no_autocast(x):
-            grads = _backward(grad_out, x, weights, ctx.config, needs_x, needs, saved_gate, saved_up)
+            grads = _backward(grad_out, x, weights, ctx.config, needs_x, needs)
         return (*grads, None)
 
 
-def _forward(
-    x: Tensor, w: _Tensors, config: TiledMLPConfig, saved_gate: Tensor | None, saved_up: Tensor | None
-) -> Tensor:
+def _forward(x: Tensor, w: _Tensors, config: TiledMLPConfig) -> Tensor:
     x_ND = x.detach().reshape(x.shape[:-1].numel(), x.shape[-1])
     out_NO = x.new_empty(x_ND.shape[0], w.down.shape[0], dtype=config.dtype)
     up_TF = x.new_empty(config.tile, w.up.shape[0], dtype=config.dtype)
     gate_TF = None if w.gate is None else torch.empty_like(up_TF)
     for start, stop in spans(x_ND.shape[0], config.tile):
-        hidden = up_TF[: stop - start]
-        if saved_up is not None and stop <= saved_up.shape[0]:
-            gate, up = _rows(saved_gate, start, stop), saved_up[start:stop]
-        else:
-            gate, up = _rows(gate_TF, 0, stop - start), hidden
+        gate, up = _first_rows(gate_TF, stop - start), up_TF[: stop - start]
         _gate_and_up(_product_rows(x_ND, start, stop, config.dtype), w, gate, up)
-        _activate(config, gate, up, hidden)
-        _linear_into(out_NO[start:stop], hidden, w.down, w.down_bias)
+        _activate(config, gate, up)
+        _linear_into(out_NO[start:stop], up, w.down, w.down_bias)
     return out_NO.view(*x.shape[:-1], w.down.shape[0])
 
 
@@ -120,8 +107,6 @@ def _backward(
     config: TiledMLPConfig,
     needs_x: bool,
     needs: list[bool],
-    saved_gate: Tensor | None,
-    saved_up: Tensor | None,
 ) -> list[Tensor | None]:
     """The gradients of x, up, down, gate and the biases, in their dtypes; None where not needed."""
     w = _cast([*weights[:-1], None], config.dtype)
@@ -133,9 +118,7 @@ def _backward(
     needs_grad_hidden = needs_x or any(_Tensors(*needs)._replace(down=False, down_bias=False))
     if needs_grad_hidden or sums.down is not None:
         # The buffers are freed before the sums are rounded, so that this is not the peak.
-        _backward_of_tiles(
-            x_ND, grad_out_NO, w, config, sums, grad_x_ND, saved_gate, saved_up, needs_grad_hidden
-        )
+        _backward_of_tiles(x_ND, grad_out_NO, w, config, sums, grad_x_ND, needs_grad_hidden)
     if sums.down_bias is not None:
         torch.sum(grad_out_NO, 0, dtype=sums.down_bias.dtype, out=sums.down_bias)
     grads: list[Tensor | None] = [None if grad_x_ND is None else grad_x_ND.view(x.shape)]
@@ -155,8 +138,6 @@ def _backward_of_tiles(
     config: TiledMLPConfig,
     sums: _Tensors,
     grad_x_ND: Tensor | None,
-    saved_gate: Tensor | None,
-    saved_up: Tensor | None,
     needs_grad_hidden: bool,
 ) -> None:
     up_TF = x_ND.new_empty(config.tile, w.up.shape[0], dtype=config.dtype)
@@ -166,19 +147,15 @@ def _backward_of_tiles(
         count, first = stop - start, start == 0
         x_TD = _product_rows(x_ND, start, stop, config.dtype)
         grad_out_TO = _product_rows(grad_out_NO, start, stop, config.dtype)
-        # The results overwrite gate, up and grad hidden; what was saved stays, for a second backward.
-        grad_gate, hidden, grad_up = _rows(gate_TF, 0, count), up_TF[:count], _rows(grad_TF, 0, count)
-        if saved_up is not None and stop <= saved_up.shape[0]:
-            gate, up = _rows(saved_gate, start, stop), saved_up[start:stop]
-        else:
-            gate, up = grad_gate, hidden
-            _gate_and_up(x_TD, w, gate, up)
-        if grad_up is None:  # only down is trained
-            _activate(config, gate, up, hidden)
-            _add_product(sums.down, grad_out_TO.t(), hidden, first)
+        gate, up, grad = _first_rows(gate_TF, count), up_TF[:count], _first_rows(grad_TF, count)
+        _gate_and_up(x_TD, w, gate, up)
+        if grad is None:  # only down is trained
+            _activate(config, gate, up)
+            _add_product(sums.down, grad_out_TO.t(), up, first)
             continue
-        matmul_into(grad_up, grad_out_TO, w.down)
-        _differentiate(config, gate, up, grad_up, grad_gate, hidden)
+        matmul_into(grad, grad_out_TO, w.down)
+        _differentiate(config, gate, up, grad)
+        grad_gate, hidden, grad_up = gate, up, grad  # overwritten by these
         _add_product(sums.down, grad_out_TO.t(), hidden, first)
         _add_product(sums.up, grad_up.t(), x_TD, first)
         _add_rows(sums.up_bias, grad_up, first)
@@ -260,8 +237,8 @@ def _add_rows(total_F: Tensor | None, rows_TF: Tensor, first: bool) -> None:
         total_F.add_(torch.sum(rows_TF, 0, dtype=total_F.dtype))
 
 
-def _rows(buffer: Tensor | None, start: int, stop: int) -> Tensor | None:
-    return None if buffer is None else buffer[start:stop]
+def _first_rows(buffer: Tensor | None, count: int) -> Tensor | None:
+    return None if buffer is None else buffer[:count]
 
 
 def _product_rows(matrix: Tensor, start: int, stop: int, dtype: torch.dtype) -> Tensor:
@@ -272,52 +249,40 @@ def _product_rows(matrix: Tensor, start: int, stop: int, dtype: torch.dtype) -> 
 
 
 # Activation and its derivative, by one Triton kernel or plain torch ----------------------------------
-# Both compute in fp32 (float64 for float64) and allocate nothing of a tile's size. Results may overwrite what
-# they are computed from. `gate` is None in an MLP without one.
+# Both compute in fp32 (float64 for float64), allocate nothing of a tile's size, and overwrite what they read.
+# `gate` is None in an MLP without one.
 
 
-def _activate(config: TiledMLPConfig, gate: Tensor | None, up: Tensor, hidden: Tensor) -> None:
-    """hidden := act(gate) * up, or act(up). `hidden` may be gate or up."""
+def _activate(config: TiledMLPConfig, gate: Tensor | None, up: Tensor) -> None:
+    """up := act(gate) * up, or act(up)."""
     if config.use_triton:
-        _launch("activate", config, gate, up, hidden)
+        _launch("activate", config, gate, up, up)
         return
     dtype = wide_dtype(up.dtype)
-    for gate_part, up_part, hidden_part in _flat_parts(gate, up, hidden):
+    for gate_part, up_part in _flat_parts(gate, up):
         if gate_part is None:
-            hidden_part.copy_(activate(config.activation, up_part.to(dtype)))
+            up_part.copy_(activate(config.activation, up_part.to(dtype)))
         else:
-            torch.mul(activate(config.activation, gate_part.to(dtype)), up_part, out=hidden_part)
+            torch.mul(activate(config.activation, gate_part.to(dtype)), up_part, out=up_part)
 
 
-def _differentiate(
-    config: TiledMLPConfig,
-    gate: Tensor | None,
-    up: Tensor,
-    grad: Tensor,
-    grad_gate: Tensor | None,
-    hidden: Tensor,
-) -> None:
-    """From gate, up and grad = grad hidden: grad_gate and hidden, and grad up in the memory of grad.
-
-    `grad_gate` may be gate, and `hidden` may be up.
-    """
+def _differentiate(config: TiledMLPConfig, gate: Tensor | None, up: Tensor, grad: Tensor) -> None:
+    """gate, up and grad hidden become grad gate, hidden and grad up."""
     if config.use_triton:
-        _launch("differentiate", config, gate, up, grad, up if grad_gate is None else grad_gate, hidden)
+        _launch("differentiate", config, gate, up, grad, up if gate is None else gate, up)
         return
     dtype = wide_dtype(up.dtype)
-    for gate_part, up_part, grad_part, grad_gate_part, hidden_part in _flat_parts(
-        gate, up, grad, grad_gate, hidden
-    ):
+    for gate_part, up_part, grad_part in _flat_parts(gate, up, grad):
         # Where nothing is cast these are the buffers themselves, so each is read before it is written.
         up_wide, grad_wide = up_part.to(dtype), grad_part.to(dtype)
         if gate_part is None:
             value, slope = _value_and_slope_times(config.activation, up_wide, grad_wide)
-            hidden_part.copy_(value)
+            up_part.copy_(value)
             grad_part.copy_(slope)
             continue
         value, slope = _value_and_slope_times(config.activation, gate_part.to(dtype), grad_wide * up_wide)
-        grad_gate_part.copy_(slope)
-        torch.mul(value, up_wide, out=hidden_part)
+        gate_part.copy_(slope)
+        torch.mul(value, up_wide, out=up_part)
         torch.mul(value, grad_wide, out=grad_part)
 
 
@@ -335,7 +300,7 @@ def _launch(name: str, config: TiledMLPConfig, gate: Tensor | None, *buffers: Te
     _KERNELS.launch(name, grid, *arguments, **constants)
 
 
-def _flat_parts(gate: Tensor | None, up: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
+def _flat_parts(gate: Tensor | None, up: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
     """The buffers, flat, in parts of equal bounds; None stays None."""
     size = _ELEMENTS.get(up.device.type, _ELEMENTS_ELSEWHERE)
     flat = [None if each is None else each.view(-1) for each in (gate, up, *others)]
@@ -351,12 +316,6 @@ def _value_and_slope_times(activation: str, z: Tensor, grad: Tensor) -> tuple[Te
         value = z * sigmoid
         slope = torch.addcmul(sigmoid, value, 1 - sigmoid)
         return value, slope.mul_(grad)
-    if activation == "gelu" and z.device.type == "cpu":
-        # Torch's own derivative is up to three times slower on a CPU than these steps.
-        below = torch.erf(z * 0.7071067811865476).add_(1).mul_(0.5)  # P(normal < z)
-        density = (z * z).mul_(-0.5).exp_().mul_(0.3989422804014327)
-        value = z * below
-        return value, below.addcmul_(z, density).mul_(grad)
     value = activate(activation, z)
     if activation == "relu":
         return value, torch.ops.aten.threshold_backward(grad, z, 0)
