@@ -96,13 +96,6 @@ with _section():  # whether Dynamo is tracing the caller
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 
-def dynamo_config_patch(**options: Any) -> contextlib.AbstractContextManager[None]:
-    """torch._dynamo.config.patch. Imported when called: loading the compiler takes seconds."""
-    import torch._dynamo.config
-
-    return torch._dynamo.config.patch(**options)
-
-
 # ---------------------------------------------------------------------------------------------- fixes
 
 with _section():  # whether a selective checkpoint counts ops

@@ -5,21 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.errors import ArgumentError
+from oomph.errors import ArgumentError, warn_deprecated
 from oomph.ops import common
 from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile, opaque_op
 from oomph.ops.softmax_attention.arguments import AttentionArguments, check_arguments
 from oomph.ops.softmax_attention.autograd import triton_attention, why_not_kernels
 from oomph.ops.softmax_attention.biases import BiasFunction, BlockPattern
 from oomph.ops.softmax_attention.chunked import chunk_settings, chunked
-from oomph.ops.softmax_attention.flex import flex, why_not_flex
 from oomph.ops.softmax_attention.reference import reference
 from oomph.ops.softmax_attention.sdpa import BACKENDS, sdpa, usable_backends
 
-IMPLS = ("auto", "sdpa", *BACKENDS, "triton", "flex", "chunked", "reference")
+IMPLS = ("auto", "sdpa", *BACKENDS, "triton", "chunked", "reference")
 
 
 def _check_and_choose(impl: str, **given: Any) -> tuple[AttentionArguments, Choice]:
+    if impl == "flex":  # FlexAttention, which programs can call by themselves
+        warn_deprecated("impl='flex'", "impl='chunked'")
+        impl = "chunked"
     common.check_one_of("impl", impl, IMPLS)
     a = check_arguments(**given)
     return a, _choose(a, impl)
@@ -58,9 +60,8 @@ def attention(
     scale: default 1/sqrt(D).
     memory_budget: for the chunks of impl="chunked", such as "64MiB"; default 256 MiB, on the CPU 32 MiB.
     impl: "auto", or by name: "sdpa" (the best fused kernel of PyTorch), one of those ("cudnn", "flash",
-        "efficient"), "triton" (our kernels: patterns, padding, locality_bias), "flex" (FlexAttention:
-        other bias functions; a new kind of call compiles for 5 to 10 seconds, silently), "chunked" (plain
-        torch), "reference" (the whole matrix).
+        "efficient"), "triton" (our kernels: patterns, padding, locality_bias), "chunked" (plain torch),
+        "reference" (the whole matrix).
 
     A query without keys gets zeros and gives zero gradients. `oomph.ops.explain(attention, ...)` says what
     would run and why. First derivatives only.
@@ -92,8 +93,6 @@ def _attention_traced(**given: Any) -> Tensor:
         return chunked(a)
     if choice.impl == "triton":
         return triton_attention(a)
-    if choice.impl == "flex":
-        return flex(a)
     return sdpa(a, choice.impl)
 
 
@@ -118,16 +117,13 @@ def _choose(a: AttentionArguments, impl: str) -> Choice:
 
 @no_compile
 def _choose_without_sdpa(a: AttentionArguments, impl: str, refused: str) -> Choice:
-    no_kernels, no_flex = why_not_kernels(a), why_not_flex(a)
-    if impl in ("triton", "flex"):
-        reason = no_kernels if impl == "triton" else no_flex
-        if reason is not None:
-            raise ArgumentError(f"impl={impl!r} cannot run this call ({reason})")
+    no_kernels = why_not_kernels(a)
+    if impl == "triton":
+        if no_kernels is not None:
+            raise ArgumentError(f"impl={impl!r} cannot run this call ({no_kernels})")
         return Choice(impl, ASKED_FOR)
     if no_kernels is None and a.q.device.type == "cuda":  # on a CPU they only run in Triton's interpreter
         return Choice("triton", f"no fused kernel ({refused})")
-    if no_flex is None:
-        return Choice("flex", f"no fused kernel ({refused})")
     no_kernels = no_kernels or "the interpreter is for tests"
-    reason = f"no fused kernel ({refused}), no kernel of ours ({no_kernels}), no FlexAttention ({no_flex})"
+    reason = f"no fused kernel ({refused}), no kernel of ours ({no_kernels})"
     return Choice("chunked", reason, chunk_settings(a))

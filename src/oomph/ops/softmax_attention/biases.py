@@ -15,8 +15,8 @@ from oomph.ops.common import check_one_of, check_whole
 class BiasFunction(Protocol):
     """The term added to the scaled score of query `q_index` and key `k_index` in batch b and head h.
 
-    The four arguments are integer tensors that broadcast against each other (scalars inside FlexAttention);
-    the result must broadcast with them. Use elementwise arithmetic and indexing only, no branches on values.
+    The four arguments are integer tensors that broadcast against each other; the result must broadcast with
+    them. Use elementwise arithmetic and indexing only, no branches on values.
 
     List the tensors that the function reads in an attribute `tensors`: gradients flow to those. A function
     that reads a tensor which requires a gradient and does not list it is refused.
