@@ -232,6 +232,25 @@ with torch.no_grad():
     assert predicted(source, "2").step_seconds == pytest.approx(predicted(source, "3").step_seconds)
 
 
+def test_the_time_of_a_step_is_without_an_evaluation_in_some_steps(predicted) -> None:
+    source = (
+        MODEL
+        + """
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(4):
+    if step % 2 == int(sys.argv[1]):
+        with torch.no_grad():
+            for _ in range(9):
+                model(torch.randn(64, 256, device="cuda"))
+    model(torch.randn(64, 256, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    never, even, odd = (predicted(source, which).step_seconds for which in ("2", "0", "1"))
+    assert even == odd == pytest.approx(never)
+
+
 def test_one_rank_of_torchrun(predicted) -> None:
     source = (
         MODEL

@@ -218,7 +218,7 @@ def run_function(
     with tracer.in_phase("forward"):
         result = function()
     tracer.on_optimizer_step = None
-    loop.end()
+    tracer.work.keep_shortest_step()
     if isinstance(result, Workload):
         if tracer.batch_sizes is not None:
             result, tracer.batch_sizes = result.with_sizes(tracer.batch_sizes.wanted), None
@@ -252,12 +252,10 @@ class _OwnLoop:
         self._name, self._tracer, self._progress, self._finish = name, tracer, progress, finish
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._steps = self._peak = self._since = 0
-        self._kernels: list[Kernel] = []  # of the step before
 
     def begin(self, number: int) -> None:
         tracer = self._tracer
         tracer.step = number
-        self._kernels = list(tracer.work.kernels)
         tracer.work.begin(counting=True)
         tracer.recorder.mark(f"step {number}")
 
@@ -267,6 +265,7 @@ class _OwnLoop:
             return
         self._steps += 1
         tracer, steps = self._tracer, self._steps
+        tracer.work.end_step()
         self.begin(steps + 1)
         if steps > STEPS:
             running = f"running the program, optimizer step {steps}"
@@ -277,15 +276,9 @@ class _OwnLoop:
             tracer.recorder.note(
                 f"{self._name} was stopped after {steps} optimizer steps: what it does later is not included"
             )
-            self.end()
+            tracer.work.keep_shortest_step()
             tracer.label_parameters()
             self._finish(tracer)
-
-    def end(self) -> None:
-        """The work of the last complete step is that of a step; without one, all is."""
-        self._tracer.work.counting = False
-        if self._steps:
-            self._tracer.work.kernels[:] = self._kernels
 
 
 def _check_own_training(result: Any, name: str, tracer: Tracer) -> None:

@@ -21,7 +21,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from oomph.errors import ProgramError, UserError, program_traceback, user_line
 from oomph.prediction.program import STEPS, next_evaluation
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.prediction.tracer.work import Kernel
 from oomph.prediction.tracer.workers import gpus_of_node
 from oomph.records import Progress
 
@@ -154,7 +153,6 @@ class _ScriptSteps:
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._most = 0  # steps of one optimizer, which may be gone
         self._updates = 0  # of parameters, without an optimizer
-        self._kernels: list[Kernel] = []  # of the step before
         self._model_found = False
         self._first_call: Any = None
         if script.on_optimizer is not None:
@@ -163,11 +161,7 @@ class _ScriptSteps:
     def begin(self, number: int) -> None:
         tracer = self._tracer
         tracer.step = number
-        if number <= self._script.steps:
-            self._kernels = list(tracer.work.kernels)
-            tracer.work.begin(counting=True)
-        else:  # another optimizer is waited for; the work of the step before is kept
-            tracer.work.counting = False
+        tracer.work.begin(counting=number <= self._script.steps)  # later ones wait for another optimizer
         tracer.recorder.mark(f"step {number}")
         self._progress(f"running {self._script.name}: step {number} of {self._script.steps}", None)
 
@@ -189,13 +183,16 @@ class _ScriptSteps:
         wanted, most = self._script.steps, max(self._counts.values())
         self._most = max(self._most, most)
         waiting = [count for count in self._counts.values() if count < wanted]
+        is_complete = self._counts[optimizer] == most == self._tracer.step
+        if is_complete and self._tracer.work.counting:
+            self._tracer.work.end_step()
         if not waiting or most >= _MOST_ROUNDS * wanted:
             if waiting:
                 self._tracer.note(
                     f"{len(waiting)} of {len(self._counts)} optimizers stepped fewer than {wanted} times"
                 )
             self._end()
-        if self._counts[optimizer] == most == self._tracer.step:
+        if is_complete:
             self.begin(most + 1)
 
     def updated(self) -> None:
@@ -203,6 +200,8 @@ class _ScriptSteps:
         if any(self._counts.values()):
             return
         self._updates += 1
+        if self._updates > 1:
+            self._tracer.work.end_step()
         if self._updates > self._script.steps:
             self._end()
         if self._updates > 1:
@@ -222,6 +221,7 @@ class _ScriptSteps:
             )
         why = why or f"after {self._tracer.step} steps: {later}"
         self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
+        self._tracer.work.keep_shortest_step()
         self._tracer.label_parameters()
         self._finish(self._tracer)
 
@@ -256,8 +256,7 @@ class _ScriptSteps:
     def check_trained(self) -> None:
         """The script has ended by itself."""
         name, steps = self._script.name, self.trained
-        if steps and self._kernels:  # what it did after its last step is none
-            self._tracer.work.kernels[:] = self._kernels
+        self._tracer.work.keep_shortest_step()
         self._check_gpu()
         if not steps and not any(event.label == "backward" for event in self._tracer.recorder.events):
             raise ProgramError(f"{name} ended without a training step: it ran no backward pass")

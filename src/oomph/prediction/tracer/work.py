@@ -148,6 +148,8 @@ class KernelCounter:
         self.counting = False
         self.in_function = False  # in the backward of an autograd function in Python
         self.kernels: list[Kernel] = []
+        self._complete_steps = 0
+        self._shortest_step: list[Kernel] = []
         self._gpu = gpu
         self.host = _NO_HOST_WORK
         self._phase = "forward"  # of the op before
@@ -161,6 +163,19 @@ class KernelCounter:
         self.host = _NO_HOST_WORK
         self._streams = current_streams()  # of the trace, which did not exist when the meter was made
         self._streams.listener = self._count_wait
+
+    def end_step(self) -> None:
+        """A step of the program's own loop is complete. The first one may lack work or have more of it; of
+        the others the shortest is remembered, for some also evaluate or save."""
+        self._complete_steps += 1
+        if self._complete_steps <= 2 or len(self.kernels) < len(self._shortest_step):
+            self._shortest_step = list(self.kernels)
+
+    def keep_shortest_step(self) -> None:
+        """Of the complete ones; without one, all that was counted is kept."""
+        self.counting = False
+        if self._complete_steps:
+            self.kernels[:] = self._shortest_step
 
     def mark(self) -> KernelsMark:
         return KernelsMark(self)
