@@ -17,9 +17,7 @@ from oomph.ops.common import Kernels, cdiv, interpreted, power_of_two
 from oomph.ops.delta_attention.segments import MemoryCosts
 from oomph.units import KiB
 
-_INTRA = Kernels("oomph.ops.delta_attention.kernels_intra")
-_STATES = Kernels("oomph.ops.delta_attention.kernels_states")
-_BACKWARD = Kernels("oomph.ops.delta_attention.kernels_backward")
+_KERNELS = Kernels("oomph.ops.delta_attention.kernels")
 
 CHUNK = 32  # tokens
 # With fewer chunk programs per launch, a GPU of 132 multiprocessors is not fully used.
@@ -141,7 +139,7 @@ def kernel_memory_costs(inputs: tuple[Tensor, ...], with_backward: bool) -> Memo
 class KDALauncher:
     """Launches the kernels of one segment after the other, and holds what they pass to each other.
 
-    kernels_intra.py has the symbols. w, kg, qg and u have a row for every token of a segment, or of the call
+    kernels.py has the symbols. w, kg, qg and u have a row for every token of a segment, or of the call
     (whole_keys, whole_values) where they are stored in its results. decay [.., 3, dk], of each chunk: the
     factor of the state, and the sums of the log-decays of both halves.
     """
@@ -204,7 +202,7 @@ class KDALauncher:
     def prepare_chunks(self, segment: range) -> None:
         """What does not depend on the state, for all chunks of the segment."""
         sizes = self.sizes
-        _INTRA.launch(
+        _KERNELS.launch(
             "prepare_chunks",
             (len(segment) * sizes.batch * sizes.heads,),
             *self.inputs,
@@ -241,7 +239,7 @@ class KDALauncher:
         """
         sizes = self.sizes
         o, after, final = (None, None, None) if outputs is None else outputs
-        _STATES.launch(
+        _KERNELS.launch(
             "forward_states",
             (self._state_programs(_FORWARD_TILE),),
             self.w, self.kg, self.qg, self.u, self.Aqk, self.decay,
@@ -273,7 +271,7 @@ class KDALauncher:
         carried: the gradients of the states before and after the segment.
         """
         sizes = self.sizes
-        _STATES.launch(
+        _KERNELS.launch(
             "backward_states",
             (self._state_programs(_BACKWARD_TILE),),
             self.w, self.kg, self.qg, self.Aqk, self.decay,
@@ -300,7 +298,7 @@ class KDALauncher:
     ) -> None:
         """The gradient of v, and what backward_keys needs: grad_v_new, Aqk and Akk_inv are overwritten."""
         sizes = self.sizes
-        _BACKWARD.launch(
+        _KERNELS.launch(
             "intra_chunk_backward_values",
             (len(segment) * sizes.batch * sizes.heads,),
             self.v, self.beta,
@@ -330,7 +328,7 @@ class KDALauncher:
         sizes = self.sizes
         grad_q, grad_k, _, grad_la = grads
         for bounded in (True, False):
-            _BACKWARD.launch(
+            _KERNELS.launch(
                 "intra_chunk_backward_keys",
                 (len(segment) * sizes.batch * sizes.heads * _key_slices(sizes.dk),),
                 self.q, self.k, self.log_alpha, self.beta,
