@@ -19,11 +19,10 @@ from oomph.ops.common import (
     opaque_op,
     why_not_triton,
 )
-from oomph.ops.delta_attention import chunked, launch
-from oomph.ops.delta_attention.autograd import triton_kda
+from oomph.ops.delta_attention import autograd, chunked
+from oomph.ops.delta_attention.chunked import tokens_per_segment
 from oomph.ops.delta_attention.dense_scan import dense_scan, dense_updates
 from oomph.ops.delta_attention.reference import kda_reference
-from oomph.ops.delta_attention.segments import tokens_per_segment
 
 MODES = ("auto", "sequential", "scan", "chunked")
 IMPLS = ("auto", "torch", "triton", "reference")
@@ -100,7 +99,9 @@ def kda(
             return common.depend_on(a.v, *a.inputs, state), common.depend_on(state, *a.inputs)
         if choice.impl == "triton":
             ends = None if a.cu_seqlens is None else a.cu_seqlens.to(a.q.device)
-            return triton_kda(a.inputs, a.initial_state, a.scale, ends, choice.settings["segment_tokens"])
+            return autograd.triton_kda(
+                a.inputs, a.initial_state, a.scale, ends, choice.settings["segment_tokens"]
+            )
         if choice.settings["mode"] == "sequential":
             return _run_per_sequence(a, _run_sequential)
         if choice.settings["mode"] == "scan":
@@ -357,8 +358,8 @@ def _triton_segment_tokens(a: KDAArguments) -> int | None:
     """None: the default of the kernels."""
     if a.memory_chunk_size is None and a.memory_budget is None:
         return None
-    costs = launch.kernel_memory_costs(a.inputs, a.needs_gradient)
-    return tokens_per_segment(a.tokens, launch.CHUNK, costs, a.memory_chunk_size, a.memory_budget, a.tokens)
+    costs = autograd.kernel_memory_costs(a.inputs, a.needs_gradient)
+    return tokens_per_segment(a.tokens, autograd.CHUNK, costs, a.memory_chunk_size, a.memory_budget, a.tokens)
 
 
 # Run -------------------------------------------------------------------------------------------------

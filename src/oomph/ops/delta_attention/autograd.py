@@ -1,17 +1,439 @@
-"""The autograd function of KDA in Triton kernels.
+"""The autograd function of KDA over Triton kernels, and their launches.
 
-It processes one segment after the other (segments.py). Saved for backward: the inputs, and the states at the
+One segment of tokens is processed after the other. Saved for backward: the inputs, and the states at the
 starts of segments. Backward recomputes everything else, from the last segment to the first, so that the
 memory of a call is that of one segment whatever the length.
+
+Chunks have 32 tokens, so that the products of a chunk run on the tensor core instructions for single warps.
+With 64 tokens Triton uses Hopper's instructions for groups of warps, and versions 3.4 to 3.7 compile kernels
+like these wrongly (3.6 on an H200: these kernels with 64 tokens, right in the interpreter, gave wrong results
+or illegal accesses, depending on the number of warps).
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oomph.ops.common import OpFunction, no_compile, refuse_second_derivatives
-from oomph.ops.delta_attention.launch import KDALauncher, kernel_sizes
+from oomph.ops.common import (
+    Kernels,
+    OpFunction,
+    cdiv,
+    interpreted,
+    no_compile,
+    power_of_two,
+    refuse_second_derivatives,
+)
+from oomph.ops.delta_attention.chunked import MemoryCosts
+from oomph.units import KiB
+
+_KERNELS = Kernels("oomph.ops.delta_attention.kernels")
+
+CHUNK = 32  # tokens
+# With fewer chunk programs per launch, a GPU of 132 multiprocessors is not fully used.
+_PROGRAMS = 1024
+# By default. Scratch memory is then about a third of the size of the gradients.
+_SEGMENTS = 8
+# Up to which sum of log-decays over half a chunk exp(-sum) times a key stays well within the dtype's range.
+_BOUNDED_LIMIT = {torch.bfloat16: 60.0, torch.float32: 10.0, torch.float16: 6.0}
+# Of the nominal bf16 rate: small products of single warps, one after the other. Measured on an H200 with
+# dk = dv = 128 and 4,096 to 131,072 tokens.
+_EFFICIENCY = 0.046
+# Allocators round the sizes of a dozen tensors up.
+_ROUNDING = 16 * KiB
+
+
+@dataclass(frozen=True)
+class KDATileSizes:
+    """Key and value channels that a program processes at a time (0: none, or all of them)."""
+
+    keys: int
+    values: int
+    warps: int
+    stages: int
+
+
+_PREPARE_TILE = KDATileSizes(keys=64, values=64, warps=2, stages=1)
+_FORWARD_TILE = KDATileSizes(keys=0, values=16, warps=4, stages=3)
+_BACKWARD_TILE = KDATileSizes(keys=0, values=16, warps=4, stages=3)
+_VALUES_TILE = KDATileSizes(keys=0, values=128, warps=2, stages=1)
+_KEYS_TILE = KDATileSizes(keys=32, values=128, warps=2, stages=1)
+
+
+# Sizes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KernelSizes:
+    batch: int
+    tokens: int
+    heads: int
+    dk: int
+    dv: int
+    chunks: int  # per batch entry; with packed sequences, an upper bound
+    segment: int  # chunks of a segment
+    sequences: int
+    # Of packed sequences, on the device, so that nothing waits for it: the first token of every chunk, its
+    # number of tokens (0 past the last chunk), the first chunk of every sequence and the end of the last.
+    tables: tuple[Tensor | None, ...] = (None, None, None)
+
+    @property
+    def packed(self) -> bool:
+        return self.tables[0] is not None
+
+    @property
+    def segments(self) -> int:
+        return cdiv(self.chunks, self.segment)
+
+    def segment_chunks(self, index: int) -> range:
+        """The chunks that one round of launches processes."""
+        return range(index * self.segment, min((index + 1) * self.segment, self.chunks))
+
+
+def kernel_sizes(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, segment_tokens: int | None) -> KernelSizes:
+    """`segment_tokens` of each sequence are processed at a time; None chooses."""
+    batch, tokens, heads, dk = q.shape
+    tables: tuple[Tensor | None, ...] = (None, None, None)
+    sequences, chunks = batch, cdiv(tokens, CHUNK)
+    if cu_seqlens is not None:
+        sequences = cu_seqlens.numel() - 1
+        # The last chunk of a sequence may have as little as one token.
+        chunks = (tokens + sequences * (CHUNK - 1)) // CHUNK
+        tables = _packed_chunks(cu_seqlens, chunks)
+    if segment_tokens is None:
+        segment = max(cdiv(chunks, _SEGMENTS), cdiv(_PROGRAMS, batch * heads))
+    else:
+        segment = max(1, segment_tokens // CHUNK)
+    return KernelSizes(batch, tokens, heads, dk, v.shape[-1], chunks, min(segment, chunks), sequences, tables)
+
+
+def _packed_chunks(cu_seqlens: Tensor, chunks: int) -> tuple[Tensor, ...]:
+    counts = (cu_seqlens.diff() + (CHUNK - 1)) // CHUNK
+    ends = counts.cumsum(0)
+    index = torch.arange(chunks, device=cu_seqlens.device)
+    sequence = torch.searchsorted(ends, index, right=True).clamp_(max=counts.numel() - 1)
+    start = cu_seqlens[sequence] + (index - (ends - counts)[sequence]) * CHUNK
+    rows = (cu_seqlens[sequence + 1] - start).clamp_(0, CHUNK)
+    return start.int(), rows.int(), torch.cat([ends.new_zeros(1), ends]).int()
+
+
+# Memory ----------------------------------------------------------------------------------------------
+
+
+def kernel_memory_costs(inputs: tuple[Tensor, ...], with_backward: bool) -> MemoryCosts:
+    """Of what KDALauncher and autograd.py allocate. inputs: q, k, v, log_alpha, beta."""
+    q, k, v, log_alpha, beta = inputs
+    heads, keys, values = q.shape[2:] + v.shape[3:]
+    rows, item = q.shape[0] * heads, q.dtype.itemsize
+    Aqk, decay = CHUNK * CHUNK * item, 3 * keys * 4 + 4
+    if with_backward:
+        # As in allocate_backward.
+        third = v.requires_grad and v.shape == k.shape
+        third = third or (log_alpha.requires_grad and log_alpha.dtype == k.dtype)
+        in_gradients = q.requires_grad and k.requires_grad and third
+        per_row = item * (2 * values + (0 if in_gradients else 3 * keys))
+        per_chunk = 2 * Aqk + decay + 2 * keys * values * item
+        # Whatever the segments: the parts of beta's gradient, and their sum.
+        beta_parts = rows * q.shape[1] * 4 * (2 + _key_slices(keys)) if beta.requires_grad else 0
+    else:
+        per_row, per_chunk, beta_parts = item * 3 * keys, Aqk + decay, 0
+    state = rows * keys * values * torch.float32.itemsize
+    # Two states are carried between segments; and a last chunk takes the room of a whole one.
+    fixed = 2 * state + beta_parts + rows * per_chunk + _ROUNDING
+    return MemoryCosts(rows * (per_row + cdiv(per_chunk, CHUNK)), fixed, state)
+
+
+# Launches --------------------------------------------------------------------------------------------
+
+
+class KDALauncher:
+    """Launches the kernels of one segment after the other, and holds what they pass to each other.
+
+    kernels.py has the symbols. w, kg, qg and u have a row for every token of a segment, or of the call
+    (whole_keys, whole_values) where they are stored in its results. decay [.., 3, dk], of each chunk: the
+    factor of the state, and the sums of the log-decays of both halves.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Tensor], initial_state: Tensor | None, scale: float, sizes: KernelSizes
+    ) -> None:
+        self.q, self.k, self.v, self.log_alpha, self.beta = self.inputs = tuple(inputs)
+        self.initial_state, self.scale, self.sizes = initial_state, scale, sizes
+        self.levels = CHUNK.bit_length() - 1
+        self._input_strides = [x.stride()[:3] for x in self.inputs]  # of batch, token and head
+
+    def allocate_forward(self, o: Tensor) -> None:
+        """u is stored in o: the recurrence reads a chunk's u before it stores the chunk's o."""
+        self._allocate_keys()
+        self._allocate_chunks(with_inverse=False)
+        self.u, self.whole_values = o, True
+
+    def allocate_backward(self, grads: Sequence[Tensor | None]) -> None:
+        """w, kg and qg are stored in the gradients: the kernels that compute these read none of them."""
+        grad_q, grad_k, grad_v, grad_la = grads
+        like_k = self.k.dtype, self.k.shape
+        third = next((x for x in (grad_v, grad_la) if x is not None and (x.dtype, x.shape) == like_k), None)
+        self.u, self.whole_values = self.v.new_empty(self._rows_shape(self.sizes.dv)), False
+        self._allocate_chunks(with_inverse=True)
+        if grad_q is not None and grad_k is not None and third is not None:
+            self.w, self.kg, self.qg, self.whole_keys = third, grad_k, grad_q, True
+        else:
+            self._allocate_keys()
+
+    def _rows_shape(self, size: int) -> tuple[int, ...]:
+        return self.sizes.batch, min(self.sizes.segment * CHUNK, self.sizes.tokens), self.sizes.heads, size
+
+    def _allocate_keys(self) -> None:
+        self.w, self.kg, self.qg = self.k.new_empty(3, *self._rows_shape(self.sizes.dk)).unbind()
+        self.whole_keys = False
+
+    def _allocate_chunks(self, with_inverse: bool) -> None:
+        lead = self.sizes.batch * self.sizes.heads, self.sizes.segment
+        self.Aqk = self.k.new_empty(*lead, CHUNK, CHUNK)
+        self.Akk_inv = torch.empty_like(self.Aqk) if with_inverse else None
+        self.decay = self.k.new_empty(*lead, 3, self.sizes.dk, dtype=torch.float32)
+        self.bounded = self.k.new_empty(*lead, dtype=torch.int32)
+
+    def new_states(self, *lead: int) -> Tensor:
+        sizes = self.sizes
+        return self.k.new_empty(*lead, sizes.heads, sizes.dk, sizes.dv, dtype=torch.float32)
+
+    def new_chunk_states(self) -> tuple[Tensor, Tensor]:
+        """For every chunk of a segment, the state before it and the gradient of the state after it."""
+        sizes = self.sizes
+        shape = sizes.batch * sizes.heads, sizes.segment, sizes.dk, sizes.dv
+        before, after = self.k.new_empty(2, *shape).unbind()
+        return before, after
+
+    def new_beta_parts(self) -> Tensor:
+        """Parts of beta's gradient, to be summed over dim 0: of the values, and of each slice of the keys."""
+        return self.beta.new_empty((1 + _key_slices(self.sizes.dk), *self.beta.shape), dtype=torch.float32)
+
+    def prepare_chunks(self, segment: range) -> None:
+        """What does not depend on the state, for all chunks of the segment."""
+        sizes = self.sizes
+        _KERNELS.launch(
+            "prepare_chunks",
+            (len(segment) * sizes.batch * sizes.heads,),
+            *self.inputs,
+            self.w, self.kg, self.qg, self.u, self.Aqk, self.Akk_inv, self.decay,
+            self.bounded,
+            *sizes.tables[:2],
+            self.scale,
+            segment.start, len(segment), sizes.tokens, sizes.heads, *self._rows(),
+            *self._strides("01234"),
+            DK=sizes.dk,
+            BLOCK_K=min(_PREPARE_TILE.keys, power_of_two(sizes.dk, 16)),
+            LEVELS=self.levels,
+            PARTS=_parts(self.log_alpha.dtype),
+            WHOLE_KEYS=self.whole_keys,
+            STORE_INVERSE=self.Akk_inv is not None,
+            LIMIT=_BOUNDED_LIMIT[self.k.dtype],
+            **self._value_block(_PREPARE_TILE),
+            **self._cost(segment, key_products=3, value_products=1, inversion=True),
+            **self._common(_PREPARE_TILE),
+        )  # fmt: skip
+
+    def forward_states(
+        self,
+        segment: range,
+        before: Tensor,
+        *,
+        outputs: tuple[Tensor, Tensor, Tensor] | None = None,
+        chunk_states: Tensor | None = None,
+    ) -> None:
+        """The state recurrence over the segment's chunks, from the state `before` it.
+
+        Forward passes `outputs`: o, the state after the segment, the final state. Backward passes
+        `chunk_states`, which gets the state before every chunk, and u becomes v_new.
+        """
+        sizes = self.sizes
+        o, after, final = (None, None, None) if outputs is None else outputs
+        _KERNELS.launch(
+            "forward_states",
+            (self._state_programs(_FORWARD_TILE),),
+            self.w, self.kg, self.qg, self.u, self.Aqk, self.decay,
+            o, chunk_states, self.initial_state, before, after, final,
+            *sizes.tables,
+            segment.start, len(segment), sizes.chunks, sizes.tokens, sizes.heads, *self._rows(),
+            DK=sizes.dk,
+            BLOCK_K=power_of_two(sizes.dk, 16),
+            WHOLE_KEYS=self.whole_keys,
+            HAS_INITIAL=self.initial_state is not None,
+            OUTPUT=o is not None,
+            **self._value_block(_FORWARD_TILE),
+            **self._cost(segment, state_products=2 + (o is not None), value_products=int(o is not None)),
+            **self._common(self._state_tile(_FORWARD_TILE)),
+        )  # fmt: skip
+
+    def backward_states(
+        self,
+        segment: range,
+        grad_o: Tensor,
+        grad_v_new: Tensor,
+        grad_states: Tensor,
+        grad_initial: Tensor | None,
+        carried: tuple[Tensor, Tensor],
+        grad_final: Tensor | None,
+    ) -> None:
+        """The recurrence of the state's gradient, from the segment's last chunk to its first.
+
+        carried: the gradients of the states before and after the segment.
+        """
+        sizes = self.sizes
+        _KERNELS.launch(
+            "backward_states",
+            (self._state_programs(_BACKWARD_TILE),),
+            self.w, self.kg, self.qg, self.Aqk, self.decay,
+            grad_o, grad_v_new, grad_states, grad_initial, *carried, grad_final,
+            *sizes.tables,
+            segment.start, len(segment), sizes.chunks, sizes.tokens, sizes.heads, *self._rows(),
+            DK=sizes.dk,
+            BLOCK_K=power_of_two(sizes.dk, 16),
+            WHOLE_KEYS=self.whole_keys,
+            HAS_FINAL=grad_final is not None,
+            HAS_INITIAL=grad_initial is not None,
+            **self._value_block(_BACKWARD_TILE),
+            **self._cost(segment, state_products=3, value_products=1),
+            **self._common(self._state_tile(_BACKWARD_TILE)),
+        )  # fmt: skip
+
+    def backward_values(
+        self,
+        segment: range,
+        grad_o: Tensor,
+        grad_v_new: Tensor,
+        grad_v: Tensor | None,
+        beta_parts: Tensor | None,
+    ) -> None:
+        """The gradient of v, and what backward_keys needs: grad_v_new, Aqk and Akk_inv are overwritten."""
+        sizes = self.sizes
+        _KERNELS.launch(
+            "intra_chunk_backward_values",
+            (len(segment) * sizes.batch * sizes.heads,),
+            self.v, self.beta,
+            grad_o, self.u, grad_v_new, self.Aqk, self.Akk_inv,
+            grad_v, beta_parts,
+            *sizes.tables[:2],
+            self.scale,
+            segment.start, len(segment), sizes.tokens, sizes.heads, self._rows()[1],
+            *self._strides("24"),
+            GRAD_V=grad_v is not None,
+            GRAD_BETA=beta_parts is not None,
+            **self._value_block(_VALUES_TILE),
+            **self._cost(segment, value_products=3),
+            **self._common(_VALUES_TILE),
+        )  # fmt: skip
+
+    def backward_keys(
+        self,
+        segment: range,
+        grad_o: Tensor,
+        grad_v_new: Tensor,
+        chunk_states: tuple[Tensor, Tensor],
+        grads: Sequence[Tensor | None],
+        beta_parts: Tensor | None,
+    ) -> None:
+        """The gradients of q, k and log_alpha: one launch for bounded chunks, one for the others."""
+        sizes = self.sizes
+        grad_q, grad_k, _, grad_la = grads
+        for bounded in (True, False):
+            _KERNELS.launch(
+                "intra_chunk_backward_keys",
+                (len(segment) * sizes.batch * sizes.heads * _key_slices(sizes.dk),),
+                self.q, self.k, self.log_alpha, self.beta,
+                grad_o, self.u, grad_v_new,
+                *chunk_states, self.Aqk, self.Akk_inv, self.decay, self.bounded,
+                grad_q, grad_k, grad_la, beta_parts,
+                *sizes.tables[:2],
+                self.scale,
+                segment.start, len(segment), sizes.tokens, sizes.heads, self._rows()[1],
+                sizes.batch * sizes.tokens * sizes.heads,
+                *self._strides("0134"),
+                DK=sizes.dk,
+                BLOCK_K=min(_KEYS_TILE.keys, power_of_two(sizes.dk, 16)),
+                LEVELS=self.levels,
+                PARTS=_parts(self.log_alpha.dtype),
+                # Sums of gradients cancel: they keep twice the bits of the result, where possible.
+                GRADIENT_PARTS=_parts(self.k.dtype, extra=1),
+                GRAD_Q=grad_q is not None,
+                GRAD_K=grad_k is not None,
+                GRAD_LA=grad_la is not None,
+                GRAD_BETA=beta_parts is not None,
+                BOUNDED=bounded,
+                **self._value_block(_KEYS_TILE),
+                # Other chunks are rare.
+                **(self._cost(segment, state_products=3, key_products=4) if bounded else {"passes": 0.0}),
+                **self._common(_KEYS_TILE),
+            )  # fmt: skip
+
+    def _state_programs(self, tile: KDATileSizes) -> int:
+        return (
+            self.sizes.sequences * self.sizes.heads * -(-self.sizes.dv // self._value_block(tile)["BLOCK_V"])
+        )
+
+    def _state_tile(self, tile: KDATileSizes) -> KDATileSizes:
+        """Large states take more warps, and their tiles leave no room for a second stage."""
+        if self.sizes.dk > 128:
+            return KDATileSizes(tile.keys, tile.values, 8, 1)
+        if self.k.element_size() > 2:
+            return KDATileSizes(tile.keys, tile.values, tile.warps, 1)
+        return tile
+
+    def _value_block(self, tile: KDATileSizes) -> dict[str, int]:
+        return {"DV": self.sizes.dv, "BLOCK_V": min(tile.values, power_of_two(self.sizes.dv, 16))}
+
+    def _cost(
+        self,
+        segment: range,
+        state_products: int = 0,
+        key_products: int = 0,
+        value_products: int = 0,
+        inversion: bool = False,
+    ) -> dict[str, float]:
+        """For predictions of time: matrix products per chunk, and the share of the tensors that is read.
+
+        With a state: chunk x dk x dv. Between tokens: chunk x chunk, over the key or value channels.
+        """
+        each = state_products * CHUNK * self.sizes.dk * self.sizes.dv
+        each += CHUNK * CHUNK * (key_products * self.sizes.dk + value_products * self.sizes.dv)
+        each += 2 * self.levels * CHUNK**3 if inversion else 0
+        flops = 2.0 * len(segment) * self.sizes.batch * self.sizes.heads * each
+        return {"flops": flops, "passes": len(segment) / self.sizes.chunks, "efficiency": _EFFICIENCY}
+
+    def _common(self, tile: KDATileSizes) -> dict[str, Any]:
+        return {
+            "CHUNK": CHUNK,
+            # Three products of 11-bit parts keep float32's precision; for 16-bit inputs only X is concerned.
+            "PRECISION": "tf32x3" if self.k.dtype == torch.float32 else "tf32",
+            "PACKED": self.sizes.packed,
+            "WHOLE_VALUES": self.whole_values,
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
+
+    def _strides(self, indices: str) -> list[int]:
+        """Of the inputs whose indices (0 for q) are listed."""
+        return [stride for index in indices for stride in self._input_strides[int(index)]]
+
+    def _rows(self) -> tuple[int, int]:
+        return self.w.shape[1], self.u.shape[1]
+
+
+def _key_slices(dk: int) -> int:
+    return -(-dk // min(_KEYS_TILE.keys, power_of_two(dk, 16)))
+
+
+def _parts(dtype: torch.dtype, extra: int = 0) -> int:
+    """Into how many bfloat16 numbers a value is split where sums must be exact; 0 in the interpreter."""
+    if interpreted():
+        return 0
+    return min(3, {torch.bfloat16: 1, torch.float16: 2}.get(dtype, 3) + extra)
+
+
+# The autograd function -------------------------------------------------------------------------------
 
 
 @no_compile
