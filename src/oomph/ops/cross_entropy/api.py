@@ -11,15 +11,6 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import (
-    Choice,
-    explained_by,
-    log_choice,
-    matmul_dtype,
-    no_autocast,
-    opaque_op,
-    why_not_triton,
-)
 from oomph.ops.cross_entropy import vocab_parallel
 from oomph.ops.cross_entropy.chunked import (
     DEFAULT_BUDGET,
@@ -42,15 +33,17 @@ PLAIN_LOGITS_BYTES = 16 * MiB
 _PLAIN_COPIES = 4
 
 
-def explain_choice(x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **options: Any) -> Choice:
+def explain_choice(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, **options: Any
+) -> common.Choice:
     checked = CrossEntropyOptions(**options)
     check_arguments(x, weight, target, bias, checked)
     return _choose(x, weight, target, checked)
 
 
 # Not compiled: the compiler would have to look into a loop over buffers that are overwritten.
-@explained_by(explain_choice)
-@opaque_op
+@common.explained_by(explain_choice)
+@common.opaque_op
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -108,7 +101,7 @@ def linear_cross_entropy(
     arguments = locals()
     options = CrossEntropyOptions(**{name: arguments[name] for name in _OPTION_NAMES})
     check_arguments(x, weight, target, bias, options)
-    choice = log_choice("linear_cross_entropy", _choose(x, weight, target, options))
+    choice = common.log_choice("linear_cross_entropy", _choose(x, weight, target, options))
     return _run(x, weight, target, bias, options, choice)
 
 
@@ -132,7 +125,7 @@ def compute_loss_chunked(
     return _compute_loss_chunked(hidden_states, labels, weight, bias, chunk_size)
 
 
-@opaque_op
+@common.opaque_op
 def _compute_loss_chunked(
     hidden_states: Tensor, labels: Tensor, weight: Tensor, bias: Tensor | None, chunk_size: int
 ) -> Tensor:
@@ -142,8 +135,10 @@ def _compute_loss_chunked(
     choice = _choose(hidden_states, weight, labels, options)
     if choice.impl in ("chunked", "triton"):
         settings = {**choice.settings, "rows": chunk_size, "columns": weight.shape[0]}
-        choice = Choice(choice.impl, f"blocks of {counted(chunk_size, 'token')}, as asked for", settings)
-    log_choice("compute_loss_chunked", choice)
+        choice = common.Choice(
+            choice.impl, f"blocks of {counted(chunk_size, 'token')}, as asked for", settings
+        )
+    common.log_choice("compute_loss_chunked", choice)
     loss = _run(hidden_states, weight, labels, bias, options, choice)
     assert isinstance(loss, Tensor)
     return loss
@@ -155,7 +150,7 @@ def _run(
     target: Tensor,
     bias: Tensor | None,
     options: CrossEntropyOptions,
-    choice: Choice,
+    choice: common.Choice,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The loss of checked arguments, by the chosen implementation."""
     if options.check and common.has_values(target):
@@ -164,7 +159,7 @@ def _run(
         loss, lse = linear_cross_entropy_reference(x, weight, target, bias, options)
         return (loss, lse) if options.return_lse else loss
     shard = _vocab_shard(weight)
-    n_classes, dtype, triton = weight.shape[0], matmul_dtype(x), choice.impl == "triton"
+    n_classes, dtype, triton = weight.shape[0], common.matmul_dtype(x), choice.impl == "triton"
     if shard is not None:
         x, weight, bias = shard.local_tensors(x, weight, bias)
     rows = make_token_rows(
@@ -203,7 +198,7 @@ def _run(
             accumulate_into=weight if options.accumulate_into_grad else None,
             shard=shard,
         )
-        with no_autocast(x):
+        with common.no_autocast(x):
             value, row_lse = LinearCrossEntropy.apply(x_ND, weight, bias, rows, tiled_loss)
 
     def per_token(values_N: Tensor) -> Tensor:
@@ -237,8 +232,8 @@ def _tile_shape(n_tokens: int, hidden: int, n_classes: int, **rest: Any) -> tupl
     return tile, tile.describe(n_tokens, n_classes, rest["bytes_per_logit"])
 
 
-def _choose(x: Tensor, weight: Tensor, target: Tensor, options: CrossEntropyOptions) -> Choice:
-    impl, dtype = options.impl, matmul_dtype(x)
+def _choose(x: Tensor, weight: Tensor, target: Tensor, options: CrossEntropyOptions) -> common.Choice:
+    impl, dtype = options.impl, common.matmul_dtype(x)
     wide_itemsize = max(4, dtype.itemsize)
     n_tokens = target.numel() if options.num_valid is None else min(options.num_valid, target.numel())
     n_classes, hidden = weight.shape
@@ -249,7 +244,9 @@ def _choose(x: Tensor, weight: Tensor, target: Tensor, options: CrossEntropyOpti
             raise ArgumentError(
                 f"impl={impl!r} takes no vocabulary-sharded weight; choose from 'auto', 'chunked', 'triton'"
             )
-    no_kernels = why_not_triton(x) or ("float64 is computed in float64" if dtype == torch.float64 else None)
+    no_kernels = common.why_not_triton(x) or (
+        "float64 is computed in float64" if dtype == torch.float64 else None
+    )
     if impl == "triton" and no_kernels:
         raise ArgumentError(f"impl='triton' cannot run: {no_kernels}; choose 'auto' or 'chunked'")
 
@@ -271,17 +268,19 @@ def _choose(x: Tensor, weight: Tensor, target: Tensor, options: CrossEntropyOpti
     )
     settings = {"rows": tile.rows, "columns": tile.columns, "kernels": no_kernels is None}
     if impl != "auto":
-        return Choice(impl, f"asked for; {tiles}", settings)
+        return common.Choice(impl, f"asked for; {tiles}", settings)
 
     logits = n_tokens * n_classes * wide_itemsize
     limit = PLAIN_LOGITS_BYTES if budget is None else min(PLAIN_LOGITS_BYTES, budget // _PLAIN_COPIES)
     if logits <= limit and not options.accumulate_into_grad and shard is None:
         reason = f"the logits are {format_bytes(logits)} in fp32, at most {format_bytes(limit)}"
-        return Choice("plain", reason, settings)
+        return common.Choice("plain", reason, settings)
     size = f"the logits would be {format_bytes(logits)} in fp32; {tiles}"
     if triton:
-        return Choice("triton", size, settings)
-    return Choice("chunked", f"{size}; no kernels: {no_kernels or 'the interpreter is for tests'}", settings)
+        return common.Choice("triton", size, settings)
+    return common.Choice(
+        "chunked", f"{size}; no kernels: {no_kernels or 'the interpreter is for tests'}", settings
+    )
 
 
 # Checks ----------------------------------------------------------------------------------------------

@@ -10,15 +10,6 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import (
-    ASKED_FOR,
-    Choice,
-    explained_by,
-    log_choice,
-    no_autocast,
-    opaque_op,
-    why_not_triton,
-)
 from oomph.ops.delta_attention import autograd, chunked
 from oomph.ops.delta_attention.chunked import tokens_per_segment
 from oomph.ops.delta_attention.dense_scan import dense_scan, dense_updates
@@ -31,15 +22,15 @@ _FEW_TOKENS = 8
 _LARGEST_HEAD = 256
 
 
-def _check_and_choose(mode: str, impl: str, **given: Any) -> tuple["KDAArguments", Choice]:
+def _check_and_choose(mode: str, impl: str, **given: Any) -> tuple["KDAArguments", common.Choice]:
     common.check_one_of("mode", mode, MODES)
     common.check_one_of("impl", impl, IMPLS)
     a = _checked(**given)
     return a, _choose_implementation(a, mode, impl)
 
 
-@explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
-@opaque_op
+@common.explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
+@common.opaque_op
 def kda(
     q: Tensor,
     k: Tensor,
@@ -92,8 +83,8 @@ def kda(
     mode="scan" and impl="reference" are differentiable twice.
     """
     a, choice = _check_and_choose(**locals())
-    log_choice("kda", choice)
-    with no_autocast(a.q):
+    common.log_choice("kda", choice)
+    with common.no_autocast(a.q):
         if a.v.numel() == 0:
             state = a.initial_state_or_zeros()
             return common.depend_on(a.v, *a.inputs, state), common.depend_on(state, *a.inputs)
@@ -297,11 +288,11 @@ def _check_values(a: KDAArguments, check: bool | None) -> None:
 # Choice ----------------------------------------------------------------------------------------------
 
 
-def _choose_implementation(a: KDAArguments, mode: str, impl: str) -> Choice:
+def _choose_implementation(a: KDAArguments, mode: str, impl: str) -> common.Choice:
     if impl == "reference":
         if mode not in ("auto", "sequential"):
             raise ArgumentError(f"impl='reference' goes token by token; mode={mode!r} needs impl='torch'")
-        return Choice("reference", ASKED_FOR, {"mode": "sequential"})
+        return common.Choice("reference", common.ASKED_FOR, {"mode": "sequential"})
     if impl == "triton" and mode not in ("auto", "chunked"):
         raise ArgumentError(f"impl='triton' has mode='chunked' only; mode={mode!r} needs impl='torch'")
     if a.memory_chunk_size is not None and mode == "sequential":
@@ -311,23 +302,25 @@ def _choose_implementation(a: KDAArguments, mode: str, impl: str) -> Choice:
     if a.memory_budget is not None and mode in ("sequential", "scan"):
         raise ArgumentError(f"memory_budget is for mode='chunked'; leave it out of {mode!r}")
     if mode in ("sequential", "scan"):
-        return Choice("torch", ASKED_FOR, {"mode": mode})
-    obstacle = why_not_triton(a.q, a.q.dtype) or _why_not_these_kernels(a)
+        return common.Choice("torch", common.ASKED_FOR, {"mode": mode})
+    obstacle = common.why_not_triton(a.q, a.q.dtype) or _why_not_these_kernels(a)
     if impl == "triton" and obstacle:
         raise ArgumentError(f"impl='triton' cannot run this call ({obstacle}); choose 'auto' or 'torch'")
     # On a CPU the kernels only run in Triton's interpreter, which is for tests.
     kernels = impl == "triton" or (impl == "auto" and obstacle is None and a.q.device.type == "cuda")
     few = _why_sequential(a, kernels) if mode == "auto" and impl != "triton" else None
     if few is not None:
-        return Choice("torch", few, {"mode": "sequential"})
+        return common.Choice("torch", few, {"mode": "sequential"})
     if kernels:
-        reason = ASKED_FOR if impl == "triton" else "kernels on the GPU"
-        return Choice("triton", reason, {"mode": "chunked", "segment_tokens": _triton_segment_tokens(a)})
+        reason = common.ASKED_FOR if impl == "triton" else "kernels on the GPU"
+        return common.Choice(
+            "triton", reason, {"mode": "chunked", "segment_tokens": _triton_segment_tokens(a)}
+        )
     if impl == "torch":
-        reason = ASKED_FOR
+        reason = common.ASKED_FOR
     else:
         reason = f"no kernel ({obstacle or 'the interpreter is for tests'}): chunks in large products"
-    return Choice("torch", reason, {"mode": "chunked", "segment_tokens": _torch_segment_tokens(a)})
+    return common.Choice("torch", reason, {"mode": "chunked", "segment_tokens": _torch_segment_tokens(a)})
 
 
 def _why_sequential(a: KDAArguments, kernels: bool) -> str | None:

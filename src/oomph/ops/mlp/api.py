@@ -9,15 +9,6 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import (
-    Choice,
-    explained_by,
-    log_choice,
-    matmul_dtype,
-    no_compile,
-    opaque_op,
-    why_not_triton,
-)
 from oomph.ops.mlp.autograd import TiledMLPConfig, mlp_in_tiles
 from oomph.ops.mlp.generic import checkpoint_in_tiles
 from oomph.ops.mlp.weights import MLPWeights, NotRecognised, mlp_reference, recognise
@@ -45,14 +36,14 @@ def _choose(
     tile: int | None,
     memory_budget: str | int | None,
     impl: str,
-) -> tuple[Choice, MLPWeights | None]:
+) -> tuple[common.Choice, MLPWeights | None]:
     """What `tiled_mlp` does, and the weights if it is a known MLP that is computed from them.
 
     The choice's settings: kind; tile: its rows; buffers: its bytes.
     """
     budget = _check_arguments(fn_or_module, x, tile, memory_budget, impl)
     if impl == "reference":
-        return Choice("reference", "asked for: the whole at once, in plain torch", {}), None
+        return common.Choice("reference", "asked for: the whole at once, in plain torch", {}), None
     weights, why_generic = _weights_of(fn_or_module, impl)
     tokens = x.shape[:-1].numel()
     if weights is None:
@@ -60,27 +51,27 @@ def _choose(
         rows = _tile_rows(tokens, row_bytes, x.device.type, tile, budget)
         settings = {"kind": "generic", "tile": rows, "buffers": rows * row_bytes}
         reason = f"each tile is computed by calling the function: {why_generic}"
-        return Choice("generic", reason, settings), None
+        return common.Choice("generic", reason, settings), None
     _check_fit(x, weights)
     hidden_bytes = max(weights.up.shape[0], 1) * _product_dtype(x, weights).itemsize
     # Backward holds most: (gate,) up and grad hidden.
     row_bytes = (2 if weights.gate is None else 3) * hidden_bytes
     rows = _tile_rows(tokens, row_bytes, x.device.type, tile, budget)
     settings = {"kind": weights.kind, "tile": rows, "buffers": rows * row_bytes}
-    no_triton = why_not_triton(x)
+    no_triton = common.why_not_triton(x)
     if impl == "triton" and no_triton is not None:
         raise ArgumentError(
             f"impl='triton' cannot run: {no_triton}; valid here: 'auto', 'chunked', 'generic'"
         )
     if impl == "triton" or (impl == "auto" and no_triton is None and x.device.type == "cuda"):
         reason = f"a known MLP, {weights.kind}; one kernel for the elementwise part"
-        return Choice("triton", reason, settings), weights
+        return common.Choice("triton", reason, settings), weights
     why = "asked for" if impl == "chunked" else no_triton or f"the tensors are on {x.device.type}"
     reason = f"a known MLP, {weights.kind}; elementwise part in plain torch: {why}"
-    return Choice("chunked", reason, settings), weights
+    return common.Choice("chunked", reason, settings), weights
 
 
-@explained_by(lambda **arguments: _choose(**arguments)[0])
+@common.explained_by(lambda **arguments: _choose(**arguments)[0])
 def tiled_mlp(
     fn_or_module: FunctionOrModule,
     x: Tensor,
@@ -124,12 +115,12 @@ def tiled_mlp(
     return _run(fn_or_module, x, parameters, options)
 
 
-@opaque_op
+@common.opaque_op
 def _run_weights(weights: MLPWeights, x: Tensor, **options: Any) -> Tensor:
     return _run_in_tiles(weights, functools.partial(mlp_reference, weights), x, None, options)
 
 
-@no_compile
+@common.no_compile
 def _run(
     given: FunctionOrModule, x: Tensor, parameters: Iterable[Tensor] | None, options: dict[str, Any]
 ) -> Tensor:
@@ -165,7 +156,7 @@ def _run_in_tiles(
 ) -> Tensor:
     parameters = None if parameters is None else list(parameters)
     choice, weights = _choose(given, x, parameters, **options)
-    log_choice("tiled_mlp", choice)
+    common.log_choice("tiled_mlp", choice)
     if choice.impl == "reference":
         return function(x)
     tile = choice.settings["tile"]
@@ -213,7 +204,7 @@ def _product_dtype(x: Tensor, weights: MLPWeights) -> torch.dtype:
     """The dtype of the matrix products: autocast's where it applies, else the one that all tensors have."""
     if not common.autocast_enabled(x) or x.dtype == torch.float64:
         common.check_same_dtype(x=x, **weights.named())
-    return matmul_dtype(x)
+    return common.matmul_dtype(x)
 
 
 # Sizes: a rule in bytes, so that it fits any width of model ------------------------------------------

@@ -13,16 +13,6 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import (
-    Choice,
-    choose_triton_or_torch,
-    explained_by,
-    log_choice,
-    matmul_dtype,
-    no_autocast,
-    opaque_op,
-    why_not_triton,
-)
 from oomph.ops.modulation import autograd
 from oomph.ops.modulation.weights import Int8Weight, is_torchao
 from oomph.units import MiB, counted
@@ -44,22 +34,22 @@ def modulated_linear_reference(
     return y if bias is None else y + bias
 
 
-def choose(h: Tensor, A: Tensor, B: Tensor, impl: str, **others: Any) -> Choice:
+def choose(h: Tensor, A: Tensor, B: Tensor, impl: str, **others: Any) -> common.Choice:
     common.check_one_of("impl", impl, ("auto", "reference", "chunked", "triton"))
     _check_arguments(h, A=A, B=B, **others)
-    choice = choose_triton_or_torch(
+    choice = common.choose_triton_or_torch(
         impl,
         h,
-        why_not_triton(h, matmul_dtype(h)) or _why_not_supported(h, A.shape[1]),
+        common.why_not_triton(h, common.matmul_dtype(h)) or _why_not_supported(h, A.shape[1]),
         kernels="many tokens and a small rank: one pass over the gradient makes both products",
     )
     if impl == "auto" and choice.impl == "triton" and (why := _why_not_faster(h, B)):
-        return Choice("chunked", why)
+        return common.Choice("chunked", why)
     return choice
 
 
-@explained_by(choose)
-@opaque_op
+@common.explained_by(choose)
+@common.opaque_op
 def modulated_linear(
     h: Tensor,
     weight: Tensor | Int8Weight,
@@ -87,8 +77,8 @@ def modulated_linear(
 
     impl: "auto", "chunked" (plain torch), "triton", "reference" (the plain expression, through autograd).
     """
-    choice = log_choice("modulated_linear", choose(**locals()))
-    dtype = matmul_dtype(h)
+    choice = common.log_choice("modulated_linear", choose(**locals()))
+    dtype = common.matmul_dtype(h)
     if choice.impl == "reference":
         whole = weight.dequantize() if isinstance(weight, Int8Weight) or is_torchao(weight) else weight
         others = (None if each is None else each.to(dtype) for each in (A, B, mod, bias))
@@ -101,7 +91,7 @@ def modulated_linear(
 
 
 def _why_not_supported(h: Tensor, rank: int) -> str | None:
-    if matmul_dtype(h) == torch.float64:
+    if common.matmul_dtype(h) == torch.float64:
         return "the kernel accumulates in float32, which is too little for float64"
     if rank > autograd.MAX_RANK:
         return f"the rank {rank} is above {autograd.MAX_RANK}"
@@ -109,7 +99,7 @@ def _why_not_supported(h: Tensor, rank: int) -> str | None:
 
 
 def _why_not_faster(h: Tensor, B: Tensor) -> str | None:
-    dtype, d = matmul_dtype(h), h.shape[-1]
+    dtype, d = common.matmul_dtype(h), h.shape[-1]
     tokens, (rank, features) = h.numel() // max(1, d), B.shape
     if dtype == torch.float32:
         return "in float32 the library's products are as fast"
@@ -150,7 +140,7 @@ def compute_weight_delta(A: Tensor, B: Tensor, mod: Tensor, token_idx: TokenInde
     else:
         index = (..., _check_index(token_idx, mod.shape[-2]), slice(None))
     wide = torch.promote_types(torch.promote_types(A.dtype, B.dtype), mod.dtype)
-    with no_autocast(mod):
+    with common.no_autocast(mod):
         chosen = mod[index].to(wide)
         return (A.to(wide) * chosen.unsqueeze(-2)) @ B.to(wide)
 
@@ -165,7 +155,7 @@ def weight_delta_norm(A: Tensor, B: Tensor, mod: Tensor, *, squared: bool = Fals
     common.check_floating(A=A, B=B, mod=mod)
     _check_factors(A, B, mod)
     wide = torch.float64 if torch.float64 in (A.dtype, B.dtype, mod.dtype) else torch.float32
-    with no_autocast(mod):
+    with common.no_autocast(mod):
         A, B, mod = A.to(wide), B.to(wide), mod.to(wide)
         gram_rr = (A.t() @ A) * (B @ B.t())
         # Never negative but for rounding.

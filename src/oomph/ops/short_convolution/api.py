@@ -12,47 +12,33 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import (
-    Choice,
-    Kernels,
-    OpFunction,
-    choose_triton_or_torch,
-    contiguous_rows,
-    explained_by,
-    log_choice,
-    no_autocast,
-    opaque_op,
-    power_of_two,
-    refuse_second_derivatives,
-    why_not_triton,
-)
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
 IMPLS = ("auto", "reference", "chunked", "triton")
 EPSILON = 1e-6
 _LARGEST_UNIT = 512
 
-_KERNELS = Kernels("oomph.ops.short_convolution.kernels")
+_KERNELS = common.Kernels("oomph.ops.short_convolution.kernels")
 _TILE = 4096  # numbers of a tile
 _BACKWARD_TILE = 2048  # backward holds more tiles at once; 4096 would not fit into the registers
 _CHANNELS = 64  # of a tile, where unit_size does not decide it
 _ROUNDS = 8  # tiles of a backward program, at most; they share one partial sum of the weight's gradient
 
 
-def choose(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> Choice:
+def choose(x: Tensor, weight: Tensor, unit_size: int | None, impl: str) -> common.Choice:
     common.check_one_of("impl", impl, IMPLS)
     _check(x, weight, unit_size)
-    return choose_triton_or_torch(
+    return common.choose_triton_or_torch(
         impl,
         x,
-        why_not_triton(x) or _why_not_these_kernels(x, unit_size),
+        common.why_not_triton(x) or _why_not_these_kernels(x, unit_size),
         kernels="on CUDA one kernel reads the input once and writes the output once",
         plain="plain torch, a slice of tokens at a time",
     )
 
 
-@explained_by(choose)
-@opaque_op
+@common.explained_by(choose)
+@common.opaque_op
 def short_convolution(
     x: Tensor, weight: Tensor, *, unit_size: int | None = None, impl: str = "auto"
 ) -> Tensor:
@@ -65,9 +51,9 @@ def short_convolution(
     Computed in float32 (float64 for float64) and rounded once, to x's dtype. Saved for backward: the inputs.
     impl: "auto", "chunked" (plain torch in slices of tokens), "triton" (not for float64), "reference".
     """
-    choice = log_choice("short_convolution", choose(**locals()))
+    choice = common.log_choice("short_convolution", choose(**locals()))
     if choice.impl == "reference":
-        with no_autocast(x):
+        with common.no_autocast(x):
             return short_convolution_reference(x, weight, unit_size)
     if choice.impl == "chunked":
         function = functools.partial(short_convolution_reference, unit_size=unit_size)
@@ -126,14 +112,14 @@ def short_convolution_reference(x_BSC: Tensor, weight_C1K: Tensor, unit_size: in
 # Triton ----------------------------------------------------------------------------------------------
 
 
-class _ShortConvolution(OpFunction):
+class _ShortConvolution(common.OpFunction):
     """One kernel forward and one backward. Saved for backward: x and weight."""
 
     op = "short_convolution"
 
     @staticmethod
     def forward(ctx: Any, x_BSC: Tensor, weight_C1K: Tensor, unit_size: int | None) -> Tensor:  # type: ignore[override]
-        x_BSC, weight_C1K = contiguous_rows(x_BSC), weight_C1K.contiguous()
+        x_BSC, weight_C1K = common.contiguous_rows(x_BSC), weight_C1K.contiguous()
         batch, rows, channels = x_BSC.shape
         taps = weight_C1K.shape[2]
         tokens = rows - taps + 1
@@ -154,10 +140,10 @@ class _ShortConvolution(OpFunction):
 
     @staticmethod
     def backward(ctx: Any, grad_BTC: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        refuse_second_derivatives("short_convolution")
+        common.refuse_second_derivatives("short_convolution")
         x_BSC, weight_C1K = ctx.saved_tensors
         want_x, want_weight, _ = ctx.needs_input_grad
-        grad_BTC = contiguous_rows(grad_BTC)
+        grad_BTC = common.contiguous_rows(grad_BTC)
         (batch, rows, channels), taps = x_BSC.shape, weight_C1K.shape[2]
         grad_x_BSC = x_BSC.new_empty(batch, rows, channels)
         size, constants = _tile_constants(channels, ctx.unit_size, _BACKWARD_TILE)
@@ -184,7 +170,7 @@ class _ShortConvolution(OpFunction):
 def _tile_constants(channels: int, unit_size: int | None, tile: int) -> tuple[int, dict[str, Any]]:
     """The channels of a program, and its compile-time constants."""
     size = min(_CHANNELS, channels) if unit_size is None else unit_size
-    block = power_of_two(size, 16)
+    block = common.power_of_two(size, 16)
     return size, {
         "SIZE": size,
         "UNIT": unit_size is not None,

@@ -7,16 +7,6 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import (
-    ASKED_FOR,
-    Choice,
-    explained_by,
-    log_choice,
-    matmul_dtype,
-    no_autocast,
-    no_compile,
-    opaque_op,
-)
 from oomph.ops.sparse_attention.arguments import (
     IMPLS,
     Compress,
@@ -32,7 +22,7 @@ from oomph.ops.sparse_attention.reference import reference
 
 def _check_and_choose(
     q: Tensor, k: Tensor, *, impl: str, compress: Compress, **given: Any
-) -> tuple[NSAConfig, Choice]:
+) -> tuple[NSAConfig, common.Choice]:
     common.check_one_of("impl", impl, IMPLS)
     tensors = [given.pop(name) for name in ("v", "gate_cmp", "gate_slc", "gate_win")]
     check_tensors(q, k, *tensors)
@@ -41,8 +31,8 @@ def _check_and_choose(
     return config, _choose(q, k, config, impl)
 
 
-@explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
-@opaque_op
+@common.explained_by(lambda **arguments: _check_and_choose(**arguments)[1])
+@common.opaque_op
 def nsa(
     q: Tensor,
     k: Tensor,
@@ -82,19 +72,19 @@ def nsa(
     """
     config, choice = _check_and_choose(**locals())
     gates = (gate_cmp, gate_slc, gate_win)
-    log_choice("nsa", choice)
-    dtype = matmul_dtype(q)
+    common.log_choice("nsa", choice)
+    dtype = common.matmul_dtype(q)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     ck, cv = compress_keys_and_values(k, v, compress, config)
     if q.numel() == 0:
         return common.depend_on(q, k, v, *gates)
-    with no_autocast(q):
+    with common.no_autocast(q):
         if choice.impl == "reference":
             return reference(q, k, v, gates, ck, cv, config)
         return _run(choice.impl, (q, k, v, ck, cv, *gates), config)
 
 
-@no_compile
+@common.no_compile
 def _run(impl: str, tensors: tuple[Tensor, ...], config: NSAConfig) -> Tensor:
     out: Tensor
     if impl == "triton":
@@ -105,18 +95,20 @@ def _run(impl: str, tensors: tuple[Tensor, ...], config: NSAConfig) -> Tensor:
     return out
 
 
-@no_compile
-def _choose(q: Tensor, k: Tensor, config: NSAConfig, impl: str) -> Choice:
+@common.no_compile
+def _choose(q: Tensor, k: Tensor, config: NSAConfig, impl: str) -> common.Choice:
     if impl == "reference":
-        return Choice("reference", ASKED_FOR)
+        return common.Choice("reference", common.ASKED_FOR)
     settings = {"tokens": tokens_per_chunk(q, config)}
     if impl == "chunked":
-        return Choice("chunked", ASKED_FOR, settings)
-    reason = why_not_kernels(q, k, matmul_dtype(q), config)
+        return common.Choice("chunked", common.ASKED_FOR, settings)
+    reason = why_not_kernels(q, k, common.matmul_dtype(q), config)
     if impl == "triton":
         if reason is not None:
             raise ArgumentError(f"impl='triton' cannot run this call ({reason}); choose 'auto' or 'chunked'")
-        return Choice("triton", ASKED_FOR)
+        return common.Choice("triton", common.ASKED_FOR)
     if q.device.type == "cuda" and reason is None:
-        return Choice("triton", "our kernels")
-    return Choice("chunked", f"no kernel of ours ({reason or 'the interpreter is for tests'})", settings)
+        return common.Choice("triton", "our kernels")
+    return common.Choice(
+        "chunked", f"no kernel of ours ({reason or 'the interpreter is for tests'})", settings
+    )

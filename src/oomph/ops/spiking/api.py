@@ -8,35 +8,26 @@ from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import common
-from oomph.ops.common import (
-    Choice,
-    choose_triton_or_torch,
-    explained_by,
-    log_choice,
-    opaque_op,
-    why_not_triton,
-    wide_dtype,
-)
 from oomph.ops.spiking.autograd import LIFConstants, LIFGate
 from oomph.ops.spiking.reference import lif_gate_reference
 
 IMPLS = ("auto", "reference", "chunked", "triton")
 
 
-def choose(drive: Tensor, impl: str, **options: Any) -> Choice:
+def choose(drive: Tensor, impl: str, **options: Any) -> common.Choice:
     common.check_one_of("impl", impl, IMPLS)
     _check(drive, **options)
-    return choose_triton_or_torch(
+    return common.choose_triton_or_torch(
         impl,
         drive,
-        why_not_triton(drive),
+        common.why_not_triton(drive),
         kernels="on CUDA one kernel loops over time, where plain torch launches several per step",
         plain="a loop over time in plain torch",
     )
 
 
-@explained_by(choose)
-@opaque_op
+@common.explained_by(choose)
+@common.opaque_op
 def lif_gate(
     drive: Tensor,
     *,
@@ -64,14 +55,14 @@ def lif_gate(
 
     impl: "auto", "chunked" (plain torch), "triton" (one kernel forward, one backward), "reference".
     """
-    choice = log_choice("lif_gate", choose(**locals()))
+    choice = common.log_choice("lif_gate", choose(**locals()))
     if choice.impl == "reference":
         return lif_gate_reference(drive, decay, threshold, surrogate_beta, initial)
     batch, trailing = drive.shape[0], drive.shape[2:]
     channels = trailing.numel()
     decay_N, constant = None, 0.0
     if isinstance(decay, Tensor):
-        decay_N = decay.to(wide_dtype(drive.dtype)).expand(trailing).reshape(channels).contiguous()
+        decay_N = decay.to(common.wide_dtype(drive.dtype)).expand(trailing).reshape(channels).contiguous()
     else:
         constant = float(decay)
     constants = LIFConstants(constant, float(threshold), float(surrogate_beta))
