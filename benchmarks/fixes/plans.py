@@ -6,9 +6,10 @@ python -m benchmarks.fixes.plans --predict                # anywhere: predict th
 
 All plans are made first, several at a time. Then every step runs in two fresh processes: with its plan, under
 torch.cuda.set_per_process_memory_fraction, and as it is. The processes of a few cases build their models side
-by side. Then the two of a case step in turns, a few steps each, with the machine to themselves: steps of many
-small kernels take the host's time, which differs from minute to minute. The file is written after every case;
---missing keeps its measured rows; --folder keeps the plans and the seconds of every step.
+by side. Then the two of a case step in turns, a few steps each, with the machine to themselves. Steps of many
+small kernels take the host's time, which differs by up to 40 % from minute to minute: of each process the
+fastest turn counts. The file is written after every case; --missing keeps its measured rows; --folder keeps
+the plans and the seconds of every step.
 """
 
 from __future__ import annotations
@@ -214,9 +215,10 @@ class Turns:
             os.write(self._answers, b"done\n")  # for the first time: built
             sys.stdin.readline()
 
-    def timed(self, seconds: Sequence[float]) -> list[float]:
-        """Of the seconds of all steps."""
-        return [one for index, one in enumerate(seconds) if index % self.steps]
+    def fastest(self, seconds: Sequence[float]) -> float | None:
+        """Of the seconds of all steps: the median of the fastest turn."""
+        turns = [seconds[first + 1 : first + self.steps] for first in range(0, len(seconds), self.steps)]
+        return min((statistics.median(turn) for turn in turns if turn), default=None)
 
 
 def run_here(name: str, plan: str, out: str) -> None:
@@ -272,13 +274,12 @@ def _write(
 ) -> None:
     import torch
 
-    seconds = turns.timed(by_moment["end"])
     found = {
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "allocated": allocated,
         "reserved": reserved,
-        "seconds": statistics.median(seconds) if seconds else None,
+        "seconds": turns.fastest(by_moment["end"]),
         "retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         "by_moment": by_moment,
     }

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from oomph.errors import UserError
-from oomph.measurement.measure import Reading, measure, observe, run_steps, summarise
+from oomph.measurement.measure import CudaMeter, Reading, measure, observe, run_steps, summarise
 from oomph.workload import Workload
 
 CPU = torch.device("cpu")
 
 
-class ScriptedMeter:
+class ScriptedMeter(CudaMeter):
     """Notes every call; the peak is a number that grows with each reading since the last reset."""
 
     def __init__(self, calls: list[str]) -> None:
+        super().__init__(CPU)
         self.calls = calls
         self.resets = 0
 
@@ -26,18 +27,9 @@ class ScriptedMeter:
         self.resets += 1
         self.calls.append("reset peak")
 
-    def allocated(self) -> int:
+    def read(self, step: int, moment: Any, seconds: float) -> Reading:
         self.calls.append("read")
-        return 10 * self.resets
-
-    def peak_allocated(self) -> int:
-        return 100 * self.resets
-
-    def peak_reserved(self) -> int:
-        return 1000 * self.resets
-
-    def device_used(self) -> int:
-        return 5000
+        return Reading(step, moment, 10 * self.resets, 100 * self.resets, 1000 * self.resets, seconds)
 
     def synchronize(self) -> None:
         self.calls.append("synchronize")

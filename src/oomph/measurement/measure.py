@@ -11,7 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -24,17 +24,6 @@ from oomph.workload import Workload, set_allocator
 Target = Workload | Callable[[], Any]
 Moment = Literal["setup", "begin", "forward", "backward", "optimizer", "end"]
 Listener = Callable[[int, Moment], None]
-
-
-class Meter(Protocol):
-    """Reads the memory counters of a device."""
-
-    def reset_peak(self) -> None: ...
-    def allocated(self) -> int: ...
-    def peak_allocated(self) -> int: ...
-    def peak_reserved(self) -> int: ...
-    def device_used(self) -> int: ...
-    def synchronize(self) -> None: ...
 
 
 class Reading(NamedTuple):
@@ -57,14 +46,11 @@ class CudaMeter:
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
-
-    def peak_allocated(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
-
-    def peak_reserved(self) -> int:
-        return torch.cuda.max_memory_reserved(self.device)
+    def read(self, step: int, moment: Moment, seconds: float) -> Reading:
+        # torch.cuda.memory_allocated() and its like make a flat dictionary each: a millisecond of the step.
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        allocated, reserved = (stats[f"{which}_bytes"]["all"] for which in ("allocated", "reserved"))
+        return Reading(step, moment, allocated["current"], allocated["peak"], reserved["peak"], seconds)
 
     def device_used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
@@ -126,7 +112,7 @@ def observe(
     target: Target,
     device: torch.device,
     steps: int,
-    meter: Meter,
+    meter: CudaMeter,
     listener: Listener = lambda step, moment: None,
 ) -> list[Reading]:
     """Run the target and read the meter after every moment. `listener` is called as each moment begins."""
@@ -140,11 +126,12 @@ def observe(
         nonlocal started
         if moment == "end":
             meter.synchronize()
+        seconds = time.perf_counter() - started
         if current:
-            readings.append(_read(meter, *current.pop(), time.perf_counter() - started))
+            readings.append(meter.read(*current.pop(), seconds))
         listener(step, moment)
         if moment == "end":
-            readings.append(_read(meter, step, "end", time.perf_counter() - started))
+            readings.append(meter.read(step, "end", seconds))
             return
         current.append((step, moment))
         if moment in ("setup", "begin"):
@@ -203,10 +190,6 @@ def _run_function(function: Callable[[], Any], device: torch.device, steps: int,
         step()
         on_moment(number, "end")
     return None
-
-
-def _read(meter: Meter, step: int, moment: Moment, seconds: float) -> Reading:
-    return Reading(step, moment, meter.allocated(), meter.peak_allocated(), meter.peak_reserved(), seconds)
 
 
 def summarise(
