@@ -33,7 +33,7 @@ IMPLS = ("auto", "reference", "chunked", "triton")
 _KERNELS = Kernels("oomph.ops.rotary_embedding.kernels")
 _HEADS_PER_PROGRAM = 4  # a block of the table is read once for so many heads
 _PAIRS_PER_PROGRAM = 1024  # 8 for each of 128 threads
-_SLICE_BYTES = 4 * MiB  # of float32 numbers in plain torch: fits a CPU's cache, and small beside any model
+_SLICE_BYTES = 2 * MiB  # of x in plain torch, as float32: fits a CPU's cache, and small beside any model
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -136,14 +136,16 @@ def _rotate(
 def _rotate_traced(
     table: RotaryTable, options: _RotationOptions, q: Tensor, k: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...]:
-    head_dim = -3 if options.heads_first else -2
-    cos, sin = (part.unsqueeze(head_dim) for part in (table.cos, table.sin))
-    results = []
-    for x in (q,) if k is None else (q, k):
-        rotated, copied = x.tensor_split((options.heads or x.shape[head_dim],), head_dim)
-        rotated = rotary_reference(rotated, cos, sin, options.interleaved)
-        results.append(rotated if options.heads is None else torch.cat((rotated, copied), head_dim))
+    results = [_rotated(x, table.cos, table.sin, options) for x in ((q,) if k is None else (q, k))]
     return results[0] if k is None else tuple(results)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> Tensor:
+    head_dim = -3 if options.heads_first else -2
+    rotated, copied = x.tensor_split((options.heads or x.shape[head_dim],), head_dim)
+    cos, sin = cos.unsqueeze(head_dim), sin.unsqueeze(head_dim)
+    rotated = rotary_reference(rotated, cos, -sin if options.inverse else sin, options.interleaved)
+    return rotated if options.heads is None else torch.cat((rotated, copied), head_dim)
 
 
 class _Rotation(OpFunction):
@@ -165,33 +167,17 @@ class _Rotation(OpFunction):
 
 
 def _rotate_torch(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> Tensor:
-    """In the table's dtype, rounded to x's; temporaries of one slice of tokens."""
+    """The reference on one slice of tokens at a time, which bounds its temporaries."""
     out = torch.empty_like(x)
-    x_BHTD, out_BHTD = (_as_BHTD(each, options.heads_first) for each in (x, out))
-    cos_BTP, sin_BTP = (part if part.dim() == 3 else part.unsqueeze(0) for part in (cos, sin))
-    if options.heads is not None:
-        out_BHTD[:, options.heads :].copy_(x_BHTD[:, options.heads :])
-        x_BHTD, out_BHTD = x_BHTD[:, : options.heads], out_BHTD[:, : options.heads]
-    batch, heads, tokens, size = x_BHTD.shape
-    pairs = cos_BTP.shape[-1]
-    if 2 * pairs < size:
-        out_BHTD[..., 2 * pairs :].copy_(x_BHTD[..., 2 * pairs :])
-    sign = -1.0 if options.inverse else 1.0
-    token_bytes = max(1, batch * heads * 2 * pairs * cos_BTP.element_size())
-    step = max(1, _SLICE_BYTES // token_bytes)
+    token_dim = x.dim() - (2 if options.heads_first else 3)
+    tokens = x.shape[token_dim]
+    step = max(1, _SLICE_BYTES * tokens // max(1, x.numel() * cos.element_size()))
     for start in range(0, tokens, step):
-        part = slice(start, start + step)
-        cos_part, sin_part = cos_BTP[:, None, part], sin_BTP[:, None, part]
-        x1, x2 = (half.to(cos.dtype) for half in _halves(x_BHTD[:, :, part], pairs, options.interleaved))
-        out1, out2 = _halves(out_BHTD[:, :, part], pairs, options.interleaved)
-        out1.copy_((x1 * cos_part).addcmul_(x2, sin_part, value=-sign))
-        out2.copy_((x2 * cos_part).addcmul_(x1, sin_part, value=sign))
+        count = min(step, tokens - start)
+        part = x.narrow(token_dim, start, count)
+        cos_part, sin_part = cos.narrow(-2, start, count), sin.narrow(-2, start, count)
+        out.narrow(token_dim, start, count).copy_(_rotated(part, cos_part, sin_part, options))
     return out
-
-
-def _as_BHTD(x: Tensor, heads_first: bool) -> Tensor:
-    x = x if x.dim() == 4 else x.unsqueeze(0)
-    return x if heads_first else x.transpose(1, 2)
 
 
 def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> Tensor:
