@@ -1,7 +1,7 @@
 """Softmax attention that never holds the score matrix: one function, several exact implementations."""
 
 from oomph.ops.softmax_attention.api import attention
-from oomph.ops.softmax_attention.biases import (
+from oomph.ops.softmax_attention.arguments import (
     BiasFunction,
     BlockPattern,
     LocalityBias,

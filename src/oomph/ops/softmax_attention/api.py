@@ -8,9 +8,13 @@ from torch import Tensor
 from oomph.errors import ArgumentError, warn_deprecated
 from oomph.ops import common
 from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile, opaque_op
-from oomph.ops.softmax_attention.arguments import AttentionArguments, check_arguments
+from oomph.ops.softmax_attention.arguments import (
+    AttentionArguments,
+    BiasFunction,
+    BlockPattern,
+    check_arguments,
+)
 from oomph.ops.softmax_attention.autograd import triton_attention, why_not_kernels
-from oomph.ops.softmax_attention.biases import BiasFunction, BlockPattern
 from oomph.ops.softmax_attention.chunked import chunk_settings, chunked
 from oomph.ops.softmax_attention.reference import reference
 from oomph.ops.softmax_attention.sdpa import BACKENDS, sdpa, usable_backends

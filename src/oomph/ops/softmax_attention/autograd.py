@@ -21,8 +21,7 @@ from oomph.ops.common import (
     strided,
     why_not_triton,
 )
-from oomph.ops.softmax_attention.arguments import AttentionArguments
-from oomph.ops.softmax_attention.biases import BiasFunction, LocalityBias
+from oomph.ops.softmax_attention.arguments import AttentionArguments, BiasFunction, LocalityBias
 
 _KERNELS = Kernels("oomph.ops.softmax_attention.kernels")
 _LOG2_E = math.log2(math.e)

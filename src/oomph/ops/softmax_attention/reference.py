@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from oomph.ops.softmax_attention.biases import BiasFunction, BlockPattern
+from oomph.ops.softmax_attention.arguments import BiasFunction, BlockPattern
 
 
 def reference(

@@ -28,7 +28,7 @@ from oomph.errors import ArgumentError
 from oomph.nn import BidirectionalMamba, GatedMLP
 from oomph.ops import attention, locality_bias
 from oomph.ops.common import no_autocast
-from oomph.ops.softmax_attention.biases import LocalityBias
+from oomph.ops.softmax_attention.arguments import LocalityBias
 from oomph.torch_internals import register_dataclass
 
 if TYPE_CHECKING:

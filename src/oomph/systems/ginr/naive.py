@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oomph.ops.softmax_attention.biases import LocalityBias
+from oomph.ops.softmax_attention.arguments import LocalityBias
 from oomph.systems.ginr.config import GINRConfig
 from oomph.systems.ginr.model import GINR, Attention, Decoder, FeedForward, LayerClasses
 
