@@ -22,8 +22,8 @@ digits where g is large, and its gradient cancels to noise.
 Saved for backward: the inputs, and the states at the starts of segments. Backward recomputes a segment under
 autograd, from the last to the first, so that the memory of a call is that of one segment whatever the length.
 
-On a CPU, a batched product whose second factor is a transposed view is slower than one with a transposed copy
-(the first factor may be a view): hence the copies.
+On a CPU, a batched product whose second factor is a transposed view is many times slower than one with a
+transposed copy (the first factor may be a view): hence _Product, and the copies.
 """
 
 from collections.abc import Iterator, Sequence
@@ -293,7 +293,7 @@ def _segment(
     total = decay[-1, -1].unsqueeze(-1)
     sizes = [width * heads for width in widths]
     out, error, last = _States.apply(qG, kG, v, kg * beta_X1C, total, state.flatten(0, 1), sizes)
-    out = scale * (out + torch.bmm(Aqk * beta_X1C, error))
+    out = scale * (out + _Product.apply(Aqk * beta_X1C, error))
     out = out.view(-1, batch, heads, CHUNK, values).permute(1, 0, 3, 2, 4).flatten(1, 2)
     out = out[:, :tokens] if segment.lengths is None else out.index_select(1, places)
     return out.to(inputs[2].dtype), last.view(state.shape)
@@ -354,7 +354,7 @@ def _intra_chunk(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, T
     before, keys = [torch.ones_like(decays[0][0])], ends[0]
     for m, total in enumerate(decays[-1].unbind()):
         if m:
-            met = torch.bmm(rows[m], keys.mT.contiguous()).chunk(2, 1)
+            met = _Product.apply(rows[m], keys.mT.contiguous()).chunk(2, 1)
             keys = torch.cat((keys * total.unsqueeze(1), ends[m]), 1)
         for index, blocks in enumerate(products):
             block = diagonals[index][m] if m == 0 else torch.cat((met[index], diagonals[index][m]), -1)
@@ -362,6 +362,20 @@ def _intra_chunk(q: Tensor, k: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, T
         before.append(before[-1] * total)
     Akk, Aqk = (torch.cat(blocks, 1) for blocks in products)
     return Akk, Aqk, keys.mT.contiguous(), decay * torch.stack(before[:-1])
+
+
+class _Product(torch.autograd.Function):
+    """torch.bmm, with a copy of the second factor of backward's first product."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(a, b)
+        return torch.bmm(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        a, b = ctx.saved_tensors
+        return torch.bmm(grad, b.mT.contiguous()), torch.bmm(a.mT, grad.contiguous())
 
 
 class _Solve(torch.autograd.Function):
