@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, AdamW
+from torch.optim import AdamW
 
 from oomph.fixes.optimizers.low_bit import to_low_bit
 from oomph.ops import (
@@ -163,7 +163,4 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "AdamW with 8-bit state": lambda: optimizer_step(AdamW, FP32, "8bit"),
     "AdamW with 8-bit state and stochastic rounding": lambda: optimizer_step(AdamW, BF16, "8bit"),
     "AdamW in bfloat16": lambda: optimizer_step(AdamW, BF16, "bfloat16", maximize=True),
-    "SGD": lambda: optimizer_step(SGD, BF16, "bfloat16"),
-    "SGD with momentum": lambda: optimizer_step(SGD, BF16, "bfloat16", momentum=0.9),
-    "SGD with Nesterov momentum": lambda: optimizer_step(SGD, FP32, "float32", momentum=0.9, nesterov=True),
 }

@@ -21,7 +21,7 @@ from oomph.fixes.optimizers.conversion import (
     move_hooks,
     why_not_independent,
 )
-from oomph.fixes.optimizers.low_bit import LowBitOptimizer
+from oomph.fixes.optimizers.low_bit import LowBitAdam
 from oomph.fixes.registry import bytes_option, check_flag
 from oomph.units import MiB
 from oomph.workload import Workload
@@ -59,7 +59,7 @@ class OptimizerCPUOffload(OptimizerFix):
         return self.converting(workload, staging=size, independent=independent)
 
     def why_not(self, optimizer: Optimizer, *, independent: bool = False, **options: Any) -> str | None:
-        if isinstance(optimizer, CPUOffloadOptimizer | LowBitOptimizer):
+        if isinstance(optimizer, CPUOffloadOptimizer | LowBitAdam):
             return f"{kind_of(optimizer)} belongs to another fix and has its own step"
         return why_not_independent(optimizer, independent)
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of the low-bit optimizers: one kernel updates one parameter, and reads and writes once.
+"""The Triton kernel of low-bit Adam: it updates one parameter, and reads and writes once.
 
 A program takes ROWS quantization blocks of BLOCK numbers, as [ROWS, BLOCK]; each row has one scale.
 """
@@ -97,33 +97,4 @@ def adam(
     )
     if STOCHASTIC:
         p = _round_stochastically(p, third)
-    tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["seed"])
-def sgd(
-    p_ptr, g_ptr, m_ptr, lr, momentum, taken, decay,
-    N, seed,
-    MAXIMIZE: tl.constexpr, MOMENTUM: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC_STATE: tl.constexpr,
-    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """`taken`: 1 - dampening, or 1 in the first step."""
-    at = tl.program_id(0).to(tl.int64) * (ROWS * BLOCK) + tl.arange(0, ROWS * BLOCK)
-    inside = at < N
-    p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    if MAXIMIZE:
-        g = -g
-    g += decay * p
-    if STOCHASTIC or STOCHASTIC_STATE:
-        first, second, _, _ = tl.randint4x(seed, at.to(tl.uint32))
-    if MOMENTUM:
-        m = momentum * tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32) + taken * g
-        g = g + momentum * m if NESTEROV else m
-        if STOCHASTIC_STATE:
-            m = _round_stochastically(m, first)
-        tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
-    p -= lr * g
-    if STOCHASTIC:
-        p = _round_stochastically(p, second)
     tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""Adam, AdamW and SGD with 8-bit or bfloat16 state, and with stochastic rounding of bfloat16 parameters.
+"""Adam and AdamW with 8-bit or bfloat16 state, and with stochastic rounding of bfloat16 parameters.
 
 The update itself is computed in float32, one parameter at a time: on a GPU by one kernel without temporaries,
 elsewhere (and without Triton) by torch ops over slices of bounded size.
@@ -16,7 +16,7 @@ by a number, and it compiles its step once for every shape of a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -47,6 +47,7 @@ _SMALLEST_QUANTIZED = 4096  # numbers; below, 8 bits save too little
 _SMALLEST_SCALE = 1e-12  # of a block of zeros
 _DECADES = 7
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_AVERAGES = ("exp_avg", "exp_avg_sq")
 kernels = Kernels("oomph.fixes.optimizers.kernels")
 
 State = dict[str, Any]
@@ -63,7 +64,7 @@ class Optimizer8Bit(OptimizerFix):
     }
 
     def why_not(self, optimizer: Optimizer, **options: Any) -> str | None:
-        return _why_not(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        return _why_not(optimizer)
 
     def convert(self, optimizer: Optimizer, **options: Any) -> Optimizer:
         return to_low_bit(optimizer, "8bit", stochastic=False, fix=self.name)
@@ -86,50 +87,47 @@ class StochasticRounding(OptimizerFix):
         optimizer = context.optimizer
         if lacks_bfloat16(context) or optimizer is None or self.why_not(optimizer) is not None:
             return
-        if not isinstance(optimizer, LowBitOptimizer):
+        if not isinstance(optimizer, LowBitAdam):
             yield Target(("optimizer",), {"state": "bfloat16"})
             yield Target(("optimizer",), {"state": "float32"}, "the optimizer's averages stay float32")
         elif not optimizer.stochastic:
             yield Target(("optimizer",), {}, "the optimizer's state keeps its format")
 
     def change_workload(self, workload: Workload, *_: Any, state: str = "bfloat16") -> Workload:
-        """`state`: the dtype of averages and momentum; 8-bit ones stay 8-bit."""
+        """`state`: the dtype of the averages; 8-bit ones stay 8-bit."""
         check_choice(self.name, "state", state, ("bfloat16", "float32"))
         return replace(self.converting(workload, state=state), dtype=torch.bfloat16, autocast=None)
 
     def why_not(self, optimizer: Optimizer, **options: Any) -> str | None:
-        if isinstance(optimizer, LowBitOptimizer):
+        if isinstance(optimizer, LowBitAdam):
             return None
-        return _why_not(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD))
+        return _why_not(optimizer)
 
     def convert(self, optimizer: Optimizer, *, state: str = "bfloat16", **options: Any) -> Optimizer:
         return to_low_bit(optimizer, state, stochastic=True, fix=self.name)
 
 
 def to_low_bit(optimizer: Optimizer, state_format: str, *, stochastic: bool, fix: str) -> Optimizer:
-    """The same optimizer as a LowBitOptimizer. One that already is keeps its state's format."""
-    if isinstance(optimizer, LowBitOptimizer):
+    """The same optimizer as a LowBitAdam. One that already is keeps its state's format."""
+    if isinstance(optimizer, LowBitAdam):
         optimizer.stochastic = optimizer.stochastic or stochastic
         return optimizer
-    kind = LowBitSGD if type(optimizer) is torch.optim.SGD else LowBitAdam
-    return kind(optimizer, state_format, stochastic, fix)
+    return LowBitAdam(optimizer, state_format, stochastic, fix)
 
 
-def _why_not(optimizer: Optimizer, kinds: Sequence[type[Optimizer]]) -> str | None:
-    if type(optimizer) not in kinds:
-        valid = ", ".join(kind.__name__ for kind in kinds)
-        return f"the optimizer is {kind_of(optimizer)}; valid: {valid} of torch.optim"
+def _why_not(optimizer: Optimizer) -> str | None:
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return f"the optimizer is {kind_of(optimizer)}; valid: Adam, AdamW of torch.optim"
     for flag in ("amsgrad", "differentiable", "capturable"):
         if any(group.get(flag) for group in optimizer.param_groups):
             return f"{kind_of(optimizer)} with {flag}=True is not supported"
     return None
 
 
-class LowBitOptimizer(Optimizer):
+class LowBitAdam(Optimizer):
     """`state_format`: "float32", "bfloat16" or "8bit". `stochastic`: round bfloat16 parameters so."""
 
     updates_are_independent = True
-    moments: ClassVar[tuple[str, ...]]
 
     def __init__(self, original: Optimizer, state_format: str, stochastic: bool, fix: str) -> None:
         self.fix = fix
@@ -144,10 +142,6 @@ class LowBitOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.table = None
-
-    def moments_of(self, group: Group) -> tuple[str, ...]:
-        """The state's keys."""
-        return self.moments
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -167,15 +161,15 @@ class LowBitOptimizer(Optimizer):
                 f"fix {self.fix!r}: a parameter is {parameter.dtype} with a gradient of layout "
                 f"{gradient.layout}; valid: float32, bfloat16 or float16, and dense"
             )
-        state, moments = self.state[parameter], self.moments_of(group)
+        state = self.state[parameter]
         if not state:
             state["step"] = torch.tensor(0.0, device="cpu")
-            for key in moments:
+            for key in _AVERAGES:
                 self._create_state(state, key, parameter)
         state["step"] += 1
         if gradient.stride() != parameter.stride():
             gradient = torch.empty_like(parameter).copy_(gradient)
-        if self.table is None and any(state[key].dtype is torch.uint8 for key in moments):
+        if self.table is None and state["exp_avg"].dtype is torch.uint8:
             self.table = quantization_table(parameter.device)
         if parameter.device.type == "cuda" and why_not_triton(parameter) is None:
             self._launch(parameter, gradient, state, group)
@@ -194,15 +188,15 @@ class LowBitOptimizer(Optimizer):
             state[f"{key}_scale"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
 
     def _update_in_slices(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
-        flat_p, flat_g, keys = flat(parameter), flat(gradient), self.moments_of(group)
+        flat_p, flat_g = flat(parameter), flat(gradient)
         for start in range(0, parameter.numel(), _SLICE):
             part = slice(start, min(start + _SLICE, parameter.numel()))
-            moments = [self._read(state, key, part) for key in keys]
+            averages = [self._read(state, key, part) for key in _AVERAGES]
             stored = flat_p[part]
             p = stored.float()  # the parameter itself where it is float32
-            self._compute(p, flat_g[part].float(), moments, state, group)
-            for key, moment in zip(keys, moments, strict=True):
-                self._write(state, key, part, moment)
+            self._compute(p, flat_g[part].float(), averages, state, group)
+            for key, average in zip(_AVERAGES, averages, strict=True):
+                self._write(state, key, part, average)
             if self.stochastic and stored.dtype is torch.bfloat16:
                 round_stochastically(p, stored)
             elif stored.dtype is not torch.float32:
@@ -226,39 +220,8 @@ class LowBitOptimizer(Optimizer):
             # Rounded to the nearest, an average of many steps would stand still.
             round_stochastically(number, values)
 
-    def _compute(self, p: Tensor, g: Tensor, moments: list[Tensor], state: State, group: Group) -> None:
-        """Update `p` and `moments` in place; `g` may be the gradient itself and is not written."""
-        raise NotImplementedError
-
-    def _launch(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
-        raise NotImplementedError
-
     def _lr(self, group: Group) -> float:
         return hyperparameter(group, "lr", self.fix)
-
-    def _start(self, name: str, parameter: Tensor, *arguments: Any, **constants: Any) -> None:
-        """Launch a kernel over one parameter. The seed comes from torch's CPU generator."""
-        size = parameter.numel()
-        stochastic = self.stochastic and parameter.dtype is torch.bfloat16
-        draws = stochastic or self.state_format == "bfloat16"
-        seed = int(torch.randint(0, 2**31 - 1, (), device="cpu").item()) if draws else 0
-        kernels.launch(
-            name, (-(-size // (BLOCK * _ROWS)),), flat(parameter), *arguments, size, seed,
-            STOCHASTIC=stochastic, BLOCK=BLOCK, ROWS=_ROWS, **constants,
-        )  # fmt: skip
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        # torch casts state to the parameter's dtype; this state has its own.
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        for number, parameter in zip(numbers, parameters_of(self), strict=True):
-            for key, value in state_dict["state"].get(number, {}).items():
-                device = "cpu" if key == "step" else parameter.device
-                self.state[parameter][key] = value.to(device, copy=True)
-
-
-class LowBitAdam(LowBitOptimizer):
-    moments = ("exp_avg", "exp_avg_sq")
 
     def _factors(self, state: State, group: Group) -> tuple[float, float, float, float, float]:
         """(beta1, beta2, step size, root of the second bias correction, weight decay)."""
@@ -266,9 +229,10 @@ class LowBitAdam(LowBitOptimizer):
         beta1, beta2 = (float(beta) for beta in group["betas"])
         return beta1, beta2, lr / (1 - beta1**step), (1 - beta2**step) ** 0.5, float(group["weight_decay"])
 
-    def _compute(self, p: Tensor, g: Tensor, moments: list[Tensor], state: State, group: Group) -> None:
+    def _compute(self, p: Tensor, g: Tensor, averages: list[Tensor], state: State, group: Group) -> None:
+        """Update `p` and `averages` in place; `g` may be the gradient itself and is not written."""
         beta1, beta2, size, root, decay = self._factors(state, group)
-        average, square = moments
+        average, square = averages
         if group.get("maximize"):
             g = -g
         if group["decoupled_weight_decay"]:
@@ -281,50 +245,33 @@ class LowBitAdam(LowBitOptimizer):
         p.addcdiv_(average, denominator, value=-size)
 
     def _launch(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
+        """One kernel. The seed comes from torch's CPU generator."""
         beta1, beta2, size, root, decay = self._factors(state, group)
         decoupled = bool(group["decoupled_weight_decay"])
         average, square = state["exp_avg"], state["exp_avg_sq"]
         quantized = average.dtype is torch.uint8
-        self._start(
-            "adam", parameter, flat(gradient), flat(average), flat(square),
+        stochastic = self.stochastic and parameter.dtype is torch.bfloat16
+        draws = stochastic or self.state_format == "bfloat16"
+        seed = int(torch.randint(0, 2**31 - 1, (), device="cpu").item()) if draws else 0
+        kernels.launch(
+            "adam", (-(-parameter.numel() // (BLOCK * _ROWS)),),
+            flat(parameter), flat(gradient), flat(average), flat(square),
             state.get("exp_avg_scale"), state.get("exp_avg_sq_scale"), self.table if quantized else None,
             1 - beta1, beta2, 1 - beta2, size, root, float(group["eps"]),
             1 - self._lr(group) * decay if decoupled else 1.0, 0.0 if decoupled else decay,
+            parameter.numel(), seed,
             MAXIMIZE=bool(group.get("maximize")), QUANTIZED=quantized,
-            STOCHASTIC_STATE=average.dtype is torch.bfloat16,
+            STOCHASTIC_STATE=average.dtype is torch.bfloat16, STOCHASTIC=stochastic, BLOCK=BLOCK, ROWS=_ROWS,
         )  # fmt: skip
 
-
-class LowBitSGD(LowBitOptimizer):
-    moments = ("momentum_buffer",)
-
-    def moments_of(self, group: Group) -> tuple[str, ...]:
-        return self.moments if group["momentum"] else ()
-
-    def _compute(self, p: Tensor, g: Tensor, moments: list[Tensor], state: State, group: Group) -> None:
-        if group["maximize"]:
-            g = -g
-        if group["weight_decay"]:
-            g = g.add(p, alpha=float(group["weight_decay"]))
-        for buffer in moments:
-            buffer.mul_(float(group["momentum"])).add_(g, alpha=_taken(state, group))
-            g = g.add(buffer, alpha=float(group["momentum"])) if group["nesterov"] else buffer
-        p.add_(g, alpha=-self._lr(group))
-
-    def _launch(self, parameter: Tensor, gradient: Tensor, state: State, group: Group) -> None:
-        buffer = state.get("momentum_buffer")
-        self._start(
-            "sgd", parameter, flat(gradient), None if buffer is None else flat(buffer),
-            self._lr(group), float(group["momentum"]), _taken(state, group), float(group["weight_decay"]),
-            MAXIMIZE=bool(group["maximize"]), MOMENTUM=buffer is not None,
-            NESTEROV=bool(group["nesterov"]),
-            STOCHASTIC_STATE=buffer is not None and buffer.dtype is torch.bfloat16,
-        )  # fmt: skip
-
-
-def _taken(state: State, group: Group) -> float:
-    """The factor of the gradient in the momentum. As in torch, the first gradient is not dampened."""
-    return 1.0 if state["step"].item() == 1 else 1 - float(group["dampening"])
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        # torch casts state to the parameter's dtype; this state has its own.
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, parameters_of(self), strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                device = "cpu" if key == "step" else parameter.device
+                self.state[parameter][key] = value.to(device, copy=True)
 
 
 def _is_signed(key: str) -> bool:
