@@ -32,7 +32,7 @@ from oomph.ops.sparse_attention.selection import (
     SelectedAttention,
 )
 
-_KERNELS = Kernels("oomph.ops.sparse_attention.kernels_window")
+_KERNELS = Kernels("oomph.ops.sparse_attention.kernels")
 _MAX_HEAD_DIM = 256
 _MAX_GROUP = 64
 _MAX_STRIDES = 16  # per compressed block: a loop over them is unrolled
@@ -137,7 +137,7 @@ def _heads_first(gate: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KeyBand:
-    """Key j stands for tokens j * stride .. j * stride + span - 1; see kernels_window.py."""
+    """Key j stands for tokens j * stride .. j * stride + span - 1; see kernels.py."""
 
     span: int = 1
     stride: int = 1

@@ -15,7 +15,7 @@ from oomph.ops.common import Kernels, TileConfig, cdiv, power_of_two, strided
 from oomph.ops.sparse_attention.arguments import NSAConfig
 from oomph.units import KiB, MiB
 
-_KERNELS = Kernels("oomph.ops.sparse_attention.kernels_selection")
+_KERNELS = Kernels("oomph.ops.sparse_attention.kernels")
 LOG2_E = math.log2(math.e)
 MIN_TILE = 16  # smallest side of a product in Triton
 
