@@ -207,6 +207,36 @@ def test_accumulation_keeps_the_activations_of_one_part_only():
     assert len(forwards) == 3 * 4
 
 
+class _Recurrent(nn.GRU):  # whose gradients share one allocation
+    def __init__(self) -> None:
+        super().__init__(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize("model", [lambda: nn.Linear(1024, 1024), _Recurrent])
+def test_passes_that_are_repeated_are_like_those_of_a_loop_that_is_traced(model):
+    workload = linear_workload(model=model, accumulate=4)
+
+    def setup():
+        model = workload.model().to("cuda")
+        optimizer, batch = workload.make_optimizer(model), workload.make_batch(torch.device("cuda"))
+
+        def step():
+            for part, factor in workload.passes(batch):
+                loss = workload.loss(model, part)
+                (loss * factor).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    repeated, traced = oomph.predict(workload), oomph.predict(setup)
+    assert [step.allocated for step in repeated.steps] == [step.allocated for step in traced.steps]
+    assert repeated.work.host_seconds == pytest.approx(traced.work.host_seconds, rel=0.01)
+
+
 def test_without_an_optimizer_there_is_no_state_and_gradients_stay():
     prediction = oomph.predict(linear_workload(optimizer=None))
     assert not made(prediction, stage="optimizer state")

@@ -21,9 +21,11 @@ import torch
 
 from oomph.errors import UserError
 from oomph.prediction.allocator import allocator_settings
+from oomph.prediction.isolation import without_collection
 from oomph.prediction.tracer.fake_cuda import DEVICE
+from oomph.prediction.tracer.fast_path import FastPath
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.prediction.tracer.work import Kernel
+from oomph.prediction.tracer.work import Kernel, KernelsMark
 from oomph.records import Event, Progress
 from oomph.torch_internals import FakeTensor, deterministic_algorithms, init_fake_process_group, tree_flatten
 from oomph.workload import Workload, check_loss
@@ -83,23 +85,21 @@ def _run_steps(
     batch = workload.make_batch(DEVICE)
     tracer.batch = batch
 
-    loss: Any = None  # alive until the next one takes its place, as in the loop that this stands for
-    repeated = _RepeatedPasses(tracer)
+    repeated = _RepeatedPasses(tracer, list(model.parameters()))
 
     def step(number: int) -> None:
-        nonlocal loss
         passes = workload.passes(batch)
         for index, (part, factor) in enumerate(passes):
             if repeated.repeat(index, part):
                 continue
             of = f" (part {index + 1} of {len(passes)})" if len(passes) > 1 else ""
             progress(f"step {number} of {steps}: forward{of}", _done(number, index / len(passes), steps))
-            with repeated.tracing(index, part):
+            with repeated.tracing(index, part, count=len(passes) > 1):
                 with tracer.in_phase("forward"), tracer.loss_after_model():
                     with workload.autocast_context("cuda"):
-                        loss = workload.loss(called, part)
-                    check_loss(loss)
-                    scaled = workload.scaled(loss, factor)
+                        repeated.set_loss(workload.loss(called, part))
+                    check_loss(repeated.loss)
+                    scaled = workload.scaled(repeated.loss, factor)
                 done = _done(number, (index + 0.3) / len(passes), steps)
                 progress(f"step {number} of {steps}: backward{of}", done)
                 scaled.backward()
@@ -122,39 +122,55 @@ def _run_steps(
 
 class _TracedPass(NamedTuple):
     events: Sequence[Event]
-    kernels: Sequence[Kernel]
+    kernels: KernelsMark
     requests: Sequence[tuple[int, str]]  # bytes and op of each allocation, without those of _FIRST_STEP_ONLY
     forward_requests: Sequence[tuple[int, str]]
+
+
+class _FirstPass(NamedTuple):
+    """A step's first pass that leaves its loss, gradients and no more. Workspaces are allocated once."""
+
+    forward: Sequence[Event]
+    backward: Sequence[Event]
+    loss: int  # its allocation
+    gradients: Mapping[int, torch.nn.Parameter]  # by their allocations
 
 
 class _RepeatedPasses:
     """Forward and backward passes of a Workload that repeat an earlier one: its events are recorded again.
 
-    The first pass of every step is traced. From the second on, gradients are accumulated, and all passes of
-    one shape are the same: one of them is traced, if its forward pass is that of the first.
+    The first passes of the first two steps are traced; that of the second step is not if the steps are known
+    to be the same, or if the first step's second pass had the same forward pass. From the second pass on,
+    gradients are accumulated, and all passes of one shape are the same: one of them is traced, if its forward
+    pass is that of the first.
     """
 
-    def __init__(self, tracer: Tracer) -> None:
-        self._tracer = tracer
+    def __init__(self, tracer: Tracer, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._tracer, self._parameters = tracer, parameters
+        self._fast_path = FastPath(tracer.fake_mode)
         self._first_passes: dict[Any, _TracedPass] = {}  # by the shapes of the batch
         self._accumulated_passes: dict[Any, _TracedPass] = {}
+        self._repeatable: dict[Any, _FirstPass | None] = {}
         self._repeated: dict[Any, bool] = {}  # whether the last pass of these shapes could be
         self.same_in_all_steps = tracer.log is None  # the first pass of every step, so far
+        self.loss: Any = None  # alive until the next one takes its place, as in the loop that this stands for
+        self._backward_begins = 0  # with which event
+
+    def set_loss(self, loss: Any) -> None:
+        self._backward_begins = len(self._tracer.recorder.events)
+        self.loss = loss
 
     @contextlib.contextmanager
-    def tracing(self, index: int, part: Any) -> Iterator[None]:
+    def tracing(self, index: int, part: Any, count: bool) -> Iterator[None]:
         tracer, work, key = self._tracer, self._tracer.work, _shapes(part)
-        counting, work.counting = work.counting, work.counting or index > 0
-        events, kernels, made = (
-            len(tracer.recorder.events),
-            len(work.kernels),
-            len(tracer.recorder.allocations),
-        )
+        counting, work.counting = work.counting, work.counting or count or tracer.same_steps
+        events, made = len(tracer.recorder.events), len(tracer.recorder.allocations)
+        kernels = work.mark()
         yield
         new = [each for each in tracer.recorder.allocations[made:] if each.kind not in _FIRST_STEP_ONLY]
         traced = _TracedPass(
             tracer.recorder.events[events:],
-            work.kernels[kernels:],
+            kernels.until_now(),
             [(each.bytes, _op(each)) for each in new],
             [(each.bytes, _op(each)) for each in new if each.during != "backward"],
         )
@@ -165,23 +181,68 @@ class _RepeatedPasses:
         before = self._first_passes.get(key)
         self.same_in_all_steps &= before is None or before.requests == traced.requests
         self._first_passes[key] = traced
+        if before is None:
+            self._repeatable[key] = self._first_pass(traced.events, self._backward_begins - events)
+
+    def _first_pass(self, events: Sequence[Event], backward_begins: int) -> _FirstPass | None:
+        recorder = self._tracer.recorder
+        loss = recorder.allocation_of(self.loss) if type(self.loss) is FakeTensor else None
+        gradients: dict[int, torch.nn.Parameter] = {}
+        for parameter, grad in ((each, each.grad) for each in self._parameters if each.grad is not None):
+            allocation = recorder.allocation_of(grad) if type(grad) is FakeTensor else None
+            layouts = ((each.stride(), each.dtype) for each in (parameter, grad))
+            if allocation is None or allocation.bytes != grad.nbytes or len(set(layouts)) > 1:
+                return None
+            gradients[allocation.id] = parameter
+        made = {event.id for event in events if event.action == "alloc"}
+        freed = {event.id for event in events if event.action == "free"}
+        left = made - freed
+        stay = {id for id in left if recorder.allocations[id].kind == "workspace"}
+        if loss is None or not freed <= made or left - stay != {loss.id, *gradients}:
+            return None
+        forward, backward = (
+            [event for event in half if event.id not in stay]
+            for half in (events[:backward_begins], events[backward_begins:])
+        )
+        return _FirstPass(forward, backward, loss.id, gradients)
 
     def repeat(self, index: int, part: Any) -> bool:
         """Record the events of an earlier pass, if this one would be the same."""
         key = _shapes(part)
         first, known = self._first_passes.get(key), self._accumulated_passes.get(key)
-        if index == 0 or first is None or known is None or not self.same_in_all_steps:
+        if first is None or not self.same_in_all_steps:
             return False
-        if first.forward_requests != known.forward_requests:
+        same_forward = known is not None and first.forward_requests == known.forward_requests
+        if index == 0:
+            found = self._repeatable.get(key) if same_forward or self._tracer.same_steps else None
+            if found is None or any(each.grad is not None for each in self._parameters):
+                return False
+            self._repeat_first(found)
+            known = first
+        elif known is None or not same_forward:
             return False
-        recorded = index < _RECORDED_PASSES and (index < 2 or index * len(known.events) < _RECORDED_EVENTS)
-        if recorded or key not in self._repeated:
-            self._repeated[key] = self._tracer.recorder.repeat(known.events, self._tracer.step, recorded)
-        if not self._repeated[key]:
-            return False
-        if self._tracer.work.counting:
-            self._tracer.work.kernels += known.kernels
+        else:
+            recorded = index < 2 or (
+                index < _RECORDED_PASSES and index * len(known.events) < _RECORDED_EVENTS
+            )
+            if recorded or key not in self._repeated:
+                self._repeated[key] = self._tracer.recorder.repeat(known.events, self._tracer.step, recorded)
+            if not self._repeated[key]:
+                return False
+        known.kernels.repeat()
         return True
+
+    @without_collection()
+    def _repeat_first(self, found: _FirstPass) -> None:
+        recorder, step, ids = self._tracer.recorder, self._tracer.step, dict[int, int]()
+        recorder.record_again(found.forward, step, ids)
+        storage = self.loss.untyped_storage()  # which stands for that of the new loss from here on
+        recorder.release(storage)
+        recorder.record_again(found.backward, step, ids)
+        recorder.watch(storage, recorder.allocations[ids[found.loss]])
+        for id, parameter in found.gradients.items():
+            parameter.grad = self._fast_path.empty(parameter.shape, parameter.stride(), parameter.dtype)
+            recorder.watch(parameter.grad.untyped_storage(), recorder.allocations[ids[id]])
 
 
 def _op(made: Any) -> str:

@@ -20,6 +20,7 @@ from oomph.torch_internals import (
     FakeTensorMode,
     OpOverload,
     PreserveDispatchKeyGuard,
+    disable_torch_function,
     make_subclass,
     set_meta_in_tls_dispatch_include,
 )
@@ -99,6 +100,11 @@ class FastPath:
         fake = make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=_CPU)
         fake.__dict__.update(self._attributes)
         return fake
+
+    def empty(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> FakeTensor:
+        """A fake tensor that is neither recorded nor counted."""
+        with disable_torch_function(), DisableTorchDispatch():
+            return self.wrap(torch.empty_strided(shape, stride, dtype=dtype, device=_META))
 
     def _plain(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not _all_fake(args):

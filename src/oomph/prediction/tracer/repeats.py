@@ -424,9 +424,7 @@ class RepeatedBlocks:
 
     def make(self, layout: _Layout) -> FakeTensor:
         """A fake tensor; the caller records its storage."""
-        with disable_torch_function(), DisableTorchDispatch():
-            meta = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-            return self._fast_path.wrap(meta)
+        return self._fast_path.empty(*layout)
 
     def _repeat(
         self, one: _Pass, module: nn.Module, path: str, input: torch.Tensor, args: Any, kwargs: Any

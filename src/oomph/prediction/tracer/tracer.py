@@ -256,6 +256,15 @@ class AllocationRecorder:
             return False
         if not record:
             return True
+        self.record_again(events, step, new_ids)
+        for id in left:  # the program holds the earlier tensor, which stands for the new one from here on
+            storage = held[self.allocations[id].description()].pop()()
+            if storage is not None:
+                self.watch(storage, self.allocations[new_ids[id]])
+        return True
+
+    def record_again(self, events: Sequence[Event], step: int, new_ids: dict[int, int]) -> None:
+        """Record the events with new allocations, whose ids are added to `new_ids`."""
         for action, id, label in events:
             if action == "alloc":
                 old = self.allocations[id]
@@ -268,11 +277,6 @@ class AllocationRecorder:
                 self.record_free(self.allocations[new_ids[id]])
             else:
                 self.events.append(Event(action, new_ids.get(id, id), label))
-        for id in left:  # the program holds the earlier tensor, which stands for the new one from here on
-            storage = held[self.allocations[id].description()].pop()()
-            if storage is not None:
-                self.watch(storage, self.allocations[new_ids[id]])
-        return True
 
     def close(self) -> None:
         """Stop recording frees: what is freed after the trace is not part of it."""
@@ -371,6 +375,7 @@ class Tracer:
         self.compile_seconds = 0.0
         self.blocks_repeated = False  # of a model, without being traced (repeats.py)
         self.reads = 0  # of values that may be guesses, by the program or for a size
+        self.same_steps = False  # the passes of a Workload's second step are known to be those of the first
         self.optimizers = 0  # that the program made
         self.optimizer_steps = 0  # so far, of all optimizers
         self.module_calls_at_update = -1  # that had completed when an optimizer last stepped
