@@ -56,7 +56,10 @@ class WorkloadProgram:
         self._predict: Callable[[Callable[[Workload], Workload]], Prediction] | None = None
 
     def predict(self) -> Prediction:
-        return _predict_before_forks(lambda: predict(self._workload, gpu=self._card, max=self._limit))
+        found = _predict_before_forks(lambda: predict(self._workload, gpu=self._card, max=self._limit))
+        first, second = (_requests(found, step) for step in (1, 2))
+        self._same_steps = first == second
+        return found
 
     def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
         """`search` predicts with fixes. The model is built for the first prediction alone."""
@@ -74,7 +77,7 @@ class WorkloadProgram:
         if self._predict is None:
             self._predict = self._predict_changed
             if autograd_runs_in_forks():
-                opened = model_built_once(self._workload, self._card, self._limit)
+                opened = model_built_once(self._workload, self._card, self._limit, self._same_steps)
                 self._predict = self._trace.enter_context(opened)
         predicted = self._predict
 
@@ -271,6 +274,15 @@ class ScriptProgram(_StoppedProgram):
         """Without the script's output, which the first prediction has shown."""
         run = functools.partial(run_silently, lambda progress: self._predict(script))
         return run_isolated(run, lambda text, fraction: None)
+
+
+def _requests(prediction: Prediction, step: int) -> list[tuple[int, str]]:
+    """Bytes and op of what the forward and backward passes of a step allocate. Workspaces stay."""
+    return [
+        (made.bytes, made.op)
+        for made in prediction.allocations
+        if made.step == step and made.during != "optimizer step" and made.kind != "workspace"
+    ]
 
 
 def _predict_before_forks(run: Callable[[], Prediction]) -> Prediction:
