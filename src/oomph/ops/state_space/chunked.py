@@ -16,20 +16,16 @@ the current and the previous token are two views of one buffer. In the forward d
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from oomph.ops.state_space.arguments import PerInput, ScanInputs, ScanOptions, ScanSizes, state_dtype
-from oomph.units import KiB, MiB
+from oomph.units import MiB
 
 # One buffer of states [K, B, d, n]: small enough for a CPU's cache; on a GPU larger, for fewer launches.
 _BUFFER_BYTES = {"cpu": 8 * MiB, "cuda": 32 * MiB}
-# Below this size of one token's states [B, d, n], the overhead of an operation exceeds its run time.
-_SMALL_STATE = 32 * KiB
-_SEGMENTS = 8
 _NAMES = PerInput._fields
 
 
@@ -205,22 +201,9 @@ def _chunk_backward(
 
 def _scan(decays_KBdn: Tensor, values_KBdn: Tensor, initial_Bdn: Tensor, reverse: bool) -> Tensor:
     """values_t += decays_t * (the value of the token before it in scan order), in place; returns the last."""
-    count = len(values_KBdn)
-    state_bytes = initial_Bdn.numel() * initial_Bdn.element_size()
-    if count % _SEGMENTS or count == _SEGMENTS or state_bytes > _SMALL_STATE:
-        state = initial_Bdn
-        for t in _order(count, reverse):
-            state = values_KBdn[t].addcmul_(decays_KBdn[t], state)
-        return state
-    # Small states: segments of count / _SEGMENTS tokens are scanned side by side, then linked.
-    segments = values_KBdn.unflatten(0, (_SEGMENTS, -1))
-    products = decays_KBdn.clone().unflatten(0, (_SEGMENTS, -1))
-    for before, now in pairwise(_order(segments.shape[1], reverse)):
-        segments[:, now].addcmul_(products[:, now], segments[:, before])
-        products[:, now].mul_(products[:, before])
     state = initial_Bdn
-    for segment in _order(_SEGMENTS, reverse):
-        state = segments[segment].addcmul_(products[segment], state)[0 if reverse else -1]
+    for t in _order(len(values_KBdn), reverse):
+        state = values_KBdn[t].addcmul_(decays_KBdn[t], state)
     return state
 
 
