@@ -27,10 +27,8 @@ from oomph.ops.mlp.weights import MLPWeights, activate
 
 _KERNELS = Kernels("oomph.ops.mlp.kernels")
 _KERNEL_BLOCK = 1024
-# Elements that plain torch handles at a time: its temporaries have this size. On a CPU they stay in the last
-# cache; with far smaller ones the start of each operation costs more than its work.
-_ELEMENTS = {"cpu": 1 << 18}
-_ELEMENTS_ELSEWHERE = 1 << 22
+# Elements that plain torch handles at a time: its temporaries have this size.
+_ELEMENTS = 1 << 20
 # Tokens cast at a time where a half-precision product is summed in fp32 on a CPU.
 _CAST_TOKENS = 512
 
@@ -302,21 +300,16 @@ def _launch(name: str, config: TiledMLPConfig, gate: Tensor | None, *buffers: Te
 
 def _flat_parts(gate: Tensor | None, up: Tensor, *others: Tensor) -> Iterator[tuple[Any, ...]]:
     """The buffers, flat, in parts of equal bounds; None stays None."""
-    size = _ELEMENTS.get(up.device.type, _ELEMENTS_ELSEWHERE)
     flat = [None if each is None else each.view(-1) for each in (gate, up, *others)]
-    for start in range(0, up.numel(), size):
-        yield tuple(None if each is None else each[start : start + size] for each in flat)
+    for start in range(0, up.numel(), _ELEMENTS):
+        yield tuple(None if each is None else each[start : start + _ELEMENTS] for each in flat)
 
 
 def _value_and_slope_times(activation: str, z: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
     """act(z) and act'(z) * grad."""
-    if activation == "silu":
-        # Value and slope share the exponential, which is most of the cost on a CPU.
-        sigmoid = torch.sigmoid(z)
-        value = z * sigmoid
-        slope = torch.addcmul(sigmoid, value, 1 - sigmoid)
-        return value, slope.mul_(grad)
     value = activate(activation, z)
+    if activation == "silu":
+        return value, torch.ops.aten.silu_backward(grad, z)
     if activation == "relu":
         return value, torch.ops.aten.threshold_backward(grad, z, 0)
     approximate = "tanh" if activation == "gelu_tanh" else "none"
