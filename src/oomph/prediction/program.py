@@ -25,7 +25,7 @@ from oomph.prediction.isolation import without_collection
 from oomph.prediction.tracer.fake_cuda import DEVICE
 from oomph.prediction.tracer.fast_path import FastPath
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.prediction.tracer.work import Kernel, KernelsMark
+from oomph.prediction.tracer.work import KernelsMark
 from oomph.records import Event, Progress
 from oomph.torch_internals import FakeTensor, deterministic_algorithms, init_fake_process_group, tree_flatten
 from oomph.workload import Workload, check_loss
