@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmarks.diagnosis import training_loops
+from benchmarks.diagnosis import training_loops, unseen
 from benchmarks.diagnosis.__main__ import planted
 from torch import nn
 
@@ -22,7 +22,11 @@ from oomph.records import Alive, Allocation, Peak, Prediction
 from oomph.report.diagnosis import diagnosis_text
 from oomph.report.terminal import report_console
 
-PLANTED = {name: (pattern, lines) for name, pattern, lines in planted("training_loops")}
+PLANTED = {
+    name: (getattr(module, name), pattern, lines)
+    for module in (training_loops, unseen)
+    for name, pattern, lines in planted(module.__name__.rpartition(".")[2])
+}
 MiB = 2**20
 
 
@@ -34,11 +38,12 @@ MiB = 2**20
         "running_loss_with_retain_graph",
         "evaluation_with_gradients",
         "gradients_accumulated_by_hand",
+        "gradients_cloned",
     ],
 )
 def test_planted_cause_is_first(name):
-    pattern, lines = PLANTED[name]
-    diagnosis = oomph.diagnose(getattr(training_loops, name))
+    program, pattern, lines = PLANTED[name]
+    diagnosis = oomph.diagnose(program)
     cause = diagnosis.findings[0]
     assert cause.pattern == pattern
     assert cause.sites[0].line in lines

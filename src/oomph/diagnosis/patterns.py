@@ -397,7 +397,8 @@ class PeakAnalysis:
 
     @cached_property
     def shaped_like_parameters(self) -> frozenset[int]:
-        """Tensors of one line that outlast a step and have the shapes of half the parameters or more."""
+        """Tensors of one line that outlast a step, or are made from gradients between backward pass and
+        update, and have the shapes of half the parameters or more."""
         known = [one for one in self.parameters if one.id not in self.copies_of_model]
         named = [one for one in known if one.module] or known
         shapes = {one.shape for one in named}
@@ -406,7 +407,11 @@ class PeakAnalysis:
         for one in self.alive:
             unnamed = one.kind == "parameter" and not one.module
             if one.shape in shapes and (
-                unnamed or (one.kind not in _KINDS_OF_MODEL and self.outlives_pass(one))
+                unnamed
+                or (
+                    one.kind not in _KINDS_OF_MODEL
+                    and (self.outlives_pass(one) or (one.kind == "activation" and self.is_of_gradient(one)))
+                )
             ):
                 lines[one.site].append(one)
         return frozenset(
@@ -416,12 +421,15 @@ class PeakAnalysis:
     def is_like_parameter(self, one: Allocation) -> bool:
         return one.id in self.shaped_like_parameters
 
-    def holds_gradients(self, one: Allocation) -> bool:
+    def is_of_gradient(self, one: Allocation) -> bool:
         source = self.parent(one)
+        return source is not None and source.kind == "gradient"
+
+    def holds_gradients(self, one: Allocation) -> bool:
         text = linecache.getline(one.site.file, one.site.line) if one.site else ""
         return (
             base_op(one.op) in _FILLS
-            or (source is not None and source.kind == "gradient")
+            or self.is_of_gradient(one)
             or (".grad" in text and "requires_grad" not in text)
         )
 
