@@ -198,7 +198,7 @@ class Logits(Expression):
             return NotImplemented
         if name in ("cross_entropy", "nll_loss"):
             self.check_unchanged()
-            loss = (_cross_entropy if name == "cross_entropy" else _nll_loss)(self, *rest, **options)
+            loss = _loss(self, *rest, **options) if self.normalized == (name == "nll_loss") else None
             return NotImplemented if loss is None else loss
         name = "mT" if func == Tensor.mT.__get__ else name  # type: ignore[attr-defined]
         if name not in _STEPS and name not in _RESHAPES and name not in _PERMUTATIONS:
@@ -343,7 +343,7 @@ _STEPS: dict[str, Callable[..., Changes]] = {
 _EXACT = 1e-12  # a soft cap divides and multiplies: 1 / 30 * 30 need not be 1
 
 
-def _cross_entropy(
+def _loss(
     logits: Logits,
     target: Any,
     weight: Tensor | None = None,
@@ -353,40 +353,15 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | None:
-    """As F.cross_entropy; None where the logits are needed, and for errors, which torch reports."""
-    if size_average is not None or reduce is not None or logits.normalized:
+    """As F.cross_entropy, or F.nll_loss of a log-softmax; None where the logits are needed, and for errors,
+    which torch reports."""
+    if size_average is not None or reduce is not None:
         return None
-    return _loss(logits, target, weight, ignore_index, reduction, label_smoothing)
-
-
-def _nll_loss(
-    logits: Logits,
-    target: Any,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-) -> Tensor | None:
-    """As F.nll_loss of a log-softmax."""
-    if size_average is not None or reduce is not None or not logits.normalized:
-        return None
-    return _loss(logits, target, weight, ignore_index, reduction, 0.0)
-
-
-def _loss(
-    logits: Logits,
-    target: Any,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-) -> Tensor | None:
     hidden, factor = logits.hidden, logits.factor
     bias: Tensor | None = logits.bias
     if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
         return None
-    if target.device != hidden.device or not _takes_class_weight(logits, class_weight):
+    if target.device != hidden.device or not _takes_class_weight(logits, weight):
         return None
     if reduction not in REDUCTIONS or type(ignore_index) is not int or not 0.0 <= label_smoothing <= 1.0:
         return None
@@ -409,7 +384,7 @@ def _loss(
                 ignore_index=ignore_index,
                 label_smoothing=float(label_smoothing),
                 softcap=cap,
-                class_weight=class_weight,
+                class_weight=weight,
                 accumulate_into_grad=logits.accumulate_into_grad and can_accumulate_into_grad(logits.weight),
                 memory_budget=logits.memory_budget,
             )
