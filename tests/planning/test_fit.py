@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,11 +35,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: Sequence[nn.Module] = (), vocab: int = 4096, width: int = 32) -> None:
         super().__init__()
-        self.embed = nn.Embedding(4096, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(6))
-        self.head = nn.Linear(32, 4096, bias=False)
+        self.embed = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(blocks or [Block() for _ in range(6)])
+        self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -230,22 +230,28 @@ def test_a_set_that_fits_because_cached_memory_is_released_is_found(monkeypatch:
     assert plan.after.slowdown < 1.04  # the fastest set that reserves less takes 1.044
 
 
+class EagerAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (16, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        weights = torch.softmax(q @ k.transpose(-1, -2) / 4, -1, dtype=torch.float32).to(q.dtype)
+        return x + self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.usefixtures("in_process")
 def test_memory_that_two_fixes_add_is_not_multiplied() -> None:
     """Without the attention matrices the peak is where the logits are alive: 8 bytes there before, hundreds
     of MiB after, and with other fixes, too. Multiplied, that is terabytes, and no cheap set seems to fit."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5, "num_attention_heads": 16}
-    config = transformers.LlamaConfig(vocab_size=32000, attn_implementation="eager", **sizes)
     workload = oomph.Workload(
-        model=lambda: transformers.LlamaForCausalLM(config),
-        batch=lambda device: dict.fromkeys(
-            ("input_ids", "labels"), torch.zeros(1, 4096, dtype=torch.long, device=device)
-        ),
-        loss=lambda model, batch: model(**batch).loss,
+        model=lambda: Model([EagerAttention() for _ in range(5)], 32000, 256),
+        batch=lambda device: torch.zeros(1, 4096, dtype=torch.long, device=device),
+        loss=lambda model, ids: nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten()),
         dtype="bfloat16",
     )
-    reserved = oomph.predict(workload, gpu="h200").peak.reserved
-    plan = oomph.fit(workload, gpu="h200", max=int(0.4 * reserved))
+    plan = oomph.fit(workload, gpu="h200", max="4.5GiB")
     assert plan.fits
-    assert plan.after.slowdown < 0.6
+    assert plan.after.slowdown < 0.3
     assert "optimizer_cpu_offload" not in [use.fix for use in plan.fixes]
