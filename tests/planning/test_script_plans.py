@@ -17,6 +17,7 @@ import oomph
 from oomph.cli.main import run
 from oomph.fixes import uses_of
 from oomph.fixes.scripts import ModelChange, on_each_optimizer
+from oomph.planning import read_plan
 from oomph.report.fixes import plan_text
 from oomph.report.terminal import report_console
 
@@ -62,33 +63,6 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def test_a_plan_for_a_script_fits_and_is_what_predict_says(script: str) -> None:
-    given = oomph.Script(script, ("cuda", "65536"))
-    before = oomph.predict(given, gpu="h200").peak.reserved
-    plan = oomph.fit(given, gpu="h200", max=before * 8 // 10)
-    assert plan.fits
-    assert [use.fix for use in plan.fixes] == ["activation_offloading", "fused_optimizer"]
-    assert plan.model.startswith("Model, ")
-
-
-def test_a_function_with_a_loop_of_its_own_is_fitted_too() -> None:
-    def train() -> None:
-        blocks = [nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64)) for _ in range(3)]
-        model = nn.Sequential(*blocks).to("cuda")
-        optimizer = torch.optim.SGD(model.parameters())
-        x = torch.randn(65536, 64, device="cuda")
-        for _ in range(3):
-            model(x).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    before = oomph.predict(train).peak.reserved
-    plan = oomph.fit(train, gpu="h200", max=before * 8 // 10)
-    assert plan.fits
-    assert [use.fix for use in plan.fixes] == ["activation_checkpointing"]
-    assert plan.after.peak.reserved < before
-
-
 def test_the_script_runs_with_a_fix_and_computes_the_same(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +86,11 @@ def test_a_module_for_torchrun_is_fitted_and_run(
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setattr(sys, "path", sys.path.copy())
     target = ["--torchrun", "-m", "package_of_script.train"]
-    assert run(["fit", *target, "--max", "400MiB", "--plan", "plan.json", "--", "cuda", "65536"]) == 0
+    assert run(["fit", *target, "--max", "600MiB", "--plan", "plan.json", "--", "cuda", "65536"]) == 0
+    plan = read_plan(Path("plan.json"))
+    assert plan.fits
+    assert [use.fix for use in plan.fixes] == ["activation_offloading", "fused_optimizer"]
+    assert plan.model.startswith("Model, ")
     run_words = ["run", "--plan", "plan.json", *target, "--"]
     assert f"oomph {' '.join(run_words)} cuda 65536\n" in capsys.readouterr().out
     assert run([*run_words, "cpu", "64"]) == 0
