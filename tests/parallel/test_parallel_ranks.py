@@ -38,14 +38,12 @@ SYSTEMS: dict[str, Any] = {
     ),
 }
 TWO_RANKS = (
-    *(("longctx", name) for name in ("ddp", "fsdp2:reshard_after_forward=false", "tp", "cp")),
-    *(("hatchling", name) for name in ("fsdp2:cpu_offload=true", "tp", "cp")),
-    *(("pythia", name) for name in ("ddp", "tp")),
-    *(("tied", "tp"), ("nsa", "cp"), ("kda", "cp")),
+    *(("longctx", "fsdp2:reshard_after_forward=false"), ("pythia", "ddp"), ("tied", "tp")),
+    *(("hatchling", "fsdp2:cpu_offload=true"), ("hatchling", "tp"), ("nsa", "cp"), ("kda", "cp")),
 )
 FOUR_RANKS = (
-    *(("longctx", name) for name in ("fsdp2:cp=2", "fsdp2:tp=2", "cp")),
-    *(("hatchling", "ddp:cp=2"), ("pythia", "fsdp2"), ("pythia", "fsdp2:tp=2")),
+    *(("longctx", "fsdp2:cp=2"), ("longctx", "fsdp2:tp=2"), ("longctx", "cp")),
+    *(("hatchling", "ddp:cp=2"), ("pythia", "fsdp2:tp=2")),
 )
 
 

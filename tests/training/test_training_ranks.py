@@ -33,9 +33,8 @@ SYSTEMS: dict[str, tuple[str, ...]] = {
     "ginr": SAME,
 }
 RUNS = (
-    *(("longctx", text) for text in ("parallel.tp=2", "parallel.cp=2")),
-    *(("pythia", text) for text in ("parallel.data=ddp", "parallel.data=fsdp2")),
-    *(("ginr", text) for text in ("parallel.data=fsdp2",)),
+    *(("longctx", "parallel.tp=2"), ("longctx", "parallel.cp=2")),
+    *(("pythia", "parallel.data=ddp"), ("ginr", "parallel.data=fsdp2")),
 )
 
 
