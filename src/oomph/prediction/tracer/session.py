@@ -39,7 +39,12 @@ from oomph.prediction.tracer.placement import PlacementMode, install_default_dev
 from oomph.prediction.tracer.repeats import RepeatedBlocks, RepeatedCalls
 from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
-from oomph.prediction.tracer.work import CHECKPOINT_HOOKS, FUNCTION_HOOKS, OOMPH_OP_HOOKS
+from oomph.prediction.tracer.work import (
+    CHECKPOINT_HOOKS,
+    FUNCTION_HOOKS,
+    OOMPH_OP_HOOKS,
+    OPTIMIZER_STEP_HOOKS,
+)
 from oomph.prediction.tracer.workers import install_workers
 from oomph.torch_internals import (
     FakeTensor,
@@ -411,7 +416,8 @@ def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMod
         return called
 
     def push_hooks(pack: Any, unpack: Any) -> Any:
-        if getattr(pack, "__module__", "") == "torch.utils.checkpoint":
+        of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+        if of_checkpoint and not tracer.in_autograd_thread():
             tracer.work.count_hooks(CHECKPOINT_HOOKS)
         return push(as_program(pack), as_program(unpack))
 
@@ -481,6 +487,7 @@ def _follow_optimizers(patches: Patches, tracer: Tracer) -> None:
             tracer.guard.call("gradients' label", name, label, lambda: None)
         running.append(tracer.in_phase("optimizer"))
         running[-1].__enter__()
+        tracer.work.count_hooks(OPTIMIZER_STEP_HOOKS)
         given = {**kwargs, "closure": as_forward(kwargs["closure"])} if "closure" in kwargs else kwargs
         return (*args[:1], *map(as_forward, args[1:2]), *args[2:]), given
 
