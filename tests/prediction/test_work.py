@@ -15,7 +15,13 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import oomph
 from oomph import Workload, gpus
 from oomph.prediction.tracer.session import tracing
-from oomph.prediction.tracer.work import CALIBRATED, CHECKPOINT_HOOKS, MODE_HOOKS, Kernel
+from oomph.prediction.tracer.work import (
+    CALIBRATED,
+    CHECKPOINT_HOOKS,
+    MODE_HOOKS,
+    OPTIMIZER_STEP_HOOKS,
+    Kernel,
+)
 from oomph.records import Work
 from oomph.units import MiB
 
@@ -206,8 +212,25 @@ def test_hooks_on_saved_tensors_and_modes_take_the_hosts_time():
     policy = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     assert hooks(lambda layer, x: layer(x)) == 0
     # The input and the weight: saved, saved again in the recomputation, taken.
-    assert hooks(checkpointed) == 2 * CHECKPOINT_HOOKS + 3 * 2
+    assert hooks(checkpointed) == CHECKPOINT_HOOKS + 3 * 2
     assert hooks(partial(checkpointed, context_fn=policy)) >= hooks(checkpointed) + 2 * MODE_HOOKS
+
+
+def test_every_call_of_an_optimizers_step_takes_the_hosts_time():
+    def program(calls: int) -> Callable[[], Any]:
+        parameters = [nn.Parameter(on_gpu(16)) for _ in range(4)]
+        share = 4 // calls
+        optimizers = [torch.optim.SGD(parameters[i * share : (i + 1) * share]) for i in range(calls)]
+
+        def step() -> None:
+            sum(p.sum() for p in parameters).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+
+        return step
+
+    one, four = (sum(k.host_hooks for k in kernels_of(partial(program, calls))) for calls in (1, 4))
+    assert (one, four) == (OPTIMIZER_STEP_HOOKS, 4 * OPTIMIZER_STEP_HOOKS)
 
 
 def test_the_optimizer_goes_over_parameters_gradients_and_states_in_few_launches(linear):
