@@ -66,6 +66,16 @@ def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predic
     assert "not real" in script.notes[0].text
 
 
+def test_a_last_step_that_is_known_to_be_the_same_is_not_run(predicted, capfd) -> None:
+    traced = predicted(ENDLESS)
+    assert capfd.readouterr().out.count("loss") == 2
+    repeated = predicted(ENDLESS, same_steps=True)
+    assert capfd.readouterr().out.count("loss") == 1
+    assert repeated.events == traced.events
+    assert repeated.steps == traced.steps
+    assert repeated.step_seconds == traced.step_seconds
+
+
 def test_a_line_of_a_library_names_the_line_that_calls_it(predicted, tmp_path: Path, capfd) -> None:
     (tmp_path / "site-packages").mkdir()
     (tmp_path / "site-packages" / "library.py").write_text("def loss(model, x):\n    return model(x).sum()\n")

@@ -57,8 +57,7 @@ class WorkloadProgram:
 
     def predict(self) -> Prediction:
         found = _predict_before_forks(lambda: predict(self._workload, gpu=self._card, max=self._limit))
-        first, second = (_requests(found, step) for step in (1, 2))
-        self._same_steps = first == second
+        self._same_steps = _requests(found, 1) == _requests(found, 2)
         return found
 
     def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
@@ -230,6 +229,9 @@ class ScriptProgram(_StoppedProgram):
     def predict(self) -> Prediction:
         found = self._predict(self._script)
         self._is_compiled = found.compile_seconds > 0
+        last = self._script.steps
+        if _requests(found, last - 1) == _requests(found, last):
+            self._script = replace(self._script, same_steps=True)
         return found
 
     def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:

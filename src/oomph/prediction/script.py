@@ -46,6 +46,7 @@ class Script:
     ranks: int = 1
     # Called with each optimizer that it makes, or with the first model that it trains before any.
     on_optimizer: Callable[[Any], None] | None = None
+    same_steps: bool = False  # its last step is known to be like the one before, and is not run
 
     @property
     def name(self) -> str:
@@ -153,6 +154,7 @@ class _ScriptSteps:
         self._counts: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self._most = 0  # steps of one optimizer, which may be gone
         self._updates = 0  # of parameters, without an optimizer
+        self._first_event = 0  # of the step
         self._model_found = False
         self._first_call: Any = None
         if script.on_optimizer is not None:
@@ -163,6 +165,7 @@ class _ScriptSteps:
         tracer.step = number
         tracer.work.begin(counting=number <= self._script.steps)  # later ones wait for another optimizer
         tracer.recorder.mark(f"step {number}")
+        self._first_event = len(tracer.recorder.events)
         self._progress(f"running {self._script.name}: step {number} of {self._script.steps}", None)
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
@@ -193,7 +196,10 @@ class _ScriptSteps:
                 )
             self._end()
         if is_complete:
+            recorder, events = self._tracer.recorder, self._tracer.recorder.events[self._first_event :]
             self.begin(most + 1)
+            if self._script.same_steps and 1 < most == wanted - 1 and recorder.repeat(events, wanted):
+                self._end()
 
     def updated(self) -> None:
         """A parameter was written after a backward pass, by the program itself."""
