@@ -3,18 +3,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import random
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode as get_current_dispatch_mode
 
 import oomph
 from oomph.errors import ProgramError, UserError
@@ -236,56 +238,55 @@ def test_what_a_program_sets_ends_with_it() -> None:
     assert state() == before
 
 
-def test_threads_and_interrupts(folder: Path) -> None:
+def _threads_and_interrupts(rank: int, port: int, interrupted: Any) -> None:
+    torch.set_num_threads(2)
+    torch.randn(10**6).exp()
+
+    def sets_threads() -> None:
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(4)
+        assert torch.get_num_threads() == 4
+        torch.randn(40000).exp().sum()
+        torch.empty(3, device="cuda")
+
+    oomph.predict(sets_threads)
+    assert torch.get_num_threads() == 2
+
+    def program() -> Callable[[], None]:
+        model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)]).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step() -> None:
+            Path("weights.pt").write_text("x")
+            model(torch.randn(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    moments = random.Random(0)
+    for _ in range(10):
+        timer = threading.Timer(moments.uniform(0, 0.12), lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            oomph.predict(program)
+            timer.join()
+            time.sleep(0.01)
+        except KeyboardInterrupt:
+            interrupted.value += 1
+        assert not torch.cuda.is_available() or os.path.exists("/dev/nvidia0")
+        assert type(torch.ones(2)) is torch.Tensor
+        assert float(torch.ones(2).sum()) == 2.0
+        assert get_current_dispatch_mode() is None
+
+
+def test_threads_and_interrupts(folder: Path, run_ranks: Callable[..., None]) -> None:
     """In a process of its own: a forked child would wait for its OpenMP threads, and SIGINT comes at ten
     moments of a prediction."""
-    script = """
-import os, random, signal, threading, time
-import torch, oomph
-
-torch.set_num_threads(2)
-torch.randn(10**6).exp()
-
-def sets_threads():
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(4)
-    assert torch.get_num_threads() == 4
-    torch.randn(40000).exp().sum()
-    torch.empty(3, device="cuda")
-
-oomph.predict(sets_threads)
-assert torch.get_num_threads() == 2
-
-def program():
-    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)]).to("cuda")
-    optimizer = torch.optim.AdamW(model.parameters())
-    def step():
-        open("weights.pt", "w").write("x")
-        model(torch.randn(8, 64, device="cuda")).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return step
-
-random.seed(0)
-interrupted = 0
-for _ in range(10):
-    timer = threading.Timer(random.uniform(0, 0.12), lambda: os.kill(os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        oomph.predict(program)
-        timer.join()
-        time.sleep(0.01)
-    except KeyboardInterrupt:
-        interrupted += 1
-    assert not torch.cuda.is_available() or os.path.exists("/dev/nvidia0")
-    assert type(torch.ones(2)) is torch.Tensor and float(torch.ones(2).sum()) == 2.0
-    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
-print(interrupted)
-"""
     before = folder_in(folder)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) >= 3
+    interrupted = multiprocessing.Value("i", 0)
+    run_ranks(_threads_and_interrupts, 1, interrupted)
+    assert interrupted.value >= 3
     assert folder_in(folder) == before
 
 
