@@ -43,6 +43,7 @@ def fsdp2() -> Prediction:
     return on_ranks("fsdp2", 64)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_fsdp2_holds_a_shard_of_everything_and_gathers_blocks(fsdp2):
     held = dict(fsdp2.by_stage())
     assert held["optimizer state"] < 2 * PARAMETERS / 64 * 1.2
@@ -54,6 +55,7 @@ def test_fsdp2_holds_a_shard_of_everything_and_gathers_blocks(fsdp2):
     assert "optimizer state" not in dict(offloaded.by_stage())
 
 
+@pytest.mark.usefixtures("in_process")
 def test_a_thousand_ranks(fsdp2):
     many = on_ranks("fsdp2", 1024)
     assert many.ranks == 1024
@@ -71,6 +73,7 @@ def test_what_a_rank_sends_and_nccl_are_listed_apart(fsdp2):
     assert any("the first of 64 ranks" in note.text for note in fsdp2.notes)
 
 
+@pytest.mark.usefixtures("in_process")
 def test_ddp_holds_buckets_and_reduces_gradients():
     # The peak is in the loss, before any gradient.
     workload = replace(WORKLOAD, loss=lambda model, batch: model(batch).repeat(4096, 1).square().mean())
@@ -152,6 +155,7 @@ def test_a_script_for_torchrun(tmp_path, capfd):
     assert "init_process_group" in assumed.text
 
 
+@pytest.mark.usefixtures("in_process")
 def test_how_many_cards_are_needed():
     (alone,) = ranks_needed(WORKLOAD, "24GiB", None, lambda text, fraction: None)
     assert (alone.ranks, alone.fits, alone.sent) == (1, True, 0)
