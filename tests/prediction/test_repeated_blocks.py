@@ -72,12 +72,11 @@ def train(model: nn.Module, batches: int = 1, steps: int = 2, autocast: bool = F
 
 def several_models() -> None:
     train(Model(), batches=2)
-    train(Model(), autocast=True)
     train(Checkpointed())
     frozen = Model()
     for block in frozen.blocks:
         block.up.requires_grad_(False)
-    train(frozen)
+    train(frozen, autocast=True)
     partly = Model()
     partly.blocks.extend(Block(BLOCKS + index) for index in range(BLOCKS))
     oomph.apply({"fix": "activation_checkpointing", "options": {"blocks": FIRST}}, partly)
