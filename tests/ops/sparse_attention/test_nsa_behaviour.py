@@ -62,17 +62,10 @@ def over_inputs(tokens, heads=16, key_heads=4, width=64, compress="mean", backwa
             kind = learned(weight)
             tensors.append(weight)
         assert explain(nsa, *tensors[:6], compress=kind, **options).impl == options.get("impl", "triton")
-
-        def step():
-            if not backward:
-                with torch.no_grad():
-                    nsa(*tensors[:6], compress=kind, **options)
-                return
-            nsa(*tensors[:6], compress=kind, **options).backward(grad)
-            for tensor in tensors:
-                tensor.grad = None
-
-        return step
+        with torch.set_grad_enabled(backward):
+            found = nsa(*tensors[:6], compress=kind, **options)
+        if backward:
+            found.backward(grad)
 
     peak = oomph.predict(target, gpu="h200").peak.allocated
     inputs = tokens * (2 * heads * width + 2 * key_heads * width + 3 * heads) * 2
