@@ -208,7 +208,7 @@ def test_it_is_stopped_where_another_optimizer_steps_no_more() -> None:
 
 def test_the_time_of_an_own_loop_is_that_of_a_step() -> None:
     def returned() -> Callable[[], None]:
-        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(60))).cuda()
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(40))).cuda()
         optimizer = torch.optim.Adam(model.parameters())
 
         def step() -> None:
@@ -220,7 +220,7 @@ def test_the_time_of_an_own_loop_is_that_of_a_step() -> None:
 
     once, often, as_step = (
         oomph.predict(each, gpu="h200").step_seconds
-        for each in (lambda: own_loop(3), lambda: own_loop(8), returned)
+        for each in (lambda: own_loop(3, layers=40), lambda: own_loop(5, layers=40), returned)
     )
     assert once == pytest.approx(often, rel=0.01)
     assert once == pytest.approx(as_step, rel=0.01)
@@ -325,37 +325,29 @@ def lines_of(prediction: Prediction) -> list[str]:
 TOKENS, WIDTH, EXPERTS = 4096, 256, 8
 
 
-def mixture_of_experts() -> Callable[[], None]:
+def mixture_of_experts() -> None:
     experts = nn.ModuleList(
         nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         for _ in range(EXPERTS)
     ).cuda()
     router = nn.Linear(WIDTH, EXPERTS).cuda()
-
-    def step() -> None:
-        x = torch.randn(TOKENS, WIDTH, device="cuda")
-        weights, chosen = router(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for index, expert in enumerate(experts):
-            token, nth = torch.where(chosen == index)
-            out.index_add_(0, token, expert(x[token]) * weights[token, nth, None])
-        out.square().mean().backward()
-
-    return step
+    x = torch.randn(TOKENS, WIDTH, device="cuda")
+    weights, chosen = router(x).softmax(-1).topk(2)
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(experts):
+        token, nth = torch.where(chosen == index)
+        out.index_add_(0, token, expert(x[token]) * weights[token, nth, None])
+    out.square().mean().backward()
 
 
-def dense() -> Callable[[], None]:
+def dense() -> None:
     """Twice as many tokens through one expert: the activations of a balanced router."""
     experts = nn.ModuleList(
         nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         for _ in range(EXPERTS)
     ).cuda()
-
-    def step() -> None:
-        x = torch.randn(2 * TOKENS // EXPERTS, WIDTH, device="cuda")
-        sum(expert(x).square().mean() for expert in experts).backward()
-
-    return step
+    x = torch.randn(2 * TOKENS // EXPERTS, WIDTH, device="cuda")
+    sum(expert(x).square().mean() for expert in experts).backward()
 
 
 def test_each_expert_gets_its_share_and_the_interval_holds_an_unbalanced_router() -> None:
