@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check 
 DEMO_TARGET ?= examples/gpt2.py:workload
 DEMO_GPU ?= rtx3090
 PYTEST_ARGS ?=
-# Two files of tests at a time; each process computes with one thread.
+# Two files of tests at a time; each process computes with one thread and keeps the modules that it compiles.
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
@@ -71,7 +71,7 @@ site: $(STAMP)
 
 tests: $(STAMP)
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Fails where a prediction leaves its bounds, or differs from the committed row of the same torch release.
 accuracy: $(STAMP)
