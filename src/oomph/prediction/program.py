@@ -94,7 +94,7 @@ def _run_steps(
                 continue
             of = f" (part {index + 1} of {len(passes)})" if len(passes) > 1 else ""
             progress(f"step {number} of {steps}: forward{of}", _done(number, index / len(passes), steps))
-            with repeated.tracing(index, part, count=len(passes) > 1):
+            with repeated.tracing(index, part, accumulated=len(passes) > 1):
                 with tracer.in_phase("forward"), tracer.loss_after_model():
                     with workload.autocast_context("cuda"):
                         repeated.set_loss(workload.loss(called, part))
@@ -161,9 +161,10 @@ class _RepeatedPasses:
         self.loss = loss
 
     @contextlib.contextmanager
-    def tracing(self, index: int, part: Any, count: bool) -> Iterator[None]:
+    def tracing(self, index: int, part: Any, accumulated: bool) -> Iterator[None]:
         tracer, work, key = self._tracer, self._tracer.work, _shapes(part)
-        counting, work.counting = work.counting, work.counting or count or tracer.same_steps
+        may_repeat = accumulated or tracer.same_steps
+        counting, work.counting = work.counting, work.counting or may_repeat
         events, made = len(tracer.recorder.events), len(tracer.recorder.allocations)
         kernels = work.mark()
         yield
@@ -181,7 +182,7 @@ class _RepeatedPasses:
         before = self._first_passes.get(key)
         self.same_in_all_steps &= before is None or before.requests == traced.requests
         self._first_passes[key] = traced
-        if before is None:
+        if before is None and may_repeat:
             self._repeatable[key] = self._first_pass(traced.events, self._backward_begins - events)
 
     def _first_pass(self, events: Sequence[Event], backward_begins: int) -> _FirstPass | None:

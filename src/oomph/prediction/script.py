@@ -197,8 +197,9 @@ class _ScriptSteps:
             self._end()
         if is_complete:
             recorder, events = self._tracer.recorder, self._tracer.recorder.events[self._first_event :]
+            repeats = self._script.same_steps and 1 < min(self._counts.values()) == wanted - 1
             self.begin(most + 1)
-            if self._script.same_steps and 1 < most == wanted - 1 and recorder.repeat(events, wanted):
+            if repeats and recorder.repeat(events, wanted):
                 self._end()
 
     def updated(self) -> None:
