@@ -15,6 +15,7 @@ import oomph
 from oomph.cli import measure
 from oomph.cli.main import run
 from oomph.measurement.oplog import OpRow
+from oomph.prediction import isolation
 from oomph.records import Measurement, Peak
 
 STEP = oomph.Workload(
@@ -81,7 +82,10 @@ def test_a_script_is_measured_for_five_steps_in_a_process_of_its_own(
     assert found["gpu"] == "none"
     assert [row["measured"] for row in found["rows"]][:2] == [1 << 20, 1 << 20]
     script.write_text("raise ValueError('its own mistake')")
-    here = lambda function, progress, *given: function(*given, progress)  # noqa: E731
-    monkeypatch.setattr("oomph.prediction.isolation.run_in_new_interpreter", here)
+
+    def in_fork(function: Any, progress: Any, *given: Any) -> Any:
+        return isolation.run_isolated(lambda report: function(*given, report), progress)
+
+    monkeypatch.setattr(isolation, "run_in_new_interpreter", in_fork)
     assert run(["measure", str(script)]) == 3
     assert "train.py:1: ValueError: its own mistake" in capsys.readouterr().err
