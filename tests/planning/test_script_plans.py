@@ -89,7 +89,9 @@ def test_a_module_for_torchrun_is_fitted_and_run(
     assert run(["fit", *target, "--max", "600MiB", "--plan", "plan.json", "--", "cuda", "65536"]) == 0
     plan = read_plan(Path("plan.json"))
     assert plan.fits
-    assert [use.fix for use in plan.fixes] == ["activation_offloading", "fused_optimizer"]
+    first, second = (use.fix for use in plan.fixes)
+    assert first in ("activation_checkpointing", "activation_offloading")  # about equally fast
+    assert second == "fused_optimizer"
     assert plan.model.startswith("Model, ")
     run_words = ["run", "--plan", "plan.json", *target, "--"]
     assert f"oomph {' '.join(run_words)} cuda 65536\n" in capsys.readouterr().out
