@@ -4,8 +4,9 @@ Every token t has its own weight, W + A diag(mod_t) B. Since h (A diag(m) B) = (
 tokens are never computed.
 """
 
+import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -131,17 +132,16 @@ def compute_weight_delta(A: Tensor, B: Tensor, mod: Tensor, token_idx: TokenInde
                 f"token_idx={token_idx} has {counted(len(token_idx), 'number')}; mod {list(mod.shape)} "
                 f"takes {lead} in a tuple, or one int or list for its last dimension but one"
             )
-        index: tuple[Any, ...] = token_idx
+        index: tuple[Any, ...] = tuple(
+            _check_index(each, size) for each, size in zip(token_idx, mod.shape, strict=False)
+        )
     elif lead == 0:
         raise ArgumentError(f"mod {list(mod.shape)} has no tokens to choose from; give token_idx=()")
     else:
-        index = (..., token_idx, slice(None))
+        index = (..., _check_index(token_idx, mod.shape[-2]), slice(None))
     wide = torch.promote_types(torch.promote_types(A.dtype, B.dtype), mod.dtype)
-    try:
-        chosen = mod[index].to(wide)
-    except (IndexError, TypeError) as error:
-        raise ArgumentError(f"token_idx={token_idx!r} is not valid; {error}") from None
     with common.no_autocast(mod):
+        chosen = mod[index].to(wide)
         return (A.to(wide) * chosen.unsqueeze(-2)) @ B.to(wide)
 
 
@@ -210,3 +210,26 @@ def _check_arguments(
             "dimensions like h's, or 1, or none"
         )
     common.check_same_device(h=h, weight=stored, A=A, B=B, mod=mod, bias=bias)
+
+
+def _check_index(index: object, size: int) -> int | slice | list[int] | Tensor:
+    """An index in range. A tensor's numbers are left to torch: reading them waits for the device."""
+    if isinstance(index, slice):
+        return index
+    if isinstance(index, Tensor) and index.dim() > 0:
+        if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+            raise ArgumentError(f"token_idx has dtype {index.dtype}; valid: integers")
+        return index
+    if isinstance(index, Sequence) and not isinstance(index, str):
+        return [_check_number(each, size) for each in index]
+    return _check_number(index, size)
+
+
+def _check_number(index: object, size: int) -> int:
+    # SupportsIndex: ints, NumPy's, and tensors of one integer.
+    if isinstance(index, bool) or not isinstance(index, SupportsIndex):
+        raise ArgumentError(f"token_idx {index!r} is not valid; give ints, a list or a tuple")
+    number = operator.index(index)
+    if not -size <= number < size:
+        raise ArgumentError(f"token_idx {index!r} is not valid; the tokens are 0 to {size - 1}")
+    return number
