@@ -397,8 +397,8 @@ class PeakAnalysis:
 
     @cached_property
     def shaped_like_parameters(self) -> frozenset[int]:
-        """Tensors of one line that outlast a step, or are made from gradients between backward pass and
-        update, and have the shapes of half the parameters or more."""
+        """Tensors of one line that outlast a step, or are copies of gradients, and have the shapes of half
+        the parameters or more."""
         known = [one for one in self.parameters if one.id not in self.copies_of_model]
         named = [one for one in known if one.module] or known
         shapes = {one.shape for one in named}
@@ -410,7 +410,7 @@ class PeakAnalysis:
                 unnamed
                 or (
                     one.kind not in _KINDS_OF_MODEL
-                    and (self.outlives_pass(one) or (one.kind == "activation" and self.is_of_gradient(one)))
+                    and (self.outlives_pass(one) or (base_op(one.op) in _COPIES and self.is_of_gradient(one)))
                 )
             ):
                 lines[one.site].append(one)
@@ -582,8 +582,8 @@ _ADVICE = {
     "gradients": "every parameter's gradient is kept until the update: update each one during backward",
     "second copy of the weights": "a copy of the weights (an average, a reference model, a snapshot) is "
     "on the GPU: keep it on the host, in bfloat16, or compute what it is needed for once",
-    "second gradient buffer": "the program accumulates gradients beside .grad: call backward() several times "
-    "before the update",
+    "second gradient buffer": "gradients are copied or accumulated in other tensors: use .grad itself, and "
+    "call backward() several times before the update",
     "duplicate buffers": "layers store equal caches or masks: share one, or compute it where it is used",
     "parameters": "the model itself",
     "foreach optimizer temporaries": "the optimizer's foreach implementation makes temporaries for all "
