@@ -304,8 +304,8 @@ class Values:
         follows = written and self.of(args[0]).whole
 
         def real(tensor: torch.Tensor) -> torch.Tensor:
-            if call.func in _FACTORIES_LIKE and not written:  # only its shape and dtype are asked for
-                return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+            if call.func in _FACTORIES_LIKE and not written:  # its values are not asked for
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
             values = self.whole(tensor)
             if self.of(tensor).whole:
                 return values
