@@ -158,6 +158,28 @@ def test_a_script_whose_model_cannot_be_found_gets_a_verdict(tmp_path: Path) -> 
     assert "no optimizer" in plan.reason
 
 
+def test_a_plan_counts_what_an_optimizer_allocates_in_its_third_step_only(tmp_path: Path) -> None:
+    file = tmp_path / "third_step.py"
+    file.write_text("""
+import torch
+class Optimizer(torch.optim.Optimizer):
+    steps = 0
+    def step(self):
+        self.steps += 1
+        if self.steps % 3 == 0:
+            torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+model = torch.nn.Linear(512, 512, device="cuda")
+optimizer = Optimizer(model.parameters(), {})
+while True:
+    model(torch.randn(8192, 512, device="cuda")).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""")
+    plan = oomph.fit(oomph.Script(str(file)), gpu="h200", max="200MiB")
+    assert not plan.fits
+    assert plan.after.peak.reserved > 1 << 28
+
+
 def test_a_plan_says_that_memory_grows() -> None:
     kept: list[torch.Tensor] = []
 

@@ -230,7 +230,7 @@ class ScriptProgram(_StoppedProgram):
         found = self._predict(self._script)
         self._is_compiled = found.compile_seconds > 0
         last = self._script.steps
-        if _requests(found, last - 1) == _requests(found, last):
+        if _requests(found, last - 1, with_update=True) == _requests(found, last, with_update=True):
             self._script = replace(self._script, same_steps=True)
         return found
 
@@ -278,12 +278,12 @@ class ScriptProgram(_StoppedProgram):
         return run_isolated(run, lambda text, fraction: None)
 
 
-def _requests(prediction: Prediction, step: int) -> list[tuple[int, str]]:
-    """Bytes and op of what the forward and backward passes of a step allocate. Workspaces stay."""
+def _requests(prediction: Prediction, step: int, with_update: bool = False) -> list[tuple[int, str]]:
+    """Bytes and op of what the passes of a step allocate, and its update. Workspaces stay."""
     return [
         (made.bytes, made.op)
         for made in prediction.allocations
-        if made.step == step and made.during != "optimizer step" and made.kind != "workspace"
+        if made.step == step and made.kind != "workspace" and (with_update or made.during != "optimizer step")
     ]
 
 
