@@ -261,6 +261,24 @@ for step in range(4):
     assert even == odd == pytest.approx(never)
 
 
+def test_the_time_of_a_step_is_that_of_all_its_accumulated_batches(predicted) -> None:
+    source = (
+        MODEL
+        + """
+optimizer = torch.optim.AdamW(model.parameters())
+batches = int(sys.argv[1])
+while True:
+    for i in range(batches):
+        model(torch.randn(64, 256, device="cuda")).square().mean().backward()
+        if i % 4 == 3 or i + 1 == batches:
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+    )
+    whole, with_a_rest = (predicted(source, batches).step_seconds for batches in ("4", "5"))
+    assert with_a_rest == pytest.approx(whole)
+
+
 def test_one_rank_of_torchrun(predicted) -> None:
     source = (
         MODEL

@@ -280,7 +280,7 @@ def run_function(
     with tracer.in_phase("forward"):
         result = function()
     tracer.on_optimizer_step = None
-    tracer.work.keep_shortest_step()
+    tracer.work.keep_step()
     if isinstance(result, Workload):
         if tracer.batch_sizes is not None:
             result, tracer.batch_sizes = result.with_sizes(tracer.batch_sizes.wanted), None
@@ -338,7 +338,7 @@ class _OwnLoop:
             tracer.recorder.note(
                 f"{self._name} was stopped after {steps} optimizer steps: what it does later is not included"
             )
-            tracer.work.keep_shortest_step()
+            tracer.work.keep_step()
             tracer.label_parameters()
             self._finish(tracer)
 

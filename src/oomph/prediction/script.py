@@ -228,7 +228,7 @@ class _ScriptSteps:
             )
         why = why or f"after {self._tracer.step} steps: {later}"
         self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
-        self._tracer.work.keep_shortest_step()
+        self._tracer.work.keep_step()
         self._tracer.label_parameters()
         self._finish(self._tracer)
 
@@ -263,7 +263,7 @@ class _ScriptSteps:
     def check_trained(self) -> None:
         """The script has ended by itself."""
         name, steps = self._script.name, self.trained
-        self._tracer.work.keep_shortest_step()
+        self._tracer.work.keep_step()
         self._check_gpu()
         if not steps and not any(event.label == "backward" for event in self._tracer.recorder.events):
             raise ProgramError(f"{name} ended without a training step: it ran no backward pass")

@@ -43,7 +43,7 @@ from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, 
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
 from oomph.prediction.tracer.tracer import AllocationRecorder, Tracer
 from oomph.prediction.tracer.values import OpCall, results_like_first_argument
-from oomph.prediction.tracer.work import KERNEL_OP, MODE_HOOKS, tensors_in
+from oomph.prediction.tracer.work import KERNEL_OP, MODE_COST, tensors_in
 from oomph.torch_internals import (
     FAKE_MODE_KEY,
     NO_KERNEL,
@@ -180,7 +180,7 @@ class DispatchMode(TorchDispatchMode):
             tracer.work.count_host_op()
             return func(*args)
         if tracer.work.counting and _is_redispatched_by_python():
-            tracer.work.count_hooks(MODE_HOOKS)
+            tracer.work.count_hooks(MODE_COST)
         given = dict(kwargs) if kwargs else {}
         with tracer.lock, disable_torch_function():
             tracer.call.inside_dispatch += 1

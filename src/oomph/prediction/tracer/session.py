@@ -40,10 +40,10 @@ from oomph.prediction.tracer.repeats import RepeatedBlocks, RepeatedCalls
 from oomph.prediction.tracer.saving import install_saving
 from oomph.prediction.tracer.tracer import OpLog, Tracer, inner_tensors
 from oomph.prediction.tracer.work import (
-    CHECKPOINT_HOOKS,
-    FUNCTION_HOOKS,
-    OOMPH_OP_HOOKS,
-    OPTIMIZER_STEP_HOOKS,
+    CHECKPOINT_COST,
+    FUNCTION_COST,
+    OOMPH_OP_COST,
+    OPTIMIZER_STEP_COST,
 )
 from oomph.prediction.tracer.workers import install_workers
 from oomph.torch_internals import (
@@ -418,7 +418,7 @@ def _run_saved_tensor_hooks_as_program(patches: Patches, placement: PlacementMod
     def push_hooks(pack: Any, unpack: Any) -> Any:
         of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
         if of_checkpoint and not tracer.in_autograd_thread():
-            tracer.work.count_hooks(CHECKPOINT_HOOKS)
+            tracer.work.count_hooks(CHECKPOINT_COST)
         return push(as_program(pack), as_program(unpack))
 
     patches.set(*internals.PUSH_SAVED_TENSORS_HOOKS, push_hooks)
@@ -436,7 +436,7 @@ def _count_python_functions(patches: Patches, tracer: Tracer) -> None:
         module = function._forward_cls.__module__
         if module.startswith(_NOT_PYTHON):
             return apply(function, *args)
-        work.count_hooks(OOMPH_OP_HOOKS if module.startswith("oomph.ops.") else FUNCTION_HOOKS)
+        work.count_hooks(OOMPH_OP_COST if module.startswith("oomph.ops.") else FUNCTION_COST)
         outer, work.in_function = work.in_function, True
         try:
             return apply(function, *args)
@@ -487,7 +487,8 @@ def _follow_optimizers(patches: Patches, tracer: Tracer) -> None:
             tracer.guard.call("gradients' label", name, label, lambda: None)
         running.append(tracer.in_phase("optimizer"))
         running[-1].__enter__()
-        tracer.work.count_hooks(OPTIMIZER_STEP_HOOKS)
+        if len(running) == 1:  # not that of an optimizer inside another
+            tracer.work.count_hooks(OPTIMIZER_STEP_COST)
         given = {**kwargs, "closure": as_forward(kwargs["closure"])} if "closure" in kwargs else kwargs
         return (*args[:1], *map(as_forward, args[1:2]), *args[2:]), given
 

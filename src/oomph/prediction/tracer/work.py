@@ -12,6 +12,7 @@ stream that waits for another, as computation does for copies, is moved to the o
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,11 +34,11 @@ Phase = Literal["forward", "backward", "optimizer"]
 
 # Python around ops, in calls of a hook on a saved tensor. Those of functions and modes are ratios measured on
 # a CPU with torch 2.11; the other three are fitted to steps on a GPU (CALIBRATED below).
-CHECKPOINT_HOOKS = 90.0  # torch.utils.checkpoint's own time for a block, most of it in forward
-FUNCTION_HOOKS = 2.7  # a torch.autograd.Function, in forward and backward together
-OOMPH_OP_HOOKS = 70.0  # the same of an op of oomph, which chooses its tiles and launches Triton kernels
-OPTIMIZER_STEP_HOOKS = 20.0  # Optimizer.step() around its ops: many calls where it runs in backward
-MODE_HOOKS = 2.4  # an op under a TorchDispatchMode, such as that of selective checkpointing
+CHECKPOINT_COST = 90.0  # torch.utils.checkpoint's own time for a block, most of it in forward
+FUNCTION_COST = 2.7  # a torch.autograd.Function, in forward and backward together
+OOMPH_OP_COST = 70.0  # the same of an op of oomph, which chooses its tiles and launches Triton kernels
+OPTIMIZER_STEP_COST = 20.0  # Optimizer.step() around its ops: many calls where it runs in backward
+MODE_COST = 2.4  # an op under a TorchDispatchMode, such as that of selective checkpointing
 
 # Seconds to release one segment, or one page of an expandable one, and to reserve it again. From one run on
 # an H200: bloom-alibi of benchmarks/fixes/plans.py with two checkpointed blocks released 40 pages a step.
@@ -150,7 +151,8 @@ class KernelCounter:
         self.in_function = False  # in the backward of an autograd function in Python
         self.kernels: list[Kernel] = []
         self._complete_steps = 0
-        self._shortest_step: list[Kernel] = []
+        self._step: list[Kernel] = []
+        self._step_order = (0, 0)
         self._gpu = gpu
         self.host = _NO_HOST_WORK
         self._phase = "forward"  # of the op before
@@ -166,17 +168,20 @@ class KernelCounter:
         self._streams.listener = self._count_wait
 
     def end_step(self) -> None:
-        """A step of the program's own loop is complete. The first one may lack work or have more of it; of
-        the others the shortest is remembered, for some also evaluate or save."""
+        """Called when a step of the program's own loop is complete. Some steps also evaluate or save, and
+        some accumulate fewer batches: of those with the most backward passes, the shortest is remembered.
+        The first one may lack work or have more of it, and counts only if it is the only one."""
+        phases = itertools.groupby(kernel.phase for kernel in self.kernels)
+        order = sum(phase == "backward" for phase, _ in phases), -len(self.kernels)
         self._complete_steps += 1
-        if self._complete_steps <= 2 or len(self.kernels) < len(self._shortest_step):
-            self._shortest_step = list(self.kernels)
+        if self._complete_steps <= 2 or order > self._step_order:
+            self._step, self._step_order = list(self.kernels), order
 
-    def keep_shortest_step(self) -> None:
-        """Of the complete ones; without one, all that was counted is kept."""
+    def keep_step(self) -> None:
+        """Keep the kernels of the remembered step; if no step is complete, keep all."""
         self.counting = False
         if self._complete_steps:
-            self.kernels[:] = self._shortest_step
+            self.kernels[:] = self._step
 
     def mark(self) -> KernelsMark:
         return KernelsMark(self)
@@ -620,7 +625,7 @@ class Efficiency:
 # with torch 2.11) and to the cuBLAS products of benchmarks/results/matmul.csv. The other half validates
 # the fit. What no row shows is marked. The host's seconds are that machine's, in the first steps; a fit
 # that included later steps (benchmarks/results/fixes.csv) was no better on rows it had not seen. `hook` and
-# the constants above give the least mean error of the slowdowns of 31 plans on two days
+# the three constants above that are fitted give the least mean error of the slowdowns of 31 plans on two days
 # (benchmarks/results/plans_h200.csv has the second); the host was up to 40 % slower at times.
 CALIBRATED = Efficiency(
     compute={
