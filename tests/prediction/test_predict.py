@@ -237,6 +237,44 @@ def test_passes_that_are_repeated_are_like_those_of_a_loop_that_is_traced(model)
     assert repeated.work.host_seconds == pytest.approx(traced.work.host_seconds, rel=0.01)
 
 
+def test_a_term_of_the_loss_that_begins_after_an_update_is_seen_where_passes_accumulate():
+    def workload(begins: int) -> Workload:
+        updates = 0
+
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            def stepped(*_: Any) -> None:
+                nonlocal updates
+                updates += 1
+
+            made = torch.optim.SGD(parameters)
+            made.register_step_post_hook(stepped)
+            return made
+
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            y = model(x)
+            return y.square().mean() + (model(x + 1).mean() if updates >= begins else 0)
+
+        layers = lambda: nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))  # noqa: E731
+        batch = lambda device: torch.randn(4096, 64, device=device)  # noqa: E731
+        return Workload(layers, batch, loss, optimizer, accumulate=4)
+
+    always, later = (oomph.predict(workload(begins), gpu="h200") for begins in (0, 1))
+    assert later.steps[0].allocated < later.steps[1].allocated == always.steps[1].allocated
+
+
+def test_sparse_gradients_of_a_workload_are_predicted():
+    found = oomph.predict(
+        Workload(
+            model=lambda: nn.Embedding(5000, 64, sparse=True),
+            batch=lambda device: torch.zeros(4096, dtype=torch.long, device=device),
+            loss=lambda model, x: model(x).square().mean(),
+            optimizer=torch.optim.SGD,
+        ),
+        gpu="h200",
+    )
+    assert found.steps[-1].allocated > 5000 * 64 * 4
+
+
 def test_without_an_optimizer_there_is_no_state_and_gradients_stay():
     prediction = oomph.predict(linear_workload(optimizer=None))
     assert not made(prediction, stage="optimizer state")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import numbers
 import sys
@@ -140,9 +141,8 @@ class _RepeatedPasses:
     """Forward and backward passes of a Workload that repeat an earlier one: its events are recorded again.
 
     The first passes of the first two steps are traced; that of the second step is not if the steps are known
-    to be the same, or if the first step's second pass had the same forward pass. From the second pass on,
-    gradients are accumulated, and all passes of one shape are the same: one of them is traced, if its forward
-    pass is that of the first.
+    to be the same (Tracer.same_steps). From the second pass on, gradients are accumulated, and all passes of
+    one shape are the same: one of them is traced, if its forward pass is that of the first.
     """
 
     def __init__(self, tracer: Tracer, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -163,8 +163,7 @@ class _RepeatedPasses:
     @contextlib.contextmanager
     def tracing(self, index: int, part: Any, accumulated: bool) -> Iterator[None]:
         tracer, work, key = self._tracer, self._tracer.work, _shapes(part)
-        may_repeat = accumulated or tracer.same_steps
-        counting, work.counting = work.counting, work.counting or may_repeat
+        counting, work.counting = work.counting, work.counting or accumulated or tracer.same_steps
         events, made = len(tracer.recorder.events), len(tracer.recorder.allocations)
         kernels = work.mark()
         yield
@@ -182,16 +181,18 @@ class _RepeatedPasses:
         before = self._first_passes.get(key)
         self.same_in_all_steps &= before is None or before.requests == traced.requests
         self._first_passes[key] = traced
-        if before is None and may_repeat:
-            self._repeatable[key] = self._first_pass(traced.events, self._backward_begins - events)
+        if before is None and tracer.same_steps:
+            find = functools.partial(self._first_pass, traced.events, self._backward_begins - events)
+            self._repeatable[key] = tracer.guard.call("repetition", "the first pass", find, lambda: None)
 
     def _first_pass(self, events: Sequence[Event], backward_begins: int) -> _FirstPass | None:
         recorder = self._tracer.recorder
         loss = recorder.allocation_of(self.loss) if type(self.loss) is FakeTensor else None
         gradients: dict[int, torch.nn.Parameter] = {}
         for parameter, grad in ((each, each.grad) for each in self._parameters if each.grad is not None):
-            allocation = recorder.allocation_of(grad) if type(grad) is FakeTensor else None
-            layouts = ((each.stride(), each.dtype) for each in (parameter, grad))
+            is_dense = type(grad) is FakeTensor and grad.layout is torch.strided
+            allocation = recorder.allocation_of(grad) if is_dense else None
+            layouts = ((each.stride(), each.dtype) for each in (parameter, grad) if is_dense)
             if allocation is None or allocation.bytes != grad.nbytes or len(set(layouts)) > 1:
                 return None
             gradients[allocation.id] = parameter
@@ -215,7 +216,7 @@ class _RepeatedPasses:
             return False
         same_forward = known is not None and first.forward_requests == known.forward_requests
         if index == 0:
-            found = self._repeatable.get(key) if same_forward or self._tracer.same_steps else None
+            found = self._repeatable.get(key)  # none unless the steps are known to be the same
             if found is None or any(each.grad is not None for each in self._parameters):
                 return False
             self._repeat_first(found)
