@@ -69,7 +69,7 @@ def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predic
 def test_a_last_step_that_is_known_to_be_the_same_is_not_run(predicted, capfd) -> None:
     traced = predicted(ENDLESS)
     assert capfd.readouterr().out.count("loss") == 2
-    repeated = predicted(ENDLESS, same_steps=True)
+    repeated = predicted(ENDLESS, repeat_last_step=True)
     assert capfd.readouterr().out.count("loss") == 1
     assert repeated.events == traced.events
     assert repeated.steps == traced.steps

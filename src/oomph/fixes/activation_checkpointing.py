@@ -78,8 +78,8 @@ class ActivationCheckpointing(Fix):
         keep: str = "nothing",
     ) -> None:
         """`blocks`: names of modules ("layers.*.mlp" is one in each layer); by default every repeated block.
-        `keep`: what is saved beside the inputs: "nothing", results of "attention", or results of "products"
-        (matrix products, convolutions and attention). Attention counts where it is torch's
+        `keep`: what is saved in addition to the inputs: "nothing", results of "attention", or results of
+        "products" (matrix products, convolutions and attention). Attention counts where it is torch's
         scaled_dot_product_attention. With the fix "activation_offloading", they wait in host memory."""
         check_choice(self.name, "keep", keep, KEEP)
         refuse_own_checkpointing(model, self.name)

@@ -57,7 +57,7 @@ class WorkloadProgram:
 
     def predict(self) -> Prediction:
         found = _predict_before_forks(lambda: predict(self._workload, gpu=self._card, max=self._limit))
-        self._same_steps = _requests(found, 1) == _requests(found, 2)
+        self._repeat_first_step = _requests(found, 1) == _requests(found, 2)
         return found
 
     def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
@@ -76,7 +76,7 @@ class WorkloadProgram:
         if self._predict is None:
             self._predict = self._predict_changed
             if autograd_runs_in_forks():
-                opened = model_built_once(self._workload, self._card, self._limit, self._same_steps)
+                opened = model_built_once(self._workload, self._card, self._limit, self._repeat_first_step)
                 self._predict = self._trace.enter_context(opened)
         predicted = self._predict
 
@@ -231,7 +231,7 @@ class ScriptProgram(_StoppedProgram):
         self._is_compiled = found.compile_seconds > 0
         last = self._script.steps
         if _requests(found, last - 1, with_update=True) == _requests(found, last, with_update=True):
-            self._script = replace(self._script, same_steps=True)
+            self._script = replace(self._script, repeat_last_step=True)
         return found
 
     def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:

@@ -394,15 +394,16 @@ def trace(
 
 @contextlib.contextmanager
 def model_built_once(
-    workload: Workload, card: GPU, max: int, same_steps: bool
+    workload: Workload, card: GPU, max: int, repeat_first_step: bool
 ) -> Iterator[Callable[[Callable[[Workload], Workload]], Prediction]]:
     """The workload's model is built, and the trace stays open: a fork of this process predicts the workload
-    as a function changes it. Building takes as long as a step of some models. `same_steps`: the forward and
-    backward passes of the second step are known to be those of the first, and are not traced again."""
+    as a function changes it. Building takes as long as a step of some models. `repeat_first_step`: the
+    forward and backward passes of the second step are known to be those of the first, and are not traced
+    again."""
     global _tracer_with_model
     limit = _limit(card, max, _nccl(workload))
     with _open_trace(card) as tracer:
-        tracer.same_steps = same_steps
+        tracer.repeat_first_step = repeat_first_step
         model = _run_traced(lambda tracer: program.build_model(workload, tracer), tracer)
         with_model = replace(workload, model=lambda: model)
 

@@ -117,8 +117,8 @@ def _run_steps(
         if inner is None:
             break
         stepped = inner
-    same_steps = stepped is None or type(stepped).__module__.startswith(("torch.optim", "oomph."))
-    _repeat(step, tracer, repeated if same_steps else None, steps)
+    is_known = stepped is None or type(stepped).__module__.startswith(("torch.optim", "oomph."))
+    _repeat(step, tracer, repeated if is_known else None, steps)
 
 
 class _TracedPass(NamedTuple):
@@ -141,8 +141,8 @@ class _RepeatedPasses:
     """Forward and backward passes of a Workload that repeat an earlier one: its events are recorded again.
 
     The first passes of the first two steps are traced; that of the second step is not if the steps are known
-    to be the same (Tracer.same_steps). From the second pass on, gradients are accumulated, and all passes of
-    one shape are the same: one of them is traced, if its forward pass is that of the first.
+    to be the same (Tracer.repeat_first_step). From the second pass on, gradients are accumulated, and all
+    passes of one shape are the same: one of them is traced, if its forward pass is that of the first.
     """
 
     def __init__(self, tracer: Tracer, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -163,7 +163,7 @@ class _RepeatedPasses:
     @contextlib.contextmanager
     def tracing(self, index: int, part: Any, accumulated: bool) -> Iterator[None]:
         tracer, work, key = self._tracer, self._tracer.work, _shapes(part)
-        counting, work.counting = work.counting, work.counting or accumulated or tracer.same_steps
+        counting, work.counting = work.counting, work.counting or accumulated or tracer.repeat_first_step
         events, made = len(tracer.recorder.events), len(tracer.recorder.allocations)
         kernels = work.mark()
         yield
@@ -181,7 +181,7 @@ class _RepeatedPasses:
         before = self._first_passes.get(key)
         self.same_in_all_steps &= before is None or before.requests == traced.requests
         self._first_passes[key] = traced
-        if before is None and tracer.same_steps:
+        if before is None and tracer.repeat_first_step:
             find = functools.partial(self._first_pass, traced.events, self._backward_begins - events)
             self._repeatable[key] = tracer.guard.call("repetition", "the first pass", find, lambda: None)
 

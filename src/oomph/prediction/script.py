@@ -46,7 +46,7 @@ class Script:
     ranks: int = 1
     # Called with each optimizer that it makes, or with the first model that it trains before any.
     on_optimizer: Callable[[Any], None] | None = None
-    same_steps: bool = False  # its last step is known to be like the one before, and is not run
+    repeat_last_step: bool = False  # its last step is known to be like the one before, and is not run
 
     @property
     def name(self) -> str:
@@ -197,7 +197,7 @@ class _ScriptSteps:
             self._end()
         if is_complete:
             recorder, events = self._tracer.recorder, self._tracer.recorder.events[self._first_event :]
-            repeats = self._script.same_steps and 1 < min(self._counts.values()) == wanted - 1
+            repeats = self._script.repeat_last_step and 1 < min(self._counts.values()) == wanted - 1
             self.begin(most + 1)
             if repeats and recorder.repeat(events, wanted):
                 self._end()

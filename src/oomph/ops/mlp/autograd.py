@@ -27,7 +27,8 @@ from oomph.ops.mlp.weights import MLPWeights, activate
 
 _KERNELS = Kernels("oomph.ops.mlp.kernels")
 _KERNEL_BLOCK = 1024
-# Elements that plain torch handles at a time: its temporaries have this size.
+# Elements that plain torch handles at a time: its temporaries have this size. A round number: small beside a
+# tile, and large enough that Python's part is small.
 _ELEMENTS = 1 << 20
 # Tokens cast at a time where a half-precision product is summed in fp32 on a CPU.
 _CAST_TOKENS = 512

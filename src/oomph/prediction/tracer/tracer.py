@@ -375,7 +375,7 @@ class Tracer:
         self.compile_seconds = 0.0
         self.blocks_repeated = False  # of a model, without being traced (repeats.py)
         self.reads = 0  # of values that may be guesses, by the program or for a size
-        self.same_steps = False  # the passes of a Workload's second step are known to be those of the first
+        self.repeat_first_step = False  # the passes of a Workload's second step are those of its first
         self.optimizers = 0  # that the program made
         self.optimizer_steps = 0  # so far, of all optimizers
         self.module_calls_at_update = -1  # that had completed when an optimizer last stepped
