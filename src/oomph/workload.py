@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -296,6 +297,12 @@ def float_dtype(value: str | torch.dtype | None, argument: str) -> torch.dtype |
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise UserError(f"{argument}={value!r} is not a float dtype; valid: {', '.join(_FLOAT_DTYPES)}")
     return dtype
+
+
+def allocator_of_environment() -> tuple[str, str] | None:
+    """The environment variable with which torch starts its allocator, and its value; None: none is set."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
+    return next(((name, os.environ[name]) for name in names if os.environ.get(name)), None)
 
 
 def set_allocator(settings: str) -> None:

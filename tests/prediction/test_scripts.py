@@ -242,6 +242,31 @@ with torch.no_grad():
     assert predicted(source, "2").step_seconds == pytest.approx(predicted(source, "3").step_seconds)
 
 
+def test_the_allocators_settings_are_those_of_the_environment(predicted, monkeypatch) -> None:
+    source = """
+import os
+import sys
+if len(sys.argv) > 1:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = sys.argv[1]
+import torch
+model = torch.nn.Linear(8, 8, device="cuda")
+for size in (40, 60, 100):  # MiB: no free segment is large enough for the next one
+    y = torch.empty(size << 20, dtype=torch.uint8, device="cuda")
+    del y
+    model(torch.ones(2, 8, device="cuda")).sum().backward()
+    model.weight.data.sub_(model.weight.grad)
+"""
+    plain = predicted(source)
+    by_script = predicted(source, "expandable_segments:True")
+    refused = predicted(source, "roundup_power2_divisions:4")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    by_shell = predicted(source)
+    assert by_script.peak.reserved == by_shell.peak.reserved < plain.peak.reserved - 50 * 2**20
+    assert any("PYTORCH_ALLOC_CONF=expandable_segments:True" in note.text for note in by_shell.notes)
+    assert refused.peak == plain.peak
+    assert any("PYTORCH_CUDA_ALLOC_CONF is not applied" in note.text for note in refused.notes)
+
+
 def test_the_time_of_a_step_is_without_an_evaluation_in_some_steps(predicted) -> None:
     source = (
         MODEL

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from oomph.errors import UserError
 from oomph.records import Measurement, Peak, StepPeak
 from oomph.torch_internals import clear_cublas_workspaces, deterministic_algorithms, init_fake_process_group
 from oomph.units import counted
-from oomph.workload import Workload, set_allocator
+from oomph.workload import Workload, allocator_of_environment, set_allocator
 
 Target = Workload | Callable[[], Any]
 Moment = Literal["setup", "begin", "forward", "backward", "optimizer", "end"]
@@ -223,7 +222,6 @@ def summarise(
 # As good as torch's own default, which cannot be given: no block is as large as this.
 _NO_MAX_SPLIT = 2**43 - 1  # MiB
 _DEFAULTS = f"expandable_segments:False,max_split_size_mb:{_NO_MAX_SPLIT}"
-_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
 
 
 @contextlib.contextmanager
@@ -232,14 +230,14 @@ def allocator_set_to(settings: str | None, device: torch.device) -> Iterator[Non
 
     Memory that is reserved already keeps its segments, so there must be none: a UserError otherwise.
     """
-    at_start = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), "")
+    _, at_start = allocator_of_environment() or ("", "")
     if not settings or settings == at_start:
         yield
         return
     if torch.cuda.memory_reserved(device):
         raise UserError(
             f"allocator={settings!r} cannot be set any more: this process holds CUDA memory already; "
-            f"start it with {_VARIABLES[1]}={settings}, or measure in a fresh process"
+            f"start it with PYTORCH_CUDA_ALLOC_CONF={settings}, or measure in a fresh process"
         )
     set_allocator(settings)
     try:

@@ -365,7 +365,7 @@ def allocator_settings(text: str | None) -> AllocatorSettings:
 
 
 def _wrong(text: str | None, why: str) -> UserError:
-    return UserError(f"Workload allocator={text!r}: {why}")
+    return UserError(f"allocator={text!r}: {why}")
 
 
 # ---------------------------------------------------------------------------------------- expandable segments

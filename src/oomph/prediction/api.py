@@ -18,7 +18,7 @@ from oomph import gpus
 from oomph.errors import ArgumentError, OomphError, ProgramError, UserError
 from oomph.gpus import GPU
 from oomph.prediction import program
-from oomph.prediction.allocator import allocator_settings
+from oomph.prediction.allocator import AllocatorSettings, allocator_settings
 from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
     autograd_runs,
@@ -58,7 +58,7 @@ from oomph.records import (
 )
 from oomph.torch_internals import keystr, self_test, storage_id, tree_flatten_with_path
 from oomph.units import MiB, format_bytes, parse_bytes
-from oomph.workload import Workload
+from oomph.workload import Workload, allocator_of_environment
 
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
 _CONDITIONS_SHOWN = 5
@@ -216,6 +216,18 @@ def run_silently(function: Callable[[Progress], T], progress: Progress) -> T:
     return function(progress)
 
 
+def _allocator_settings(tracer: Tracer) -> tuple[AllocatorSettings, list[Note]]:
+    """Those of the Workload, or else of the environment, which a script may have changed."""
+    found = allocator_of_environment()
+    if tracer.allocator is not None or found is None:
+        return allocator_settings(tracer.allocator), []
+    name, text = found
+    try:
+        return allocator_settings(text), [Note(f"with the allocator's settings of {name}={text}")]
+    except UserError as error:
+        return AllocatorSettings(), [Note(f"{name} is not applied: {error}")]
+
+
 @without_collection()
 def _prediction(
     tracer: Tracer,
@@ -226,7 +238,7 @@ def _prediction(
 ) -> Prediction:
     events, notes = tuple(tracer.recorder.events), tracer.recorder.notes
     allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
-    settings = allocator_settings(tracer.allocator)
+    settings, settings_notes = _allocator_settings(tracer)
     unlimited = replay(events, allocations, settings=settings)
     refused_by = functools.partial(refused, events, allocations, settings=settings)
     sizes_assumed = tracer.estimates.sizes_assumed
@@ -261,6 +273,7 @@ def _prediction(
         notes=(
             *_notes_on_target(target),
             *notes,
+            *settings_notes,
             *_notes_on_prediction(card, named, growth, release_seconds, allocations),
         ),
         seconds=0.0,
