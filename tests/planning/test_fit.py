@@ -150,7 +150,7 @@ def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
 def test_a_plan_for_another_model_is_refused(plan: Plan, found: tuple[Path, str], tmp_path: Path) -> None:
     other = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
     for given in (plan, str(found[0])):
-        with pytest.raises(oomph.UserError, match="the plan is for a Model"):
+        with pytest.raises(oomph.UserError, match="the plan is for Model"):
             oomph.apply([use for use in uses_of(given) if find(use.fix).changes_model], other)
     assert not oomph.fixes.changes_in(other)
     changed = oomph.apply(plan, replace(STEP, model=lambda: other))

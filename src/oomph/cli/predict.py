@@ -183,9 +183,9 @@ def next_step(options: PredictOptions, prediction: Prediction) -> str:
     limit = [] if options.gpu is None else ["--gpu", options.gpu]
     limit += [] if options.max is None else ["--max", options.max]
     if options.fixes or options.sizes or options.steps:  # which `oomph fit` does not take
-        return "\nNext: `oomph fit` finds the cheapest fixes with which a step fits.\n"
+        return "\nNext: `oomph fit` looks for the cheapest fixes with which a step fits.\n"
     command = shlex.join(("oomph", *options.command("fit", *limit)))
-    return f"\nNext: `{command}` finds the cheapest fixes with which it fits.\n"
+    return f"\nNext: `{command}` looks for the cheapest fixes with which it fits.\n"
 
 
 def check_options(options: PredictOptions) -> None:

@@ -41,15 +41,19 @@ def find(prediction: Prediction, scaled: Prediction | None = None) -> tuple[Find
         if not size:
             continue
         exponents = _exponents(larger.get(pattern.name, 0) / size, factors)
+        varied = names.varied
         if exponents is None or pattern.name in _OF_MODEL:
-            exponents = names.exponents(max(group, key=lambda one: sizes[one.id]).shape)
+            shaped = [one for one in group if one.kind != "workspace"]  # how these grow is not known
+            largest = max(shaped, key=lambda one: sizes[one.id], default=None)
+            exponents = names.exponents(largest.shape) if largest else {}
+            varied = varied if largest else ()
             if pattern.name in _BY_SUM:
                 exponents = {}
         finding = Finding(
             pattern.name,
             size,
             names.total(group) if pattern.name in _BY_SUM else names.formula(group),
-            _growth(pattern, prediction, exponents, names.varied),
+            _growth(pattern, prediction, exponents, varied),
             _sites(pattern, facts, group, sizes),
             pattern.fixes,
             pattern.advice,

@@ -183,7 +183,7 @@ def check_model_id(wanted: str, model: nn.Module) -> None:
 
 def _in_words(id: str) -> str:
     name, _, rest = id.partition(" ")
-    return f"a {name} with {int(rest.partition(' ')[0]):,} parameters ({rest.partition(' ')[2]})"
+    return f"{name} with {int(rest.partition(' ')[0]):,} parameters ({rest.partition(' ')[2]})"
 
 
 def own_checkpointing(model: nn.Module) -> str | None:
