@@ -44,6 +44,11 @@ def fixes_for_scripts() -> list[Fix]:
 def check_for_scripts(uses: Sequence[FixUse]) -> None:
     valid = [fix.name for fix in fixes_for_scripts()]
     for use in uses:
+        if use.fix == "allocator":
+            raise UserError(
+                "fix 'allocator' cannot be applied to a script: set the environment variable "
+                "PYTORCH_CUDA_ALLOC_CONF, which oomph reads, too"
+            )
         if use.fix not in valid:
             raise UserError(
                 f"fix {use.fix!r} changes the step, not the model, and cannot be applied to a script; "

@@ -254,6 +254,11 @@ def plan_text(
             )
         elif not plan.fits:
             console.print("No fix is enough: use a smaller batch, shorter input or a larger card.")
+        if not plan.fits and plan.after.peak.allocated <= plan.limit:
+            console.print(
+                "Its tensors alone would fit. To predict and run it with another allocator, set the "
+                "environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+            )
         if "compile" not in plan.allowed and not (plan.fits and plan.after.slowdown <= 1):
             console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
         if plan.fixes and plan.fits:
