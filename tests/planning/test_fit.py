@@ -154,7 +154,7 @@ def test_a_plan_for_another_model_is_refused(plan: Plan, found: tuple[Path, str]
             oomph.apply([use for use in uses_of(given) if find(use.fix).changes_model], other)
     assert not oomph.fixes.changes_in(other)
     changed = oomph.apply(plan, replace(STEP, model=lambda: other))
-    with pytest.raises(oomph.UserError, match="not for a Sequential"):
+    with pytest.raises(oomph.UserError, match="not for Sequential"):
         changed.model()
 
 
