@@ -424,7 +424,7 @@ class Proposal:
 
 
 @dataclass(frozen=True)
-class PricedFixes:
+class PredictedFixes:
     """A set of fixes, with what was predicted for a step that has them."""
 
     fixes: tuple[FixUse, ...]
@@ -445,11 +445,11 @@ class Plan:
     gpu: str  # catalogue name, or the size that was given
     gpu_title: str
     limit: int  # what the allocator may reserve
-    before: PricedFixes  # the step as it was given
-    after: PricedFixes
+    before: PredictedFixes  # the step as it was given
+    after: PredictedFixes
     allowed: tuple[FixKind, ...]  # kinds of fixes that were tried
     model: str = ""  # class and number of parameters of the model: "GPT2LMHeadModel, 124,439,808 parameters"
-    front: tuple[PricedFixes, ...] = ()  # what was predicted and is best for its time, fastest first
+    front: tuple[PredictedFixes, ...] = ()  # what was predicted and is best for its time, fastest first
     conditions: tuple[str, ...] = ()  # that the user must check for its fixes to be exact
     needs: tuple[FixKind, ...] = ()  # kinds that would have to be allowed to fit; () where none is enough
     predictions: int = 0  # that the search took

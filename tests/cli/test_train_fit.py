@@ -14,7 +14,7 @@ from small_prediction import make_prediction
 from oomph.cli.main import run
 from oomph.cli.train import _override
 from oomph.fixes import uses_of
-from oomph.records import FixUse, PricedFixes
+from oomph.records import FixUse, PredictedFixes
 from oomph.training.config import load, load_dict
 
 KEEP = uses_of(["activation_checkpointing:keep=products"])
@@ -33,7 +33,7 @@ def test_what_does_not_fit_is_refused_with_fixes_that_make_it_fit(
     def fit(workload: Any, **options: Any) -> Any:
         assert not getattr(workload.optimizer, "gradients_must_stay", False)  # as a captured step's must
         assert options["max"] == "1GiB"
-        after = PricedFixes(tuple(KEEP), make_prediction().peak, fits, 1.0, 1.25)
+        after = PredictedFixes(tuple(KEEP), make_prediction().peak, fits, 1.0, 1.25)
         return SimpleNamespace(fits=fits, fixes=after.fixes, after=after)
 
     fake_predict.result = make_prediction(False)

@@ -17,7 +17,7 @@ from oomph.records import (
     FixUse,
     Measurement,
     Plan,
-    PricedFixes,
+    PredictedFixes,
 )
 from oomph.report.diagnosis import diagnosis_text
 from oomph.report.html import MOMENTS, html_report
@@ -79,8 +79,8 @@ def browser() -> Iterator[Browser]:
 def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser:
     """A page with every section."""
     run = trained()
-    before = PricedFixes((), run.peak, False, 1.0, 1.0)
-    after = PricedFixes(
+    before = PredictedFixes((), run.peak, False, 1.0, 1.0)
+    after = PredictedFixes(
         (FixUse("activation_checkpointing"),), replace(run.peak, device=1 << 28), True, 1.3, 1.3
     )
     plan = Plan(after.fixes, True, "tiny", "Tiny", 1 << 29, before, after, ("exact",), front=(before, after))

@@ -59,8 +59,8 @@ from oomph.records import (
     FixKind,
     Peak,
     Plan,
+    PredictedFixes,
     Prediction,
-    PricedFixes,
     Progress,
     Proposal,
 )
@@ -156,7 +156,7 @@ class _Set:
 class _Trial:
     """A set of fixes that was predicted with the whole model."""
 
-    result: PricedFixes
+    result: PredictedFixes
     estimate: _Estimate
 
 
@@ -356,7 +356,7 @@ class _Search:
         fits = bool(prediction.fits) and host <= self.host
         parts = _parts(prediction.events, prediction.allocations)
         trial = _Trial(
-            PricedFixes(fixes, prediction.peak, fits, seconds, slowdown, host),
+            PredictedFixes(fixes, prediction.peak, fits, seconds, slowdown, host),
             _Estimate(
                 parts,
                 costs(prediction, self.card.host_link),
@@ -698,10 +698,10 @@ class _Search:
         seconds = one.seconds + step_seconds(left.costs) - step_seconds(whole.costs)
         return replace(one, options=tuple(kept), peak=scale * self._reserved(left), seconds=seconds)
 
-    def _front(self, kinds: Collection[FixKind]) -> tuple[PricedFixes, ...]:
+    def _front(self, kinds: Collection[FixKind]) -> tuple[PredictedFixes, ...]:
         """What was predicted and is neither slower nor larger than another, fastest first; then sets that are
         estimated to need much less and take longer."""
-        front: list[PricedFixes] = []
+        front: list[PredictedFixes] = []
         allowed = [
             trial.result
             for trial in self.trials.values()
@@ -722,7 +722,7 @@ class _Search:
                 host = sum(option.estimate.host_bytes for option in estimated.options)
                 slowdown = estimated.seconds / self.seconds
                 fits = reserved <= self.limit
-                front.append(PricedFixes(fixes, peak, fits, estimated.seconds, slowdown, host, True))
+                front.append(PredictedFixes(fixes, peak, fits, estimated.seconds, slowdown, host, True))
         return tuple(front)
 
 

@@ -17,8 +17,8 @@ from oomph.records import (
     FixKind,
     FixUse,
     Plan,
+    PredictedFixes,
     Prediction,
-    PricedFixes,
     Proposal,
     Verification,
 )
@@ -326,7 +326,7 @@ def _fixes_table(plan: Plan) -> Table:
     return table
 
 
-def _front_table(front: Sequence[PricedFixes]) -> Table:
+def _front_table(front: Sequence[PredictedFixes]) -> Table:
     table = columns("right needs", "right time", "fold fixes")
     for one in front:
         about = "~" if one.estimated else ""
