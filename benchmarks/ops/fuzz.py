@@ -310,11 +310,9 @@ def _lif_gate(draw: Draw) -> Arguments:
     batch, tokens, channels = draw.size(3), draw.size(20), draw.pick((), (draw.size(5),), (2, draw.size(3)))
     # A number that every dtype holds, because spikes are steps: the reference must meet the same drive.
     drive = draw.tensor(batch, tokens, *channels, change=lambda x: (x * 16).round() / 16)
-    decay = draw.maybe(lambda: draw.tensor(*channels, change=torch.sigmoid, dtype=torch.float64))
-    wide = torch.float64 if draw.dtype == torch.float64 else torch.float32
     return {
         "drive": drive,
-        "decay": 0.5 if decay is None else replace(decay, dtype=wide),
+        "decay": draw.pick(0.5, 0.75),
         "threshold": draw.pick(1.0, 0.75),
         "surrogate_beta": draw.pick(1.0, 4.0),
         "initial": draw.maybe(lambda: draw.tensor(batch, *channels, change=lambda x: x.round() / 2)),

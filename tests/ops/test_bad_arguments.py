@@ -119,7 +119,6 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     (lambda: SpikingKDABlock(10, 3, 4, token_drop=1.0), r"token_drop=1.0 is not valid; .* in \[0, 1\)"),
     (lambda: SpikingKDABlock(10, 3, 4)(X(1, 3, 10), dropped=X(1, 3)), r"dropped is .*; valid: bool \[1, 3\]"),
     (lambda: spikes(decay=1.01), r"decay=1.01 is not valid; .*\[0, 1\]"),
-    (lambda: spikes(decay=X(2)), r"decay has shape \[2\]; valid for drive \[2, 3, 4\]: .* \[4\]"),
     (lambda: spikes(threshold=0), "threshold=0 is not valid; give a number > 0"),
     (lambda: tiled_mlp(mlp(), X(3, 11)), r"x has 11 features; up \(20, 12\) takes 12"),
     (lambda: tiled_mlp(mlp(), X(3, 12), tile=0), "tile=0 is not valid"),

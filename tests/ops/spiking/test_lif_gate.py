@@ -25,11 +25,9 @@ def results(
     shape: tuple[int, ...] = (2, 21, 3, 5),
     dtype: torch.dtype = torch.float64,
     *,
-    train: str = "drive decay initial",
-    decay_shape: tuple[int, ...] | None = None,
     exact: bool = False,
 ) -> dict[str, Tensor]:
-    """Spikes, membrane and the gradients of what `train` names, on the same numbers for every call.
+    """Spikes, membrane and the gradients, on the same numbers for every call.
 
     `exact` computes in float64 on the numbers that `dtype` can hold.
     """
@@ -39,18 +37,13 @@ def results(
         "drive": (0.4 * normal(*shape, seed=1)).to(dtype).to(device, used),
         "initial": normal(shape[0], *shape[2:], seed=2).to(dtype).to(device, used),
     }
-    options = dict(NEURON)
-    if decay_shape is not None:
-        decay = torch.rand(decay_shape, generator=torch.Generator().manual_seed(3)).double()
-        given["decay"] = decay.to(device)
-        options.pop("decay")
-    for name, each in given.items():
-        each.requires_grad_(name in train)
-    spikes, membrane = lif_gate(**given, impl=impl, **options)  # type: ignore[arg-type]
+    for each in given.values():
+        each.requires_grad_()
+    spikes, membrane = lif_gate(**given, impl=impl, **NEURON)
     grads = [normal(*spikes.shape, seed=4).to(spikes), normal(*membrane.shape, seed=5).to(membrane)]
     torch.autograd.backward([spikes, membrane], grads)
     found = {"spikes": spikes, "membrane": membrane}
-    found |= {name: each.grad for name, each in given.items() if each.grad is not None}
+    found |= {name: each.grad for name, each in given.items()}  # type: ignore[misc]
     return {name: each.detach().cpu() for name, each in found.items()}
 
 
@@ -62,17 +55,14 @@ def relative_error(found: Tensor, right: Tensor) -> float:
 
 
 def by_hand(drive: list[float], decay: float, theta: float, beta: float, start: float):
-    """Spikes, final membrane, and their derivatives by each drive, by `start` and by decay (the last two).
+    """Spikes, final membrane, and their derivatives by each drive and by `start` (the last).
 
     In plain numbers and forward mode: no tensor, no autograd, and nothing shared with the op.
     """
-    inputs = len(drive) + 2
-    m, dm = start, [0.0] * inputs
-    dm[-2] = 1.0
+    m, dm = start, [*([0.0] * len(drive)), 1.0]
     spikes, dspikes = [], []
     for t, now in enumerate(drive):
         dm = [decay * each for each in dm]
-        dm[-1] += m
         dm[t] += 1.0
         m = decay * m + now
         p = 1 / (1 + math.exp(-beta * (m - theta)))
@@ -89,16 +79,15 @@ def by_hand(drive: list[float], decay: float, theta: float, beta: float, start: 
 def test_one_channel_and_every_derivative_by_hand(impl: str) -> None:
     drive = (0.4 * normal(1, 12, seed=7)).requires_grad_()
     initial = torch.tensor([0.2], dtype=torch.float64, requires_grad=True)
-    decay = torch.tensor(0.9, dtype=torch.float64, requires_grad=True)
     spikes, membrane = lif_gate(
-        drive, decay=decay, threshold=0.35, surrogate_beta=9.0, initial=initial, impl=impl
+        drive, decay=0.9, threshold=0.35, surrogate_beta=9.0, initial=initial, impl=impl
     )
     right_spikes, right_m, dspikes, dm = by_hand(drive[0].tolist(), 0.9, 0.35, 9.0, 0.2)
     assert spikes[0].tolist() == right_spikes
     assert 0 < sum(right_spikes) < 12
     assert membrane.item() == pytest.approx(right_m, rel=1e-14)
     for output, right in [*zip(spikes[0], dspikes, strict=True), (membrane[0], dm)]:
-        grads = torch.autograd.grad(output, (drive, initial, decay), retain_graph=True)
+        grads = torch.autograd.grad(output, (drive, initial), retain_graph=True)
         found = torch.cat([each.reshape(-1) for each in grads])
         torch.testing.assert_close(found, torch.tensor(right, dtype=torch.float64), rtol=1e-11, atol=1e-13)
 
@@ -108,8 +97,8 @@ def test_one_channel_and_every_derivative_by_hand(impl: str) -> None:
 def test_lower_precision_rounds_slope_and_result_once(dtype: torch.dtype, impl: str) -> None:
     # The interpreter truncates to bfloat16 where a GPU rounds; float32 is also summed in float32.
     tolerance = 4 * torch.finfo(dtype).eps
-    found = results(impl, (1, 24, 3, 5), dtype, decay_shape=(3, 5))
-    right = results("reference", (1, 24, 3, 5), dtype, decay_shape=(3, 5), exact=True)
+    found = results(impl, (1, 24, 3, 5), dtype)
+    right = results("reference", (1, 24, 3, 5), dtype, exact=True)
     assert torch.equal(found["spikes"].double(), right["spikes"])
     assert found["spikes"].dtype == found["drive"].dtype == found["initial"].dtype == dtype
     assert found["membrane"].dtype == torch.float32
@@ -187,21 +176,17 @@ def test_a_decay_of_0_or_1(decay: float) -> None:
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_saved_for_backward_is_the_size_of_the_drive_and_twice_that_with_a_trained_decay(impl: str) -> None:
-    def saved_bytes(**options: object) -> int:
-        storages: dict[int, int] = {}
+def test_saved_for_backward_is_the_size_of_the_drive(impl: str) -> None:
+    storages: dict[int, int] = {}
 
-        def pack(each: Tensor) -> Tensor:
-            storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
-            return each
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
-            assert lif_gate(drive, impl=impl, **{**NEURON, **options})[0].requires_grad  # type: ignore[arg-type]
-        return sum(storages.values())
+    def pack(each: Tensor) -> Tensor:
+        storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        return each
 
     drive = normal(1, 8, 16, dtype=torch.bfloat16).requires_grad_()
-    assert saved_bytes() == drive.nbytes
-    assert saved_bytes(decay=torch.full((16,), 0.9, requires_grad=True)) == 2 * drive.nbytes + 16 * 4
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+        assert lif_gate(drive, impl=impl, **NEURON)[0].requires_grad
+    assert sum(storages.values()) == drive.nbytes
 
 
 def test_the_predicted_memory_is_that_of_its_tensors() -> None:

@@ -31,7 +31,7 @@ def choose(drive: Tensor, impl: str, **options: Any) -> common.Choice:
 def lif_gate(
     drive: Tensor,
     *,
-    decay: float | Tensor,
+    decay: float,
     threshold: float,
     surrogate_beta: float,
     initial: Tensor | None = None,
@@ -44,14 +44,12 @@ def lif_gate(
     drives): given as `initial` of the next call, it continues the sequence, gradients included.
     With T = 0 it is `initial`, or zeros.
 
-    decay in [0, 1]: a number, or a tensor that broadcasts to the trailing shape [...] and may be trained (its
-    values are checked on the CPU only, where reading them does not wait for the device). threshold > 0.
-    The gradient of a spike by its membrane is that of sigmoid(surrogate_beta * (m - threshold)), and also
-    flows through the reset.
+    decay in [0, 1], threshold > 0. The gradient of a spike by its membrane is that of
+    sigmoid(surrogate_beta * (m - threshold)), and also flows through the reset.
 
     Membranes are float32 or wider whatever the dtype, with the same roundings in every implementation. Saved
     for backward: the slope of each spike in the dtype of the drive, as large as the drive, which is not
-    saved; as much again where decay is trained. Second derivatives are refused, except by impl="reference".
+    saved. Second derivatives are refused, except by impl="reference".
 
     impl: "auto", "chunked" (plain torch), "triton" (one kernel forward, one backward), "reference".
     """
@@ -60,15 +58,9 @@ def lif_gate(
         return lif_gate_reference(drive, decay, threshold, surrogate_beta, initial)
     batch, trailing = drive.shape[0], drive.shape[2:]
     channels = trailing.numel()
-    decay_N, constant = None, 0.0
-    if isinstance(decay, Tensor):
-        decay_N = decay.to(common.wide_dtype(drive.dtype)).expand(trailing).reshape(channels).contiguous()
-    else:
-        constant = float(decay)
-    constants = LIFConstants(constant, float(threshold), float(surrogate_beta))
+    constants = LIFConstants(float(decay), float(threshold), float(surrogate_beta))
     spikes_BTN, membrane_BN = LIFGate.apply(  # type: ignore[no-untyped-call]
         drive.reshape(batch, drive.shape[1], channels),
-        decay_N,
         None if initial is None else initial.reshape(batch, channels),
         constants,
         choice.impl,
@@ -78,11 +70,7 @@ def lif_gate(
 
 
 def _check(
-    drive: Tensor,
-    decay: float | Tensor,
-    threshold: float,
-    surrogate_beta: float,
-    initial: Tensor | None,
+    drive: Tensor, decay: float, threshold: float, surrogate_beta: float, initial: Tensor | None
 ) -> None:
     common.check_floating(drive=drive)
     common.check_floating_if_given(initial=initial)
@@ -91,26 +79,9 @@ def _check(
     for name, value in (("threshold", threshold), ("surrogate_beta", surrogate_beta)):
         if not common.is_number(value) or not 0 < value < math.inf:
             raise ArgumentError(f"{name}={value!r} is not valid; give a number > 0")
-    trailing = drive.shape[2:]
-    if isinstance(decay, Tensor):
-        common.check_floating(decay=decay)
-        if not _broadcasts(decay.shape, trailing):
-            raise ArgumentError(
-                f"decay has shape {list(decay.shape)}; valid for drive {list(drive.shape)}: a number, or a "
-                f"shape that broadcasts to {list(trailing)}"
-            )
-        if common.is_readable(decay) and not bool(((decay >= 0) & (decay <= 1)).all()):
-            raise ArgumentError("decay has values outside [0, 1]; valid: 0 <= decay <= 1")
-    elif not common.is_number(decay) or not 0 <= decay <= 1:
-        raise ArgumentError(f"decay={decay!r} is not valid; give a number in [0, 1], or a tensor of them")
-    expected = (drive.shape[0], *trailing)
+    if not common.is_number(decay) or not 0 <= decay <= 1:
+        raise ArgumentError(f"decay={decay!r} is not valid; give a number in [0, 1]")
+    expected = (drive.shape[0], *drive.shape[2:])
     if initial is not None and tuple(initial.shape) != expected:
         raise ArgumentError(f"initial has shape {list(initial.shape)}; valid: [B, ...] = {list(expected)}")
-    common.check_same_device(drive=drive, initial=initial, decay=decay if isinstance(decay, Tensor) else None)
-
-
-def _broadcasts(shape: torch.Size, target: torch.Size) -> bool:
-    if len(shape) > len(target):
-        return False
-    pairs = zip(reversed(shape), reversed(target), strict=False)
-    return all(own in (1, wanted) for own, wanted in pairs)
+    common.check_same_device(drive=drive, initial=initial)

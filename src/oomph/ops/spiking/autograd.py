@@ -5,11 +5,11 @@ Legend: B batch, T time, N channels (all trailing dimensions as one), S the step
 Saved for backward: the slope sigmoid'(beta (m - threshold)) of each spike, [B, T, N] in the dtype of the
 drive, and not the drive, which nothing else saves where it is the output of a linear layer. The slope and not
 the membrane, because rounding it to 16 bits costs a constant 0.2 %, where a rounded membrane would be
-multiplied by beta in the exponent. A trained decay needs the membrane before each step too.
+multiplied by beta in the exponent.
 
 With G_t the gradient of the membrane before the reset, c_t = beta * slope_t and g_t that of the one after:
     G_t = g_t + (grad_spikes_t - threshold * g_t) * c_t        g_{t-1} = decay * G_t
-    grad_drive_t = G_t        grad_decay = sum of G_t * m_{t-1}        grad_initial = g_{-1}
+    grad_drive_t = G_t        grad_initial = g_{-1}
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,6 @@ from oomph.units import MiB
 
 @dataclass(frozen=True)
 class LIFConstants:
-    """`decay` is not read where there is a decay per channel."""
-
     decay: float
     threshold: float
     surrogate_beta: float
@@ -45,22 +43,17 @@ class LIFGate(OpFunction):
     def forward(  # type: ignore[override]
         ctx: Any,
         drive_BTN: Tensor,
-        decay_N: Tensor | None,
         initial_BN: Tensor | None,
         constants: LIFConstants,
         impl: str,
         grad_enabled: bool,
     ) -> tuple[Tensor, Tensor]:
-        want_drive, want_decay, want_initial, *_ = ctx.needs_input_grad
         spikes_BTN = drive_BTN.new_empty(drive_BTN.shape)
-        save_slope = grad_enabled and (want_drive or want_decay or want_initial)
-        slope_BTN = torch.empty_like(spikes_BTN) if save_slope else None
-        before_BTN = torch.empty_like(spikes_BTN) if grad_enabled and want_decay else None
-        outputs = spikes_BTN, slope_BTN, before_BTN
+        slope_BTN = torch.empty_like(spikes_BTN) if grad_enabled and any(ctx.needs_input_grad) else None
         run = _triton_forward if impl == "triton" else _torch_forward
         with no_autocast(drive_BTN):
-            membrane_BN = run(drive_BTN, decay_N, initial_BN, constants, outputs)
-        ctx.save_for_backward(slope_BTN, before_BTN, decay_N if save_slope else None)
+            membrane_BN = run(drive_BTN, initial_BN, constants, spikes_BTN, slope_BTN)
+        ctx.save_for_backward(slope_BTN)
         ctx.constants, ctx.impl = constants, impl
         ctx.initial_dtype = None if initial_BN is None else initial_BN.dtype
         ctx.set_materialize_grads(False)  # zeros for unused spikes would be as large as the spikes
@@ -71,17 +64,15 @@ class LIFGate(OpFunction):
         ctx: Any, grad_spikes_BTN: Tensor | None, grad_membrane_BN: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("lif_gate")
-        slope_BTN, before_BTN, decay_N = ctx.saved_tensors
-        want_drive, want_decay, want_initial, *_ = ctx.needs_input_grad
+        (slope_BTN,) = ctx.saved_tensors
+        want_drive, want_initial, *_ = ctx.needs_input_grad
         if grad_spikes_BTN is None and grad_membrane_BN is None:
-            return (None,) * 6
-        saved, grads = (slope_BTN, before_BTN, decay_N), (grad_spikes_BTN, grad_membrane_BN)
+            return (None,) * 5
         run = _triton_backward if ctx.impl == "triton" else _torch_backward
         with no_autocast(slope_BTN):
-            grad_drive_BTN, grad_initial_BN, grad_decay_BN = run(saved, grads, ctx.constants)
+            grad_drive_BTN, grad_initial_BN = run(slope_BTN, grad_spikes_BTN, grad_membrane_BN, ctx.constants)
         return (
             grad_drive_BTN if want_drive else None,
-            grad_decay_BN.sum(0) if want_decay and grad_decay_BN is not None else None,
             grad_initial_BN.to(ctx.initial_dtype) if want_initial else None,
             None,
             None,
@@ -96,30 +87,26 @@ _SLICE_BYTES = 4 * MiB
 
 def _torch_forward(
     drive_BTN: Tensor,
-    decay_N: Tensor | None,
     initial_BN: Tensor | None,
     constants: LIFConstants,
-    outputs: tuple[Tensor, Tensor | None, Tensor | None],
+    spikes_BTN: Tensor,
+    slope_BTN: Tensor | None,
 ) -> Tensor:
-    """The final membrane. outputs: spikes, slope and the membrane before each step, to be written."""
-    spikes_BTN, slope_BTN, before_BTN = outputs
+    """The final membrane. Spikes and slope are written."""
     wide = wide_dtype(drive_BTN.dtype)
     batch, tokens, channels = drive_BTN.shape
     membrane_BN = drive_BTN.new_zeros(batch, channels, dtype=wide)
     if initial_BN is not None:
         membrane_BN.copy_(initial_BN)
-    decay = constants.decay if decay_N is None else decay_N
     leaked_BN, fired_BN = torch.empty_like(membrane_BN), torch.empty_like(membrane_BN)
     steps = _steps_per_slice(drive_BTN, wide)
     for start in range(0, tokens, steps):
         times = slice(start, start + steps)
         # The drive at first, then the membranes between integration and reset.
         charged_SBN = _time_first(drive_BTN[:, times], wide)
-        for offset, charged_BN in enumerate(charged_SBN.unbind(0)):
-            if before_BTN is not None:
-                before_BTN[:, start + offset].copy_(membrane_BN)
+        for charged_BN in charged_SBN.unbind(0):
             # One rounding per product and per sum, as in the kernel, so that both fire at the same steps.
-            torch.mul(membrane_BN, decay, out=leaked_BN)
+            torch.mul(membrane_BN, constants.decay, out=leaked_BN)
             charged_BN.add_(leaked_BN)
             torch.gt(charged_BN, constants.threshold, out=fired_BN)
             torch.sub(charged_BN, fired_BN, alpha=constants.threshold, out=membrane_BN)
@@ -133,20 +120,18 @@ def _torch_forward(
 
 
 def _torch_backward(
-    saved: tuple[Tensor, Tensor | None, Tensor | None],
-    grads: tuple[Tensor | None, Tensor | None],
+    slope_BTN: Tensor,
+    grad_spikes_BTN: Tensor | None,
+    grad_membrane_BN: Tensor | None,
     constants: LIFConstants,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The gradients of drive [B, T, N], initial [B, N], and decay [B, N] if `before` was saved."""
-    (slope_BTN, before_BTN, decay_N), (grad_spikes_BTN, grad_membrane_BN) = saved, grads
+) -> tuple[Tensor, Tensor]:
+    """The gradients of drive [B, T, N] and initial [B, N]."""
     wide = wide_dtype(slope_BTN.dtype)
     batch, tokens, channels = slope_BTN.shape
-    decay = constants.decay if decay_N is None else decay_N
     grad_BN = slope_BTN.new_zeros(batch, channels, dtype=wide)
     if grad_membrane_BN is not None:
         grad_BN.copy_(grad_membrane_BN)
     grad_drive_BTN = torch.empty_like(slope_BTN, memory_format=torch.contiguous_format)
-    grad_decay_BN = None if before_BTN is None else torch.zeros_like(grad_BN)
     steps = _steps_per_slice(slope_BTN, wide)
     for start in reversed(range(0, tokens, steps)):
         times = slice(start, start + steps)
@@ -160,11 +145,9 @@ def _torch_backward(
             reversed(through_SBN.unbind(0)), reversed(grad_SBN.unbind(0)), strict=True
         ):
             now_BN.addcmul_(through_BN, grad_BN)
-            torch.mul(now_BN, decay, out=grad_BN)
+            torch.mul(now_BN, constants.decay, out=grad_BN)
         grad_drive_BTN[:, times].copy_(grad_SBN.transpose(0, 1))
-        if before_BTN is not None and grad_decay_BN is not None:
-            grad_decay_BN += grad_SBN.mul_(before_BTN[:, times].transpose(0, 1)).sum(0)
-    return grad_drive_BTN, grad_BN, grad_decay_BN
+    return grad_drive_BTN, grad_BN
 
 
 def _slope_(charged_SBN: Tensor, constants: LIFConstants) -> Tensor:
@@ -195,10 +178,10 @@ _STEPS = 16  # loaded before the first of them is needed, so that their latencie
 
 def _triton_forward(
     drive_BTN: Tensor,
-    decay_N: Tensor | None,
     initial_BN: Tensor | None,
     constants: LIFConstants,
-    outputs: tuple[Tensor, Tensor | None, Tensor | None],
+    spikes_BTN: Tensor,
+    slope_BTN: Tensor | None,
 ) -> Tensor:
     """As _torch_forward."""
     batch, tokens, channels = drive_BTN.shape
@@ -208,47 +191,42 @@ def _triton_forward(
         _KERNELS.launch(
             "lif_forward",
             (batch * -(-channels // _FORWARD_CHANNELS),),
-            drive_BTN, *outputs, membrane_BN,
-            None if initial_BN is None else initial_BN.contiguous(), decay_N,
+            drive_BTN, spikes_BTN, slope_BTN, membrane_BN,
+            None if initial_BN is None else initial_BN.contiguous(),
             tokens, channels, *drive_BTN.stride()[:2],
             constants.decay, constants.threshold, constants.surrogate_beta,
             HAS_INITIAL=initial_BN is not None,
-            HAS_DECAY=decay_N is not None,
-            KEEP_SLOPE=outputs[1] is not None,
-            KEEP_BEFORE=outputs[2] is not None,
+            KEEP_SLOPE=slope_BTN is not None,
             **_compile_constants(membrane_BN.dtype, _FORWARD_CHANNELS),
         )  # fmt: skip
     return membrane_BN
 
 
 def _triton_backward(
-    saved: tuple[Tensor, Tensor | None, Tensor | None],
-    grads: tuple[Tensor | None, Tensor | None],
+    slope_BTN: Tensor,
+    grad_spikes_BTN: Tensor | None,
+    grad_membrane_BN: Tensor | None,
     constants: LIFConstants,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """As _torch_backward."""
-    (slope_BTN, before_BTN, decay_N), (grad_spikes_BTN, grad_membrane_BN) = saved, grads
     batch, tokens, channels = slope_BTN.shape
     grad_spikes_BTN = None if grad_spikes_BTN is None else contiguous_rows(grad_spikes_BTN)
     grad_drive_BTN = torch.empty_like(slope_BTN)
     grad_initial_BN = slope_BTN.new_empty(batch, channels, dtype=wide_dtype(slope_BTN.dtype))
-    grad_decay_BN = None if before_BTN is None else torch.empty_like(grad_initial_BN)
     if grad_initial_BN.numel():
         _KERNELS.launch(
             "lif_backward",
             (batch * -(-channels // _BACKWARD_CHANNELS),),
-            slope_BTN, before_BTN, decay_N, grad_spikes_BTN,
+            slope_BTN, grad_spikes_BTN,
             None if grad_membrane_BN is None else grad_membrane_BN.contiguous(),
-            grad_drive_BTN, grad_initial_BN, grad_decay_BN,
+            grad_drive_BTN, grad_initial_BN,
             tokens, channels, *((0, 0) if grad_spikes_BTN is None else grad_spikes_BTN.stride()[:2]),
             constants.decay, constants.threshold, constants.surrogate_beta,
-            HAS_DECAY=decay_N is not None,
             HAS_GRAD_SPIKES=grad_spikes_BTN is not None,
             HAS_GRAD_MEMBRANE=grad_membrane_BN is not None,
-            WANT_DECAY=before_BTN is not None,
             **_compile_constants(grad_initial_BN.dtype, _BACKWARD_CHANNELS),
         )  # fmt: skip
-    return grad_drive_BTN, grad_initial_BN, grad_decay_BN
+    return grad_drive_BTN, grad_initial_BN
 
 
 def _compile_constants(wide: torch.dtype, channels: int) -> dict[str, Any]:

@@ -20,13 +20,13 @@ def _load_steps(pointers, step, inside, left, STEPS: tl.constexpr):
 
 @triton.jit
 def lif_forward(
-    drive_ptr, spikes_ptr, slope_ptr, before_ptr, membrane_ptr, initial_ptr, decay_ptr,
+    drive_ptr, spikes_ptr, slope_ptr, membrane_ptr, initial_ptr,
     T, N, drive_b, drive_t,
     decay: tl.float64, threshold: tl.float64, surrogate_beta: tl.float64,
-    HAS_INITIAL: tl.constexpr, HAS_DECAY: tl.constexpr, KEEP_SLOPE: tl.constexpr, KEEP_BEFORE: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, KEEP_SLOPE: tl.constexpr,
     DOUBLE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """drive [B, T, N] -> spikes, slope and before [B, T, N], membrane [B, N]."""
+    """drive [B, T, N] -> spikes and slope [B, T, N], membrane [B, N]."""
     WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     blocks = tl.cdiv(N, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -35,8 +35,6 @@ def lif_forward(
     theta = tl.full((BLOCK,), threshold, WIDE)
     steepness = tl.full((BLOCK,), surrogate_beta, WIDE)
     leak = tl.full((BLOCK,), decay, WIDE)
-    if HAS_DECAY:
-        leak = tl.load(decay_ptr + columns, mask=inside, other=0.0).to(WIDE)
     m = tl.zeros((BLOCK,), WIDE)
     if HAS_INITIAL:
         m = tl.load(initial_ptr + row * N + columns, mask=inside, other=0.0).to(WIDE)
@@ -51,8 +49,6 @@ def lif_forward(
         following = _load_steps(drive_at, drive_step, inside, T - start - STEPS, STEPS)
         for i in tl.static_range(STEPS):
             live = inside & (start + i < T)
-            if KEEP_BEFORE:
-                tl.store(before_ptr + offset + i * step, m, mask=live)
             charged = leak * m + drives[i].to(WIDE)
             fired = charged > theta
             spike = tl.where(charged == charged, fired.to(WIDE), charged)  # NaN fires as NaN
@@ -68,14 +64,13 @@ def lif_forward(
 
 @triton.jit
 def lif_backward(
-    slope_ptr, before_ptr, decay_ptr, grad_spikes_ptr, grad_membrane_ptr, grad_drive_ptr, grad_initial_ptr,
-    grad_decay_ptr,
+    slope_ptr, grad_spikes_ptr, grad_membrane_ptr, grad_drive_ptr, grad_initial_ptr,
     T, N, grad_b, grad_t,
     decay: tl.float64, threshold: tl.float64, surrogate_beta: tl.float64,
-    HAS_DECAY: tl.constexpr, HAS_GRAD_SPIKES: tl.constexpr, HAS_GRAD_MEMBRANE: tl.constexpr,
-    WANT_DECAY: tl.constexpr, DOUBLE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    HAS_GRAD_SPIKES: tl.constexpr, HAS_GRAD_MEMBRANE: tl.constexpr,
+    DOUBLE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """From the last step to the first: grad_drive [B, T, N], grad_initial and grad_decay [B, N]."""
+    """From the last step to the first: grad_drive [B, T, N], grad_initial [B, N]."""
     WIDE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     blocks = tl.cdiv(N, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -84,12 +79,9 @@ def lif_backward(
     theta = tl.full((BLOCK,), threshold, WIDE)
     steepness = tl.full((BLOCK,), surrogate_beta, WIDE)
     leak = tl.full((BLOCK,), decay, WIDE)
-    if HAS_DECAY:
-        leak = tl.load(decay_ptr + columns, mask=inside, other=0.0).to(WIDE)
     g = tl.zeros((BLOCK,), WIDE)
     if HAS_GRAD_MEMBRANE:
         g = tl.load(grad_membrane_ptr + row * N + columns, mask=inside, other=0.0).to(WIDE)
-    grad_decay = tl.zeros((BLOCK,), WIDE)
 
     # Steps of negative length: from the last row backwards.
     grad_step, step = -tl.full((), grad_t, tl.int64), -tl.full((), N, tl.int64)
@@ -98,8 +90,6 @@ def lif_backward(
     if HAS_GRAD_SPIKES:
         grad_at = grad_spikes_ptr + row * grad_b + columns - (T - 1) * grad_step
         grads = _load_steps(grad_at, grad_step, inside, T, STEPS)
-    if WANT_DECAY:
-        befores = _load_steps(before_ptr + offset, step, inside, T, STEPS)
     for start in range(0, T, STEPS):
         left = T - start - STEPS
         ahead = offset + STEPS * step
@@ -107,8 +97,6 @@ def lif_backward(
         if HAS_GRAD_SPIKES:
             grad_at += STEPS * grad_step
             next_grads = _load_steps(grad_at, grad_step, inside, left, STEPS)
-        if WANT_DECAY:
-            next_befores = _load_steps(before_ptr + ahead, step, inside, left, STEPS)
         for i in tl.static_range(STEPS):
             live = inside & (start + i < T)
             slope = steepness * slopes[i].to(WIDE)
@@ -116,15 +104,9 @@ def lif_backward(
             if HAS_GRAD_SPIKES:
                 now += grads[i].to(WIDE) * slope
             tl.store(grad_drive_ptr + offset + i * step, now, mask=live)
-            if WANT_DECAY:
-                grad_decay += tl.where(live, now * befores[i].to(WIDE), 0.0)
             g = tl.where(live, leak * now, g)
         offset = ahead
         slopes = next_slopes
         if HAS_GRAD_SPIKES:
             grads = next_grads
-        if WANT_DECAY:
-            befores = next_befores
     tl.store(grad_initial_ptr + row * N + columns, g, mask=inside)
-    if WANT_DECAY:
-        tl.store(grad_decay_ptr + row * N + columns, grad_decay, mask=inside)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 def lif_gate_reference(
     drive: Tensor,
-    decay: float | Tensor,
+    decay: float,
     threshold: float,
     surrogate_beta: float,
     initial: Tensor | None,
@@ -31,8 +31,6 @@ def lif_gate_reference(
     membrane = drive.new_zeros((drive.shape[0], *drive.shape[2:]), dtype=wide)
     if initial is not None:
         membrane = initial.to(wide)
-    if isinstance(decay, Tensor):
-        decay = decay.to(wide)
     spikes = []
     for now in drive.to(wide).unbind(1):
         membrane = decay * membrane + now
