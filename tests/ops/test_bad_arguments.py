@@ -115,7 +115,6 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     (lambda: packed([0.0, 6.0]), "integers"),
     (lambda: KimiDeltaAttention(12, 0, 4), "num_heads=0 is not valid; give a whole number >= 1"),
     (lambda: KimiDeltaAttention(12, 2, 4)(X(2, 12)), r"x has shape \[2, 12\]; valid: \[B, T, 12\]"),
-    (lambda: KimiDeltaAttention(12, 2, 4)(X(2, 3, 12), cu_seqlens=[0, 3]), "x has B = 1; given"),
     (lambda: SpikingKDABlock(10, 3, 4, token_drop=1.0), r"token_drop=1.0 is not valid; .* in \[0, 1\)"),
     (lambda: SpikingKDABlock(10, 3, 4)(X(1, 3, 10), dropped=X(1, 3)), r"dropped is .*; valid: bool \[1, 3\]"),
     (lambda: spikes(decay=1.01), r"decay=1.01 is not valid; .*\[0, 1\]"),

@@ -1,10 +1,8 @@
 """Kimi Delta Attention as its authors define the layer (arXiv 2510.26692), and its short convolution.
 
-Legend: B batch, T tokens, C channels, K taps, H heads, D head size of queries and keys, V that of values,
-N packed sequences.
+Legend: B batch, T tokens, C channels, K taps, H heads, D head size of queries and keys, V that of values.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,38 +22,6 @@ from oomph.ops.tokenwise import tokenwise_checkpoint
 # Ranges of the initial softplus(dt_bias) and exp(A_log).
 _STEP_RANGE = (0.001, 0.1)
 _RATE_RANGE = (1.0, 16.0)
-
-
-@dataclass(frozen=True, eq=False)
-class PackedRows:
-    """Rows of packed sequences once each sequence is preceded by its K - 1 earlier tokens."""
-
-    rows_T: Tensor
-    earlier_rows: Tensor  # [N * (K - 1)]
-    last_rows: Tensor  # [N * (K - 1)]
-    sequences: int
-
-    @classmethod
-    def from_cu_seqlens(cls, given: Tensor | Sequence[int], x_BTC: Tensor, taps: int) -> "PackedRows":
-        """Does not read the values of cu_seqlens, which would wait for the device."""
-        cu_seqlens = torch.as_tensor(given, device=x_BTC.device)
-        if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
-            raise ArgumentError(
-                f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; valid: integers [N + 1], N >= 1"
-            )
-        if x_BTC.shape[0] != 1:
-            raise ArgumentError(f"with cu_seqlens x has B = 1; given: x {list(x_BTC.shape)}")
-        ends, before = cu_seqlens[1:].long(), taps - 1
-        sequences = ends.numel()
-        numbers_T = torch.arange(x_BTC.shape[1], device=ends.device)
-        rows_T = numbers_T + before * (1 + torch.searchsorted(ends, numbers_T, right=True))
-        counted_N = torch.arange(sequences, device=ends.device)
-        offsets = torch.arange(before, device=ends.device)
-        starts = cu_seqlens[:-1].long() + before * counted_N
-        last = ends + before * counted_N
-        return cls(
-            rows_T, (starts[:, None] + offsets).flatten(), (last[:, None] + offsets).flatten(), sequences
-        )
 
 
 class ShortConvolution(nn.Module):
@@ -82,38 +48,21 @@ class ShortConvolution(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.uniform_(self.weight, -(self.kernel_size**-0.5), self.kernel_size**-0.5)  # as nn.Conv1d
 
-    def forward(
-        self, x_BTC: Tensor, earlier_BKC: Tensor | None = None, packing: PackedRows | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """x [B, T, C], the K - 1 tokens before it (zeros unless given) -> the result, the last K - 1 tokens.
-
-        Packed (B = 1): those tokens are [N, K - 1, C], of each sequence.
-        """
+    def forward(self, x_BTC: Tensor, earlier_BKC: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B, T, C], the K - 1 tokens before it (zeros unless given) -> the result, the last K - 1 tokens."""
         before = self.kernel_size - 1
-        sequences = x_BTC.shape[0] if packing is None else packing.sequences
-        expected = (sequences, before, self.channels)
+        expected = (x_BTC.shape[0], before, self.channels)
         if earlier_BKC is not None and tuple(earlier_BKC.shape) != expected:
             raise ArgumentError(
                 f"the convolution's state has shape {list(earlier_BKC.shape)}; valid: {list(expected)}"
             )
-        if packing is None:
-            if earlier_BKC is None:
-                joined = F.pad(x_BTC, (0, 0, before, 0))
-            else:
-                joined = torch.cat([earlier_BKC.to(x_BTC.dtype), x_BTC], dim=1)
-            # A copy, because a view of a few rows would keep all of them alive.
-            last = joined[:, joined.shape[1] - before :].clone()
-            return self._convolved(joined), last
-        joined = x_BTC.new_zeros(1, x_BTC.shape[1] + before * sequences, self.channels)
-        joined = joined.index_copy(1, packing.rows_T, x_BTC)
-        if earlier_BKC is not None:
-            flat = earlier_BKC.to(x_BTC.dtype).reshape(1, before * sequences, self.channels)
-            joined = joined.index_copy(1, packing.earlier_rows, flat)
-        last = joined.index_select(1, packing.last_rows).view(expected)
-        return self._convolved(joined).index_select(1, packing.rows_T - before), last
-
-    def _convolved(self, joined: Tensor) -> Tensor:
-        return short_convolution(joined, self.weight, unit_size=self.unit_size)
+        if earlier_BKC is None:
+            joined = F.pad(x_BTC, (0, 0, before, 0))
+        else:
+            joined = torch.cat([earlier_BKC.to(x_BTC.dtype), x_BTC], dim=1)
+        # A copy, because a view of a few rows would keep all of them alive.
+        last = joined[:, joined.shape[1] - before :].clone()
+        return short_convolution(joined, self.weight, unit_size=self.unit_size), last
 
     def extra_repr(self) -> str:
         return f"{self.channels}, kernel_size={self.kernel_size}"
@@ -123,7 +72,7 @@ class ShortConvolution(nn.Module):
 class KimiDeltaState:
     """The state of a layer after some tokens: the last tokens of the convolutions, and the memory.
 
-    conv_q, conv_k, conv_v [B, K - 1, ...]; memory [B, H, D, V] in float32. Of packed sequences, N for B.
+    conv_q, conv_k, conv_v [B, K - 1, ...]; memory [B, H, D, V] in float32.
     """
 
     conv_q: Tensor
@@ -219,24 +168,15 @@ class KimiDeltaAttention(nn.Module):
         reset_step_bias(self.dt_bias, *_STEP_RANGE)
 
     def forward(
-        self,
-        x: Tensor,
-        state: KimiDeltaState | None = None,
-        *,
-        cu_seqlens: Tensor | Sequence[int] | None = None,
+        self, x: Tensor, state: KimiDeltaState | None = None
     ) -> tuple[Tensor, KimiDeltaState]:
-        """x [B, T, hidden] -> y [B, T, hidden], and the state after the last token.
-
-        cu_seqlens [N + 1]: the ends of N sequences packed one after another into B = 1, from 0 to T; nothing
-        passes between them, and states are those of the N sequences.
-        """
+        """x [B, T, hidden] -> y [B, T, hidden], and the state after the last token."""
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ArgumentError(f"x has shape {list(x.shape)}; valid: [B, T, {self.hidden_size}]")
-        packing = None if cu_seqlens is None else PackedRows.from_cu_seqlens(cu_seqlens, x, self.conv_size)
         earlier = (None, None, None) if state is None else (state.conv_q, state.conv_k, state.conv_v)
-        q, conv_q = self.q_conv1d(self.q_proj(x), earlier[0], packing)
-        k, conv_k = self.k_conv1d(self.k_proj(x), earlier[1], packing)
-        v, conv_v = self.v_conv1d(self.v_proj(x), earlier[2], packing)
+        q, conv_q = self.q_conv1d(self.q_proj(x), earlier[0])
+        k, conv_k = self.k_conv1d(self.k_proj(x), earlier[1])
+        v, conv_v = self.v_conv1d(self.v_proj(x), earlier[2])
         o_BTHV, memory = kda(
             self._heads(q),
             self._heads(k),
@@ -247,7 +187,6 @@ class KimiDeltaAttention(nn.Module):
             mode=self.mode,
             memory_chunk_size=self.memory_chunk_size,
             memory_budget=self.memory_budget,
-            cu_seqlens=cu_seqlens,
             impl=self.impl,
         )
         gate_BTHV = self._heads(self.g_proj(x))

@@ -1,4 +1,4 @@
-"""KimiDeltaAttention against its formulas token by token; generation, packing, parameters, predictions."""
+"""KimiDeltaAttention against its formulas token by token; generation, parameters, predictions."""
 
 from __future__ import annotations
 
@@ -108,25 +108,6 @@ def test_continuing_from_a_state_equals_the_whole_sequence(cuts: list[int]) -> N
     torch.testing.assert_close(
         torch.autograd.grad(pieces, x, pull)[0], torch.autograd.grad(whole, x, pull)[0], rtol=1e-8, atol=1e-10
     )
-
-
-def test_packed_sequences_are_independent_and_continue_from_their_states() -> None:
-    made, x = layer(), tokens(1, 13)
-    lengths = [5, 1, 2, 5]
-    cu_seqlens = torch.tensor([0, 5, 6, 8, 13])
-    packed, state = made(x, cu_seqlens=cu_seqlens)
-    torch.testing.assert_close(made(x, cu_seqlens=cu_seqlens.tolist())[0], packed)
-    more = tokens(4, 3, seed=5)
-    joined = more.reshape(1, 12, HIDDEN)
-    further, _ = made(joined, state, cu_seqlens=torch.tensor([0, 3, 6, 9, 12]))
-    for index, part in enumerate(x.split(lengths, dim=1)):
-        alone, own = made(part)
-        start = sum(lengths[:index])
-        torch.testing.assert_close(packed[:, start : start + lengths[index]], alone)
-        torch.testing.assert_close(state.memory[index], own.memory[0])
-        torch.testing.assert_close(state.conv_k[index], own.conv_k[0])
-        after, _ = made(more[index : index + 1], own)
-        torch.testing.assert_close(further[:, 3 * index : 3 * index + 3], after)
 
 
 def test_modes_and_memory_options_do_not_change_results() -> None:
