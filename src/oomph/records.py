@@ -434,6 +434,7 @@ class PredictedFixes:
     slowdown: float  # a step's time over that without fixes, by a roofline
     host_bytes: int = 0  # pinned host memory that it needs
     estimated: bool = False  # from predictions of each fix by itself, not of all together
+    margin: int = 0  # bytes by which the peak may be off; `fits` allows for them
 
 
 @dataclass(frozen=True)

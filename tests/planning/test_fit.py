@@ -165,6 +165,23 @@ def test_a_budget_below_the_parameters_is_said_at_once() -> None:
     assert "parameters alone" in found.reason
 
 
+def linear() -> None:
+    model = nn.Linear(64, 64, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), fused=True)
+    x = torch.zeros(1 << 20, 64, device="cuda")
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+
+
+def test_what_is_within_the_margin_is_too_close_to_call(capsys: pytest.CaptureFixture[str]) -> None:
+    reserved = oomph.predict(linear).peak.reserved
+    assert run(["fit", f"{__file__}:linear", "--gpu", "h200", "--max", f"{reserved // MiB}MiB"]) == 1
+    shown = capsys.readouterr().out
+    assert shown.startswith("too close to call")
+    assert ", margin " in shown
+
+
 def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--plan", str(tmp_path / "notes.txt")]) == 2

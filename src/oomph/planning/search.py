@@ -356,7 +356,7 @@ class _Search:
         fits = bool(prediction.fits) and host <= self.host
         parts = _parts(prediction.events, prediction.allocations)
         trial = _Trial(
-            PredictedFixes(fixes, prediction.peak, fits, seconds, slowdown, host),
+            PredictedFixes(fixes, prediction.peak, fits, seconds, slowdown, host, margin=prediction.margin),
             _Estimate(
                 parts,
                 costs(prediction, self.card.host_link),

@@ -253,7 +253,8 @@ def plan_text(
                 "By hand: a smaller batch or shorter input; `oomph diagnose` names what takes the memory."
             )
         elif not plan.fits:
-            console.print("No fix is enough: use a smaller batch, shorter input or a larger card.")
+            known = "known to be " if _is_too_close(plan) else ""
+            console.print(f"No fix is {known}enough: use a smaller batch, shorter input or a larger card.")
         if not plan.fits and plan.after.peak.allocated <= plan.limit:
             console.print(
                 "Its tensors alone would fit. To predict and run it with another allocator, set the "
@@ -290,13 +291,19 @@ def plan_verdict(plan: Plan) -> str:
         has += ", which is enough because cached memory is released"
     if plan.fits and not plan.fixes:
         return f"fits {where} without fixes: needs {needs}{has}"
-    if not plan.fixes:
-        return f"does not fit {where}, and no fix was found that lowers the peak: needs {needs}{has}"
     verdict = "fits" if plan.fits else "does not fit"
+    if _is_too_close(plan):
+        verdict, needs = "too close to call for", f"{needs}, margin {format_bytes(plan.after.margin)}"
+    if not plan.fixes:
+        return f"{verdict} {where}, and no fix was found that lowers the peak: needs {needs}{has}"
     return (
         f"{verdict} {where} with {len(plan.fixes)} fix{'es' if len(plan.fixes) > 1 else ''}: "
         f"{format_bytes(before)} -> {needs}{has}; step time x{plan.after.slowdown:.2f}"
     )
+
+
+def _is_too_close(plan: Plan) -> bool:
+    return not plan.fits and abs(plan.after.peak.reserved - plan.limit) < plan.after.margin
 
 
 def ranks_text(trials: Sequence[Any], gpu: str) -> str:
