@@ -49,7 +49,7 @@ class ShortConvolution(nn.Module):
         nn.init.uniform_(self.weight, -(self.kernel_size**-0.5), self.kernel_size**-0.5)  # as nn.Conv1d
 
     def forward(self, x_BTC: Tensor, earlier_BKC: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [B, T, C], the K - 1 tokens before it (zeros unless given) -> the result, the last K - 1 tokens."""
+        """x [B, T, C], the K - 1 tokens before it (default zeros) -> the result, the last K - 1 tokens."""
         before = self.kernel_size - 1
         expected = (x_BTC.shape[0], before, self.channels)
         if earlier_BKC is not None and tuple(earlier_BKC.shape) != expected:
