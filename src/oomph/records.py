@@ -458,6 +458,7 @@ class Plan:
     model_id: str = ""  # class, number of parameters, and a hash of their names and shapes
     reason: str = ""  # why no fix can be applied, or none can be enough
     is_budget: bool = False  # `limit` is less than the card has
+    is_max: bool = False  # `limit` was given for the allocator alone, without the CUDA context
     growth: int = 0  # bytes that every step leaves behind, with any fix
 
     def __repr__(self) -> str:

@@ -182,6 +182,12 @@ def test_what_is_within_the_margin_is_too_close_to_call(capsys: pytest.CaptureFi
     assert ", margin " in shown
 
 
+def test_the_verdict_says_what_the_limit_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    for option, limit in (("--max", "allocator limit of 2.00 GiB"), ("--budget", "budget of 2.00 GiB (CUDA")):
+        assert run(["fit", f"{__file__}:linear", "--gpu", "h200", option, "2GiB"]) == 0
+        assert limit in capsys.readouterr().out
+
+
 def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     assert run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--plan", str(tmp_path / "notes.txt")]) == 2

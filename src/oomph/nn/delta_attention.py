@@ -167,9 +167,7 @@ class KimiDeltaAttention(nn.Module):
         self.A_log.uniform_(*_RATE_RANGE).log_()
         reset_step_bias(self.dt_bias, *_STEP_RANGE)
 
-    def forward(
-        self, x: Tensor, state: KimiDeltaState | None = None
-    ) -> tuple[Tensor, KimiDeltaState]:
+    def forward(self, x: Tensor, state: KimiDeltaState | None = None) -> tuple[Tensor, KimiDeltaState]:
         """x [B, T, hidden] -> y [B, T, hidden], and the state after the last token."""
         if x.dim() != 3 or x.shape[-1] != self.hidden_size:
             raise ArgumentError(f"x has shape {list(x.shape)}; valid: [B, T, {self.hidden_size}]")

@@ -199,6 +199,7 @@ def fit(
     if limit <= 0:
         context = format_bytes(card.context)
         raise UserError(f"the CUDA context alone takes {context}, which is more than the limit")
+    is_max = max is not None and limit == parse_bytes(max)
     host = _host_memory() if host_memory is None else parse_bytes(host_memory)
     card = gpus.with_rates(card)
     if isinstance(target, Script) and autograd_breaks_in_forks():
@@ -207,7 +208,7 @@ def fit(
             return run_in_new_interpreter(fit, report, target, **options)
     if isinstance(target, Script):
         with show_progress(progress) as report:
-            return _Search(ScriptProgram(target, card, limit), card, limit, host).plan(kinds, report)
+            return _Search(ScriptProgram(target, card, limit), card, limit, host, is_max).plan(kinds, report)
 
     def search(report: Progress) -> Plan:
         found = target if isinstance(target, Workload) else call_on_fake_gpu(target)
@@ -215,7 +216,7 @@ def fit(
             program: Program = WorkloadProgram(found, card, limit)
         else:
             program = FunctionProgram(target, card, limit)  # type: ignore[arg-type]
-        return _Search(program, card, limit, host).plan(kinds, report)
+        return _Search(program, card, limit, host, is_max).plan(kinds, report)
 
     with show_progress(progress) as report:
         return run_isolated(search, report)
@@ -229,8 +230,8 @@ def _host_memory() -> int:
 
 
 class _Search:
-    def __init__(self, program: Program, card: GPU, limit: int, host: int) -> None:
-        self.program, self.card, self.limit, self.host = program, card, limit, host
+    def __init__(self, program: Program, card: GPU, limit: int, host: int, is_max: bool) -> None:
+        self.program, self.card, self.limit, self.host, self.is_max = program, card, limit, host, is_max
         self.trials: dict[Any, _Trial] = {}
         self.estimates: dict[Any, _Estimate] = {}
         self.reduced: _Estimate | None = None  # the reduced model without fixes, if it gives the same peak
@@ -273,6 +274,7 @@ class _Search:
             gpu_title=self.card.title,
             limit=self.limit,
             is_budget=self.limit < self.card.memory - self.card.context,
+            is_max=self.is_max,
             before=self.base.result,
             after=chosen.result,
             allowed=kinds,

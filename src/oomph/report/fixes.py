@@ -286,7 +286,10 @@ def plan_verdict(plan: Plan) -> str:
     needs, there_is = distinct_sizes(after, plan.limit + context)
     where, has = plan.gpu_title, f"; it has {there_is}"
     if plan.is_budget:
-        where, has = f"the budget of {there_is} on {plan.gpu_title}", ""
+        what = f"budget of {there_is} (CUDA context included)"
+        if plan.is_max:
+            what = f"allocator limit of {format_bytes(plan.limit)} ({there_is} with the CUDA context)"
+        where, has = f"the {what} on {plan.gpu_title}", ""
     if plan.fits and after > plan.limit + context:
         has += ", which is enough because cached memory is released"
     if plan.fits and not plan.fixes:
