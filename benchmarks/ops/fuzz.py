@@ -299,8 +299,6 @@ def _selective_scan(draw: Draw) -> Arguments:
         "delta_bias": draw.maybe(lambda: draw.tensor(*pair, d, change=torch.abs)),
         "delta_softplus": draw.pick(False, True),
         "direction": direction,
-        "initial_state": draw.maybe(lambda: draw.tensor(*pair, batch, d, n)),
-        "return_final_state": draw.pick(False, True),
         "chunk_size": draw.pick(None, 1, 7),
         "impl": draw.impl("auto", "chunked", slow=True),
     }

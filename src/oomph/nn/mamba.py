@@ -105,7 +105,6 @@ class BidirectionalMamba(nn.Module):
             chunk_size=self.chunk_size,
             impl=self.impl,
         )
-        assert isinstance(y_BLd, Tensor)
         out: Tensor = self.out_proj(y_BLd)
         return out
 

@@ -26,7 +26,7 @@ def by_formula(block: BidirectionalMamba, h: torch.Tensor) -> torch.Tensor:
         one = F.silu(one)
         low, B, C = (one @ block.x_proj[i].T).split([block.dt_rank, block.d_state, block.d_state], dim=-1)
         delta = F.softplus(low @ block.dt_proj[i].T + block.dt_bias[i])
-        y, _ = reference.selective_scan(one, delta, -block.A_log[i].exp(), B, C, block.D[i])
+        y = reference.selective_scan(one, delta, -block.A_log[i].exp(), B, C, block.D[i])
         total = total + (y.flip(1) if i else y)
     return block.out_proj(total * F.silu(z))
 

@@ -28,20 +28,17 @@ def test_both_directions_are_a_scan_of_the_sequence_and_one_of_its_reverse():
     gate = torch.nn.functional.silu(given.pop("z"))
     one, two = ({name: each[i] for name, each in given.items()} for i in (0, 1))
     turned = {name: two[name].flip(1) for name in ("x", "delta", "B", "C")}
-    right, last = reference.selective_scan(**one, delta_softplus=True)
-    left, first = reference.selective_scan(**{**two, **turned}, delta_softplus=True)
-    y, final = selective_scan(
-        **given, z=inputs(direction="both", own_x=True)["z"], delta_softplus=True, direction="both",
-        return_final_state=True,
-    )  # fmt: skip
+    right = reference.selective_scan(**one, delta_softplus=True)
+    left = reference.selective_scan(**{**two, **turned}, delta_softplus=True)
+    y = selective_scan(
+        **given, z=inputs(direction="both", own_x=True)["z"], delta_softplus=True, direction="both"
+    )
     torch.testing.assert_close(y, (right + left.flip(1)) * gate)
-    torch.testing.assert_close(final, torch.stack([last, first]))
 
 
 @pytest.mark.parametrize(("direction", "seen"), [("forward", slice(0, 20)), ("backward", slice(20, None))])
 def test_causality_in_each_direction(direction, seen):
     given = inputs(direction=direction)
-    given.pop("initial_state")
     changed = {name: each.clone() for name, each in given.items()}
     unseen = slice(20, None) if direction == "forward" else slice(0, 20)
     for name in ("x", "delta", "B", "C", "z"):
@@ -49,26 +46,6 @@ def test_causality_in_each_direction(direction, seen):
     y, other = (selective_scan(**each, direction=direction, chunk_size=8) for each in (given, changed))
     assert torch.equal(y[:, seen], other[:, seen])
     assert not torch.equal(y[:, unseen], other[:, unseen])
-
-
-def test_a_sequence_can_be_continued_from_its_final_state():
-    given = inputs(length=50)
-    whole, last = selective_scan(**given, return_final_state=True)
-    timed = ("x", "delta", "B", "C", "z")
-    head = {name: each[:, :13] if name in timed else each for name, each in given.items()}
-    tail = {name: each[:, 13:] if name in timed else each for name, each in given.items()}
-    y, state = selective_scan(**head, return_final_state=True)
-    more, end = selective_scan(**{**tail, "initial_state": state}, return_final_state=True)
-    torch.testing.assert_close(torch.cat([y, more], dim=1), whole)
-    torch.testing.assert_close(end, last)
-
-
-def test_delta_zero_leaves_the_state_unchanged():
-    given = inputs(length=1)
-    given["delta"].zero_()
-    given.pop("delta_bias")
-    _, state = selective_scan(**given, return_final_state=True)
-    assert torch.equal(state, given["initial_state"])
 
 
 @pytest.mark.parametrize("rate", [0.0, -1e-4, -5.0, -1000.0])
@@ -96,13 +73,11 @@ def test_low_precision_error_is_that_of_rounding(dtype):
     right = results(given, torch.float64, direction="both", impl="reference")
     found = results(given, dtype, direction="both")
     assert worst_error(found, right) < 2.5 * torch.finfo(dtype).eps
-    assert found["final"].dtype == torch.float32
 
 
 def test_long_sequence_in_float32():
     length, d, n = 16_384, 2, 1
     given = inputs(1, length, d, n)
-    given.pop("initial_state")
     y = selective_scan(**{name: each.float() for name, each in given.items()}, delta_softplus=True)
     # The state that enters a slice depends on no more than the 1,000 tokens before it, with this decay.
     for start in (0, 8_000, length - 300):
@@ -110,7 +85,7 @@ def test_long_sequence_in_float32():
         part = {
             name: each[:, early : start + 300] if each.dim() == 3 else each for name, each in given.items()
         }
-        right, _ = reference.selective_scan(**part, delta_softplus=True)
+        right = reference.selective_scan(**part, delta_softplus=True)
         assert relative_error(y[:, start : start + 300], right[:, start - early :]) < 1e-5
 
 

@@ -51,21 +51,18 @@ def selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     direction: str = "forward",
-    initial_state: Tensor | None = None,
-    return_final_state: bool = False,
     chunk_size: int | None = None,
     impl: str = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Mamba's scan: h_t = exp(delta_t A) h_{t-1} + delta_t B_t x_t, y_t = C_t . h_t + D x_t, times silu(z_t).
 
-    x, delta, z [B, L, d]; A [d, n]; B, C [B, L, n]; D, delta_bias [d]; initial_state [B, d, n]
-    -> y [B, L, d], or (y, final state [B, d, n]) with `return_final_state`. delta_bias is added to delta
-    first; `delta_softplus` then applies the softplus.
+    x, delta, z [B, L, d]; A [d, n]; B, C [B, L, n]; D, delta_bias [d] -> y [B, L, d]. delta_bias is added to
+    delta first; `delta_softplus` then applies the softplus.
 
     direction: "forward" from the first token on; "backward" from the last; "both" runs one scan in each and
-    sums them before the gate. Then delta, A, B, C, D, delta_bias and the states have a leading dimension of 2
-    (forward, backward), and x is [B, L, d], shared, or has one too; z and y are [B, L, d]. Index t is token t
-    in every tensor, whatever the direction: nothing is flipped.
+    sums them before the gate. Then delta, A, B, C, D and delta_bias have a leading dimension of 2 (forward,
+    backward), and x is [B, L, d], shared, or has one too; z and y are [B, L, d]. Index t is token t in every
+    tensor, whatever the direction: nothing is flipped.
 
     dtypes: each tensor may have its own; y has x's, each gradient its input's. States and sums are float32,
     or float64 if an input is; with "both", the first scan's y is stored in x's dtype. Autocast has no effect.
@@ -82,28 +79,24 @@ def selective_scan(
     a = ScanArguments(**locals())
     choice = log_choice("selective_scan", _choose(a))
     if choice.impl == "reference":
-        y, final = _run_reference(a)
-    else:
-        needs_grad = any(each is not None and each.requires_grad for each in a.tensors.values())
-        options = ScanOptions(
-            reverse_first=a.direction == "backward",
-            softplus=a.delta_softplus,
-            chunk=choice.settings["chunk_size"],
-            save_states=torch.is_grad_enabled() and needs_grad,
-            return_final=a.return_final_state,
-        )
-        y, final = SelectiveScan.apply(choice.impl, options, *a.inputs())  # type: ignore[no-untyped-call]
-        if final is not None and a.direction != "both":
-            final = final.squeeze(0)
-    return (y, final) if a.return_final_state else y
+        return _run_reference(a)
+    needs_grad = any(each is not None and each.requires_grad for each in a.tensors.values())
+    options = ScanOptions(
+        reverse_first=a.direction == "backward",
+        softplus=a.delta_softplus,
+        chunk=choice.settings["chunk_size"],
+        save_states=torch.is_grad_enabled() and needs_grad,
+    )
+    y: Tensor = SelectiveScan.apply(choice.impl, options, *a.inputs())
+    return y
 
 
-def _run_reference(a: ScanArguments) -> tuple[Tensor, Tensor]:
+def _run_reference(a: ScanArguments) -> Tensor:
     """The reference in the state's dtype, whatever dtypes are given."""
     dtype = a.state_dtype
     tensors: dict[str, Any] = {
         name: None if each is None else each.to(dtype) for name, each in a.tensors.items()
     }
     with no_autocast(a.x):
-        y, final = reference.selective_scan(**tensors, delta_softplus=a.delta_softplus, direction=a.direction)
-    return y.to(a.x.dtype), final
+        y = reference.selective_scan(**tensors, delta_softplus=a.delta_softplus, direction=a.direction)
+    return y.to(a.x.dtype)

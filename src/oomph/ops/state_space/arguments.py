@@ -28,7 +28,6 @@ class PerInput(NamedTuple, Generic[T]):
     D: T
     z: T
     bias: T
-    initial: T
 
 
 class ScanInputs(NamedTuple):
@@ -45,7 +44,6 @@ class ScanInputs(NamedTuple):
     D_Rd: Tensor | None
     z_BLd: Tensor | None
     bias_Rd: Tensor | None
-    initial_RBdn: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,6 @@ class ScanOptions:
     softplus: bool
     chunk: int  # tokens between two states that are saved for backward
     save_states: bool  # a backward may follow
-    return_final: bool
 
     def reverse(self, direction: int) -> bool:
         return direction == 1 or self.reverse_first
@@ -87,16 +84,14 @@ class ScanArguments:
     D: Tensor | None
     z: Tensor | None
     delta_bias: Tensor | None
-    initial_state: Tensor | None
     delta_softplus: bool
     direction: str
-    return_final_state: bool
     chunk_size: int | None
     impl: str
 
     @property
     def tensors(self) -> dict[str, Tensor | None]:
-        return {field.name: getattr(self, field.name) for field in fields(self)[:9]}
+        return {field.name: getattr(self, field.name) for field in fields(self)[:8]}
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -116,7 +111,7 @@ class ScanArguments:
         """Values are not checked, because that would synchronise."""
         common.check_one_of("impl", self.impl, IMPLS)
         common.check_one_of("direction", self.direction, DIRECTIONS)
-        common.check_flags(delta_softplus=self.delta_softplus, return_final_state=self.return_final_state)
+        common.check_flags(delta_softplus=self.delta_softplus)
         common.check_whole_if_given(chunk_size=self.chunk_size)
         tensors = self.tensors
         common.check_floating(**{name: tensors[name] for name in ("x", "delta", "A", "B", "C")})  # type: ignore[arg-type]
@@ -145,7 +140,6 @@ class ScanArguments:
             "D": [*pair, d],
             "z": [batch, length, d],
             "delta_bias": [*pair, d],
-            "initial_state": [*pair, batch, d, n],
         }
         for name, shape in expected.items():
             tensor = self.tensors[name]

@@ -36,29 +36,23 @@ class SelectiveScan(OpFunction):
     op = "selective_scan"
 
     @staticmethod
-    def forward(
-        ctx: Any, impl: str, options: ScanOptions, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(ctx: Any, impl: str, options: ScanOptions, *tensors: Tensor | None) -> Tensor:
         inputs = ScanInputs(*tensors)  # type: ignore[arg-type]
         forward = triton_forward if impl == "triton" else chunked.forward
         with no_autocast(inputs.x_RBLd):
-            y_BLd, final, saved = forward(inputs, options)
+            y_BLd, saved = forward(inputs, options)
         ctx.impl, ctx.options = impl, options
-        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, saved)
-        return y_BLd, final
+        return y_BLd
 
     @staticmethod
-    def backward(ctx: Any, g_BLd: Tensor | None, g_final: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, g_BLd: Tensor) -> tuple[Any, ...]:
         refuse_second_derivatives("selective_scan")
         *tensors, saved = ctx.saved_tensors
-        inputs = ScanInputs(*tensors)
-        if g_BLd is None:  # only the final state was used
-            g_BLd = inputs.x_RBLd.new_zeros(inputs.x_RBLd.shape[1:])
         wanted = PerInput(*ctx.needs_input_grad[2:])
         backward = triton_backward if ctx.impl == "triton" else chunked.backward
         with no_autocast(g_BLd):
-            grads = backward(inputs, ctx.options, saved, g_BLd, g_final, wanted)
+            grads = backward(ScanInputs(*tensors), ctx.options, saved, g_BLd, wanted)
         return (None, None, *grads)
 
 
@@ -121,31 +115,25 @@ class _Grid:
         return {"BD": tile.channels, "N": tile.n, "num_warps": tile.warps, "maxnreg": _REGISTERS}
 
 
-def triton_forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def triton_forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | None]:
     """As chunked.forward."""
     sizes = ScanSizes.of(inputs, options)
     grid = _Grid.of(sizes)
     x, delta, B, C, z = inputs.x_RBLd, inputs.delta_RBLd, inputs.B_RBLn, inputs.C_RBLn, inputs.z_BLd
-    A, D, bias, initial = _contiguous(inputs.A_Rdn, inputs.D_Rd, inputs.bias_Rd, inputs.initial_RBdn)
+    A, D, bias = _contiguous(inputs.A_Rdn, inputs.D_Rd, inputs.bias_Rd)
     y_BLd = x.new_empty(sizes.batch, sizes.length, sizes.d)
-    state = (sizes.batch, sizes.d, sizes.n)
-    saved = final = None
+    saved = entry = None
     if options.save_states:
         shape = (sizes.directions, sizes.batch, sizes.chunks, sizes.d, sizes.n)
         saved = x.new_empty(shape, dtype=torch.float32)
-    if options.return_final:
-        final = x.new_empty((sizes.directions, *state), dtype=torch.float32)
     if y_BLd.numel() == 0:
-        if final is not None:
-            final.copy_(initial) if initial is not None else final.zero_()
-        return y_BLd, final, saved
-    entry = initial
+        return y_BLd, saved
     if grid.segments > 1:
-        entry = _segment_states(inputs, options, sizes, grid, x, B, initial, gradient=False)
+        entry = _segment_states(inputs, options, sizes, grid, x, B, gradient=False)
     _KERNELS.launch(
         "scan_forward",
         (grid.programs,),
-        *(y_BLd, x, delta, A, B, C, D, z, bias, entry, saved, final),
+        *(y_BLd, x, delta, A, B, C, D, z, bias, entry, saved),
         *_input_strides(inputs),
         *(sizes.batch, sizes.length, sizes.d, sizes.n, grid.segments, grid.segment_chunks),
         DIRECTIONS=sizes.directions,
@@ -156,23 +144,18 @@ def triton_forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Te
         passes=_time_in_passes(x, sizes.n),
         **grid.constants,
     )
-    return y_BLd, final, saved
+    return y_BLd, saved
 
 
 def triton_backward(
-    inputs: ScanInputs,
-    options: ScanOptions,
-    saved: Tensor,
-    g_BLd: Tensor,
-    g_final: Tensor | None,
-    wanted: PerInput[bool],
+    inputs: ScanInputs, options: ScanOptions, saved: Tensor, g_BLd: Tensor, wanted: PerInput[bool]
 ) -> PerInput[Tensor | None]:
     """As chunked.backward."""
     sizes = ScanSizes.of(inputs, options)
     grid = _Grid.of(sizes)
     directions, batch, length, d, n = sizes.directions, sizes.batch, sizes.length, sizes.d, sizes.n
     x, delta, B, C, z = inputs.x_RBLd, inputs.delta_RBLd, inputs.B_RBLn, inputs.C_RBLn, inputs.z_BLd
-    A, D, bias, g_final = _contiguous(inputs.A_Rdn, inputs.D_Rd, inputs.bias_Rd, g_final)
+    A, D, bias = _contiguous(inputs.A_Rdn, inputs.D_Rd, inputs.bias_Rd)
 
     def empty(want: bool, *shape: int, like: Tensor | None = None) -> Tensor | None:
         if not want:
@@ -190,19 +173,14 @@ def triton_backward(
     dC = empty(wanted.C, *channel_blocks, length, n)
     dD = empty(wanted.D, *segments, d)
     dbias = empty(wanted.bias, *segments, d)
-    dinitial = empty(wanted.initial, directions, batch, d, n)
     if g_BLd.numel() == 0:
         for each in (dA, dB, dC, dD, dbias):
             if each is not None:
                 each.zero_()
-        if dinitial is not None:
-            dinitial.copy_(g_final) if g_final is not None else dinitial.zero_()
     else:
-        entry = g_final
+        entry = None
         if grid.segments > 1:
-            entry = _segment_states(
-                inputs, options, sizes, grid, g_BLd.unsqueeze(0), C, g_final, gradient=True
-            )
+            entry = _segment_states(inputs, options, sizes, grid, g_BLd.unsqueeze(0), C, gradient=True)
         tile = grid.tile
         scratch_shape = (grid.programs, options.chunk // _STEP, tile.channels, tile.n)
         scratch = x.new_empty(scratch_shape, dtype=torch.float32)
@@ -210,7 +188,7 @@ def triton_backward(
             "scan_backward",
             (grid.programs,),
             *(g_BLd, x, delta, A, B, C, D, z, bias, entry, saved, scratch),
-            *(dx, ddelta, dA, dB, dC, dD, dz, dbias, dinitial),
+            *(dx, ddelta, dA, dB, dC, dD, dz, dbias),
             *g_BLd.stride(),
             *_input_strides(inputs),
             *(batch, length, d, n, grid.segments, grid.segment_chunks),
@@ -232,7 +210,6 @@ def triton_backward(
         _sum(dD, inputs.D_Rd, (1, 2)),
         dz,
         _sum(dbias, inputs.bias_Rd, (1, 2)),
-        None if dinitial is None or inputs.initial_RBdn is None else dinitial.to(inputs.initial_RBdn.dtype),
     )
 
 
@@ -243,7 +220,6 @@ def _segment_states(
     grid: _Grid,
     value: Tensor,
     vector_RBLn: Tensor,
-    initial_RBdn: Tensor | None,
     gradient: bool,
 ) -> Tensor:
     """The initial state of every segment [R, segments, B, d, n], or with `gradient` its gradient dh."""
@@ -267,7 +243,7 @@ def _segment_states(
     _KERNELS.launch(
         "segment_initial_states",
         (grid.tile.blocks(sizes.d) * sizes.batch * sizes.directions,),
-        *(states, delta_sums, A, initial_RBdn, sizes.batch, sizes.d, sizes.n, grid.segments),
+        *(states, delta_sums, A, sizes.batch, sizes.d, sizes.n, grid.segments),
         REVERSE=options.reverse_first,
         GRADIENT=gradient,
         **grid.constants,

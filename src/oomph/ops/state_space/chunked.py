@@ -63,12 +63,11 @@ class _Chunk:
         view.copy_(part_KBx + view if add else part_KBx)
 
 
-def forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y [B, L, d]; if wanted, final states [R, B, d, n] and the initial states of chunks [R, B, c, d, n]."""
+def forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | None]:
+    """y [B, L, d]; for backward, the initial states of chunks [R, B, c, d, n]."""
     sizes, dtype = ScanSizes.of(inputs, options), state_dtype(*inputs)
     new, state = inputs.x_RBLd.new_empty, (sizes.d, sizes.n)
     y_BLd = new(sizes.batch, sizes.length, sizes.d)
-    final = new(sizes.directions, sizes.batch, *state, dtype=dtype) if options.return_final else None
     saved = None
     if options.save_states:
         saved = new(sizes.directions, sizes.batch, sizes.chunks, *state, dtype=dtype)
@@ -77,7 +76,7 @@ def forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | 
     decays, states = new(2, longest, min(rows_at_a_time, sizes.batch), *state, dtype=dtype)
     for rows in _slices(sizes.batch, rows_at_a_time):
         for direction in range(sizes.directions):
-            h_Bdn = _initial(inputs.initial_RBdn, direction, rows, sizes, y_BLd, dtype)
+            h_Bdn = new(rows.stop - rows.start, *state, dtype=dtype).zero_()
             reverse = options.reverse(direction)
             for index, tokens in _chunks(sizes, options, reverse):
                 if saved is not None:
@@ -94,18 +93,11 @@ def forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | 
                 if inputs.z_BLd is not None and direction == sizes.directions - 1:
                     y_KBd *= F.silu(chunk.take(inputs.z_BLd))
                 chunk.store(y_BLd, y_KBd)
-            if final is not None:
-                final[direction, rows] = h_Bdn
-    return y_BLd, final, saved
+    return y_BLd, saved
 
 
 def backward(
-    inputs: ScanInputs,
-    options: ScanOptions,
-    saved: Tensor,
-    g_BLd: Tensor,
-    g_final: Tensor | None,
-    wanted: PerInput[bool],
+    inputs: ScanInputs, options: ScanOptions, saved: Tensor, g_BLd: Tensor, wanted: PerInput[bool]
 ) -> PerInput[Tensor | None]:
     """The wanted gradients; saved [R, B, c, d, n] from forward."""
     sizes, dtype = ScanSizes.of(inputs, options), state_dtype(*inputs)
@@ -115,7 +107,7 @@ def backward(
     buffers = inputs.x_RBLd.new_empty(3, *shape, dtype=dtype)
     for rows in _slices(sizes.batch, rows_at_a_time):
         for direction in range(sizes.directions):
-            dh_Bdn = _initial(g_final, direction, rows, sizes, g_BLd, dtype)
+            dh_Bdn = g_BLd.new_zeros(rows.stop - rows.start, sizes.d, sizes.n, dtype=dtype)
             for index, tokens in _chunks(sizes, options, not options.reverse(direction)):
                 chunk = _read(inputs, options, direction, rows, tokens, dtype)
                 count, batch = chunk.delta_KBd.shape[:2]
@@ -124,8 +116,6 @@ def backward(
                 dh_Bdn = _chunk_backward(
                     chunk, options, h_Bdn, dh_Bdn, g_KBd, z_KBd, grads, buffers[:, : count + 1, :batch]
                 )
-            if grads.initial is not None:
-                grads.initial[direction, rows] = dh_Bdn
     return PerInput(
         *(
             None if grad is None or tensor is None else grad.to(tensor.dtype)
@@ -234,14 +224,6 @@ def _read(
         inputs.A_Rdn[direction].to(dtype),
         None if inputs.D_Rd is None else inputs.D_Rd[direction].to(dtype),
     )
-
-
-def _initial(
-    given_RBdn: Tensor | None, direction: int, rows: slice, sizes: ScanSizes, like: Tensor, dtype: torch.dtype
-) -> Tensor:
-    if given_RBdn is not None:
-        return given_RBdn[direction, rows].to(dtype)
-    return like.new_zeros(rows.stop - rows.start, sizes.d, sizes.n, dtype=dtype)
 
 
 def _empty_gradients(

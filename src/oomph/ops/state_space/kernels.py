@@ -68,7 +68,6 @@ def scan_forward(
     y_ptr, x_ptr, delta_ptr, A_ptr, B_ptr, C_ptr, D_ptr, z_ptr, bias_ptr,
     entry_ptr,  # [R, segments, b, d, n]
     states_ptr,  # [R, b, chunks, d, n]
-    final_ptr,  # [R, b, d, n]
     x_R, x_b, x_t, x_d, delta_R, delta_b, delta_t, delta_d,
     B_R, B_b, B_t, B_n, C_R, C_b, C_t, C_n, z_b, z_t, z_d,
     batch, length, d, n, segments, segment_chunks,
@@ -133,9 +132,6 @@ def scan_forward(
                             z = load_fp32(z_ptr + b * z_b + t * z_t + channels * z_d, d_inside)
                             y *= z * sigmoid(z)
                     tl.store(address, y, mask=d_inside)
-        if final_ptr is not None:  # noqa: SIM102
-            if segment == (1 - reverse) * (segments - 1):
-                tl.store(final_ptr + (r * batch + b) * d * n + state, h, mask=state_mask)
         if DIRECTIONS > 1:
             tl.debug_barrier()  # the other direction reads y, possibly in other threads
 
@@ -153,7 +149,6 @@ def scan_backward(
     dD_ptr,  # [R, segments, b, d]
     dz_ptr,
     dbias_ptr,  # [R, segments, b, d]
-    dinitial_ptr,  # [R, b, d, n]
     g_b, g_t, g_d,
     x_R, x_b, x_t, x_d, delta_R, delta_b, delta_t, delta_d,
     B_R, B_b, B_t, B_n, C_R, C_b, C_t, C_n, z_b, z_t, z_d,
@@ -288,9 +283,6 @@ def scan_backward(
             tl.store(dD_ptr + sums * d + channels, dD, mask=d_mask)
         if dbias_ptr is not None:
             tl.store(dbias_ptr + sums * d + channels, dbias, mask=d_mask)
-        if dinitial_ptr is not None:  # noqa: SIM102
-            if segment == reverse * (segments - 1):
-                tl.store(dinitial_ptr + (r * batch + b) * d * n + state, dh, mask=state_mask)
         if DIRECTIONS > 1:
             tl.debug_barrier()  # the other direction reads dx and dz, possibly in other threads
 
@@ -356,9 +348,7 @@ def segment_final_states(
 def segment_initial_states(
     ends_ptr,  # [R, segments, b, d, n], in place
     sums_ptr,  # [R, segments, b, d]
-    A_ptr,
-    entry_ptr,  # [R, b, d, n]
-    batch, d, n, segments,
+    A_ptr, batch, d, n, segments,
     REVERSE: tl.constexpr, GRADIENT: tl.constexpr, BD: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """From the final states for zero initial states to the initial state of each segment."""
@@ -375,10 +365,7 @@ def segment_initial_states(
     if GRADIENT:
         reverse = 1 - reverse
     A = load_fp32(A_ptr + r * d * n + state, state_mask) * LOG2_E
-    if entry_ptr is not None:
-        h = load_fp32(entry_ptr + (r * batch + b) * d * n + state, state_mask)
-    else:
-        h = tl.zeros((BD, N), dtype=tl.float32)
+    h = tl.zeros((BD, N), dtype=tl.float32)
     for i in range(segments):
         segment = i + reverse * (segments - 1 - 2 * i)
         row = (r * segments + segment) * batch + b

@@ -24,35 +24,26 @@ def selective_scan(
     delta_bias: Tensor | None = None,
     delta_softplus: bool = False,
     direction: str = "forward",
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Shapes as in oomph.ops.selective_scan, all of one dtype -> y and the final state."""
+) -> Tensor:
+    """Shapes as in oomph.ops.selective_scan, all of one dtype -> y."""
     if delta_bias is not None:
         delta = delta + delta_bias[..., None, None, :]
     if delta_softplus:
         delta = F.softplus(delta)
     if direction == "both":
-        pairs = (x.expand(2, *x.shape[-3:]), delta, A, B, C, D, initial_state)
+        pairs = (x.expand(2, *x.shape[-3:]), delta, A, B, C, D)
         halves: list[list[Any]] = [[None if each is None else each[i] for each in pairs] for i in (0, 1)]
-        results = [_scan(i == 1, *halves[i]) for i in (0, 1)]
-        y, state = results[0][0] + results[1][0], torch.stack([results[0][1], results[1][1]])
+        y = _scan(False, *halves[0]) + _scan(True, *halves[1])
     else:
-        y, state = _scan(direction == "backward", x, delta, A, B, C, D, initial_state)
-    return (y if z is None else y * F.silu(z)), state
+        y = _scan(direction == "backward", x, delta, A, B, C, D)
+    return y if z is None else y * F.silu(z)
 
 
 def _scan(
-    reverse: bool,
-    x: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    initial_state: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    reverse: bool, x: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None
+) -> Tensor:
     batch, length, d = x.shape
-    h = x.new_zeros(batch, d, A.shape[1]) if initial_state is None else initial_state
+    h = x.new_zeros(batch, d, A.shape[1])
     outputs: list[Tensor] = [x.new_zeros(batch, d)] * length
     for t in reversed(range(length)) if reverse else range(length):
         decay = torch.exp(delta[:, t, :, None] * A)
@@ -61,4 +52,4 @@ def _scan(
         outputs[t] = (h * C[:, t, None, :]).sum(dim=-1)
         if D is not None:
             outputs[t] = outputs[t] + D * x[:, t]
-    return (torch.stack(outputs, dim=1) if length else x.new_zeros(x.shape)), h
+    return torch.stack(outputs, dim=1) if length else x.new_zeros(x.shape)
