@@ -18,17 +18,17 @@ import oomph
 from oomph.cli.main import run
 from oomph.fixes import find, uses_of
 from oomph.planning import largest_size, read_plan, write_plan
-from oomph.planning.reduced import reduction
+from oomph.planning.reduced import costs, reduction
 from oomph.prediction.replay import replay
-from oomph.records import Plan
+from oomph.records import Plan, Proposal
 
 MiB = 1 << 20
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 32, hidden: int = 128) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -46,6 +46,10 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+def wide_blocks() -> nn.Module:
+    return Model([Block(1024, 1024) for _ in range(6)], width=1024)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -104,15 +108,38 @@ def test_the_plan_fits_and_its_prediction_is_that_of_the_fixed_workload(
 
 
 @pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("fixes", [[], ["activation_checkpointing"], ["optimizer_in_backward"]])
-def test_the_events_of_two_blocks_stand_for_those_of_all(fixes: list[str]) -> None:
-    reduced = reduction(Model())
+@pytest.mark.parametrize(
+    ("fixes", "step"),
+    [
+        ([], STEP),
+        (["activation_checkpointing"], STEP),
+        (["optimizer_in_backward"], STEP),
+        (["optimizer_in_backward"], replace(STEP, model=wide_blocks, sizes={"B": 1})),
+    ],
+)
+def test_the_events_of_two_blocks_stand_for_those_of_all(fixes: list[str], step: oomph.Workload) -> None:
+    reduced = reduction(step.model())
     assert reduced is not None
-    whole = oomph.predict(oomph.apply(fixes, STEP))
-    two = oomph.predict(oomph.apply(fixes, reduced.workload(STEP)))
+    whole = oomph.predict(oomph.apply(fixes, step))
+    two = oomph.predict(oomph.apply(fixes, reduced.workload(step)))
     assert len(two.events) < 0.7 * len(whole.events)
     edited = replay(two.events, reduced.allocations(two))
     assert edited.peak_allocated == pytest.approx(whole.peak.allocated, rel=0.005)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_optimizer_takes_host_time_for_every_parameter() -> None:
+    reduced, fixes = reduction(Model()), ["optimizer_in_backward"]
+    assert reduced is not None
+
+    def cost(step: oomph.Workload) -> tuple[float, ...]:
+        return costs(oomph.predict(step, gpu="h200"), link=1e9)
+
+    whole, fixed = cost(STEP), cost(oomph.apply(fixes, STEP))
+    two = reduced.workload(STEP)
+    proposal = Proposal("optimizer_in_backward", "exact", "", ("optimizer",), {})
+    estimated = reduced.costs(proposal, cost(oomph.apply(fixes, two)), cost(two), whole)
+    assert estimated[1] == pytest.approx(fixed[1], rel=0.05)  # the host's seconds
 
 
 def test_nothing_predicted_that_fits_is_faster(plan: Plan) -> None:

@@ -32,7 +32,8 @@ class Reduction:
     """What is left out of a model."""
 
     lists: tuple[tuple[str, ...], ...]  # the names of the blocks of each list
-    parameters: float  # of the whole model, over those of the reduced one
+    parameters: float  # elements of the whole model's parameters, over those of the reduced one
+    tensors: float  # the number of parameters of the whole model, over that of the reduced one
 
     def workload(self, workload: Workload) -> Workload:
         return replace(workload, model=Changed(workload.model, self._reduce))
@@ -61,30 +62,45 @@ class Reduction:
 
     def _is_left_out(self, name: Any) -> bool:
         return any(
-            isinstance(name, str) and f"{name}.".startswith(f"{block}.")
+            isinstance(name, str) and _is_inside(name, block)
             for names in self.lists
             for block in names[_KEPT:]
         )
 
     def allocations(self, prediction: Prediction) -> tuple[Allocation, ...]:
         """Those of the reduced model's prediction, with the bytes of the whole model's."""
-        blocks = {names[0]: len(names) - 1 for names in self.lists}
+        freed = self._gradients_freed_in_backward(prediction)
         scales: dict[str, int] = {}
 
         def scaled(made: Allocation) -> Allocation:
-            if made.stage == "optimizer step":
+            if made.stage == "optimizer step" and not freed:
                 return made._replace(bytes=round(made.bytes * self.parameters))
-            if not made.saved and made.kind not in _STAY:
+            if made.id in freed or (not made.saved and made.kind not in _STAY):
                 return made
             scale = scales.get(made.module)
             if scale is None:
-                inside = [
-                    count for first, count in blocks.items() if f"{made.module}.".startswith(f"{first}.")
-                ]
-                scale = scales[made.module] = inside[0] if inside else 1
+                inside = (len(names) - 1 for names in self.lists if _is_inside(made.module, names[0]))
+                scale = scales[made.module] = next(inside, 1)
             return made if scale == 1 else made._replace(bytes=made.bytes * scale)
 
         return tuple(map(scaled, prediction.allocations))
+
+    def _gradients_freed_in_backward(self, prediction: Prediction) -> set[int]:
+        """Gradients of a first block that are made when those of the second are gone: the optimizer steps in
+        backward, and no two blocks have their gradients at the same time."""
+        found: set[int] = set()
+        alive: dict[int, str] = {}
+        for event in prediction.events:
+            if event.action == "mark" or prediction.allocations[event.id].kind != "gradient":
+                continue
+            if event.action == "free":
+                alive.pop(event.id, None)
+                continue
+            module = alive[event.id] = prediction.allocations[event.id].module
+            for first, second, *_ in self.lists:
+                if _is_inside(module, first) and not any(_is_inside(each, second) for each in alive.values()):
+                    found.add(event.id)
+        return found
 
     def host_bytes(self, proposal: Proposal, reduced: int) -> int:
         if proposal.where == ("optimizer",):
@@ -105,16 +121,23 @@ class Reduction:
         """Of the whole model's step with a fix, from the reduced one's with and without it."""
         where, times = proposal.where, self._times(proposal)
 
-        def scaled(with_fix: float, without: float, of_whole: float) -> float:
+        # The host's time for an optimizer grows with the number of parameters, the GPU's with their elements.
+        of_optimizer = (self.parameters, self.tensors, *(self.parameters for _ in whole[2:]))
+
+        def scaled(with_fix: float, without: float, of_whole: float, grows: float) -> float:
             if times > 1:
                 return of_whole + (with_fix - without) * times
             if where == ("optimizer",):
-                return of_whole + (with_fix - without) * self.parameters
+                return of_whole + (with_fix - without) * grows
             if where in _OF_ALL and without:
                 return of_whole * with_fix / without
             return of_whole + with_fix - without
 
-        return tuple(map(scaled, fixed, reduced, whole))
+        return tuple(map(scaled, fixed, reduced, whole, of_optimizer))
+
+
+def _is_inside(module: str, block: str) -> bool:
+    return f"{module}.".startswith(f"{block}.")
 
 
 def costs(prediction: Prediction, link: float) -> Costs:
@@ -148,7 +171,7 @@ def joint_costs(fixed: Costs, reduced: Costs, whole: Costs, alone: Sequence[tupl
 def reduction(model: nn.Module) -> Reduction | None:
     """None where the model has no list of many identical blocks."""
     lists: list[tuple[str, ...]] = []
-    removed = 0
+    removed: list[nn.Parameter] = []
     for group in blocks(model):
         names = tuple(name for name, _ in group)
         members = model.get_submodule(names[0].rpartition(".")[0])
@@ -157,6 +180,9 @@ def reduction(model: nn.Module) -> Reduction | None:
         shapes = {(type(block), tuple(p.shape for p in block.parameters())) for _, block in group}
         if len(shapes) == 1 and len(group) >= _FEWEST:
             lists.append(names)
-            removed += sum(p.numel() for _, block in group[_KEPT:] for p in block.parameters())
-    total = sum(p.numel() for p in model.parameters())
-    return Reduction(tuple(lists), total / (total - removed)) if lists and removed < total else None
+            removed += [parameter for _, block in group[_KEPT:] for parameter in block.parameters()]
+    left = set(model.parameters()) - set(removed)
+    if not lists or not left:
+        return None
+    elements, left_elements = (sum(p.numel() for p in each) for each in (model.parameters(), left))
+    return Reduction(tuple(lists), elements / left_elements, len(list(model.parameters())) / len(left))

@@ -567,11 +567,9 @@ class _Search:
                     continue
                 found = trials[0].result
                 closest = min(closest, trials[0], key=_closeness)
-                error, late = found.peak.reserved / tried.peak, found.step_seconds - tried.seconds
+                error = found.peak.reserved / tried.peak
                 underestimate = max(underestimate, error if not chosen.is_joint else 1.0)
-                for one in (*sets, chosen):
-                    if one.groups == chosen.groups:
-                        one.peak, one.seconds = one.peak * error, one.seconds + late
+                self._correct_estimates((*sets, chosen), chosen, tried, found)
                 if found.fits:
                     break
             else:
@@ -583,6 +581,20 @@ class _Search:
                 closest, *self._predict([smallest], progress, "predicting the smallest set"), key=_closeness
             )
         return closest
+
+    def _correct_estimates(
+        self, sets: Iterable[_Set], chosen: _Set, tried: _Set, found: PredictedFixes
+    ) -> None:
+        """Of sets with the same fixes in any number of blocks: by as much as the estimate of `tried`, which
+        is `chosen` without what it may not need, was off."""
+        allocated, late = found.peak.allocated / tried.allocated, found.step_seconds - tried.seconds
+        same = [self._interpolation_ends(each.options) for each in (chosen, tried)]
+        for one in sets:
+            if self._interpolation_ends(one.options) in same:  # with any setting of the allocator
+                peak = one.allocated * allocated
+                if one.groups == tried.groups:
+                    one.reserve = found.peak.reserved / found.peak.allocated
+                one.peak, one.seconds = peak * one.reserve, one.seconds + late
 
     def _sets(self, axes: Sequence[Sequence[_Option]]) -> list[_Set]:
         """Every combination of options that save memory or time. Those that cost no time are in all."""
