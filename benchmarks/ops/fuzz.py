@@ -332,8 +332,6 @@ def _rotary(draw: Draw) -> Arguments:
         "k": draw.tensor(*shape(draw.upto(3))) if two else None,
         "positions": positions,
         "theta": draw.pick(10000.0, 500.0),
-        "scaling": draw.pick(None, 4.0),
-        "interleaved": draw.pick(False, True),
         "heads_first": heads_first,
         "turned_heads": None if two else draw.pick(None, 1),
         "impl": draw.impl("auto", "chunked"),
@@ -343,12 +341,12 @@ def _rotary(draw: Draw) -> Arguments:
 def _rotary_table(draw: Draw) -> Arguments:
     shape = tuple(draw.size(9) for _ in range(draw.random.randint(0, 2)))
     return {"positions": draw.integers(0, 1_000_000, *shape), "dim": 2 * draw.upto(5),
-            "theta": draw.pick(10000.0, 500.0), "scaling": draw.pick(None, 4.0)}  # fmt: skip
+            "theta": draw.pick(10000.0, 500.0)}  # fmt: skip
 
 
-def _table_reference(positions: Tensor, dim: int, theta: float, scaling: float | None) -> Any:
+def _table_reference(positions: Tensor, dim: int, theta: float) -> Any:
     frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
-    angles = positions.double()[..., None] * frequencies / (scaling or 1.0)
+    angles = positions.double()[..., None] * frequencies
     return angles.cos(), angles.sin()
 
 

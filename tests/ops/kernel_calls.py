@@ -148,8 +148,8 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "modulation": lambda: modulated(16, BF16),
     "modulation of a large rank": lambda: modulated(100, FP16),
     "rotary": lambda: rotary(randn(2, 4, 1000, 128), impl="triton"),
-    "interleaved rotary of a part": lambda: rotary(
-        randn(2, 7, 33, 80, dtype=FP32), fraction=0.4, interleaved=True, heads_first=False, impl="triton"
+    "rotary of a part": lambda: rotary(
+        randn(2, 7, 33, 80, dtype=FP32), fraction=0.4, heads_first=False, impl="triton"
     ),
     "attention to near points": near_points,
     "attention by a pattern, with padding": padded_pattern,

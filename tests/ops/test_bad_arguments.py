@@ -42,7 +42,6 @@ from oomph.ops import (
     tiled_mlp,
 )
 from oomph.ops.modulation import Int8Weight, compute_weight_delta, quantize_int8
-from oomph.ops.rotary_embedding import Llama3Scaling
 from oomph.ops.short_convolution import short_convolution
 
 X, INT8 = torch.zeros, torch.zeros(2, 3, dtype=torch.int8)
@@ -143,9 +142,7 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     (lambda: rotary(X(1, 2, 3, 8), X(1, 2, 4, 8)), r"q has \(B, T, D\) = \(1, 3, 8\) and k \(1, 4, 8\)"),
     (lambda: rotary(X(1, 2, 3, 8), turned_heads=3), "turned_heads=3"),
     (lambda: rotary_table(torch.arange(3), 7), "dim=7 is not valid; rotary rotates pairs"),
-    (lambda: rotary_table(torch.arange(3), 8, scaling="yarn"), "scaling='yarn' is not valid"),
     (lambda: rotary_table(torch.arange(3).half(), 8), "positions has dtype torch.float16; valid: integers"),
-    (lambda: Llama3Scaling(low=4.0, high=1.0), "low < high"),
     (lambda: RotaryEmbedding(8, theta="big"), "theta='big' is not valid"),
     (lambda: scan(delta=X(2, 36, 5)), r"delta has shape \[2, 36, 5\]; valid for x .*: \[2, 37, 5\]"),
     (lambda: scan(direction="both"), r"A has shape \[5, 3\]; valid for direction='both': \[2, d, n\]"),

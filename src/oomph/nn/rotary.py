@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from oomph.ops.common import check_whole
 from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_frequencies, rotary_table
 from oomph.ops.rotary_embedding.api import rotary_dim
-from oomph.ops.rotary_embedding.table import Scaling, check_frequencies
+from oomph.ops.rotary_embedding.table import check_frequencies
 
 
 class RotaryEmbedding(nn.Module):
@@ -26,40 +26,29 @@ class RotaryEmbedding(nn.Module):
         theta: float = 10000.0,
         *,
         fraction: float = 1.0,
-        interleaved: bool = False,
         heads_first: bool = True,
-        scaling: Scaling = None,
     ) -> None:
         super().__init__()
         check_whole(2, dim=dim)
         self.dim = dim
         self.theta = theta
         self.fraction = fraction
-        self.interleaved = interleaved
         self.heads_first = heads_first
-        self.scaling = scaling
         self.rotary_dim = rotary_dim(dim, fraction)
-        check_frequencies(self.rotary_dim, theta, scaling)
+        check_frequencies(self.rotary_dim, theta)
 
     @property
     def inv_freq(self) -> Tensor:
         """Radians per position of each pair, in float64 on the host, whatever the module was cast to."""
-        return rotary_frequencies(self.rotary_dim, theta=self.theta, scaling=self.scaling, device="cpu")
+        return rotary_frequencies(self.rotary_dim, theta=self.theta, device="cpu")
 
     def forward(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> RotaryTable:
         """The table for positions [T] or [B, T], on their device; dtype float64 for a float64 model."""
-        return rotary_table(positions, self.rotary_dim, theta=self.theta, scaling=self.scaling, dtype=dtype)
+        return rotary_table(positions, self.rotary_dim, theta=self.theta, dtype=dtype)
 
     def rotate(self, q: Tensor, k: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor]:
         """q and k rotated by the table, with this module's options (see oomph.ops.rotary)."""
-        rotated_q, rotated_k = rotary(
-            q,
-            k,
-            table=table,
-            fraction=self.fraction,
-            interleaved=self.interleaved,
-            heads_first=self.heads_first,
-        )
+        rotated_q, rotated_k = rotary(q, k, table=table, fraction=self.fraction, heads_first=self.heads_first)
         return rotated_q, rotated_k
 
     def rotate_first(self, x: Tensor, heads: int, table: RotaryTable) -> Tensor:
@@ -68,7 +57,6 @@ class RotaryEmbedding(nn.Module):
             x,
             table=table,
             fraction=self.fraction,
-            interleaved=self.interleaved,
             heads_first=self.heads_first,
             turned_heads=heads,
         )
@@ -76,6 +64,4 @@ class RotaryEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         shown = f"dim={self.dim}, theta={self.theta}"
-        shown += f", fraction={self.fraction}" if self.fraction != 1 else ""
-        shown += ", interleaved" if self.interleaved else ""
-        return shown + (f", scaling={self.scaling}" if self.scaling is not None else "")
+        return shown + (f", fraction={self.fraction}" if self.fraction != 1 else "")

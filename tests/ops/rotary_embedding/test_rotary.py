@@ -5,7 +5,6 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -32,9 +31,7 @@ def _kernels_run_on_the_gpu_where_there_is_one(request: pytest.FixtureRequest) -
         yield
 
 
-def by_complex_numbers(
-    x: torch.Tensor, places: list[int], *, fraction: float = 1.0, interleaved: bool = False
-) -> torch.Tensor:
+def by_complex_numbers(x: torch.Tensor, places: list[int], *, fraction: float = 1.0) -> torch.Tensor:
     """x [B, H, T, D] turned pair by pair with Python's complex numbers; shares no code with ours."""
     out = x.double().clone()
     turned = int(x.shape[-1] * fraction)
@@ -42,10 +39,9 @@ def by_complex_numbers(
     for t, place in enumerate(places):
         for i in range(half):
             turn = cmath.exp(1j * math.fmod(place * 10000.0 ** (-2 * i / turned), 2 * math.pi))
-            a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
-            first, second = x[:, :, t, a].double(), x[:, :, t, b].double()
-            out[:, :, t, a] = first * turn.real - second * turn.imag
-            out[:, :, t, b] = first * turn.imag + second * turn.real
+            first, second = x[:, :, t, i].double(), x[:, :, t, i + half].double()
+            out[:, :, t, i] = first * turn.real - second * turn.imag
+            out[:, :, t, i + half] = first * turn.imag + second * turn.real
     return out
 
 
@@ -62,16 +58,13 @@ def rounding(dtype: torch.dtype, impl: str) -> float:
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("size", "fraction"), [(16, 1.0), (80, 0.4), (2, 1.0), (9, 0.67)])
-def test_pairs_are_turned_as_points_and_the_rest_is_kept(impl, interleaved, size, fraction):
+def test_pairs_are_turned_as_points_and_the_rest_is_kept(impl, size, fraction):
     places = [0, 1, 300, 131_071, FAR]
     q, k = rand(2, 3, 5, size), rand(2, 1, 5, size)
-    got_q, got_k = rotary(
-        q, k, positions=torch.tensor(places), fraction=fraction, interleaved=interleaved, impl=impl
-    )
+    got_q, got_k = rotary(q, k, positions=torch.tensor(places), fraction=fraction, impl=impl)
     for got, x in ((got_q, q), (got_k, k)):
-        want = by_complex_numbers(x, places, fraction=fraction, interleaved=interleaved)
+        want = by_complex_numbers(x, places, fraction=fraction)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-8)
 
 
@@ -190,25 +183,22 @@ def test_a_prediction_sees_one_output_and_one_gradient_and_no_copies(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
-def test_the_kernel_on_a_gpu_agrees_with_the_host(interleaved, fraction):
+def test_the_kernel_on_a_gpu_agrees_with_the_host(fraction):
     q, k = rand(2, 6, 257, 80, dtype=torch.bfloat16), rand(2, 3, 257, 80, dtype=torch.bfloat16)
     positions = torch.arange(257) + 2**20
-    options: dict[str, Any] = {"fraction": fraction, "interleaved": interleaved}
-    want = rotary(q, k, positions=positions, **options)
-    got = rotary(q.cuda(), k.cuda(), positions=positions.cuda(), **options)
+    want = rotary(q, k, positions=positions, fraction=fraction)
+    got = rotary(q.cuda(), k.cuda(), positions=positions.cuda(), fraction=fraction)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=2**-7, atol=1e-5)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("shape", [(1, 2, 4, 8), (2, 4, 8)])
-def test_the_first_heads_are_turned_and_the_rest_is_copied(impl, interleaved, shape):
+def test_the_first_heads_are_turned_and_the_rest_is_copied(impl, shape):
     torch.manual_seed(0)
     x = torch.randn(shape, requires_grad=True)
-    options = {"fraction": 0.5, "interleaved": interleaved, "heads_first": False, "impl": impl}
+    options = {"fraction": 0.5, "heads_first": False, "impl": impl}
     for heads in (1, 3):
         y = rotary(x, turned_heads=heads, **options)
         expected = torch.cat((rotary(x[..., :heads, :], **options), x[..., heads:, :]), -2)
@@ -252,15 +242,13 @@ def test_it_can_be_built_on_meta_and_used_on_the_host():
 
 @pytest.mark.parametrize("heads_first", [True, False])
 def test_rotate_is_rotary_in_the_form_of_the_module(heads_first):
-    rope = RotaryEmbedding(16, 500.0, fraction=0.5, interleaved=True, heads_first=heads_first)
+    rope = RotaryEmbedding(16, 500.0, fraction=0.5, heads_first=heads_first)
     q, k = torch.randn(2, 4, 4, 16), torch.randn(2, 4, 4, 16)
     positions = torch.randint(0, 9, (2, 4))
     got = rope.rotate(q, k, rope(positions))
-    want = rotary(
-        q, k, positions=positions, theta=500.0, fraction=0.5, interleaved=True, heads_first=heads_first
-    )
+    want = rotary(q, k, positions=positions, theta=500.0, fraction=0.5, heads_first=heads_first)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
-    options = {"fraction": 0.5, "interleaved": True, "heads_first": heads_first}
+    options = {"fraction": 0.5, "heads_first": heads_first}
     first = rotary(q, table=rope(positions), turned_heads=3, **options)
     assert torch.equal(rope.rotate_first(q, 3, rope(positions)), first)

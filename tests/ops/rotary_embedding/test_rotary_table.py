@@ -8,13 +8,7 @@ import pytest
 import torch
 
 import oomph
-from oomph.ops.rotary_embedding import (
-    Llama3Scaling,
-    RotaryTable,
-    rotary_frequencies,
-    rotary_table,
-    table as table_module,
-)
+from oomph.ops.rotary_embedding import RotaryTable, rotary_table, table as table_module
 from oomph.units import MiB
 
 FAR = 2**20 + 3
@@ -89,25 +83,6 @@ def test_a_float64_table_is_exact_to_float64():
     want = torch.tensor(exact(123_457, 16, 1e4), dtype=torch.float64)
     assert made.cos.dtype == torch.float64
     torch.testing.assert_close(made.cos[0], want[:, 0], rtol=0, atol=1e-10)
-
-
-def test_a_number_as_scaling_stretches_the_positions():
-    scaled = rotary_table(torch.arange(64) * 4, 16, scaling=4.0)
-    torch.testing.assert_close(scaled.cos, rotary_table(torch.arange(64), 16).cos, rtol=0, atol=1e-7)
-
-
-def test_llama3_scaling_gives_the_frequencies_of_transformers():
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    config = transformers.LlamaConfig(
-        hidden_size=512, num_attention_heads=4, rope_parameters=rope, max_position_embeddings=131072
-    )
-    want, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
-    got = rotary_frequencies(128, theta=5e5, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
-    torch.testing.assert_close(got.float(), want, rtol=1e-5, atol=0)
 
 
 def test_autocast_and_grad_mode_leave_the_table_alone():

@@ -26,7 +26,7 @@ from oomph.ops.common import (
     power_of_two,
     why_not_triton,
 )
-from oomph.ops.rotary_embedding.table import RotaryTable, Scaling, check_positions, rotary_table
+from oomph.ops.rotary_embedding.table import RotaryTable, check_positions, rotary_table
 from oomph.units import MiB
 
 IMPLS = ("auto", "reference", "chunked", "triton")
@@ -36,31 +36,22 @@ _PAIRS_PER_PROGRAM = 1024  # 8 for each of 128 threads
 _SLICE_BYTES = 2 * MiB  # of x in plain torch, as float32: fits a CPU's cache, and small beside any model
 
 
-def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., D] with the first 2 * cos.shape[-1] numbers rotated; cos and sin broadcast to [..., R/2].
 
-    Pairs are (i, i + R/2) (NeoX, Llama) or (2i, 2i + 1) when interleaved (GPT-J). Each pair is a point, which
-    is rotated by its angle. Computed in the dtype of cos and rounded to that of x at the end. Autograd saves
-    only cos and sin.
+    Pairs are (i, i + R/2), as in NeoX and Llama. Each is a point, which is rotated by its angle. Computed in
+    the dtype of cos and rounded to that of x at the end. Autograd saves only cos and sin.
     """
     pairs = cos.shape[-1]
     rotated, passed = x[..., : 2 * pairs].to(cos.dtype), x[..., 2 * pairs :]
-    first, second = _halves(rotated, pairs, interleaved)
-    new = first * cos - second * sin, first * sin + second * cos
-    rotated = torch.stack(new, dim=-1).flatten(-2) if interleaved else torch.cat(new, dim=-1)
+    first, second = rotated[..., :pairs], rotated[..., pairs:]
+    rotated = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
     return torch.cat((rotated.to(x.dtype), passed), dim=-1)
-
-
-def _halves(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor]:
-    if interleaved:
-        return x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
-    return x[..., :pairs], x[..., pairs : 2 * pairs]
 
 
 class _RotationOptions(NamedTuple):
     """A rotation, apart from its table."""
 
-    interleaved: bool
     heads_first: bool
     heads: int | None  # so many are rotated and those after them copied; None: all are rotated
     impl: str
@@ -87,9 +78,7 @@ def rotary(
     positions: Tensor | None = None,
     table: RotaryTable | None = None,
     theta: float = 10000.0,
-    scaling: Scaling = None,
     fraction: float = 1.0,
-    interleaved: bool = False,
     heads_first: bool = True,
     turned_heads: int | None = None,
     impl: str = "auto",
@@ -98,9 +87,8 @@ def rotary(
 
     q, k: [B, H, T, D], or [B, T, H, D] with heads_first=False; the leading B may be missing. k may have
     another number of heads. positions: [T] or [B, T], integers (default 0, 1, ..., T-1); or give `table`,
-    made once by `rotary_table` for all layers, and no positions. theta and scaling only make the table.
+    made once by `rotary_table` for all layers, and no positions. theta only makes the table.
     fraction: of D that is rotated, from the front (Pythia: 0.25); the rest is copied.
-    interleaved: pairs are (2i, 2i+1) as in GPT-J instead of (i, i + R/2) as in NeoX and Llama.
     turned_heads: of q without k; how many heads, from the front, are rotated (default all), the rest being
     copied. For queries, keys and values of one projection, in one pass: the projection is then free.
 
@@ -111,11 +99,11 @@ def rotary(
     traced, which the compiler fuses and whose autograd also saves cos and sin only.
     """
     check_one_of("impl", impl, IMPLS)
-    check_flags(interleaved=interleaved, heads_first=heads_first)
+    check_flags(heads_first=heads_first)
     _check_tensors(q, k, heads_first, turned_heads)
     dim = rotary_dim(q.shape[-1], fraction)
-    table = _make_or_check_table(q, heads_first, positions, table, theta, scaling, dim)
-    options = _RotationOptions(interleaved, heads_first, turned_heads, impl)
+    table = _make_or_check_table(q, heads_first, positions, table, theta, dim)
+    options = _RotationOptions(heads_first, turned_heads, impl)
     rotate = _rotate_traced if torch.compiler.is_compiling() and impl == "auto" else _rotate
     return rotate(table, options, q, k)
 
@@ -144,7 +132,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOptions) -> 
     head_dim = -3 if options.heads_first else -2
     rotated, copied = x.tensor_split((options.heads or x.shape[head_dim],), head_dim)
     cos, sin = cos.unsqueeze(head_dim), sin.unsqueeze(head_dim)
-    rotated = rotary_reference(rotated, cos, -sin if options.inverse else sin, options.interleaved)
+    rotated = rotary_reference(rotated, cos, -sin if options.inverse else sin)
     return rotated if options.heads is None else torch.cat((rotated, copied), head_dim)
 
 
@@ -219,7 +207,6 @@ def _rotate_triton(x: Tensor, cos: Tensor, sin: Tensor, options: _RotationOption
         TOKENS=token_block,
         HEADS=_HEADS_PER_PROGRAM,
         COPIES_HEADS=options.heads is not None,
-        INTERLEAVED=options.interleaved,
         INVERSE=options.inverse,
     )
     return out
@@ -276,7 +263,6 @@ def _make_or_check_table(
     positions: Tensor | None,
     table: RotaryTable | None,
     theta: float,
-    scaling: Scaling,
     dim: int,
 ) -> RotaryTable:
     """The table as [T, P] or [B or 1, T, P]: the one given, or one for the positions."""
@@ -296,7 +282,7 @@ def _make_or_check_table(
             f"[{tokens}] or [{batch}, {tokens}] (check heads_first)"
         )
     check_same_device(q=q, positions=positions)
-    return rotary_table(positions, dim, theta=theta, scaling=scaling, dtype=dtype)
+    return rotary_table(positions, dim, theta=theta, dtype=dtype)
 
 
 def _check_table(

@@ -37,7 +37,6 @@ def rotate(
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     COPIES_HEADS: tl.constexpr,  # some heads are copied
-    INTERLEAVED: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
     program = tl.program_id(0)
@@ -61,29 +60,16 @@ def rotate(
         head = (group * HEADS + i).to(tl.int64)
         x_rows = x + head * x_head + token[:, None] * x_token
         out_rows = out + head * out_head + token[:, None] * out_token
-        if INTERLEAVED:
-            # Both of a pair in one load; taking every second number would read each sector twice.
-            both = tl.arange(0, 2 * PAIRS_BLOCK)[None, :]
-            both_mask = real_token & (both < 2 * PAIRS) & (head < heads)
-            pairs = tl.load(x_rows + both * x_last, mask=both_mask, other=0.0).to(c.dtype)
-            x1, x2 = tl.split(tl.reshape(pairs, (TOKENS, PAIRS_BLOCK, 2)))
-            first, second = x1 * c - x2 * s, x1 * s + x2 * c
-            if COPIES_HEADS:
-                first = tl.where(head < rotated_heads, first, x1)
-                second = tl.where(head < rotated_heads, second, x2)
-            rotated = tl.reshape(tl.join(first, second), (TOKENS, 2 * PAIRS_BLOCK))
-            tl.store(out_rows + both * out_last, rotated.to(out.dtype.element_ty), mask=both_mask)
-        else:
-            here = mask & (head < heads)
-            x1 = tl.load(x_rows + pair[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
-            x2 = tl.load(x_rows + (pair + PAIRS)[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
-            first, second = x1 * c - x2 * s, x1 * s + x2 * c
-            if COPIES_HEADS:
-                first = tl.where(head < rotated_heads, first, x1)
-                second = tl.where(head < rotated_heads, second, x2)
-            tl.store(out_rows + pair[None, :] * out_last, first.to(out.dtype.element_ty), mask=here)
-            second = second.to(out.dtype.element_ty)
-            tl.store(out_rows + (pair + PAIRS)[None, :] * out_last, second, mask=here)
+        here = mask & (head < heads)
+        x1 = tl.load(x_rows + pair[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
+        x2 = tl.load(x_rows + (pair + PAIRS)[None, :] * x_last, mask=here, other=0.0).to(c.dtype)
+        first, second = x1 * c - x2 * s, x1 * s + x2 * c
+        if COPIES_HEADS:
+            first = tl.where(head < rotated_heads, first, x1)
+            second = tl.where(head < rotated_heads, second, x2)
+        tl.store(out_rows + pair[None, :] * out_last, first.to(out.dtype.element_ty), mask=here)
+        second = second.to(out.dtype.element_ty)
+        tl.store(out_rows + (pair + PAIRS)[None, :] * out_last, second, mask=here)
         if COPIED > 0:
             last = 2 * PAIRS + tl.arange(0, COPIED_BLOCK)[None, :]
             copied_mask = real_token & (last < 2 * PAIRS + COPIED) & (head < heads)

@@ -36,75 +36,33 @@ class RotaryTable:
     sin: Tensor
 
 
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's frequencies for contexts longer than those of pretraining (`rope_type: llama3`).
-
-    Wavelengths under original_positions/high are kept, those over original_positions/low are stretched by
-    `factor`, and those between are mixed linearly in 1/wavelength.
-    """
-
-    factor: float = 8.0
-    low: float = 1.0
-    high: float = 4.0
-    original_positions: int = 8192
-
-    def __post_init__(self) -> None:
-        values = (self.factor, self.low, self.high, self.original_positions)
-        if not all(is_number(value) and value > 0 for value in values) or self.low >= self.high:
-            raise ArgumentError(
-                f"{self!r} is not valid; factor, low, high and original_positions are positive and low < high"
-            )
-
-    def __call__(self, frequencies: Tensor) -> Tensor:
-        turns = self.original_positions * frequencies / (2 * math.pi)  # within the original context
-        kept = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
-        return kept * frequencies + (1 - kept) * (frequencies / self.factor)
-
-
-Scaling = float | Llama3Scaling | None
-
-
 def rotary_frequencies(
-    dim: int,
-    *,
-    theta: float = 10000.0,
-    scaling: Scaling = None,
-    device: torch.device | str | None = None,
+    dim: int, *, theta: float = 10000.0, device: torch.device | str | None = None
 ) -> Tensor:
-    """theta**(-2i/dim) for i < dim/2, scaled, in float64: radians per position."""
-    check_frequencies(dim, theta, scaling)
+    """theta**(-2i/dim) for i < dim/2, in float64: radians per position."""
+    check_frequencies(dim, theta)
     # exp rather than pow, which autocast may round
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) * (-math.log(theta) / dim)
-    frequencies = exponents.exp()
-    if isinstance(scaling, Llama3Scaling):
-        return scaling(frequencies)
-    return frequencies if scaling is None else frequencies / float(scaling)
+    return exponents.exp()
 
 
 @torch.no_grad()
 def rotary_table(
-    positions: Tensor,
-    dim: int,
-    *,
-    theta: float = 10000.0,
-    scaling: Scaling = None,
-    dtype: torch.dtype = torch.float32,
+    positions: Tensor, dim: int, *, theta: float = 10000.0, dtype: torch.dtype = torch.float32
 ) -> RotaryTable:
     """The table for `positions` (integers, float32 or float64; any shape), on their device.
 
-    dim: how many numbers of a head are rotated (even). scaling: a number stretches all positions ("linear",
-    positions / scaling), or a Llama3Scaling. dtype: float64 is for float64 queries. Angles are float64, a
-    slice of positions at a time, so 32 MiB suffice beside the result at any length. On MPS, which has no
-    float64, the table is computed on the host and moved. Positions get no gradient.
+    dim: how many numbers of a head are rotated (even). dtype: float64 is for float64 queries. Angles are
+    float64, a slice of positions at a time, so 32 MiB suffice beside the result at any length. On MPS, which
+    has no float64, the table is computed on the host and moved. Positions get no gradient.
     """
-    check_frequencies(dim, theta, scaling)
+    check_frequencies(dim, theta)
     check_positions(positions)
     check_one_of("dtype", dtype, (torch.float32, torch.float64))
     if positions.device.type in _WITHOUT_FLOAT64:
-        host = rotary_table(positions.cpu(), dim, theta=theta, scaling=scaling, dtype=dtype)
+        host = rotary_table(positions.cpu(), dim, theta=theta, dtype=dtype)
         return RotaryTable(host.cos.to(positions.device), host.sin.to(positions.device))
-    frequencies = rotary_frequencies(dim, theta=theta, scaling=scaling, device=positions.device)
+    frequencies = rotary_frequencies(dim, theta=theta, device=positions.device)
     if torch.compiler.is_compiling():  # the compiler fuses the whole; there are no slices to hold
         angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
         return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
@@ -121,15 +79,11 @@ def rotary_table(
     return RotaryTable(cos.view(shape), sin.view(shape))
 
 
-def check_frequencies(dim: int, theta: float, scaling: Scaling) -> None:
+def check_frequencies(dim: int, theta: float) -> None:
     if isinstance(dim, bool) or not isinstance(dim, int) or dim % 2 or not 2 <= dim < 2**31:
         raise ArgumentError(f"dim={dim!r} is not valid; rotary rotates pairs, so dim is an even number >= 2")
     if not is_number(theta) or not 1 < theta < math.inf:
         raise ArgumentError(f"theta={theta!r} is not valid; give a number > 1, e.g. 10000.0")
-    if scaling is None or isinstance(scaling, Llama3Scaling):
-        return
-    if not is_number(scaling) or not 0 < scaling < math.inf:
-        raise ArgumentError(f"scaling={scaling!r} is not valid; give None, a number > 0, or a Llama3Scaling")
 
 
 def check_positions(positions: Tensor) -> None:
