@@ -233,7 +233,7 @@ def _attention(draw: Draw) -> Arguments:
         "memory_budget": draw.pick(None, 1, "16KiB"),
         "impl": draw.impl("auto", "auto", "chunked", slow=True),
     }
-    kind = draw.pick("none", "none", "bias", "points", "function", "pattern", "lengths", "mask")
+    kind = draw.pick("none", "none", "bias", "points", "function", "pattern", "mask")
     if kind == "bias":
         full = (batch, heads, queries, keys)
         arguments["bias"] = draw.tensor(*(draw.pick(size, size, 1) for size in full))
@@ -249,8 +249,6 @@ def _attention(draw: Draw) -> Arguments:
         arguments["bias"] = lambda b, h, q_index, k_index: (h + 1) * -0.1 * (q_index - k_index).abs()
     elif kind == "pattern":
         arguments["pattern"] = draw.pick(local(1, 4), global_(2, 8), mixed(1, 3, 5))
-    elif kind == "lengths":
-        arguments["key_lengths"] = draw.integers(0, keys + 1, batch)
     elif kind == "mask":
         mask = torch.rand(batch, keys, generator=draw.generator) < 0.7
         arguments["key_mask"] = Input(mask, torch.bool, lambda x: x)

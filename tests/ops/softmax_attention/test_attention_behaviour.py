@@ -7,13 +7,13 @@ import torch
 from torch.backends import cuda
 
 import oomph
-from oomph.errors import DeprecatedName
 from oomph.ops.common import explain
 from oomph.ops.softmax_attention import attention, global_, local, locality_bias, mixed, sdpa
 from oomph.ops.softmax_attention.reference import reference
 from oomph.units import MiB
 
 IMPLS = ["auto", "chunked"]
+PADDING = torch.arange(12) < torch.tensor([[0], [5]])  # the keys of two sequences, of 12
 
 
 def qkv(queries=12, keys=12, dtype=torch.float32, batch=2, heads=2):
@@ -62,7 +62,7 @@ def test_causality_is_aligned_at_the_last_key(impl):
 @pytest.mark.parametrize("causal", [False, True])
 def test_entry_without_keys_gets_zeros_and_gives_zero_gradients(impl, causal):
     q, k, v = qkv()
-    out = attention(q, k, v, causal=causal, key_lengths=torch.tensor([0, 5]), impl=impl)
+    out = attention(q, k, v, causal=causal, key_mask=PADDING, impl=impl)
     out.sum().backward()
     assert torch.all(out[0] == 0)
     for tensor in (q, k, v):
@@ -138,8 +138,8 @@ def test_autocast_gives_its_dtype(impl):
 def test_cpu_uses_the_fused_kernel_where_no_full_size_mask_is_needed():
     q, k, v = qkv()
     assert explain(attention, q, k, v, causal=True).impl == "sdpa"
-    assert explain(attention, q, k, v, key_lengths=torch.tensor([1, 2])).impl == "sdpa"
-    choice = explain(attention, q, k, v, causal=True, key_lengths=torch.tensor([1, 2]))
+    assert explain(attention, q, k, v, key_mask=PADDING).impl == "sdpa"
+    choice = explain(attention, q, k, v, causal=True, key_mask=PADDING)
     assert choice.impl == "chunked"
     assert "padding together with causality" in choice.reason
     assert "no kernel of ours" in choice.reason
@@ -147,12 +147,6 @@ def test_cpu_uses_the_fused_kernel_where_no_full_size_mask_is_needed():
     choice = explain(attention, *half, bias=torch.zeros(12, 12))
     assert choice.impl == "chunked"
     assert "float32 bias would be rounded to bfloat16" in choice.reason
-
-
-def test_flex_is_an_old_name_of_chunks():
-    q, k, v = qkv(4, 4)
-    with pytest.warns(DeprecatedName, match="chunked"):
-        assert explain(attention, q, k, v, impl="flex").impl == "chunked"
 
 
 def test_chunk_sizes_are_part_of_the_choice():
@@ -239,7 +233,7 @@ def over_inputs(
         if points:
             more["bias"] = locality_bias(*(torch.rand(length, 2, device="cuda") for _ in range(2)))
         if padded:
-            more["key_lengths"] = torch.full((batch,), length // 2, device="cuda")
+            more["key_mask"] = torch.ones(batch, length, dtype=torch.bool, device="cuda")
         for tensor in (q, k, v):
             tensor.requires_grad_()
         assert chosen is None or explain(attention, q, k, v, **more).impl == chosen

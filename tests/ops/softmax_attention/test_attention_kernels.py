@@ -29,12 +29,9 @@ def tensors(queries, keys, dtype=torch.float32, batch=1, heads=2, key_heads=1, h
     )
 
 
-def compare(q, k, v, tolerance=1e-5, lengths=None, mask=None, **options):
-    lengths = None if lengths is None else torch.tensor(lengths, device=DEVICE)
-    out = attention(q, k, v, impl="triton", key_lengths=lengths, key_mask=mask, **options)
+def compare(q, k, v, tolerance=1e-5, mask=None, **options):
+    out = attention(q, k, v, impl="triton", key_mask=mask, **options)
     assert out.dtype == q.dtype
-    if lengths is not None:
-        mask = torch.arange(k.shape[2], device=DEVICE) < lengths[:, None]
     wide = [tensor.detach().double().requires_grad_() for tensor in (q, k, v)]
     bias = options.pop("bias", None)
     if bias is not None:
@@ -45,6 +42,10 @@ def compare(q, k, v, tolerance=1e-5, lengths=None, mask=None, **options):
     right = torch.autograd.grad(expected, wide, weight.double())
     for a, b in zip((out, *got), (expected, *right), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=tolerance)
+
+
+def padding(keys, *lengths):
+    return torch.arange(keys, device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
 
 
 def points_bias(queries, keys, size=2, batch=None, spread=1.0, shift=0.0, strength=10.0):
@@ -81,8 +82,9 @@ def test_different_lengths(queries, keys, pattern, causal):
 
 
 @pytest.mark.parametrize(("pattern", "causal"), [(None, False), (None, True), (global_(2, 16), True)])
-def test_key_lengths(pattern, causal):
-    compare(*tensors(30, 30, batch=3, heads=1), lengths=[0, 17, 30], pattern=pattern, causal=causal)
+def test_padding(pattern, causal):
+    mask = padding(30, 0, 17, 30)
+    compare(*tensors(30, 30, batch=3, heads=1), mask=mask, pattern=pattern, causal=causal)
 
 
 @pytest.mark.parametrize("pattern", [None, local(1, 16)])
@@ -121,7 +123,7 @@ def test_locality_bias_with_other_dimensions_and_batched_points(size):
 
 def test_locality_bias_with_padding_and_patterns():
     q, k, v = tensors(30, 30, batch=2, heads=1)
-    compare(q, k, v, lengths=[0, 17], bias=points_bias(30, 30))
+    compare(q, k, v, mask=padding(30, 0, 17), bias=points_bias(30, 30))
     mask = (torch.rand(2, 30, generator=torch.Generator().manual_seed(2)) > 0.5).to(DEVICE)
     bias = points_bias(30, 30, batch=2)
     compare(q, k, v, mask=mask, pattern=mixed(0, 2, 16), causal=True, bias=bias)
@@ -249,32 +251,31 @@ def by_index(b, h, q_index, k_index):
     [
         ({}, None),
         ({"causal": True}, None),
-        ({"lengths": True}, "cudnn"),
-        ({"lengths": True, "causal": True}, "triton"),
+        ({"padded": True}, "cudnn"),
+        ({"padded": True, "causal": True}, "triton"),
         ({"points": True}, "triton"),
         ({"points": True, "causal": True}, "triton"),
-        ({"points": True, "lengths": True}, "triton"),
+        ({"points": True, "padded": True}, "triton"),
         ({"bias": by_index, "causal": True}, "chunked"),
         ({"pattern": local(1), "causal": True}, "triton"),
         ({"pattern": global_(2), "causal": True}, "triton"),
         ({"pattern": mixed(1, 3)}, "triton"),
-        ({"pattern": mixed(1, 3), "points": True, "lengths": True}, "triton"),
-        ({"pattern": mixed(1, 3), "bias": by_index, "lengths": True}, "chunked"),
+        ({"pattern": mixed(1, 3), "points": True, "padded": True}, "triton"),
+        ({"pattern": mixed(1, 3), "bias": by_index, "padded": True}, "chunked"),
     ],
 )
 @pytest.mark.parametrize(("queries", "keys"), [(257, 257), (320, 320), (129, 257)])
 def test_gpu_agrees_with_the_reference(options, impl, queries, keys):
     q, k, v = on_gpu(queries, keys)
     options = dict(options)
-    lengths = torch.tensor([0, 200], device="cuda") if options.pop("lengths", False) else None
+    mask = padding(keys, 0, 200) if options.pop("padded", False) else None
     if options.pop("points", False):
         options["bias"] = locality_bias(*(torch.rand(n, 2, device="cuda") for n in (queries, keys)))
-    choice = explain(attention, q, k, v, key_lengths=lengths, **options)
+    choice = explain(attention, q, k, v, key_mask=mask, **options)
     assert impl is None or choice.impl == impl
-    out = attention(q, k, v, key_lengths=lengths, **options)
+    out = attention(q, k, v, key_mask=mask, **options)
     wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    key_mask = None if lengths is None else torch.arange(keys, device="cuda") < lengths[:, None]
-    expected = reference(*wide, key_mask_BK=key_mask, **options)
+    expected = reference(*wide, key_mask_BK=mask, **options)
     for a, b in results(out, expected, q, k, v, wide):
         assert (a.double() - b).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps * b.abs().max()
 

@@ -21,9 +21,8 @@ def tensors(queries, keys, dtype=torch.float64, heads=G, value=D):
     return random(B, H, queries, D), random(B, heads, keys, D), random(B, heads, keys, value)
 
 
-def compare(q, k, v, inputs, key_lengths=None, impl="chunked", budget="64KiB", **options):
-    key_mask = None if key_lengths is None else torch.arange(k.shape[2]) < key_lengths[:, None]
-    out = attention(q, k, v, key_lengths=key_lengths, impl=impl, memory_budget=budget, **options)
+def compare(q, k, v, inputs, key_mask=None, impl="chunked", budget="64KiB", **options):
+    out = attention(q, k, v, key_mask=key_mask, impl=impl, memory_budget=budget, **options)
     expected = reference(q, k, v, key_mask_BK=key_mask, **options)
     weight = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(1))
     got = torch.autograd.grad(out, inputs, weight)
@@ -40,7 +39,7 @@ def compare(q, k, v, inputs, key_lengths=None, impl="chunked", budget="64KiB", *
 def test_every_mask_and_bias(lengths, impl):
     queries, keys = lengths
     for causal, pattern, padded in itertools.product((False, True), PATTERNS.values(), (False, True)):
-        key_lengths = torch.tensor([0, max(1, keys - 3)]) if padded else None
+        mask = torch.arange(keys) < torch.tensor([[0], [max(1, keys - 3)]]) if padded else None
         for kind in (None, "full", "row", "function"):
             q, k, v = tensors(queries, keys)
             inputs = [q, k, v]
@@ -56,7 +55,7 @@ def test_every_mask_and_bias(lengths, impl):
                 inputs += [t, s]
             if isinstance(bias, torch.Tensor):
                 inputs.append(bias)
-            options = {"causal": causal, "pattern": pattern, "bias": bias, "key_lengths": key_lengths}
+            options = {"causal": causal, "pattern": pattern, "bias": bias, "key_mask": mask}
             compare(q, k, v, inputs, impl=impl, **options)
 
 
@@ -67,8 +66,8 @@ def test_locality_bias_without_gradient(batched, budget):
     t, s = (torch.rand(*((B,) if batched else ()), n, 3, dtype=torch.float64) for n in (37, 33))
     bias = locality_bias(t, s)
     for causal, pattern, padded in itertools.product((False, True), PATTERNS.values(), (False, True)):
-        lengths = torch.tensor([0, 30]) if padded else None
-        options = {"causal": causal, "pattern": pattern, "bias": bias, "key_lengths": lengths}
+        mask = torch.arange(33) < torch.tensor([[0], [30]]) if padded else None
+        options = {"causal": causal, "pattern": pattern, "bias": bias, "key_mask": mask}
         compare(q, k, v, [q, k, v], budget=budget, **options)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.errors import ArgumentError, warn_deprecated
+from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.common import ASKED_FOR, Choice, explained_by, log_choice, no_compile, opaque_op
 from oomph.ops.softmax_attention.arguments import (
@@ -23,9 +23,6 @@ IMPLS = ("auto", "sdpa", *BACKENDS, "triton", "chunked", "reference")
 
 
 def _check_and_choose(impl: str, **given: Any) -> tuple[AttentionArguments, Choice]:
-    if impl == "flex":  # FlexAttention, which programs can call by themselves
-        warn_deprecated("impl='flex'", "impl='chunked'")
-        impl = "chunked"
     common.check_one_of("impl", impl, IMPLS)
     a = check_arguments(**given)
     return a, _choose(a, impl)
@@ -40,7 +37,6 @@ def attention(
     causal: bool = False,
     bias: Tensor | BiasFunction | None = None,
     pattern: BlockPattern | None = None,
-    key_lengths: Tensor | None = None,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     memory_budget: str | int | None = None,
@@ -58,9 +54,7 @@ def attention(
         to the tensors it lists in `tensors`). `locality_bias(t, s)` makes one.
     pattern: which blocks of keys a block of queries attends to: local(), global_(), mixed(). Not causal by
         itself.
-    key_lengths, key_mask: padding. Keys at or after key_lengths[b] are masked ([B] integers from 0 to K;
-        others are refused on the CPU; on a GPU, where a check would synchronise, they count as 0 or K);
-        or, key_mask [B, K] is True where a key may be attended to.
+    key_mask: padding, [B, K], True where a key may be attended to.
     scale: default 1/sqrt(D).
     memory_budget: for the chunks of impl="chunked", such as "64MiB"; default 256 MiB, on the CPU 32 MiB.
     impl: "auto", or by name: "sdpa" (the best fused kernel of PyTorch), one of those ("cudnn", "flash",
@@ -72,8 +66,7 @@ def attention(
     """
     given: dict[str, Any] = {
         "q": q, "k": k, "v": v, "causal": causal, "bias": bias, "pattern": pattern,
-        "key_lengths": key_lengths, "key_mask": key_mask, "scale": scale, "memory_budget": memory_budget,
-        "impl": impl,
+        "key_mask": key_mask, "scale": scale, "memory_budget": memory_budget, "impl": impl,
     }  # fmt: skip
     # The compiler traces PyTorch's own kernels and the reference; the rest is one op to it.
     traced = torch.compiler.is_dynamo_compiling() and _is_traceable(**given)
@@ -92,7 +85,7 @@ def _attention_traced(**given: Any) -> Tensor:
     if choice.impl == "reference":
         bias = a.bias if a.bias_function is None else a.bias_function
         options: dict[str, Any] = {"causal": a.causal, "bias": bias, "pattern": a.pattern, "scale": a.scale}
-        return reference(a.q, a.k, a.v, key_mask_BK=a.padding_mask(), **options)
+        return reference(a.q, a.k, a.v, key_mask_BK=a.key_mask, **options)
     if choice.impl == "chunked":
         return chunked(a)
     if choice.impl == "triton":

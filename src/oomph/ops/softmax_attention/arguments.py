@@ -162,7 +162,7 @@ def mixed(window: int = 1, stride: int = 4, block: int = 64) -> BlockPattern:
 
 @dataclass(frozen=True, eq=False)
 class AttentionArguments:
-    """A checked call. At most one of `bias` and `bias_function`, and of `key_lengths` and `key_mask`, is set.
+    """A checked call. At most one of `bias` and `bias_function` is set.
 
     q [B, H, Q, D], k [B, G, K, D], v [B, G, K, E]; bias has 4 dimensions, each 1 or full.
     """
@@ -174,7 +174,6 @@ class AttentionArguments:
     bias: Tensor | None
     bias_function: BiasFunction | None
     pattern: BlockPattern | None
-    key_lengths: Tensor | None  # [B]
     key_mask: Tensor | None  # [B, K], True where a key may be attended to
     scale: float
     memory_budget: int | None
@@ -202,14 +201,10 @@ class AttentionArguments:
         return 0 in (self.q.numel(), self.k.numel(), self.v.numel())
 
     @property
-    def has_padding(self) -> bool:
-        return self.key_lengths is not None or self.key_mask is not None
-
-    @property
     def is_plain(self) -> bool:
         """Without bias, pattern and padding."""
         biased = self.bias is not None or self.bias_function is not None
-        return not biased and self.pattern is None and not self.has_padding
+        return not biased and self.pattern is None and self.key_mask is None
 
     @property
     def masks_future(self) -> bool:
@@ -225,19 +220,13 @@ class AttentionArguments:
         tensors = [*self.bias_tensors, *([] if self.bias is None else [self.bias])]
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
-    def padding_mask(self) -> Tensor | None:
-        """[B, K], True where a key may be attended to."""
-        if self.key_lengths is None:
-            return self.key_mask
-        return torch.arange(self.keys, device=self.k.device) < self.key_lengths[:, None]
-
     def without_tensors(self) -> "AttentionArguments":
         """For ctx: tensors are kept by save_for_backward alone, so that a freed graph frees them.
 
         A bias function keeps its own tensors, because backward calls it again.
         """
         empty = self.q.new_empty(0)
-        return replace(self, q=empty, k=empty, v=empty, bias=None, key_lengths=None, key_mask=None)
+        return replace(self, q=empty, k=empty, v=empty, bias=None, key_mask=None)
 
 
 def check_arguments(
@@ -248,7 +237,6 @@ def check_arguments(
     causal: bool = False,
     bias: Tensor | BiasFunction | None = None,
     pattern: BlockPattern | None = None,
-    key_lengths: Tensor | None = None,
     key_mask: Tensor | None = None,
     scale: float | None = None,
     memory_budget: str | int | None = None,
@@ -260,16 +248,19 @@ def check_arguments(
     tensor_bias = bias if isinstance(bias, Tensor) else None
     if tensor_bias is not None:
         common.check_floating(bias=tensor_bias)
-    for name, given in (("key_lengths", key_lengths), ("key_mask", key_mask)):
-        if given is not None and not isinstance(given, Tensor):
-            raise ArgumentError(f"{name} is a {type(given).__name__}, not a tensor")
-    common.check_same_device(q=q, k=k, v=v, bias=tensor_bias, key_lengths=key_lengths, key_mask=key_mask)
+    if key_mask is not None and not isinstance(key_mask, Tensor):
+        raise ArgumentError(f"key_mask is a {type(key_mask).__name__}, not a tensor")
+    common.check_same_device(q=q, k=k, v=v, bias=tensor_bias, key_mask=key_mask)
     _check_shapes(q, k, v)
     if pattern is not None and not isinstance(pattern, BlockPattern):
         raise ArgumentError(
             f"pattern is a {type(pattern).__name__}; valid: None, or a BlockPattern such as local(window=1)"
         )
-    _check_padding(key_lengths, key_mask, k)
+    batch, keys = k.shape[0], k.shape[2]
+    if key_mask is not None and (key_mask.dtype != torch.bool or tuple(key_mask.shape) != (batch, keys)):
+        raise ArgumentError(
+            f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; valid: torch.bool [{batch}, {keys}]"
+        )
     return AttentionArguments(
         q,
         k,
@@ -278,7 +269,6 @@ def check_arguments(
         None if tensor_bias is None else _broadcast_bias(tensor_bias, q, k),
         None if bias is None or isinstance(bias, Tensor) else _check_function(bias, q, k),
         pattern,
-        key_lengths,
         key_mask,
         _check_scale(scale, q),
         common.parse_memory_budget(memory_budget),
@@ -338,28 +328,6 @@ def _check_function(bias: object, q: Tensor, k: Tensor) -> BiasFunction:
             "give it an attribute `tensors`, or detach what it reads"
         )
     return function
-
-
-def _check_padding(key_lengths: Tensor | None, key_mask: Tensor | None, k: Tensor) -> None:
-    batch, keys = k.shape[0], k.shape[2]
-    if key_lengths is not None and key_mask is not None:
-        raise ArgumentError("key_lengths and key_mask were both given; give one")
-    if key_mask is not None and (key_mask.dtype != torch.bool or tuple(key_mask.shape) != (batch, keys)):
-        raise ArgumentError(
-            f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; valid: torch.bool [{batch}, {keys}]"
-        )
-    if key_lengths is None:
-        return
-    if key_lengths.dtype not in (torch.int32, torch.int64) or tuple(key_lengths.shape) != (batch,):
-        raise ArgumentError(
-            f"key_lengths is {key_lengths.dtype} {list(key_lengths.shape)}; valid: torch.int64 [{batch}]"
-        )
-    # The values are read only where that does not synchronise or break a graph.
-    if torch.compiler.is_compiling() or not common.is_readable(key_lengths):
-        return
-    wrong = [length for length in key_lengths.tolist() if not 0 <= length <= keys]
-    if wrong:
-        raise ArgumentError(f"key_lengths has {wrong[0]}; valid: 0 to {keys}, the number of keys")
 
 
 def _check_scale(scale: float | None, q: Tensor) -> float:

@@ -133,15 +133,15 @@ class _TritonAttention(OpFunction):
             **launch.constants(tile),
         )
         # The bias holds its points; saved as well, autograd detects in-place changes to them.
-        ctx.save_for_backward(q, k, v, out, lse_BHQ, a.key_lengths, a.key_mask, *a.bias_tensors)
+        ctx.save_for_backward(q, k, v, out, lse_BHQ, a.key_mask, *a.bias_tensors)
         ctx.arguments = a.without_tensors()
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("attention")
-        q, k, v, out, lse_BHQ, key_lengths, key_mask, *_ = ctx.saved_tensors
-        a = replace(ctx.arguments, q=q, k=k, v=v, key_lengths=key_lengths, key_mask=key_mask)
+        q, k, v, out, lse_BHQ, key_mask, *_ = ctx.saved_tensors
+        a = replace(ctx.arguments, q=q, k=k, v=v, key_mask=key_mask)
         _, want_q, want_k, want_v = ctx.needs_input_grad
         grad = contiguous_rows(grad_out)
         delta_BHQ = torch.empty_like(lse_BHQ)
@@ -192,7 +192,6 @@ class _LaunchArguments:
         self.has_global = pattern is not None and pattern.kind != "local"
         self.padded_sizes = (power_of_two(q.shape[3], _MIN_TILE), power_of_two(v.shape[3], _MIN_TILE))
         # q stands in for tensors that a kernel, given its constants, does not read.
-        lengths = q if a.key_lengths is None else a.key_lengths
         key_mask = q if a.key_mask is None else a.key_mask.contiguous()
         points: tuple[Tensor | int, ...] = (q, 0, q, 0)
         self.point_size, strength = 0, 0.0
@@ -203,7 +202,7 @@ class _LaunchArguments:
         block = None if pattern is None else pattern.block
         self.tiles = tile_configs(q.dtype, max(self.padded_sizes), block, points=self.point_size > 0)
         self.common = (
-            *(lengths, key_mask, *points),
+            *(key_mask, *points),
             *(a.queries, a.keys, q.shape[1], a.group, q.shape[3], v.shape[3], window, stride),
             *(a.scale * _LOG2_E, strength),
         )
@@ -211,7 +210,6 @@ class _LaunchArguments:
     def constants(self, tile: TileConfig) -> dict[str, Any]:
         return {
             "CAUSAL": self.a.masks_future,
-            "HAS_LENGTHS": self.a.key_lengths is not None,
             "HAS_MASK": self.a.key_mask is not None,
             "HAS_GLOBAL": self.has_global,
             "BLOCK": self.block,

@@ -51,14 +51,14 @@ class _ChunkedAttention(OpFunction):
             out = _forward(a)
         ctx.arguments = a.without_tensors()
         # The bias function holds its tensors; saved as well, autograd detects in-place changes to them.
-        ctx.save_for_backward(a.key_lengths, a.key_mask, *tensors)
+        ctx.save_for_backward(a.key_mask, *tensors)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("attention")
-        key_lengths, key_mask, q, k, v, bias, *_ = ctx.saved_tensors
-        a = replace(ctx.arguments, q=q, k=k, v=v, bias=bias, key_lengths=key_lengths, key_mask=key_mask)
+        key_mask, q, k, v, bias, *_ = ctx.saved_tensors
+        a = replace(ctx.arguments, q=q, k=k, v=v, bias=bias, key_mask=key_mask)
         with no_autocast(q):
             return None, *_backward(a, grad_out, ctx.needs_input_grad[1:])
 
@@ -272,7 +272,7 @@ class _ScoreBuffers:
     """
 
     def __init__(self, a: AttentionArguments, chunks: list[_QueryChunk]) -> None:
-        self.a, self.padding_BK = a, a.padding_mask()
+        self.a = a
         sizes = _chunk_sizes(a)
         rows = sizes.batch * sizes.heads * a.group
         largest = rows * max((chunk.keys * (chunk.stop - chunk.start) for chunk in chunks), default=0)
@@ -298,13 +298,13 @@ class _ScoreBuffers:
         if chunk.causal_from is not None and chunk.needs_causal_mask:
             future = _future(a, chunk, chunk.causal_from)
             scores_BHQK[..., chunk.causal_from :].masked_fill_(future, -math.inf)
-        if self.padding_BK is not None:
-            allowed = chunk.take(self.padding_BK[heads.batch], 1)
+        if a.key_mask is not None:
+            allowed = chunk.take(a.key_mask[heads.batch], 1)
             scores_BHQK.masked_fill_(~allowed[:, None, None, :], -math.inf)
         weights_ZRK = self._weights[: scores_ZRK.numel()].view(scores_ZRK.shape)
         torch.softmax(scores_ZRK, -1, out=weights_ZRK)
         # A bias may be -inf in a whole row.
-        if bias is not None or a.has_padding or (a.causal and a.offset < 0):
+        if bias is not None or a.key_mask is not None or (a.causal and a.offset < 0):
             no_key_ZR1 = scores_ZRK.amax(-1, keepdim=True) == -math.inf
             weights_ZRK.masked_fill_(no_key_ZR1, 0.0)
         return weights_ZRK

@@ -85,29 +85,29 @@ def store_rows(pointer, stride, first, n_rows, width, values, SIZE: tl.constexpr
 
 @triton.jit
 def mask_scores(
-    scores, key, position, n_valid, key_mask,
+    scores, key, position, n_keys, key_mask,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Scores [BLOCK_M, BLOCK_N], -inf where masked. Without MASKED no bound or causal mask cuts the tile."""
     keys = key + tl.arange(0, BLOCK_N)
     if MASKED:
-        scores = tl.where((keys < n_valid)[None, :], scores, float("-inf"))
+        scores = tl.where((keys < n_keys)[None, :], scores, float("-inf"))
         if CAUSAL:
             scores = tl.where(keys[None, :] <= position[:, None], scores, float("-inf"))
     if HAS_MASK:
-        is_valid = tl.load(key_mask + keys, mask=keys < n_valid, other=0) != 0
+        is_valid = tl.load(key_mask + keys, mask=keys < n_keys, other=0) != 0
         scores = tl.where(is_valid[None, :], scores, float("-inf"))
     return scores
 
 
 @triton.jit
 def locate_query_tile(
-    pid, queries, keys, heads, window, stride, lengths,
-    CAUSAL: tl.constexpr, HAS_GLOBAL: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    pid, queries, keys, heads, window, stride,
+    CAUSAL: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program's rows and key tiles: (batch, head, first query, its position, keys before the padding,
-    start and stop of the window, key tiles that need no mask, key tiles in total)."""
+    """A program's rows and key tiles: (batch, head, first query, its position, start and stop of the window,
+    key tiles that need no mask, key tiles in total)."""
     offset = keys - queries
     # Positions are negative where there are more queries than keys; division rounds down only from 0 on.
     shift = (queries // BLOCK + 2) * BLOCK
@@ -120,20 +120,17 @@ def locate_query_tile(
     z = (pid // n_tiles).to(tl.int64)
     batch, head = z // heads, z % heads
     position = (lowest + tile) * BLOCK_M - shift
-    n_valid = keys
-    if HAS_LENGTHS:
-        n_valid = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys)
     own_block = (position + shift) // BLOCK - shift // BLOCK
     last = tl.cdiv(keys, BLOCK) - 1
     start = tl.maximum(own_block - window, 0) * BLOCK
     stop = tl.maximum((tl.minimum(own_block + window, last) + 1) * BLOCK, start)
-    end, whole = n_valid, n_valid
+    end, whole = keys, keys
     if CAUSAL:
         end = tl.minimum(end, position + BLOCK_M)
         whole = tl.minimum(whole, position + 1)
     count = _tiles_before(end, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
     n_whole = _tiles_before(whole - BLOCK_N + 1, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
-    return batch, head, position - offset, position, n_valid, start, stop, n_whole, count
+    return batch, head, position - offset, position, start, stop, n_whole, count
 
 
 @triton.jit
@@ -161,26 +158,26 @@ def compute_scores(
 @triton.jit
 def _forward_loop(
     acc, total, highest, q, k, k_stride, v, v_stride, key_mask, t, s, position, queries, keys, first, last,
-    start, stop, stride, n_valid, head_size, value_size, scale, strength,
+    start, stop, stride, head_size, value_size, scale, strength,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for number in range(first, last):
         key = key_tile_start(number, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
-        k_tile = load_rows(k, k_stride, key, n_valid, head_size, BLOCK_N, BLOCK_D)
+        k_tile = load_rows(k, k_stride, key, keys, head_size, BLOCK_N, BLOCK_D)
         scores = compute_scores(
             q, k_tile, scale, t, position - (keys - queries), queries, s, key + tl.arange(0, BLOCK_N), keys,
             strength, POINT_SIZE, PRECISION,
         )  # fmt: skip
-        scores = mask_scores(scores, key, position, n_valid, key_mask, MASKED, CAUSAL, HAS_MASK, BLOCK_N)
+        scores = mask_scores(scores, key, position, keys, key_mask, MASKED, CAUSAL, HAS_MASK, BLOCK_N)
         higher = tl.maximum(highest, tl.max(scores, 1))
         # A row without keys so far: -inf - -inf would be NaN.
         pivot = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(scores - pivot[:, None])
         rescale = tl.exp2(highest - pivot)
         total = total * rescale + tl.sum(weights, 1)
-        v_tile = load_rows(v, v_stride, key, n_valid, value_size, BLOCK_N, BLOCK_E)
+        v_tile = load_rows(v, v_stride, key, keys, value_size, BLOCK_N, BLOCK_E)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision=PRECISION)
         highest = higher
     return acc, total, highest
@@ -193,16 +190,16 @@ def attention_forward(
     v, v_batch, v_head, v_stride,
     out, out_batch, out_head, out_stride,
     lse,  # [B, H, Q] fp32, in units of log 2
-    lengths, key_mask, t, t_batch, s, s_batch,
+    key_mask, t, t_batch, s, s_batch,
     queries, keys, heads, group, head_size, value_size, window, stride, scale, strength,
-    CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of queries of a head. `scale` is that of the scores, times log2(e)."""
-    batch, head, query, position, n_valid, start, stop, n_whole, count = locate_query_tile(
-        tl.program_id(0), queries, keys, heads, window, stride, lengths,
-        CAUSAL, HAS_GLOBAL, HAS_LENGTHS, BLOCK, BLOCK_M, BLOCK_N,
+    batch, head, query, position, start, stop, n_whole, count = locate_query_tile(
+        tl.program_id(0), queries, keys, heads, window, stride,
+        CAUSAL, HAS_GLOBAL, BLOCK, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     q_tile = load_rows(
         q + batch * q_batch + head * q_head, q_stride, query, queries, head_size, BLOCK_M, BLOCK_D
@@ -218,12 +215,12 @@ def attention_forward(
     highest = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     acc, total, highest = _forward_loop(
         acc, total, highest, q_tile, k, k_stride, v, v_stride, key_mask, t, s, position + at, queries, keys,
-        0, n_whole, start, stop, stride, n_valid, head_size, value_size, scale, strength,
+        0, n_whole, start, stop, stride, head_size, value_size, scale, strength,
         False, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
     )  # fmt: skip
     acc, total, highest = _forward_loop(
         acc, total, highest, q_tile, k, k_stride, v, v_stride, key_mask, t, s, position + at, queries, keys,
-        n_whole, count, start, stop, stride, n_valid, head_size, value_size, scale, strength,
+        n_whole, count, start, stop, stride, head_size, value_size, scale, strength,
         True, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
     )  # fmt: skip
     no_key = total == 0.0
@@ -261,20 +258,20 @@ def attention_delta(
 @triton.jit
 def _dq_loop(
     acc, q, grad, lse, delta, k, k_stride, v, v_stride, key_mask, t, s, position, queries, keys, first, last,
-    start, stop, stride, n_valid, head_size, value_size, scale, strength,
+    start, stop, stride, head_size, value_size, scale, strength,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
     POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     for number in range(first, last):
         key = key_tile_start(number, start, stop, stride, HAS_GLOBAL, BLOCK, BLOCK_N)
-        k_tile = load_rows(k, k_stride, key, n_valid, head_size, BLOCK_N, BLOCK_D)
-        v_tile = load_rows(v, v_stride, key, n_valid, value_size, BLOCK_N, BLOCK_E)
+        k_tile = load_rows(k, k_stride, key, keys, head_size, BLOCK_N, BLOCK_D)
+        v_tile = load_rows(v, v_stride, key, keys, value_size, BLOCK_N, BLOCK_E)
         scores = compute_scores(
             q, k_tile, scale, t, position - (keys - queries), queries, s, key + tl.arange(0, BLOCK_N), keys,
             strength, POINT_SIZE, PRECISION,
         )  # fmt: skip
-        scores = mask_scores(scores, key, position, n_valid, key_mask, MASKED, CAUSAL, HAS_MASK, BLOCK_N)
+        scores = mask_scores(scores, key, position, keys, key_mask, MASKED, CAUSAL, HAS_MASK, BLOCK_N)
         weights = tl.exp2(scores - lse[:, None])
         d_weights = tl.dot(grad, tl.trans(v_tile), input_precision=PRECISION) - delta[:, None]
         acc = tl.dot((weights * d_weights).to(k_tile.dtype), k_tile, acc, input_precision=PRECISION)
@@ -288,16 +285,16 @@ def attention_dq(
     v, v_batch, v_head, v_stride,
     grad, grad_batch, grad_head, grad_stride,
     dq, dq_batch, dq_head, dq_stride,
-    lse, delta, lengths, key_mask, t, t_batch, s, s_batch,
+    lse, delta, key_mask, t, t_batch, s, s_batch,
     queries, keys, heads, group, head_size, value_size, window, stride, scale, strength,
-    CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program per tile of queries of a head, over the same key tiles as `attention_forward`."""
-    batch, head, query, position, n_valid, start, stop, n_whole, count = locate_query_tile(
-        tl.program_id(0), queries, keys, heads, window, stride, lengths,
-        CAUSAL, HAS_GLOBAL, HAS_LENGTHS, BLOCK, BLOCK_M, BLOCK_N,
+    batch, head, query, position, start, stop, n_whole, count = locate_query_tile(
+        tl.program_id(0), queries, keys, heads, window, stride,
+        CAUSAL, HAS_GLOBAL, BLOCK, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     q_tile = load_rows(
         q + batch * q_batch + head * q_head, q_stride, query, queries, head_size, BLOCK_M, BLOCK_D
@@ -319,13 +316,13 @@ def attention_dq(
     acc = _dq_loop(
         acc, q_tile, grad_tile, lse_rows, delta_rows, k, k_stride, v, v_stride, key_mask, t, s,
         position + at, queries, keys,
-        0, n_whole, start, stop, stride, n_valid, head_size, value_size, scale, strength,
+        0, n_whole, start, stop, stride, head_size, value_size, scale, strength,
         False, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
     )  # fmt: skip
     acc = _dq_loop(
         acc, q_tile, grad_tile, lse_rows, delta_rows, k, k_stride, v, v_stride, key_mask, t, s,
         position + at, queries, keys,
-        n_whole, count, start, stop, stride, n_valid, head_size, value_size, scale, strength,
+        n_whole, count, start, stop, stride, head_size, value_size, scale, strength,
         True, CAUSAL, HAS_MASK, HAS_GLOBAL, BLOCK, BLOCK_N, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
     )  # fmt: skip
     dq += batch * dq_batch + head * dq_head
@@ -368,9 +365,9 @@ def attention_dkdv(
     grad, grad_batch, grad_head, grad_stride,
     dk, dk_batch, dk_head, dk_stride,
     dv, dv_batch, dv_head, dv_stride,
-    lse, delta, lengths, key_mask, t, t_batch, s, s_batch,
+    lse, delta, key_mask, t, t_batch, s, s_batch,
     queries, keys, heads, group, head_size, value_size, window, stride, scale, strength,
-    CAUSAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_GLOBAL: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, POINT_SIZE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -395,10 +392,6 @@ def attention_dkdv(
     if CAUSAL:
         first = tl.maximum(first, key - offset)
         whole = first + tl.cdiv(tl.maximum(key + BLOCK_N - 1 - offset - first, 0), BLOCK_M) * BLOCK_M
-    n_valid = keys
-    if HAS_LENGTHS:
-        n_valid = tl.minimum(tl.load(lengths + batch).to(tl.int32), keys)
-        end = tl.where(key < n_valid, end, first)
     k_tile = load_rows(
         k + batch * k_batch + key_head * k_head, k_stride, key, keys, head_size, BLOCK_N, BLOCK_D
     )
@@ -428,7 +421,7 @@ def attention_dkdv(
             head_size, value_size, scale, strength,
             False, BLOCK_M, BLOCK_D, BLOCK_E, POINT_SIZE, PRECISION,
         )  # fmt: skip
-    is_valid = keys_at < n_valid
+    is_valid = keys_at < keys
     if HAS_MASK:
         is_valid &= tl.load(key_mask + batch * keys + keys_at, mask=is_valid, other=0) != 0
     dk_tile = tl.where(is_valid[:, None], dk_tile * (scale / LOG2_E), 0.0)

@@ -75,7 +75,7 @@ def _why_no_backend(a: AttentionArguments) -> str | None:
         return "a bias function"
     if a.has_empty:
         return "an empty tensor"
-    if a.has_padding and (a.masks_future or a.bias is not None):
+    if a.key_mask is not None and (a.masks_future or a.bias is not None):
         return "padding together with causality or a bias needs a full-size mask"
     if a.bias is None:
         return None
@@ -120,7 +120,7 @@ def _why_not_cudnn(a: AttentionArguments, capability: tuple[int, int]) -> str | 
 
 
 def _why_not_flash(a: AttentionArguments, capability: tuple[int, int]) -> str | None:
-    if a.bias is not None or a.has_padding:
+    if a.bias is not None or a.key_mask is not None:
         return "takes no mask"
     if a.q.shape[3] != a.v.shape[3] or a.q.shape[3] > 256:
         return "needs equal head sizes of at most 256"
@@ -180,7 +180,7 @@ def _run(a: AttentionArguments, q: Tensor, backend: str) -> Tensor:
     if _is_lower_right(a):
         out = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=a.scale)[0]
         return out[..., :head_size]
-    if backend == "cudnn" and (a.bias is not None or a.has_padding):
+    if backend == "cudnn" and (a.bias is not None or a.key_mask is not None):
         kernel = FusedKernel("cudnn", False, a.scale, k.shape[1])
         return fused_attention(q, k, v, _additive_mask(a), kernel)[..., :head_size]
     if grouped and backend == "efficient":  # it has no grouped heads; the copies are of the size of q
@@ -211,10 +211,9 @@ def _additive_mask(a: AttentionArguments) -> Tensor:
     """The bias, or the padding as a bias [B, 1, 1, K]: 0 where a key may be attended to, else -inf."""
     if a.bias is not None:
         return a.bias.detach()
-    padding_BK = a.padding_mask()
-    assert padding_BK is not None
+    assert a.key_mask is not None
     allowed, masked = (a.q.new_full((), value) for value in (0.0, -math.inf))
-    return torch.where(padding_BK, allowed, masked)[:, None, None, :]
+    return torch.where(a.key_mask, allowed, masked)[:, None, None, :]
 
 
 def _boolean_mask(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None]:
@@ -223,11 +222,10 @@ def _boolean_mask(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None]:
     An entry without keys attends to all of them, and its output is replaced by zeros afterwards, so its
     gradients are exact zeros whatever a kernel computes for a row of -inf.
     """
-    padding_BK = a.padding_mask()
-    if padding_BK is None:
+    if a.key_mask is None:
         return a.bias, None
-    has_key = padding_BK.any(1, keepdim=True)
-    mask = padding_BK | ~has_key
+    has_key = a.key_mask.any(1, keepdim=True)
+    mask = a.key_mask | ~has_key
     return mask[:, None, None, :], has_key[:, :, None, None]
 
 
