@@ -372,7 +372,7 @@ def _quantized(weight: Tensor) -> Any:
 
 def _compute_weight_delta(draw: Draw) -> Arguments:
     d, f, r, lead = draw.size(5), draw.size(5), draw.upto(4), (draw.size(3, 0), draw.size(6, 0))
-    index = draw.pick(0, -1, [0, 0], slice(0, 2), (0, 0), (slice(None), -1))
+    index = draw.pick(0, -1, (0, 0), (0, -1))
     return {"A": draw.tensor(d, r), "B": draw.tensor(r, f), "mod": draw.tensor(*lead, r), "token_idx": index}
 
 

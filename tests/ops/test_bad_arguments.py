@@ -135,7 +135,10 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     (lambda: Int8Weight(INT8, torch.ones(2)), r"scale is torch.float32 \[2\]; valid: float \[3\]"),
     (lambda: quantize_int8(torch.full((2, 2), math.nan)), "with NaN or infinity; valid: finite numbers"),
     (lambda: compute_weight_delta(X(7, 3), X(3, 11), X(2, 5, 3), 5), "token_idx 5 .*the tokens are 0 to 4"),
-    (lambda: compute_weight_delta(X(7, 3), X(3, 11), X(2, 5, 3), 1.5), "give ints, a list or a tuple"),
+    (
+        lambda: compute_weight_delta(X(7, 3), X(3, 11), X(2, 5, 3), (4,)),
+        r"mod \[2, 5, 3\]; give 2 numbers in a",
+    ),
     (lambda: rotary(X(1, 2, 3, 7)), "fraction=1.0 of head size 7 rotates 7 numbers"),
     (lambda: rotary(X(1, 2, 3, 8), positions=torch.arange(4)), r"positions has shape \[4\]; valid for B=1"),
     (lambda: rotary(X(1, 2, 3, 8), table=rotary_table(torch.arange(4), 8)), r"table.cos has shape \[4, 4\]"),

@@ -4,9 +4,7 @@ Every token t has its own weight, W + A diag(mod_t) B. Since h (A diag(m) B) = (
 tokens are never computed.
 """
 
-import operator
-from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,10 +12,10 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.modulation import autograd
-from oomph.ops.modulation.weights import Int8Weight, is_torchao
+from oomph.ops.modulation.weights import Int8Weight
 from oomph.units import MiB, counted
 
-TokenIndex = int | slice | Sequence[int] | Tensor | tuple[int | slice, ...]
+TokenIndex = int | tuple[int, ...]
 
 # Where the kernel wins: enough blocks of 256 rows to fill a GPU, and a rank at which cuBLAS is bound by
 # reading g. Its partial sums must fit into the memory of h's gradient, which is allocated after they are
@@ -68,8 +66,7 @@ def modulated_linear(
 
     dtypes: the products run in h's dtype (under autocast, autocast's) with float32 accumulation, and the
     result has it. The others may have any float dtype, which their gradients have too. A weight of another
-    dtype, or an `Int8Weight`, is converted in slices of at most 32 MiB, never as a whole; a torchao tensor is
-    converted as a whole for the time of one product.
+    dtype, or an `Int8Weight`, is converted in slices of at most 32 MiB, never as a whole.
 
     Exact gradients for all but an 8-bit weight; a frozen input's work is skipped. Saved for backward: inputs,
     and h @ A [..., r]; h itself only where A or weight is trained. A gradient of gradients is refused, except
@@ -80,7 +77,7 @@ def modulated_linear(
     choice = common.log_choice("modulated_linear", choose(**locals()))
     dtype = common.matmul_dtype(h)
     if choice.impl == "reference":
-        whole = weight.dequantize() if isinstance(weight, Int8Weight) or is_torchao(weight) else weight
+        whole = weight.dequantize() if isinstance(weight, Int8Weight) else weight
         others = (None if each is None else each.to(dtype) for each in (A, B, mod, bias))
         return modulated_linear_reference(h.to(dtype), whole.to(dtype), *others)  # type: ignore[arg-type]
     stored, scale = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
@@ -118,30 +115,26 @@ def _why_not_faster(h: Tensor, B: Tensor) -> str | None:
 
 
 def compute_weight_delta(A: Tensor, B: Tensor, mod: Tensor, token_idx: TokenIndex) -> Tensor:
-    """A diag(mod) B of the given tokens, each [d, f]. Differentiable; materialized, so ask for few tokens.
+    """A diag(mod) B of a token, materialized and differentiable.
 
-    mod [..., S, r]. A tuple picks by every leading dimension of mod: (b, s) gives [d, f]. An int picks
-    along S alone and gives [..., d, f]; n tokens along S (a list, slice or integer tensor): [..., n, d, f].
+    mod [..., S, r]. An int picks along S and gives [..., d, f]. A tuple of ints picks by every leading
+    dimension of mod: (b, s) gives [d, f].
     """
     common.check_floating(A=A, B=B, mod=mod)
     _check_factors(A, B, mod)
     lead = mod.dim() - 1
-    if isinstance(token_idx, tuple):
-        if len(token_idx) != lead:
-            raise ArgumentError(
-                f"token_idx={token_idx} has {counted(len(token_idx), 'number')}; mod {list(mod.shape)} "
-                f"takes {lead} in a tuple, or one int or list for its last dimension but one"
-            )
-        index: tuple[Any, ...] = tuple(
-            _check_index(each, size) for each, size in zip(token_idx, mod.shape, strict=False)
+    index = token_idx if isinstance(token_idx, tuple) else (token_idx,)
+    if len(index) != lead and (isinstance(token_idx, tuple) or lead == 0):
+        raise ArgumentError(
+            f"token_idx={token_idx!r} is not valid for mod {list(mod.shape)}; give {counted(lead, 'number')} "
+            "in a tuple, or an int for its last dimension but one"
         )
-    elif lead == 0:
-        raise ArgumentError(f"mod {list(mod.shape)} has no tokens to choose from; give token_idx=()")
-    else:
-        index = (..., _check_index(token_idx, mod.shape[-2]), slice(None))
+    for number, size in zip(index, mod.shape[lead - len(index) :], strict=False):
+        if isinstance(number, bool) or not isinstance(number, int) or not -size <= number < size:
+            raise ArgumentError(f"token_idx {number!r} is not valid; the tokens are 0 to {size - 1}")
     wide = torch.promote_types(torch.promote_types(A.dtype, B.dtype), mod.dtype)
     with common.no_autocast(mod):
-        chosen = mod[index].to(wide)
+        chosen = mod[(..., *index, slice(None))].to(wide)  # type: ignore[index]
         return (A.to(wide) * chosen.unsqueeze(-2)) @ B.to(wide)
 
 
@@ -187,12 +180,10 @@ def _check_arguments(
     common.check_floating(h=h, A=A, B=B, mod=mod)
     common.check_floating_if_given(bias=bias)
     stored = weight.values if isinstance(weight, Int8Weight) else weight
-    if stored is weight and not is_torchao(weight) and getattr(weight, "dtype", None) not in common.FLOATS:
+    if stored is weight and getattr(weight, "dtype", None) not in common.FLOATS:
         given = f"has dtype {weight.dtype}" if isinstance(weight, Tensor) else f"is a {type(weight).__name__}"
-        valid = "a float tensor [d, f], an Int8Weight (quantize_int8(weight)), or a frozen torchao tensor"
+        valid = "a float tensor [d, f], or an Int8Weight (quantize_int8(weight))"
         raise ArgumentError(f"weight {given}; valid: {valid}")
-    if is_torchao(stored) and stored.requires_grad:
-        raise ArgumentError("weight is quantised but requires a gradient; valid: a frozen weight")
     _check_factors(A, B, mod)
     d, f = A.shape[0], B.shape[1]
     if h.dim() < 1 or h.shape[-1] != d or tuple(weight.shape) != (d, f):
@@ -210,26 +201,3 @@ def _check_arguments(
             "dimensions like h's, or 1, or none"
         )
     common.check_same_device(h=h, weight=stored, A=A, B=B, mod=mod, bias=bias)
-
-
-def _check_index(index: object, size: int) -> int | slice | list[int] | Tensor:
-    """An index in range. A tensor's numbers are left to torch: reading them waits for the device."""
-    if isinstance(index, slice):
-        return index
-    if isinstance(index, Tensor) and index.dim() > 0:
-        if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-            raise ArgumentError(f"token_idx has dtype {index.dtype}; valid: integers")
-        return index
-    if isinstance(index, Sequence) and not isinstance(index, str):
-        return [_check_number(each, size) for each in index]
-    return _check_number(index, size)
-
-
-def _check_number(index: object, size: int) -> int:
-    # SupportsIndex: ints, NumPy's, and tensors of one integer.
-    if isinstance(index, bool) or not isinstance(index, SupportsIndex):
-        raise ArgumentError(f"token_idx {index!r} is not valid; give ints, a list or a tuple")
-    number = operator.index(index)
-    if not -size <= number < size:
-        raise ArgumentError(f"token_idx {index!r} is not valid; the tokens are 0 to {size - 1}")
-    return number

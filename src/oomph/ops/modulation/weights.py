@@ -79,11 +79,6 @@ def quantize_int8(weight: Tensor) -> Int8Weight:
     return Int8Weight(values, scale)
 
 
-def is_torchao(weight: object) -> bool:
-    """Is this a quantised tensor of torchao? Known by its home, so that torchao need not be installed."""
-    return isinstance(weight, Tensor) and type(weight).__module__.partition(".")[0] == "torchao"
-
-
 def add_times_weight(out_Nf: Tensor, h_Nd: Tensor, weight: Tensor, scale: Tensor | None) -> None:
     """out += h W."""
     for start, stop, slice_dw in _slices(weight, scale, 1, h_Nd.dtype):
@@ -112,9 +107,6 @@ def _slices(
 ) -> Iterator[tuple[int, int, Tensor]]:
     """The weight in `dtype`, as slices (start, stop, tensor) along `dim`; each is overwritten by the next."""
     length, other = weight.shape[dim], weight.shape[1 - dim]
-    if is_torchao(weight):
-        yield 0, length, weight.dequantize().to(dtype)  # its layouts cannot all be sliced
-        return
     if weight.dtype == dtype:
         yield 0, length, weight
         return
