@@ -456,10 +456,11 @@ class Plan:
     predictions: int = 0  # that the search took
     seconds: float = 0.0
     model_id: str = ""  # class, number of parameters, and a hash of their names and shapes
-    reason: str = ""  # why no fix can be applied, or none can be enough
+    reason: str = ""  # why no fix can be applied; or what takes the `least` bytes
     is_budget: bool = False  # `limit` is less than the card has
     is_max: bool = False  # `limit` was given for the allocator alone, without the CUDA context
     growth: int = 0  # bytes that every step leaves behind, with any fix
+    least: int = 0  # bytes that no fix of the allowed kinds saves, where they exceed `limit`
 
     def __repr__(self) -> str:
         names = ", ".join(use.fix for use in self.fixes) or "no fixes"

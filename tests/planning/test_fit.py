@@ -192,6 +192,28 @@ def test_a_budget_below_the_parameters_is_said_at_once() -> None:
     assert "parameters alone" in found.reason
 
 
+def test_a_budget_below_what_no_fix_of_a_function_saves_is_said_at_once() -> None:
+    def train() -> None:
+        model = nn.Linear(1024, 1024, bias=False, device="cuda")  # 4 MiB, and 12 of gradients and state
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(torch.zeros(1 << 16, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = oomph.fit(train, gpu="h200", max="14MiB")
+    assert (found.fits, found.predictions) == (False, 1)
+    assert found.least == pytest.approx(16 * MiB, rel=0.01)
+    assert "parameters, gradients and optimizer state alone take 16 MiB" in found.reason
+
+
+def test_exact_fixes_leave_the_parameters_as_they_are() -> None:
+    parameters = sum(4 * each.numel() for each in Model().parameters())
+    exact = oomph.fit(STEP, gpu="h200", max=int(0.9 * parameters))
+    assert exact.least == parameters
+    assert not exact.fixes
+
+
 def linear() -> None:
     model = nn.Linear(64, 64, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), fused=True)

@@ -247,15 +247,18 @@ class _Search:
         self.base = base = self._trial((), prediction)
         self.seconds, self.margin = base.result.step_seconds, prediction.margin
         self.growth = prediction.growth.bytes if prediction.growth is not None else 0
-        reason = "" if base.result.fits else self._why_none_fits(prediction)
-        if base.result.fits or reason:
-            return self._plan(kinds, base, Proposals(reason=reason))
+        least, reason = self._least(prediction, kinds)
+        if base.result.fits or self._least(prediction, FIX_KINDS)[0]:
+            return self._plan(kinds, base, Proposals(reason=reason), least=least)
 
         def search(progress: Progress) -> Plan:
-            proposals = self.program.proposals(prediction)
-            chosen = self._search([one for one in proposals.found if one.kind in kinds], progress)
+            proposals, chosen = self.program.proposals(prediction), base
+            if least:
+                proposals = proposals._replace(reason=reason)
+            else:
+                chosen = self._search([one for one in proposals.found if one.kind in kinds], progress)
             needs = () if chosen.result.fits else self._needs(proposals.found, kinds, progress)
-            return self._plan(kinds, chosen, proposals, needs)
+            return self._plan(kinds, chosen, proposals, needs, least)
 
         return self.program.search(search, progress)
 
@@ -265,6 +268,7 @@ class _Search:
         chosen: _Trial,
         proposals: Proposals,
         needs: tuple[FixKind, ...] = (),
+        least: int = 0,
     ) -> Plan:
         conditions = {one.fix: one.condition for one in proposals.found if one.condition}
         return Plan(
@@ -287,18 +291,27 @@ class _Search:
             model_id=proposals.model_id,
             reason=proposals.reason,
             growth=self.growth,
+            least=least,
             predictions=len(self.trials),
             seconds=time.perf_counter() - self.began,
         )
 
-    def _why_none_fits(self, prediction: Prediction) -> str:
-        parameters = [made for made in prediction.allocations if made.kind == "parameter"]
-        # The smallest that fixes leave of them is bfloat16.
-        least = sum(min(made.bytes, 2 * math.prod(made.shape)) for made in parameters)
+    def _least(self, prediction: Prediction, kinds: Collection[FixKind]) -> tuple[int, str]:
+        """Bytes that no fix of these kinds saves, and what they are; 0 if they do not exceed the limit."""
+        if isinstance(self.program, WorkloadProgram):
+            parameters = [made for made in prediction.allocations if made.kind == "parameter"]
+            what, least = "parameters alone", sum(made.bytes for made in parameters)
+            rounded = sum(min(made.bytes, 2 * math.prod(made.shape)) for made in parameters)
+            if rounded < least and {"precision", "training"} & set(kinds):
+                what, least = f"{what}, as bfloat16,", rounded
+        else:
+            what = "parameters, gradients and optimizer state alone"
+            held = self.base.estimate.parts.get("optimizer step", {})
+            least = sum(held.get(stage, 0) for stage in ("parameters", "gradients", "optimizer state"))
+            least -= sum(made.bytes for made in prediction.allocations if made.kind == "buffer")
         if least <= self.limit:
-            return ""
-        total, limit = format_bytes(sum(made.bytes for made in parameters)), format_bytes(self.limit)
-        return f"the parameters alone take {total}, and there is {limit} for them and everything else"
+            return 0, ""
+        return least, f"the {what} take {format_bytes(least)}"
 
     def _needs(
         self, found: Sequence[Proposal], kinds: tuple[FixKind, ...], progress: Progress

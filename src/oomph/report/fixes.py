@@ -247,6 +247,8 @@ def plan_text(
         if plan.needs:
             kinds = ",".join(kind for kind in plan.needs if kind != "exact")
             console.print(f"It fits if fixes that change the numbers are allowed: --allow {kinds}")
+        elif plan.least:
+            console.print("No fix makes them small enough: use a smaller model or a larger card.")
         elif plan.reason:
             console.print(Text(f"No fix can be applied: {plan.reason}."))
             console.print(
@@ -260,7 +262,7 @@ def plan_text(
                 "Its tensors alone would fit. To predict and run it with another allocator, set the "
                 "environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
             )
-        if "compile" not in plan.allowed and not (plan.fits and plan.after.slowdown <= 1):
+        if "compile" not in plan.allowed and not plan.least and not (plan.fits and plan.after.slowdown <= 1):
             console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
         if plan.fixes and plan.fits:
             _print_commands(console, plan, target, file)
@@ -294,6 +296,9 @@ def plan_verdict(plan: Plan) -> str:
         has += ", which is enough because cached memory is released"
     if plan.fits and not plan.fixes:
         return f"fits {where} without fixes: needs {needs}{has}"
+    if plan.least:
+        beside = "" if plan.is_max else f", and the CUDA context {format_bytes(context)}"
+        return f"does not fit {where}: {plan.reason}{beside}{has}"
     verdict = "fits" if plan.fits else "does not fit"
     if _is_too_close(plan):
         verdict, needs = "too close to call for", f"{needs}, margin {format_bytes(plan.after.margin)}"
