@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.nn.common import reset_step_bias, wide
-from oomph.ops import common
-from oomph.ops.common import check_whole, check_whole_if_given
+from oomph.ops.common import check_whole
 from oomph.ops.delta_attention import kda
-from oomph.ops.delta_attention.api import IMPLS, MODES
 from oomph.ops.short_convolution import short_convolution
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
@@ -127,10 +125,6 @@ class KimiDeltaAttention(nn.Module):
             gate_rank=rank,
             conv_size=conv_size,
         )
-        check_whole_if_given(memory_chunk_size=memory_chunk_size)
-        common.parse_memory_budget(memory_budget)
-        common.check_one_of("mode", mode, MODES)
-        common.check_one_of("impl", impl, IMPLS)
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.head_dim, self.value_head_dim = head_dim, values
         self.conv_size, self.norm_eps = conv_size, norm_eps

@@ -8,10 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.ops import common
 from oomph.ops.common import check_whole
 from oomph.ops.cross_entropy import linear_cross_entropy
-from oomph.ops.cross_entropy.api import check_arguments
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions
 
 # forward takes these: they differ from call to call.
@@ -46,7 +44,7 @@ class LinearCrossEntropyLoss(nn.Module):
         super().__init__()
         check_whole(in_features=in_features, num_classes=num_classes)
         self.in_features, self.num_classes = in_features, num_classes
-        _check_options(in_features, num_classes, options)
+        _check_names(options)
         self.register_buffer("class_weight", options.pop("class_weight", None), persistent=False)
         self.options = options
         self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
@@ -97,8 +95,7 @@ class LinearCrossEntropyLoss(nn.Module):
         return ", ".join(parts)
 
 
-def _check_options(in_features: int, num_classes: int, options: dict[str, Any]) -> None:
-    """When the module is made, not at its first call; on tensors of the right shapes without memory."""
+def _check_names(options: dict[str, Any]) -> None:
     for name in options:
         if name in _PER_CALL:
             raise ArgumentError(f"{name} is given per call: loss(x, target, {name}=...)")
@@ -106,12 +103,3 @@ def _check_options(in_features: int, num_classes: int, options: dict[str, Any]) 
             near = difflib.get_close_matches(name, _OPTIONS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(_OPTIONS)}"
             raise ArgumentError(f"option {name!r} is not known; {hint}")
-    class_weight = options.get("class_weight")
-    if isinstance(class_weight, Tensor):
-        one = torch.empty(1, dtype=class_weight.dtype, device="cpu")
-        options = {**options, "class_weight": one.expand(class_weight.shape)}
-    one = torch.empty(1, 1, dtype=torch.float32, device="cpu")
-    x, weight = one.expand(1, in_features)[:0], one.expand(num_classes, in_features)
-    target = torch.empty(0, dtype=torch.int64, device="cpu")
-    check_arguments(x, weight, target, None, CrossEntropyOptions(**options))
-    common.parse_memory_budget(options.get("memory_budget"))

@@ -6,10 +6,8 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.nn.common import reset_step_bias, wide
-from oomph.ops import common
 from oomph.ops.common import check_whole, check_whole_if_given
 from oomph.ops.state_space import selective_scan
-from oomph.ops.state_space.arguments import IMPLS
 
 _DIRECTIONS = 2  # forward, backward: the leading dimension of parameters that are not shared
 
@@ -47,10 +45,9 @@ class BidirectionalMamba(nn.Module):
         """dt_rank: default d_model / 16, rounded up."""
         super().__init__()
         check_whole(d_model=d_model, d_state=d_state, d_conv=d_conv, expand=expand)
-        check_whole_if_given(dt_rank=dt_rank, chunk_size=chunk_size)
+        check_whole_if_given(dt_rank=dt_rank)
         if not 0 < dt_min <= dt_max:
             raise ArgumentError(f"dt_min={dt_min!r}, dt_max={dt_max!r}: give 0 < dt_min <= dt_max")
-        common.check_one_of("impl", impl, IMPLS)
         dt_rank = -(-d_model // 16) if dt_rank is None else dt_rank
         self.d_model, self.d_state, self.d_conv, self.dt_rank = d_model, d_state, d_conv, dt_rank
         self.inner = inner = expand * d_model

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
-from oomph.ops import common
-from oomph.ops.mlp import MLPWeights, check_options, tiled_mlp
-from oomph.ops.mlp.weights import ACTIVATIONS
+from oomph.ops.mlp import MLPWeights, tiled_mlp
 
 
 class TiledMLP(nn.Module):
@@ -23,7 +21,6 @@ class TiledMLP(nn.Module):
         super().__init__()
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module is a {type(module).__name__}; valid: an nn.Module")
-        check_options(tile, memory_budget, impl)
         self.module = module
         self.tile = tile
         self.memory_budget = memory_budget
@@ -53,8 +50,6 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        common.check_one_of("activation", activation, ACTIVATIONS)
-        check_options(tile, memory_budget, impl)
         self.gate_proj = nn.Linear(d, f, bias=bias, device=device, dtype=dtype)
         self.up_proj = nn.Linear(d, f, bias=bias, device=device, dtype=dtype)
         self.down_proj = nn.Linear(f, d, bias=bias, device=device, dtype=dtype)

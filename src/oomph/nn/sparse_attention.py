@@ -17,7 +17,7 @@ from oomph.ops import common
 from oomph.ops.common import check_whole
 from oomph.ops.rotary_embedding import RotaryTable
 from oomph.ops.sparse_attention import nsa
-from oomph.ops.sparse_attention.arguments import IMPLS, NSAConfig
+from oomph.ops.sparse_attention.arguments import NSAConfig
 
 
 class BlockCompression(nn.Module):
@@ -111,7 +111,6 @@ class NativeSparseAttention(nn.Module):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
         )
-        common.check_one_of("impl", impl, IMPLS)
         common.check_one_of("compression", compression, ("mlp", "mean"))
         if num_heads % num_kv_heads:
             raise ArgumentError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")

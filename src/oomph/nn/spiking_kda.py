@@ -14,9 +14,8 @@ from oomph.errors import ArgumentError
 from oomph.nn.common import head_norm, wide
 from oomph.nn.delta_attention import ShortConvolution
 from oomph.ops import common
-from oomph.ops.common import check_whole, check_whole_if_given, explain
+from oomph.ops.common import check_whole
 from oomph.ops.delta_attention import kda
-from oomph.ops.delta_attention.api import IMPLS, MODES
 from oomph.ops.short_convolution import unit_vectors
 from oomph.ops.spiking import lif_gate
 from oomph.ops.tokenwise import tokenwise_checkpoint
@@ -91,11 +90,6 @@ class SpikingKDABlock(nn.Module):
             gate_rank=gate_rank,
             conv_size=conv_size,
         )
-        check_whole_if_given(memory_chunk_size=memory_chunk_size)
-        common.check_one_of("mode", mode, MODES)
-        common.check_one_of("impl", impl, IMPLS)
-        # Raises the errors of wrong constants now, and computes nothing.
-        explain(lif_gate, torch.empty(1, 0), decay=decay, threshold=threshold, surrogate_beta=surrogate_beta)
         if not common.is_number(token_drop) or not 0 <= token_drop < 1:
             raise ArgumentError(f"token_drop={token_drop!r} is not valid; give a probability in [0, 1)")
         self.hidden_size, self.num_heads = hidden_size, num_heads
