@@ -1,11 +1,10 @@
-"""nsa, apart from its values: autograd, autocast, compilation, memory, bad arguments."""
+"""nsa, apart from its values: autograd, autocast, compilation, memory."""
 
 import pytest
 import torch
 from nsa_inputs import SMALL, inputs, learned
 
 import oomph
-from oomph.errors import ArgumentError
 from oomph.ops.common import explain
 from oomph.ops.sparse_attention import nsa
 from oomph.units import MiB
@@ -92,26 +91,3 @@ def test_chunked_memory_is_linear_in_the_length():
     options = {"impl": "chunked", "heads": 4, "key_heads": 1, "width": 16}
     # A chunk of constant size, and what is linear.
     assert over_inputs(1024, **options) <= 2.1 * over_inputs(512, **options)
-
-
-def run(tokens=20, change=None, **options):
-    tensors, _ = inputs(tokens)
-    for number, value in (change or {}).items():
-        tensors[number] = value(tensors[number])
-    return nsa(*tensors, **{"compress": "mean", **SMALL, **options})
-
-
-def test_explain():
-    tensors, _ = inputs(20)
-    choice = explain(nsa, *tensors, compress="mean", **SMALL)
-    assert choice.impl == "chunked"
-    assert "no kernel of ours" in choice.reason
-    assert choice.settings["tokens"] == 20
-    assert explain(nsa, *tensors, compress="mean", impl="reference").reason == "asked for"
-
-
-def test_triton_refuses_with_the_reason():
-    with pytest.raises(
-        ArgumentError, match=r"^impl='triton' cannot run this call \((the tensors are on cpu|no float64)"
-    ):
-        run(impl="triton")

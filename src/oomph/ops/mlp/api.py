@@ -58,17 +58,15 @@ def _choose(
     row_bytes = (2 if weights.gate is None else 3) * hidden_bytes
     rows = _tile_rows(tokens, row_bytes, x.device.type, tile, budget)
     settings = {"kind": weights.kind, "tile": rows, "buffers": rows * row_bytes}
-    no_triton = common.why_not_triton(x)
-    if impl == "triton" and no_triton is not None:
-        raise ArgumentError(
-            f"impl='triton' cannot run: {no_triton}; valid here: 'auto', 'chunked', 'generic'"
-        )
-    if impl == "triton" or (impl == "auto" and no_triton is None and x.device.type == "cuda"):
-        reason = f"a known MLP, {weights.kind}; one kernel for the elementwise part"
-        return common.Choice("triton", reason, settings), weights
-    why = "asked for" if impl == "chunked" else no_triton or f"the tensors are on {x.device.type}"
-    reason = f"a known MLP, {weights.kind}; elementwise part in plain torch: {why}"
-    return common.Choice("chunked", reason, settings), weights
+    choice = common.choose_triton_or_torch(
+        impl,
+        x,
+        common.why_not_triton(x),
+        kernels="one kernel for the elementwise part",
+        plain="elementwise part in plain torch",
+    )
+    reason = f"a known MLP, {weights.kind}; {choice.reason}"
+    return common.Choice(choice.impl, reason, settings), weights
 
 
 @common.explained_by(lambda **arguments: _choose(**arguments)[0])

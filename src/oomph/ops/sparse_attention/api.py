@@ -1,11 +1,11 @@
 """The public function: checks the arguments, chooses an implementation, compresses, runs it."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.sparse_attention.arguments import (
     IMPLS,
@@ -97,18 +97,7 @@ def _run(impl: str, tensors: tuple[Tensor, ...], config: NSAConfig) -> Tensor:
 
 @common.no_compile
 def _choose(q: Tensor, k: Tensor, config: NSAConfig, impl: str) -> common.Choice:
-    if impl == "reference":
-        return common.Choice("reference", common.ASKED_FOR)
-    settings = {"tokens": tokens_per_chunk(q, config)}
-    if impl == "chunked":
-        return common.Choice("chunked", common.ASKED_FOR, settings)
-    reason = why_not_kernels(q, k, common.matmul_dtype(q), config)
-    if impl == "triton":
-        if reason is not None:
-            raise ArgumentError(f"impl='triton' cannot run this call ({reason}); choose 'auto' or 'chunked'")
-        return common.Choice("triton", common.ASKED_FOR)
-    if q.device.type == "cuda" and reason is None:
-        return common.Choice("triton", "our kernels")
-    return common.Choice(
-        "chunked", f"no kernel of ours ({reason or 'the interpreter is for tests'})", settings
-    )
+    obstacle = why_not_kernels(q, k, common.matmul_dtype(q), config)
+    choice = common.choose_triton_or_torch(impl, q, obstacle, kernels="our kernels")
+    settings = {"tokens": tokens_per_chunk(q, config)} if choice.impl == "chunked" else {}
+    return replace(choice, settings=settings)
