@@ -1,6 +1,7 @@
 """Without a GPU, Triton kernels run in its interpreter, made correct and quicker here."""
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,3 +58,12 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 @pytest.fixture(autouse=True)
 def _in_process(in_process: None) -> None:
     """Predictions of every test here."""
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """What torch.empty returns is NaN until it is written."""
+    # On a GPU, cuBLAS would ask for an environment variable.
+    torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from checks import relative_error
 from torch import Tensor
 
 NAMES = ("q", "k", "v", "log_alpha", "beta", "initial_state")
@@ -64,11 +65,6 @@ def outcome(
 
 def in_double(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: x.double() for name, x in given.items()}
-
-
-def relative_error(found: Tensor, right: Tensor) -> float:
-    found, right = found.detach().double(), right.detach().double()
-    return float((found - right.to(found.device)).norm() / right.norm().clamp(min=1e-300))
 
 
 def relative_errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:

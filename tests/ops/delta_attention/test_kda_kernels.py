@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from checks import saved_beside
 from kda_inputs import (
     NAMES,
     assert_close,
@@ -27,14 +28,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
     # The interpreter computes masked lanes too, and numpy warns of them.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.usefixtures("poisoned"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _new_memory_is_nan():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def kernels(**given):
@@ -203,12 +198,8 @@ def test_backward_of_the_state_alone_runs_twice_and_has_no_second_derivative():
 
 def test_inputs_and_states_between_segments_are_saved_for_backward():
     leaves = {name: x.requires_grad_() for name, x in on_device(float32(1, 70, 1, 16, 16)).items()}
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        kernels(**leaves, memory_chunk_size=32)
-    ours = {x.untyped_storage().data_ptr() for x in leaves.values()}
-    more = [x for x in saved if x.untyped_storage().data_ptr() not in ours]
-    assert [tuple(x.shape) for x in more] == [(2, 1, 1, 16, 16)]
+    (states,) = saved_beside(leaves.values(), lambda: kernels(**leaves, memory_chunk_size=32))
+    assert states.shape == (2, 1, 1, 16, 16)
 
 
 # Memory, in predictions for an H200 ------------------------------------------------------------------

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from checks import saved_beside
 from kernel_device import DEVICE, HALF
 from mlp_samples import NormalisedGated, assert_same, results, tokens, weights
 from torch import Tensor, nn
@@ -99,23 +100,9 @@ def test_frozen_parts_cost_no_product(trained: str, expected: int) -> None:
     assert counted.products == expected  # over two tiles
 
 
-def saved_beside_the_inputs(w: MLPWeights, x: torch.Tensor, **options: object) -> list[tuple[int, ...]]:
-    """Shapes of what is saved for backward and was not given."""
-    saved: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        out = tiled_mlp(w, x, **options)
-    given = {each.data_ptr() for each in (x, *w.named().values())}
-    assert out.data_ptr() not in given
-    return [tuple(each.shape) for each in saved if each.data_ptr() not in given]
-
-
 def test_saved_for_backward_are_the_inputs() -> None:
-    assert saved_beside_the_inputs(weights(), tokens(40, 12), tile=8) == []
+    w, x = weights(), tokens(40, 12)
+    assert saved_beside([x, *w.named().values()], lambda: tiled_mlp(w, x, tile=8)) == []
 
 
 def test_under_autocast_products_are_in_bfloat16_and_gradients_in_the_dtype_of_what_they_belong_to() -> None:

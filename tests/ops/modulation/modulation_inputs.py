@@ -58,8 +58,3 @@ def inputs(
     return Inputs(
         normal(*lead, d), normal(d, f), normal(d, r), normal(r, f), mod, normal(f) if bias else None
     )
-
-
-def relative_error(found: Tensor, right: Tensor) -> float:
-    found, right = found.detach().double().cpu(), right.double().cpu()
-    return float((found - right).norm() / right.norm().clamp(min=1e-300))

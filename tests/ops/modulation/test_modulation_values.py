@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from checks import relative_error
 from kernel_device import DEVICE, HALF
-from modulation_inputs import Inputs, inputs, relative_error
+from modulation_inputs import Inputs, inputs
 from torch import Tensor
 
 from oomph.ops.modulation import (

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from checks import relative_error
 from kernel_device import DEVICE
 from torch import Tensor, nn
 
@@ -144,10 +145,6 @@ LAYERS: dict[str, Callable[..., nn.Module]] = {
     "spiking": lambda **made: SpikingKDABlock(128, 2, 64, **made),
     "sparse": lambda **made: NativeSparseAttention(128, 4, 2, 64, window=64, **made),
 }
-
-
-def relative_error(found: Tensor, right: Tensor) -> float:
-    return float((found.double().cpu() - right.cpu()).norm() / right.norm().clamp(min=1e-30))
 
 
 def _trained(made: nn.Module, x: Tensor, grad_out: Tensor) -> list[Tensor]:

@@ -163,14 +163,6 @@ def test_kernels_run_only_where_they_fit_into_shared_memory(
 # On a real GPU
 
 
-@pytest.fixture
-def _poisoned():
-    """torch.empty returns NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def _record_selection(monkeypatch):
     """The blocks that the kernels select, for the reference: rounding may decide between almost equals."""
     kept = []
@@ -185,7 +177,7 @@ def _record_selection(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("tokens", "heads", "key_heads", "width", "dtype", "tolerance"),

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from checks import relative_error, saved_beside
 from kernel_device import DEVICE
 from torch import Tensor
 
@@ -45,10 +46,6 @@ def results(
     found = {"spikes": spikes, "membrane": membrane}
     found |= {name: each.grad for name, each in given.items()}  # type: ignore[misc]
     return {name: each.detach().cpu() for name, each in found.items()}
-
-
-def relative_error(found: Tensor, right: Tensor) -> float:
-    return float((found.double() - right.double()).norm() / right.double().norm().clamp(min=1e-30))
 
 
 # Values and gradients --------------------------------------------------------------------------------
@@ -177,16 +174,9 @@ def test_a_decay_of_0_or_1(decay: float) -> None:
 
 @pytest.mark.parametrize("impl", FAST)
 def test_saved_for_backward_is_the_size_of_the_drive(impl: str) -> None:
-    storages: dict[int, int] = {}
-
-    def pack(each: Tensor) -> Tensor:
-        storages[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
-        return each
-
     drive = normal(1, 8, 16, dtype=torch.bfloat16).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
-        assert lif_gate(drive, impl=impl, **NEURON)[0].requires_grad
-    assert sum(storages.values()) == drive.nbytes
+    (slope,) = saved_beside([drive], lambda: lif_gate(drive, impl=impl, **NEURON))
+    assert slope.untyped_storage().nbytes() == drive.nbytes
 
 
 def test_the_predicted_memory_is_that_of_its_tensors() -> None:

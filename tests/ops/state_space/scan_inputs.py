@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from checks import relative_error
 from kernel_device import DEVICE
 from torch import Tensor
 
@@ -53,10 +54,6 @@ def results(given: dict[str, Any], dtype: torch.dtype, **options: Any) -> dict[s
     found = {name: each.grad for name, each in leaves.items()}
     assert all(each.dtype == dtype for each in found.values())
     return {name: each.detach().cpu() for name, each in {"y": y, **found}.items()}
-
-
-def relative_error(found: Tensor, right: Tensor) -> float:
-    return float((found.double() - right.double()).norm() / right.double().norm().clamp(min=1e-12))
 
 
 def worst_error(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:

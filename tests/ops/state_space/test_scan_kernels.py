@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks import relative_error
 from kernel_device import DEVICE, HALF
-from scan_inputs import inputs, relative_error, results, worst_error
+from scan_inputs import inputs, results, worst_error
 
 from oomph.ops.common import explain
 from oomph.ops.state_space import autograd, selective_scan
@@ -103,18 +104,11 @@ LARGE = [
 ]
 
 
-@pytest.fixture
-def poisoned():
-    """Fresh memory is NaN, so that what a kernel forgets to write is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("shape", "direction", "own_x"), LARGE, ids=str)
-def test_gpu_error_is_that_of_plain_torch(shape, direction, own_x, dtype, poisoned):
+def test_gpu_error_is_that_of_plain_torch(shape, direction, own_x, dtype):
     given = {n: each.to(dtype).double() for n, each in inputs(*shape, direction, own_x).items()}
     right = results(given, torch.float64, impl="chunked", direction=direction)
     plain, found = (results(given, dtype, impl=impl, direction=direction) for impl in ("chunked", "triton"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks import relative_error
 from kernel_device import DEVICE
-from scan_inputs import inputs, relative_error, results, worst_error
+from scan_inputs import inputs, results, worst_error
 
 from oomph.ops.state_space import chunked, reference, selective_scan
 
