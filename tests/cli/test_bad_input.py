@@ -82,6 +82,7 @@ cases(
     ("fixes p.py:nothing --only gradient_checkpointing", "here that is 'activation_checkpointing'"),
     ("predict p.py:ok --sizes T", "--sizes 'T' is not valid; give NAME=NUMBER"),
     ("predict p.py --stpes 4 -- --lr 3", "No such option: --stpes; the nearest is --steps"),
+    ("fit p.py --gpu 8GiB --out f.json -- --lr 3", "No such option: --out. Options of the script come"),
     ("predict -m p --toruchrun", "No such option: --toruchrun; the nearest is --torchrun"),
     ("predict p.py B=4 --gpu 8GiB", "'B=4' would be an argument of the script; these come after --"),
     ("predict --json -m p --sizes B=4 lr=1 -- --b", "'lr=1' would be an argument of the script"),

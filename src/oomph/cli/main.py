@@ -204,7 +204,7 @@ def _check_options_of_script(arguments: Sequence[str]) -> None:
         name = word.partition("=")[0]
         if name not in options and name in _options("predict"):
             raise UserError(f"`oomph {arguments[0]}` has no option {name}")
-        close = difflib.get_close_matches(name, options, n=1, cutoff=0.4 if separated else 0.8)
+        close = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
         if name.startswith("--") and name not in options and (separated or close):
             nearest = f"; the nearest is {close[0]}" if close else ""
             raise UserError(f"No such option: {name}{nearest}. Options of the script come after --")
