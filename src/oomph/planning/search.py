@@ -147,9 +147,11 @@ class _Set:
     def groups(self) -> Groups:
         return tuple(option.group for option in self.options)
 
-    def rank(self, base: float) -> tuple[int, int, float]:
-        """The fastest, of equals that with the fewest fixes, of these the smallest."""
-        return round(self.seconds / base / _SAME_TIME), len(self.fixes), self.peak
+    def rank(self, base: float) -> tuple[int, int, int, float]:
+        """The fastest, of equals that which pins the least host memory, then that with the fewest fixes, then
+        the smallest."""
+        host = sum(option.estimate.host_bytes for option in self.options)
+        return round(self.seconds / base / _SAME_TIME), host, len(self.fixes), self.peak
 
 
 @dataclass(frozen=True)
@@ -708,14 +710,19 @@ class _Search:
         return self._seconds(option) < (1 - _SAME_TIME) * self.seconds
 
     def _without_needless(self, one: _Set) -> _Set:
-        """Without fixes that are estimated not to be needed and do not make the step faster."""
+        """Without fixes that are estimated not to be needed and do not make the step faster; first without
+        those that pin host memory, then without those that save least."""
 
         def estimate(options: Sequence[_Option]) -> _Estimate:
             return _combined(self.base.estimate, [option.estimate for option in options])
 
         kept, whole = list(one.options), estimate(one.options)
         scale = one.peak / self._reserved(whole)
-        for option in sorted(one.options, key=self._reserved_alone, reverse=True):
+
+        def order(option: _Option) -> tuple[int, float]:
+            return option.estimate.host_bytes, self._reserved_alone(option)
+
+        for option in sorted(one.options, key=order, reverse=True):
             rest = [each for each in kept if each is not option]
             if not rest or self._is_faster(option):
                 continue
