@@ -4,7 +4,7 @@ R directions (1 or 2), B batch, L tokens, d channels, n state size per channel.
 """
 
 from dataclasses import dataclass, fields
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,38 +12,25 @@ from torch import Tensor
 from oomph.errors import ArgumentError
 from oomph.ops import common
 
-T = TypeVar("T")
 DIRECTIONS = ("forward", "backward", "both")
 IMPLS = ("auto", "reference", "chunked", "triton")
 
 
-class PerInput(NamedTuple, Generic[T]):
-    """Something per input, in the order of ScanInputs: whether a gradient is wanted, or the gradient."""
-
-    x: T
-    delta: T
-    A: T
-    B: T
-    C: T
-    D: T
-    z: T
-    bias: T
-
-
 class ScanInputs(NamedTuple):
-    """The tensors with a leading dimension of directions.
+    """The tensors with a leading dimension of directions. Also their gradients, and whether these are wanted.
 
-    x has a leading 1 where both directions share it; z gates the sum of the directions.
+    x [R, B, L, d] ([1, B, L, d] where both directions share it), delta [R, B, L, d], A [R, d, n], B and C
+    [R, B, L, n], D and bias [R, d]; z [B, L, d] gates the sum of the directions. D, z and bias may be None.
     """
 
-    x_RBLd: Tensor
-    delta_RBLd: Tensor
-    A_Rdn: Tensor
-    B_RBLn: Tensor
-    C_RBLn: Tensor
-    D_Rd: Tensor | None
-    z_BLd: Tensor | None
-    bias_Rd: Tensor | None
+    x: Any
+    delta: Any
+    A: Any
+    B: Any
+    C: Any
+    D: Any
+    z: Any
+    bias: Any
 
 
 @dataclass(frozen=True)
@@ -68,8 +55,8 @@ class ScanSizes:
 
     @staticmethod
     def of(inputs: ScanInputs, options: ScanOptions) -> "ScanSizes":
-        directions, batch, length, d = inputs.delta_RBLd.shape
-        return ScanSizes(directions, batch, length, d, inputs.A_Rdn.shape[2], -(-length // options.chunk))
+        directions, batch, length, d = inputs.delta.shape
+        return ScanSizes(directions, batch, length, d, inputs.A.shape[2], -(-length // options.chunk))
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +92,7 @@ class ScanArguments:
             name: each if both or each is None or name in ("x", "z") else each.unsqueeze(0)
             for name, each in named.items()
         }
-        return ScanInputs(*given.values())  # type: ignore[arg-type]
+        return ScanInputs(*given.values())
 
     def check(self) -> None:
         """Values are not checked, because that would synchronise."""

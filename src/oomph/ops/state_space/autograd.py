@@ -17,7 +17,7 @@ from torch import Tensor
 
 from oomph.ops.common import Kernels, OpFunction, no_autocast, power_of_two, refuse_second_derivatives
 from oomph.ops.state_space import chunked
-from oomph.ops.state_space.arguments import PerInput, ScanInputs, ScanOptions, ScanSizes
+from oomph.ops.state_space.arguments import ScanInputs, ScanOptions, ScanSizes
 
 _KERNELS = Kernels("oomph.ops.state_space.kernels")
 # 64 channels of it are 16 warps; beyond, the partial sums of dB and dC would outgrow everything else.
@@ -37,9 +37,9 @@ class SelectiveScan(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, impl: str, options: ScanOptions, *tensors: Tensor | None) -> Tensor:
-        inputs = ScanInputs(*tensors)  # type: ignore[arg-type]
+        inputs = ScanInputs(*tensors)
         forward = triton_forward if impl == "triton" else chunked.forward
-        with no_autocast(inputs.x_RBLd):
+        with no_autocast(inputs.x):
             y_BLd, saved = forward(inputs, options)
         ctx.impl, ctx.options = impl, options
         ctx.save_for_backward(*tensors, saved)
@@ -49,7 +49,7 @@ class SelectiveScan(OpFunction):
     def backward(ctx: Any, g_BLd: Tensor) -> tuple[Any, ...]:
         refuse_second_derivatives("selective_scan")
         *tensors, saved = ctx.saved_tensors
-        wanted = PerInput(*ctx.needs_input_grad[2:])
+        wanted = ScanInputs(*ctx.needs_input_grad[2:])
         backward = triton_backward if ctx.impl == "triton" else chunked.backward
         with no_autocast(g_BLd):
             grads = backward(ScanInputs(*tensors), ctx.options, saved, g_BLd, wanted)
@@ -119,8 +119,8 @@ def triton_forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Te
     """As chunked.forward."""
     sizes = ScanSizes.of(inputs, options)
     grid = _Grid.of(sizes)
-    x, delta, B, C, z = inputs.x_RBLd, inputs.delta_RBLd, inputs.B_RBLn, inputs.C_RBLn, inputs.z_BLd
-    A, D, bias = _contiguous(inputs.A_Rdn, inputs.D_Rd, inputs.bias_Rd)
+    x, delta, A, B, C, D, z, bias = inputs
+    A, D, bias = _contiguous(A, D, bias)
     y_BLd = x.new_empty(sizes.batch, sizes.length, sizes.d)
     saved = entry = None
     if options.save_states:
@@ -148,14 +148,14 @@ def triton_forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Te
 
 
 def triton_backward(
-    inputs: ScanInputs, options: ScanOptions, saved: Tensor, g_BLd: Tensor, wanted: PerInput[bool]
-) -> PerInput[Tensor | None]:
+    inputs: ScanInputs, options: ScanOptions, saved: Tensor, g_BLd: Tensor, wanted: ScanInputs
+) -> ScanInputs:
     """As chunked.backward."""
     sizes = ScanSizes.of(inputs, options)
     grid = _Grid.of(sizes)
     directions, batch, length, d, n = sizes.directions, sizes.batch, sizes.length, sizes.d, sizes.n
-    x, delta, B, C, z = inputs.x_RBLd, inputs.delta_RBLd, inputs.B_RBLn, inputs.C_RBLn, inputs.z_BLd
-    A, D, bias = _contiguous(inputs.A_Rdn, inputs.D_Rd, inputs.bias_Rd)
+    x, delta, A, B, C, D, z, bias = inputs
+    A, D, bias = _contiguous(A, D, bias)
 
     def empty(want: bool, *shape: int, like: Tensor | None = None) -> Tensor | None:
         if not want:
@@ -201,15 +201,15 @@ def triton_backward(
             passes=_time_in_passes(x, n),
             **grid.constants,
         )
-    return PerInput(
+    return ScanInputs(
         dx,
         ddelta if wanted.delta else None,
-        _sum(dA, inputs.A_Rdn, (1, 2)),
+        _sum(dA, inputs.A, (1, 2)),
         _sum(dB, B, (1,)),
         _sum(dC, C, (1,)),
-        _sum(dD, inputs.D_Rd, (1, 2)),
+        _sum(dD, inputs.D, (1, 2)),
         dz,
-        _sum(dbias, inputs.bias_Rd, (1, 2)),
+        _sum(dbias, inputs.bias, (1, 2)),
     )
 
 
@@ -223,11 +223,11 @@ def _segment_states(
     gradient: bool,
 ) -> Tensor:
     """The initial state of every segment [R, segments, B, d, n], or with `gradient` its gradient dh."""
-    A, bias = _contiguous(inputs.A_Rdn, inputs.bias_Rd)
+    A, bias = _contiguous(inputs.A, inputs.bias)
     shape = (sizes.directions, grid.segments, sizes.batch, sizes.d)
     states = value.new_empty(*shape, sizes.n, dtype=torch.float32)
     delta_sums = value.new_empty(shape, dtype=torch.float32)
-    delta, z_BLd = inputs.delta_RBLd, inputs.z_BLd if gradient else None
+    delta, z_BLd = inputs.delta, inputs.z if gradient else None
     _KERNELS.launch(
         "segment_final_states",
         (grid.programs,),
@@ -261,11 +261,11 @@ def _time_in_passes(x: Tensor, n: int) -> float:
 
 def _input_strides(inputs: ScanInputs) -> tuple[int, ...]:
     return (
-        *_shared_strides(inputs.x_RBLd),
-        *inputs.delta_RBLd.stride(),
-        *inputs.B_RBLn.stride(),
-        *inputs.C_RBLn.stride(),
-        *_gate_strides(inputs.z_BLd),
+        *_shared_strides(inputs.x),
+        *inputs.delta.stride(),
+        *inputs.B.stride(),
+        *inputs.C.stride(),
+        *_gate_strides(inputs.z),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oomph.ops.state_space.arguments import PerInput, ScanInputs, ScanOptions, ScanSizes, state_dtype
+from oomph.ops.state_space.arguments import ScanInputs, ScanOptions, ScanSizes, state_dtype
 from oomph.units import MiB
 
 # One buffer of states [K, B, d, n]: small enough for a CPU's cache; on a GPU larger, for fewer launches.
@@ -23,7 +23,7 @@ _BUFFER_BYTES = {"cpu": 8 * MiB, "cuda": 32 * MiB}
 def forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | None]:
     """y [B, L, d]; for backward, the initial states of chunks [R, B, c, d, n]."""
     sizes, dtype = ScanSizes.of(inputs, options), state_dtype(*inputs)
-    y_BLd = inputs.x_RBLd.new_zeros(sizes.batch, sizes.length, sizes.d)
+    y_BLd = inputs.x.new_zeros(sizes.batch, sizes.length, sizes.d)
     saved = None
     if options.save_states:
         shape = (sizes.directions, sizes.batch, sizes.chunks, sizes.d, sizes.n)
@@ -40,17 +40,17 @@ def forward(inputs: ScanInputs, options: ScanOptions) -> tuple[Tensor, Tensor | 
 
 
 def backward(
-    inputs: ScanInputs, options: ScanOptions, saved: Tensor, g_BLd: Tensor, wanted: PerInput[bool]
-) -> PerInput[Tensor | None]:
+    inputs: ScanInputs, options: ScanOptions, saved: Tensor, g_BLd: Tensor, wanted: ScanInputs
+) -> ScanInputs:
     """The wanted gradients; saved [R, B, c, d, n] from forward."""
     sizes, dtype = ScanSizes.of(inputs, options), state_dtype(*inputs)
     # Sums over tokens are in the dtype of the states.
-    grads = PerInput(
+    grads = ScanInputs(
         *(
             torch.zeros_like(x, dtype=dtype if name in ("A", "D", "bias") else x.dtype)
             if x is not None and want
             else None
-            for name, x, want in zip(PerInput._fields, inputs, wanted, strict=True)
+            for name, x, want in zip(ScanInputs._fields, inputs, wanted, strict=True)
         )
     )
     for direction, rows in _scans(sizes, options, g_BLd, dtype):
@@ -69,7 +69,7 @@ def backward(
             dh_Bdn, *found = torch.autograd.grad(results, asked, (g_BLd[rows, tokens].to(dtype), dh_Bdn))
             for place, grad in zip([each for each in places if each is not None], found, strict=True):
                 place += grad
-    return PerInput(
+    return ScanInputs(
         *(
             None if grad is None or x is None else grad.to(x.dtype)
             for grad, x in zip(grads, inputs, strict=True)
