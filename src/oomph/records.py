@@ -460,6 +460,7 @@ class Plan:
     is_budget: bool = False  # `limit` is less than the card has
     is_max: bool = False  # `limit` was given for the allocator alone, without the CUDA context
     growth: int = 0  # bytes that every step leaves behind, with any fix
+    notes: tuple[Note, ...] = ()  # on the prediction without fixes
     least: int = 0  # bytes that no fix of the allowed kinds saves, where they exceed `limit`
 
     def __repr__(self) -> str:

@@ -180,6 +180,24 @@ while True:
     assert plan.after.peak.reserved > 1 << 28
 
 
+def test_a_later_step_counts_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fifth_step.py"
+    file.write_text("""
+import torch
+model = torch.nn.Linear(512, 512, device="cuda")
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(1, 9):
+    if step == 5:
+        torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    model(torch.randn(1024, 512, device="cuda")).sum().backward()
+    optimizer.step()
+""")
+    fit = ["fit", str(file), "--gpu", "h200", "--max", "200MiB"]
+    assert run(fit) == 0
+    assert "stopped after 3 steps" in capsys.readouterr().out
+    assert run([*fit, "--steps", "5"]) == 1
+
+
 def test_a_plan_says_that_memory_grows() -> None:
     kept: list[torch.Tensor] = []
 

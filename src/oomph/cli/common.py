@@ -239,6 +239,9 @@ Gpu = Annotated[
     str | None, typer.Option(metavar="NAME|SIZE", help="The GPU: a name from `oomph gpus`, or a size.")
 ]
 Max = Annotated[str | None, typer.Option(metavar="SIZE", help="Limit of the caching allocator, e.g. 24GiB.")]
+Steps = Annotated[
+    int | None, typer.Option(metavar="N", help="Optimizer steps of a script to trace; default: 3.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of the report.")]
 Html = Annotated[str | None, typer.Option(metavar="FILE", help="Also write the report as one HTML file.")]
 _FIX = typer.Option(

@@ -18,6 +18,7 @@ from oomph.cli.common import (
     Html,
     Json,
     Max,
+    Steps,
     check_output_file,
     progress_display,
     stdout_to_stderr,
@@ -29,6 +30,7 @@ from oomph.cli.predict import PredictOptions, predict_target
 from oomph.cli.targets import (
     TargetOptions,
     check_python_file,
+    check_script_options,
     check_target,
     config_limit,
     find_target,
@@ -65,6 +67,7 @@ class FitOptions(TargetOptions):
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Also find how many of these GPUs FSDP2 needs, without fixes.")
     ] = False
+    steps: Steps = None
     json: Json = False
     html: Html = None
 
@@ -107,6 +110,8 @@ def run_fit(given: FitOptions) -> ExitStatus:
         if options.is_script:
             is_module = options.module is not None
             script = Script(options.target, options.overrides, is_module, torchrun=options.torchrun)
+            if options.steps is not None:
+                script = replace(script, steps=options.steps)
             plan = search(script, max=options.max, progress=report)
         else:
             plan, largest = run_isolated(run, report)
@@ -141,7 +146,7 @@ def _write_page(file: str, options: FitOptions, plan: Plan) -> None:
     """Both steps are predicted once more: a plan has their peaks only."""
     limit = f"{plan.limit}B" if options.gpu and options.budget else options.max
     given = {field.name: getattr(options, field.name) for field in fields(TargetOptions)}
-    asked = PredictOptions(**given, gpu=options.gpu or options.budget, max=limit)
+    asked = PredictOptions(**given, gpu=options.gpu or options.budget, max=limit, steps=options.steps)
     runs = [("as it is", predict_target(asked, silent=True))]
     if plan.fixes:
         fixed = replace(asked, fix=tuple(map(fix_word, plan.fixes)))
@@ -167,6 +172,7 @@ def _check(options: FitOptions) -> None:
         raise UserError(f"--largest {options.largest!r} is not valid; valid: {', '.join(LARGEST)}")
     if options.ranks and (options.is_script or not (options.gpu or options.budget)):
         raise UserError("--ranks needs a Workload or config, and a card: --gpu rtx4090")
+    check_script_options(options, options.steps)
     check_output_file("--html", options.html, "report.html")
     if options.plan is not None and not Path(options.plan).absolute().parent.is_dir():
         raise UserError(f"--plan {options.plan!r}: the directory does not exist")
@@ -180,6 +186,4 @@ def _check(options: FitOptions) -> None:
         if options.largest is not None:
             raise UserError("--largest needs a Workload that names its sizes; a script has none")
         return
-    if options.torchrun:
-        raise UserError("--torchrun is for scripts, as train.py or -m package.module")
     check_target(options.target, options.overrides)

@@ -20,6 +20,7 @@ from oomph.cli.common import (
     Json,
     Max,
     PlanFile,
+    Steps,
     check_output_file,
     fix_words,
     progress_display,
@@ -31,6 +32,7 @@ from oomph.cli.fixes import parse_sizes
 from oomph.cli.targets import (
     TargetOptions,
     check_python_file,
+    check_script_options,
     check_target,
     config_limit,
     find_target,
@@ -53,9 +55,7 @@ class DiagnoseOptions(TargetOptions):
     json: Json = False
     html: Html = None
     fix: FixWords = ()
-    steps: Annotated[
-        int | None, typer.Option(metavar="N", help="Optimizer steps of a script to trace; default: 3.")
-    ] = None
+    steps: Steps = None
     allow_subprocesses: Annotated[
         bool,
         typer.Option("--allow-subprocesses", help="Let the program start others; their effects are real."),
@@ -182,7 +182,8 @@ def next_step(options: PredictOptions, prediction: Prediction) -> str:
         return ""
     limit = [] if options.gpu is None else ["--gpu", options.gpu]
     limit += [] if options.max is None else ["--max", options.max]
-    if options.fixes or options.sizes or options.steps:  # which `oomph fit` does not take
+    limit += [] if options.steps is None else ["--steps", str(options.steps)]
+    if options.fixes or options.sizes:  # which `oomph fit` does not take
         return "\nNext: `oomph fit` looks for the cheapest fixes with which a step fits.\n"
     command = shlex.join(("oomph", *options.command("fit", *limit)))
     return f"\nNext: `{command}` looks for the cheapest fixes with which it fits.\n"
@@ -196,8 +197,7 @@ def check_options(options: PredictOptions) -> None:
         units.parse_bytes(options.max)
     check_output_file("--snapshot", options.snapshot, "run.pickle")
     check_output_file("--html", options.html, "report.html")
-    if options.steps is not None and options.steps < 1:
-        raise UserError(f"--steps {options.steps} is not valid; give a positive number")
+    check_script_options(options, options.steps)
     if options.ranks is not None and options.ranks < 1:
         raise UserError(f"--ranks {options.ranks} is not valid; give a positive number")
     if options.parallel is not None and options.ranks is None:
@@ -221,8 +221,6 @@ def check_options(options: PredictOptions) -> None:
 
             check_for_scripts(uses_of(options.fixes))
         return
-    if options.steps is not None or options.torchrun:
-        raise UserError("--steps and --torchrun are for scripts, as train.py or -m package.module")
     check_target(options.target, options.overrides)
     if options.fixes:
         from oomph.fixes import uses_of

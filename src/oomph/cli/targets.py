@@ -89,6 +89,13 @@ def find_target(options: Options, command: str) -> Options:
     return replace(options, target=options.module, overrides=words)
 
 
+def check_script_options(options: TargetOptions, steps: int | None) -> None:
+    if steps is not None and steps < 1:
+        raise UserError(f"--steps {steps} is not valid; give a positive number")
+    if (steps is not None or options.torchrun) and not options.is_script:
+        raise UserError("--steps and --torchrun are for scripts, as train.py or -m package.module")
+
+
 def check_target(target: str, overrides: Sequence[str] = ()) -> None:
     """Raise for mistakes that show before torch is imported, which takes seconds."""
     if is_config(target):

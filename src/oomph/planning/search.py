@@ -248,6 +248,7 @@ class _Search:
         self.first = time.perf_counter() - self.began
         self.base = base = self._trial((), prediction)
         self.seconds, self.margin = base.result.step_seconds, prediction.margin
+        self.notes = prediction.notes
         self.growth = prediction.growth.bytes if prediction.growth is not None else 0
         least, reason = self._least(prediction, kinds)
         if base.result.fits or self._least(prediction, FIX_KINDS)[0]:
@@ -293,6 +294,7 @@ class _Search:
             model_id=proposals.model_id,
             reason=proposals.reason,
             growth=self.growth,
+            notes=self.notes,
             least=least,
             predictions=len(self.trials),
             seconds=time.perf_counter() - self.began,

@@ -23,7 +23,7 @@ from oomph.records import (
     Verification,
 )
 from oomph.report.as_json import sizes_to_json
-from oomph.report.terminal import columns, distinct_sizes, strip_lines, verdict
+from oomph.report.terminal import columns, distinct_sizes, notes_table, strip_lines, verdict
 from oomph.units import MiB, counted, format_bytes
 
 _ALTERNATIVE = 0.9  # x the memory of a plan: sets that need less, and more time, are shown
@@ -278,6 +278,9 @@ def plan_text(
             )
         if cards:
             console.print(Padding(_cards_table(cards), (0, 0, 1, 2)))
+        if plan.notes:
+            console.print("Notes on the prediction without fixes:")
+            console.print(Padding(notes_table(plan.notes), (0, 0, 1, 2)))
         console.print(f"{counted(plan.predictions, 'prediction')} in {plan.seconds:.0f} s")
     return strip_lines(capture.get())
 

@@ -28,6 +28,7 @@ from oomph.records import (
     Event,
     Growth,
     Moment,
+    Note,
     Peak,
     Prediction,
     Site,
@@ -251,7 +252,7 @@ def report_text(prediction: Prediction, console: Console) -> str:
         if chart := timeline_lines(prediction, width, glyphs):
             section(console, "Allocated memory over the run", chart)
         if prediction.notes:
-            section(console, "Notes", [_notes(prediction)])
+            section(console, "Notes", [notes_table(prediction.notes)])
     return strip_lines(capture.get())
 
 
@@ -377,9 +378,9 @@ def _site(site: Site) -> Text:
     return Text.assemble((file_and_line(site), "cyan"), (f" {printable(site.function)}", "dim"))
 
 
-def _notes(prediction: Prediction) -> Table:
+def notes_table(notes: Iterable[Note]) -> Table:
     table = columns("left", "fold")
-    for note in prediction.notes:
+    for note in notes:
         text = Text(printable(note.text, 2000))
         if note.site:
             text.append(f"  {file_and_line(note.site)}", "cyan")
