@@ -6,13 +6,11 @@ scaled_dot_product_attention: exact zeros for queries without keys, and a backwa
 
 import contextlib
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from oomph.ops.common import OpFunction, no_compile, refuse_forward_mode, refuse_second_derivatives
@@ -191,7 +189,8 @@ def _run(a: AttentionArguments, q: Tensor, backend: str) -> Tensor:
             out = fused_attention(q, k, v, None, FusedKernel(backend, a.masks_future, a.scale, heads))
             return out if v.shape[3] == head_size else out[..., :head_size]
     mask, has_key = _boolean_mask(a)
-    with _allow_only(backend):
+    chosen = sdpa_kernel([_SDPA_BACKENDS[backend]]) if backend in BACKENDS else contextlib.nullcontext()
+    with chosen:
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=a.masks_future, scale=a.scale, enable_gqa=grouped
         )
@@ -227,36 +226,6 @@ def _boolean_mask(a: AttentionArguments) -> tuple[Tensor | None, Tensor | None]:
     has_key = a.key_mask.any(1, keepdim=True)
     mask = a.key_mask | ~has_key
     return mask[:, None, None, :], has_key[:, :, None, None]
-
-
-_SWITCHES = {
-    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
-    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
-    "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
-}
-
-
-def _allow_only(backend: str) -> contextlib.AbstractContextManager[None]:
-    """As torch's sdpa_kernel, which torch.compile supports but which costs as much as a launch."""
-    if backend == "sdpa":
-        return contextlib.nullcontext()
-    if torch.compiler.is_compiling():
-        return sdpa_kernel([_SDPA_BACKENDS[backend]])
-    return _switched_to(backend)
-
-
-@contextlib.contextmanager
-def _switched_to(backend: str) -> Iterator[None]:
-    before = {name: is_enabled() for name, (is_enabled, _) in _SWITCHES.items()}
-    changed = [name for name, was_enabled in before.items() if was_enabled != (name == backend)]
-    for name in changed:
-        _SWITCHES[name][1](name == backend)
-    try:
-        yield
-    finally:
-        for name in changed:
-            _SWITCHES[name][1](before[name])
 
 
 # ATen's kernels, called directly ---------------------------------------------------------------------
