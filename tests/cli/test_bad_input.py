@@ -88,7 +88,7 @@ cases(
     ("predict p.py B=4 --gpu 8GiB", "'B=4' would be an argument of the script; these come after --"),
     ("predict --json -m p --sizes B=4 lr=1 -- --b", "'lr=1' would be an argument of the script"),
     ("run --fix activation_checkpointing uses_gpu.py", "uses_gpu.py:2 uses CUDA, and there is no GPU here"),
-    ("fixes p.py", "target 'p.py' is a whole script, which this command does not take"),
+    ("fixes p.py --only micro_batches", "fix 'micro_batches' changes the step, not the model"),
     ("verify p.py micro_batches", "target 'p.py' is a whole script"),
     ("systems mamba", "there is no system 'mamba'; choose from hatchling"),
     ("systems ''", "there is no system ''"),
@@ -291,7 +291,7 @@ cases(
     ("p.py:huge_model micro_batches", "verify runs the model on the CPU"),
     ("p.py:ok micro_batches:parts=9", "a batch of 4 rows cannot be cut into 9 parts"),
 )
-cases("fixes", ("p.py:returns_step", "fixes and sizes need a Workload"))
+cases("fixes", ("p.py:returns_step --torchrun", "--steps and --torchrun are for scripts"))
 
 # ----------------------------------------------------------------------------------------------- fixes
 

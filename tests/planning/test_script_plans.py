@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import sys
@@ -100,6 +101,31 @@ def test_a_module_for_torchrun_is_fitted_and_run(
     assert run(["predict", *target, "--max", "100MiB", "--", "cuda", "65536"]) == 1
     command = f"oomph fit {' '.join(target)} --max 100MiB -- cuda 65536"
     assert f"Next: `{command}`" in capsys.readouterr().out
+
+
+def train() -> None:
+    blocks = (nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256)) for _ in range(3))
+    model = nn.Sequential(*blocks).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        model(torch.randn(8192, 256, device="cuda")).square().mean().backward()
+        optimizer.step()
+
+
+def test_each_fix_of_a_script_or_function_is_predicted(
+    script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for target, arguments in ((script, ["--", "cuda", "8192"]), (f"{__file__}:train", [])):
+        assert run(["fixes", target, "--gpu", "h200", "--json", *arguments]) == 0
+        found = json.loads(capsys.readouterr().out)
+        best = found["fixes"][0]
+        assert best["fix"] == "activation_checkpointing"
+        assert best["saving"] == found["peak"]["reserved"] - best["peak"]["reserved"] > 0
+        limit = f"{best['peak']['reserved'] // 2**21}MiB"
+        assert run(["fixes", target, "--gpu", "h200", "--max", limit, *arguments]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith("Does not fit")
+        assert f"oomph fit {target} --gpu h200 --max {limit}" in shown
 
 
 def test_its_own_failure_and_what_cannot_be_applied(

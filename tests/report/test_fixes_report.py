@@ -27,7 +27,7 @@ OFFERS = (
 
 def text(found, offers=OFFERS, target="train.py:w"):
     console = Console(width=100, highlight=False, markup=False, emoji=False, color_system=None)
-    return proposals_text(found, offers, ("exact",), console, target)
+    return proposals_text(found, offers, ("exact",), console, target, f"oomph fit {target} --gpu rtx3090")
 
 
 def row(shown, name):

@@ -29,10 +29,10 @@ from oomph.cli.fixes import fix_kinds
 from oomph.cli.predict import PredictOptions, predict_target
 from oomph.cli.targets import (
     TargetOptions,
+    allocator_limit,
     check_python_file,
     check_script_options,
     check_target,
-    config_limit,
     find_target,
     is_config,
     open_target,
@@ -90,8 +90,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
 
     def run(progress: Progress) -> tuple[Plan, dict[str, Any]]:
         with open_target(options.target, options.overrides) as target:
-            limits = (options.max, config_limit(options.target, options.overrides))
-            limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
+            limit = allocator_limit(options, options.max)
             if options.largest is None:
                 return search(target, max=limit, progress=progress), {}
             workload = workload_of(target, options.target)

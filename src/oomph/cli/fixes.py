@@ -6,23 +6,33 @@ import json
 import re
 import shlex
 import sys
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from oomph import gpus
+from oomph import gpus, units
 from oomph.cli.common import (
     Allow,
     Gpu,
     Json,
-    Overrides,
+    Max,
     progress_display,
     stdout_to_stderr,
     write_stdout,
 )
-from oomph.cli.targets import check_target, config_limit, open_target, workload_of
+from oomph.cli.targets import (
+    TargetOptions,
+    allocator_limit,
+    check_python_file,
+    check_script_options,
+    check_target,
+    find_target,
+    open_target,
+    workload_of,
+)
 from oomph.errors import UserError
 from oomph.records import FIX_KINDS, FixKind, Prediction, Progress, Proposal, Verification
 from oomph.report.fixes import (
@@ -37,51 +47,71 @@ from oomph.report.terminal import report_console
 VERIFIED, DIFFERS = 0, 1  # exit statuses of `oomph verify`
 
 
-def run_fixes(
-    target: Annotated[
-        str | None, typer.Argument(metavar="[TARGET]", help="As for predict; default: list all fixes.")
-    ] = None,
-    overrides: Overrides = None,
-    gpu: Gpu = None,
-    allow: Allow = "",
-    only: Annotated[list[str] | None, typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = None,
-    as_json: Json = False,
-) -> int:
-    """List fixes that lower the peak. For a target: what each one saves and costs.
+@dataclass(frozen=True, slots=True)
+class FixesOptions(TargetOptions):
+    gpu: Gpu = None
+    max: Max = None
+    allow: Allow = ""
+    only: Annotated[tuple[str, ...], typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = ()
+    json: Json = False
+
+
+def run_fixes(given: FixesOptions) -> int:
+    """List all fixes. For a target: those that lower its peak, with what each one saves and costs.
 
     Exit status 0 also if the step does not fit.
     """
-    kinds = fix_kinds(allow)
-    if gpu is not None:
-        gpus.find(gpu)
-    if target is None:
-        if only:
+    kinds = fix_kinds(given.allow)
+    if given.gpu is not None:
+        gpus.find(given.gpu)
+    if given.max is not None:
+        units.parse_bytes(given.max)
+    if not given.target and given.module is None:
+        if given.only:
             raise UserError("--only tries fixes on a target: oomph fixes TARGET --only FIX")
-        return _list_all(as_json)
-    check_target(target, overrides or ())
+        return _list_all(given.json)
+    options = find_target(given, "fixes")
+    check_script_options(options, None)
+    if not options.is_script:
+        check_target(options.target, options.overrides)
+    elif options.module is None:
+        check_python_file(options.target)
     # Imported here: torch takes a second to load. Names are checked before the target, which may take longer.
     from oomph.fixes import find, propose
-    from oomph.prediction import predict
+    from oomph.planning.programs import propose_for_program
+    from oomph.prediction import Script, call_on_fake_gpu, predict
     from oomph.prediction.isolation import run_isolated
+    from oomph.workload import Workload
 
-    for name in only or ():
+    for name in options.only:
         find(name)
+    card = None if options.gpu is None else gpus.with_rates(gpus.find(options.gpu))
+    only = options.only
 
     def run(progress: Progress) -> tuple[Prediction, list[Proposal]]:
-        with open_target(target, overrides or ()) as opened:
-            workload = workload_of(opened, target)
-            card = None if gpu is None else gpus.with_rates(gpus.find(gpu))
-            limit = config_limit(target, overrides or ())
+        with open_target(options.target, options.overrides) as target:
+            limit = allocator_limit(options, options.max)
+            workload = target if isinstance(target, Workload) else call_on_fake_gpu(target)
+            if not isinstance(workload, Workload):
+                return propose_for_program(target, card, limit, kinds, only, progress)  # type: ignore[arg-type]
             prediction = predict(workload, gpu=card, max=limit, progress=progress)
-            return prediction, propose(prediction, workload, kinds=kinds, only=only or (), progress=progress)
+            return prediction, propose(prediction, workload, kinds=kinds, only=only, progress=progress)
 
     with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
-        prediction, proposals = run_isolated(run, report)
-    if as_json:
+        if options.is_script:
+            is_module = options.module is not None
+            script = Script(options.target, options.overrides, is_module, torchrun=options.torchrun)
+            limit = allocator_limit(options, options.max)
+            prediction, proposals = propose_for_program(script, card, limit, kinds, only, report)
+        else:
+            prediction, proposals = run_isolated(run, report)
+    if options.json:
         write_stdout(json.dumps(proposals_to_json(prediction, proposals), allow_nan=False) + "\n")
     else:
-        typed = shlex.join((target, *(overrides or ())))
-        write_stdout(proposals_text(prediction, proposals, kinds, report_console(), typed))
+        limits = [] if options.gpu is None else ["--gpu", options.gpu]
+        limits += [] if options.max is None else ["--max", options.max]
+        fit = shlex.join(("oomph", *options.command("fit", *limits)))
+        write_stdout(proposals_text(prediction, proposals, kinds, report_console(), options.typed, fit))
     return 0
 
 

@@ -20,7 +20,7 @@ import typer
 from oomph.cli.common import TAKES_KEYS, command, flush_streams, open_missing_streams
 from oomph.cli.compare import run_compare, run_explain
 from oomph.cli.fit import FitOptions, run_fit
-from oomph.cli.fixes import run_fixes, run_verify
+from oomph.cli.fixes import FixesOptions, run_fixes, run_verify
 from oomph.cli.gpus import run_gpus
 from oomph.cli.measure import MeasureOptions, run_measure
 from oomph.cli.predict import DiagnoseOptions, PredictOptions, run_diagnose, run_predict
@@ -79,7 +79,7 @@ def _oomph(
 
 app.command("predict", context_settings=TAKES_KEYS, epilog=_STATUSES)(command(run_predict, PredictOptions))
 app.command("diagnose", context_settings=TAKES_KEYS, epilog=_STATUSES)(command(run_diagnose, DiagnoseOptions))
-app.command("fixes", context_settings=TAKES_KEYS)(run_fixes)
+app.command("fixes", context_settings=TAKES_KEYS)(command(run_fixes, FixesOptions))
 app.command("fit", context_settings=TAKES_KEYS, epilog=_STATUSES)(command(run_fit, FitOptions))
 app.command("measure", context_settings=TAKES_KEYS)(command(run_measure, MeasureOptions))
 app.command("compare")(run_compare)
@@ -185,7 +185,7 @@ def _options(command: str) -> list[str]:
 
 def _check_options_of_script(arguments: Sequence[str]) -> None:
     """Options before `--` are ours. Without it, one that is nearly ours is misspelt."""
-    if not arguments or arguments[0] not in ("predict", "diagnose", "fit", "measure"):
+    if not arguments or arguments[0] not in ("predict", "diagnose", "fixes", "fit", "measure"):
         return
     separated = "--" in arguments
     ours = arguments[1 : arguments.index("--")] if separated else arguments[1:]

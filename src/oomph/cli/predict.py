@@ -31,10 +31,10 @@ from oomph.cli.common import (
 from oomph.cli.fixes import parse_sizes
 from oomph.cli.targets import (
     TargetOptions,
+    allocator_limit,
     check_python_file,
     check_script_options,
     check_target,
-    config_limit,
     find_target,
     is_config,
     open_target,
@@ -273,12 +273,10 @@ def _predict_target(
             target = replace(workload_of(target, options.target), sizes=sizes)
         if options.stages:  # the table shows the first pass
             target = replace(workload_of(target, options.target), accumulate=1)
-        limits = (options.max, config_limit(options.target, options.overrides))
-        limit = min((each for each in limits if each is not None), key=units.parse_bytes, default=None)
         return predict(
             target,
             gpu=options.gpu,
-            max=limit,
+            max=allocator_limit(options, options.max),
             sizes=_sizes(options),
             steps=1 if options.stages else STEPS,
             progress=progress,

@@ -22,6 +22,7 @@ import typer
 from oomph.cli.common import Module, OverrideWords, Torchrun
 from oomph.errors import OomphError, ProgramError, UserError, is_missing_gpu, program_traceback, user_line
 from oomph.report.terminal import short_path
+from oomph.units import parse_bytes
 
 if TYPE_CHECKING:
     from oomph.training.config import TrainConfig
@@ -151,9 +152,12 @@ def is_config(target: str) -> bool:
     return target.endswith((".yaml", ".yml"))
 
 
-def config_limit(target: str, overrides: Sequence[str]) -> str | None:
-    """training.memory_limit of a config; None for a program."""
-    return _load_config(target, overrides).training.memory_limit if is_config(target) else None
+def allocator_limit(options: TargetOptions, limit: str | None) -> str | None:
+    """The smaller of --max and a config's training.memory_limit; None where there is none."""
+    limits = [limit]
+    if is_config(options.target):
+        limits.append(_load_config(options.target, options.overrides).training.memory_limit)
+    return min((each for each in limits if each is not None), key=parse_bytes, default=None)
 
 
 def _load_config(target: str, overrides: Sequence[str]) -> TrainConfig:

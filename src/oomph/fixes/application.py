@@ -209,16 +209,21 @@ def _propose(
 
 
 def _with_prediction(proposal: Proposal, context: FixContext) -> Proposal | None:
-    """The proposal with its peak, saving and slowdown; None where the fix refuses the program."""
     before = context.prediction
     try:
         fixed = apply(proposal, context.workload)
         card = None if before.gpu is None else gpus.with_rates(gpus.find(before.gpu))
-        after = predict(fixed, gpu=card, max=before.limit)
+        return with_prediction(proposal, before, predict(fixed, gpu=card, max=before.limit))
     except OomphError as error:
-        if isinstance(error, UserError) and proposal.saving is None:
+        return with_prediction(proposal, before, error)
+
+
+def with_prediction(proposal: Proposal, before: Prediction, after: Prediction | Exception) -> Proposal | None:
+    """The proposal with its peak, saving and slowdown; None where the fix refuses the program."""
+    if isinstance(after, Exception):
+        if isinstance(after, UserError) and proposal.saving is None:
             return None
-        note = f"{proposal.note}; not predicted: {error}" if proposal.note else f"not predicted: {error}"
+        note = f"{proposal.note}; not predicted: {after}" if proposal.note else f"not predicted: {after}"
         return replace(proposal, note=note)
     slowdown = None
     if before.step_seconds and after.step_seconds:

@@ -6,17 +6,17 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from oomph.errors import OomphError, UserError
-from oomph.fixes.application import apply
+from oomph.fixes.application import apply, with_prediction
 from oomph.fixes.modules import model_id
 from oomph.fixes.registry import FixContext, all_fixes, conflict
-from oomph.fixes.scripts import ModelChange, model_of, on_each_optimizer, propose_for
+from oomph.fixes.scripts import ModelChange, check_for_scripts, model_of, on_each_optimizer, propose_for
 from oomph.gpus import GPU
 from oomph.planning.reduced import Reduction, reduction
 from oomph.prediction import Script, predict
@@ -24,16 +24,19 @@ from oomph.prediction.api import model_built_once, run_silently
 from oomph.prediction.isolation import (
     ContinueInFork,
     ForkWaits,
+    autograd_breaks_in_forks,
     autograd_runs_in_forks,
     finish,
     run_forked,
+    run_in_new_interpreter,
     run_isolated,
 )
 from oomph.prediction.script import WATCH_THREAD
-from oomph.records import FixUse, Plan, Prediction, Progress, Proposal
+from oomph.records import FixKind, FixUse, Prediction, Progress, Proposal
 from oomph.workload import Workload
 
 Fixes = tuple[FixUse, ...]
+Found = TypeVar("Found")
 Predictions = Iterator[tuple[int, Prediction | Exception]]  # of position, or why there is none, as they come
 
 
@@ -60,7 +63,7 @@ class WorkloadProgram:
         self._repeat_first_step = _requests(found, 1) == _requests(found, 2)
         return found
 
-    def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
+    def search(self, search: Callable[[Progress], Found], progress: Progress) -> Found:
         """`search` predicts with fixes. The model is built for the first prediction alone."""
         with self._trace:
             return search(progress)
@@ -106,7 +109,7 @@ class _StoppedProgram:
     optimizer's constructor:
 
     1. The first process, a child of the one that called `fit`, calls `search` there. When the search ends,
-       `finish` sends its plan to the parent and ends the process: the program never continues in it.
+       `finish` sends what it returns to the parent and ends the process: the program never continues in it.
     2. For each set of fixes, `search` forks. The fork leaves `search` by `ContinueInFork`, applies the fixes
        to the model, returns from the constructor, traces the rest of the program and sends a Prediction.
     3. `finish(None)`: the program cannot be forked here, since it has threads or made an optimizer before.
@@ -116,7 +119,7 @@ class _StoppedProgram:
     reduction: Reduction | None = None  # known after `proposals`
     _made: Any = None  # the optimizer, or the first model that is trained without one
 
-    def _stop(self, search: Callable[[Progress], Plan], progress: Progress) -> Callable[[Any], None]:
+    def _stop(self, search: Callable[[Progress], Any], progress: Progress) -> Callable[[Any], None]:
         """To be called with each optimizer that the program makes."""
         changes: list[Callable[[Any], None]] = []  # in a fork, its own
 
@@ -170,21 +173,21 @@ class _StoppedProgram:
 class FunctionProgram(_StoppedProgram):
     """Predicts a function that sets up and returns the step, with fixes of its model. Isolated, too."""
 
-    def __init__(self, function: Callable[[], Any], card: GPU, limit: int) -> None:
+    def __init__(self, function: Callable[[], Any], card: GPU | None, limit: str | int | None) -> None:
         self._function = function
         self._predict = functools.partial(predict, gpu=card, max=limit)
 
     def predict(self) -> Prediction:
         return _predict_before_forks(lambda: self._predict(self._function))
 
-    def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
+    def search(self, search: Callable[[Progress], Found], progress: Progress) -> Found:
         if autograd_runs_in_forks():
             stopped = self._calling(self._stop(search, progress))
             ((_, found),) = run_forked([functools.partial(self._predict, stopped)], 1)
             if isinstance(found, Exception):
                 raise found
-            if isinstance(found, Plan):
-                return found
+            if found is not None and not isinstance(found, Prediction):
+                return found  # type: ignore[no-any-return]
         return search(progress)  # it was not stopped, or cannot be continued in forks
 
     def predict_with(self, sets: Sequence[Fixes]) -> Predictions:
@@ -222,7 +225,7 @@ class FunctionProgram(_StoppedProgram):
 class ScriptProgram(_StoppedProgram):
     """Predicts a script with fixes of its model."""
 
-    def __init__(self, script: Script, card: GPU, limit: int) -> None:
+    def __init__(self, script: Script, card: GPU | None, limit: str | int | None) -> None:
         self._script = script
         self._predict = functools.partial(predict, gpu=card, max=limit)
 
@@ -234,7 +237,7 @@ class ScriptProgram(_StoppedProgram):
             self._script = replace(self._script, repeat_last_step=True)
         return found
 
-    def search(self, search: Callable[[Progress], Plan], progress: Progress) -> Plan:
+    def search(self, search: Callable[[Progress], Found], progress: Progress) -> Found:
         def run(progress: Progress) -> Any:
             if self._is_compiled:  # loaded once, not in each fork
                 import oomph.prediction.tracer.compiled  # noqa: F401
@@ -246,7 +249,7 @@ class ScriptProgram(_StoppedProgram):
         except UserError:  # no model was found: `proposals` says so
             found = None
         # Else it was not stopped, or cannot be continued in forks.
-        return found if isinstance(found, Plan) else search(progress)
+        return search(progress) if found is None or isinstance(found, Prediction) else found
 
     def predict_with(self, sets: Sequence[Fixes]) -> Predictions:
         if self._made is not None:
@@ -323,3 +326,36 @@ def _proposals_for(prediction: Prediction, made: Any) -> Proposals:
 
 
 Program = WorkloadProgram | FunctionProgram | ScriptProgram
+
+
+def propose_for_program(
+    target: Script | Callable[[], Any],
+    card: GPU | None,
+    limit: str | int | None,
+    kinds: Collection[FixKind],
+    only: Collection[str],
+    progress: Progress,
+) -> tuple[Prediction, list[Proposal]]:
+    """A script, or a function that returns no Workload, as it is; and the fixes that lower its peak, each
+    predicted by itself, the largest saving first."""
+    check_for_scripts([FixUse(name) for name in only])
+    if isinstance(target, Script) and autograd_breaks_in_forks():
+        return run_in_new_interpreter(propose_for_program, progress, target, card, limit, kinds, only)
+    made = ScriptProgram if isinstance(target, Script) else FunctionProgram
+    program = made(target, card, limit)  # type: ignore[arg-type]
+    progress("predicting the step without fixes", None)
+    prediction = program.predict()
+
+    def search(progress: Progress) -> list[Proposal]:
+        proposals = program.proposals(prediction)
+        if proposals.reason:
+            raise UserError(f"no fix can be applied: {proposals.reason}")
+        found = [one for one in proposals.found if (one.fix in only if only else one.kind in kinds)]
+        tried: list[Proposal | None] = []
+        for number, after in program.predict_with([(one.use,) for one in found]):
+            tried.append(with_prediction(found[number], prediction, after))
+            progress("predicting each fix by itself", len(tried) / len(found))
+        lower = [one for one in tried if one is not None and (one.saving is None or one.saving > 0)]
+        return sorted(lower, key=lambda one: -(one.saving or 0))
+
+    return prediction, program.search(search, progress)

@@ -93,18 +93,18 @@ def proposals_text(
     proposals: Sequence[Proposal],
     kinds: Iterable[FixKind],
     console: Console,
-    target: str = "TARGET",
+    target: str,
+    fit: str,
 ) -> str:
-    """The headline of `oomph predict`, then a table of fixes. `target`: as typed, for suggested commands."""
+    """The headline of `predict`, then a table of fixes. `target`: as typed; `fit`: `oomph fit` for it."""
     with console.capture() as capture:
         line = verdict(prediction).line
-        context = format_bytes(prediction.peak.device - prediction.peak.reserved)
-        console.print(
-            Text(f"{line[0].upper()}{line[1:]}. These figures include the CUDA context's {context}.")
-        )
+        console.print(Text(f"{line[0].upper()}{line[1:]}."))
         if not proposals:
             console.print(f"No fix of the kinds {', '.join(kinds)} lowers the peak.")
         else:
+            context = format_bytes(prediction.peak.device - prediction.peak.reserved)
+            console.print(f"What a fix needs includes the CUDA context's {context}.")
             console.print("Each fix by itself, predicted:")
             console.print(Padding(_proposals_table(prediction, proposals), (1, 0, 1, 2)))
             marks = {_fits(one, prediction) for one in proposals} if prediction.fits is False else ()
@@ -112,7 +112,7 @@ def proposals_text(
                 if mark in marks:
                     console.print(f"  {mark}: {meaning}\n")
             for text, command in (
-                *_how_many_fit(prediction, proposals, target),
+                *_how_many_fit(prediction, proposals, fit),
                 *_conditions(proposals, target),
             ):
                 console.print(Padding(Text(text), (0, 0, 0, 2)))
@@ -169,7 +169,7 @@ def _fits(one: Proposal, prediction: Prediction) -> str:
 _Advice = tuple[str, str]  # a sentence, and the command that follows it
 
 
-def _how_many_fit(prediction: Prediction, proposals: Sequence[Proposal], target: str) -> list[_Advice]:
+def _how_many_fit(prediction: Prediction, proposals: Sequence[Proposal], fit: str) -> list[_Advice]:
     if prediction.fits is not False:
         return []
     marks = [_fits(one, prediction) for one in proposals]
@@ -178,8 +178,7 @@ def _how_many_fit(prediction: Prediction, proposals: Sequence[Proposal], target:
     for mark in (_JUST, _CLOSE):
         result += f", {marks.count(mark)} {mark}" if mark in marks else ""
     kinds = ",".join(dict.fromkeys(one.kind for one in proposals if one.kind != "exact"))
-    command = f"oomph fit {target} --gpu {prediction.gpu}{f' --allow {kinds}' if kinds else ''}"
-    return [(f"{result}. The cheapest set that fits:", command)]
+    return [(f"{result}. The cheapest set that fits:", f"{fit} --allow {kinds}" if kinds else fit)]
 
 
 def _conditions(proposals: Sequence[Proposal], target: str) -> list[_Advice]:
