@@ -20,15 +20,13 @@ from oomph.fixes.activation_offloading import (
 )
 from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import (
-    blocks_at,
+    chosen_blocks,
     disable_kv_cache,
-    names_option,
-    no_blocks_error,
     own_checkpointing,
     refuse_own_checkpointing,
 )
 from oomph.fixes.registry import Fix, FixContext, Target, check_choice
-from oomph.nn.blocks import block_names, blocks as blocks_of
+from oomph.nn.blocks import blocks as blocks_of
 from oomph.torch_internals import TorchDispatchMode, tree_map
 
 aten = torch.ops.aten
@@ -83,10 +81,7 @@ class ActivationCheckpointing(Fix):
         scaled_dot_product_attention. With the fix "activation_offloading", they wait in host memory."""
         check_choice(self.name, "keep", keep, KEEP)
         refuse_own_checkpointing(model, self.name)
-        names = block_names(model) if blocks is None else names_option(self.name, "blocks", blocks)
-        if not names:
-            raise no_blocks_error(model, self.name)
-        for name, module in blocks_at(model, names, self.name).items():
+        for name, module in chosen_blocks(model, blocks, self.name).items():
             journal.wrap_forward(module, partial(_checkpointed, keep=keep), name, "recomputed in backward")
         disable_kv_cache(model, journal, "recomputation would fill it a second time")
 
@@ -134,13 +129,15 @@ def _without_statistics(inner: Any, norms: Sequence[Any]) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
-class _KeptResults(TorchDispatchMode):
-    """In forward: the results of `ops` go where a block's activations go. torch's policy keeps them on the
-    device, beyond the reach of hooks."""
-
+class _BlockResults(TorchDispatchMode):
     def __init__(self, ops: set[Any], saved: list[Any], block: BlockActivations) -> None:
         super().__init__()
         self._ops, self._saved, self._block = ops, saved, block
+
+
+class _KeptResults(_BlockResults):
+    """In forward: the results of `ops` go where a block's activations go. torch's policy keeps them on the
+    device, beyond the reach of hooks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -156,12 +153,8 @@ class _KeptResults(TorchDispatchMode):
         return self._block.pack(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
-class _ReusedResults(TorchDispatchMode):
+class _ReusedResults(_BlockResults):
     """In the recomputation: these come back instead of being computed, in the same order."""
-
-    def __init__(self, ops: set[Any], saved: list[Any], block: BlockActivations) -> None:
-        super().__init__()
-        self._ops, self._saved, self._block = ops, saved, block
 
     def __enter__(self) -> Any:
         self._next = iter([tree_map(self._unpacked, each, is_leaf=_is_packed) for each in self._saved])

@@ -27,9 +27,8 @@ from oomph.errors import UserError
 from oomph.fixes.journal import Journal, module_of
 from oomph.fixes.modules import (
     blocks_at,
+    chosen_blocks,
     disable_kv_cache,
-    names_option,
-    no_blocks_error,
     own_checkpointing,
     refuse_own_checkpointing,
 )
@@ -72,12 +71,8 @@ class ActivationOffloading(Fix):
         offloader = ActivationOffloader(bytes_option(self.name, "smallest", smallest), ahead)
         # Inside a checkpoint of the model's own, everything would be copied that is to be recomputed.
         refuse_own_checkpointing(model, self.name)
-        repeated = block_names(model)
-        names = repeated if blocks is None else names_option(self.name, "blocks", blocks)
-        if not names:
-            raise no_blocks_error(model, self.name)
-        wanted = blocks_at(model, names, self.name)
-        named = wanted | blocks_at(model, repeated, self.name)
+        wanted = chosen_blocks(model, blocks, self.name)
+        named = wanted | blocks_at(model, block_names(model), self.name)
         # In the model's order. Repeated blocks that are not wanted are wrapped, too: they time the copies.
         order = [name for name, _ in model.named_modules() if name in named]
         last = order[-1] if len(order) > 1 else None

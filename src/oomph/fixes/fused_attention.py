@@ -35,7 +35,7 @@ from oomph.fixes.lazy_tensor import (
     lazy_tensor,
     program_line,
 )
-from oomph.fixes.modules import modules_with_code, names_option
+from oomph.fixes.modules import modules_with_code
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops.common import is_fake
 from oomph.ops.softmax_attention import attention
@@ -65,8 +65,7 @@ class FusedAttention(Fix):
                 f"fix {self.name!r}: the model has no code of its own; name modules=[...], or use the fix "
                 "'attn_implementation' for a Hugging Face model"
             )
-        names = [""] if modules is None else names_option(self.name, "modules", modules)
-        for name, module in modules_with_code(model, names, self.name).items():
+        for name, module in modules_with_code(model, modules, self.name).items():
             journal.wrap_forward(module, in_mode(AttentionMode), name, "attention in its forward is fused")
 
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
 from oomph.fixes.lazy_tensor import Args, Kwargs, LazyMode, has_mode, in_mode, program_line, writes_by_name
-from oomph.fixes.modules import modules_with_code, names_option
+from oomph.fixes.modules import modules_with_code
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.torch_internals import disable_torch_function, tree_leaves, tree_map
 
@@ -38,8 +38,7 @@ class HoistBatchInvariant(Fix):
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
     ) -> None:
         """`modules`: whose forward is searched for such work; by default the whole model."""
-        names = [""] if modules is None else names_option(self.name, "modules", modules)
-        for name, module in modules_with_code(model, names, self.name).items():
+        for name, module in modules_with_code(model, modules, self.name).items():
             what = "rows that are the same are computed once"
             journal.wrap_forward(module, in_mode(BatchInvariantMode), name, what)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +20,6 @@ from oomph.records import Change, FixUse
 _ABSENT = object()
 # Raises where a change cannot be undone. Takes the attributes that were already checked.
 Check = Callable[[set[tuple[int, str]]], None]
-
-
-class Removable(Protocol):
-    def remove(self) -> None: ...
 
 
 class WrappedForward:
@@ -105,10 +101,6 @@ class Journal:
         """`module(...)` becomes `wrapper(forward, ...)`. Give a function or a partial of one, not a closure
         over modules: see WrappedForward."""
         self.set(module, "forward", WrappedForward(module.forward, wrapper), where, what)
-
-    def add_hook(self, handle: Removable, where: str, what: str) -> None:
-        """Record a hook that was registered."""
-        self.record(where, what, handle.remove)
 
     def record(self, where: str, what: str, undo: Callable[[], None], check: Check | None = None) -> None:
         """Record any other change: how to undo it, and a check that raises where that is impossible."""

@@ -29,7 +29,7 @@ from oomph.fixes.lazy_tensor import (
     in_mode,
     lazy_tensor,
 )
-from oomph.fixes.modules import modules_with_code, names_option
+from oomph.fixes.modules import modules_with_code
 from oomph.fixes.registry import Fix, FixContext, Target
 from oomph.ops.modulation import modulated_linear, weight_delta_norm
 
@@ -67,8 +67,7 @@ class ModulatedLinear(Fix):
         self, model: nn.Module, journal: Journal, *, modules: Sequence[str] | None = None
     ) -> None:
         """`modules`: in whose forward deltas are made and used; by default the whole model."""
-        names = [""] if modules is None else names_option(self.name, "modules", modules)
-        for name, module in modules_with_code(model, names, self.name).items():
+        for name, module in modules_with_code(model, modules, self.name).items():
             kind = type(module)
             if kind.__module__.startswith("torch.") and not list(module.children()):
                 raise UserError(f"fix {self.name!r}: {name!r} is a {kind.__name__}, which makes no delta")

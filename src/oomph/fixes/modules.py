@@ -14,7 +14,7 @@ from torch import nn
 
 from oomph.errors import UserError
 from oomph.fixes.journal import Journal
-from oomph.nn.blocks import NamedModule, has_children
+from oomph.nn.blocks import NamedModule, block_names, has_children
 from oomph.ops.common import autocast_enabled
 from oomph.torch_internals import FakeTensor, current_functorch_transform
 
@@ -74,12 +74,14 @@ def blocks_at(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.
     return found
 
 
-def modules_with_code(model: nn.Module, names: Sequence[str], fix: str) -> dict[str, nn.Module]:
-    """The named modules, and those inside them whose class is not torch's (or nn.Sequential), by name.
+def modules_with_code(model: nn.Module, modules: object, fix: str) -> dict[str, nn.Module]:
+    """The modules of an option `modules`, and those inside them whose class is not torch's (or
+    nn.Sequential), by name; for None, those of the whole model.
 
     A fix that runs forwards in a mode wraps them all, and the outermost one enters the mode: a checkpoint
     calls modules inside again by themselves in backward, and must compute the same.
     """
+    names = [""] if modules is None else names_option(fix, "modules", modules)
     found: dict[nn.Module, str] = {}
     for name, root in blocks_at(model, names, fix).items():
         for own, module in root.named_modules():
@@ -103,8 +105,16 @@ def _expand_wildcards(model: nn.Module, names: Sequence[str], fix: str) -> list[
     return found
 
 
-def no_blocks_error(model: nn.Module, fix: str) -> UserError:
-    """The error for a model without a list of blocks; suggests modules that can be named instead."""
+def chosen_blocks(model: nn.Module, blocks: object, fix: str) -> dict[str, nn.Module]:
+    """The modules of an option `blocks`; for None, every repeated block. UserError where there is none."""
+    names = block_names(model) if blocks is None else names_option(fix, "blocks", blocks)
+    if not names:
+        raise _no_blocks_error(model, fix)
+    return blocks_at(model, names, fix)
+
+
+def _no_blocks_error(model: nn.Module, fix: str) -> UserError:
+    """Suggests modules that can be named instead."""
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters())
         for name, module in model.named_modules()

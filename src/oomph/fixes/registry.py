@@ -367,16 +367,13 @@ def uses_of(fixes: Fixes) -> list[FixUse]:
         fixes = [replace(use, model_id=getattr(fixes, "model_id", "")) for use in fixes.fixes]
     if not isinstance(fixes, Iterable):
         raise UserError(f"fixes={fixes!r} is not valid; give names, proposals or a plan")
-    return [use for one in fixes for use in _uses_of_one(one)]
+    rows: list[Any] = []
+    for one in fixes:
+        rows += _rows_of_file(one) if isinstance(one, str) and one.endswith(".json") else [one]
+    return [_use_of(row) for row in rows]
 
 
-def _uses_of_one(one: Any) -> list[FixUse]:
-    if isinstance(one, str) and one.endswith(".json"):
-        return [use for row in _rows_of_file(one) for use in _uses_of_row(row)]
-    return _uses_of_row(one)
-
-
-def _uses_of_row(one: Any) -> list[FixUse]:
+def _use_of(one: Any) -> FixUse:
     if isinstance(one, str):
         use = _parse(one)
     elif isinstance(one, Proposal):
@@ -392,7 +389,7 @@ def _uses_of_row(one: Any) -> list[FixUse]:
         raise UserError(f"a fix is given as {one!r}; {VALID_FIX}, or {{'fix': name, 'options': {{...}}}}")
     fix = find(use.fix)
     fix.check_options(use.options)
-    return [use if use.fix == fix.name else FixUse(fix.name, use.options, use.model_id)]
+    return use if use.fix == fix.name else FixUse(fix.name, use.options, use.model_id)
 
 
 def _parse(text: str) -> FixUse:

@@ -74,7 +74,8 @@ class SharedBuffers(Fix):
                 _share(buffer, first, journal)
         full_names = tuple(tuple(buffer.full_name for buffer in group) for group in groups)
         handle = model.register_load_state_dict_pre_hook(partial(_check_state_dict, groups=full_names))
-        journal.add_hook(handle, "", "checks that a loaded state dict has equal values for shared buffers")
+        what = "checks that a loaded state dict has equal values for shared buffers"
+        journal.record("", what, handle.remove)
         # Moving a model makes a new tensor of every buffer; shared ones must stay one tensor.
         journal.set(model, "_apply", partial(_apply_once_to_shared, model), "", "moves shared buffers once")
         firsts = tuple((group[0].full_name, group[0].module, group[0].name) for group in groups)

@@ -151,13 +151,12 @@ class KimiDeltaAttention(nn.Module):
         self.o_proj = nn.Linear(width, hidden_size, bias=False, **made)
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """Of this module only; submodules have their own."""
-        self.reset_gate()
-
     @torch.no_grad()
-    def reset_gate(self) -> None:
-        """Rates exp(A_log) in 1..16, and softplus(dt_bias) log-uniform in 0.001..0.1."""
+    def reset_parameters(self) -> None:
+        """Rates exp(A_log) in 1..16, and softplus(dt_bias) log-uniform in 0.001..0.1.
+
+        Of this module only; submodules have their own.
+        """
         self.A_log.uniform_(*_RATE_RANGE).log_()
         reset_step_bias(self.dt_bias, *_STEP_RANGE)
 
