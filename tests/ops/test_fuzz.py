@@ -79,14 +79,3 @@ def test_a_refused_transform_names_the_op_and_what_to_use_instead() -> None:
     assert torch.func.grad(lambda q: attention(q, q, q).sum())(q).shape == q.shape  # torch's own kernel
     with pytest.raises(ArgumentError, match="attention has no forward-mode derivative"):
         torch.func.jvp(lambda q: attention(q, q, q), (q,), (q,))
-
-
-@pytest.mark.parametrize(("batch", "tokens"), [(0, 5), (2, 0)])
-def test_kda_of_nothing_keeps_its_graph(batch: int, tokens: int) -> None:
-    inputs = {name: x.requires_grad_() for name, x in kda_inputs(batch, tokens).items()}
-    state = torch.randn(batch, 2, 4, 4).mul(-0.0).requires_grad_()
-    o, final = kda(**inputs, initial_state=state)
-    assert torch.equal(final.signbit(), state.signbit())
-    for result in (o, final):
-        grads = torch.autograd.grad(result.sum(), [*inputs.values(), state], retain_graph=True)
-        assert all(grad.shape == x.shape for grad, x in zip(grads, (*inputs.values(), state), strict=True))

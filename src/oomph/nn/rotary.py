@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from oomph.ops.common import check_whole
-from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_frequencies, rotary_table
+from oomph.ops.rotary_embedding import RotaryTable, rotary, rotary_table
 from oomph.ops.rotary_embedding.api import rotary_dim
 from oomph.ops.rotary_embedding.table import check_frequencies
 
@@ -36,11 +36,6 @@ class RotaryEmbedding(nn.Module):
         self.heads_first = heads_first
         self.rotary_dim = rotary_dim(dim, fraction)
         check_frequencies(self.rotary_dim, theta)
-
-    @property
-    def inv_freq(self) -> Tensor:
-        """Radians per position of each pair, in float64 on the host, whatever the module was cast to."""
-        return rotary_frequencies(self.rotary_dim, theta=self.theta, device="cpu")
 
     def forward(self, positions: Tensor, *, dtype: torch.dtype = torch.float32) -> RotaryTable:
         """The table for positions [T] or [B, T], on their device; dtype float64 for a float64 model."""

@@ -212,13 +212,10 @@ def test_what_is_copied_keeps_infinities_to_itself(impl):
 def test_it_holds_no_tensors_so_a_cast_cannot_harm_it():
     rope = RotaryEmbedding(64, 5e5)
     before = rope(torch.tensor([2**20 + 3]))
-    frequencies = rope.inv_freq
     rope = rope.to(torch.bfloat16).half()
     assert not list(rope.parameters())
     assert not list(rope.buffers())
     assert not rope.state_dict()
-    assert rope.inv_freq.dtype == torch.float64
-    assert torch.equal(rope.inv_freq, frequencies)
     after = rope(torch.tensor([2**20 + 3]))
     assert after.cos.dtype == torch.float32
     assert torch.equal(after.cos, before.cos)
@@ -229,7 +226,6 @@ def test_it_can_be_built_on_meta_and_used_on_the_host():
         rope = RotaryEmbedding(16)
     rope = rope.to_empty(device="cpu")
     assert torch.equal(rope(torch.arange(5)).sin, rotary_table(torch.arange(5), 16).sin)
-    assert rope.inv_freq.device.type == "cpu"
 
 
 @pytest.mark.parametrize("heads_first", [True, False])

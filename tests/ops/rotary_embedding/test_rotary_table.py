@@ -51,23 +51,6 @@ def test_a_million_positions_need_little_beside_the_table():
     assert 0 < beside <= 34 * MiB
 
 
-def test_a_device_without_float64_gets_the_same_table_from_the_host(monkeypatch):
-    asked: list[torch.device] = []
-    real = torch.Tensor.cpu
-
-    def cpu(self: torch.Tensor) -> torch.Tensor:
-        asked.append(self.device)
-        monkeypatch.setattr(table_module, "_WITHOUT_FLOAT64", frozenset())
-        return real(self)
-
-    want = rotary_table(torch.arange(9), 8)
-    monkeypatch.setattr(table_module, "_WITHOUT_FLOAT64", frozenset({"cpu"}))
-    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
-    got = rotary_table(torch.arange(9), 8)
-    assert asked
-    assert torch.equal(got.cos, want.cos)
-
-
 def test_positions_may_be_any_integers_or_wide_floats_and_of_any_shape():
     want = rotary_table(torch.arange(100), 8).cos
     for dtype in (torch.uint8, torch.int16, torch.int32, torch.float32, torch.float64):

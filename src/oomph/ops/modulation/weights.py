@@ -45,9 +45,6 @@ class Int8Weight:
     def device(self) -> torch.device:
         return self.values.device
 
-    def to(self, device: torch.device | str) -> "Int8Weight":
-        return Int8Weight(self.values.to(device), self.scale.to(device))
-
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The whole weight in a float dtype: for inspection, and for impl="reference"."""
         return (self.values * self.scale).to(dtype)

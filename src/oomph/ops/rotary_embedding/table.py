@@ -18,8 +18,6 @@ from oomph.units import MiB
 
 # One slice's float64 angles; their cosine takes the same again, so a table needs 2 x 16 MiB beside itself.
 _SLICE_BYTES = 16 * MiB
-# These devices have no float64: the table is computed on the host and moved, which waits for the positions.
-_WITHOUT_FLOAT64 = frozenset({"mps"})
 _POSITION_FLOATS = (torch.float32, torch.float64)  # float32 counts exactly up to 2**24
 _POSITION_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -36,16 +34,6 @@ class RotaryTable:
     sin: Tensor
 
 
-def rotary_frequencies(
-    dim: int, *, theta: float = 10000.0, device: torch.device | str | None = None
-) -> Tensor:
-    """theta**(-2i/dim) for i < dim/2, in float64: radians per position."""
-    check_frequencies(dim, theta)
-    # exp rather than pow, which autocast may round
-    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) * (-math.log(theta) / dim)
-    return exponents.exp()
-
-
 @torch.no_grad()
 def rotary_table(
     positions: Tensor, dim: int, *, theta: float = 10000.0, dtype: torch.dtype = torch.float32
@@ -53,16 +41,15 @@ def rotary_table(
     """The table for `positions` (integers, float32 or float64; any shape), on their device.
 
     dim: how many numbers of a head are rotated (even). dtype: float64 is for float64 queries. Angles are
-    float64, a slice of positions at a time, so 32 MiB suffice beside the result at any length. On MPS, which
-    has no float64, the table is computed on the host and moved. Positions get no gradient.
+    float64, a slice of positions at a time, so 32 MiB suffice beside the result at any length. Positions get
+    no gradient.
     """
     check_frequencies(dim, theta)
     check_positions(positions)
     check_one_of("dtype", dtype, (torch.float32, torch.float64))
-    if positions.device.type in _WITHOUT_FLOAT64:
-        host = rotary_table(positions.cpu(), dim, theta=theta, dtype=dtype)
-        return RotaryTable(host.cos.to(positions.device), host.sin.to(positions.device))
-    frequencies = rotary_frequencies(dim, theta=theta, device=positions.device)
+    # theta**(-2i/dim) for i < dim/2: radians per position. exp rather than pow, which autocast may round.
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device)
+    frequencies = (exponents * (-math.log(theta) / dim)).exp()
     if torch.compiler.is_compiling():  # the compiler fuses the whole; there are no slices to hold
         angles = positions.to(torch.float64).unsqueeze(-1) * frequencies
         return RotaryTable(angles.cos().to(dtype), angles.sin().to(dtype))
