@@ -33,7 +33,7 @@ pytestmark = [
 
 
 def kernels(**given):
-    return kda(**given, impl="triton", check=False)
+    return kda(**given, impl="triton")
 
 
 def float32(*shape, **options):

@@ -45,7 +45,6 @@ def kda(
     memory_budget: str | int | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
     impl: str = "auto",
-    check: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Kimi Delta Attention: (o [B, T, H, dv], final state [B, H, dk, dv]), exact, linear in T.
 
@@ -75,9 +74,9 @@ def kda(
         the GPU. (A prediction that does not know them assumes sequences of equal length.)
     impl: "torch" (any device, any mode), "triton" (mode="chunked", head sizes up to 256), "reference" (a loop
         over tokens), or "auto": the kernels on a GPU where they apply, else "torch".
-    check: log_alpha > 0, beta outside [0, 1] and malformed cu_seqlens are errors. Finding them reads the
-        values: by default (None) on a CPU only; True also on a GPU, and waits for it. Unchecked, the
-        recurrence is computed as written and may overflow. Never in a prediction.
+
+    log_alpha > 0 and beta outside [0, 1] are errors on a CPU. On a GPU, where reading them would wait for it,
+    the recurrence is computed as written and may overflow.
 
     `oomph.ops.explain(kda, ...)` returns what would run and why. Differentiable once; mode="sequential",
     mode="scan" and impl="reference" are differentiable twice.
@@ -188,7 +187,6 @@ def _checked(
     memory_chunk_size: int | None,
     memory_budget: str | int | None,
     cu_seqlens: Tensor | Sequence[int] | None,
-    check: bool | None,
 ) -> KDAArguments:
     _check_tensors(v, beta, q=q, k=k, log_alpha=log_alpha)
     common.check_floating_if_given(initial_state=initial_state)
@@ -213,7 +211,7 @@ def _checked(
         )
     if initial_state is not None and initial_state.dtype != a.state_dtype:
         raise ArgumentError(f"initial_state has dtype {initial_state.dtype}; valid here: {a.state_dtype}")
-    _check_values(a, check)
+    _check_values(a)
     return a
 
 
@@ -264,12 +262,8 @@ def _check_boundaries(ends: list[int], tokens: int) -> None:
         raise ArgumentError(f"cu_seqlens={shown} is not valid; valid: rising from 0 to T = {tokens}")
 
 
-def _check_values(a: KDAArguments, check: bool | None) -> None:
-    if check is not None and not isinstance(check, bool):
-        raise ArgumentError(f"check={check!r} is not valid; choose True, False, or None (on a CPU only)")
-    if check is None:
-        check = a.q.device.type == "cpu"
-    if not check or not common.has_values(a.q) or a.q.numel() == 0:
+def _check_values(a: KDAArguments) -> None:
+    if not common.is_readable(a.q) or a.q.numel() == 0:
         return
     with torch.no_grad():
         largest = a.log_alpha.detach().max()
@@ -281,8 +275,6 @@ def _check_values(a: KDAArguments, check: bool | None) -> None:
         )
     if bool((low < 0) | (high > 1)):
         raise ArgumentError(f"beta has values from {low.item():.4g} to {high.item():.4g}; valid: 0 to 1")
-    if a.cu_seqlens is not None and a.cu_seqlens.device.type != "cpu":
-        a.sequence_lengths()
 
 
 # Choice ----------------------------------------------------------------------------------------------
