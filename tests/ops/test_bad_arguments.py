@@ -151,7 +151,6 @@ ROWS: list[tuple[Callable[[], Any], str]] = [
     (lambda: scan(direction="both"), r"A has shape \[5, 3\]; valid for direction='both': \[2, d, n\]"),
     (lambda: scan(chunk_size=0), "chunk_size=0 is not valid; give a whole number >= 1"),
     (lambda: scan(A=X(5, 300), B=X(2, 37, 300), C=X(2, 37, 300), impl="triton"), "n=300 is above 64"),
-    (lambda: BidirectionalMamba(8, dt_min=0.2), "dt_min=0.2, dt_max=0.1: give 0 < dt_min <= dt_max"),
     (lambda: BidirectionalMamba(8)(X(2, 7)), r"h has shape \[2, 7\]; valid: \[B, L, 8\]"),
     (lambda: sparse(block_size=18), "block_size=18 is not a multiple of compress_stride="),
     (lambda: sparse(top_n=2), "top_n=2 is not valid; give a whole number >= 3"),

@@ -18,10 +18,10 @@ def head_norm(x_BTHD: Tensor, norm: nn.RMSNorm) -> Tensor:
 
 
 @torch.no_grad()
-def reset_step_bias(bias: Tensor, smallest: float, largest: float) -> None:
-    """Biases whose softplus, the step size of a decay, is log-uniform from the smallest to the largest."""
+def reset_step_bias(bias: Tensor) -> None:
+    """Biases whose softplus, the step size of a decay, is log-uniform from 0.001 to 0.1."""
     # In at least float32: in half precision there would be a few dozen distinct steps.
     dtype = torch.promote_types(bias.dtype, torch.float32)
-    step = torch.empty_like(bias, dtype=dtype).uniform_(math.log(smallest), math.log(largest)).exp_()
+    step = torch.empty_like(bias, dtype=dtype).uniform_(math.log(0.001), math.log(0.1)).exp_()
     # softplus(b) = step for b = step + log(1 - exp(-step))
     bias.copy_(step + torch.log(-torch.expm1(-step)))

@@ -17,10 +17,6 @@ from oomph.ops.delta_attention import kda
 from oomph.ops.short_convolution import short_convolution
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
-# Ranges of the initial softplus(dt_bias) and exp(A_log).
-_STEP_RANGE = (0.001, 0.1)
-_RATE_RANGE = (1.0, 16.0)
-
 
 class ShortConvolution(nn.Module):
     """silu(conv(x)), row t from rows t - K + 1 .. t. The weight [C, 1, K] is that of a depthwise nn.Conv1d.
@@ -157,8 +153,8 @@ class KimiDeltaAttention(nn.Module):
 
         Of this module only; submodules have their own.
         """
-        self.A_log.uniform_(*_RATE_RANGE).log_()
-        reset_step_bias(self.dt_bias, *_STEP_RANGE)
+        self.A_log.uniform_(1.0, 16.0).log_()
+        reset_step_bias(self.dt_bias)
 
     def forward(self, x: Tensor, state: KimiDeltaState | None = None) -> tuple[Tensor, KimiDeltaState]:
         """x [B, T, hidden] -> y [B, T, hidden], and the state after the last token."""

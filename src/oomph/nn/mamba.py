@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from oomph.errors import ArgumentError
 from oomph.nn.common import reset_step_bias, wide
-from oomph.ops.common import check_whole, check_whole_if_given
+from oomph.ops.common import check_whole
 from oomph.ops.state_space import selective_scan
 
 _DIRECTIONS = 2  # forward, backward: the leading dimension of parameters that are not shared
@@ -23,7 +23,8 @@ class BidirectionalMamba(nn.Module):
         out_proj(silu(z) * sum over r of scan(x_r, delta, -exp(A_log), B, C, D))
 
     Parameters are initialised as in Mamba: A = -(1, ..., d_state) in every channel, delta log-uniform in
-    [dt_min, dt_max], D = 1. `impl` and `chunk_size` are selective_scan's.
+    [0.001, 0.1], D = 1. The rank of dt_proj is d_model / 16, rounded up. `impl` and `chunk_size` are
+    selective_scan's.
     """
 
     def __init__(
@@ -33,36 +34,27 @@ class BidirectionalMamba(nn.Module):
         d_conv: int = 4,
         expand: int = 2,
         *,
-        dt_rank: int | None = None,
-        dt_min: float = 0.001,
-        dt_max: float = 0.1,
-        bias: bool = False,
         chunk_size: int | None = None,
         impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """dt_rank: default d_model / 16, rounded up."""
         super().__init__()
         check_whole(d_model=d_model, d_state=d_state, d_conv=d_conv, expand=expand)
-        check_whole_if_given(dt_rank=dt_rank)
-        if not 0 < dt_min <= dt_max:
-            raise ArgumentError(f"dt_min={dt_min!r}, dt_max={dt_max!r}: give 0 < dt_min <= dt_max")
-        dt_rank = -(-d_model // 16) if dt_rank is None else dt_rank
+        dt_rank = -(-d_model // 16)
         self.d_model, self.d_state, self.d_conv, self.dt_rank = d_model, d_state, d_conv, dt_rank
         self.inner = inner = expand * d_model
-        self.dt_min, self.dt_max = dt_min, dt_max
         self.chunk_size, self.impl = chunk_size, impl
 
         def pair(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(_DIRECTIONS, *shape, device=device, dtype=dtype))
 
-        self.in_proj = nn.Linear(d_model, 2 * inner, bias=bias, device=device, dtype=dtype)
+        self.in_proj = nn.Linear(d_model, 2 * inner, bias=False, device=device, dtype=dtype)
         self.conv_weight, self.conv_bias = pair(inner, d_conv), pair(inner)
         self.x_proj = pair(dt_rank + 2 * d_state, inner)
         self.dt_proj, self.dt_bias = pair(inner, dt_rank), pair(inner)
         self.A_log, self.D = pair(inner, d_state), pair(inner)
-        self.out_proj = nn.Linear(inner, d_model, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(inner, d_model, bias=False, device=device, dtype=dtype)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -76,7 +68,7 @@ class BidirectionalMamba(nn.Module):
             (self.dt_proj, self.dt_rank),
         ):
             parameter.uniform_(-(inputs**-0.5), inputs**-0.5)
-        reset_step_bias(self.dt_bias, self.dt_min, self.dt_max)
+        reset_step_bias(self.dt_bias)
         self.A_log.copy_(torch.arange(1, self.d_state + 1, device=self.A_log.device).log())
         self.D.fill_(1.0)
 
