@@ -292,7 +292,7 @@ def run_script(path: str, plan: str, turns: Turns, out: str) -> NoReturn:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from oomph.fixes import uses_of
-    from oomph.fixes.scripts import ModelChange, on_each_optimizer
+    from oomph.fixes.scripts import ModelChange, on_each_optimizer, set_allocator_for
 
     seconds: list[float] = []
     began = 0.0
@@ -313,7 +313,9 @@ def run_script(path: str, plan: str, turns: Turns, out: str) -> NoReturn:
 
     register_optimizer_step_post_hook(stepped)
     sys.argv, sys.path[0] = [path], str(Path(path).parent)
-    change: Any = ModelChange(uses_of(plan)) if plan else (lambda optimizer: None)
+    uses = uses_of(plan) if plan else []
+    set_allocator_for(uses)
+    change: Any = ModelChange(uses) if uses else (lambda optimizer: None)
     turns.before_step(1)
     with on_each_optimizer(change):
         runpy.run_path(path, run_name="__main__")

@@ -258,7 +258,7 @@ def _measured_script(options: PredictOptions) -> Any:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from oomph.fixes import uses_of
-    from oomph.fixes.scripts import ModelChange, on_each_optimizer
+    from oomph.fixes.scripts import ModelChange, on_each_optimizer, set_allocator_for
     from oomph.measurement.measure import Reading, summarise
     from oomph.prediction.isolation import finish
 
@@ -281,7 +281,9 @@ def _measured_script(options: PredictOptions) -> Any:
     register_optimizer_step_post_hook(stepped)
     sys.argv = [options.target, *options.overrides]
     sys.path.insert(0, str(Path(options.target).resolve().parent))
-    change: Any = ModelChange(uses_of(options.fixes)) if options.fixes else (lambda optimizer: None)
+    uses = uses_of(options.fixes)
+    set_allocator_for(uses)
+    change: Any = ModelChange(uses) if uses else (lambda optimizer: None)
     with on_each_optimizer(change):
         runpy.run_path(options.target, run_name="__main__")
     if len(readings) == 1:

@@ -294,7 +294,7 @@ def with_fixes(target: Any, fixes: Sequence[str | FixUse]) -> Any:
     workload = target if isinstance(target, Workload) else call_on_fake_gpu(target)
     if isinstance(workload, Workload):
         return apply(uses, workload)
-    check_for_scripts(uses)
+    check_for_scripts(uses, is_function=True)
 
     def function() -> Any:
         with on_each_optimizer(ModelChange(uses)):

@@ -64,7 +64,7 @@ def run_script(
     import torch
 
     from oomph.fixes import uses_of
-    from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer
+    from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer, set_allocator_for
     from oomph.measurement.oplog import record_history
     from oomph.prediction.script import Script, no_model_error, run_as_main
 
@@ -78,6 +78,7 @@ def run_script(
     uses = uses_of(fixes)
     check_for_scripts(uses)
     change = ModelChange(uses, lambda text: print(f"oomph: {text}", file=sys.stderr))
+    set_allocator_for(uses)
     if has_gpu:
         record_history()
     try:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,16 +21,19 @@ from oomph.fixes.application import apply_to_model, changes_in, undo
 from oomph.fixes.modules import check_model_id
 from oomph.fixes.optimizers.conversion import FusedOptimizer, NoForeach, OptimizerFix
 from oomph.fixes.registry import Fix, FixContext, all_fixes, find
+from oomph.fixes.workload_settings import Allocator
 from oomph.prediction.script import on_first_training_call
 from oomph.records import FixUse, Prediction, Proposal
 from oomph.units import counted
+from oomph.workload import set_allocator
 
+_ALLOCATOR = "PYTORCH_ALLOC_CONF"
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _IN_PLACE = (FusedOptimizer, NoForeach)  # which set options of the optimizer that the script made
 
 
 def fixes_for_scripts() -> list[Fix]:
-    """Those that change the model alone, or options of the optimizer.
+    """Those that change the model alone, options of the optimizer, or settings of the allocator.
 
     The batch and the loss are computed by lines of the script. Another optimizer would need its name in the
     script to mean another object, and updates in backward would run before the script clips gradients.
@@ -36,18 +41,18 @@ def fixes_for_scripts() -> list[Fix]:
     return [
         fix
         for fix in all_fixes()
-        if isinstance(fix, _IN_PLACE)
+        if isinstance(fix, (*_IN_PLACE, Allocator))
         or (fix.changes_model and type(fix).change_workload is Fix.change_workload and fix.name != "fsdp2")
     ]
 
 
-def check_for_scripts(uses: Sequence[FixUse]) -> None:
+def check_for_scripts(uses: Sequence[FixUse], is_function: bool = False) -> None:
     valid = [fix.name for fix in fixes_for_scripts()]
     for use in uses:
-        if use.fix == "allocator":
+        if use.fix == Allocator.name and is_function:
             raise UserError(
-                "fix 'allocator' cannot be applied to a script: set the environment variable "
-                "PYTORCH_CUDA_ALLOC_CONF, which oomph reads, too"
+                "fix 'allocator' cannot be applied to a function: set the environment variable "
+                f"{_ALLOCATOR}, which oomph reads, too"
             )
         if use.fix not in valid:
             raise UserError(
@@ -56,17 +61,37 @@ def check_for_scripts(uses: Sequence[FixUse]) -> None:
             )
 
 
+def set_allocator_for(uses: Sequence[FixUse]) -> None:
+    """To be called before the program uses CUDA."""
+    settings = _allocator_settings(uses)
+    if settings is not None:
+        os.environ[_ALLOCATOR] = settings
+        if torch.cuda.device_count():  # torch has read the variable
+            set_allocator(settings)
+
+
+def _allocator_settings(uses: Sequence[FixUse]) -> str | None:
+    for use in uses:
+        if isinstance(fix := find(use.fix), Allocator):
+            return fix.settings(**use.options)
+    return None
+
+
 class ModelChange:
     """Called with every optimizer that a program makes, or with its model: applies fixes to the model, once,
-    and to the optimizers."""
+    and to the optimizers. The allocator's settings it sets for predictions, which read them at their end."""
 
     def __init__(self, uses: Sequence[FixUse], report: Callable[[str], None] = lambda text: None) -> None:
+        self._allocator = _allocator_settings(uses)
         self._of_optimizer = [use for use in uses if isinstance(find(use.fix), OptimizerFix)]
-        self._of_model = [use for use in uses if use not in self._of_optimizer]
+        others = (*self._of_optimizer, *(use for use in uses if use.fix == Allocator.name))
+        self._of_model = [use for use in uses if use not in others]
         self._report = report
         self.changed: list[nn.Module] = []
 
     def __call__(self, made: Optimizer | nn.Module) -> None:
+        if self._allocator is not None:
+            os.environ[_ALLOCATOR] = self._allocator
         model = model_of(made)
         is_first = not self.changed
         try:
@@ -116,15 +141,19 @@ def on_each_optimizer(call: Callable[[Any], None]) -> Iterator[None]:
         Optimizer.__init__ = make  # type: ignore[method-assign]
 
 
-def propose_for(made: Optimizer | nn.Module, prediction: Prediction) -> tuple[nn.Module, list[Proposal]]:
-    """The model that a program trains, and the fixes that apply to it, without predicted saving."""
+def propose_for(
+    made: Optimizer | nn.Module, prediction: Prediction, is_script: bool
+) -> tuple[nn.Module, list[Proposal]]:
+    """The model that a program trains, and the fixes that apply to it, without predicted saving. A function
+    may be called when CUDA has started, too late to set the allocator."""
     optimizer = made if isinstance(made, Optimizer) else None
     model = model_of(made)
     context = FixContext(prediction, None)  # type: ignore[arg-type]  # there is no Workload
     vars(context).update(model=model, optimizer=optimizer)
     found: list[Proposal] = []
     for fix in fixes_for_scripts():
-        if fix.name != "gradient_accumulation_fusion":  # whether the script accumulates is not known
+        # Whether the script accumulates is not known.
+        if fix.name != "gradient_accumulation_fusion" and (is_script or fix.name != Allocator.name):
             found += fix.proposals(context)
     return model, found
 

@@ -14,7 +14,7 @@ from oomph.fixes.registry import Fix, FixContext, Target, check_flag, check_whol
 from oomph.prediction.allocator import AllocatorSettings
 from oomph.prediction.replay import replay
 from oomph.units import MiB
-from oomph.workload import Workload
+from oomph.workload import Workload, allocator_of_environment
 
 _FIRST_WITH_BFLOAT16 = (8, 0)  # compute capability
 _SMALLEST_SPLIT = 21  # MiB; torch refuses less
@@ -88,7 +88,8 @@ class Allocator(Fix):
     changes = "The caching allocator reserves memory in another way, which leaves fewer unused holes."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        if context.workload.allocator:
+        workload: Workload | None = context.workload  # None: a script
+        if workload.allocator if workload is not None else allocator_of_environment():
             return
         now = context.prediction.peak.reserved
         expandable = _reserved(context, AllocatorSettings(expandable_segments=True))
@@ -109,8 +110,15 @@ class Allocator(Fix):
         expandable_segments: bool = True,
         max_split_size_mb: int | None = None,
     ) -> Workload:
-        """Sets `workload.allocator`, which `predict` and `measure` apply. In a script of your own, set
-        PYTORCH_CUDA_ALLOC_CONF to its value."""
+        """Sets `workload.allocator`, which `predict` and `measure` apply. In a script, `oomph run` sets
+        PYTORCH_ALLOC_CONF to its value."""
+        settings = self.settings(expandable_segments, max_split_size_mb)
+        if workload.allocator:
+            raise UserError(f"fix {self.name!r}: the Workload already has allocator={workload.allocator!r}")
+        return replace(workload, allocator=settings)
+
+    def settings(self, expandable_segments: bool = True, max_split_size_mb: int | None = None) -> str:
+        """As PYTORCH_ALLOC_CONF takes them."""
         check_flag(self.name, "expandable_segments", expandable_segments)
         split = max_split_size_mb
         if split is not None:
@@ -119,10 +127,7 @@ class Allocator(Fix):
             raise UserError(
                 f"fix {self.name!r}: nothing to set; give expandable_segments=True or max_split_size_mb"
             )
-        if workload.allocator:
-            raise UserError(f"fix {self.name!r}: the Workload already has allocator={workload.allocator!r}")
-        settings = AllocatorSettings(expandable_segments, None if split is None else split * MiB)
-        return replace(workload, allocator=str(settings))
+        return str(AllocatorSettings(expandable_segments, None if split is None else split * MiB))
 
 
 def _reserved(context: FixContext, settings: AllocatorSettings) -> int:

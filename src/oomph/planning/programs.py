@@ -161,7 +161,9 @@ class _StoppedProgram:
         return run_forked([change(fixes) for fixes in sets], _jobs(), continues=True)
 
     def _proposals_here(self, prediction: Prediction) -> Proposals:
-        ((_, found),) = run_forked([functools.partial(_proposals_for, prediction, self._made)], 1)
+        is_script = isinstance(self, ScriptProgram)
+        propose = functools.partial(_proposals_for, prediction, is_script, self._made)
+        ((_, found),) = run_forked([propose], 1)
         if isinstance(found, UserError):  # nothing can be applied
             return Proposals(reason=str(found))
         if isinstance(found, Exception):
@@ -201,7 +203,7 @@ class FunctionProgram(_StoppedProgram):
             return self._proposals_here(prediction)
 
         def propose(optimizer: Any) -> None:
-            raise _Proposals(_proposals_for(prediction, optimizer))
+            raise _Proposals(_proposals_for(prediction, False, optimizer))
 
         ((_, found),) = run_forked([functools.partial(self._predict, self._calling(propose))], 1)
         if isinstance(found, _Proposals):
@@ -267,7 +269,7 @@ class ScriptProgram(_StoppedProgram):
         if self._made is not None:
             return self._proposals_here(prediction)
         asked = replace(
-            self._script, on_optimizer=lambda optimizer: finish(_proposals_for(prediction, optimizer))
+            self._script, on_optimizer=lambda optimizer: finish(_proposals_for(prediction, True, optimizer))
         )
         try:
             found: Proposals = self._run_silently(asked)
@@ -320,8 +322,8 @@ class _Proposals(OomphError):
         return self.args[0]
 
 
-def _proposals_for(prediction: Prediction, made: Any) -> Proposals:
-    model, found = propose_for(made, prediction)
+def _proposals_for(prediction: Prediction, is_script: bool, made: Any) -> Proposals:
+    model, found = propose_for(made, prediction, is_script)
     return Proposals(model_id(model), tuple(found))
 
 
@@ -338,7 +340,7 @@ def propose_for_program(
 ) -> tuple[Prediction, list[Proposal]]:
     """A script, or a function that returns no Workload, as it is; and the fixes that lower its peak, each
     predicted by itself, the largest saving first."""
-    check_for_scripts([FixUse(name) for name in only])
+    check_for_scripts([FixUse(name) for name in only], is_function=not isinstance(target, Script))
     if isinstance(target, Script) and autograd_breaks_in_forks():
         return run_in_new_interpreter(propose_for_program, progress, target, card, limit, kinds, only)
     made = ScriptProgram if isinstance(target, Script) else FunctionProgram

@@ -256,10 +256,11 @@ def plan_text(
         elif not plan.fits:
             known = "known to be " if _is_too_close(plan) else ""
             console.print(f"No fix is {known}enough: use a smaller batch, shorter input or a larger card.")
-        if not plan.fits and plan.after.peak.allocated <= plan.limit:
+        sets_allocator = any(use.fix == "allocator" for use in plan.fixes)
+        if not plan.fits and plan.after.peak.allocated <= plan.limit and not sets_allocator:
             console.print(
                 "Its tensors alone would fit. To predict and run it with another allocator, set the "
-                "environment variable PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+                "environment variable PYTORCH_ALLOC_CONF=expandable_segments:True."
             )
         if "compile" not in plan.allowed and not plan.least and not (plan.fits and plan.after.slowdown <= 1):
             console.print("Not tried: torch.compile, which is slow to predict (--allow compile).")
