@@ -3,6 +3,7 @@
     python -m benchmarks.accuracy.kernels measure --out FILE    # on a GPU, all in one process, some seconds
     python -m benchmarks.accuracy.kernels compare FILE          # anywhere: measured and predicted
     python -m benchmarks.accuracy.kernels convolutions --out FILE       # on a GPU: cuDNN's workspaces
+    python -m benchmarks.accuracy.kernels convolutions --table --out FILE.csv.gz    # for predictions
     python -m benchmarks.accuracy.kernels compare-convolutions [FILE]   # anywhere
 
 Whole models hide a kernel's temporaries behind larger tensors; here each is alone.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import itertools
 import json
 import random
@@ -441,6 +443,7 @@ def compare(measured: Path, names: list[str]) -> None:
 COLUMNS = ("batch", "in_channels", "out_channels", "kernel", "stride", "size", "dtype", "channels_last")
 PASSES = ("forward", "data", "weight")
 CHANNELS = (8, 16, 32, 48, 64, 96, 128, 256, 512)
+CHANNELS_OF_TABLE = (3, 16, 32, 64, 128, 256, 512)
 
 
 def convolution_cases(count: int) -> list[dict[str, Any]]:
@@ -463,6 +466,31 @@ def convolution_cases(count: int) -> list[dict[str, Any]]:
     return [dict(zip(COLUMNS, case, strict=True)) for case in list(dict.fromkeys(cases))[:count]]
 
 
+def convolution_table() -> list[dict[str, Any]]:
+    """The cases of src/oomph/prediction/cuda/convolutions_h200.csv.gz: grids, in NCHW."""
+    powers, pictures, channels = (4, 8, 16, 32, 64, 128, 256), (7, 14, 28, 56, 112, 224), CHANNELS_OF_TABLE
+    many = (64, 128, 256, 512, 1024, 2048)
+    grids: list[tuple[str, tuple[tuple[int, int], ...], *tuple[tuple[int, ...], ...]]] = [
+        ("float32", ((3, 1),), powers, (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, *channels)),
+        (
+            "float32",
+            ((5, 1), (7, 1), (1, 2), (3, 2), (4, 2), (7, 2)),
+            powers,
+            (1, 4, 16, 64, 256),
+            (1, *channels),
+        ),
+        ("float32", ((3, 1), (3, 2)), pictures, (1, 8, 32, 64, 128, 256), channels),
+        ("float32", ((1, 2),), pictures[1:4], (8, 32, 64, 128, 256), many),
+        ("bfloat16", ((1, 2), (3, 1), (3, 2), (4, 2), (5, 1), (7, 2)), powers, (2, 16, 128), channels),
+    ]
+    return [
+        dict(zip(COLUMNS, (batch, i, o, kernel, stride, size, dtype, 0), strict=True))
+        for dtype, kernels, sizes, batches, both in grids
+        for (kernel, stride), size, batch, i, o in itertools.product(kernels, sizes, batches, both, both)
+        if batch * max(i, o) * size**2 * 4 <= 1 << 30 and size >= kernel - 1
+    ]
+
+
 def convolution_calls(case: dict[str, Any], device: str) -> list[tuple[Any, tuple[Any, ...]]]:
     """The op and its arguments, for each pass."""
     b, i, o, k, stride, size, dtype, last = (case[name] for name in COLUMNS)
@@ -476,12 +504,12 @@ def convolution_calls(case: dict[str, Any], device: str) -> list[tuple[Any, tupl
     return [(forward, (x, w, *geometry)), *((backward, (gradient, x, w, *geometry, mask)) for mask in masks)]
 
 
-def measure_convolutions(out: Path, count: int) -> None:
+def measure_convolutions(out: Path, cases: list[dict[str, Any]]) -> None:
     """The bytes that each pass requests beyond its result: cuDNN's workspace."""
-    with out.open("w") as file:
+    with gzip.open(out, "wt") if out.suffix == ".gz" else out.open("w") as file:
         writer = csv.DictWriter(file, [*COLUMNS, *PASSES], lineterminator="\n")
         writer.writeheader()
-        for case in convolution_cases(count):
+        for case in cases:
             found = []
             for op, arguments in convolution_calls(case, "cuda"):
                 before = torch.cuda.memory_stats()["requested_bytes.all.current"]
@@ -530,13 +558,16 @@ def main() -> None:
     convolutions = commands.add_parser("convolutions")
     convolutions.add_argument("--out", type=Path, required=True)
     convolutions.add_argument("--count", type=int, default=1200)
+    convolutions.add_argument("--table", action="store_true", help="the cases that predictions use")
     compared = commands.add_parser("compare-convolutions")
     compared.add_argument("measured", type=Path, nargs="?", default=RESULTS / "convolutions_h200.csv")
     given = parser.parse_args()
     if given.command == "measure":
         measure(given.out)
     elif given.command == "convolutions":
-        measure_convolutions(given.out, given.count)
+        measure_convolutions(
+            given.out, convolution_table() if given.table else convolution_cases(given.count)
+        )
     elif given.command == "compare-convolutions":
         compare_convolutions(given.measured)
     else:

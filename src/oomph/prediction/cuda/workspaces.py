@@ -1,9 +1,9 @@
 """cuBLAS and cuDNN: workspaces, products in a wider dtype than their factors, and recurrent layers.
 
 cuBLAS keeps its workspaces. Convolutions take one workspace per pass, freed when the pass is over. cuDNN's
-heuristics choose the algorithm, and without a GPU they cannot be asked: these are estimates that follow 4,782
-convolutions measured on an H200 (torch 2.11, cuDNN 9.19, TF32 on; 1,200 are in
-benchmarks/results/convolutions_h200.csv).
+heuristics choose the algorithm, and without a GPU they cannot be asked. A convolution of NCHW tensors with a
+stride of 1 or 2 is taken to use the algorithm of the most similar one of 24,596 that were measured on an H200
+(convolutions_h200.csv.gz: torch 2.11, cuDNN 9.19, TF32 on). The others follow rules found by measurements.
 The tensor-core kernels read NHWC with channels in multiples of 16 bytes, so tensors that are not so are
 copied into the workspace.
 
@@ -16,12 +16,15 @@ all weights.
 from __future__ import annotations
 
 import functools
+import gzip
 import itertools
 import math
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -149,7 +152,6 @@ _FEW_CHANNELS = 16
 _DIRECT_WEIGHT_CHANNELS = 4  # with fewer, float32 weight gradients of short sums do without tensor cores
 _NARROW_INPUT, _WIDE_OUTPUT = 64, 128  # channels: float32 convolutions from less to more copy no output
 _LARGE_WEIGHT = 1 << 16  # elements
-_STRIDED_WEIGHT = 1 << 11  # elements: below, gradients of strided 1x1 weights do without tensor cores
 _SMALL_KERNEL = 9  # positions: 3x3
 _LARGE_KERNEL = 49  # positions: 7x7
 _VERY_LARGE_KERNEL = 98  # positions: above, float32 data gradients copy their output in channels last, too
@@ -176,6 +178,7 @@ class _Convolution(NamedTuple):
     weight: int  # elements
     kernel: int  # positions
     width: int  # of the kernel
+    stride: int
     item: int  # bytes of an element
     planar: bool  # two-dimensional
     strided: bool
@@ -224,6 +227,8 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         return _depthwise(found, kind)
     # A matrix product per sample, on the tensors as they are; the weight's gradient is the sum of them.
     is_product = found.kernel == 1 and not found.strided
+    if _is_like_measured(found) and not is_product:
+        return _as_measured(found, kind, gpu)
     if kind != "weight":
         as_it_is = is_product and (found.input.plane % 4 == 0 or found.weight < _LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
@@ -241,8 +246,6 @@ def _is_direct(found: _Convolution, kind: Pass) -> bool:
         return False
     if found.item != 4:
         return kind == "forward" and found.kernel > 1 and is_short
-    if found.kernel == 1:
-        return found.strided and found.weight < (_STRIDED_WEIGHT if kind == "weight" else _LARGE_WEIGHT)
     if kind == "data":
         return found.input.channels < _FEW_CHANNELS
     return is_short and (kind == "forward" or found.input.channels < _DIRECT_WEIGHT_CHANNELS)
@@ -310,6 +313,137 @@ def _partial_sums(found: _Convolution, gpu: GPU) -> int:
     return tiles * rows * columns * 4 + _SPLIT_EXTRA_BYTES
 
 
+class _Measured(NamedTuple):
+    """A convolution of square pictures in NCHW, and the workspaces of its passes on an H200."""
+
+    case: _Convolution
+    workspaces: dict[Pass, int]
+    position: tuple[float, ...]
+
+
+_MEASURED_MULTIPROCESSORS = 132  # of an H200
+_SAME_BYTES = 700  # workspaces that differ by less are those of one algorithm
+
+
+_Kernel = tuple[str, int, int]  # the dtype, the kernel's width, the stride
+
+
+@functools.cache
+def _measurements() -> dict[_Kernel, list[tuple[int, ...]]]:
+    """Batch, channels of input and output, size of the picture, and the workspaces of the passes."""
+    found: dict[_Kernel, list[tuple[int, ...]]] = {}
+    packed = (resources.files(__package__) / "convolutions_h200.csv.gz").read_bytes()
+    for line in gzip.decompress(packed).decode().splitlines()[1:]:
+        batch, inside, outside, width, stride, size, dtype, _, *workspaces = line.split(",")
+        rows = found.setdefault((dtype, int(width), int(stride)), [])
+        rows.append(tuple(map(int, (batch, inside, outside, size, *workspaces))))
+    return found
+
+
+@functools.cache
+def _measured(kernel: _Kernel) -> list[_Measured]:
+    dtype, width, stride = kernel
+    item = getattr(torch, dtype).itemsize
+    found = []
+    for batch, inside, outside, size, forward, data, weight in _measurements()[kernel]:
+        planes = size**2, ((size + 2 * ((width - 1) // 2) - width) // stride + 1) ** 2
+        case = _Convolution(
+            batch=batch,
+            input=_Side(inside, planes[0], item * batch * inside * planes[0]),
+            output=_Side(outside, planes[1], item * batch * outside * planes[1]),
+            weight=inside * outside * width**2,
+            kernel=width**2,
+            width=width,
+            stride=stride,
+            item=item,
+            planar=True,
+            strided=True,
+            groups=1,
+            depthwise=False,
+            channels_last=False,
+        )
+        workspaces: dict[Pass, int] = {"forward": forward, "data": data, "weight": weight}
+        found.append(_Measured(case, workspaces, _position(case)))
+    return found
+
+
+def _is_like_measured(found: _Convolution) -> bool:
+    is_plain = found.planar and not found.channels_last and found.groups == 1
+    return is_plain and found.stride <= 2 and found.item in (2, 4)
+
+
+def _position(found: _Convolution) -> tuple[float, ...]:
+    """Logarithms of its sizes. That of positions, which decides most, counts twice."""
+    sizes = found.positions**2, found.output.plane, found.input.channels, found.output.channels
+    return tuple(map(math.log2, sizes))
+
+
+@functools.lru_cache(maxsize=4096)
+def _nearest(found: _Convolution) -> _Measured:
+    """The most similar measured convolution: its sizes differ by the smallest factors."""
+    width, position = math.sqrt(found.kernel), _position(found)
+
+    def distance(kernel: _Kernel) -> float:
+        return abs(math.log2(kernel[1] / width)) + abs(kernel[2] - found.stride)
+
+    dtype = "float32" if found.item == 4 else "bfloat16"
+    kernel = min((kernel for kernel in _measurements() if kernel[0] == dtype), key=distance)
+    return min(_measured(kernel), key=lambda one: sum(map(abs, map(operator.sub, one.position, position))))
+
+
+def _as_measured(found: _Convolution, kind: Pass, gpu: GPU) -> int:
+    """The workspace of the algorithm that the most similar measured convolution takes."""
+    near = _nearest(found)
+    measured = near.workspaces[kind]
+    for workspace in _ALGORITHMS:
+        if abs(workspace(near.case) - measured) < _SAME_BYTES:
+            return workspace(found)
+    beyond = measured - _copies(near.case)
+    if beyond > 0:  # parts of a sum
+        return _copies(found) + beyond * gpu.multiprocessors // _MEASURED_MULTIPROCESSORS
+    sides = (side.input.bytes + side.output.bytes for side in (found, near.case))
+    return round(measured * next(sides) / next(sides))
+
+
+def _copies(found: _Convolution, input: bool = True, output: bool = True, weight: bool = True) -> int:
+    """Copies in NHWC, with channels filled up to a multiple of 16 bytes."""
+    aligned = 16 // found.item
+    sides = [side for side, copied in ((found.input, input), (found.output, output)) if copied]
+    grown = max(side.padded(aligned) / side.bytes for side in (found.input, found.output))
+    weights = math.ceil(found.weight * found.item * grown) if weight else 0
+    return sum(side.padded(aligned) for side in sides) + weights + _COPY_EXTRA_BYTES
+
+
+def _fourier(found: _Convolution) -> int:
+    """The spectra of input and gradient, twice, and the gradient: of planes filled up to a power of two."""
+    side = round(math.sqrt(found.input.plane)) + round(math.sqrt(found.kernel)) - 1
+    filled = 1 << (side - 1).bit_length()
+    spectrum = 2 * 8 * filled * (filled // 2 + 1)
+    gradient = found.output.bytes // found.batch // found.output.channels
+    planes = found.input.channels * spectrum + found.output.channels * (spectrum + gradient)
+    return found.batch * planes
+
+
+def _winograd(found: _Convolution) -> int:
+    """Tiles of 4 x 4 outputs, each transformed to 6 x 6 elements of input and gradient."""
+    inside, outside = found.input.channels, found.output.channels
+    tiles = found.batch * math.ceil(math.sqrt(found.output.plane) / 4) ** 2
+    return 4 * 36 * (tiles * (inside + outside) + inside * outside)
+
+
+_ALGORITHMS: tuple[Callable[[_Convolution], int], ...] = (
+    lambda found: 0,  # reads NCHW as it is
+    _copies,
+    lambda found: _copies(found, output=False),
+    lambda found: _copies(found, input=False),
+    lambda found: _copies(found, weight=False),
+    lambda found: _copies(found, output=False, weight=False),
+    lambda found: _copies(found, input=False, weight=False),
+    _fourier,
+    _winograd,
+)
+
+
 def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memory_format) -> _Convolution:
     """A transposed convolution is described as the convolution whose data gradient it computes."""
     input, weight = call["input"], call["weight"]
@@ -323,6 +457,7 @@ def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memor
         weight=weight.numel(),
         kernel=math.prod(weight.shape[2:]),
         width=weight.shape[-1],
+        stride=max(call["stride"]),
         item=item,
         planar=input.dim() == 4,
         strided=any(step != 1 for step in call["stride"]) or any(call["padding"]),
