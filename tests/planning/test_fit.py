@@ -214,6 +214,13 @@ def test_exact_fixes_leave_the_parameters_as_they_are() -> None:
     assert not exact.fixes
 
 
+def test_where_nothing_fits_fixes_may_refuse_each_other() -> None:
+    """A batch of fewer rows cannot be cut into as many parts."""
+    found = oomph.fit(replace(STEP, sizes={"B": 2}), gpu="h200", max="3MiB", allow=("exact", "training"))
+    assert not found.fits
+    assert found.fixes
+
+
 def linear() -> None:
     model = nn.Linear(64, 64, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), fused=True)

@@ -592,11 +592,14 @@ class _Search:
             else:
                 if may_release:
                     most_allocated = min(most_allocated, chosen.allocated * margin)
-        if not closest.result.fits and sets:
-            smallest = min(sets, key=lambda one: one.peak).fixes
-            closest = min(
-                closest, *self._predict([smallest], progress, "predicting the smallest set"), key=_closeness
-            )
+        return closest if closest.result.fits else self._smallest(closest, progress)
+
+    def _smallest(self, closest: _Trial, progress: Progress) -> _Trial:
+        """The set with the smallest estimate whose fixes do not refuse each other, predicted in full;
+        `closest` if that is smaller."""
+        for one in sorted(self.sets, key=lambda one: one.peak):
+            if trials := self._predict([one.fixes], progress, "predicting the smallest set"):
+                return min(closest, trials[0], key=_closeness)
         return closest
 
     def _correct_estimates(
