@@ -33,6 +33,7 @@ def convolution(
     *,
     dtype: torch.dtype = torch.float32,
     transposed: bool = False,
+    dilation: int = 1,
     groups: int = 1,
     format: torch.memory_format = torch.contiguous_format,
     backward: tuple[bool, bool, bool] | None = None,
@@ -40,7 +41,7 @@ def convolution(
 ) -> list[int]:
     """The temporaries of a convolution, or of its backward pass, without the places of its results."""
     dims = len(input) - 2
-    geometry = ([stride] * dims, [padding] * dims, [1] * dims, transposed, [0] * dims, groups)
+    geometry = ([stride] * dims, [padding] * dims, [dilation] * dims, transposed, [0] * dims, groups)
     with FakeTensorMode():
         x = torch.empty(input, dtype=dtype).to(memory_format=format)
         w = torch.empty(weight, dtype=dtype).to(memory_format=format)
@@ -131,6 +132,23 @@ def test_a_weight_gradient_also_holds_padded_channels_and_partial_sums(
     measured: int, input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     assert weight_gradient(input, weight, **options) == pytest.approx(measured, rel=0.02)
+
+
+def test_a_dilated_convolution_takes_neither_fourier_transforms_nor_winograds_method() -> None:
+    both = 100 * (128 + 64) * 32 * 32 * 4  # bytes of input and output
+    assert weight_gradient((100, 128, 32, 32), (64, 128, 3, 3), padding=1) > 8 * both
+    assert weight_gradient((100, 128, 32, 32), (64, 128, 3, 3), padding=2, dilation=2) < 2 * both
+
+
+@pytest.mark.parametrize(
+    ("input", "weight", "dtype"),
+    [((0, 3, 8, 8), (4, 3, 3, 3), torch.float32), ((4, 0, 8, 8), (4, 0, 3, 3), BF16)],
+)
+def test_an_empty_convolution_takes_nothing(
+    input: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    assert not any(convolution(input, weight, dtype=dtype))
+    assert weight_gradient(input, weight, dtype=dtype) == 0
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ class _Convolution(NamedTuple):
     item: int  # bytes of an element
     planar: bool  # two-dimensional
     strided: bool
+    dilated: bool
     groups: int
     depthwise: bool
     channels_last: bool
@@ -223,6 +224,8 @@ def _backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
 
 
 def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
+    if not found.input.bytes or not found.output.bytes:  # torch does not call cuDNN
+        return 0
     if found.depthwise:
         return _depthwise(found, kind)
     # A matrix product per sample, on the tensors as they are; the weight's gradient is the sum of them.
@@ -358,6 +361,7 @@ def _measured(kernel: _Kernel) -> list[_Measured]:
             item=item,
             planar=True,
             strided=True,
+            dilated=False,
             groups=1,
             depthwise=False,
             channels_last=False,
@@ -368,7 +372,8 @@ def _measured(kernel: _Kernel) -> list[_Measured]:
 
 
 def _is_like_measured(found: _Convolution) -> bool:
-    is_plain = found.planar and not found.channels_last and found.groups == 1
+    """Dilated ones are not: cuDNN has neither Fourier transforms nor Winograd's method for them."""
+    is_plain = found.planar and not found.channels_last and not found.dilated and found.groups == 1
     return is_plain and found.stride <= 2 and found.item in (2, 4)
 
 
@@ -461,6 +466,7 @@ def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memor
         item=item,
         planar=input.dim() == 4,
         strided=any(step != 1 for step in call["stride"]) or any(call["padding"]),
+        dilated=any(step != 1 for step in call["dilation"]),
         groups=call["groups"],
         depthwise=not call["transposed"] and call["groups"] == channels > 1,
         channels_last=format is not torch.contiguous_format,
