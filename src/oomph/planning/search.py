@@ -735,7 +735,14 @@ class _Search:
                 kept = rest
         left = estimate(kept)
         seconds = one.seconds + step_seconds(left.costs) - step_seconds(whole.costs)
-        return replace(one, options=tuple(kept), peak=scale * self._reserved(left), seconds=seconds)
+        before, after = (min(each.reserve, self.base.estimate.reserve) for each in (whole, left))
+        return replace(
+            one,
+            options=tuple(kept),
+            peak=scale * self._reserved(left),
+            seconds=seconds,
+            reserve=one.reserve * after / before,
+        )
 
     def _front(self, kinds: Collection[FixKind]) -> tuple[PredictedFixes, ...]:
         """What was predicted and is neither slower nor larger than another, fastest first; then sets that are
