@@ -127,6 +127,18 @@ def test_the_events_of_two_blocks_stand_for_those_of_all(fixes: list[str], step:
     assert edited.peak_allocated == pytest.approx(whole.peak.allocated, rel=0.005)
 
 
+def test_parameters_that_blocks_share_are_left_in_the_reduced_model() -> None:
+    model = Model()
+    for block in model.blocks:
+        block.up = model.blocks[0].up
+    reduced, whole = reduction(model), list(model.parameters())
+    assert reduced is not None
+    reduced.reduce_trained(model, None)
+    left = list(model.parameters())
+    assert reduced.tensors == len(whole) / len(left)
+    assert reduced.parameters == sum(p.numel() for p in whole) / sum(p.numel() for p in left)
+
+
 @pytest.mark.usefixtures("in_process")
 def test_an_optimizer_takes_host_time_for_every_parameter() -> None:
     reduced, fixes = reduction(Model()), ["optimizer_in_backward"]

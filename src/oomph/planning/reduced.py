@@ -7,6 +7,7 @@ backward are counted for all blocks but the last, and the difference in time for
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -171,7 +172,6 @@ def joint_costs(fixed: Costs, reduced: Costs, whole: Costs, alone: Sequence[tupl
 def reduction(model: nn.Module) -> Reduction | None:
     """None where the model has no list of many identical blocks."""
     lists: list[tuple[str, ...]] = []
-    removed: list[nn.Parameter] = []
     for group in blocks(model):
         names = tuple(name for name, _ in group)
         members = model.get_submodule(names[0].rpartition(".")[0])
@@ -180,8 +180,12 @@ def reduction(model: nn.Module) -> Reduction | None:
         shapes = {(type(block), tuple(p.shape for p in block.parameters())) for _, block in group}
         if len(shapes) == 1 and len(group) >= _FEWEST:
             lists.append(names)
-            removed += [parameter for _, block in group[_KEPT:] for parameter in block.parameters()]
-    left = set(model.parameters()) - set(removed)
+    removed = {name for names in lists for name in names[_KEPT:]}
+    left = {
+        parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)  # blocks may share some
+        if removed.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format))
+    }
     if not lists or not left:
         return None
     elements, left_elements = (sum(p.numel() for p in each) for each in (model.parameters(), left))
