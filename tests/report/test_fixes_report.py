@@ -75,3 +75,11 @@ def test_programs_are_told_the_same():
     assert [each["condition"] for each in found["fixes"]] == ["", "", "", *["rows count alike"] * 2]
     assert found["fixes"][0]["peak"]["device"] == 20 * GiB + CONTEXT
     assert found["fixes"][2]["peak"] is None
+
+
+def test_with_a_limit_of_the_allocator_no_figure_includes_the_context():
+    found = prediction()
+    assert row(text(found), "small")[3:5] != ["20.0", "GiB"]
+    limited = text(replace(found, limit=found.limit - GiB))
+    assert row(limited, "small")[3:5] == ["20.0", "GiB"]
+    assert "CUDA context" not in limited

@@ -23,7 +23,7 @@ from oomph.records import (
     Verification,
 )
 from oomph.report.as_json import sizes_to_json
-from oomph.report.terminal import columns, distinct_sizes, notes_table, strip_lines, verdict
+from oomph.report.terminal import columns, distinct_sizes, is_limited, notes_table, strip_lines, verdict
 from oomph.units import MiB, counted, format_bytes
 
 _ALTERNATIVE = 0.9  # x the memory of a plan: sets that need less, and more time, are shown
@@ -103,8 +103,9 @@ def proposals_text(
         if not proposals:
             console.print(f"No fix of the kinds {', '.join(kinds)} lowers the peak.")
         else:
-            context = format_bytes(prediction.peak.device - prediction.peak.reserved)
-            console.print(f"What a fix needs includes the CUDA context's {context}.")
+            if not is_limited(prediction):
+                context = format_bytes(prediction.peak.device - prediction.peak.reserved)
+                console.print(f"What a fix needs includes the CUDA context's {context}.")
             console.print("Each fix by itself, predicted:")
             console.print(Padding(_proposals_table(prediction, proposals), (1, 0, 1, 2)))
             marks = {_fits(one, prediction) for one in proposals} if prediction.fits is False else ()
@@ -141,7 +142,7 @@ def all_fixes_text(rows: Sequence[tuple[str, str, str]], console: Console) -> st
 
 
 def _proposals_table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
-    does_not_fit = prediction.fits is False
+    does_not_fit, limited = prediction.fits is False, is_limited(prediction)
     fits_column = ["left fits"] if does_not_fit else []
     table = columns("left fix", "right saves", "right needs", *fits_column, "right time", "fold where")
     for one in proposals:
@@ -150,7 +151,7 @@ def _proposals_table(prediction: Prediction, proposals: Sequence[Proposal]) -> T
         table.add_row(
             short_fix_word(one) + mark,
             "?" if one.saving is None else format_bytes(one.saving),
-            "?" if one.peak is None else format_bytes(one.peak.device),
+            "?" if one.peak is None else format_bytes(one.peak.reserved if limited else one.peak.device),
             *(fits if does_not_fit else []),
             "?" if one.slowdown is None else f"x{one.slowdown:.2f}",
             _where(one),

@@ -189,13 +189,18 @@ def distinct_sizes(one: int, other: int) -> tuple[str, str]:
 
 def _needed_and_available(prediction: Prediction) -> tuple[int, int, str]:
     """Bytes needed, bytes available, and the words before the latter."""
+    if is_limited(prediction):
+        assert prediction.limit is not None
+        return prediction.peak.reserved, prediction.limit, "the limit is"
+    assert prediction.capacity is not None
+    return prediction.peak.device, prediction.capacity, f"the {_gpu_name(prediction)} has"
+
+
+def is_limited(prediction: Prediction) -> bool:
+    """Whether `--max` was given: it decides whether the step fits, whatever the GPU, and it limits what the
+    allocator reserves, without the CUDA context."""
     peak, capacity, limit = prediction.peak, prediction.capacity, prediction.limit
-    context = peak.device - peak.reserved
-    if capacity is not None and limit in (None, capacity - context):
-        return peak.device, capacity, f"the {_gpu_name(prediction)} has"
-    # `--max` was given: `fits` was decided by it, whatever the GPU.
-    assert limit is not None
-    return peak.reserved, limit, "the limit is"
+    return limit is not None and (capacity is None or limit != capacity - (peak.device - peak.reserved))
 
 
 def _gpu_name(prediction: Prediction) -> str:
