@@ -152,6 +152,7 @@ _FEW_CHANNELS = 16
 _DIRECT_WEIGHT_CHANNELS = 4  # with fewer, float32 weight gradients of short sums do without tensor cores
 _NARROW_INPUT, _WIDE_OUTPUT = 64, 128  # channels: float32 convolutions from less to more copy no output
 _LARGE_WEIGHT = 1 << 16  # elements
+_STRIDED_WEIGHT = 1 << 11  # elements: below, gradients of strided 1x1 weights do without tensor cores
 _SMALL_KERNEL = 9  # positions: 3x3
 _LARGE_KERNEL = 49  # positions: 7x7
 _VERY_LARGE_KERNEL = 98  # positions: above, float32 data gradients copy their output in channels last, too
@@ -181,6 +182,7 @@ class _Convolution(NamedTuple):
     stride: int
     item: int  # bytes of an element
     planar: bool  # two-dimensional
+    square: bool  # picture and kernel
     strided: bool
     dilated: bool
     groups: int
@@ -249,6 +251,8 @@ def _is_direct(found: _Convolution, kind: Pass) -> bool:
         return False
     if found.item != 4:
         return kind == "forward" and found.kernel > 1 and is_short
+    if found.kernel == 1:
+        return found.strided and found.weight < (_STRIDED_WEIGHT if kind == "weight" else _LARGE_WEIGHT)
     if kind == "data":
         return found.input.channels < _FEW_CHANNELS
     return is_short and (kind == "forward" or found.input.channels < _DIRECT_WEIGHT_CHANNELS)
@@ -360,6 +364,7 @@ def _measured(kernel: _Kernel) -> list[_Measured]:
             stride=stride,
             item=item,
             planar=True,
+            square=True,
             strided=True,
             dilated=False,
             groups=1,
@@ -374,7 +379,7 @@ def _measured(kernel: _Kernel) -> list[_Measured]:
 def _is_like_measured(found: _Convolution) -> bool:
     """Dilated ones are not: cuDNN has neither Fourier transforms nor Winograd's method for them."""
     is_plain = found.planar and not found.channels_last and not found.dilated and found.groups == 1
-    return is_plain and found.stride <= 2 and found.item in (2, 4)
+    return is_plain and found.square and found.stride <= 2 and found.item in (2, 4)
 
 
 def _position(found: _Convolution) -> tuple[float, ...]:
@@ -465,6 +470,7 @@ def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memor
         stride=max(call["stride"]),
         item=item,
         planar=input.dim() == 4,
+        square=len({*input.shape[2:]}) == len({*weight.shape[2:]}) == 1,
         strided=any(step != 1 for step in call["stride"]) or any(call["padding"]),
         dilated=any(step != 1 for step in call["dilation"]),
         groups=call["groups"],
