@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
 
 class NamedModule(NamedTuple):
     name: str
@@ -18,7 +20,8 @@ def blocks(model: nn.Module) -> list[list[NamedModule]]:
     """The outermost lists of two or more similar modules with parameters: a transformer's layers.
 
     A ModuleList may mix classes, with several of each, as in models that alternate attention and state-space
-    layers; unless its members hold such lists themselves. A block that appears several times is listed once.
+    layers; unless its members hold such lists themselves. A ModuleList of ModuleLists, as in U-Nets, is one
+    list, without layers that have no children. A block that appears several times is listed once.
     """
     found: list[list[NamedModule]] = []
 
@@ -34,6 +37,9 @@ def blocks(model: nn.Module) -> list[list[NamedModule]]:
         ]
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             members = [child for child in children if next(child.module.parameters(), None) is not None]
+            if any(isinstance(child.module, _LISTS) for child in members):
+                inside = (inner for child in members for inner in _inside(child))
+                members = [inner for inner in inside if has_children(inner.module)]
             each_once = list({id(child.module): child for child in reversed(members)}.values())[::-1]
             if _are_blocks(members) and len({type(child.module) for child in members}) == 1:
                 found.append(each_once)
@@ -50,6 +56,14 @@ def blocks(model: nn.Module) -> list[list[NamedModule]]:
 
     search("", model, set())
     return found
+
+
+def _inside(named: NamedModule) -> list[NamedModule]:
+    """The modules of nested lists, which are not called themselves."""
+    if not isinstance(named.module, _LISTS):
+        return [named]
+    children = (NamedModule(f"{named.name}.{own}", child) for own, child in named.module.named_children())
+    return [inner for child in children for inner in _inside(child)]
 
 
 def block_names(model: nn.Module) -> list[str]:
