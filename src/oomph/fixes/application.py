@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
@@ -62,13 +63,20 @@ def apply(fixes: Fixes, target: Workload | nn.Module) -> Workload | tuple[Change
 def apply_to_model(fixes: Fixes, model: nn.Module) -> tuple[Change, ...]:
     """Apply fixes that change a model to this instance, and return what was changed.
 
-    If one fails, the model is restored.
+    Of a plan, those that change the step instead are left out with a warning. If one fails, the model is
+    restored.
     """
     uses = uses_of(fixes)
-    for use in uses:
-        if not find(use.fix).changes_model:
-            raise UserError(f"fix {use.fix!r} changes the step, not the model; apply it to a Workload")
-    return _change_model(uses, model)
+    others = [use.fix for use in uses if not find(use.fix).changes_model]
+    if others and not any(use.model_id for use in uses):
+        raise UserError(f"fix {others[0]!r} changes the step, not the model; apply it to a Workload")
+    if others:
+        warnings.warn(
+            f"not applied, because they change the step, not the model: {', '.join(others)}; set them in the "
+            "program, or run it with `oomph run --plan`",
+            stacklevel=3,
+        )
+    return _change_model([use for use in uses if use.fix not in others], model)
 
 
 def undo(model: nn.Module) -> None:
