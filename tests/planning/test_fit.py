@@ -154,6 +154,14 @@ def test_an_optimizer_takes_host_time_for_every_parameter() -> None:
     assert estimated[1] == pytest.approx(fixed[1], rel=0.05)  # the host's seconds
 
 
+def test_a_plan_applied_to_a_model_leaves_out_what_changes_the_step(plan: Plan) -> None:
+    others = [use.fix for use in plan.fixes if not find(use.fix).changes_model]
+    assert others
+    with pytest.warns(UserWarning, match=f"not applied.*{others[0]}.*oomph run --plan"):
+        changes = oomph.apply(plan, Model())
+    assert {change.fix for change in changes} == {use.fix for use in plan.fixes} - set(others)
+
+
 def test_nothing_predicted_that_fits_is_faster(plan: Plan) -> None:
     assert all(one.step_seconds >= plan.after.step_seconds * 0.99 for one in plan.front if one.fits)
 

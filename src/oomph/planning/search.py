@@ -304,10 +304,9 @@ class _Search:
         """Bytes that no fix of these kinds saves, and what they are; 0 if they do not exceed the limit."""
         if isinstance(self.program, WorkloadProgram):
             parameters = [made for made in prediction.allocations if made.kind == "parameter"]
-            what, least = "parameters alone", sum(made.bytes for made in parameters)
-            rounded = sum(min(made.bytes, 2 * math.prod(made.shape)) for made in parameters)
-            if rounded < least and {"precision", "training"} & set(kinds):
-                what, least = f"{what}, as bfloat16,", rounded
+            what, least = "parameters alone", sum(_smallest_bytes(made, kinds) for made in parameters)
+            if least < sum(made.bytes for made in parameters):
+                what += ", as small as fixes make them,"
         else:
             what = "parameters, gradients and optimizer state alone"
             held = self.base.estimate.parts.get("optimizer step", {})
@@ -597,9 +596,14 @@ class _Search:
     def _smallest(self, closest: _Trial, progress: Progress) -> _Trial:
         """The set with the smallest estimate whose fixes do not refuse each other, predicted in full;
         `closest` if that is smaller."""
+        refused: set[Any] = set()
         for one in sorted(self.sets, key=lambda one: one.peak):
+            of_batch = _key(_uses(group for group in one.groups if group[0].where == ("batch",)))
+            if of_batch in refused:  # a batch of fewer rows cannot be cut into as many parts
+                continue
             if trials := self._predict([one.fixes], progress, "predicting the smallest set"):
                 return min(closest, trials[0], key=_closeness)
+            refused.add(of_batch)
         return closest
 
     def _correct_estimates(
@@ -770,6 +774,13 @@ class _Search:
                 fits = reserved <= self.limit
                 front.append(PredictedFixes(fixes, peak, fits, estimated.seconds, slowdown, host, True))
         return tuple(front)
+
+
+def _smallest_bytes(parameter: Allocation, kinds: Collection[FixKind]) -> int:
+    """No more than fixes leave of it: bf16_parameters, and smaller_vocabulary, which halves its rows."""
+    rounded = 2 * math.prod(parameter.shape) if "precision" in kinds else parameter.bytes
+    may_be_halved = "training" in kinds and len(parameter.shape) == 2
+    return min(parameter.bytes, rounded) // (2 if may_be_halved else 1)
 
 
 def _in_words(model_id: str) -> str:
