@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -19,6 +19,7 @@ from oomph.cli.common import (
     Gpu,
     Json,
     Max,
+    Steps,
     progress_display,
     stdout_to_stderr,
     write_stdout,
@@ -53,6 +54,7 @@ class FixesOptions(TargetOptions):
     max: Max = None
     allow: Allow = ""
     only: Annotated[tuple[str, ...], typer.Option(metavar="FIX", help="Try this fix; repeatable.")] = ()
+    steps: Steps = None
     json: Json = False
 
 
@@ -71,7 +73,7 @@ def run_fixes(given: FixesOptions) -> int:
             raise UserError("--only tries fixes on a target: oomph fixes TARGET --only FIX")
         return _list_all(given.json)
     options = find_target(given, "fixes")
-    check_script_options(options, None)
+    check_script_options(options, options.steps)
     if not options.is_script:
         check_target(options.target, options.overrides)
     elif options.module is None:
@@ -101,6 +103,7 @@ def run_fixes(given: FixesOptions) -> int:
         if options.is_script:
             is_module = options.module is not None
             script = Script(options.target, options.overrides, is_module, torchrun=options.torchrun)
+            script = script if options.steps is None else replace(script, steps=options.steps)
             limit = allocator_limit(options, options.max)
             prediction, proposals = propose_for_program(script, card, limit, kinds, only, report)
         else:
@@ -110,6 +113,9 @@ def run_fixes(given: FixesOptions) -> int:
     else:
         limits = [] if options.gpu is None else ["--gpu", options.gpu]
         limits += [] if options.max is None else ["--max", options.max]
+        limits += [] if options.steps is None else ["--steps", str(options.steps)]
+        if options.is_script:
+            kinds = (*kinds, "precision", "training")  # a script has no fixes of these kinds
         fit = shlex.join(("oomph", *options.command("fit", *limits)))
         write_stdout(proposals_text(prediction, proposals, kinds, report_console(), options.typed, fit))
     return 0
