@@ -229,7 +229,7 @@ def test_a_budget_below_what_no_fix_of_a_function_saves_is_said_at_once() -> Non
 
 def test_exact_fixes_leave_the_parameters_as_they_are() -> None:
     parameters = sum(4 * each.numel() for each in Model().parameters())
-    exact = oomph.fit(STEP, gpu="h200", max=int(0.9 * parameters))
+    exact = oomph.fit(STEP, gpu="h200", max=int(0.2 * parameters))
     assert exact.least == parameters
     assert not exact.fixes
 
