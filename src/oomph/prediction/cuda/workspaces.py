@@ -181,13 +181,13 @@ class _Convolution(NamedTuple):
     width: int  # of the kernel
     stride: int
     item: int  # bytes of an element
-    planar: bool  # two-dimensional
-    square: bool  # picture and kernel
-    strided: bool
-    dilated: bool
-    groups: int
-    depthwise: bool
-    channels_last: bool
+    planar: bool = True  # two-dimensional
+    square: bool = True  # image and kernel
+    strided: bool = True  # or padded
+    dilated: bool = False
+    groups: int = 1
+    depthwise: bool = False
+    channels_last: bool = False
 
     @property
     def positions(self) -> int:
@@ -233,7 +233,7 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     # A matrix product per sample, on the tensors as they are; the weight's gradient is the sum of them.
     is_product = found.kernel == 1 and not found.strided
     if _is_like_measured(found) and not is_product:
-        return _as_measured(found, kind, gpu)
+        return _workspace_of_nearest(found, kind, gpu)
     if kind != "weight":
         as_it_is = is_product and (found.input.plane % 4 == 0 or found.weight < _LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
@@ -321,7 +321,7 @@ def _partial_sums(found: _Convolution, gpu: GPU) -> int:
 
 
 class _Measured(NamedTuple):
-    """A convolution of square pictures in NCHW, and the workspaces of its passes on an H200."""
+    """A convolution of square images in NCHW, and the workspaces of its passes on an H200."""
 
     case: _Convolution
     workspaces: dict[Pass, int]
@@ -329,7 +329,7 @@ class _Measured(NamedTuple):
 
 
 _MEASURED_MULTIPROCESSORS = 132  # of an H200
-_SAME_BYTES = 700  # workspaces that differ by less are those of one algorithm
+_TOLERANCE = 700  # workspaces that differ by less are those of one algorithm
 
 
 _Kernel = tuple[str, int, int]  # the dtype, the kernel's width, the stride
@@ -337,7 +337,7 @@ _Kernel = tuple[str, int, int]  # the dtype, the kernel's width, the stride
 
 @functools.cache
 def _measurements() -> dict[_Kernel, list[tuple[int, ...]]]:
-    """Batch, channels of input and output, size of the picture, and the workspaces of the passes."""
+    """Batch, channels of input and output, size of the image, and the workspaces of the passes."""
     found: dict[_Kernel, list[tuple[int, ...]]] = {}
     packed = (resources.files(__package__) / "convolutions_h200.csv.gz").read_bytes()
     for line in gzip.decompress(packed).decode().splitlines()[1:]:
@@ -363,13 +363,6 @@ def _measured(kernel: _Kernel) -> list[_Measured]:
             width=width,
             stride=stride,
             item=item,
-            planar=True,
-            square=True,
-            strided=True,
-            dilated=False,
-            groups=1,
-            depthwise=False,
-            channels_last=False,
         )
         workspaces: dict[Pass, int] = {"forward": forward, "data": data, "weight": weight}
         found.append(_Measured(case, workspaces, _position(case)))
@@ -401,12 +394,12 @@ def _nearest(found: _Convolution) -> _Measured:
     return min(_measured(kernel), key=lambda one: sum(map(abs, map(operator.sub, one.position, position))))
 
 
-def _as_measured(found: _Convolution, kind: Pass, gpu: GPU) -> int:
+def _workspace_of_nearest(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     """The workspace of the algorithm that the most similar measured convolution takes."""
     near = _nearest(found)
     measured = near.workspaces[kind]
     for workspace in _ALGORITHMS:
-        if abs(workspace(near.case) - measured) < _SAME_BYTES:
+        if abs(workspace(near.case) - measured) < _TOLERANCE:
             return workspace(found)
     beyond = measured - _copies(near.case)
     if beyond > 0:  # parts of a sum
