@@ -241,7 +241,7 @@ function drawMemory() {
         })),
         ...(limit ? [{
           yAxis: limit.bytes, lineStyle: { color: t.bad, width: 1.5, type: "dashed" },
-          label: { formatter: `${limit.title}: ${size(limit.bytes)} for the allocator`, position: "insideStartTop", color: t.bad, fontWeight: 600 },
+          label: { formatter: `${limit.title}: ${size(limit.bytes)} for the allocator`, position: "insideStartBottom", color: t.bad, fontWeight: 600 },
         }] : []),
         ...(run.whole ? [{ xAxis: chosen, lineStyle: { color: t.ink, width: 1.5, type: "solid" }, label: { show: false } }] : []),
       ],
