@@ -59,28 +59,34 @@ def test_measured_stands_beside_predicted(
 
 SCRIPT = """
 import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
 for name in ("synchronize", "memory_allocated", "max_memory_allocated", "max_memory_reserved"):
     setattr(torch.cuda, name, lambda: 1 << 20)  # there is no GPU here
 torch.cuda.get_device_name = lambda: "none"
-model = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(model.parameters())
+model = torch.nn.Linear(256, 256, device=device)
+optimizer = torch.optim.SGD(model.parameters(), foreach=False)
 while True:
-    model(torch.ones(2)).sum().backward()
+    model(torch.ones(4, 256, device=device)).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()
 """
 
 
-def test_a_script_is_measured_for_five_steps_in_a_process_of_its_own(
+def test_a_script_is_measured_in_a_process_of_its_own_and_its_residual_explained_by_op(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     monkeypatch.setattr(measure, "_this_gpu", lambda: "h200")
-    monkeypatch.setattr(measure, "predict_target", lambda options: oomph.predict(STEP, gpu="h200"))
     assert run(["measure", str(script), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["runs"]
     assert found["gpu"] == "none"
     assert [row["measured"] for row in found["rows"]][:2] == [1 << 20, 1 << 20]
+    # Run without a GPU, the ops need no bytes of it; each is found in the prediction.
+    residuals = {each["op"]: each for each in found["residuals"]}
+    assert {each["aspect"] for each in residuals.values()} == {"high"}
+    gradients, workspace = 2 * 4 * 256 * 256, 32 << 20  # cuBLAS's, made once
+    assert (residuals["mm"]["bytes"], residuals["mm"]["times"]) == (-gradients - workspace, 2)
     script.write_text("raise ValueError('its own mistake')")
 
     def in_fork(function: Any, progress: Any, *given: Any) -> Any:

@@ -223,7 +223,6 @@ def write_page(file: str, target: str, runs: Sequence[tuple[str, Prediction]], *
 
 TAKES_KEYS = {"ignore_unknown_options": True}  # --key value may be a key of a config
 
-Target = Annotated[str, typer.Argument(metavar="TARGET", help="As for predict.")]
 Module = Annotated[
     str | None, typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does.")
 ]

@@ -81,7 +81,6 @@ def run_fit(given: FitOptions) -> ExitStatus:
     from oomph.planning import fit, largest_size, ranks_needed, write_plan
     from oomph.planning.largest import size_name
     from oomph.planning.plan import plan_to_json
-    from oomph.prediction import Script
     from oomph.prediction.isolation import run_isolated
 
     search = partial(
@@ -107,11 +106,7 @@ def run_fit(given: FitOptions) -> ExitStatus:
     trials: Any = ()
     with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
         if options.is_script:
-            is_module = options.module is not None
-            script = Script(options.target, options.overrides, is_module, torchrun=options.torchrun)
-            if options.steps is not None:
-                script = replace(script, steps=options.steps)
-            plan = search(script, max=options.max, progress=report)
+            plan = search(options.script(options.steps), max=options.max, progress=report)
         else:
             plan, largest = run_isolated(run, report)
             trials = run_isolated(count, report) if options.ranks else ()

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated
 
@@ -81,7 +81,7 @@ def run_fixes(given: FixesOptions) -> int:
     # Imported here: torch takes a second to load. Names are checked before the target, which may take longer.
     from oomph.fixes import find, propose
     from oomph.planning.programs import propose_for_program
-    from oomph.prediction import Script, call_on_fake_gpu, predict
+    from oomph.prediction import call_on_fake_gpu, predict
     from oomph.prediction.isolation import run_isolated
     from oomph.workload import Workload
 
@@ -101,10 +101,7 @@ def run_fixes(given: FixesOptions) -> int:
 
     with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
         if options.is_script:
-            is_module = options.module is not None
-            script = Script(options.target, options.overrides, is_module, torchrun=options.torchrun)
-            script = script if options.steps is None else replace(script, steps=options.steps)
-            limit = allocator_limit(options, options.max)
+            script, limit = options.script(options.steps), allocator_limit(options, options.max)
             prediction, proposals = propose_for_program(script, card, limit, kinds, only, report)
         else:
             prediction, proposals = run_isolated(run, report)

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 
 from oomph import gpus
 from oomph.cli.common import (
     Html,
     Json,
-    OverrideWords,
-    Target,
     fix_words,
+    progress_display,
     stdout_to_stderr,
     write_page,
     write_stdout,
 )
-from oomph.cli.predict import PredictOptions, check_options, predict_target, with_fixes
-from oomph.cli.targets import is_script, open_target
+from oomph.cli.predict import PredictOptions, check_options, predict_target, script_with_fixes, with_fixes
+from oomph.cli.targets import TargetOptions, find_target, open_target
 from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
 from oomph.records import Measurement, Progress
 from oomph.report.measurement import Comparison, OpDifference, measurement_text, measurement_to_json
@@ -36,16 +34,16 @@ from oomph.report.terminal import report_console
 
 if TYPE_CHECKING:
     from oomph.measurement.oplog import OpRow
+    from oomph.prediction.tracer.tracer import AllocationRecorder, OpLog, Tracer
 
 _STEPS = 5
+_RECORDED_STEPS = 2  # op by op
 _EXPLAINED = 0.002  # of the measured peak: a larger difference is explained op by op
 _MOST_OPS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class MeasureOptions:
-    target: Target
-    overrides: OverrideWords = ()
+class MeasureOptions(TargetOptions):
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="GPU to predict for; default: this machine's.")
     ] = None
@@ -60,11 +58,13 @@ class MeasureOptions:
     html: Html = None
 
 
-def run_measure(options: MeasureOptions) -> ExitStatus:
+def run_measure(given: MeasureOptions) -> ExitStatus:
     """Run steps on the real GPU: predicted beside measured memory and time."""
     # Every run has a process of its own: what else lives in one would be counted.
+    options = find_target(given, "measure")
     fixes = fix_words(options.fix, options.plan)
-    asked = PredictOptions(options.target, options.overrides, gpu=options.gpu, fix=fixes, html=options.html)
+    target = options.target, options.overrides, options.module, options.torchrun
+    asked = PredictOptions(*target, gpu=options.gpu, fix=fixes, html=options.html)
     check_options(asked)
     if options.gpu is None:
         asked = replace(asked, gpu=_this_gpu())
@@ -117,7 +117,7 @@ def _comparison(options: PredictOptions, title: str) -> Comparison:
         return Comparison(title, prediction, None, (), str(measured))
     op_differences: tuple[OpDifference, ...] = ()
     difference = measured.peak.allocated - prediction.peak.allocated
-    if abs(difference) > _EXPLAINED * measured.peak.allocated and not is_script(options.target):
+    if abs(difference) > _EXPLAINED * measured.peak.allocated:
         op_differences = _op_differences(options)
     return Comparison(title, prediction, measured, op_differences)
 
@@ -126,20 +126,23 @@ def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
     """The ops whose measured and predicted bytes differ, those with the most first."""
     from oomph.prediction.isolation import run_isolated
 
-    measured = _in_fresh_process(options, ops=True)
-    if not isinstance(measured, list):
-        return ()
-
-    def predicted(progress: Any) -> Any:
+    def predicted(progress: Progress) -> list[OpRow]:
         with _opened(options) as target:
-            return predicted_rows(target, str(options.gpu), measured)
+            return predicted_rows(target, str(options.gpu), measured, progress)
 
-    with stdout_to_stderr():
-        return op_differences(measured, run_isolated(predicted, lambda text, fraction: None))
+    try:
+        measured = _in_fresh_process(options, ops=True)
+        if not isinstance(measured, list):
+            return ()
+        with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+            return op_differences(measured, run_isolated(predicted, report))
+    except OomphError:  # programs may behave differently where each op is recorded
+        return ()
 
 
 def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tuple[OpDifference, ...]:
-    """The bytes that each kind of op needs while it runs, measured less predicted; the largest first."""
+    """The bytes that each kind of op needs while it runs, measured less predicted; the largest first. Ops of
+    a step are compared with those of the same step."""
     from oomph.measurement.oplog import short_name
 
     difference: Counter[tuple[str, str, str]] = Counter()
@@ -147,7 +150,8 @@ def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tup
     extra: Counter[tuple[str, str, str]] = Counter()  # runs on the GPU less those predicted
     for sign, rows in ((1, measured), (-1, predicted)):
         for row in rows:
-            kind = (row.phase, short_name(row.op), row.outputs)
+            step = " ".join(row.phase.split()[:2])
+            kind = (step, short_name(row.op), row.outputs)
             difference[kind] += sign * (row.high - row.before)
             runs[kind] += sign == 1
             extra[kind] += sign
@@ -161,22 +165,37 @@ def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tup
     return tuple(sorted(found.values(), key=lambda each: -abs(each.bytes))[:_MOST_OPS])
 
 
-def predicted_rows(target: Any, gpu: str, measured: Sequence[OpRow]) -> list[OpRow]:
+def predicted_rows(
+    target: Any,
+    gpu: str,
+    measured: Sequence[OpRow],
+    progress: Progress = lambda text, fraction: None,
+) -> list[OpRow]:
     """The predicted op log of the steps that `measured` has, in the same format."""
-    from oomph.measurement.oplog import OpRow, describe
+    from oomph.measurement.oplog import describe
     from oomph.prediction.api import trace
-    from oomph.prediction.replay import replay
+    from oomph.prediction.isolation import finish
     from oomph.prediction.tracer.tracer import OpLog
 
     log = OpLog(describe)
-    recorder = trace(target, gpus.find(gpu), lambda text, fraction: None, log).recorder
+    steps = {row.phase.split()[1] for row in measured if row.phase.startswith("step")}
+
+    def rows(tracer: Tracer) -> list[OpRow]:
+        return _rows_of(log, tracer.recorder, steps)
+
+    return rows(trace(target, gpus.find(gpu), progress, log, lambda tracer: finish(rows(tracer))))
+
+
+def _rows_of(log: OpLog, recorder: AllocationRecorder, steps: Collection[str]) -> list[OpRow]:
+    from oomph.measurement.oplog import OpRow
+    from oomph.prediction.replay import replay
+
     allocations = [pending.finish() for pending in recorder.allocations]
     allocated = {moment.event: moment.allocated for moment in replay(recorder.events, allocations).timeline}
     after_event, level = [], 0
     for index in range(len(recorder.events)):
         level = allocated.get(index, level)
         after_event.append(level)
-    steps = {row.phase.split()[1] for row in measured if row.phase.startswith("step")}
     rows = []
     for op, outputs, phase, first, last in log.rows:
         if phase != "setup" and phase.split()[1] not in steps:
@@ -209,15 +228,16 @@ def _in_fresh_process(options: PredictOptions, ops: bool) -> Any:
     """A Measurement, or rows of ops; a text where it ran out of memory."""
     from oomph.prediction.isolation import run_in_new_interpreter
 
-    with stdout_to_stderr():
-        return run_in_new_interpreter(_measured, lambda text, fraction: None, options, ops)
+    with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
+        return run_in_new_interpreter(_measured, report, options, ops)
 
 
 def _measured(options: PredictOptions, ops: bool, progress: Progress) -> Any:
     import torch
 
+    progress("recording ops on the GPU" if ops else "measuring on the GPU", None)
     try:
-        return _measured_script(options) if is_script(options.target) else _measured_workload(options, ops)
+        return (_measured_script if options.is_script else _measured_workload)(options, ops)
     except torch.cuda.OutOfMemoryError as error:
         return str(error).split(". ")[0]
     except OomphError:
@@ -241,51 +261,64 @@ def _measured_workload(options: PredictOptions, ops: bool) -> Any:
             def listen(step: int, moment: str) -> None:
                 log.phase = "setup" if step == 0 else f"step {step} {moment}".removesuffix(" begin")
 
-            observe(target, device, 2, CudaMeter(device), listen)
+            observe(target, device, _RECORDED_STEPS, CudaMeter(device), listen)
         return log.rows
 
 
 @contextmanager
 def _opened(options: PredictOptions) -> Iterator[Any]:
     """The target with its fixes."""
+    if options.is_script:
+        yield script_with_fixes(options)
+        return
     with open_target(options.target, options.overrides) as target:
         yield with_fixes(target, options.fixes) if options.fixes else target
 
 
-def _measured_script(options: PredictOptions) -> Any:
-    """The script until its optimizer has stepped five times, or to its end."""
+def _measured_script(options: PredictOptions, ops: bool) -> Any:
+    """The script until an optimizer has stepped often enough, or to its end."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, on_each_optimizer, set_allocator_for
     from oomph.measurement.measure import Reading, summarise
+    from oomph.measurement.oplog import MeasuredOps, record_ops
     from oomph.prediction.isolation import finish
+    from oomph.prediction.script import run_as_main
 
     readings: list[Any] = [Reading(0, "setup", 0, 0, 0, 0.0)]
+    log = MeasuredOps()
+    counts: Counter[int] = Counter()  # steps of each optimizer
     began = time.perf_counter()
 
-    def measurement() -> Measurement:
-        return summarise(readings, 0, torch.cuda.get_device_name())
+    def result() -> Any:
+        return log.rows if ops else summarise(readings, 0, torch.cuda.get_device_name())
 
-    def stepped(*_: Any) -> None:
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal began
+        counts[id(optimizer)] += 1
+        if counts[id(optimizer)] < len(readings):
+            return  # another optimizer has ended this step
         torch.cuda.synchronize()
         now, stats = time.perf_counter(), torch.cuda
         sizes = stats.memory_allocated(), stats.max_memory_allocated(), stats.max_memory_reserved()
         readings.append(Reading(len(readings), "end", *sizes, now - began))
         began = now
-        if len(readings) > _STEPS:  # from inside the script, which need not end by itself
-            finish(measurement())
+        log.phase = f"step {len(readings)}"
+        if len(readings) > (_RECORDED_STEPS if ops else _STEPS):
+            finish(result())  # from inside the script, which need not end by itself
 
     register_optimizer_step_post_hook(stepped)
-    sys.argv = [options.target, *options.overrides]
-    sys.path.insert(0, str(Path(options.target).resolve().parent))
     uses = uses_of(options.fixes)
     set_allocator_for(uses)
     change: Any = ModelChange(uses) if uses else (lambda optimizer: None)
-    with on_each_optimizer(change):
-        runpy.run_path(options.target, run_name="__main__")
+    with ExitStack() as stack:
+        stack.enter_context(on_each_optimizer(change))
+        if ops:
+            log = stack.enter_context(record_ops())
+            log.phase = "step 1"
+        run_as_main(options.script())
     if len(readings) == 1:
         raise UserError(f"{options.target} ended before an optimizer of torch.optim stepped")
-    return measurement()
+    return result()

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -46,6 +46,9 @@ from oomph.report.as_json import prediction_to_json
 from oomph.report.diagnosis import diagnosis_text, diagnosis_to_json
 from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
 from oomph.report.terminal import report_console, report_text
+
+if TYPE_CHECKING:
+    from oomph.prediction import Script
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,24 +248,11 @@ def predict_target(
 def _predict_target(
     options: PredictOptions, sizes: Mapping[str, int] | None, progress: Progress
 ) -> Prediction:
-    from oomph.prediction import Script, predict
+    from oomph.prediction import predict
     from oomph.prediction.program import STEPS
 
     if options.is_script:
-        script = Script(
-            options.target,
-            options.overrides,
-            module=options.module is not None,
-            torchrun=options.torchrun or options.ranks is not None,
-            ranks=options.ranks or 1,
-        )
-        if options.steps is not None:
-            script = replace(script, steps=options.steps)
-        if options.fixes:
-            from oomph.fixes import uses_of
-            from oomph.fixes.scripts import ModelChange
-
-            script = replace(script, on_optimizer=ModelChange(uses_of(options.fixes)))
+        script = script_with_fixes(options)
         return predict(script, gpu=options.gpu, max=options.max, sizes=_sizes(options), progress=progress)
     with open_target(options.target, options.overrides) as target:
         if options.fixes:
@@ -281,6 +271,18 @@ def _predict_target(
             steps=1 if options.stages else STEPS,
             progress=progress,
         )
+
+
+def script_with_fixes(options: PredictOptions) -> Script:
+    script = options.script(options.steps)
+    if options.ranks is not None:
+        script = replace(script, torchrun=True, ranks=options.ranks)
+    if options.fixes:
+        from oomph.fixes import uses_of
+        from oomph.fixes.scripts import ModelChange
+
+        script = replace(script, on_optimizer=ModelChange(uses_of(options.fixes)))
+    return script
 
 
 def with_fixes(target: Any, fixes: Sequence[str | FixUse]) -> Any:

@@ -66,7 +66,7 @@ def run_script(
     from oomph.fixes import uses_of
     from oomph.fixes.scripts import ModelChange, check_for_scripts, on_each_optimizer, set_allocator_for
     from oomph.measurement.oplog import record_history
-    from oomph.prediction.script import Script, no_model_error, run_as_main
+    from oomph.prediction.script import no_model_error, run_as_main
 
     has_gpu = torch.cuda.device_count() > 0
     if not fixes and not has_gpu:
@@ -83,7 +83,7 @@ def run_script(
         record_history()
     try:
         with on_each_optimizer(change) if uses else contextlib.nullcontext():
-            run_as_main(Script(name, options.overrides, module is not None, torchrun=torchrun))
+            run_as_main(options.script())
     except OomphError:
         raise
     except Exception as error:

@@ -25,6 +25,7 @@ from oomph.report.terminal import short_path
 from oomph.units import parse_bytes
 
 if TYPE_CHECKING:
+    from oomph.prediction import Script
     from oomph.training.config import TrainConfig
     from oomph.workload import Workload
 
@@ -75,6 +76,12 @@ class TargetOptions:
     @property
     def is_script(self) -> bool:
         return self.module is not None or is_script(self.target)
+
+    def script(self, steps: int | None = None) -> Script:
+        from oomph.prediction import Script
+
+        script = Script(self.target, self.overrides, self.module is not None, torchrun=self.torchrun)
+        return script if steps is None else replace(script, steps=steps)
 
 
 Options = TypeVar("Options", bound=TargetOptions)

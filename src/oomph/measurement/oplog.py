@@ -102,30 +102,35 @@ class Counters(NamedTuple):
 
 
 class CudaCounters:
-    """Reads the caching allocator's counters, and the size of every request made while recording."""
+    """Reads the caching allocator's counters, and the size of every request made while recording.
 
-    def __init__(self) -> None:
-        self.device = torch.cuda.current_device()
+    They are zero before the program uses CUDA, and in processes that it forks."""
 
     def start(self) -> None:
-        with contextlib.suppress(Exception):  # without it the rows only lack single sizes
-            record_memory_history("all", context=None, stacks="python")
+        def record() -> None:
+            with contextlib.suppress(Exception):  # without it the rows only lack single sizes
+                record_memory_history("all", context=None, stacks="python")
+
+        cuda_lazy_call(record)
 
     def stop(self) -> list[int]:
         """The sizes of the latest requests, in order, up to now."""
         try:
-            traces = memory_snapshot()["device_traces"][self.device]
+            traces = memory_snapshot()["device_traces"][torch.cuda.current_device()]
             record_memory_history(None)
         except Exception:
             return []
         return [entry["size"] for entry in traces if entry["action"] == "alloc"]
 
     def reset_high(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
 
     def read(self) -> Counters:
+        if not torch.cuda.is_initialized():
+            return Counters(0, 0, 0, 0)
         # The nested form: flattening it as memory_stats() does costs more than most ops.
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        stats = torch.cuda.memory_stats_as_nested_dict()
         allocated = stats["allocated_bytes"]["all"]
         return Counters(
             allocated["current"],
