@@ -97,6 +97,41 @@ class _opened:
     def __exit__(self, *error: object) -> None: ...
 
 
+@pytest.mark.parametrize("target", ["train.py", "train.py:training"])
+def test_command_names_the_fixes_that_apply_to_the_model_of_a_program(target, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("""
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return (q @ k.transpose(1, 2)).softmax(-1) @ v
+
+def training():
+    model = Attention().cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    def step():
+        model(torch.randn(4, 1024, 32, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return step
+
+if __name__ == "__main__":
+    step = training()
+    for _ in range(3):
+        step()
+""")
+    assert run(["diagnose", target, "--json"]) == 0
+    cause = json.loads(capsys.readouterr().out)["findings"][0]
+    assert (cause["pattern"], cause["fixes"]) == ("attention matrices", ["fused_attention"])
+
+
 def test_fixes_of_patterns_exist():
     known = {fix.name for fix in all_fixes()}
     assert {name for pattern in (*PATTERNS, FRAGMENTATION) for name in pattern.fixes} <= known

@@ -157,23 +157,29 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
 
 
 def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Diagnosis:
-    """With those fixes alone that apply to the Workload, or that can be applied to a program's model."""
+    """With those fixes alone that apply to the Workload, or to the model of a program."""
     from oomph.fixes.registry import FixContext, all_fixes
-    from oomph.fixes.scripts import fixes_for_scripts
+    from oomph.planning.programs import FunctionProgram, ScriptProgram
     from oomph.prediction import call_on_fake_gpu
     from oomph.prediction.isolation import run_isolated
     from oomph.workload import Workload
 
     def applicable(progress: Progress) -> set[str]:
-        if not options.is_script:
-            with open_target(options.target, options.overrides) as target:
-                found = target if isinstance(target, Workload) else call_on_fake_gpu(target)
-                if isinstance(found, Workload):
-                    context = FixContext(diagnosis.prediction, found)
-                    return {fix.name for fix in all_fixes() if fix.proposals(context)}
-        return {fix.name for fix in fixes_for_scripts()}
+        with open_target(options.target, options.overrides) as target:
+            found = target if isinstance(target, Workload) else call_on_fake_gpu(target)
+            if isinstance(found, Workload):
+                context = FixContext(diagnosis.prediction, found)
+                return {fix.name for fix in all_fixes() if fix.proposals(context)}
+            proposals = FunctionProgram(target, None, None).proposals(diagnosis.prediction)  # type: ignore[arg-type]
+            return {one.fix for one in proposals.found}
 
-    valid = run_isolated(applicable, lambda text, fraction: None)
+    with progress_display(Console(stderr=True)) as report:
+        report("looking for the fixes that apply", None)
+        if options.is_script:  # it runs again, until it makes its optimizer
+            proposals = ScriptProgram(script_with_fixes(options), None, None).proposals(diagnosis.prediction)
+            valid = {one.fix for one in proposals.found}
+        else:
+            valid = run_isolated(applicable, report)
     findings = tuple(
         replace(one, fixes=tuple(name for name in one.fixes if name in valid)) for one in diagnosis.findings
     )
