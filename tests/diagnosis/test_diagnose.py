@@ -132,6 +132,19 @@ if __name__ == "__main__":
     assert (cause["pattern"], cause["fixes"]) == ("attention matrices", ["fused_attention"])
 
 
+def test_command_takes_a_script_that_may_start_a_program(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("""
+import subprocess, torch
+subprocess.run(["true"], check=True)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+model(torch.randn(64, 64, device="cuda")).sum().backward()
+optimizer.step()
+""")
+    assert run(["diagnose", "train.py", "--allow-subprocesses", "--json"]) == 0
+
+
 def test_fixes_of_patterns_exist():
     known = {fix.name for fix in all_fixes()}
     assert {name for pattern in (*PATTERNS, FRAGMENTATION) for name in pattern.fixes} <= known

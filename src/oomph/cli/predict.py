@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +41,7 @@ from oomph.cli.targets import (
     open_target,
     workload_of,
 )
-from oomph.errors import ExitStatus, UserError
+from oomph.errors import ExitStatus, ProgramError, UserError
 from oomph.records import Diagnosis, FixUse, Prediction, Progress
 from oomph.report.as_json import prediction_to_json
 from oomph.report.diagnosis import diagnosis_text, diagnosis_to_json
@@ -159,6 +160,7 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
 def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Diagnosis:
     """With those fixes alone that apply to the Workload, or to the model of a program."""
     from oomph.fixes.registry import FixContext, all_fixes
+    from oomph.fixes.scripts import fixes_for_scripts
     from oomph.planning.programs import FunctionProgram, ScriptProgram
     from oomph.prediction import call_on_fake_gpu
     from oomph.prediction.isolation import run_isolated
@@ -173,9 +175,12 @@ def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Dia
             proposals = FunctionProgram(target, None, None).proposals(diagnosis.prediction)  # type: ignore[arg-type]
             return {one.fix for one in proposals.found}
 
-    with progress_display(Console(stderr=True)) as report:
+    # The target runs again; a script, until it makes its optimizer. What --allow-subprocesses and
+    # --allow-network allow is refused then, so that it has no effect twice.
+    valid = {fix.name for fix in fixes_for_scripts()}
+    with progress_display(Console(stderr=True)) as report, suppress(ProgramError):
         report("looking for the fixes that apply", None)
-        if options.is_script:  # it runs again, until it makes its optimizer
+        if options.is_script:
             proposals = ScriptProgram(script_with_fixes(options), None, None).proposals(diagnosis.prediction)
             valid = {one.fix for one in proposals.found}
         else:
