@@ -145,6 +145,15 @@ optimizer.step()
     assert run(["diagnose", "train.py", "--allow-subprocesses", "--json"]) == 0
 
 
+def test_softmax_over_classes_of_pixels_is_no_attention():
+    workload = oomph.Workload(
+        model=lambda: nn.Conv2d(3, 21, 1),
+        batch=lambda device: torch.randn(4, 3, 64, 64, device=device),
+        loss=lambda model, x: model(x).softmax(1).square().mean(),
+    )
+    assert "attention matrices" not in {one.pattern for one in oomph.diagnose(workload).findings}
+
+
 def test_fixes_of_patterns_exist():
     known = {fix.name for fix in all_fixes()}
     assert {name for pattern in (*PATTERNS, FRAGMENTATION) for name in pattern.fixes} <= known

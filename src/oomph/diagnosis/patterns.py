@@ -179,7 +179,7 @@ class PeakAnalysis:
             if len(one.shape) < 2 or one.shape[-1] in self.classes:
                 continue
             if base_op(one.op) == "_softmax":
-                matrix = len(one.shape) > 3 or _is_square(one) or self._is_product(one)
+                matrix = self._is_product(one) or (_is_square(one) and one.shape[-1] in self.tokens)
             else:  # scores that something else than softmax normalises
                 matrix = base_op(one.op) == "bmm" and _is_square(one) and one.shape[-1] in self.tokens
             if matrix:
