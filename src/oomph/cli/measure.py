@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +29,7 @@ from oomph.cli.common import (
 from oomph.cli.predict import PredictOptions, check_options, predict_target, script_with_fixes, with_fixes
 from oomph.cli.targets import TargetOptions, find_target, open_target
 from oomph.errors import ExitStatus, OomphError, ProgramError, UserError
-from oomph.records import Measurement, Progress
+from oomph.records import Measurement, Prediction, Progress
 from oomph.report.measurement import Comparison, OpDifference, measurement_text, measurement_to_json
 from oomph.report.terminal import report_console
 
@@ -70,14 +71,14 @@ def run_measure(given: MeasureOptions) -> ExitStatus:
         asked = replace(asked, gpu=_this_gpu())
     else:
         _this_gpu()  # there must be one
-    found = []
-    for words in ((), fixes) if fixes else ((),):
-        case = replace(asked, fix=words)
-        found.append(
-            _comparison(
-                case, "as it is" if not words else "with the plan" if options.plan else "with the fixes"
-            )
-        )
+    cases = {"as it is": replace(asked, fix=())}
+    if fixes:
+        cases["with the plan" if options.plan else "with the fixes"] = asked
+    predictions = [predict_target(case) for case in cases.values()]  # refuses fixes that do not apply
+    found = [
+        _comparison(case, title, prediction)
+        for (title, case), prediction in zip(cases.items(), predictions, strict=True)
+    ]
     if options.json:
         write_stdout(json.dumps(measurement_to_json(found), allow_nan=False) + "\n")
     else:
@@ -110,8 +111,7 @@ def _answer_of(code: str) -> str:
     return next((line for line in reversed(lines) if line), "")
 
 
-def _comparison(options: PredictOptions, title: str) -> Comparison:
-    prediction = predict_target(options)
+def _comparison(options: PredictOptions, title: str, prediction: Prediction) -> Comparison:
     measured = _in_fresh_process(options, ops=False)
     if not isinstance(measured, Measurement):
         return Comparison(title, prediction, None, (), str(measured))
@@ -124,6 +124,7 @@ def _comparison(options: PredictOptions, title: str) -> Comparison:
 
 def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
     """The ops whose measured and predicted bytes differ, those with the most first."""
+    from oomph.prediction.api import run_silently
     from oomph.prediction.isolation import run_isolated
 
     def predicted(progress: Progress) -> list[OpRow]:
@@ -135,7 +136,7 @@ def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
         if not isinstance(measured, list):
             return ()
         with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
-            return op_differences(measured, run_isolated(predicted, report))
+            return op_differences(measured, run_isolated(partial(run_silently, predicted), report))
     except OomphError:  # programs may behave differently where each op is recorded
         return ()
 
@@ -145,13 +146,18 @@ def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tup
     a step are compared with those of the same step."""
     from oomph.measurement.oplog import short_name
 
+    def kind_of(row: OpRow) -> tuple[str, str, str]:
+        # cuDNN's batch norm has one output more than the native one.
+        return " ".join(row.phase.split()[:2]), short_name(row.op), row.outputs.partition("]")[0]
+
+    # Where ops are recorded, autograd does not add gradients in place.
+    added = {kind_of(row) for row in predicted if short_name(row.op) == "add" and row.high == row.before}
     difference: Counter[tuple[str, str, str]] = Counter()
     runs: Counter[tuple[str, str, str]] = Counter()
     extra: Counter[tuple[str, str, str]] = Counter()  # runs on the GPU less those predicted
     for sign, rows in ((1, measured), (-1, predicted)):
         for row in rows:
-            step = " ".join(row.phase.split()[:2])
-            kind = (step, short_name(row.op), row.outputs)
+            kind = kind_of(row)
             difference[kind] += sign * (row.high - row.before)
             runs[kind] += sign == 1
             extra[kind] += sign
@@ -160,7 +166,7 @@ def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tup
         aspect = "only measured" if extra[kind] > 0 else "only predicted" if extra[kind] < 0 else "high"
         same = found.get((kind[1], aspect), OpDifference(kind[1], aspect, 0, 0))
         times = same.times + (abs(extra[kind]) or runs[kind])
-        if size:
+        if size and kind not in added:
             found[kind[1], aspect] = OpDifference(kind[1], aspect, times, same.bytes + size)
     return tuple(sorted(found.values(), key=lambda each: -abs(each.bytes))[:_MOST_OPS])
 
@@ -235,7 +241,11 @@ def _in_fresh_process(options: PredictOptions, ops: bool) -> Any:
 def _measured(options: PredictOptions, ops: bool, progress: Progress) -> Any:
     import torch
 
+    from oomph.prediction.isolation import discard_output
+
     progress("recording ops on the GPU" if ops else "measuring on the GPU", None)
+    if ops:
+        discard_output()  # the program has printed it before
     try:
         return (_measured_script if options.is_script else _measured_workload)(options, ops)
     except torch.cuda.OutOfMemoryError as error:

@@ -161,10 +161,15 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        counters = self.counters
+        counters, kwargs = self.counters, kwargs or {}
+        if func.namespace != "prim":
+            with self:
+                result = func.decompose(*args, **kwargs)  # without gradients, autograd has not done it
+            if result is not NotImplemented:
+                return result
         counters.reset_high()
         before = counters.read()
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
         after = counters.read()
         self.first_alloc.append(before.n_allocs)
         self.log.rows.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import os
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,6 +22,7 @@ from oomph.prediction.isolation import (
     autograd_breaks_in_forks,
     autograd_runs,
     can_restart,
+    discard_output,
     finish,
     is_isolated,
     restart,
@@ -210,9 +210,7 @@ def _of_ranks(found: Prediction, ranks: int, nccl: int) -> Prediction:
 def run_silently(function: Callable[[Progress], T], progress: Progress) -> T:
     """The program has printed all that it prints before."""
     if is_isolated():
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, 1)
-        os.dup2(silent, 2)
+        discard_output()
     return function(progress)
 
 

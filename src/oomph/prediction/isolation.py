@@ -335,6 +335,13 @@ def _sleeps_since(pid: int) -> tuple[str, ...] | None:
     return tuple(fields[10:12]) if state == "S" else None
 
 
+def discard_output() -> None:
+    """What this process prints from now on."""
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)
+
+
 def refuse_in_thread() -> Callable[[], None]:
     """For a thread that a program starts: called in it, what is refused to the program is refused there."""
     refused = vars(_refusing).copy()
@@ -455,6 +462,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
 
     sys.addaudithook(refuse)
     os.environ.update(_ENVIRONMENT)
+    warnings.filterwarnings("ignore", "CUDA initialization")  # a real GPU is out of reach here
     sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]  # MPI starts processes when it is imported
     if "subprocesses" not in allow:
         multiprocessing.util.spawnv_passfds = _refuse_spawn  # it raises no audit event
