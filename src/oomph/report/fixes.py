@@ -296,10 +296,11 @@ def plan_verdict(plan: Plan) -> str:
         if plan.is_max:
             what = f"allocator limit of {format_bytes(plan.limit)} ({there_is} with the CUDA context)"
         where, has = f"the {what} on {plan.gpu_title}", ""
+    released = ""
     if plan.fits and after > plan.limit + context:
-        has += ", which is enough because cached memory is released"
+        released, needs = ", but only by releasing cached memory", f"{needs} otherwise"
     if plan.fits and not plan.fixes:
-        return f"fits {where} without fixes: needs {needs}{has}"
+        return f"fits {where} without fixes{released}: needs {needs}{has}"
     if plan.least:
         beside = "" if plan.is_max else f", and the CUDA context {format_bytes(context)}"
         return f"does not fit {where}: {plan.reason}{beside}{has}"
@@ -309,7 +310,7 @@ def plan_verdict(plan: Plan) -> str:
     if not plan.fixes:
         return f"{verdict} {where}, and no fix was found that lowers the peak: needs {needs}{has}"
     return (
-        f"{verdict} {where} with {len(plan.fixes)} fix{'es' if len(plan.fixes) > 1 else ''}: "
+        f"{verdict} {where} with {len(plan.fixes)} fix{'es' if len(plan.fixes) > 1 else ''}{released}: "
         f"{format_bytes(before)} -> {needs}{has}; step time x{plan.after.slowdown:.2f}"
     )
 

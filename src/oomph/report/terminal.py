@@ -146,6 +146,8 @@ def _traced_steps(prediction: Prediction) -> Verdict:
         details = f": would otherwise reserve {need_text}{margin}; {there_is}{peak}"
         return Verdict("fits, but only by releasing cached memory", details)
     spare = f" with {format_bytes(available - needed)} to spare{margin}"
+    if needed + prediction.margin > available:
+        spare += ", since cached memory can be released"
     return Verdict("fits", f"{spare}: needs {need_text}; {there_is}{peak}")
 
 
