@@ -262,11 +262,13 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
 
         return run
 
-    compile_script = torch.jit.script
+    compile_script: Any = torch.jit.script
 
-    def script(program: Any, *args: Any, **kwargs: Any) -> Any:
+    def script(program: Any, *args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
+        """Names of the program are looked up in the frame that calls it, `_frames_up` above."""
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
-            return compile_script(program, *args, **kwargs)  # formulas of torch's forward-mode gradients
+            # Formulas of torch's forward-mode gradients, functional optimizers of torch.distributed.
+            return compile_script(program, *args, _frames_up=_frames_up + 1, **kwargs)
         tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
         return program
 
