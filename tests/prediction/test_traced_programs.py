@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -70,6 +72,24 @@ def test_a_default_device_set_by_the_program_is_the_pretend_gpu():
         return lambda: mean_square(model, torch.randn(32, 64)).backward()
 
     assert oomph.predict(train).peak.allocated > 64 * 64 * 4
+
+
+@pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
+def test_a_default_tensor_type_set_by_the_program_is_of_the_pretend_gpu():
+    def train() -> Callable[[], None]:
+        torch.set_default_tensor_type(torch.cuda.FloatTensor)
+        torch.set_default_tensor_type("torch.cuda.FloatTensor")
+        model = nn.Linear(64, 64)
+        assert model.weight.is_cuda
+        assert torch.Tensor([1.0]).is_cuda
+        assert torch.Tensor(2, 3).is_cuda
+        assert torch.LongTensor([1]).device.type == "cpu"
+        torch.set_default_tensor_type("torch.FloatTensor")
+        assert torch.Tensor([1.0]).device.type == "cpu"
+        return lambda: mean_square(model, torch.randn(32, 64, device="cuda")).backward()
+
+    assert oomph.predict(train).peak.allocated > 64 * 64 * 4
+    assert torch.Tensor([1.0]).device.type == "cpu"
 
 
 def test_reading_a_loss_works_and_a_guessed_condition_is_noted():
@@ -260,6 +280,12 @@ def _scripted() -> None:
     model(torch.randn(2, 4, device="cuda")).sum().backward()
 
 
+def _scripted_by_torch() -> None:
+    sys.modules.pop("torch.distributed.optim.functional_sgd", None)
+    importlib.import_module("torch.distributed.optim.functional_sgd")
+    nn.Linear(4, 4).cuda()(torch.randn(2, 4, device="cuda")).sum().backward()
+
+
 def _forward_mode() -> None:
     x = torch.randn(3, device="cuda", requires_grad=True)
     torch.func.jvp(torch.sin, (x,), (torch.ones(3, device="cuda"),))[0].sum().backward()
@@ -288,7 +314,7 @@ def _flex_attention() -> None:
     assert out.shape == q.grad.shape
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script", "ignore:.*without torch.compile")  # of torch itself
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*without torch.compile")  # of torch itself
 @pytest.mark.parametrize(
     "program",
     [
@@ -296,6 +322,7 @@ def _flex_attention() -> None:
         _tensor_of_gpu_numbers,
         _orthogonal,
         _scripted,
+        _scripted_by_torch,
         _forward_mode,
         _cuda_graph,
         _lengths_on_the_host,

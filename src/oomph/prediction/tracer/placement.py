@@ -424,12 +424,27 @@ def _fake_class(cls: type) -> Any:
 
 def install_default_device(patches: Patches, placement: PlacementMode) -> None:
     """Keep the default device in our mode: torch's mode for it is below ours and would initialize CUDA."""
-    set_default = torch.set_default_device
+    set_default, set_default_type = torch.set_default_device, torch.set_default_tensor_type
+    make = torch.Tensor.__new__
     context = getattr(internals.GLOBAL_DEVICE_CONTEXT, "device_context", None)
     before = context.device if context is not None else None
 
     def set_default_device(device: Any) -> None:
         placement.default = None if device is None else torch.device(device)
+
+    def set_default_tensor_type(kind: Any) -> None:
+        """Also of torch.Tensor(...), to which a default device means nothing."""
+        if isinstance(kind, str):
+            kind = functools.reduce(getattr, kind.split(".")[1:], torch)
+        on_gpu = isinstance(kind, LegacyTensorType)
+        set_default_type(getattr(torch, kind.__name__) if on_gpu else kind)
+        set_default_device(DEVICE if on_gpu else None)
+
+        def new(cls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+            made: torch.Tensor = kind(*args) if on_gpu and cls is torch.Tensor else make(cls, *args, **kwargs)
+            return made
+
+        patches.set(torch.Tensor, "__new__", new)
 
     def get_default_device() -> torch.device:
         return torch.empty(0).device  # asked of the mode, so that `with torch.device(...)` counts too
@@ -439,3 +454,4 @@ def install_default_device(patches: Patches, placement: PlacementMode) -> None:
     set_default_device(before)
     patches.set(torch, "set_default_device", set_default_device)
     patches.set(torch, "get_default_device", get_default_device)
+    patches.set(torch, "set_default_tensor_type", set_default_tensor_type)
