@@ -167,15 +167,20 @@ class Holder:
     recurrent: bool = False  # it computes the next value from the last, as `state = cell(x, state)`
 
 
-def dimension_names(shape: Sequence[int]) -> tuple[str, ...]:
-    """What `--sizes` calls the dimensions of a batch tensor: [B, T, F], or [B, C, H, W]; "" beyond these."""
+def dimension_names(shape: Sequence[int], image: Sequence[int] = ()) -> tuple[str, ...]:
+    """What `--sizes` calls the dimensions of a batch tensor: [B, T, F], or [B, C, H, W]; "" beyond these.
+
+    `image`: the shape of the batch's images, whose masks are [B, H, W].
+    """
     names = ("B", "C", "H", "W") if len(shape) == 4 else ("B", "T", "F")
+    if len(shape) == 3 and tuple(shape[1:]) == tuple(image[2:]):
+        names = ("B", "H", "W")
     return (names + ("",) * len(shape))[: len(shape)]
 
 
-def named_shape(shape: Sequence[int]) -> str:
+def named_shape(shape: Sequence[int], image: Sequence[int] = ()) -> str:
     """`[B=8, T=512]`"""
-    named = zip(dimension_names(shape), shape, strict=True)
+    named = zip(dimension_names(shape, image), shape, strict=True)
     return f"[{', '.join(f'{name}={size}' if name else str(size) for name, size in named)}]"
 
 

@@ -66,6 +66,15 @@ def test_functions_images_and_workloads() -> None:
 
     found = oomph.predict(training, sizes={"H": 32, "W": 24})
     assert [each.shape for each in found.batch] == [(2, 3, 32, 24)]
+
+    def segmentation() -> None:
+        model = nn.Conv2d(3, 4, 1).cuda()
+        for _ in range(2):
+            images, masks = torch.randn(2, 3, 16, 16).cuda(), torch.ones(2, 16, 16, dtype=torch.long).cuda()
+            nn.functional.cross_entropy(model(images), masks).backward()
+
+    found = oomph.predict(segmentation, sizes={"H": 32, "W": 24})
+    assert [each.shape for each in found.batch] == [(2, 3, 32, 24), (2, 32, 24)]
     with pytest.raises(UserError, match=r"T=8: no such dimension .*\[B=2, C=3, H=16, W=16\]"):
         oomph.predict(training, sizes={"T": 8})
     with pytest.raises(UserError, match="makes its batch there"):

@@ -302,10 +302,11 @@ def _batch(tensors: Sequence[BatchTensor]) -> str:
     Those that a program moved to the GPU have no names; their dimensions have those of `--sizes`.
     """
     shown = sorted(tensors, key=lambda one: -math.prod(one.shape))[:_BATCH_TENSORS]
+    image = next((one.shape for one in tensors if len(one.shape) == 4), ())
     texts = [
         f"{printable(one.name)} {list(one.shape)} {one.dtype}"
         if one.name
-        else f"{named_shape(one.shape)} {one.dtype}"
+        else f"{named_shape(one.shape, image)} {one.dtype}"
         for one in tensors
         if one in shown
     ]

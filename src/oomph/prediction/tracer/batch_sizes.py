@@ -42,6 +42,7 @@ class BatchSizes:
         self._asked, self._note = sizes, note
         self.wanted: dict[str, int] = {} if sizes == "longest" else dict(sizes)  # type: ignore[arg-type]
         self._length: int | None = None  # of the last batch, as loaded
+        self._image: tuple[int, ...] = ()
         self._rows: int | None = None  # of the last tensor with several dimensions
         self._applied: set[str] = set()
         self._scanned: set[int] = set()  # ids of data sets
@@ -49,8 +50,10 @@ class BatchSizes:
     def resize(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, on the host, with the sizes that are asked for."""
         shape = tuple(tensor.shape)
-        names = list(dimension_names(shape))
-        if len(shape) in (2, 3):
+        if len(shape) == 4:
+            self._image = shape
+        names = list(dimension_names(shape, self._image))
+        if names[1:2] == ["T"]:
             self._length = shape[1]
         if len(shape) > 1:
             self._rows = shape[0]
@@ -97,7 +100,7 @@ class BatchSizes:
         missing = [name for name in self.wanted or ("T",) if name not in self._applied]
         if not missing or (self._asked == "longest" and self._applied):
             return
-        seen = [named_shape(one.shape) for one in moved]
+        seen = [named_shape(one.shape, self._image) for one in moved]
         what = ", ".join(seen[:4]) or "nothing: it makes its batch there"
         asked = "longest" if self._asked == "longest" else f"{missing[0]}={self.wanted[missing[0]]}"
         why = "no data set of tensors or lists was found" if asked == "longest" else "no such dimension"
