@@ -463,6 +463,7 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     sys.addaudithook(refuse)
     os.environ.update(_ENVIRONMENT)
     warnings.filterwarnings("ignore", "CUDA initialization")  # a real GPU is out of reach here
+    warnings.filterwarnings("ignore", module=r"oomph\.prediction")  # torch's, at lines of ours
     sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]  # MPI starts processes when it is imported
     if "subprocesses" not in allow:
         multiprocessing.util.spawnv_passfds = _refuse_spawn  # it raises no audit event
