@@ -165,14 +165,23 @@ def model_of(made: Optimizer | nn.Module) -> nn.Module:
 def trained_model(optimizer: Optimizer) -> nn.Module:
     """The outermost module that has the optimizer's parameters, without its wrapper."""
     wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    gc.unfreeze()  # in a prediction's process, objects of before are frozen, and not listed
+    found, count = _outermost_module(wanted)
+    if count < len(wanted):
+        gc.unfreeze()  # in a prediction's process, objects of before are frozen, and not listed
+        found, count = _outermost_module(wanted)
+    if found is None:
+        raise UserError("no module has the parameters of the script's optimizer, so no fix can be applied")
+    return unwrapped(found)
+
+
+def _outermost_module(wanted: set[int]) -> tuple[nn.Module | None, int]:
+    """The module with the most of these parameters, and how many it has; of nested ones the outermost."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     own = [each for each in modules if not wanted.isdisjoint(map(id, each.parameters()))]
     inside = {id(child) for each in own for child in each.modules() if child is not each}
     outermost = [each for each in own if id(each) not in inside]
-    if not outermost:
-        raise UserError("no module has the parameters of the script's optimizer, so no fix can be applied")
-    return unwrapped(max(outermost, key=lambda each: sum(id(p) in wanted for p in each.parameters())))
+    counts = [sum(id(p) in wanted for p in each.parameters()) for each in outermost]
+    return max(zip(outermost, counts, strict=True), key=lambda pair: pair[1], default=(None, 0))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
