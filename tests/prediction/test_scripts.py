@@ -66,6 +66,13 @@ def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predic
     assert "not real" in script.notes[0].text
 
 
+def test_the_note_on_what_comes_later_leaves_out_an_evaluation_that_was_traced(predicted) -> None:
+    evaluation = "    model.eval()(torch.randn(64, 256, device='cuda'))\n    model.train()\n"
+    for source, expected in ((ENDLESS, True), (ENDLESS + evaluation, False)):
+        (note,) = (each.text for each in predicted(source).notes if "stopped after 3 steps" in each.text)
+        assert ("evaluation" in note) == expected
+
+
 def test_a_last_step_that_is_known_to_be_the_same_is_not_run(predicted, capfd) -> None:
     traced = predicted(ENDLESS)
     assert capfd.readouterr().out.count("loss") == 2

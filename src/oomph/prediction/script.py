@@ -216,9 +216,9 @@ class _ScriptSteps:
 
     def _end(self, why: str | None = None) -> NoReturn:
         self._check_gpu()
+        what = "saving" if self._tracer.modules.evaluated else "evaluation or saving"
         later = (
-            "what it would do later, such as evaluation or saving after an epoch, is not included "
-            "(--steps N traces more)"
+            f"what it would do later, such as {what} after an epoch, is not included (--steps N traces more)"
         )
         step = self._tracer.guard.call("evaluation", "a Trainer", next_evaluation, lambda: None)
         if step is not None:

@@ -192,6 +192,7 @@ class ModuleStack:
         self._blocks: dict[int, list[nn.Module]] = {}  # by id, with those like it in the container
         self._inside_block = False
         self.completed = 0  # calls of modules that were inside no other
+        self._called: dict[bool, set[int]] = {True: set(), False: set()}  # their ids, by module.training
         self._roots: list[nn.Module] = []  # kept alive, so that the ids above stay theirs
 
     @property
@@ -206,6 +207,11 @@ class ModuleStack:
     @property
     def inside_loss(self) -> bool:
         return any(is_loss for _, is_loss in self._stack)
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether a model ran in training mode and in evaluation mode."""
+        return bool(self._called[True] & self._called[False])
 
     def name(self, root: nn.Module) -> None:
         """Give every module under `root` its path; those of later roots start with the root's class."""
@@ -274,6 +280,7 @@ class ModuleStack:
             self._stack.append((path, _is_loss(module)))
             try:
                 if len(self._stack) == 1:
+                    self._called[bool(module.training)].add(id(module))
                     before_root()
                     return call_root(call, module, args, kwargs)
                 if outermost:
