@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
@@ -346,7 +347,9 @@ def propose_for_program(
     made = ScriptProgram if isinstance(target, Script) else FunctionProgram
     program = made(target, card, limit)  # type: ignore[arg-type]
     progress("predicting the step without fixes", None)
+    began = time.perf_counter()
     prediction = program.predict()
+    first = time.perf_counter() - began
 
     def search(progress: Progress) -> list[Proposal]:
         proposals = program.proposals(prediction)
@@ -354,9 +357,18 @@ def propose_for_program(
             raise UserError(f"no fix can be applied: {proposals.reason}")
         found = [one for one in proposals.found if (one.fix in only if only else one.kind in kinds)]
         tried: list[Proposal | None] = []
+        began = time.perf_counter()
+
+        def report() -> None:
+            each = (time.perf_counter() - began) / len(tried) if tried else first
+            left = max(1.0, each * (len(found) - len(tried)))
+            progress(f"predicting each fix by itself, about {left:.0f} s left", len(tried) / len(found))
+
+        if found:
+            report()
         for number, after in program.predict_with([(one.use,) for one in found]):
             tried.append(with_prediction(found[number], prediction, after))
-            progress("predicting each fix by itself", len(tried) / len(found))
+            report()
         lower = [one for one in tried if one is not None and (one.saving is None or one.saving > 0)]
         return sorted(lower, key=lambda one: -(one.saving or 0))
 
