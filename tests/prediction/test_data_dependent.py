@@ -129,6 +129,31 @@ def test_one_mask_selects_the_same_number_of_elements_each_time() -> None:
 
 
 @in_process
+@pytest.mark.parametrize("pairs", [64, 256])
+def test_what_a_known_mask_selects_is_known(pairs: int) -> None:
+    def program() -> None:
+        """The pairs of a contrastive loss, as SimCLR selects them."""
+        ids = torch.arange(pairs).repeat(2)
+        labels = (ids[None] == ids[:, None]).float().cuda()
+        others = ~torch.eye(2 * pairs, dtype=torch.bool, device="cuda")
+        labels = labels[others].view(2 * pairs, -1)
+        similarity = torch.randn(2 * pairs, 2 * pairs, device="cuda")[others].view(2 * pairs, -1)
+        assert similarity[labels.bool()].shape == (2 * pairs,)
+        assert similarity[~labels.bool()].view(2 * pairs, -1).shape == (2 * pairs, 2 * pairs - 2)
+
+    assert "depends on values" not in notes_of(program)
+
+
+@in_process
+def test_an_unknown_mask_selects_as_much_of_every_row() -> None:
+    def program() -> None:
+        x = torch.randn(8, 511, device="cuda")
+        assert x[x > 0].view(8, -1).shape == (8, 256)
+
+    notes_of(program)
+
+
+@in_process
 def test_masks_of_the_host_select_what_they_select() -> None:
     def program() -> None:
         x = torch.randn(64, 16, device="cuda")

@@ -63,7 +63,9 @@ _KEEPS_VALUES = VIEWS | aten_ops("""
     upsample_bicubic2d.default
 """)
 # Large floats are followed through these alone, where they are known: they make masks of masks.
-_MAKES_MASKS = VIEWS | aten_ops("where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default")
+_MAKES_MASKS = VIEWS | aten_ops("""
+    where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default index.Tensor
+""")
 _COPY = aten.copy_.default
 _REDUCTIONS: dict[OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(aten_ops("all.default all.dim all.dims"), torch.all),
@@ -234,7 +236,7 @@ class Values:
         known = known or _asks_whether_finite(func, args)
         if large_floats and not known and func not in _POSITIONS:
             return self.invalidate(call)
-        if known and all(map(_is_small, results)):
+        if known and (large_floats or all(map(_is_small, results))):
             whole = func in _FACTORIES_LIKE or all(entry.whole for entry in inputs.values())
             if whole and self._store_computed(call, results, known=True):
                 return None
@@ -623,7 +625,9 @@ class ValueEstimates:
                 self.sizes_assumed = True
                 self._note(f"the size of the result of {op} depends on values: {count:,} is assumed")
             return count
-        typical = math.ceil(elements * _fraction(found))
+        # As many in every row: programs give what they select a shape again, with x[mask].view(len(x), -1).
+        rows = len(mask) if mask.dim() > 1 else 1
+        typical = rows * math.ceil(elements / max(rows, 1) * _fraction(found))
         if found.known:
             spread = 0 if typical in (0, elements) else 3 * math.isqrt(elements)
             return self._size(op, typical, min(elements, typical + spread), max(0, typical - spread))
