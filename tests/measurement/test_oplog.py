@@ -59,6 +59,14 @@ def test_ops_of_forward_and_backward_are_logged_in_order_with_their_phase() -> N
     assert log.rows[0].outputs == "f32[2,2]"
 
 
+def test_ops_that_only_call_others_are_logged_as_those_without_gradients_too() -> None:
+    x, weight = torch.ones(1, 1, 4), torch.ones(1, 1, 3)
+    with torch.inference_mode(), record_ops(ScriptedCounters()) as log:
+        torch.conv1d(x, weight)
+        torch.ops.aten.silu_backward(x, x)  # has a kernel of its own, and is composed of others elsewhere
+    assert [short_name(row.op) for row in log.rows] == ["convolution", "silu_backward"]
+
+
 def test_each_row_carries_its_own_requests() -> None:
     with record_ops(ScriptedCounters()) as log:
         torch.ones(2).add(1).mul(2)

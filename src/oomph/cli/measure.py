@@ -142,22 +142,20 @@ def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
 
 
 def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tuple[OpDifference, ...]:
-    """The bytes that each kind of op needs while it runs, measured less predicted; the largest first. Ops of
-    a step are compared with those of the same step."""
-    from oomph.measurement.oplog import short_name
-
-    def kind_of(row: OpRow) -> tuple[str, str, str]:
-        # cuDNN's batch norm has one output more than the native one.
-        return " ".join(row.phase.split()[:2]), short_name(row.op), row.outputs.partition("]")[0]
-
-    # Where ops are recorded, autograd does not add gradients in place.
-    added = {kind_of(row) for row in predicted if short_name(row.op) == "add" and row.high == row.before}
-    difference: Counter[tuple[str, str, str]] = Counter()
-    runs: Counter[tuple[str, str, str]] = Counter()
-    extra: Counter[tuple[str, str, str]] = Counter()  # runs on the GPU less those predicted
+    """Measured less predicted bytes: first at the peak, then those that each kind of op needs while it runs, the
+    largest first. Ops of a step are compared with those of the same step."""
+    # Where ops are recorded, autograd does not add in place.
+    added = {
+        (*_kind(row)[:1], "add", _kind(row)[2])
+        for row in predicted
+        if _kind(row)[1] in ("add", "add_") and row.high == row.before
+    }
+    difference: Counter[_Kind] = Counter()
+    runs: Counter[_Kind] = Counter()
+    extra: Counter[_Kind] = Counter()  # runs on the GPU less those predicted
     for sign, rows in ((1, measured), (-1, predicted)):
         for row in rows:
-            kind = kind_of(row)
+            kind = _kind(row)
             difference[kind] += sign * (row.high - row.before)
             runs[kind] += sign == 1
             extra[kind] += sign
@@ -168,7 +166,32 @@ def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tup
         times = same.times + (abs(extra[kind]) or runs[kind])
         if size and kind not in added:
             found[kind[1], aspect] = OpDifference(kind[1], aspect, times, same.bytes + size)
-    return tuple(sorted(found.values(), key=lambda each: -abs(each.bytes))[:_MOST_OPS])
+    by_op = sorted(found.values(), key=lambda each: -abs(each.bytes))[:_MOST_OPS]
+    return (*_at_peak(measured, predicted), *by_op)
+
+
+def _at_peak(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> Iterator[OpDifference]:
+    """The op of the measured peak: what was kept before it, and what it needs while it runs."""
+    highest = max(range(len(measured)), key=lambda index: measured[index].high, default=0)
+    kind = _kind(measured[highest])
+    position = sum(_kind(row) == kind for row in measured[:highest])
+    same = [row for row in predicted if _kind(row) == kind]
+    if position < len(same):
+        m, p = measured[highest], same[position]
+        kept, needed = m.before - p.before, (m.high - m.before) - (p.high - p.before)
+        for aspect, size in (("kept before the peak", kept), ("at the peak", needed)):
+            if size:
+                yield OpDifference(kind[1], aspect, 1, size)
+
+
+_Kind = tuple[str, str, str]
+
+
+def _kind(row: OpRow) -> _Kind:
+    """Step, op and first output: cuDNN's batch norm has one output more than the native one."""
+    from oomph.measurement.oplog import short_name
+
+    return " ".join(row.phase.split()[:2]), short_name(row.op), row.outputs.partition("]")[0]
 
 
 def predicted_rows(

@@ -7,6 +7,7 @@ same rows. The history is recorded at low cost, and read where memory runs out.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,8 +15,11 @@ from typing import Any, NamedTuple
 import torch
 
 from oomph.torch_internals import (
+    OpOverload,
     TorchDispatchMode,
     cuda_lazy_call,
+    dispatch_has_kernel_for_dispatch_key,
+    is_composite,
     memory_snapshot,
     out_of_memory_observer,
     record_memory_history,
@@ -48,6 +52,8 @@ _SAME = {
     "_native_batch_norm_legit": "native_batch_norm",
     "cudnn_batch_norm_backward": "native_batch_norm_backward",
     "lift_fresh_copy": "lift_fresh",
+    "new_empty": "empty",
+    "new_zeros": "zeros",
     "copy": "copy_",
 }
 
@@ -148,6 +154,13 @@ class MeasuredOps:
     rows: list[OpRow] = field(default_factory=list)
 
 
+@functools.cache
+def _runs_others(func: OpOverload) -> bool:
+    """Whether the op has no kernel of its own. Autograd runs the others in its place, unless it is off."""
+    has_kernel = any(dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CUDA"))
+    return is_composite(func) and not has_kernel
+
+
 class _Recorder(TorchDispatchMode):
     """Logs every op. Autograd's thread inherits the mode, and runs while the calling thread waits,
     so that one list keeps the order of the program."""
@@ -162,11 +175,9 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         counters, kwargs = self.counters, kwargs or {}
-        if func.namespace != "prim":
+        if _runs_others(func):
             with self:
-                result = func.decompose(*args, **kwargs)  # without gradients, autograd has not done it
-            if result is not NotImplemented:
-                return result
+                return func.decompose(*args, **kwargs)
         counters.reset_high()
         before = counters.read()
         result = func(*args, **kwargs)

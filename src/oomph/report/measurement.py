@@ -66,7 +66,9 @@ def measurement_text(comparisons: Sequence[Comparison], console: Console) -> str
             for each in one.differences:
                 sign = "-" if each.bytes < 0 else "+"
                 size = format_bytes(abs(each.bytes))
-                console.print(Text(f"  {sign}{size}  {each.op}, {each.aspect}, {each.times} times"))
+                aspect = "while it runs" if each.aspect == "high" else each.aspect
+                times = f", {each.times} times" if each.times > 1 else ""
+                console.print(Text(f"  {sign}{size}  {each.op}, {aspect}{times}"))
     return strip_lines(capture.get())
 
 
