@@ -192,7 +192,7 @@ def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Dia
 
 
 def next_step(options: PredictOptions, prediction: Prediction) -> str:
-    if prediction.fits is not False:
+    if prediction.fits is not False or options.plan is not None:
         return ""
     limit = [] if options.gpu is None else ["--gpu", options.gpu]
     limit += [] if options.max is None else ["--max", options.max]
