@@ -290,8 +290,8 @@ def test_every_way_to_write_a_fix(tmp_path):
         [str(tmp_path / "object.json")],
     ):
         assert fixes.uses_of(given) == [use]
-    listed = fixes.uses_of('doubling:module=["a","b"],times=2')[0]
-    assert listed.options == {"module": ["a", "b"], "times": 2}
+    for given in ('doubling:module=["a","b"],times=2', "doubling:module=[a, b],times=2"):
+        assert fixes.uses_of(given)[0].options == {"module": ["a", "b"], "times": 2}
 
 
 @own_fixes
@@ -302,6 +302,7 @@ def test_every_way_to_write_a_fix(tmp_path):
         ("zzz", "there is no fix 'zzz'; the fixes are doubling, adding, accumulating"),
         ([{"fix": "doubling", "option": 3}], "a fix is given as"),
         ("doubling:times", "'times' is not option=value"),
+        ("doubling:module=a,b", "a list in brackets: option=[a,b]"),
         ("doubling:time=3", "fix 'doubling' has no option 'time'; its options are module, times"),
         (["accumulating", "adding"], "cannot be combined: one of them is enough"),
         (7, "fixes=7 is not valid"),

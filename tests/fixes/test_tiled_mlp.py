@@ -129,7 +129,7 @@ class NotTileable(nn.Module):
         ("mixing", "mixing is not a function of single tokens, so it has no tiles"),
         ("two", "two: its forward does not take exactly one argument"),
         ("replaced", "replaced: its forward was replaced already"),
-        ("nowhere", "the model has no module 'nowhere'"),
+        ("nowhere", "the model has no module 'nowhere'; did you mean 'normed'"),
     ],
 )
 def test_what_cannot_be_tiled_is_refused_and_the_model_left_as_it_was(name, message):

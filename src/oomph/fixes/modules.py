@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import math
 import re
 import zlib
@@ -49,7 +50,10 @@ def module_at(model: nn.Module, name: str, fix: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError:
-        raise UserError(f"fix {fix!r}: the model has no module {name!r}") from None
+        close = difflib.get_close_matches(name, (known for known, _ in model.named_modules()), n=1)
+        children = ", ".join(known for known, _ in model.named_children())
+        hint = f"did you mean {close[0]!r}?" if close else f"its modules are {children}"
+        raise UserError(f"fix {fix!r}: the model has no module {name!r}; {hint}") from None
 
 
 def name_of(model: nn.Module, wanted: nn.Module) -> str:

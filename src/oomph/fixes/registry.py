@@ -110,7 +110,10 @@ NAMES_ELSEWHERE = {  # fixes -> what other libraries, papers and flags call them
     "'allocator'": "expandable_segments cuda_alloc_conf pytorch_cuda_alloc_conf",
 }
 
-VALID_FIX = "give name, name:option=value,option=value, or a .json file with rows of `oomph fixes --json`"
+VALID_FIX = (
+    "give name, name:option=value,option=value (a list in brackets: option=[a,b]), or a .json file with rows "
+    "of `oomph fixes --json`"
+)
 
 
 @dataclass(frozen=True)
@@ -403,7 +406,9 @@ def _parse(text: str) -> FixUse:
         try:
             options[key.strip()] = json.loads(value)
         except (ValueError, RecursionError):
-            options[key.strip()] = value.strip()  # a word without quotes
+            word = value.strip()  # without quotes, as those in a list
+            is_list = word.startswith("[") and word.endswith("]")
+            options[key.strip()] = [one.strip() for one in word[1:-1].split(",")] if is_list else word
     return FixUse(name, options)
 
 
