@@ -62,3 +62,15 @@ def test_a_report_that_fails_does_not_hide_the_failure(
     assert run(["run", "--fix", "activation_checkpointing", "train.py"]) == 1
     assert "OutOfMemoryError: CUDA out of memory" in (shown := capsys.readouterr().err)
     assert "no report of the failure could be made" in shown
+
+
+def test_a_script_that_fails_without_a_gpu_is_pointed_to_predict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    Path("train.py").write_text("raise ValueError('bf16 needs a GPU')\n")
+    assert run(["run", "--fix", "fused_optimizer", "train.py"]) == 1
+    first, *traceback = capsys.readouterr().err.splitlines()
+    assert "no GPU; `oomph predict train.py --fix fused_optimizer`" in first
+    assert traceback[-1] == "ValueError: bf16 needs a GPU"

@@ -69,10 +69,11 @@ def run_script(
     from oomph.prediction.script import no_model_error, run_as_main
 
     has_gpu = torch.cuda.device_count() > 0
+    words = [word for one in fixes for word in ("--plan" if one == plan else "--fix", one)]
+    predict = shlex.join(("oomph", *options.command("predict", *words)))
     if not fixes and not has_gpu:
-        predict = shlex.join(options.command("predict"))
         raise UserError(
-            f"`oomph run` records GPU memory, and there is no GPU here; `oomph {predict}` "
+            f"`oomph run` records GPU memory, and there is no GPU here; `{predict}` "
             "needs none (with --plan FILE or --fix NAME, run also runs scripts that need no GPU)"
         )
     uses = uses_of(fixes)
@@ -88,12 +89,12 @@ def run_script(
         raise
     except Exception as error:
         if not has_gpu and is_missing_gpu(error):
-            words = [word for one in fixes for word in ("--plan" if one == plan else "--fix", one)]
-            predict = shlex.join(options.command("predict", *words))
             raise UserError(
                 f"{raised_at(error) or name} uses CUDA, and there is no GPU here; "
-                f"`oomph {predict}` predicts it without one"
+                f"`{predict}` predicts it without one"
             ) from error
+        if not has_gpu:
+            print(f"oomph: {name} failed, where there is no GPU; `{predict}` needs none", file=sys.stderr)
         sys.stderr.write(program_traceback(error))
         if has_gpu and isinstance(error, torch.OutOfMemoryError):
             with stdout_to_stderr():
