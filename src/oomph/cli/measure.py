@@ -142,7 +142,7 @@ def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
 
 
 def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tuple[OpDifference, ...]:
-    """Measured less predicted bytes: first at the peak, then those that each kind of op needs while it runs, the
+    """Measured less predicted bytes: at the peak, then those that each kind of op needs while it runs, the
     largest first. Ops of a step are compared with those of the same step."""
     # Where ops are recorded, autograd does not add in place.
     added = {
