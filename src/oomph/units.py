@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from decimal import ROUND_FLOOR, Decimal
+from typing import Literal
 
-from oomph.errors import ArgumentError
+from oomph.errors import ArgumentError, UserError
 
 KiB = 1 << 10
 MiB = 1 << 20
@@ -89,3 +91,22 @@ def counted(number: int, noun: str) -> str:
 def _shown(given: str) -> str:
     """The user's own text, cut short so that an error stays one line."""
     return repr(given if len(given) <= 40 else given[:37] + "...")
+
+
+BATCH_SIZES = ("B", "T", "H", "W")
+
+
+def check_batch_sizes(sizes: Mapping[str, int] | Literal["longest"]) -> None:
+    """Of a script or function."""
+    if sizes == "longest":
+        return
+    wrong = {
+        name: size
+        for name, size in sizes.items()
+        if name not in BATCH_SIZES or isinstance(size, bool) or not isinstance(size, int) or size < 1
+    }
+    if wrong or not sizes:
+        raise UserError(
+            f"sizes={dict(sizes)!r} is not valid for a script or function; give whole numbers for "
+            f"{', '.join(BATCH_SIZES)}, as T=4096, or 'longest'"
+        )

@@ -82,6 +82,7 @@ cases(
     ("fixes p.py:ok --only recompte", "there is no fix 'recompte'; did you mean 'activation_check"),
     ("fixes p.py:nothing --only gradient_checkpointing", "here that is 'activation_checkpointing'"),
     ("predict p.py:ok --sizes T", "--sizes 'T' is not valid; give NAME=NUMBER"),
+    ("predict p.py --sizes Q=3", "give whole numbers for B, T, H, W"),
     ("predict p.py --stpes 4 -- --lr 3", "No such option: --stpes; the nearest is --steps"),
     ("fit p.py --gpu 8GiB --out f.json -- --lr 3", "No such option: --out. Options of the script come"),
     ("predict -m p --toruchrun", "No such option: --toruchrun; the nearest is --torchrun"),
@@ -335,6 +336,7 @@ cases(
     ("cheaper_mixing", "set the key of the config instead, e.g. model.query_mixing=cross"),
     ("x.json", "is not JSON", "micro_batches"),
     ("fused_attention", "fix 'fused_attention': the model has no code of its own"),
+    ("nothing.json", "file 'nothing.json' cannot be read: No such file"),
 )
 
 # --------------------------------------------------------------------------------------------- configs

@@ -261,7 +261,11 @@ def fix_words(fix: Sequence[str] | None, plan: str | None) -> tuple[str, ...]:
         raise UserError(
             f"--plan {plan!r} is not a .json file; `oomph fit TARGET --plan plan.json` writes one"
         )
-    return (*(fix or ()), *([plan] if plan is not None else []))
+    words = (*(fix or ()), *([plan] if plan is not None else []))
+    for file in words:  # before torch is imported, which takes seconds
+        if file.endswith(".json") and not os.path.lexists(file):
+            raise UserError(f"file {file!r} cannot be read: No such file or directory")
+    return words
 
 
 def command(run: Callable[[Any], int], options: type) -> Callable[..., int]:

@@ -225,8 +225,10 @@ def check_options(options: PredictOptions) -> None:
     _parallel(options)
     if options.sizes is not None and is_config(options.target):
         raise UserError("--sizes is for programs; override the keys of a config, e.g. data.seq_len=4096")
-    _sizes(options)
+    sizes = _sizes(options)
     if options.is_script:
+        if sizes is not None:
+            units.check_batch_sizes(sizes)
         if options.module is None:
             check_python_file(options.target)
         if options.fixes:

@@ -34,7 +34,7 @@ from oomph.prediction.isolation import (
 )
 from oomph.prediction.replay import Replay, margin, refused, replay
 from oomph.prediction.script import Script, run_script
-from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes, check_sizes
+from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import OpLog, Tracer
@@ -57,7 +57,7 @@ from oomph.records import (
     alive_after,
 )
 from oomph.torch_internals import keystr, self_test, storage_id, tree_flatten_with_path
-from oomph.units import MiB, format_bytes, parse_bytes
+from oomph.units import MiB, check_batch_sizes, format_bytes, parse_bytes
 from oomph.workload import Workload, allocator_of_environment
 
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
@@ -108,7 +108,7 @@ def predict(
             raise UserError('sizes="longest" is for scripts and functions; a Workload names its sizes')
         target, sizes = target.with_sizes(sizes), None
     elif sizes is not None:
-        check_sizes(sizes)
+        check_batch_sizes(sizes)
 
     def prediction(tracer: Tracer) -> Prediction:
         if tracer.batch_sizes is not None:

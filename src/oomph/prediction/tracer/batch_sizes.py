@@ -14,25 +14,10 @@ import torch
 
 from oomph.errors import UserError
 from oomph.records import dimension_names, named_shape
+from oomph.units import BATCH_SIZES
 
 Sizes = Mapping[str, int] | Literal["longest"]
-NAMES = ("B", "T", "H", "W")
 _MOST_SECONDS = 10.0  # for looking through a data set
-
-
-def check_sizes(sizes: Sizes) -> None:
-    if sizes == "longest":
-        return
-    wrong = {
-        name: size
-        for name, size in sizes.items()
-        if name not in NAMES or isinstance(size, bool) or not isinstance(size, int) or size < 1
-    }
-    if wrong or not sizes:
-        raise UserError(
-            f"sizes={dict(sizes)!r} is not valid for a script or function; give whole numbers for "
-            f"{', '.join(NAMES)}, as T=4096, or 'longest'"
-        )
 
 
 class BatchSizes:
@@ -119,7 +104,9 @@ def _sizes_of_sample(sample: Any) -> list[tuple[str, int]]:
             found.append(("T", len(part)))
         elif hasattr(part, "shape") and len(part.shape):
             names = dimension_names((1, *part.shape))[1:]  # without the batch's dimension
-            found += [(name, size) for name, size in zip(names, part.shape, strict=True) if name in NAMES]
+            found += [
+                (name, size) for name, size in zip(names, part.shape, strict=True) if name in BATCH_SIZES
+            ]
     return found
 
 
