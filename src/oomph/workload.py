@@ -299,10 +299,18 @@ def float_dtype(value: str | torch.dtype | None, argument: str) -> torch.dtype |
     return dtype
 
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
+
+
 def allocator_of_environment() -> tuple[str, str] | None:
     """The environment variable with which torch starts its allocator, and its value; None: none is set."""
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the first that is set counts
-    return next(((name, os.environ[name]) for name in names if os.environ.get(name)), None)
+    return next(((name, os.environ[name]) for name in ALLOCATOR_VARIABLES if os.environ.get(name)), None)
+
+
+def ignored_allocator() -> str:
+    """` instead of PYTORCH_CUDA_ALLOC_CONF=...`, where torch reads the other variable, of another value."""
+    read, ignored = map(os.environ.get, ALLOCATOR_VARIABLES)
+    return f" instead of {ALLOCATOR_VARIABLES[1]}={ignored}" if read and ignored not in (None, read) else ""
 
 
 def set_allocator(settings: str) -> None:

@@ -247,6 +247,8 @@ def test_a_script_is_fitted_and_run_with_another_allocator(
     Path(file).write_text("""
 import os, sys, torch
 device, unit = sys.argv[1], int(sys.argv[2])
+if device == "cpu":
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:128"
 def load(size):
     return torch.empty(size * unit, dtype=torch.uint8, device=device)
 read = [load(100) for _ in range(10)]
@@ -266,7 +268,9 @@ print(os.environ.get("PYTORCH_ALLOC_CONF"))
     assert [use.fix for use in read_plan(plan).fixes] == ["allocator"]
     capsys.readouterr()
     assert run(["run", "--plan", plan, file, "cpu", "16"]) == 0
-    assert capsys.readouterr().out == "expandable_segments:True\n"
+    shown = capsys.readouterr()
+    assert shown.out == "expandable_segments:True\n"
+    assert "expandable_segments:True instead of PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128" in shown.err
 
 
 def test_a_plan_says_that_memory_grows() -> None:

@@ -270,6 +270,10 @@ for size in (40, 60, 100):  # MiB: no free segment is large enough for the next 
     by_shell = predicted(source)
     assert by_script.peak.reserved == by_shell.peak.reserved < plain.peak.reserved - 50 * 2**20
     assert any("PYTORCH_ALLOC_CONF=expandable_segments:True" in note.text for note in by_shell.notes)
+    by_both = predicted(source, "max_split_size_mb:64")
+    assert any(
+        "instead of PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64" in note.text for note in by_both.notes
+    )
     assert refused.peak == plain.peak
     assert any("PYTORCH_CUDA_ALLOC_CONF is not applied" in note.text for note in refused.notes)
 

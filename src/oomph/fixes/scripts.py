@@ -25,9 +25,9 @@ from oomph.fixes.workload_settings import Allocator
 from oomph.prediction.script import on_first_training_call
 from oomph.records import FixUse, Prediction, Proposal
 from oomph.units import counted
-from oomph.workload import set_allocator
+from oomph.workload import ALLOCATOR_VARIABLES, ignored_allocator, set_allocator
 
-_ALLOCATOR = "PYTORCH_ALLOC_CONF"
+_ALLOCATOR = ALLOCATOR_VARIABLES[0]
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _IN_PLACE = (FusedOptimizer, NoForeach)  # which set options of the optimizer that the script made
 
@@ -94,6 +94,8 @@ class ModelChange:
             os.environ[_ALLOCATOR] = self._allocator
         model = model_of(made)
         is_first = not self.changed
+        if is_first and self._allocator is not None and (ignored := ignored_allocator()):
+            self._report(f"allocator: {_ALLOCATOR}={self._allocator}{ignored}")
         try:
             if not any(model is each for each in self.changed):
                 self._change_model(model)

@@ -58,7 +58,7 @@ from oomph.records import (
 )
 from oomph.torch_internals import keystr, self_test, storage_id, tree_flatten_with_path
 from oomph.units import MiB, check_batch_sizes, format_bytes, parse_bytes
-from oomph.workload import Workload, allocator_of_environment
+from oomph.workload import Workload, allocator_of_environment, ignored_allocator
 
 DEFAULT_GPU = "h200"  # whose CUDA paths are assumed when no GPU is named: the one oomph is measured against
 _CONDITIONS_SHOWN = 5
@@ -220,8 +220,9 @@ def _allocator_settings(tracer: Tracer) -> tuple[AllocatorSettings, list[Note]]:
     if tracer.allocator is not None or found is None:
         return allocator_settings(tracer.allocator), []
     name, text = found
+    note = Note(f"with the allocator's settings of {name}={text}{ignored_allocator()}")
     try:
-        return allocator_settings(text), [Note(f"with the allocator's settings of {name}={text}")]
+        return allocator_settings(text), [note]
     except UserError as error:
         return AllocatorSettings(), [Note(f"{name} is not applied: {error}")]
 
