@@ -8,8 +8,9 @@ All plans are made first, several at a time. Then every step runs in two fresh p
 torch.cuda.set_per_process_memory_fraction, and as it is. The processes of a few cases build their models side
 by side. Then the two of a case step in turns, a few steps each, with the machine to themselves. Steps of many
 small kernels take the host's time, which differs by up to 40 % from minute to minute: of each process the
-fastest turn counts. The host's speed is timed before, and given to the predictions. The file is written after
-every case; --missing keeps its measured rows; --folder keeps the plans and the seconds of every step.
+fastest turn counts. Sessions differ, too: where the file has a row with the same fixes, times are the mean of
+all its sessions. The file is written after every case; --missing keeps its measured rows; --folder keeps the
+plans and the seconds of every step.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from typing import Any, NoReturn
 
 from benchmarks import RESULTS, ROOT
 from benchmarks.tables import stored
-from oomph.prediction.tracer.work import HOST_SPEED, host_speed
 
 SCRIPTS = ROOT / "benchmarks" / "accuracy" / "training_scripts"
 _TURNS, _STEPS = 5, 4  # of each process, and in each turn: the first step of a turn is not timed
@@ -133,7 +133,7 @@ class Row:
     ran: bool | None = None  # within the budget; None: not run
     retries: int | None = None  # times that the allocator released its cache to stay within it
     predicted_seconds: float | None = None
-    host_speed: float = 1.0
+    sessions: int = 1  # whose mean the measured times are
     measured_seconds: float | None = None
     measured_seconds_before: float | None = None
     predicted_ratio: float | None = None
@@ -388,15 +388,14 @@ class Child:
         return "" if self._process.returncode == 0 else message[:1500]
 
 
-def planned(name: str, gpu: str, folder: Path, speed: float) -> Row:
+def planned(name: str, gpu: str, folder: Path) -> Row:
     from oomph.planning import read_plan
     from oomph.report.fixes import fix_word
 
-    row, out = Row(name, gpu, host_speed=speed), folder / f"{_file(name)}.plan.json"
+    row, out = Row(name, gpu), folder / f"{_file(name)}.plan.json"
     if not out.exists():
         # Without a GPU, predictions may run in forks.
-        variables = {"CUDA_VISIBLE_DEVICES": "", HOST_SPEED: str(speed)}
-        fit = Child("--plan-here", name, "--gpu", gpu, "--out", str(out), **variables)
+        fit = Child("--plan-here", name, "--gpu", gpu, "--out", str(out), CUDA_VISIBLE_DEVICES="")
         if error := fit.end():
             return replace(row, error=f"fit: {error}")
     plan = read_plan(out)
@@ -419,8 +418,7 @@ def predicted_again(row: dict[str, str], gpu: str, folder: Path) -> dict[str, An
     """The row with what is predicted now of its fixes."""
     out = folder / f"{_file(row['case'])}.json"
     arguments = ["--fixes", row["fixes"], "--limit", row["limit"], "--gpu", gpu, "--out", str(out)]
-    variables = {"CUDA_VISIBLE_DEVICES": "", HOST_SPEED: row["host_speed"]}
-    if error := Child("--predict-here", row["case"], *arguments, **variables).end():
+    if error := Child("--predict-here", row["case"], *arguments, CUDA_VISIBLE_DEVICES="").end():
         raise SystemExit(f"{row['case']}: {error}")
     found: dict[str, Any] = {**row, **json.loads(out.read_text())}
     for name in ("allocated", "reserved", "ratio"):
@@ -443,8 +441,8 @@ def started(row: Row, folder: Path) -> list[Child]:
     ]
 
 
-def measured(row: Row, children: Sequence[Child], folder: Path) -> Row:
-    """Let the processes, which are built, step in turns."""
+def measured(row: Row, children: Sequence[Child], folder: Path, earlier: Mapping[str, str]) -> Row:
+    """Let the processes, which are built, step in turns. `earlier`: the row of other sessions."""
     for _ in range(_LONG_TURNS if CASES[row.case].is_long else _TURNS):
         for child in children:
             child.take_turn()
@@ -454,7 +452,16 @@ def measured(row: Row, children: Sequence[Child], folder: Path) -> Row:
         ran = False if "OutOfMemory" in error or "out of memory" in error else None
         return replace(row, ran=ran, error=error)
     after, before = (json.loads(file.read_text()) if file.exists() else {} for file in (out, before_out))
-    seconds, seconds_before = after["seconds"], before.get("seconds")
+    seconds, seconds_before, sessions = after["seconds"], before.get("seconds"), 1
+    if (
+        seconds
+        and seconds_before
+        and earlier.get("fixes") == row.fixes
+        and earlier["measured_seconds_before"]
+    ):
+        sessions += int(earlier["sessions"])
+        seconds += (float(earlier["measured_seconds"]) - seconds) * (1 - 1 / sessions)
+        seconds_before += (float(earlier["measured_seconds_before"]) - seconds_before) * (1 - 1 / sessions)
     ratio = seconds / seconds_before if seconds and seconds_before else None
     return replace(
         row,
@@ -466,6 +473,7 @@ def measured(row: Row, children: Sequence[Child], folder: Path) -> Row:
         measured_reserved=after["reserved"],
         allocated_error_percent=_error(row.predicted_allocated, after["allocated"]),
         reserved_error_percent=_error(row.predicted_reserved, after["reserved"]),
+        sessions=sessions,
         measured_seconds=seconds and round(seconds, 5),
         measured_seconds_before=seconds_before and round(seconds_before, 5),
         measured_ratio=ratio and round(ratio, 4),
@@ -554,10 +562,9 @@ def main() -> int:
             again = list(pool.map(lambda row: predicted_again(row, given.gpu, Path(temporary)), before))
         _write_rows(out, again)
         return 0
-    speed = round(host_speed(), 3)
     rows: dict[str, Row] = {}
-    before = stored(out) if given.missing and out.exists() else []
-    kept = [row for row in before if row["ran"] == "True" and row["case"] in wanted]
+    earlier = {row["case"]: row for row in (stored(out) if out.exists() else ()) if row["ran"] == "True"}
+    kept = [row for name, row in earlier.items() if given.missing and name in wanted]
 
     def finished(row: Row) -> None:
         rows[row.case] = row
@@ -569,7 +576,7 @@ def main() -> int:
         folder = given.folder.absolute() if given.folder else Path(temporary)
         folder.mkdir(exist_ok=True)
         left = [name for name in wanted if name not in [row["case"] for row in kept]]
-        for done in as_completed([pool.submit(planned, name, given.gpu, folder, speed) for name in left]):
+        for done in as_completed([pool.submit(planned, name, given.gpu, folder) for name in left]):
             finished(done.result())
         runnable = [row for row in rows.values() if row.fits and row.fixes and not given.dry_run]
         for first in range(0, len(runnable), given.builds):
@@ -578,7 +585,7 @@ def main() -> int:
                 for child in children:
                     child.wait()
             for row, children in some:
-                finished(measured(row, children, folder))
+                finished(measured(row, children, folder, earlier.get(row.case, {})))
     print(f"{_summary(list(rows.values()))}; {time.perf_counter() - began:.0f} s")
     return 1 if any(row.error or row.ran is False for row in rows.values()) else 0
 

@@ -21,7 +21,6 @@ from oomph.prediction.tracer.work import (
     MODE_COST,
     OPTIMIZER_STEP_COST,
     Kernel,
-    host_speed,
 )
 from oomph.records import Work
 from oomph.units import MiB
@@ -215,16 +214,6 @@ def test_hooks_on_saved_tensors_and_modes_take_the_hosts_time():
     # The input and the weight: saved, saved again in the recomputation, taken.
     assert hooks(checkpointed) == CHECKPOINT_COST + 3 * 2
     assert hooks(partial(checkpointed, context_fn=policy)) >= hooks(checkpointed) + 2 * MODE_COST
-
-
-def test_a_faster_host_takes_less_time_for_the_same_ops(monkeypatch):
-    usual = work_of(linear_workload()).host_seconds
-    monkeypatch.setenv("OOMPH_HOST_SPEED", "2")
-    host_speed.cache_clear()
-    assert work_of(linear_workload()).host_seconds == pytest.approx(usual / 2)
-    monkeypatch.setenv("OOMPH_HOST_SPEED", "fast")
-    host_speed.cache_clear()
-    assert work_of(linear_workload()).host_seconds == pytest.approx(usual)
 
 
 def test_every_call_of_an_optimizers_step_takes_the_hosts_time():

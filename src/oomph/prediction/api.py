@@ -39,7 +39,7 @@ from oomph.prediction.tracer.dispatch import WrongDevice
 from oomph.prediction.tracer.session import tracing
 from oomph.prediction.tracer.tracer import OpLog, Tracer
 from oomph.prediction.tracer.values import Assumptions, assuming
-from oomph.prediction.tracer.work import RELEASE_SECONDS, host_speed, step_work
+from oomph.prediction.tracer.work import RELEASE_SECONDS, step_work
 from oomph.records import (
     Alive,
     Allocation,
@@ -457,7 +457,6 @@ def _traced(run: Callable[[Tracer], T], card: GPU, log: OpLog | None = None) -> 
 def _open_trace(card: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
     global _depth
     _check_torch()
-    host_speed()
     with trace_lock:
         if _depth:
             raise UserError("predict was called by a program that is itself being predicted; call it outside")

@@ -12,12 +12,7 @@ stream that waits for another, as computation does for copies, is moved to the o
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import glob
 import itertools
-import os
-import timeit
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -670,26 +665,6 @@ CALIBRATED = Efficiency(
 )
 
 
-HOST_SPEED = "OOMPH_HOST_SPEED"
-_LAYER_SECONDS = 20e-6  # a small layer with its activation on the CPU of the measured machine
-
-
-@functools.cache
-def host_speed() -> float:
-    """How fast the CPU starts ops, relative to that of the measured machine: as the environment says, or this
-    machine's. 1.0 where there is no GPU: the program will run on another machine.
-
-    To be called before a trace changes torch."""
-    with contextlib.suppress(ValueError):
-        if (given := float(os.environ.get(HOST_SPEED, 0))) > 0:
-            return given
-    if not glob.glob("/dev/nvidia[0-9]*"):
-        return 1.0
-    layer, batch = torch.nn.Linear(4, 4), torch.zeros(4, 4)
-    seconds = min(timeit.repeat(lambda: layer(batch).relu(), number=100, repeat=20)) / 100
-    return _LAYER_SECONDS / seconds
-
-
 def step_work(kernels: Sequence[Kernel], gpu: GPU) -> tuple[float | None, Work]:
     """The seconds of the step (None where the card's rates are unknown), and what they are made of."""
     timer = _Timer(gpu) if _is_known(gpu) else None
@@ -741,7 +716,6 @@ class _Timer:
         self._link = gpu.host_link
         self._before_hopper = gpu.capability < (9, 0)
         self._multiprocessors = gpu.multiprocessors
-        self._host_speed = host_speed()
         self._host = 0.0
         self._streams: defaultdict[int, float] = defaultdict(float)  # when each has done what it was given
         self._events: dict[int, float] = {}  # one of a step before has been
@@ -791,8 +765,9 @@ class _Timer:
         seconds = kernel.host_ops * an_op + kernel.host_items * e.list_item + kernel.host_hooks * e.hook
         if kernel.kind == "convolution":
             seconds += e.convolution_op
-        seconds /= self._host_speed
-        return seconds + kernel.bytes / e.host_bandwidth if kernel.kind == "host" else seconds
+        elif kernel.kind == "host":
+            seconds += kernel.bytes / e.host_bandwidth
+        return seconds
 
     def busy_seconds(self, kernel: Kernel) -> float:
         e = CALIBRATED
