@@ -292,7 +292,15 @@ cases(
     ("p.py:huge_model micro_batches", "verify runs the model on the CPU"),
     ("p.py:ok micro_batches:parts=9", "a batch of 4 rows cannot be cut into 9 parts"),
 )
-cases("fixes", ("p.py:returns_step --torchrun", "--steps and --torchrun are for scripts"))
+cases(
+    "fixes",
+    ("p.py:returns_step --torchrun", "--steps and --torchrun are for scripts"),
+    (
+        "x.py:step",
+        "the function made no optimizer of torch.optim, by which its model is found; make one in it, or",
+        "import torch\ndef step():\n    torch.ones(8, device='cuda', requires_grad=True).sum().backward()",
+    ),
+)
 
 # ----------------------------------------------------------------------------------------------- fixes
 

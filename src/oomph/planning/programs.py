@@ -213,7 +213,10 @@ class FunctionProgram(_StoppedProgram):
             return Proposals(reason=str(found))
         if isinstance(found, Exception):
             raise found
-        return Proposals(reason="the function made no optimizer of torch.optim")
+        return Proposals(
+            reason="the function made no optimizer of torch.optim, by which its model is found; make one in "
+            "it, or describe the step as an oomph.Workload"
+        )
 
     def _calling(self, call: Callable[[Any], None]) -> Callable[[], Any]:
         """The function, with a call for each optimizer that it makes."""
