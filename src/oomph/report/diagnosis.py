@@ -62,7 +62,8 @@ def diagnosis_text(diagnosis: Diagnosis, console: Console) -> str:
             shown = [one for one in others if one.bytes >= _LEAST_SHARE * total][:_ROWS]
             if shown:
                 shown.sort(key=lambda one: -one.bytes)
-                section(console, "Also at the peak", [_table(shown, peak)])
+                title = f"Also at the peak, as shares of the {format_bytes(total)} allocated"
+                section(console, title, [_table(shown, peak)])
         for note in diagnosis.notes:
             console.print(Padding(Text(note.text, "dim"), (1, 0, 0, 0)))
     return strip_lines(capture.get())
@@ -97,6 +98,7 @@ def _table(findings: Sequence[Finding], peak: Peak) -> Table:
     table = columns("right size", "right share", "left pattern", "fold growth", "fold line")
     for one in findings:
         line = file_and_line(one.sites[0]) if one.sites else ""
-        part = share(one.bytes, _whole(one, peak)[0])
-        table.add_row(format_bytes(one.bytes), part, one.pattern, one.growth, line)
+        total, what = _whole(one, peak)
+        growth = one.growth if what == "allocated" else f"of the {format_bytes(total)} {what}"
+        table.add_row(format_bytes(one.bytes), share(one.bytes, total), one.pattern, growth, line)
     return table
