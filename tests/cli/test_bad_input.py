@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
 CASES: list[Case] = []
 # Programs that end or disturb the process they run in.
-NEEDS_A_PROCESS = re.compile("leaves|aborts|crashes|interrupts|asks|exits|fatal|x.py|starts_program")
+NEEDS_A_PROCESS = re.compile("leaves|aborts|crashes|interrupts|asks|exits|fatal|x.py( |$)|starts_program")
 
 
 def cases(command: str, *rows: tuple[str, str] | tuple[str, str, str | bytes], status: int = USER) -> None:
@@ -707,6 +707,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("oomph.training.evaluation.NEW_TOKENS", 3)
         patch.setattr("sys.stdin", io.StringIO())
+        patch.setattr("sys.dont_write_bytecode", True)  # every x.py is another one
         assert run(["train", "small.yaml", "output.dir=finished"]) == 0
         yield folder
     os.chdir(before)
