@@ -307,9 +307,10 @@ cases(
 cases(
     "verify p.py:ok",
     ("liger", "there is no fix 'liger'; here that is 'fused_linear_cross_entropy'"),
-    ("''", "there is no fix ''"),
+    ("''", "there is no fix ''; the fixes are smaller_vocabulary, "),
     ("micro_batch", "there is no fix 'micro_batch'; did you mean 'micro_batches'?"),
     ("micro_batches:parts", "'parts' is not option=value"),
+    ("activation_checkpointing:blocks=a,b", "a list in brackets: option=[a,b]"),
     ("micro_batches:parts=two", "parts='two' is not valid; give a whole number >= 2"),
     ("micro_batches:parts=1", "parts=1 is not valid"),
     ("micro_batches:pieces=2", "fix 'micro_batches' has no option 'pieces'; its options are parts"),

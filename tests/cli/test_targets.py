@@ -129,10 +129,6 @@ def test_predict_takes_the_flags_that_train_takes(fake_predict, capsys):
     traced = fake_predict.arguments(capsys.readouterr().out)
     assert traced["sizes"] == {"B": 3, "T": 32}
     assert traced["gpu"] == "rtx3090"
-    assert _error(capsys, "predict", TINY, "--gup", "rtx3090")[0].endswith(
-        "gup is not a key; the sections are model, data, optimizer, training, parallel, output; "
-        "the other keys are system, form, fixes (the nearest option to --gup is --gpu)"
-    )
 
 
 def test_fixes_on_the_command_line_come_on_top(fake_predict, capsys):
@@ -156,9 +152,6 @@ def test_fixes_and_verify_take_a_config_and_overrides(capsys):
     assert json.loads(capsys.readouterr().out)["schema"] == 1
     assert run(["verify", TINY, "activation_checkpointing:keep=products", *small, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["holds"] is True
-    assert _error(capsys, "verify", TINY, *small) == [
-        "oomph: verify needs a fix: oomph verify TARGET FIX ...; `oomph fixes` lists them"
-    ]
 
 
 def test_several_problems_are_a_line_each(program, capsys):
@@ -176,8 +169,6 @@ import torch, oomph
 def batch(device, B, T): return torch.zeros(B, T, device=device)
 w = oomph.Workload(lambda: torch.nn.Linear(1, 1), batch, lambda m, b: m(b).sum(), sizes={"B": 8, "T": 64})
 def made(): return w
-unsized = oomph.Workload(lambda: torch.nn.Linear(1, 1), lambda device: None, lambda m, b: m(b).sum())
-def step(): return lambda: None
 """
 
 

@@ -52,12 +52,6 @@ def test_flags(fix, option):
     refused(FixUse(fix, {option: 1}), f"{option}=1 is not valid", "true, false")
 
 
-def test_options_that_do_not_exist():
-    for fix in DEFAULTS:
-        with pytest.raises(UserError, match=f"'{fix}' has no option 'nonsense'"):
-            fixes.uses_of(FixUse(fix, {"nonsense": 1}))
-
-
 @pytest.mark.parametrize(
     ("use", "words"),
     [

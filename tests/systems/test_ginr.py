@@ -21,12 +21,8 @@ MIXINGS = ("self", "cross", "feedforward", "residual")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seed():
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def images(batch=3, size=8):

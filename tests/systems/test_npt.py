@@ -23,12 +23,8 @@ FAMILIES = ("llama-tiny", "gpt2-tiny")
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _seed():
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 def built(family="llama-tiny", *, form=None, seed=0, **changes):
