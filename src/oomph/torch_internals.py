@@ -244,6 +244,7 @@ with _section():  # torch.cuda without a driver
     CUDA_LAZY_INIT: tuple[Any, str] = (torch.cuda, "_lazy_init")
     DATA_LOADER_ITERATOR: tuple[Any, str] = (torch.utils.data.DataLoader, "_get_iterator")
     CUDA_RECORD_MEMORY_HISTORY: tuple[Any, str] = (torch.cuda.memory, "_record_memory_history")
+    REBUILT_TENSOR_DEVICE: tuple[Any, str] = (torch._utils, "_restore_device_fake_mode")  # of torch.load
 
 with _section():  # the device that checkpointing falls back on, remembered for the process
     from torch.utils.checkpoint import DefaultDeviceType
@@ -413,6 +414,7 @@ def self_test() -> None:
         CUDA_LAZY_INIT,
         DATA_LOADER_ITERATOR,
         CUDA_RECORD_MEMORY_HISTORY,
+        REBUILT_TENSOR_DEVICE,
         CHECKPOINT_DEFAULT_DEVICE,
         SIGCHLD_HANDLER,
         *filter(None, [compiled_frame_callback()]),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from oomph import torch_internals as internals
 from oomph.prediction.tracer.fake_cuda import Patches
 from oomph.torch_internals import FakeTensor, storage_id
 
@@ -41,6 +42,7 @@ def install_saving(patches: Patches) -> None:
     """What a program saves, it can load again."""
     _tell_storages_apart(patches)
     _save_without_data(patches)
+    _load_to_gpu(patches)
     _save_safetensors_without_data(patches)
 
 
@@ -115,6 +117,27 @@ def _tensor_without_data(
     where = device if where is None else where
     tensor = torch.empty_strided(shape, stride, dtype=dtype, device=where)
     return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _load_to_gpu(patches: Patches) -> None:
+    """torch.load moves the storages of a real file to the GPU, one by one, then makes tensors of them."""
+    to = torch.UntypedStorage.to
+
+    def to_device(storage: Any, *, device: Any, non_blocking: bool = False) -> Any:
+        if torch.device(device).type != "cuda":
+            return to(storage, device=device, non_blocking=non_blocking)
+        storage.on_gpu = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+        return storage  # torch reads the data of old files into it later
+
+    def on_its_device(tensor: torch.Tensor) -> torch.Tensor:
+        memory = getattr(tensor.untyped_storage(), "on_gpu", None)
+        if memory is None:
+            return tensor
+        shape = tensor.size(), tensor.stride(), tensor.storage_offset()
+        return memory.view(tensor.dtype).as_strided(*shape).detach().requires_grad_(tensor.requires_grad)
+
+    patches.set(torch.UntypedStorage, "to", to_device)
+    patches.set(*internals.REBUILT_TENSOR_DEVICE, on_its_device)
 
 
 def _save_safetensors_without_data(patches: Patches) -> None:
