@@ -4,6 +4,7 @@
     python -m benchmarks.accuracy.kernels compare FILE          # anywhere: measured and predicted
     python -m benchmarks.accuracy.kernels convolutions --out FILE       # on a GPU: cuDNN's workspaces
     python -m benchmarks.accuracy.kernels convolutions --table --out FILE.csv.gz    # for predictions
+    python -m benchmarks.accuracy.kernels convolutions --search --out FILE          # what the search takes
     python -m benchmarks.accuracy.kernels compare-convolutions [FILE]   # anywhere
 
 Whole models hide a kernel's temporaries behind larger tensors; here each is alone.
@@ -559,12 +560,14 @@ def main() -> None:
     convolutions.add_argument("--out", type=Path, required=True)
     convolutions.add_argument("--count", type=int, default=1200)
     convolutions.add_argument("--table", action="store_true", help="the cases that predictions use")
+    convolutions.add_argument("--search", action="store_true", help="with torch.backends.cudnn.benchmark")
     compared = commands.add_parser("compare-convolutions")
     compared.add_argument("measured", type=Path, nargs="?", default=RESULTS / "convolutions_h200.csv")
     given = parser.parse_args()
     if given.command == "measure":
         measure(given.out)
     elif given.command == "convolutions":
+        torch.backends.cudnn.benchmark = given.search
         measure_convolutions(
             given.out, convolution_table() if given.table else convolution_cases(given.count)
         )

@@ -37,7 +37,7 @@ from oomph.prediction.cuda.rules import (
     temporaries_of,
     temporaries_rule,
 )
-from oomph.prediction.cuda.workspaces import CublasWorkspaces
+from oomph.prediction.cuda.workspaces import CublasWorkspaces, SearchBytes
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
@@ -571,6 +571,8 @@ class DispatchMode(TorchDispatchMode):
         for size in sizes:
             if size is None:  # NEXT_RESULT
                 next(results or iter(()), None)
+            elif isinstance(size, SearchBytes):
+                self.tracer.record_search(size)
             elif size > 0:
                 live.append(self.tracer.record_workspace(size, name))
             else:
