@@ -6,7 +6,6 @@ import io
 import json
 import os
 import signal
-import sys
 import time
 import warnings
 from contextlib import suppress
@@ -166,16 +165,6 @@ def test_a_bug_of_ours_does_not_pass_for_a_verdict(fake_predict, capsys):
     fake_predict.during = lambda target: format_bytes("a bug")  # type: ignore[arg-type]
     assert run(["predict", "train.py:step"]) == 70
     assert capsys.readouterr().err.splitlines()[-1] == "oomph: this is a bug in oomph, not in your program"
-
-
-def test_an_interrupt_ends_with_the_usual_status(fake_predict, capsys):
-    def interrupt(target):
-        raise KeyboardInterrupt
-
-    fake_predict.during = interrupt
-    before = sys.stdout
-    assert run(["predict", "train.py:step"]) == 130
-    assert sys.stdout is before
 
 
 def test_a_snapshot_is_written_beside_the_report(fake_predict, capsys, tmp_path):

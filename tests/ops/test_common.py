@@ -141,9 +141,6 @@ def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [f"an op: chunked ({reason})"]
 
 
-HALF, WHOLE = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-
-
 def test_numbers_are_finite_and_no_booleans() -> None:
     assert all(map(common.is_number, (0, -1.5, 10**18, 1e300)))
     assert not any(map(common.is_number, (True, float("nan"), float("inf"), 10**20, "1", None)))
