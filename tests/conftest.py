@@ -32,6 +32,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is not None and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()  # nor at what the tests of a file have imported
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # otherwise the interpreter ends modules before objects that use them
 
