@@ -96,6 +96,19 @@ def test_arguments_of_distributions_are_valid() -> None:
     oomph.predict(program)
 
 
+@pytest.mark.parametrize("size", [8, 1024])
+@in_process
+def test_a_matrix_has_a_cholesky_factor(size: int) -> None:
+    def program() -> None:
+        x = torch.randn(size, size, device="cuda", requires_grad=True)
+        factor, info = torch.linalg.cholesky_ex(x @ x.T)
+        if torch.any(info):
+            raise ValueError("the matrix is not positive definite")
+        factor.sum().backward()
+
+    oomph.predict(program)
+
+
 @in_process
 def test_boxes_are_valid_and_probabilities_add_up() -> None:
     def program() -> None:

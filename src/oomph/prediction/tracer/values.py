@@ -225,6 +225,7 @@ class Values:
             self.invalidate(call)
             return self._draw(func, args, results[0])
         large_floats = results[0].dtype.is_floating_point and not _is_small(results[0])
+        large_floats = large_floats and func not in _FACTORIZATIONS
         if large_floats and func not in _POSITIONS and func not in _MAKES_MASKS:
             return self.invalidate(call)
         if torch.Tag.nondeterministic_seeded in func.tags and func not in _POSITIONS:
