@@ -260,8 +260,6 @@ def test_a_recurrent_network_takes_a_workspace_and_keeps_a_reserve(
     [
         (lambda: nn.GRU(300, 512, 2, bidirectional=True), (400, 128, 300), 1450919168),
         (lambda: nn.GRU(512, 512, bidirectional=True), (128, 128, 512), 469239040),
-        (lambda: nn.LSTM(512, 512, 2), (400, 128, 512), 569902336),
-        (lambda: nn.LSTM(1024, 1024, 2, dropout=0.5), (70, 64, 1024), 217580288),
         (lambda: nn.LSTM(512, 768, 2, bidirectional=True), (512, 16, 512), 493093248),
         (lambda: nn.RNN(300, 512, bidirectional=True), (400, 128, 300), 1195230464),
         (lambda: nn.GRU(1024, 1024, 2, dtype=BF16), (128, 64, 1024), 130286336),
@@ -274,6 +272,20 @@ def test_the_workspace_of_a_wide_cell_is_known_within_two_percent(
         module = flattened(build())
         module(torch.empty(shape, dtype=next(module.parameters()).dtype))
     assert found.sizes[-2] == pytest.approx(workspace, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("build", "shape", "workspace"),
+    [
+        (lambda: nn.LSTM(512, 512, 2), (400, 128, 512), 569902336),
+        (lambda: nn.LSTM(512, 512, 3), (128, 32, 512), 102629888),
+        (lambda: nn.LSTM(1024, 1024, 2, dropout=0.5), (70, 64, 1024), 217580288),
+    ],
+)
+def test_layers_of_an_lstm_share_workspace(build: Any, shape: tuple[int, ...], workspace: int) -> None:
+    with on_fake_gpu() as found:
+        flattened(build())(torch.empty(shape))
+    assert found.sizes[-2] == pytest.approx(workspace, rel=0.005)
 
 
 def test_the_backward_pass_takes_the_workspace_twice_and_makes_one_flat_gradient() -> None:

@@ -754,7 +754,8 @@ def workspace_bytes(call: _RecurrentCall) -> int:
     one_step = call.batch * call.hidden
     elements = inputs * input + call.weights + states * state + 11 * one_step * call.layers * call.directions
     if call.cell == "lstm" and call.directions == 1 and call.layers > 1:
-        elements += 1.5 * min(call.rows // call.batch, _PIPELINED_STEPS) * one_step
+        steps = 1.5 * min(call.rows // call.batch, _PIPELINED_STEPS)
+        elements += (steps - 11 * (call.layers - 1)) * one_step  # its layers share what one takes
     if call.dropout:
         elements += state * (call.layers - 1)
     narrow = 90 * MiB if call.hidden <= _NARROW else 0
