@@ -6,6 +6,7 @@ import importlib
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import oomph
+from oomph import UserError
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -331,6 +333,22 @@ def _flex_attention() -> None:
 )
 def test_what_runs_on_a_gpu_is_traced(program: Callable[[], None]) -> None:
     assert oomph.predict(program).peak.allocated > 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_stay_on_the_host() -> None:
+    def program(move: bool) -> None:
+        rows, columns = torch.tensor([0, 1, 2]), torch.tensor([0, 1])
+        matrix = torch.sparse_csr_tensor(rows, columns, torch.ones(2), size=(2, 2))
+        dense = matrix @ torch.ones(2, 4) + torch.eye(2).to_sparse() @ torch.ones(2, 4)
+        assert dense.sum() == 16
+        dense.cuda()
+        if move:
+            matrix.cuda()
+
+    oomph.predict(partial(program, False))
+    with pytest.raises(UserError, match="sparse_csr"):
+        oomph.predict(partial(program, True))
 
 
 def test_sparse_gradients_hold_the_rows_that_were_used() -> None:

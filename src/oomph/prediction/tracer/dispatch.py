@@ -276,6 +276,8 @@ class DispatchMode(TorchDispatchMode):
         tensors = list(tensors_in(args, kwargs))
         layout = next((each.layout for each in tensors if each.layout is not torch.strided), None)
         if layout is not None or func is _MAKE_SPARSE:
+            if tracer.call.place != "gpu" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+                return func(*args, **kwargs)
             return self._run_sparse(func, args, kwargs, layout)
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
         if func is aten._efficientzerotensor.default or (

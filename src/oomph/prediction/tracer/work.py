@@ -390,7 +390,7 @@ def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     seen: set[int] = set()
     total = 0
     for tensor in tensors:
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and tensor.layout is torch.strided:
             seen.add(id(tensor))
             elements = tensor.numel()
             strides = tensor.stride()
