@@ -46,6 +46,49 @@ def test_zeroed_gradients_stay_allocated_between_steps():
     assert [a - b for a, b in zip(kept, dropped, strict=True)] == [4 * MiB] * 3
 
 
+def test_loaded_state_of_an_optimizer_is_state_and_no_batch():
+    def train() -> Callable[[], None]:
+        model = nn.Linear(1024, 1024, bias=False).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+
+        def step() -> None:
+            mean_square(model, torch.randn(8, 1024).cuda()).backward()
+            optimizer.step()
+            weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+            saved = optimizer.state_dict()
+            saved["state"] = {
+                index: {name: value.cpu() for name, value in state.items()}
+                for index, state in saved["state"].items()
+            }
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(saved)
+
+        return step
+
+    found = oomph.predict(train)
+    assert dict(found.by_stage())["optimizer state"] == 16 * MiB  # loaded, and that of before
+    assert [tensor.shape for tensor in found.batch] == [(8, 1024)]
+
+
+def test_parameters_of_a_model_that_is_called_late_have_its_names():
+    def train() -> Callable[[], None]:
+        one, other = (nn.Sequential(nn.Linear(512, 512, bias=False)).cuda() for _ in range(2))
+        optimizers = [torch.optim.SGD(each.parameters()) for each in (one, other)]
+
+        def step() -> None:
+            for model, optimizer in zip((one, other), optimizers, strict=True):
+                mean_square(model, torch.randn(8, 512, device="cuda")).backward()
+                optimizer.step()
+
+        return step
+
+    parameters = [
+        each.allocation for each in oomph.predict(train).at_peak if each.allocation.kind == "parameter"
+    ]
+    assert len(parameters) == 2
+    assert all(each.module for each in parameters)
+
+
 def test_a_function_compiled_before_the_trace_is_compiled_in_it():
     @torch.compile(backend="eager")  # as a decorator does it, when the program is imported
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,11 @@ def run_predict(given: PredictOptions) -> ExitStatus:
     """Predict the memory of a training step. Report whether it fits and which lines hold the peak."""
     options = find_target(given, "predict")
     check_options(options)
+    if options.plan is not None and options.gpu is None:
+        from oomph.planning.plan import read_plan
+
+        with suppress(UserError):  # a file with rows of fixes names none
+            options = replace(options, gpu=read_plan(options.plan).gpu)
     prediction = predict_target(options)
     if options.snapshot is not None:
         _write_snapshot(options.snapshot, prediction)

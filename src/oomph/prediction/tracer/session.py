@@ -516,8 +516,22 @@ def _follow_optimizers(patches: Patches, tracer: Tracer) -> None:
             tracer.on_optimizer_made(optimizer)
 
     patches.set(torch.optim.Optimizer, "__init__", init)
+    for owner in (torch.optim.Optimizer, nn.Module):
+        patches.set(owner, "load_state_dict", _marked_as_loading(tracer, owner.load_state_dict))
     for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
         patches.callback(handle.remove)
+
+
+def _marked_as_loading(tracer: Tracer, load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        before, tracer.loads_state = tracer.loads_state, True
+        try:
+            return load(*args, **kwargs)
+        finally:
+            tracer.loads_state = before
+
+    return load_state_dict
 
 
 def _use_fake_parameters(patches: Patches, tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
@@ -555,7 +569,7 @@ def _label_state(tracer: Tracer, optimizer: torch.optim.Optimizer) -> None:
         for value in state.values():
             for tensor in value if isinstance(value, (list, tuple)) else (value,):
                 for allocation in tracer.recorder.allocations_of(tensor):
-                    if allocation.kind == "temporary":
+                    if allocation.kind in ("temporary", "activation", "batch"):  # made by it, or loaded
                         allocation.kind = "optimizer state"
                         allocation.module = tracer.parameter_names.get(id(parameter), allocation.module)
 

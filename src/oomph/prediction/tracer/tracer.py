@@ -396,6 +396,7 @@ class Tracer:
         self.loads_in_process = False  # a DataLoader without workers
         self.allocator: str | None = None  # as the Workload gives it
         self.log: OpLog | None = None
+        self.loads_state = False  # of a model or an optimizer
         self.search_peak = 0  # allocated bytes while cuDNN tries algorithms
         self.parameter_sites = WeakIdKeyDictionary()  # parameter -> the line that made it
         self.buffer_sites = WeakIdKeyDictionary()  # buffer -> the line that registered it
@@ -596,7 +597,8 @@ class Tracer:
         names = self.modules.tensor_names()
         for tensor, (owner, kind) in names:
             for allocation in self.recorder.allocations_of(tensor):
-                if allocation.kind not in _OF_MODEL:
+                unnamed = allocation.kind == kind and not allocation.module  # before its model was called
+                if unnamed or allocation.kind not in _OF_MODEL:
                     allocation.kind, allocation.module, allocation.op = kind, owner, kind
                     made_by = self.parameter_sites.get(tensor) or self.buffer_sites.get(tensor)
                     allocation.site = made_by or allocation.site
@@ -617,6 +619,7 @@ class Tracer:
         held = isinstance(source, torch.nn.Parameter) or source in self.buffer_sites
         if source.dtype is torch.uint8 and source.shape == (16,):  # the state of CUDA's random generator
             return False
+        held = held or self.loads_state
         return source.dim() > 0 and self.phase == "forward" and not held and not self.modules.inside_model
 
     def record_move(self, source: torch.Tensor) -> None:
