@@ -256,14 +256,12 @@ class Growth:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The peak where ops whose size depends on values select the fewest and the most elements; of a compiled
-    program that is traced as eager, from what it may need at least; or up to what cuDNN takes to try
-    algorithms where it is free."""
+    """The peak where ops whose size depends on values select the fewest and the most elements, or of a
+    compiled program that is traced as eager: from what it may need at least."""
 
     low: Peak
     high: Peak
     reason: str = "sizes depend on values"
-    needed: bool = True  # False: what lies above `low` is not
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,8 @@ optimizer = torch.optim.SGD(model.parameters())
 model(torch.randn(64, 64, device="cuda")).sum().backward()
 optimizer.step()
 """)
-    assert run(["diagnose", "train.py", "--allow-subprocesses", "--json"]) == 0
+    assert run(["diagnose", "train.py", "--allow-subprocesses"]) == 0
+    assert "which fixes apply to the model is not known" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_softmax_over_classes_of_pixels_is_no_attention():

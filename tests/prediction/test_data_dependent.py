@@ -149,6 +149,10 @@ def test_an_unknown_mask_selects_as_much_of_every_row() -> None:
     def program() -> None:
         x = torch.randn(8, 511, device="cuda")
         assert x[x > 0].view(8, -1).shape == (8, 256)
+        for columns in (1, 2):  # too few to select as many of each
+            x = torch.randn(64, columns, device="cuda")
+            assert len(x[x > 0]) == 32 * columns
+            assert len(torch.where(torch.randint(0, 64, (1 << 16, columns), device="cuda") == 3)[0]) < 1 << 13
 
     notes_of(program)
 

@@ -137,34 +137,41 @@ def _op_differences(options: PredictOptions) -> tuple[OpDifference, ...]:
             return ()
         with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
             return op_differences(measured, run_isolated(partial(run_silently, predicted), report))
-    except OomphError:  # programs may behave differently where each op is recorded
+    except OomphError as error:  # programs may behave differently where each op is recorded
+        print(
+            f"oomph: the difference is not explained, because ops could not be recorded: {error}",
+            file=sys.stderr,
+        )
         return ()
 
 
 def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tuple[OpDifference, ...]:
     """Measured less predicted bytes: at the peak, then those that each kind of op needs while it runs, the
     largest first. Ops of a step are compared with those of the same step."""
-    # Where ops are recorded, autograd does not add in place.
-    added = {
-        (*_kind(row)[:1], "add", _kind(row)[2])
-        for row in predicted
-        if _kind(row)[1] in ("add", "add_") and row.high == row.before
-    }
     difference: Counter[_Kind] = Counter()
     runs: Counter[_Kind] = Counter()
     extra: Counter[_Kind] = Counter()  # runs on the GPU less those predicted
+    in_place: Counter[_Kind] = Counter()  # where ops are recorded, autograd makes a new tensor of these sums
+    for row in predicted:
+        step, op, output = _kind(row)
+        if op in ("add", "add_") and row.high == row.before:
+            in_place[step, "add", output] += 1
+            extra[step, "add", output] -= op == "add_"
     for sign, rows in ((1, measured), (-1, predicted)):
         for row in rows:
             kind = _kind(row)
-            difference[kind] += sign * (row.high - row.before)
-            runs[kind] += sign == 1
             extra[kind] += sign
+            runs[kind] += sign == 1
+            if sign == 1 and in_place[kind] > 0:
+                in_place[kind] -= 1
+            else:
+                difference[kind] += sign * (row.high - row.before)
     found: dict[tuple[str, str], OpDifference] = {}
     for kind, size in difference.items():
         aspect = "only measured" if extra[kind] > 0 else "only predicted" if extra[kind] < 0 else "high"
         same = found.get((kind[1], aspect), OpDifference(kind[1], aspect, 0, 0))
         times = same.times + (abs(extra[kind]) or runs[kind])
-        if size and kind not in added:
+        if size:
             found[kind[1], aspect] = OpDifference(kind[1], aspect, times, same.bytes + size)
     by_op = sorted(found.values(), key=lambda each: -abs(each.bytes))[:_MOST_OPS]
     return (*_at_peak(measured, predicted), *by_op)
@@ -172,7 +179,9 @@ def op_differences(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> tup
 
 def _at_peak(measured: Sequence[OpRow], predicted: Sequence[OpRow]) -> Iterator[OpDifference]:
     """The op of the measured peak: what was kept before it, and what it needs while it runs."""
-    highest = max(range(len(measured)), key=lambda index: measured[index].high, default=0)
+    if not measured:
+        return
+    highest = max(range(len(measured)), key=lambda index: measured[index].high)
     kind = _kind(measured[highest])
     position = sum(_kind(row) == kind for row in measured[:highest])
     same = [row for row in predicted if _kind(row) == kind]

@@ -42,7 +42,7 @@ from oomph.cli.targets import (
     workload_of,
 )
 from oomph.errors import ExitStatus, ProgramError, UserError
-from oomph.records import Diagnosis, FixUse, Prediction, Progress
+from oomph.records import Diagnosis, FixUse, Note, Prediction, Progress
 from oomph.report.as_json import prediction_to_json
 from oomph.report.diagnosis import diagnosis_text, diagnosis_to_json
 from oomph.report.stages import stage_table, stage_table_text, stage_table_to_json
@@ -182,18 +182,22 @@ def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Dia
 
     # The target runs again; a script, until it makes its optimizer. What --allow-subprocesses and
     # --allow-network allow is refused then, so that it has no effect twice.
-    valid = {fix.name for fix in fixes_for_scripts()}
-    with progress_display(Console(stderr=True)) as report, suppress(ProgramError):
+    notes = diagnosis.notes
+    with progress_display(Console(stderr=True)) as report:
         report("looking for the fixes that apply", None)
-        if options.is_script:
-            proposals = ScriptProgram(script_with_fixes(options), None, None).proposals(diagnosis.prediction)
-            valid = {one.fix for one in proposals.found}
-        else:
-            valid = run_isolated(applicable, report)
+        try:
+            if options.is_script:
+                program = ScriptProgram(script_with_fixes(options), None, None)
+                valid = {one.fix for one in program.proposals(diagnosis.prediction).found}
+            else:
+                valid = run_isolated(applicable, report)
+        except ProgramError as error:
+            valid = {fix.name for fix in fixes_for_scripts()}
+            notes = (*notes, Note(f"which fixes apply to the model is not known: {error.args[0]}"))
     findings = tuple(
         replace(one, fixes=tuple(name for name in one.fixes if name in valid)) for one in diagnosis.findings
     )
-    return replace(diagnosis, findings=findings)
+    return replace(diagnosis, findings=findings, notes=notes)
 
 
 def next_step(options: PredictOptions, prediction: Prediction) -> str:

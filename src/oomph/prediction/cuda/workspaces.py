@@ -149,7 +149,6 @@ _LEAST_PART = 1024  # positions that a part of a split weight gradient adds up
 _LONG_SUM = 1 << 14  # with fewer positions, weight gradients in half precision are not split
 _SHORT_SUM = {4: 76, 2: 32}  # with fewer products per output, convolutions do without tensor cores
 _FEW_CHANNELS = 16
-_LARGEST_SPECTRUM = 256  # elements in a row, of Fourier transforms
 _DIRECT_WEIGHT_CHANNELS = 4  # with fewer, float32 weight gradients of short sums do without tensor cores
 _NARROW_INPUT, _WIDE_OUTPUT = 64, 128  # channels: float32 convolutions from less to more copy no output
 _LARGE_WEIGHT = 1 << 16  # elements
@@ -202,7 +201,7 @@ def _forward(call: BoundArguments, gpu: GPU) -> list[int | None]:
     found = _describe(call, _output_shape(call), format)
     kind: Pass = "data" if call["transposed"] else "forward"
     copies = (_copy_bytes(call[name], format) for name in ("input", "weight"))
-    return [*copies, NEXT_RESULT, *_search(call, found, kind), _workspace(found, kind, gpu)]
+    return [*copies, NEXT_RESULT, _workspace(found, kind, gpu)]
 
 
 @temporaries(aten.convolution_backward.default)
@@ -218,8 +217,7 @@ def _backward(call: BoundArguments, gpu: GPU) -> list[int | None]:
         sizes += [NEXT_RESULT, weight_copy, workspace, -workspace, -weight_copy]
     if call["output_mask"][1]:
         input_copy, workspace = _copy_bytes(call["input"], format), _workspace(found, "weight", gpu)
-        search = _search(call, found, "weight")
-        sizes += [input_copy, NEXT_RESULT, *search, workspace, -workspace, -input_copy]
+        sizes += [input_copy, NEXT_RESULT, workspace, -workspace, -input_copy]
     if call["output_mask"][2]:
         others = [dim for dim in range(gradient.dim()) if dim != 1]
         sums = temporaries_of(aten.sum.dim_IntList, (gradient, others), {}, gpu)
@@ -244,26 +242,6 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
         sums = gpu.multiprocessors * _TILE * _TILE * 4 if split else 0
         return min(found.batch * found.weight * 4, found.input.bytes + found.output.bytes + sums)
     return 0 if _is_direct(found, kind) else _copies_inside(found, kind) + _partial_sums(found, gpu)
-
-
-class SearchBytes(int):
-    """Of a workspace that cuDNN takes only where as much is free."""
-
-
-def _search(call: BoundArguments, found: _Convolution, kind: Pass) -> list[int]:
-    """With torch.backends.cudnn.benchmark, the first call of a convolution tries algorithms in the largest of
-    their workspaces (native/cudnn/Conv_v8.cpp): that of Fourier transforms, in most of the measured ones that
-    can be computed so, and about the usual one elsewhere (docs/lab_notes.md)."""
-    sides = zip(call["input"].shape[2:], call["weight"].shape[2:], strict=True)
-    filled = 1 << (max(size + kernel - 1 for size, kernel in sides) - 1).bit_length()
-    is_plain = found.item == 4 and found.stride == found.groups == 1 and not found.dilated
-    if not (torch.backends.cudnn.benchmark and is_plain and kind != "data" and filled <= _LARGEST_SPECTRUM):
-        return []
-    spectrum = 2 * 8 * filled * (filled // 2 + 1)
-    planes, more = found.input.channels * found.output.channels, found.output.bytes
-    if kind == "forward":
-        planes, more = planes + found.batch * found.input.channels, found.weight * found.item
-    return [SearchBytes(planes * spectrum + more)]
 
 
 def _is_direct(found: _Convolution, kind: Pass) -> bool:

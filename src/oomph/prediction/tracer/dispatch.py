@@ -37,7 +37,7 @@ from oomph.prediction.cuda.rules import (
     temporaries_of,
     temporaries_rule,
 )
-from oomph.prediction.cuda.workspaces import CublasWorkspaces, SearchBytes
+from oomph.prediction.cuda.workspaces import CublasWorkspaces
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
@@ -551,6 +551,11 @@ class DispatchMode(TorchDispatchMode):
         if traits.has_temporaries:
             rule = partial(temporaries_of, func, args, kwargs, tracer.gpu)
             sizes = guard.call("temporaries", func, rule, list)
+        if func is aten.convolution.default and torch.backends.cudnn.benchmark:
+            tracer.note_once(
+                "torch.backends.cudnn.benchmark: in the first step, cuDNN tries algorithms with workspaces "
+                "as large as free memory allows; they are not needed, and not included"
+            )
 
         def record(tensor: torch.Tensor) -> None:
             if any(tensor is known for known in given):  # written in place, wherever it is
@@ -573,8 +578,6 @@ class DispatchMode(TorchDispatchMode):
         for size in sizes:
             if size is None:  # NEXT_RESULT
                 next(results or iter(()), None)
-            elif isinstance(size, SearchBytes):
-                self.tracer.record_search(size)
             elif size > 0:
                 live.append(self.tracer.record_workspace(size, name))
             else:

@@ -397,7 +397,6 @@ class Tracer:
         self.allocator: str | None = None  # as the Workload gives it
         self.log: OpLog | None = None
         self.loads_state = False  # of a model or an optimizer
-        self.search_peak = 0  # allocated bytes while cuDNN tries algorithms
         self.parameter_sites = WeakIdKeyDictionary()  # parameter -> the line that made it
         self.buffer_sites = WeakIdKeyDictionary()  # buffer -> the line that registered it
         self.parameter_names: dict[int, str] = {}
@@ -683,12 +682,6 @@ class Tracer:
         )
         self.recorder.record_allocation(allocation)
         return allocation
-
-    def record_search(self, size: int) -> None:
-        """A workspace in which cuDNN tries algorithms, if so much is free. The program does not need it."""
-        level = self.recorder.live_bytes + size
-        if self.step <= 1 and level <= self.gpu.memory - self.gpu.context:
-            self.search_peak = max(self.search_peak, level)
 
     def count_kernel(self, *tensors: torch.Tensor | None, flops: float = 0.0, kind: str = "kernel") -> None:
         """Count a CUDA kernel that no traced op stands for, with the tensors it reads and writes."""

@@ -38,6 +38,7 @@ from oomph.torch_internals import FakeTensor, OpOverload
 aten = torch.ops.aten
 _MOST_ELEMENTS = 1 << 20  # beyond it a value costs more than it is worth
 _MOST_FLOATS = 1 << 17  # elements up to which floats are computed too: masks made of ones, positions
+_SEVERAL = 8  # elements of a row
 _SAMPLE = 1024  # elements that stand for a large random tensor
 
 _FACTORIES = aten_ops("""
@@ -224,8 +225,8 @@ class Values:
         if func in _RANDOM:
             self.invalidate(call)
             return self._draw(func, args, results[0])
-        large_floats = results[0].dtype.is_floating_point and not _is_small(results[0])
-        large_floats = large_floats and func not in _FACTORIZATIONS
+        is_float, small = results[0].dtype.is_floating_point, _is_small(results[0])
+        large_floats = is_float and not small and func not in _FACTORIZATIONS
         if large_floats and func not in _POSITIONS and func not in _MAKES_MASKS:
             return self.invalidate(call)
         if torch.Tag.nondeterministic_seeded in func.tags and func not in _POSITIONS:
@@ -626,9 +627,10 @@ class ValueEstimates:
                 self.sizes_assumed = True
                 self._note(f"the size of the result of {op} depends on values: {count:,} is assumed")
             return count
-        # As many in every row: programs give what they select a shape again, with x[mask].view(len(x), -1).
-        rows = len(mask) if mask.dim() > 1 else 1
-        typical = rows * math.ceil(elements / max(rows, 1) * _fraction(found))
+        typical = math.ceil(elements * _fraction(found))
+        if mask.dim() > 1 and typical >= _SEVERAL * len(mask):
+            # As many in every row: programs give what they select a shape again, by x[mask].view(len(x), -1).
+            typical = len(mask) * math.ceil(typical / len(mask))
         if found.known:
             spread = 0 if typical in (0, elements) else 3 * math.isqrt(elements)
             return self._size(op, typical, min(elements, typical + spread), max(0, typical - spread))
