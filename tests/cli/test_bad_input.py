@@ -398,6 +398,7 @@ cases(
 cases(
     "train small.yaml",
     ("batchsize=3", "batchsize is not a key; did you mean 'data.batch_size'?"),
+    ("lr=fast", "lr (which is optimizer.learning_rate) = 'fast' is not valid; it should be a valid number"),
     ("--batch_sise 3", "batch_sise is not a key"),
     ("trainig.steps=3", "did you mean 'training.steps'?"),
     ("modle.vocab_size=3", "is not a key"),

@@ -366,6 +366,8 @@ OWN = {
     "bias after a fill": lambda m, q, k, v, p: (
         (filled(q @ k.mT, p, -1e9) + 1e8 * torch.arange(13).double()).softmax(-1) @ v
     ),
+    "positions added": lambda m, q, k, v, p: (q @ k.mT + torch.arange(13)).softmax(-1) @ v,
+    "changed in place": lambda m, q, k, v, p: (q @ k.mT).clamp_(max=0.5).softmax(-1) @ v,
     "fill scaled away": lambda m, q, k, v, p: (filled(q @ k.mT, p, -1e9) * 1e-9).softmax(-1) @ v,
     "fill with its sign changed": lambda m, q, k, v, p: (filled(q @ k.mT, p, -1e9) * -1.0).softmax(-1) @ v,
     "divided by scores": lambda m, q, k, v, p: (2 / (q @ k.mT)).softmax(-1) @ v,
