@@ -118,6 +118,11 @@ def run_predict(given: PredictOptions) -> ExitStatus:
         with suppress(UserError):  # a file with rows of fixes names none
             options = replace(options, gpu=read_plan(options.plan).gpu)
     prediction = predict_target(options)
+    if options.fixes:
+        from oomph.fixes import uses_of
+
+        names = ", ".join(dict.fromkeys(use.fix for use in uses_of(options.fixes)))
+        prediction = replace(prediction, notes=(Note(f"with {names}"), *prediction.notes))
     if options.snapshot is not None:
         _write_snapshot(options.snapshot, prediction)
     # The memory profiler of report 002, for every config whose model is a stack of layers.
@@ -137,7 +142,7 @@ def run_predict(given: PredictOptions) -> ExitStatus:
         table = stage_table_text(stages, report_console()) if stages is not None else ""
         write_stdout(text + table + next_step(options, prediction))
     if options.html is not None:
-        write_page(options.html, options.typed, [("as it is", prediction)])
+        write_page(options.html, options.typed, [("with fixes" if options.fixes else "as it is", prediction)])
     return ExitStatus.DOES_NOT_FIT if prediction.fits is False else ExitStatus.FITS
 
 

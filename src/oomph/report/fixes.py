@@ -35,6 +35,7 @@ _LEGEND = {
     _CLOSE: "too close to call: within the margin of the prediction",
 }
 _DIFFERENCES_SHOWN = 8
+_WHERE_WIDTH = 16  # characters, at least
 _LONGEST_WORDS = 120  # characters of a command's options
 
 
@@ -144,7 +145,8 @@ def all_fixes_text(rows: Sequence[tuple[str, str, str]], console: Console) -> st
 def _proposals_table(prediction: Prediction, proposals: Sequence[Proposal]) -> Table:
     does_not_fit, limited = prediction.fits is False, is_limited(prediction)
     fits_column = ["left fits"] if does_not_fit else []
-    table = columns("left fix", "right saves", "right needs", *fits_column, "right time", "fold where")
+    table = columns("fold fix", "right saves", "right needs", *fits_column, "right time", "fold where")
+    table.columns[-1].min_width = _WHERE_WIDTH
     for one in proposals:
         mark = f" {_CONDITIONAL}" if one.condition else ""
         fits = [Text(_fits(one, prediction), style="bold green" if one.fits else "")]
