@@ -203,7 +203,7 @@ def test_file_of_cuda_tensors_is_loaded(
     with monkeypatch.context() as patch:
         patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
         torch.save(state, tmp_path / "saved.pt", _use_new_zipfile_serialization=zipped)
-    predicted(
+    found = predicted(
         MODEL
         + f"""
 before = torch.cuda.memory_allocated()
@@ -217,6 +217,9 @@ model(saved["weight"].cuda()).sum().backward()
 torch.optim.SGD(model.parameters()).step()
 """
     )
+    if location != "'cpu'":
+        at_peak = {(one.shape, one.dtype) for _, one in found.at_peak}
+        assert at_peak >= {((256, 256), "float32"), ((3,), "int64")}
 
 
 def test_safetensors_are_read_back_and_tied_weights_found(predicted) -> None:

@@ -126,15 +126,22 @@ def _load_to_gpu(patches: Patches) -> None:
     def to_device(storage: Any, *, device: Any, non_blocking: bool = False) -> Any:
         if torch.device(device).type != "cuda":
             return to(storage, device=device, non_blocking=non_blocking)
-        storage.on_gpu = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+        storage.loaded_to = device
         return storage  # torch reads the data of old files into it later
 
     def on_its_device(tensor: torch.Tensor) -> torch.Tensor:
-        memory = getattr(tensor.untyped_storage(), "on_gpu", None)
-        if memory is None:
+        storage: Any = tensor.untyped_storage()
+        if not hasattr(storage, "loaded_to"):
             return tensor
-        shape = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return memory.view(tensor.dtype).as_strided(*shape).detach().requires_grad_(tensor.requires_grad)
+        if not hasattr(storage, "on_gpu"):  # allocated with the shape and dtype of its first tensor
+            length = storage.nbytes() // tensor.element_size()
+            whole = tensor if tensor.numel() == length else tensor.as_strided((length,), (1,), 0)
+            storage.on_gpu = torch.empty_like(
+                whole, device=storage.loaded_to, memory_format=torch.contiguous_format
+            )
+        layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+        view = storage.on_gpu.view(-1).view(tensor.dtype).as_strided(*layout)
+        return view.detach().requires_grad_(tensor.requires_grad)
 
     patches.set(torch.UntypedStorage, "to", to_device)
     patches.set(*internals.REBUILT_TENSOR_DEVICE, on_its_device)
