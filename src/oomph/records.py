@@ -167,21 +167,48 @@ class Holder:
     recurrent: bool = False  # it computes the next value from the last, as `state = cell(x, state)`
 
 
-def dimension_names(shape: Sequence[int], image: Sequence[int] = ()) -> tuple[str, ...]:
-    """What `--sizes` calls the dimensions of a batch tensor: [B, T, F], or [B, C, H, W]; "" beyond these.
+class DimensionNames:
+    """What `--sizes` calls the dimensions of batch tensors, asked for in the order in which they are moved.
 
-    `image`: the shape of the batch's images, whose masks are [B, H, W].
+    [B, T, F], [B, C, H, W], masks [B, T, T], [B, 1, T, T] and, of images, [B, H, W]; "" beyond these.
     """
-    names = ("B", "C", "H", "W") if len(shape) == 4 else ("B", "T", "F")
-    if len(shape) == 3 and tuple(shape[1:]) == tuple(image[2:]):
-        names = ("B", "H", "W")
-    return (names + ("",) * len(shape))[: len(shape)]
+
+    def __init__(self) -> None:
+        self._length: int | None = None  # T of the last tensor that has it
+        self._image: tuple[int, ...] = ()  # H and W of the last image
+
+    def of(self, shape: Sequence[int], dtype: str) -> list[str]:
+        sizes, is_mask = tuple(shape[1:]), "float" not in dtype
+        names = ["B", "T", "F"]
+        if len(sizes) == 3:
+            names = ["B", "C", "H", "W"]
+            of_tokens = sizes[2] == self._length and (sizes[0] == 1 or sizes[1] == self._length)
+            is_mask = of_tokens or (sizes[0] == 1 and is_mask)
+            self._image = self._image if is_mask else sizes[1:]
+        elif len(sizes) == 2 and (sizes == self._image or self._is_label_map(sizes, dtype)):
+            return ["B", "H", "W"]
+        elif sizes:
+            self._length = sizes[0]
+        names = (names + [""] * len(shape))[: len(shape)]
+        for dim in range(2, len(shape)):
+            if is_mask and shape[dim] == self._length:
+                names[dim] = "T"
+        return names
+
+    def _is_label_map(self, sizes: tuple[int, ...], dtype: str) -> bool:
+        """Whether [B, N, N] is the mask of images that come after it: class numbers, before anything else."""
+        return not self._image and self._length is None and sizes[0] == sizes[1] and "int" in dtype
 
 
-def named_shape(shape: Sequence[int], image: Sequence[int] = ()) -> str:
-    """`[B=8, T=512]`"""
-    named = zip(dimension_names(shape, image), shape, strict=True)
-    return f"[{', '.join(f'{name}={size}' if name else str(size) for name, size in named)}]"
+def named_shapes(batch: Sequence[BatchTensor]) -> list[str]:
+    """`[B=8, T=512]` for each tensor."""
+    names, texts = DimensionNames(), []
+    for one in batch:  # images may come after their masks
+        names.of(one.shape, one.dtype)
+    for one in batch:
+        named = zip(names.of(one.shape, one.dtype), one.shape, strict=True)
+        texts.append(f"[{', '.join(f'{name}={size}' if name else str(size) for name, size in named)}]")
+    return texts
 
 
 @dataclass(frozen=True, slots=True)

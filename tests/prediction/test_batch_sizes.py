@@ -10,6 +10,7 @@ from torch import nn
 
 import oomph
 from oomph import Script, UserError
+from oomph.records import named_shapes
 
 SCRIPT = """
 import torch
@@ -85,3 +86,43 @@ def test_functions_images_and_workloads() -> None:
     work = oomph.Workload(model, batch, lambda model, x: model(x).sum(), sizes={"B": 2})
     assert oomph.predict(work, sizes={"B": 4}).batch[0].shape == (4, 8)
     assert oomph.predict(lambda: work, sizes={"B": 4}).batch[0].shape == (4, 8)
+
+
+IDS, FLOATS = ((2, 16), torch.long), ((2, 16, 16), torch.float)
+MASK, SQUARE_MASK = ((2, 1, 16, 16), torch.bool), ((2, 16, 16), torch.bool)
+BIAS = ((2, 1, 16, 16), torch.float)
+IMAGES, LABEL_MAP = ((2, 3, 16, 16), torch.float), ((2, 16, 16), torch.long)
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize(
+    ("batch", "resized", "named"),
+    [
+        (
+            (IDS, MASK, SQUARE_MASK),
+            [(2, 32), (2, 1, 32, 32), (2, 32, 32)],
+            "[B=2, T=32], [B=2, C=1, T=32, T=32], [B=2, T=32, T=32]",
+        ),
+        (
+            (IDS, BIAS, FLOATS),
+            [(2, 32), (2, 1, 32, 32), (2, 32, 16)],
+            "[B=2, T=32], [B=2, C=1, T=32, T=32], [B=2, T=32, F=16]",
+        ),
+        ((MASK, FLOATS), [(2, 1, 8, 12), (2, 32, 16)], "[B=2, C=1, H=8, W=12], [B=2, T=32, F=16]"),
+        ((IMAGES, LABEL_MAP), [(2, 3, 8, 12), (2, 8, 12)], "[B=2, C=3, H=8, W=12], [B=2, H=8, W=12]"),
+        ((IMAGES, SQUARE_MASK), [(2, 3, 8, 12), (2, 8, 12)], "[B=2, C=3, H=8, W=12], [B=2, H=8, W=12]"),
+        ((LABEL_MAP, IMAGES), [(2, 8, 12), (2, 3, 8, 12)], "[B=2, H=8, W=12], [B=2, C=3, H=8, W=12]"),
+    ],
+)
+def test_masks_of_tokens_and_of_images(
+    batch: tuple[tuple[tuple[int, ...], torch.dtype], ...], resized: list[tuple[int, ...]], named: str
+) -> None:
+    def training() -> None:
+        for shape, dtype in batch:
+            torch.ones(shape, dtype=dtype).cuda()
+        nn.Linear(1, 1).cuda()(torch.ones(1, 1, device="cuda")).sum().backward()
+
+    asked = {name: size for name, size in {"T": 32, "H": 8, "W": 12}.items() if f"{name}=" in named}
+    found = oomph.predict(training, sizes=asked)
+    assert [each.shape for each in found.batch] == resized
+    assert ", ".join(named_shapes(found.batch)) == named

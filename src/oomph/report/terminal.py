@@ -33,7 +33,7 @@ from oomph.records import (
     Prediction,
     Site,
     Stage,
-    named_shape,
+    named_shapes,
 )
 from oomph.units import counted, format_bytes, parse_bytes
 
@@ -302,12 +302,9 @@ def _batch(tensors: Sequence[BatchTensor]) -> str:
     Those that a program moved to the GPU have no names; their dimensions have those of `--sizes`.
     """
     shown = sorted(tensors, key=lambda one: -math.prod(one.shape))[:_BATCH_TENSORS]
-    image = next((one.shape for one in tensors if len(one.shape) == 4), ())
     texts = [
-        f"{printable(one.name)} {list(one.shape)} {one.dtype}"
-        if one.name
-        else f"{named_shape(one.shape, image)} {one.dtype}"
-        for one in tensors
+        f"{printable(one.name)} {list(one.shape)} {one.dtype}" if one.name else f"{named} {one.dtype}"
+        for one, named in zip(tensors, named_shapes(tensors), strict=True)
         if one in shown
     ]
     more = len(tensors) - len(shown)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 
 from oomph.errors import UserError
-from oomph.records import dimension_names, named_shape
+from oomph.records import DimensionNames, named_shapes
 from oomph.units import BATCH_SIZES
 
 Sizes = Mapping[str, int] | Literal["longest"]
@@ -26,8 +26,7 @@ class BatchSizes:
     def __init__(self, sizes: Sizes, note: Callable[[str], None]) -> None:
         self._asked, self._note = sizes, note
         self.wanted: dict[str, int] = {} if sizes == "longest" else dict(sizes)  # type: ignore[arg-type]
-        self._length: int | None = None  # of the last batch, as loaded
-        self._image: tuple[int, ...] = ()
+        self._names = DimensionNames()  # of the tensors as loaded
         self._rows: int | None = None  # of the last tensor with several dimensions
         self._applied: set[str] = set()
         self._scanned: set[int] = set()  # ids of data sets
@@ -35,21 +34,12 @@ class BatchSizes:
     def resize(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, on the host, with the sizes that are asked for."""
         shape = tuple(tensor.shape)
-        if len(shape) == 4:
-            self._image = shape
-        names = list(dimension_names(shape, self._image))
-        if names[1:2] == ["T"]:
-            self._length = shape[1]
         if len(shape) > 1:
             self._rows = shape[0]
         elif shape != (self._rows,):  # such as the weights of classes: no batch
             return tensor
-        square = len(shape) == 4 or not tensor.dtype.is_floating_point  # masks: [B, 1, T, T], [B, T, T]
-        for dim in range(2, len(shape)):
-            if square and shape[dim] == self._length:
-                names[dim] = "T"
         out = tensor
-        for dim, name in enumerate(names):
+        for dim, name in enumerate(self._names.of(shape, str(tensor.dtype))):
             wanted = self.wanted.get(name, shape[dim])
             if name in self.wanted:
                 self._applied.add(name)
@@ -85,8 +75,7 @@ class BatchSizes:
         missing = [name for name in self.wanted or ("T",) if name not in self._applied]
         if not missing or (self._asked == "longest" and self._applied):
             return
-        seen = [named_shape(one.shape, self._image) for one in moved]
-        what = ", ".join(seen[:4]) or "nothing: it makes its batch there"
+        what = ", ".join(named_shapes(moved)[:4]) or "nothing: it makes its batch there"
         asked = "longest" if self._asked == "longest" else f"{missing[0]}={self.wanted[missing[0]]}"
         why = "no data set of tensors or lists was found" if asked == "longest" else "no such dimension"
         raise UserError(f"--sizes {asked}: {why} in what the program moves to the GPU ({what})")
@@ -98,12 +87,13 @@ def _sizes_of_sample(sample: Any) -> list[tuple[str, int]]:
     if _is_list_of_numbers(sample):
         return [("T", len(sample))]
     found: list[tuple[str, int]] = []
+    dimension_names = DimensionNames()
     parts = sample if isinstance(sample, (list, tuple)) else [sample]
     for part in sample.values() if isinstance(sample, dict) else parts:
         if _is_list_of_numbers(part):
             found.append(("T", len(part)))
-        elif hasattr(part, "shape") and len(part.shape):
-            names = dimension_names((1, *part.shape))[1:]  # without the batch's dimension
+        elif hasattr(part, "shape") and hasattr(part, "dtype") and len(part.shape):
+            names = dimension_names.of((1, *part.shape), str(part.dtype))[1:]  # without the batch's dimension
             found += [
                 (name, size) for name, size in zip(names, part.shape, strict=True) if name in BATCH_SIZES
             ]
