@@ -97,7 +97,7 @@ BATCH_SIZES = ("B", "T", "H", "W")
 
 
 def check_batch_sizes(sizes: Mapping[str, int] | Literal["longest"]) -> None:
-    """Of a script or function."""
+    """Raise for sizes that `--sizes` of a script or function does not take."""
     if sizes == "longest":
         return
     wrong = {

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -330,7 +330,6 @@ def _measured_script(options: PredictOptions, ops: bool) -> Any:
     from oomph.prediction.script import run_as_main
 
     readings: list[Any] = [Reading(0, "setup", 0, 0, 0, 0.0)]
-    log = MeasuredOps()
     counts: Counter[int] = Counter()  # steps of each optimizer
     began = time.perf_counter()
 
@@ -355,11 +354,8 @@ def _measured_script(options: PredictOptions, ops: bool) -> Any:
     uses = uses_of(options.fixes)
     set_allocator_for(uses)
     change: Any = ModelChange(uses) if uses else (lambda optimizer: None)
-    with ExitStack() as stack:
-        stack.enter_context(on_each_optimizer(change))
-        if ops:
-            log = stack.enter_context(record_ops())
-            log.phase = "step 1"
+    with on_each_optimizer(change), record_ops() if ops else nullcontext(MeasuredOps()) as log:
+        log.phase = "step 1"
         run_as_main(options.script())
     if len(readings) == 1:
         raise UserError(f"{options.target} ended before an optimizer of torch.optim stepped")
