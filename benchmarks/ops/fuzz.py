@@ -361,7 +361,7 @@ def _modulated_linear(draw: Draw) -> Arguments:
         "B": draw.tensor(r, f),
         "mod": draw.tensor(*(draw.pick(size, size, 1) for size in lead[draw.pick(0, 0, 1) :]), r),
         "bias": draw.maybe(lambda: draw.tensor(f)),
-        "impl": draw.impl("auto", "chunked"),
+        "impl": draw.pick("auto", "chunked"),
     }
 
 

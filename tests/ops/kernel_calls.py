@@ -19,7 +19,6 @@ from oomph.ops import (
     attention,
     linear_cross_entropy,
     locality_bias,
-    modulated_linear,
     rotary,
     tiled_mlp,
 )
@@ -64,13 +63,6 @@ def mlp(activation: str, gated: bool, dtype: torch.dtype = BF16) -> Tensor:
         randn(512, 256, dtype=dtype), randn(256, 512, dtype=dtype), gate, activation=activation
     )
     return tiled_mlp(weights, randn(1000, 256, dtype=dtype), impl="triton")
-
-
-def modulated(rank: int, dtype: torch.dtype) -> Tensor:
-    factors = randn(512, rank, dtype=dtype), randn(rank, 1000, dtype=dtype), randn(70000, rank, dtype=dtype)
-    return modulated_linear(
-        randn(70000, 512, dtype=dtype), randn(512, 1000, dtype=dtype), *factors, impl="triton"
-    )
 
 
 def heads(size: int, dtype: torch.dtype = BF16, tokens: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,8 +137,6 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "gelu MLP": lambda: mlp("gelu", gated=False, dtype=FP16),
     "gated gelu_tanh MLP in float32": lambda: mlp("gelu_tanh", gated=True, dtype=FP32),
     "relu MLP": lambda: mlp("relu", gated=False),
-    "modulation": lambda: modulated(16, BF16),
-    "modulation of a large rank": lambda: modulated(100, FP16),
     "rotary": lambda: rotary(randn(2, 4, 1000, 128), impl="triton"),
     "rotary of a part": lambda: rotary(
         randn(2, 7, 33, 80, dtype=FP32), fraction=0.4, heads_first=False, impl="triton"

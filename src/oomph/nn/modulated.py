@@ -39,7 +39,6 @@ class ModulatedLinear(nn.Module):
         bias: Tensor | None = None,
         *,
         dtype: torch.dtype | None = None,
-        impl: str = "auto",
     ) -> None:
         """`weight` [d, f]; a transposed view is kept as such. `dtype` of A and B: default the weight's."""
         super().__init__()
@@ -51,7 +50,7 @@ class ModulatedLinear(nn.Module):
                 "(for a layer, use ModulatedLinear.from_linear)"
             )
         self.in_features, self.out_features = weight.shape
-        self.rank, self.impl = rank, impl
+        self.rank = rank
         base = (None, weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None, None)
         self.register_parameter("weight", _frozen(base[0]))
         self.register_buffer("weight_values", base[1])
@@ -64,9 +63,7 @@ class ModulatedLinear(nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def from_linear(
-        cls, linear: nn.Module, rank: int, *, eight_bit: bool = False, impl: str = "auto"
-    ) -> "ModulatedLinear":
+    def from_linear(cls, linear: nn.Module, rank: int, *, eight_bit: bool = False) -> "ModulatedLinear":
         """From an nn.Linear, or a GPT-2 Conv1D, whose weight is transposed. `linear` itself is not changed.
 
         The weight is shared with it, not copied; with `eight_bit` it is rounded to 8 bits and not shared.
@@ -81,7 +78,7 @@ class ModulatedLinear(nn.Module):
         weight = weight.detach()
         base = quantize_int8(weight) if eight_bit else weight
         bias = getattr(linear, "bias", None)
-        made = cls(base, rank, bias, dtype=weight.dtype, impl=impl)
+        made = cls(base, rank, bias, dtype=weight.dtype)
         return made.train(linear.training)
 
     def reset_parameters(self) -> None:
@@ -99,7 +96,7 @@ class ModulatedLinear(nn.Module):
 
     def forward(self, h: Tensor, mod: Tensor) -> Tensor:
         """h [..., d], mod [..., r] -> [..., f]."""
-        return modulated_linear(h, self.base_weight, self.A, self.B, mod, self.bias, impl=self.impl)
+        return modulated_linear(h, self.base_weight, self.A, self.B, mod, self.bias)
 
     def compute_weight_delta(self, mod: Tensor, token_idx: TokenIndex) -> Tensor:
         """The change of W at the given tokens: [..., d, f]."""

@@ -22,11 +22,11 @@ class Inputs:
     def all(self) -> tuple[Tensor | None, ...]:
         return self.h, self.weight, self.A, self.B, self.mod, self.bias
 
-    def copy(self, dtype: torch.dtype, train: str = "h weight A B mod bias", device: str = "cpu") -> Inputs:
+    def copy(self, dtype: torch.dtype, train: str = "h weight A B mod bias") -> Inputs:
         """The same numbers in `dtype`; the inputs named in `train` require gradients."""
         trained = train.split()
         made = {
-            name: None if each is None else each.detach().to(device, dtype).requires_grad_(name in trained)
+            name: None if each is None else each.detach().to(dtype).requires_grad_(name in trained)
             for name, each in zip(NAMES, self.all(), strict=True)
         }
         return Inputs(**made)  # type: ignore[arg-type]

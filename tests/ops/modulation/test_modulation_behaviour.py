@@ -13,36 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oomph
-from oomph.errors import ArgumentError
 from oomph.nn.modulated import ModulatedLinear
-from oomph.ops import common
 from oomph.ops.modulation import Int8Weight, modulated_linear, quantize_int8
-
-
-def call(**changes: Any) -> None:
-    given = inputs(dtype=torch.float32)
-    arguments: dict[str, Any] = {
-        name: getattr(given, name) for name in ("h", "weight", "A", "B", "mod", "bias")
-    }
-    modulated_linear(**arguments | changes)
-
-
-def test_triton_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ArgumentError, match="too little for float64; choose 'auto' or 'chunked'"):
-        call(h=torch.ones(2, 5, 7, dtype=torch.float64), impl="triton")
-    with pytest.raises(ArgumentError, match="interpreter multiplies bfloat16 wrongly"):
-        call(h=torch.ones(2, 5, 7, dtype=torch.bfloat16), impl="triton")
-    with pytest.raises(ArgumentError, match="the rank 129 is above 128"):
-        call(A=torch.ones(7, 129), B=torch.ones(129, 11), mod=torch.ones(129), impl="triton")
-    monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(ArgumentError, match="impl='triton' cannot run: the tensors are on cpu"):
-        call(impl="triton")
 
 
 MiB = 1 << 20
 
 
-def saved_names(train: str, impl: str = "chunked") -> tuple[set[str], list[tuple[int, ...]]]:
+def saved_names(train: str) -> tuple[set[str], list[tuple[int, ...]]]:
     """The inputs kept for backward by name, and the shapes of what is kept beside them."""
     given = inputs(lead=(8,), d=6, f=9, r=2).copy(torch.float32, train)
     kept: list[Tensor] = []
@@ -52,7 +30,7 @@ def saved_names(train: str, impl: str = "chunked") -> tuple[set[str], list[tuple
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        modulated_linear(*given.all(), impl=impl)
+        modulated_linear(*given.all())
     places = {
         each.data_ptr(): name for name, each in zip(NAMES, given.all(), strict=True) if each is not None
     }
@@ -60,7 +38,6 @@ def saved_names(train: str, impl: str = "chunked") -> tuple[set[str], list[tuple
     return names, [tuple(each.shape) for each in kept if each.data_ptr() not in places]
 
 
-@pytest.mark.parametrize("impl", ["chunked", "triton"])
 @pytest.mark.parametrize(
     ("train", "names", "beside"),
     [
@@ -75,9 +52,9 @@ def saved_names(train: str, impl: str = "chunked") -> tuple[set[str], list[tuple
     ],
 )
 def test_only_what_the_wanted_gradients_need_is_kept(
-    train: str, names: set[str], beside: list[tuple[int, ...]], impl: str
+    train: str, names: set[str], beside: list[tuple[int, ...]]
 ) -> None:
-    assert saved_names(train, impl) == (names, beside)
+    assert saved_names(train) == (names, beside)
 
 
 class Products(TorchDispatchMode):
@@ -110,7 +87,7 @@ def test_backward_makes_the_products_of_the_wanted_gradients_and_no_other(
     train: str, shapes: list[tuple[int, ...]]
 ) -> None:
     given = inputs(lead=(8,), d=6, f=9, r=2).copy(torch.float32, train)
-    total = modulated_linear(*given.all(), impl="chunked").sum()
+    total = modulated_linear(*given.all()).sum()
     with Products() as products:
         total.backward()
     assert products.shapes == shapes
@@ -125,11 +102,10 @@ def predicted(
     eight_bit: bool = False,
     tokens: int = N,
     features: int = F,
-    train_h: bool = True,
 ) -> oomph.Prediction:
     def train() -> Callable[[], None]:
         options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        h = torch.randn(tokens, D, requires_grad=train_h, **options)
+        h = torch.randn(tokens, D, requires_grad=True, **options)
         mod = torch.randn(tokens, R, requires_grad=True, **options)
         A = torch.randn(D, R, requires_grad=True, **options)
         B = torch.zeros(R, features, requires_grad=True, **options)
@@ -146,13 +122,9 @@ def bare(h: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
     return h @ weight
 
 
-@pytest.mark.parametrize("impl", ["auto", "chunked", "triton"])
-def test_the_predicted_peak_is_that_of_the_bare_product_and_a_little(impl: str) -> None:
-    def ours(*each: Any) -> Tensor:
-        return modulated_linear(*each, impl=impl)
-
+def test_the_predicted_peak_is_that_of_the_bare_product_and_a_little() -> None:
     small = (3 * N * R + 4 * D * R + 4 * F * R) * 4  # products of rank r, gradients of A, B and mod
-    assert predicted(ours).peak.allocated <= predicted(bare).peak.allocated + small
+    assert predicted(modulated_linear).peak.allocated <= predicted(bare).peak.allocated + small
 
 
 def test_no_converted_copy_of_an_8_bit_weight_is_ever_allocated() -> None:
@@ -179,23 +151,6 @@ def test_rounding_to_8_bits_needs_one_slice_in_float32_at_a_time(transposed: boo
     given = oomph.predict(rounding, gpu="h200")
     slices = [each for each in given.at_peak if each.bytes == 32 * MiB and each.allocation.dtype == "float32"]
     assert len(slices) == 1
-
-
-def test_auto_takes_the_kernels_on_a_gpu_for_many_tokens_and_plain_torch_elsewhere() -> None:
-    def check(impl: str, reason: str, **options: Any) -> None:
-        def ours(*each: Any) -> Tensor:
-            choice = common.explain(modulated_linear, *each)
-            assert choice.impl == impl
-            assert reason in choice.reason
-            return modulated_linear(*each)
-
-        predicted(ours, **options)
-
-    check("triton", "one pass over the gradient")
-    check("chunked", "256 tokens", tokens=256)
-    check("chunked", "no gradient of h", train_h=False)
-    check("chunked", "partial sums", features=8192)
-    assert common.explain(modulated_linear, *inputs().all()).impl == "chunked"
 
 
 # torch itself says so, once, on processors without bfloat16 products.

@@ -7,20 +7,15 @@ from typing import Any
 import pytest
 import torch
 from checks import relative_error
-from kernel_device import DEVICE, HALF
 from modulation_inputs import Inputs, inputs
 from torch import Tensor
 
 from oomph.ops.modulation import (
-    autograd,
     compute_weight_delta,
     modulated_linear,
     quantize_int8,
     weight_delta_norm,
 )
-
-IMPLS = ("chunked", "triton")
-
 
 # torch itself says so, once, on processors without bfloat16 products.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -42,10 +37,10 @@ def spec(given: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
     return y.detach(), right.gradients()
 
 
-def check(given: Inputs, dtype: torch.dtype, impl: str, tolerance: float) -> None:
+def check(given: Inputs, dtype: torch.dtype, tolerance: float) -> None:
     right, right_gradients = spec(given)
-    found = given.copy(dtype, device=DEVICE if impl == "triton" else "cpu")
-    y = modulated_linear(*found.all(), impl=impl)
+    found = given.copy(dtype)
+    y = modulated_linear(*found.all())
     loss(y).backward()
     assert y.dtype == dtype
     assert relative_error(y, right) < tolerance
@@ -64,44 +59,32 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_are_the_specs(impl: str, shape: dict) -> None:
-    check(inputs(**shape), torch.float32, impl, 3e-6)
-    if impl == "chunked":
-        check(inputs(**shape), torch.float64, impl, 1e-13)
+def test_values_and_gradients_are_the_specs(shape: dict) -> None:
+    check(inputs(**shape), torch.float32, 3e-6)
+    check(inputs(**shape), torch.float64, 1e-13)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "impl"),
-    [(torch.bfloat16, "chunked"), (torch.float16, "chunked"), (HALF, "triton")],
-)
-def test_in_16_bits_no_gradient_is_worse_than_plain_torch_makes_it(dtype: torch.dtype, impl: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_16_bits_no_gradient_is_worse_than_plain_torch_makes_it(dtype: torch.dtype) -> None:
     given = inputs(lead=(2, 150), d=48, f=80, r=5)
     right, right_gradients = spec(given)
     errors = {}
-    for each in (impl, "reference"):
-        found = given.copy(dtype, device=DEVICE if impl == "triton" else "cpu")
+    for each in ("chunked", "reference"):
+        found = given.copy(dtype)
         y = modulated_linear(*found.all(), impl=each)
         loss(y).backward()
         gradients = {"y": y, **found.gradients()}
         rights = {"y": right, **right_gradients}
         errors[each] = {name: relative_error(gradients[name], rights[name]) for name in rights}
-    for name, error in errors[impl].items():
+    for name, error in errors["chunked"].items():
         assert error < 1.1 * errors["reference"][name] + 1e-4, name
 
 
-def test_the_kernel_adds_several_row_blocks_into_one_partial_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    # 256 programs would need 16,384 tokens, too many for the interpreter.
-    monkeypatch.setattr(autograd, "_MAX_PROGRAMS", 2)
-    check(inputs(lead=(300,), d=3, f=50, r=4), torch.float32, "triton", 3e-6)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_nan_reaches_its_own_token_only(impl: str) -> None:
+def test_nan_reaches_its_own_token_only() -> None:
     given = inputs(lead=(4,), dtype=torch.float32)
     given.h[2, 1] = float("nan")
-    y = modulated_linear(*given.all(), impl=impl)
+    y = modulated_linear(*given.all())
     assert y[2].isnan().all()
     assert not y[[0, 1, 3]].isnan().any()
 
@@ -143,14 +126,13 @@ SEVERAL_SLICES = {"lead": (3,), "d": 1100, "f": 4400, "r": 2}  # weights are con
     ("impl", "shape"),
     [
         ("chunked", {"d": 13, "f": 17}),
-        ("triton", {"d": 13, "f": 17}),
         ("reference", {"d": 13, "f": 17}),
         ("chunked", SEVERAL_SLICES),
     ],
     ids=str,
 )
 def test_an_8_bit_weight_gives_what_its_dequantised_self_gives(impl: str, shape: dict) -> None:
-    dtype = torch.float32 if impl == "triton" else torch.float64
+    dtype = torch.float64
     given = inputs(**shape).copy(dtype, "h A B mod bias")
     plain = inputs(**shape).copy(dtype, "h A B mod bias")
     stored = quantize_int8(given.weight)

@@ -13,15 +13,9 @@ from oomph.errors import ArgumentError
 from oomph.ops import common
 from oomph.ops.modulation import autograd
 from oomph.ops.modulation.weights import Int8Weight
-from oomph.units import MiB, counted
+from oomph.units import counted
 
 TokenIndex = int | tuple[int, ...]
-
-# Where the kernel wins: enough blocks of 256 rows to fill a GPU, and a rank at which cuBLAS is bound by
-# reading g. Its partial sums must fit into the memory of h's gradient, which is allocated after they are
-# freed: so they do not raise the peak.
-_MIN_TOKENS = 32768
-_MAX_PARTIAL_BYTES = 256 * MiB
 
 
 def modulated_linear_reference(
@@ -32,18 +26,12 @@ def modulated_linear_reference(
     return y if bias is None else y + bias
 
 
-def choose(h: Tensor, A: Tensor, B: Tensor, impl: str, **others: Any) -> common.Choice:
-    common.check_one_of("impl", impl, ("auto", "reference", "chunked", "triton"))
-    _check_arguments(h, A=A, B=B, **others)
-    choice = common.choose_triton_or_torch(
-        impl,
-        h,
-        common.why_not_triton(h, common.matmul_dtype(h)) or _why_not_supported(h, A.shape[1]),
-        kernels="many tokens and a small rank: one pass over the gradient makes both products",
-    )
-    if impl == "auto" and choice.impl == "triton" and (why := _why_not_faster(h, B)):
-        return common.Choice("chunked", why)
-    return choice
+def choose(h: Tensor, impl: str, **others: Any) -> common.Choice:
+    common.check_one_of("impl", impl, ("auto", "reference", "chunked"))
+    _check_arguments(h, **others)
+    if impl != "auto":
+        return common.Choice(impl, common.ASKED_FOR)
+    return common.Choice("chunked", "products with the low-rank factors; no weight of a token is computed")
 
 
 @common.explained_by(choose)
@@ -72,7 +60,7 @@ def modulated_linear(
     and h @ A [..., r]; h itself only where A or weight is trained. A gradient of gradients is refused, except
     by impl="reference".
 
-    impl: "auto", "chunked" (plain torch), "triton", "reference" (the plain expression, through autograd).
+    impl: "auto", "chunked", "reference" (the plain expression, through autograd).
     """
     choice = common.log_choice("modulated_linear", choose(**locals()))
     dtype = common.matmul_dtype(h)
@@ -82,33 +70,9 @@ def modulated_linear(
         return modulated_linear_reference(h.to(dtype), whole.to(dtype), *others)  # type: ignore[arg-type]
     stored, scale = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
     result: Tensor = autograd.ModulatedLinear.apply(
-        h.to(dtype), stored, scale, A, B, mod, bias, choice.impl == "triton"
+        h.to(dtype), stored, scale, A, B, mod, bias
     )
     return result
-
-
-def _why_not_supported(h: Tensor, rank: int) -> str | None:
-    if common.matmul_dtype(h) == torch.float64:
-        return "the kernel accumulates in float32, which is too little for float64"
-    if rank > autograd.MAX_RANK:
-        return f"the rank {rank} is above {autograd.MAX_RANK}"
-    return None
-
-
-def _why_not_faster(h: Tensor, B: Tensor) -> str | None:
-    dtype, d = common.matmul_dtype(h), h.shape[-1]
-    tokens, (rank, features) = h.numel() // max(1, d), B.shape
-    if dtype == torch.float32:
-        return "in float32 the library's products are as fast"
-    if tokens < _MIN_TOKENS:
-        return f"{counted(tokens, 'token')}: too few to fill a GPU with row blocks"
-    if rank > autograd.MAX_RANK_OF_LARGE_TILE:
-        return f"at rank {rank} the library's products are as fast"
-    if not (h.requires_grad and torch.is_grad_enabled()):
-        return "no gradient of h is computed, in whose memory the kernel's partial sums would fit"
-    if autograd.partial_bytes(tokens, features, rank) > min(tokens * d * dtype.itemsize, _MAX_PARTIAL_BYTES):
-        return "the kernel's partial sums would take too much memory"
-    return None
 
 
 # Weight deltas ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The autograd function, and the kernel launch of its backward.
+"""The autograd function.
 
 Legend: N tokens, d in, f out, r the rank; L the leading shape of h, whose product is N.
     a = h A        t = a * mod       y = h W + t B + bias
@@ -18,28 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oomph.ops.common import (
-    Kernels,
-    OpFunction,
-    TileConfig,
-    no_autocast,
-    power_of_two,
-    refuse_second_derivatives,
-)
+from oomph.ops.common import OpFunction, no_autocast, refuse_second_derivatives
 from oomph.ops.modulation import weights
-
-_KERNELS = Kernels("oomph.ops.modulation.kernels")
-
-# Blocks of rows are shared out among at most so many programs. Not read from the device: each program's
-# partial sums are memory, and a prediction must see the same. 128 programs took 0.86 ms where 256 took 0.70.
-_MAX_PROGRAMS = 256
-MAX_RANK = 128
-
-
-_LARGE_TILE = TileConfig(rows=256, columns=64, warps=8, stages=4)  # the fastest of nine
-# Wide elements or a large rank would not leave that tile room in shared memory and registers.
-_SMALL_TILE = TileConfig(rows=64, columns=32, warps=4, stages=2)
-MAX_RANK_OF_LARGE_TILE = 32
 
 
 class ModulatedLinear(OpFunction):
@@ -55,9 +35,8 @@ class ModulatedLinear(OpFunction):
         B: Tensor,
         mod: Tensor,
         bias: Tensor | None,
-        use_triton: bool,
     ) -> Tensor:
-        needs_h, needs_weight, _, needs_A, needs_B, needs_mod, _, _ = ctx.needs_input_grad
+        needs_h, needs_weight, _, needs_A, needs_B, needs_mod, _ = ctx.needs_input_grad
         dtype, lead, features = h.dtype, h.shape[:-1], B.shape[1]
         h_Nd = _as_rows(h)
         with no_autocast(h):
@@ -76,34 +55,32 @@ class ModulatedLinear(OpFunction):
             mod if needs_h or needs_A or needs_B or needs_mod else None,
             a_Nr if needs_B or needs_mod else None,
         )
-        ctx.use_triton, ctx.lead = use_triton, lead
+        ctx.lead = lead
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y_Nf.view(*lead, features)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         refuse_second_derivatives("modulated_linear")
-        needs_h, needs_weight, _, needs_A, needs_B, needs_mod, needs_bias, _ = ctx.needs_input_grad
+        needs_h, needs_weight, _, needs_A, needs_B, needs_mod, needs_bias = ctx.needs_input_grad
         h, weight, scale, A, B, mod, a_Nr = ctx.saved_tensors
         lead, dtype = ctx.lead, g.dtype
         g_Nf = _as_matrix(g)
         h_Nd: Any = None if h is None else _as_rows(h)
         grad_h = grad_weight = grad_A = grad_B = grad_mod = grad_bias = None
         with no_autocast(g):
-            needs_u = needs_h or needs_A or needs_mod
-            t_Nr = _times_mod(a_Nr, mod, lead, dtype) if needs_B else None
-            u_Nr, grad_fr = _products_with_g(g_Nf, B.to(dtype).t() if needs_u else None, t_Nr, ctx.use_triton)
-            del t_Nr
+            t_Nr: Any = _times_mod(a_Nr, mod, lead, dtype) if needs_B else None
+            u_Nr: Any = g_Nf @ B.to(dtype).t() if needs_h or needs_A or needs_mod else None
             if needs_B:
-                grad_B = grad_fr.t().to(B.dtype).contiguous()
+                grad_B = (g_Nf.t() @ t_Nr).t().to(B.dtype).contiguous()
+            del t_Nr
             if needs_mod:
                 grad_mod = _modulation_gradient(u_Nr, a_Nr, mod, lead)
             if needs_h or needs_A:
                 da_Nr = _times_mod(u_Nr, mod, lead, dtype)
             if needs_A:
                 grad_A = (h_Nd.t() @ da_Nr).to(A.dtype)
-            del u_Nr, grad_fr
-            # Last, because these are large: they can use the memory of the partial sums above.
+            del u_Nr
             if needs_h:
                 grad_Nd = da_Nr @ A.to(dtype).t()
                 weights.add_times_weight_transposed(grad_Nd, g_Nf, weight, scale)
@@ -112,7 +89,7 @@ class ModulatedLinear(OpFunction):
                 grad_weight = weights.weight_gradient(h_Nd, g_Nf, weight)
             if needs_bias:
                 grad_bias = g_Nf.sum(dim=0).to(ctx.bias_dtype)
-        return grad_h, grad_weight, None, grad_A, grad_B, grad_mod, grad_bias, None
+        return grad_h, grad_weight, None, grad_A, grad_B, grad_mod, grad_bias
 
 
 def _times_mod(x_Nr: Tensor, mod: Tensor, lead: torch.Size, dtype: torch.dtype) -> Tensor:
@@ -139,53 +116,3 @@ def _as_matrix(g: Tensor) -> Tensor:
     g_Nf = _as_rows(g)
     readable = g_Nf.stride(1) == 1 and g_Nf.stride(0) >= g_Nf.shape[1]
     return g_Nf if readable else g_Nf.contiguous()
-
-
-def partial_bytes(tokens: int, features: int, rank: int) -> int:
-    """What the partial sums of g^T t take, for 16-bit g and a rank that the fast tile has room for."""
-    return _programs(tokens, _LARGE_TILE) * features * rank * 4
-
-
-def _products_with_g(
-    g_Nf: Tensor, p_fr: Tensor | None, t_Nr: Tensor | None, use_triton: bool
-) -> tuple[Any, Any]:
-    """g p and g^T t, each where its factor is given, else None; from the kernel in float32.
-
-    With both factors the kernel reads g once. It is the only kernel, because it is the only place where one
-    wins. Milliseconds on an H200 (N 65536, d 4096, f 14336, r 16, bfloat16), kernel against torch: g B^T with
-    g^T t 0.70 : 0.98; g B^T alone 0.58 : 0.50; g^T t alone 0.87 : 0.47; h A 0.41 : 0.30; h^T da 0.32 : 0.16;
-    t B 0.60 : 0.60.
-    """
-    if not use_triton or p_fr is None or t_Nr is None or g_Nf.numel() == 0:
-        return None if p_fr is None else g_Nf @ p_fr, None if t_Nr is None else g_Nf.t() @ t_Nr
-    (tokens, features), rank = g_Nf.shape, t_Nr.shape[1]
-    tile = _LARGE_TILE if g_Nf.element_size() == 2 and rank <= MAX_RANK_OF_LARGE_TILE else _SMALL_TILE
-    programs = _programs(tokens, tile)
-    u_Nr = g_Nf.new_empty(tokens, rank, dtype=torch.float32)
-    partial_Pfr = g_Nf.new_empty(programs, features, rank, dtype=torch.float32)
-    _KERNELS.launch(
-        "products_with_g",
-        (programs,),
-        g_Nf,
-        p_fr,
-        t_Nr,
-        u_Nr,
-        partial_Pfr,
-        tokens,
-        rank,
-        g_Nf.stride(0),
-        *p_fr.stride(),
-        F=features,
-        ROUNDS=-(-tokens // (programs * tile.rows)),
-        BLOCK_N=tile.rows,
-        BLOCK_F=tile.columns,
-        R=power_of_two(rank, 16),  # the tensor cores' minimum
-        # Float32 operands keep their 24 bits; for 16-bit ones the setting has no meaning.
-        PRECISION="ieee" if g_Nf.dtype == torch.float32 else "tf32",
-        **tile.launch_options,
-    )
-    return u_Nr, partial_Pfr.sum(dim=0)
-
-
-def _programs(tokens: int, tile: TileConfig) -> int:
-    return min(_MAX_PROGRAMS, -(-tokens // tile.rows))
