@@ -139,7 +139,6 @@ def _linear_cross_entropy(draw: Draw) -> Arguments:
         "softcap": draw.pick(None, None, 5.0),
         "shift": draw.pick(False, True),
         "return_lse": draw.pick(False, False, True),
-        "num_valid": draw.maybe(lambda: math.prod(lead) + draw.pick(0, 0, 100), 0.3),
         "memory_budget": draw.pick(None, 1, "64KiB"),
         "impl": draw.impl("auto", "plain", "chunked", slow=True),
         "class_weight": draw.maybe(lambda: draw.tensor(classes, change=torch.abs, grad=False)),

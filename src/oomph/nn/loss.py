@@ -13,7 +13,7 @@ from oomph.ops.cross_entropy import linear_cross_entropy
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions
 
 # forward takes these: they differ from call to call.
-_PER_CALL = ("bias", "token_weight", "num_valid")
+_PER_CALL = ("bias", "token_weight")
 _OPTIONS = tuple(
     field.name for field in dataclasses.fields(CrossEntropyOptions) if field.name not in _PER_CALL
 )
@@ -72,7 +72,7 @@ class LinearCrossEntropyLoss(nn.Module):
         nn.Linear.reset_parameters(self)  # type: ignore[arg-type]
 
     def forward(
-        self, x: Tensor, target: Tensor, token_weight: Tensor | None = None, num_valid: int | None = None
+        self, x: Tensor, target: Tensor, token_weight: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x [..., in_features], target [...] -> loss; (loss, lse) with return_lse=True."""
         return linear_cross_entropy(
@@ -82,7 +82,6 @@ class LinearCrossEntropyLoss(nn.Module):
             bias=self.bias,
             class_weight=self.class_weight,
             token_weight=token_weight,
-            num_valid=num_valid,
             **self.options,
         )
 

@@ -47,7 +47,7 @@ CASES: list[dict[str, Any]] = [
     {},
     {"reduction": "sum", "label_smoothing": 0.1},
     {"reduction": "none", "through_lse": True, "softcap": 2.0},
-    {"z_loss": 0.1, "through_lse": True, "num_valid": 15},
+    {"z_loss": 0.1, "through_lse": True},
     {"label_smoothing": 0.2, "class_weight": True, "shift": True, "plain_x": False},
     {"label_smoothing": 0.2, "class_weight": True, "memory_budget": TINY, "plain_bias": True},
     {"ignore_index": 0, "memory_budget": TINY, "check": True},

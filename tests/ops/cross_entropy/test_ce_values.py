@@ -115,13 +115,13 @@ def test_where_all_targets_are_ignored_or_weigh_nothing_loss_and_gradients_are_z
     case = inputs_for(way, 5, bias=True)
     ignored = case.but(target=torch.full((5,), -100))
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.1, "class_weight": numbers(13)}
-    for reduction, num_valid in (("mean", None), ("mean", 0), ("sum", 2), ("none", 2)):
-        ours = run(ignored, reduction=reduction, num_valid=num_valid, through_lse=True, **options, **way)
+    for reduction in ("mean", "sum", "none"):
+        ours = run(ignored, reduction=reduction, through_lse=True, **options, **way)
         assert all(not each.any() for each in ours.all)
     for weights in ({"class_weight": torch.zeros(13)}, {"token_weight": torch.zeros(5)}):
         ours = run(case, **weights, **way)
         assert all(not each.any() for each in (ours.loss, *ours.gradients[:2]))
-    empty = run(inputs_for(way, 0), num_valid=0, **way)
+    empty = run(inputs_for(way, 0), **way)
     assert all(not each.any() for each in empty.all)
 
 
@@ -135,14 +135,13 @@ def test_a_target_out_of_range_makes_its_own_token_nan(way: dict[str, Any]) -> N
     right = case.target.clone()
     wrong = torch.arange(8) > 2
     case.target[wrong], right[wrong] = torch.tensor(WRONG), 2
-    for num_valid in (None, 8):
-        options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1, "num_valid": num_valid}
-        ours, expected = (run(each, **options, **way) for each in (case, case.but(target=right)))
-        assert ours.loss[wrong].isnan().all()
-        assert ours.gradients[0][wrong].isnan().all()
-        assert torch.equal(ours.loss[~wrong], expected.loss[~wrong])
-        assert torch.equal(ours.gradients[0][~wrong], expected.gradients[0][~wrong])
-        assert torch.equal(ours.lse, expected.lse)
+    options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1}
+    ours, expected = (run(each, **options, **way) for each in (case, case.but(target=right)))
+    assert ours.loss[wrong].isnan().all()
+    assert ours.gradients[0][wrong].isnan().all()
+    assert torch.equal(ours.loss[~wrong], expected.loss[~wrong])
+    assert torch.equal(ours.gradients[0][~wrong], expected.gradients[0][~wrong])
+    assert torch.equal(ours.lse, expected.lse)
     for reduction in ("mean", "sum"):
         ours = run(case, reduction=reduction, class_weight=numbers(200), **way)
         assert ours.loss.isnan()
@@ -159,19 +158,6 @@ def test_check_names_the_wrong_target_and_the_valid_ones() -> None:
                 linear_cross_entropy(case.x, case.weight, case.target, check=True, impl=impl)
     case.target[0], case.target[3] = wrong, 2
     run(case, check=True, shift=True)  # shift drops the first target
-    with pytest.raises(ArgumentError, match="num_valid=12, but 13 targets are valid; give 13 or more"):
-        run(inputs(20), check=True, num_valid=12)
-    run(inputs(20), check=True, num_valid=13)
-
-
-@every_way
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_where_more_targets_are_kept_than_announced_the_loss_is_nan(
-    reduction: str, way: dict[str, Any]
-) -> None:
-    case = inputs_for(way, 20)
-    for num_valid in (0, 12):
-        assert run(case, num_valid=num_valid, reduction=reduction, **way).loss.sum().isnan()
 
 
 @every_way
@@ -214,14 +200,6 @@ def test_nan_stays_in_its_token_and_counts_for_nothing_in_an_ignored_one(way: di
         ours = run(case, **options, **way)
         found, right = ([each.loss, each.lse, each.gradients[0]] for each in (ours, clean))
         assert_equal(way, found, right)
-
-
-@every_way
-def test_ignored_tokens_dropped_by_num_valid_reach_no_gradient_at_all(way: dict[str, Any]) -> None:
-    case = inputs_for(way, 20, v=200)
-    clean = run(case, num_valid=13, **way)
-    case.x[case.target == -100] = NAN
-    assert_equal(way, run(case, num_valid=13, **way).all, clean.all)
 
 
 @every_way

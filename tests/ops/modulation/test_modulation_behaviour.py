@@ -16,7 +16,6 @@ import oomph
 from oomph.nn.modulated import ModulatedLinear
 from oomph.ops.modulation import Int8Weight, modulated_linear, quantize_int8
 
-
 MiB = 1 << 20
 
 

@@ -59,7 +59,6 @@ def linear_cross_entropy(
     token_weight: Tensor | None = None,
     shift: bool = False,
     return_lse: bool = False,
-    num_valid: int | None = None,
     accumulate_into_grad: bool = False,
     check: bool = False,
     memory_budget: str | int | None = None,
@@ -79,8 +78,6 @@ def linear_cross_entropy(
     - `shift`: next-token prediction; position t is compared with target t + 1. x is not copied. With
       reduction="none" the result has one position less.
     - `return_lse`: also returns the log-sum-exp of each token's logits, differentiable, 0 where ignored.
-    - `num_valid`: an upper bound of the number of valid targets. Ignored rows are then dropped before the
-      matrix products. If more targets are valid, the loss is NaN.
     - `accumulate_into_grad`: if weight.grad exists, backward adds to it in place, so no second gradient of
       the weight's size exists. torch.autograd.grad() and hooks on the weight get the gradient as usual. Not
       for DDP or FSDP, which wait for the gradient.
@@ -235,7 +232,7 @@ def _tile_shape(n_tokens: int, hidden: int, n_classes: int, **rest: Any) -> tupl
 def _choose(x: Tensor, weight: Tensor, target: Tensor, options: CrossEntropyOptions) -> common.Choice:
     impl, dtype = options.impl, common.matmul_dtype(x)
     wide_itemsize = max(4, dtype.itemsize)
-    n_tokens = target.numel() if options.num_valid is None else min(options.num_valid, target.numel())
+    n_tokens = target.numel()
     n_classes, hidden = weight.shape
     shard = _vocab_shard(weight)
     if shard is not None:
@@ -345,7 +342,7 @@ def _check_shapes(
 
 
 def _check_numbers(options: CrossEntropyOptions) -> None:
-    is_number, num_valid = common.is_number, options.num_valid
+    is_number = common.is_number
     smoothing, z_loss, softcap = options.label_smoothing, options.z_loss, options.softcap
     for name, is_valid, valid in (
         ("label_smoothing", is_number(smoothing) and 0.0 <= smoothing <= 1.0, "a number from 0 to 1"),
@@ -355,11 +352,6 @@ def _check_numbers(options: CrossEntropyOptions) -> None:
             "ignore_index",
             isinstance(options.ignore_index, Integral) and is_number(options.ignore_index),
             "a whole number",
-        ),
-        (
-            "num_valid",
-            num_valid is None or (isinstance(num_valid, int) and is_number(num_valid) and num_valid >= 0),
-            "the number of valid targets as an int, or None",
         ),
     ):
         if not is_valid:
@@ -371,15 +363,9 @@ def _check_values(target: Tensor, n_classes: int, options: CrossEntropyOptions) 
     ignore_index = options.ignore_index
     if options.shift:
         target = shift_left(target, ignore_index)
-    valid = target != ignore_index
-    wrong = valid & ((target < 0) | (target >= n_classes))
+    wrong = (target != ignore_index) & ((target < 0) | (target >= n_classes))
     if bool(wrong.any()):
         raise ArgumentError(
             f"target {int(target[wrong][0])} is out of range; valid: 0 to {n_classes - 1}, "
             f"or ignore_index={ignore_index}"
-        )
-    count = int(valid.sum())
-    if options.num_valid is not None and count > options.num_valid:
-        raise ArgumentError(
-            f"num_valid={options.num_valid}, but {count} targets are valid; give {count} or more"
         )

@@ -157,9 +157,7 @@ class LinearCrossEntropy(OpFunction):
         ctx.gradients = gradients if gradients_in_forward else None
         # The last two may be the caller's own: autograd notices if they change before backward.
         ctx.save_for_backward(x_ND, weight_VD, bias_V, stats.lse, rows.target, rows.class_weight)
-        n = x_ND.shape[0]
-        value = _at_all_tokens(losses, rows, n) if per_token else losses.sum()
-        return value, _at_all_tokens(stats.lse, rows, n)
+        return losses if per_token else losses.sum(), stats.lse
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -189,10 +187,7 @@ def _recompute_gradients(ctx: Any, grad_loss: Tensor | None, grad_lse: Tensor | 
     x_ND, weight_VD, bias_V, lse_N, *_ = ctx.saved_tensors
     if grad_loss is None:
         grad_loss = rows.scale.new_zeros(())
-    elif rows.index is not None and loss.options.reduction == "none":
-        grad_loss = grad_loss[rows.index]
     if grad_lse is not None:
-        grad_lse = grad_lse if rows.index is None else grad_lse[rows.index]
         grad_lse = torch.where(rows.valid, grad_lse, 0.0)
     owner = loss.accumulate_into
     # Asked in backward: torch.autograd.grad() must get the gradient and leave .grad alone.
@@ -219,11 +214,6 @@ def _gradient_buffers(
     return GradientBuffers(grad_x, grad_weight, grad_bias, adds_to_weight=into is not None)
 
 
-def _at_all_tokens(values: Tensor, rows: TokenRows, n: int) -> Tensor:
-    """[N] from the values of the rows; 0 for tokens that were dropped."""
-    return values if rows.index is None else values.new_zeros(n).index_copy_(0, rows.index, values)
-
-
 def compute_over_tiles(
     x_ND: Tensor,
     weight_VD: Tensor,
@@ -243,12 +233,12 @@ def compute_over_tiles(
     stats = _empty_statistics(rows, loss, gradients)
     if lse_N is not None:
         stats.lse.copy_(lse_N)
-    if gradients.x_ND is not None and rows.index is not None:
-        gradients.x_ND.zero_()
     if n == 0 and gradients.weight_VD is not None and not gradients.adds_to_weight:
         gradients.weight_VD.zero_()
     buffer = x_ND.new_empty(min(tile.rows, n), _padded(starts.step))
-    grad_x_buffer = _grad_x_buffer(x_ND, rows, tile, gradients, several_columns=len(starts) > 1)
+    grad_x_buffer = None
+    if gradients.x_ND is not None and len(starts) > 1:  # summed over tiles of classes, in fp32
+        grad_x_buffer = x_ND.new_empty(min(tile.rows, n), x_ND.shape[1], dtype=rows.scale.dtype)
     softmax_rows = row_ops.softmax_rows_triton if loss.triton else row_ops.softmax_rows_torch
     # All classes of a row in one tile: one softmax pass finds the log-sum-exp and writes the gradient.
     single_pass = len(starts) == 1 and loss.shard is None
@@ -258,7 +248,7 @@ def compute_over_tiles(
         is_whole = n <= tile.rows  # then no views: each costs the host as much time as a product
         rows_R, stats_R = (rows, stats) if is_whole else (rows[part], stats[part])
         grad_lse_R = None if grad_lse_N is None else grad_lse_N[part]
-        x_RD = _rows_of(x_ND, part) if rows_R.index is None else x_ND.index_select(0, rows_R.index)
+        x_RD = _rows_of(x_ND, part)
 
         if lse_N is None:
             for start in starts:
@@ -297,10 +287,7 @@ def compute_over_tiles(
                 grad_weight_CD = _rows_of(gradients.weight_VD, slice(start, start + starts.step))
                 _add_grad_weight(grad_weight_CD, logits_RC, x_RD, add=gradients.adds_to_weight or first > 0)
         if gradients.x_ND is not None and grad_x_RD is not None and grad_x_buffer is not None:
-            if rows_R.index is None:
-                _rows_of(gradients.x_ND, part).copy_(grad_x_RD)
-            else:
-                gradients.x_ND.index_copy_(0, rows_R.index, grad_x_RD.to(gradients.x_ND.dtype))
+            _rows_of(gradients.x_ND, part).copy_(grad_x_RD)
 
     if stats.target_gradient is not None and gradients.weight_VD is not None:
         row_ops.add_target_rows(gradients.weight_VD, x_ND, rows, stats.target_gradient)
@@ -323,16 +310,6 @@ def _empty_statistics(rows: TokenRows, loss: TiledLoss, gradients: GradientBuffe
         smooth_sum=torch.empty_like(rows.scale) if loss.options.label_smoothing else None,
         target_gradient=torch.empty_like(rows.scale) if targets_last else None,
     )
-
-
-def _grad_x_buffer(
-    x_ND: Tensor, rows: TokenRows, tile: LogitTileShape, gradients: GradientBuffers, *, several_columns: bool
-) -> Tensor | None:
-    """grad x of one tile's rows, where it is summed over tiles of classes (in fp32) or scattered by index."""
-    if gradients.x_ND is None or not (several_columns or rows.index is not None):
-        return None
-    dtype = rows.scale.dtype if several_columns else x_ND.dtype
-    return x_ND.new_empty(min(tile.rows, rows.target.shape[0]), x_ND.shape[1], dtype=dtype)
 
 
 def _compute_logits(
@@ -397,9 +374,8 @@ def plain_linear_cross_entropy(
     x_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, rows: TokenRows, options: CrossEntropyOptions
 ) -> tuple[Tensor, Tensor | None]:
     """(loss, lse) with all logits at once: the fastest way where they are small. lse for return_lse only."""
-    x = x_ND if rows.index is None else x_ND[rows.index]
     # Softmax and all after it in fp32, so that this path is as exact as the others.
-    logits = F.linear(x, weight_VD, bias_V).to(rows.scale.dtype)
+    logits = F.linear(x_ND, weight_VD, bias_V).to(rows.scale.dtype)
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     # Targets out of range have a scale of NaN; they must not reach a kernel that reads where they point.
@@ -416,8 +392,5 @@ def plain_linear_cross_entropy(
     if options.z_loss or options.return_lse:
         lse = torch.where(rows.valid, torch.logsumexp(logits, 1), 0.0)
         losses = losses + options.z_loss * lse.square() if options.z_loss else losses
-    per_token = options.reduction == "none"
-    loss = losses * rows.scale if per_token else torch.dot(losses, rows.scale)
-    if per_token:
-        loss = _at_all_tokens(loss, rows, x_ND.shape[0])
-    return loss, None if lse is None else _at_all_tokens(lse, rows, x_ND.shape[0])
+    loss = losses * rows.scale if options.reduction == "none" else torch.dot(losses, rows.scale)
+    return loss, lse

@@ -324,11 +324,9 @@ def add_target_rows(
     target,  # [N], ascending
     order,  # [N]: the row each of these targets belongs to
     end,  # [N]: where the run of equal targets ends
-    index,  # [N]: row of x of each row, read where HAS_INDEX
     valid,
     n_classes,
     hidden,
-    HAS_INDEX: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """weight_gradient[v] += sum of target_gradient[n] * x[n] over the rows n whose target is v.
@@ -348,8 +346,6 @@ def add_target_rows(
         for k in range(i, tl.load(end + i).to(tl.int32)):
             n = tl.load(order + k)
             g = tl.where(tl.load(valid + n).to(tl.int32) != 0, tl.load(target_gradient + n), 0.0)
-            if HAS_INDEX:
-                n = tl.load(index + n)
             total += g * tl.load(x + n * x_row + d * x_column, mask=inside, other=0.0).to(tl.float32)
         tl.store(at, total.to(weight_gradient.dtype.element_ty), mask=inside)
 

@@ -22,7 +22,6 @@ class CrossEntropyOptions:
     token_weight: Tensor | None = None
     shift: bool = False
     return_lse: bool = False
-    num_valid: int | None = None
     accumulate_into_grad: bool = False
     check: bool = False
     memory_budget: str | int | None = None

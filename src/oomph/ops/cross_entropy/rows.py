@@ -26,16 +26,14 @@ class TokenRows:
     class_weight: Tensor | None  # [V]
     weight_total: Tensor | None  # [1]: sum of all class weights (V without weights); for label smoothing
     n_classes: int  # of the whole vocabulary
-    index: Tensor | None = None  # int64: the row of x for each entry; None: entry n is x[n]
 
-    def __getitem__(self, part: slice | Tensor) -> "TokenRows":
+    def __getitem__(self, part: slice) -> "TokenRows":
         return replace(
             self,
             target=self.target[part],
             valid=self.valid[part],
             scale=self.scale[part],
             target_weight=None if self.target_weight is None else self.target_weight[part],
-            index=None if self.index is None else self.index[part],
         )
 
     def scaled_by(self, factor: Tensor) -> "TokenRows":
@@ -92,9 +90,9 @@ def make_token_rows(
     first_class: int = 0,
     last_class: int | None = None,
 ) -> TokenRows:
-    """Flattened, shifted and weighted targets, without waiting for the device. `dtype` is fp32 or float64.
+    """Flattened, shifted and weighted targets, without waiting for the device.
 
-    With num_valid, ignored tokens are dropped. first_class, last_class: this rank's classes.
+    dtype: fp32 or float64. first_class, last_class: this rank's classes.
     """
     class_weight = None if options.class_weight is None else options.class_weight.to(dtype).contiguous()
     weight_total = None
@@ -107,10 +105,7 @@ def make_token_rows(
     values = make(target, n_classes, first_class, options, class_weight, dtype)
     if class_weight is not None and last_class is not None:
         class_weight = class_weight[first_class:last_class]
-    rows = TokenRows(*values, class_weight, weight_total, n_classes)
-    if options.num_valid is not None and options.num_valid < target.numel():
-        rows = _drop_ignored(rows, options.num_valid)
-    return rows
+    return TokenRows(*values, class_weight, weight_total, n_classes)
 
 
 def _token_rows_triton(
@@ -175,20 +170,6 @@ def _token_rows_torch(
         scale_N = torch.where(total == 0, 0.0, scale_N / total)
     scale_N = torch.where(wrong_N, torch.nan, scale_N)
     return target_N - first_class if first_class else target_N, valid_N, scale_N, target_weight_N
-
-
-def _drop_ignored(rows: TokenRows, num_valid: int) -> TokenRows:
-    # Row numbers, those of valid tokens first, from sums: a sort is slower, and a count waits for the GPU.
-    valid = rows.valid.long()
-    after_valid = valid.sum() + (1 - valid).cumsum(0) - 1
-    position = torch.where(rows.valid, valid.cumsum(0) - 1, after_valid)
-    numbers = torch.arange(valid.shape[0], device=valid.device)
-    index = torch.empty_like(numbers).scatter_(0, position, numbers)
-    # One row at least: the loss of no rows could not be NaN.
-    index = index[: max(1, num_valid)]
-    # Valid tokens beyond num_valid would be dropped silently: the loss is NaN instead.
-    scale = torch.where(rows.valid.sum() > num_valid, torch.nan, rows.scale)
-    return replace(replace(rows, scale=scale)[index], index=index)
 
 
 # Softmax of a tile of logits -------------------------------------------------------------------------
@@ -324,8 +305,7 @@ def add_target_rows(grad_weight_VD: Tensor, x_ND: Tensor, rows: TokenRows, targe
             "add_target_rows",
             (n, -(-d // block)),
             *(grad_weight_VD, *grad_weight_VD.stride(), x_ND, *x_ND.stride()),
-            *(target_gradient_N, target, order, end, rows.index, rows.valid, v, d),
-            HAS_INDEX=rows.index is not None,
+            *(target_gradient_N, target, order, end, rows.valid, v, d),
             BLOCK=block,
             num_warps=4,
         )

@@ -69,9 +69,7 @@ def modulated_linear(
         others = (None if each is None else each.to(dtype) for each in (A, B, mod, bias))
         return modulated_linear_reference(h.to(dtype), whole.to(dtype), *others)  # type: ignore[arg-type]
     stored, scale = (weight.values, weight.scale) if isinstance(weight, Int8Weight) else (weight, None)
-    result: Tensor = autograd.ModulatedLinear.apply(
-        h.to(dtype), stored, scale, A, B, mod, bias
-    )
+    result: Tensor = autograd.ModulatedLinear.apply(h.to(dtype), stored, scale, A, B, mod, bias)
     return result
 
 
