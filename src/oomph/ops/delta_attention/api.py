@@ -96,8 +96,14 @@ def kda(
             return _run_per_sequence(a, _run_sequential)
         if choice.settings["mode"] == "scan":
             return _run_per_sequence(a, _run_scan)
-        size, lengths = choice.settings["segment_tokens"], a.sequence_lengths()
-        return chunked.chunked_kda(a.inputs, a.initial_state, a.state_dtype, a.scale, size, lengths)
+        size = choice.settings["segment_tokens"]
+        if a.cu_seqlens is None:
+            return chunked.chunked_kda(a.inputs, a.initial_state, a.state_dtype, a.scale, size)
+
+        def run(a: KDAArguments, inputs: tuple[Tensor, ...], state: Tensor) -> tuple[Tensor, Tensor]:
+            return chunked.chunked_kda(inputs, state, a.state_dtype, a.scale, size)
+
+        return _run_per_sequence(a, run)
 
 
 def precompute_updates(
@@ -334,7 +340,7 @@ def _why_not_these_kernels(a: KDAArguments) -> str | None:
 
 
 def _torch_segment_tokens(a: KDAArguments) -> int:
-    costs = chunked.chunked_memory_costs(a.q, a.v, a.state_dtype, a.cu_seqlens is not None)
+    costs = chunked.chunked_memory_costs(a.q, a.v, a.state_dtype)
     default = chunked.default_segment_tokens(costs)
     return tokens_per_segment(a.tokens, chunked.CHUNK, costs, a.memory_chunk_size, a.memory_budget, default)
 

@@ -13,7 +13,7 @@ G_i = alpha_0 ... alpha_i:
     output  o = scale ((q G) S + Aqk (beta Z))
     state   S' = G_{C-1} S + kg^T (beta Z)
 What does not depend on S is computed first, for all chunks of a segment; only the state goes from chunk to
-chunk. Packed sequences are a batch whose later chunks have fewer entries.
+chunk.
 
 Every factor is a product of alphas, hence in [0, 1]: nothing can overflow, and a decay so strong that alpha
 rounds to 0 is a factor of 0. The usual form, exp(g_i - g_j) with g the cumulative sum of log alpha, loses
@@ -26,9 +26,8 @@ On a CPU, a batched product whose second factor is a transposed view is many tim
 transposed copy (the first factor may be a view): hence _Product, and the copies.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,8 +46,7 @@ _DEFAULT_SEGMENT_BYTES = 256 * MiB
 _ROUNDING = 64 * KiB
 
 
-# Segments: the tokens that are processed at a time, which bounds the memory. A segment is a range of tokens
-# of every sequence (with packed sequences, of the packed tokens), in whole chunks.
+# Segments: the tokens that are processed at a time, in whole chunks, which bounds the memory.
 
 
 @dataclass(frozen=True)
@@ -95,14 +93,11 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def chunked_memory_costs(q: Tensor, v: Tensor, dtype: torch.dtype, packed: bool) -> MemoryCosts:
-    """An upper bound, by up to a tenth for whole chunks, counted in predictions of backward. For packed
-    sequences, it is that of sequences of one chunk, which have the most states."""
+def chunked_memory_costs(q: Tensor, v: Tensor, dtype: torch.dtype) -> MemoryCosts:
+    """An upper bound, by up to a tenth for whole chunks, counted in predictions of backward."""
     heads, keys, values = q.shape[2:] + v.shape[3:]
     rows = q.shape[0] * heads * dtype.itemsize
     per_token = 25 * keys + 8 * values + 10 * keys * values // (3 * CHUNK) + 6 * CHUNK
-    if packed:
-        per_token += 4 * keys * values // CHUNK
     state = rows * keys * values
     return MemoryCosts(rows * per_token, 4 * state + _ROUNDING, state)
 
@@ -111,66 +106,16 @@ def default_segment_tokens(costs: MemoryCosts) -> int:
     return max(4 * CHUNK, _DEFAULT_SEGMENT_BYTES // max(1, costs.per_token))
 
 
-@dataclass(frozen=True)
-class _Segment:
-    """Tokens of all batch entries or of one sequence; or, with `lengths`, several whole packed sequences.
-
-    `sequences` indexes the states, longest first, and so are `lengths`. `continued`: the segment starts from
-    the state after the segment before it.
-    """
-
-    tokens: slice
-    sequences: slice | list[int]
-    continued: bool = False
-    lengths: list[int] | None = None
-
-
-def _plan_segments(tokens: int, size: int, lengths: Sequence[int] | None) -> Iterator[_Segment]:
-    """Of `size` tokens. Packed sequences that follow one another share a segment if their chunks fit."""
-    if lengths is None:
-        for begin in range(0, tokens, size):
-            yield _Segment(slice(begin, begin + size), slice(None), begin > 0)
-        return
-    groups: list[list[int]] = []
-    free = 0
-    for index, length in enumerate(lengths):
-        padded = -(-length // CHUNK) * CHUNK
-        if padded and padded > free:
-            groups.append([])
-            free = size
-        if padded:
-            groups[-1].append(index)
-            free -= padded
-    ends = list(accumulate(lengths))
-    for group in groups:
-        first, end = ends[group[0]] - lengths[group[0]], ends[group[-1]]
-        if len(group) == 1:
-            for begin in range(first, end, size):
-                only = slice(group[0], group[0] + 1)
-                yield _Segment(slice(begin, min(begin + size, end)), only, begin > first)
-        else:
-            group.sort(key=lambda index: -lengths[index])
-            yield _Segment(slice(first, end), group, lengths=[lengths[index] for index in group])
-
-
 def chunked_kda(
-    inputs: Sequence[Tensor],
-    initial_state: Tensor | None,
-    dtype: torch.dtype,
-    scale: float,
-    size: int,
-    lengths: Sequence[int] | None,
+    inputs: Sequence[Tensor], initial_state: Tensor | None, dtype: torch.dtype, scale: float, size: int
 ) -> tuple[Tensor, Tensor]:
     """(o, final state) of q, k, v, log_alpha, beta, which have been checked, `size` tokens at a time.
 
-    `dtype` is that of the state and of all arithmetic; `lengths` are those of packed sequences.
+    `dtype` is that of the state and of all arithmetic.
     """
-    segments = list(_plan_segments(inputs[0].shape[1], size, lengths))
-    sequences = inputs[0].shape[0] if lengths is None else len(lengths)
-    with (
-        disable_torch_function()
-    ):  # its products are no attention scores, which the fix fused_attention seeks
-        return _ChunkedKDA.apply(*inputs, initial_state, dtype, scale, segments, sequences)  # type: ignore[no-any-return]
+    # Its products are no attention scores, which the fix fused_attention seeks.
+    with disable_torch_function():
+        return _ChunkedKDA.apply(*inputs, initial_state, dtype, scale, size)  # type: ignore[no-any-return]
 
 
 class _ChunkedKDA(OpFunction):
@@ -179,69 +124,56 @@ class _ChunkedKDA(OpFunction):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *inputs, initial_state, dtype, scale, segments, sequences = arguments
+        *inputs, initial_state, dtype, scale, size = arguments
         out, starts = torch.empty_like(inputs[2]), []
-        final = _zero_states(inputs, sequences, dtype) if initial_state is None else initial_state.clone()
-        state = final
+        state = _initial_state(inputs, initial_state, dtype)
         with no_autocast(out):
-            for each in segments:
-                if each.continued:
+            for tokens in _segments(inputs, size):
+                if tokens.start:
                     starts.append(state)
-                else:
-                    state = final[each.sequences]
-                part = [x[:, each.tokens] for x in inputs]
-                out[:, each.tokens], state = _segment(part, state, scale, each)
-                final[each.sequences] = state
+                out[:, tokens], state = _segment([x[:, tokens] for x in inputs], state, scale)
         ctx.save_for_backward(*inputs, initial_state, *(starts if any(ctx.needs_input_grad) else ()))
-        ctx.options = dtype, scale, segments
+        ctx.options = dtype, scale, size
         ctx.set_materialize_grads(False)
-        return out, final
+        return out, state
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_state: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives("kda", "mode='sequential' can")
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[:6]  # once: checkpointing unpacks once
-        inputs, initial_state, starts, (dtype, scale, segments) = saved[:5], saved[5], saved[6:], ctx.options
+        inputs, initial_state, starts, (dtype, scale, size) = saved[:5], saved[5], saved[6:], ctx.options
         grads = [torch.empty_like(x) if want else None for x, want in zip(inputs, wanted, strict=False)]
-        grad_initial = None
-        if wanted[5]:
-            grad_initial = torch.zeros_like(initial_state) if grad_final is None else grad_final.clone()
-        grad_state, starts, last = None, list(starts), True
+        starts = [_initial_state(inputs, initial_state, dtype), *starts]
         with no_autocast(inputs[0]):
-            for each in reversed(segments):
-                if each.continued:
-                    start = starts.pop()
-                elif initial_state is not None:
-                    start = initial_state[each.sequences]
-                else:
-                    start = _zero_states(inputs, len(each.lengths or inputs[0]), dtype)
-                start = start.detach().requires_grad_(each.continued or wanted[5])
-                if last:  # of its sequences
-                    grad_state = None if grad_final is None else grad_final[each.sequences]
+            for tokens in reversed(_segments(inputs, size)):
+                start = starts.pop().detach().requires_grad_(tokens.start > 0 or wanted[5])
                 grad_state = _segment_backward(
-                    [x[:, each.tokens] for x in inputs],
+                    [x[:, tokens] for x in inputs],
                     start,
                     scale,
-                    each,
-                    (None if grad_out is None else grad_out[:, each.tokens], grad_state),
-                    [g if g is None else g[:, each.tokens] for g in grads],
+                    (None if grad_out is None else grad_out[:, tokens], grad_state),
+                    [g if g is None else g[:, tokens] for g in grads],
                 )
-                last = not each.continued
-                if last and grad_initial is not None and grad_state is not None:
-                    grad_initial[each.sequences] = grad_state
-        return *grads, grad_initial, None, None, None, None
+        if wanted[5] and grad_state is None:
+            grad_state = torch.zeros_like(initial_state)
+        return *grads, grad_state if wanted[5] else None, None, None, None
 
 
-def _zero_states(inputs: Sequence[Tensor], sequences: int, dtype: torch.dtype) -> Tensor:
-    heads, keys, values = inputs[0].shape[2:] + inputs[2].shape[3:]
-    return inputs[0].new_zeros((sequences, heads, keys, values), dtype=dtype)
+def _segments(inputs: Sequence[Tensor], size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, inputs[0].shape[1], size)]
+
+
+def _initial_state(inputs: Sequence[Tensor], initial_state: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if initial_state is not None:
+        return initial_state
+    batch, _, heads, keys = inputs[0].shape
+    return inputs[0].new_zeros((batch, heads, keys, inputs[2].shape[3]), dtype=dtype)
 
 
 def _segment_backward(
     inputs: Sequence[Tensor],
     start: Tensor,
     scale: float,
-    segment: _Segment,
     given: tuple[Tensor | None, Tensor | None],
     into: Sequence[Tensor | None],
 ) -> Tensor | None:
@@ -249,7 +181,7 @@ def _segment_backward(
     returned, if it requires one. A function, so that nothing of one segment is left when the next begins."""
     leaves = [x.detach().requires_grad_(place is not None) for x, place in zip(inputs, into, strict=True)]
     with torch.enable_grad():
-        results = _segment(leaves, start, scale, segment)
+        results = _segment(leaves, start, scale)
     used = [index for index, grad in enumerate(given) if grad is not None]
     asked = [x for x in (*leaves, start) if x.requires_grad]
     outputs, grads = [results[index] for index in used], [given[index] for index in used]
@@ -265,25 +197,16 @@ def _segment_backward(
 # One segment -----------------------------------------------------------------------------------------
 
 
-def _segment(
-    inputs: Sequence[Tensor], state: Tensor, scale: float, segment: _Segment
-) -> tuple[Tensor, Tensor]:
+def _segment(inputs: Sequence[Tensor], state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(o [B, T, H, V], the state after it) of the segment's q, k, v, log alpha and beta; differentiable.
 
-    Padding at the end of sequences is zeros: log alpha = 0, beta = 0 and k = 0 leave the state unchanged.
+    Padding at its end is zeros: log alpha = 0, beta = 0 and k = 0 leave the state unchanged.
     """
     batch, tokens, heads, values = inputs[2].shape
     wide = [x.to(state.dtype) for x in inputs]
-    if segment.lengths is not None:
-        places, widths = _packed_chunks(segment)
-        places = places.to(state.device)
-        padded = sum(widths) * CHUNK
-        wide = [x.new_zeros(1, padded, *x.shape[2:]).index_copy_(1, places, x) for x in wide]
-    else:
-        missing = -tokens % CHUNK
-        widths = [batch] * ((tokens + missing) // CHUNK)
-        if missing:
-            wide = [F.pad(x, (*([0, 0] * (x.dim() - 2)), 0, missing)) for x in wide]
+    missing = -tokens % CHUNK
+    if missing:
+        wide = [F.pad(x, (*([0, 0] * (x.dim() - 2)), 0, missing)) for x in wide]
     q, k, v, log_alpha, beta = wide
     q, k, alpha = (_by_position(x) for x in (q, k, log_alpha.exp()))
     v, beta_X1C = _in_rows(v), _in_rows(beta.unsqueeze(-1)).mT
@@ -291,28 +214,10 @@ def _segment(
     qG, kG = (x.permute(2, 1, 0, 3).flatten(1, 2) for x in (q * decay, k * decay))
     v, kG = _Solve.apply(Akk * beta_X1C, v, kG)
     total = decay[-1, -1].unsqueeze(-1)
-    sizes = [width * heads for width in widths]
-    out, error, last = _States.apply(qG, kG, v, kg * beta_X1C, total, state.flatten(0, 1), sizes)
+    out, error, last = _States.apply(qG, kG, v, kg * beta_X1C, total, state.flatten(0, 1))
     out = scale * (out + _Product.apply(Aqk * beta_X1C, error))
     out = out.view(-1, batch, heads, CHUNK, values).permute(1, 0, 3, 2, 4).flatten(1, 2)
-    out = out[:, :tokens] if segment.lengths is None else out.index_select(1, places)
-    return out.to(inputs[2].dtype), last.view(state.shape)
-
-
-def _packed_chunks(segment: _Segment) -> tuple[Tensor, list[int]]:
-    """The place of every token among the padded chunks, and how many sequences have a first chunk, a second
-    one, and so on. The first chunks of all sequences come first, then the second ones."""
-    assert isinstance(segment.sequences, list)
-    assert segment.lengths is not None
-    counts = [-(-length // CHUNK) for length in segment.lengths]
-    widths = [sum(count > index for count in counts) for index in range(counts[0])]
-    firsts = list(accumulate(widths, initial=0))
-    places: list[int] = []
-    for _, rank, length in sorted(zip(segment.sequences, range(len(counts)), segment.lengths, strict=True)):
-        for begin in range(0, length, CHUNK):
-            place = (firsts[begin // CHUNK] + rank) * CHUNK
-            places.extend(range(place, place + min(CHUNK, length - begin)))
-    return torch.tensor(places), widths
+    return out[:, :tokens].to(inputs[2].dtype), last.view(state.shape)
 
 
 def _by_position(x: Tensor) -> Tensor:
@@ -400,36 +305,30 @@ class _Solve(torch.autograd.Function):
 class _States(torch.autograd.Function):
     """((q G) S [X, C, V], Z [X, C, V], the last S [W, K, V]), chunk by chunk.
 
-    kG [X, C, K] and v [X, C, V] are solved: Z = v - kG S. kg is [X, K, C], total [X, K, 1]. `sizes` are
-    the numbers of states that the first chunks continue, the second ones, and so on; their sum is X.
+    kG [X, C, K] and v [X, C, V] are solved: Z = v - kG S. kg is [X, K, C], total [X, K, 1].
     """
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        *inputs, start, sizes = arguments
-        qG, kG, v, kg, total = inputs
-        states, before, error = start.clone(), v.new_empty(len(v), *start.shape[1:]), v.new_empty(v.shape)
-        chunks = (x.split(sizes) for x in (kG, v, kg, total, before, error))
-        for size, kG_n, v_n, kg_n, total_n, before_n, error_n in zip(sizes, *chunks, strict=True):
-            state = before_n.copy_(states[:size])
-            torch.baddbmm(v_n, kG_n, state, alpha=-1, out=error_n)
-            states[:size].mul_(total_n).baddbmm_(kg_n, error_n)
+        qG, kG, v, kg, total, start = arguments
+        state, before, error = start.clone(), v.new_empty(len(v), *start.shape[1:]), v.new_empty(v.shape)
+        chunks = (x.split(len(start)) for x in (kG, v, kg, total, before, error))
+        for kG_n, v_n, kg_n, total_n, before_n, error_n in zip(*chunks, strict=True):
+            before_n.copy_(state)
+            torch.baddbmm(v_n, kG_n, before_n, alpha=-1, out=error_n)
+            state.mul_(total_n).baddbmm_(kg_n, error_n)
         ctx.save_for_backward(qG, kG, kg, total, before, error)
-        ctx.sizes = sizes
-        return torch.bmm(qG, before), error, states
+        return torch.bmm(qG, before), error, state
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qG, kG, kg, total, before, error = ctx.saved_tensors
-        grad_out, grad_error, grad_states = grads
-        grad_states, grad_v = grad_states.clone(), torch.empty_like(error)
+        grad_out, grad_error, grad_state = grads
+        grad_state, grad_v = grad_state.clone(), torch.empty_like(error)
         # First, the gradients of the states before the chunks through q alone; later, those after them.
         after = torch.bmm(qG.mT, grad_out)
-        chunks = [x.split(ctx.sizes) for x in (kG, kg, total, grad_error, grad_v, after)]
-        for size, kG_n, kg_n, total_n, error_n, v_n, after_n in reversed(
-            list(zip(ctx.sizes, *chunks, strict=True))
-        ):
-            grad_state = grad_states[:size]
+        chunks = (reversed(x.split(len(grad_state))) for x in (kG, kg, total, grad_error, grad_v, after))
+        for kG_n, kg_n, total_n, error_n, v_n, after_n in zip(*chunks, strict=True):
             torch.baddbmm(error_n, kg_n.mT, grad_state, out=v_n)
             grad_before = torch.addcmul(after_n, total_n, grad_state)
             after_n.copy_(grad_state)
@@ -441,6 +340,5 @@ class _States(torch.autograd.Function):
             grad_v,
             torch.bmm(after, error.mT.contiguous()),
             after.mul_(before).sum(-1, keepdim=True),
-            grad_states,
-            None,
+            grad_state,
         )
