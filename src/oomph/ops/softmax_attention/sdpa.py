@@ -25,8 +25,6 @@ _SDPA_BACKENDS = {
 }
 BACKENDS = tuple(_SDPA_BACKENDS)
 _MIN_CUDNN = 91501  # earlier kernels have errors at lengths that are no multiple of 128
-_MAX_CACHED = 256
-_cached_backends: dict[tuple[object, ...], tuple[list[str], str]] = {}
 
 
 # Which backends can run a call -----------------------------------------------------------------------
@@ -34,21 +32,6 @@ _cached_backends: dict[tuple[object, ...], tuple[list[str], str]] = {}
 
 def usable_backends(a: AttentionArguments) -> tuple[list[str], str]:
     """The backends that can run the call in linear memory, best first, and why the others cannot."""
-    # Small models are host-bound, so answers for calls without masks are cached. Not in a prediction: its
-    # tensors claim a GPU that is not there.
-    if type(a.q) is not Tensor or not a.is_plain or torch.compiler.is_compiling():
-        return _find_backends(a)
-    shapes = a.q.shape, a.k.shape, a.v.shape
-    key = (*shapes, a.causal, a.q.dtype, a.q.device, torch.are_deterministic_algorithms_enabled())
-    found = _cached_backends.get(key)
-    if found is None:
-        if len(_cached_backends) >= _MAX_CACHED:  # lengths that grow by one, as in generation
-            _cached_backends.clear()
-        found = _cached_backends[key] = _find_backends(a)
-    return found
-
-
-def _find_backends(a: AttentionArguments) -> tuple[list[str], str]:
     kind = a.q.device.type
     reason = _why_no_backend(a)
     if reason is None and kind == "cpu":
