@@ -22,22 +22,11 @@ from corpora import CURRICULUM, drawn, numbered_lines, opened
 from oomph.errors import UserError
 from oomph.training.config import Curriculum, Stage
 from oomph.training.data.loader import Batches
-from oomph.training.data.sources import Permutation
 from oomph.training.data.text import map_ahead
 from oomph.units import MiB
 
 ROW = Curriculum((Stage(1, 1),))
 BATCHES = 60  # several epochs of the corpus
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 257])
-def test_a_permutation_is_one_to_one_and_knows_its_inverse(size: int) -> None:
-    order = Permutation(size, 3, 4)
-    values = [order[index] for index in range(size)]
-    assert sorted(values) == list(range(size))
-    assert [order.position(value) for value in values] == list(range(size))
-    if size > 7:
-        assert values != [Permutation(size, 3, 5)[index] for index in range(size)]
 
 
 @pytest.mark.parametrize("window", [1, 50])

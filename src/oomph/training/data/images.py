@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from oomph.errors import UserError, need
 from oomph.training.config import Curriculum
-from oomph.training.data.sources import Permutation, Split, mixed_bits
+from oomph.training.data.sources import Split, shuffled
 
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 _DECODED = 64  # pictures of a folder that stay in memory
@@ -64,7 +64,7 @@ class ImageBatches(IterableDataset[dict[str, torch.Tensor]]):
     def _image_of(self, number: int) -> torch.Tensor:
         epoch, index = divmod(number, self.images.training_size)
         if self.shuffle:
-            index = Permutation(self.images.training_size, self.seed, epoch)[index]
+            index = shuffled(self.images.training_size, self.seed, epoch)[index]
         return self.images.training(epoch, index)
 
 
@@ -133,11 +133,11 @@ class Photographs:
                 raise UserError(f"image_size={size} is too large for {file.name}; give at most {largest}")
 
     def training(self, epoch: int, index: int) -> torch.Tensor:
-        return pixels(self._crop(random.Random(mixed_bits(self.seed, epoch, index)), held_out=False))
+        return pixels(self._crop(random.Random(repr((self.seed, epoch, index))), held_out=False))
 
     def validation(self, index: int) -> torch.Tensor:
         # Independent of the run's seed: every run is measured on the same crops.
-        return pixels(self._crop(random.Random(mixed_bits(1 << 40, index)), held_out=True))
+        return pixels(self._crop(random.Random(repr(index)), held_out=True))
 
     def region(self, picture: Any, held_out: bool) -> tuple[int, int]:
         """The columns, from and up to, that a crop may touch."""

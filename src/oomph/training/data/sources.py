@@ -1,7 +1,7 @@
 """Where documents come from: text, JSONL and parquet files, the standard library, the hub.
 
 A corpus is a number of blocks that can be read in any order. Shuffling and the split between training and
-validation work on block numbers, so memory does not grow with the data.
+validation work on block numbers, so memory grows by a number for each block.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import random
 import re
 import socket
 import sysconfig
@@ -18,6 +19,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from itertools import accumulate
 from math import ceil
@@ -80,58 +82,12 @@ class Corpus:
 # ------------------------------------------------------------------------- order and held-out split
 
 
-def mixed_bits(*numbers: int) -> int:
-    """64 well-mixed bits of integers (splitmix64); the same on every machine."""
-    mask = (1 << 64) - 1
-    state = 0x9E3779B97F4A7C15
-    for number in numbers:
-        state = (state + (number & mask) + 0x9E3779B97F4A7C15) & mask
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
-        state ^= state >> 31
-    return state
-
-
-class Permutation:
-    """A random permutation of range(size), computed entry by entry; a list would grow with the data.
-
-    A Feistel network permutes the next even power of two; an entry outside of the range goes through again.
-    """
-
-    ROUNDS = 6
-
-    def __init__(self, size: int, *key: int) -> None:
-        self.size = size
-        self._half = max(1, ceil(max(size - 1, 1).bit_length() / 2))
-        self._low = (1 << self._half) - 1
-        self._keys = [mixed_bits(*key, turn) for turn in range(self.ROUNDS)]
-
-    def __getitem__(self, index: int) -> int:
-        return self._walk(index, self._forward)
-
-    def position(self, value: int) -> int:
-        """The inverse of indexing."""
-        return self._walk(value, self._backward)
-
-    def _walk(self, number: int, permute: Callable[[int], int]) -> int:
-        if not 0 <= number < self.size:
-            raise IndexError(number)
-        while True:
-            number = permute(number)
-            if number < self.size:
-                return number
-
-    def _forward(self, number: int) -> int:
-        left, right = number >> self._half, number & self._low
-        for key in self._keys:
-            left, right = right, left ^ (mixed_bits(key, right) & self._low)
-        return left << self._half | right
-
-    def _backward(self, number: int) -> int:
-        left, right = number >> self._half, number & self._low
-        for key in reversed(self._keys):
-            left, right = right ^ (mixed_bits(key, left) & self._low), left
-        return left << self._half | right
+@lru_cache(4)
+def shuffled(size: int, *key: int) -> list[int]:
+    """range(size) in a random order, which is the same on every machine for the same `key`."""
+    order = list(range(size))
+    random.Random(repr(key)).shuffle(order)
+    return order
 
 
 class Split:
@@ -145,10 +101,11 @@ class Split:
         self.size = size
         # At least one of each, if there are two.
         self.held_out = min(max(ceil(size * fraction), 1), size - 1) if fraction > 0 else 0
-        self._order = Permutation(size, self.KEY)
+        self._order = shuffled(size, self.KEY)
+        self._held_out = frozenset(self._order[: self.held_out])
 
     def is_held_out(self, number: int) -> bool:
-        return self.held_out > 0 and self._order.position(number) < self.held_out
+        return number in self._held_out
 
     def training(self, index: int) -> int:
         return self._order[self.held_out + index]

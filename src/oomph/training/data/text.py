@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from oomph.errors import UserError
 from oomph.training.config import Curriculum
-from oomph.training.data.sources import Corpus, Permutation, Split
+from oomph.training.data.sources import Corpus, Split, shuffled
 from oomph.training.data.tokenizers import Tokenizer, cut
 
 Batch = dict[str, torch.Tensor]
@@ -116,7 +116,7 @@ class TokenStream:
             if self.epochs is not None and epoch >= self.epochs:
                 return
             empty = True
-            order = Permutation(turns, self.seed, epoch) if self.shuffle else range(turns)
+            order = shuffled(turns, self.seed, epoch) if self.shuffle else range(turns)
             for turn in range(start.turn if epoch == start.epoch else 0, turns):
                 block = order[turn]
                 if self.split.is_held_out(block):
@@ -243,8 +243,8 @@ class PackedText(IterableDataset[Batch]):
             raise StopIteration
         rows_NT = tokens.view(-1, stage.seq_len)
         if self.stream.shuffle:
-            order = Permutation(len(rows_NT), self.stream.seed, self._batch, stage.seq_len)
-            rows_NT = rows_NT[torch.tensor([order[row] for row in range(len(rows_NT))])]
+            order = shuffled(len(rows_NT), self.stream.seed, self._batch, stage.seq_len)
+            rows_NT = rows_NT[torch.tensor(order)]
         self._rows_NT, self._size = rows_NT, stage.batch_size
         return rows_NT
 
