@@ -25,7 +25,7 @@ class ChunkwiseKDA(Fix):
     changes = "Delta attention works on chunks of tokens and keeps no state per token for backward."
 
     def targets(self, context: FixContext) -> Iterable[Target]:
-        layers = [layer for layer in _layers(context.model) if layer.module.impl != "reference"]
+        layers = _layers(context.model)
         per_token = tuple(name for name, module in layers if module.mode in _PER_TOKEN)
         if per_token:
             yield Target(per_token, {"modules": list(per_token)})
@@ -34,7 +34,6 @@ class ChunkwiseKDA(Fix):
             for name, module in layers
             if module.mode not in _PER_TOKEN
             and (module.memory_chunk_size is None or module.memory_chunk_size > _SMALL_CHUNK)
-            and getattr(module, "memory_budget", None) is None
         )
         if whole:
             options = {"modules": list(whole), "memory_chunk_size": _SMALL_CHUNK}
@@ -64,18 +63,9 @@ class ChunkwiseKDA(Fix):
             kinds = " or ".join(kind.__name__ for kind in _LAYERS)
             raise UserError(f"fix {self.name!r}: the model has no {kinds}")
         for name, module in layers:
-            if module.impl == "reference":
-                raise UserError(
-                    f"fix {self.name!r}: {name!r} has impl='reference', which runs token by token; "
-                    "build it with impl='auto'"
-                )
             journal.set(module, "mode", mode, name, f"mode={mode!r} instead of {module.mode!r}")
             what = f"memory_chunk_size={size} instead of {module.memory_chunk_size}"
             journal.set(module, "memory_chunk_size", size, name, what)
-            # A budget takes the place of a size, and only chunks can meet one.
-            budget = getattr(module, "memory_budget", None)
-            if budget is not None and (size is not None or mode in _PER_TOKEN):
-                journal.set(module, "memory_budget", None, name, f"no memory_budget instead of {budget!r}")
 
 
 class _Layer(NamedTuple):

@@ -1,6 +1,6 @@
 """Kimi Delta Attention as its authors define the layer (arXiv 2510.26692), and its short convolution.
 
-Legend: B batch, T tokens, C channels, K taps, H heads, D head size of queries and keys, V that of values.
+Legend: B batch, T tokens, C channels, K taps, H heads, D head size.
 """
 
 from dataclasses import dataclass
@@ -16,6 +16,8 @@ from oomph.ops.common import check_whole
 from oomph.ops.delta_attention import kda
 from oomph.ops.short_convolution import short_convolution
 from oomph.ops.tokenwise import tokenwise_checkpoint
+
+_TAPS = 4  # of the short convolutions
 
 
 class ShortConvolution(nn.Module):
@@ -66,7 +68,7 @@ class ShortConvolution(nn.Module):
 class KimiDeltaState:
     """The state of a layer after some tokens: the last tokens of the convolutions, and the memory.
 
-    conv_q, conv_k, conv_v [B, K - 1, ...]; memory [B, H, D, V] in float32.
+    conv_q, conv_k, conv_v [B, K - 1, ...]; memory [B, H, D, D] in float32.
     """
 
     conv_q: Tensor
@@ -98,52 +100,37 @@ class KimiDeltaAttention(nn.Module):
         num_heads: int,
         head_dim: int,
         *,
-        value_head_dim: int | None = None,
         gate_rank: int | None = None,
-        conv_size: int = 4,
         norm_eps: float = 1e-5,
         mode: str = "auto",
         memory_chunk_size: int | None = None,
-        memory_budget: str | int | None = None,
-        impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """value_head_dim: default head_dim. gate_rank, of f and g: default value_head_dim."""
+        """gate_rank, of f and g: default head_dim. mode and memory_chunk_size: those of kda."""
         super().__init__()
-        values = head_dim if value_head_dim is None else value_head_dim
-        rank = values if gate_rank is None else gate_rank
-        check_whole(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            value_head_dim=values,
-            gate_rank=rank,
-            conv_size=conv_size,
-        )
-        self.hidden_size, self.num_heads = hidden_size, num_heads
-        self.head_dim, self.value_head_dim = head_dim, values
-        self.conv_size, self.norm_eps = conv_size, norm_eps
-        self.mode, self.impl = mode, impl
-        self.memory_chunk_size, self.memory_budget = memory_chunk_size, memory_budget
+        rank = head_dim if gate_rank is None else gate_rank
+        check_whole(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, gate_rank=rank)
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
+        self.norm_eps, self.mode, self.memory_chunk_size = norm_eps, mode, memory_chunk_size
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        keys, width = num_heads * head_dim, num_heads * values
-        self.q_proj = nn.Linear(hidden_size, keys, bias=False, **made)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=False, **made)
+        width = num_heads * head_dim
+        self.q_proj = nn.Linear(hidden_size, width, bias=False, **made)
+        self.k_proj = nn.Linear(hidden_size, width, bias=False, **made)
         self.v_proj = nn.Linear(hidden_size, width, bias=False, **made)
-        self.q_conv1d = ShortConvolution(keys, conv_size, unit_size=head_dim, **made)
-        self.k_conv1d = ShortConvolution(keys, conv_size, unit_size=head_dim, **made)
-        self.v_conv1d = ShortConvolution(width, conv_size, **made)
+        self.q_conv1d = ShortConvolution(width, _TAPS, unit_size=head_dim, **made)
+        self.k_conv1d = ShortConvolution(width, _TAPS, unit_size=head_dim, **made)
+        self.v_conv1d = ShortConvolution(width, _TAPS, **made)
         self.f_proj = nn.Sequential(
-            nn.Linear(hidden_size, rank, bias=False, **made), nn.Linear(rank, keys, bias=False, **made)
+            nn.Linear(hidden_size, rank, bias=False, **made), nn.Linear(rank, width, bias=False, **made)
         )
         self.b_proj = nn.Linear(hidden_size, num_heads, bias=False, **made)
         self.A_log = nn.Parameter(torch.empty(num_heads, **made))
-        self.dt_bias = nn.Parameter(torch.empty(keys, **made))
+        self.dt_bias = nn.Parameter(torch.empty(width, **made))
         self.g_proj = nn.Sequential(
             nn.Linear(hidden_size, rank, bias=False, **made), nn.Linear(rank, width, bias=True, **made)
         )
-        self.o_norm = nn.RMSNorm(values, eps=norm_eps, **made)
+        self.o_norm = nn.RMSNorm(head_dim, eps=norm_eps, **made)
         self.o_proj = nn.Linear(width, hidden_size, bias=False, **made)
         self.reset_parameters()
 
@@ -164,7 +151,7 @@ class KimiDeltaAttention(nn.Module):
         q, conv_q = self.q_conv1d(self.q_proj(x), earlier[0])
         k, conv_k = self.k_conv1d(self.k_proj(x), earlier[1])
         v, conv_v = self.v_conv1d(self.v_proj(x), earlier[2])
-        o_BTHV, memory = kda(
+        o_BTHD, memory = kda(
             self._heads(q),
             self._heads(k),
             self._heads(v),
@@ -173,34 +160,31 @@ class KimiDeltaAttention(nn.Module):
             initial_state=None if state is None else state.memory,
             mode=self.mode,
             memory_chunk_size=self.memory_chunk_size,
-            memory_budget=self.memory_budget,
-            impl=self.impl,
         )
-        gate_BTHV = self._heads(self.g_proj(x))
-        o_BTHV = tokenwise_checkpoint(self._gated_norm, (o_BTHV, gate_BTHV), (self.o_norm.weight,))
-        return self.o_proj(o_BTHV.flatten(-2)), KimiDeltaState(conv_q, conv_k, conv_v, memory)
+        gate_BTHD = self._heads(self.g_proj(x))
+        o_BTHD = tokenwise_checkpoint(self._gated_norm, (o_BTHD, gate_BTHD), (self.o_norm.weight,))
+        return self.o_proj(o_BTHD.flatten(-2)), KimiDeltaState(conv_q, conv_k, conv_v, memory)
 
     def _log_decay(self, x: Tensor) -> Tensor:
         f_BTHD = self._heads(self.f_proj(x))
         return tokenwise_checkpoint(log_decay, (f_BTHD,), (self.A_log, self.dt_bias))
 
-    def _gated_norm(self, o_BTHV: Tensor, gate_BTHV: Tensor, weight: Tensor) -> Tensor:
-        return gated_head_norm(o_BTHV, gate_BTHV, weight, self.norm_eps)
+    def _gated_norm(self, o_BTHD: Tensor, gate_BTHD: Tensor, weight: Tensor) -> Tensor:
+        return gated_head_norm(o_BTHD, gate_BTHD, weight, self.norm_eps)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))
 
     def extra_repr(self) -> str:
         shown = f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, head_dim={self.head_dim}"
-        shown += f", value_head_dim={self.value_head_dim}" if self.value_head_dim != self.head_dim else ""
         return f"{shown}, mode={self.mode!r}"
 
 
-def gated_head_norm(x_BTHV: Tensor, gate_BTHV: Tensor, weight_V: Tensor, epsilon: float) -> Tensor:
+def gated_head_norm(x_BTHD: Tensor, gate_BTHD: Tensor, weight_D: Tensor, epsilon: float) -> Tensor:
     """RMSNorm of each head, times sigmoid(gate)."""
-    x, gate, weight = wide(x_BTHV), wide(gate_BTHV), wide(weight_V)
+    x, gate, weight = wide(x_BTHD), wide(gate_BTHD), wide(weight_D)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
-    return (x * scale * weight * torch.sigmoid(gate)).to(gate_BTHV.dtype)
+    return (x * scale * weight * torch.sigmoid(gate)).to(gate_BTHD.dtype)
 
 
 def log_decay(f_BTHD: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:

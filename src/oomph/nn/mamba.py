@@ -23,7 +23,7 @@ class BidirectionalMamba(nn.Module):
         out_proj(silu(z) * sum over r of scan(x_r, delta, -exp(A_log), B, C, D))
 
     Parameters are initialised as in Mamba: A = -(1, ..., d_state) in every channel, delta log-uniform in
-    [0.001, 0.1], D = 1. The rank of dt_proj is d_model / 16, rounded up. `impl` and `chunk_size` are
+    [0.001, 0.1], D = 1. The rank of dt_proj is d_model / 16, rounded up. `chunk_size` is
     selective_scan's.
     """
 
@@ -35,7 +35,6 @@ class BidirectionalMamba(nn.Module):
         expand: int = 2,
         *,
         chunk_size: int | None = None,
-        impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -44,7 +43,7 @@ class BidirectionalMamba(nn.Module):
         dt_rank = -(-d_model // 16)
         self.d_model, self.d_state, self.d_conv, self.dt_rank = d_model, d_state, d_conv, dt_rank
         self.inner = inner = expand * d_model
-        self.chunk_size, self.impl = chunk_size, impl
+        self.chunk_size = chunk_size
 
         def pair(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(_DIRECTIONS, *shape, device=device, dtype=dtype))
@@ -92,7 +91,6 @@ class BidirectionalMamba(nn.Module):
             delta_softplus=True,
             direction="both",
             chunk_size=self.chunk_size,
-            impl=self.impl,
         )
         out: Tensor = self.out_proj(y_BLd)
         return out
@@ -115,7 +113,7 @@ class BidirectionalMamba(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"d_model={self.d_model}, d_state={self.d_state}, d_conv={self.d_conv}, inner={self.inner}, "
-            f"dt_rank={self.dt_rank}, chunk_size={self.chunk_size}, impl={self.impl!r}"
+            f"dt_rank={self.dt_rank}, chunk_size={self.chunk_size}"
         )
 
 

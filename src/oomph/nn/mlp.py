@@ -10,27 +10,18 @@ from oomph.ops.mlp import MLPWeights, tiled_mlp
 class TiledMLP(nn.Module):
     """Runs any MLP by `tiled_mlp`. The wrapped module is its only child, as `.module`."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        tile: int | None = None,
-        memory_budget: str | int | None = None,
-        impl: str = "auto",
-    ) -> None:
+    def __init__(self, module: nn.Module, *, tile: int | None = None) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise ArgumentError(f"module is a {type(module).__name__}; valid: an nn.Module")
         self.module = module
         self.tile = tile
-        self.memory_budget = memory_budget
-        self.impl = impl
 
     def forward(self, x: Tensor) -> Tensor:
-        return tiled_mlp(self.module, x, tile=self.tile, memory_budget=self.memory_budget, impl=self.impl)
+        return tiled_mlp(self.module, x, tile=self.tile)
 
     def extra_repr(self) -> str:
-        return f"tile={self.tile}, memory_budget={self.memory_budget!r}, impl={self.impl!r}"
+        return f"tile={self.tile}"
 
 
 class GatedMLP(nn.Module):
@@ -44,8 +35,6 @@ class GatedMLP(nn.Module):
         bias: bool = False,
         *,
         tile: int | None = None,
-        memory_budget: str | int | None = None,
-        impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,8 +44,6 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(f, d, bias=bias, device=device, dtype=dtype)
         self.activation = activation
         self.tile = tile
-        self.memory_budget = memory_budget
-        self.impl = impl
 
     def forward(self, x: Tensor) -> Tensor:
         weights = MLPWeights(
@@ -68,8 +55,7 @@ class GatedMLP(nn.Module):
             down_bias=self.down_proj.bias,
             activation=self.activation,
         )
-        return tiled_mlp(weights, x, tile=self.tile, memory_budget=self.memory_budget, impl=self.impl)
+        return tiled_mlp(weights, x, tile=self.tile)
 
     def extra_repr(self) -> str:
-        own = f"activation={self.activation!r}, tile={self.tile}, memory_budget={self.memory_budget!r}"
-        return f"{own}, impl={self.impl!r}"
+        return f"activation={self.activation!r}, tile={self.tile}"

@@ -99,8 +99,6 @@ class NativeSparseAttention(nn.Module):
         rotary: RotaryEmbedding | None = None,
         qk_norm: bool = False,
         norm_eps: float = 1e-6,
-        bias: bool = False,
-        impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -125,16 +123,15 @@ class NativeSparseAttention(nn.Module):
             "window": window,
         }
         NSAConfig.create(head_dim, **self.sizes)  # raises for bad sizes
-        self.impl = impl
         # Not a child of this layer: the model has one for all layers.
         self._rotate: Callable[..., tuple[Tensor, Tensor]] | None = None if rotary is None else rotary.rotate
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         queries, keys = num_heads * head_dim, num_kv_heads * head_dim
-        self.q_proj = nn.Linear(hidden_size, queries, bias=bias, **factory)
-        self.k_proj = nn.Linear(hidden_size, keys, bias=bias, **factory)
-        self.v_proj = nn.Linear(hidden_size, keys, bias=bias, **factory)
+        self.q_proj = nn.Linear(hidden_size, queries, bias=False, **factory)
+        self.k_proj = nn.Linear(hidden_size, keys, bias=False, **factory)
+        self.v_proj = nn.Linear(hidden_size, keys, bias=False, **factory)
         self.gate_proj = nn.Linear(hidden_size, 3 * num_heads, **factory)
-        self.o_proj = nn.Linear(queries, hidden_size, bias=bias, **factory)
+        self.o_proj = nn.Linear(queries, hidden_size, bias=False, **factory)
         self.q_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         self.k_norm = nn.RMSNorm(head_dim, eps=norm_eps, **factory) if qk_norm else None
         learned = compression == "mlp"
@@ -158,7 +155,7 @@ class NativeSparseAttention(nn.Module):
         if self._rotate is not None:
             q, k = self._rotate(q, k, table)
         gates = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (3, self.num_heads)).unbind(-2)
-        o = nsa(q, k, v, *gates, compress=self._compress(k, v), impl=self.impl, **self.sizes)
+        o = nsa(q, k, v, *gates, compress=self._compress(k, v), **self.sizes)
         return self.o_proj(o.flatten(-2))  # type: ignore[no-any-return]
 
     def _compress(self, k: Tensor, v: Tensor) -> Any:

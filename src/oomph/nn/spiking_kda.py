@@ -1,6 +1,6 @@
 """The block of report 000: Kimi Delta Attention whose writes and decay depend on spiking neurons.
 
-Legend: B batch, T tokens, H heads, D the size of a head's queries and keys, V that of its values.
+Legend: B batch, T tokens, H heads, D head size.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,15 @@ from oomph.ops.short_convolution import unit_vectors
 from oomph.ops.spiking import lif_gate
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
+_TAPS = 3  # of the short convolution
+
 
 @dataclass(frozen=True, eq=False)
 class SpikingKDAState:
     """The state of a block after some tokens.
 
     conv [B, K - 1, hidden]: the last tokens of the convolution; membrane [B, H, D] of the neurons; memory
-    [B, H, D, V] of the attention; output [B, H, V]: the last one, which a dropped token repeats.
+    [B, H, D, D] of the attention; output [B, H, D]: the last one, which a dropped token repeats.
     """
 
     conv: Tensor
@@ -65,9 +67,7 @@ class SpikingKDABlock(nn.Module):
         num_heads: int,
         head_dim: int,
         *,
-        value_head_dim: int | None = None,
         gate_rank: int = 256,
-        conv_size: int = 3,
         decay: float = 0.92,
         threshold: float = 0.35,
         surrogate_beta: float = 9.0,
@@ -75,41 +75,31 @@ class SpikingKDABlock(nn.Module):
         norm_eps: float = 1e-6,
         mode: str = "auto",
         memory_chunk_size: int | None = None,
-        impl: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """gate_rank: of W_down W_up and U_2 U_1. mode and memory_chunk_size: those of kda."""
         super().__init__()
-        values = head_dim if value_head_dim is None else value_head_dim
-        check_whole(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            head_dim=head_dim,
-            value_head_dim=values,
-            gate_rank=gate_rank,
-            conv_size=conv_size,
-        )
+        check_whole(hidden_size=hidden_size, num_heads=num_heads, head_dim=head_dim, gate_rank=gate_rank)
         if not common.is_number(token_drop) or not 0 <= token_drop < 1:
             raise ArgumentError(f"token_drop={token_drop!r} is not valid; give a probability in [0, 1)")
-        self.hidden_size, self.num_heads = hidden_size, num_heads
-        self.head_dim, self.value_head_dim = head_dim, values
+        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
         self.decay, self.threshold, self.surrogate_beta = decay, threshold, surrogate_beta
         self.token_drop = token_drop
-        self.mode, self.memory_chunk_size, self.impl = mode, memory_chunk_size, impl
+        self.mode, self.memory_chunk_size = mode, memory_chunk_size
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        keys, width = num_heads * head_dim, num_heads * values
+        width = num_heads * head_dim
         self.norm = nn.RMSNorm(hidden_size, eps=norm_eps, **made)
-        self.conv = ShortConvolution(hidden_size, conv_size, **made)
-        self.qk_proj = nn.Linear(hidden_size, 2 * keys, bias=False, **made)
+        self.conv = ShortConvolution(hidden_size, _TAPS, **made)
+        self.qk_proj = nn.Linear(hidden_size, 2 * width, bias=False, **made)
         self.v_proj = nn.Linear(hidden_size, width, bias=False, **made)
-        self.drive_proj = nn.Linear(hidden_size, keys, **made)
+        self.drive_proj = nn.Linear(hidden_size, width, **made)
         self.decay_up = nn.Linear(hidden_size, gate_rank, bias=False, **made)
-        self.decay_down = nn.Linear(gate_rank, keys, bias=False, **made)
+        self.decay_down = nn.Linear(gate_rank, width, bias=False, **made)
         self.write_proj = nn.Linear(hidden_size, num_heads, bias=False, **made)
         self.spike_decay = nn.Parameter(torch.empty(num_heads, head_dim, **made))  # a
         self.spike_write = nn.Parameter(torch.empty(num_heads, head_dim, **made))  # b
-        self.o_norm = nn.RMSNorm(values, eps=norm_eps, **made)
+        self.o_norm = nn.RMSNorm(head_dim, eps=norm_eps, **made)
         self.o_proj = nn.Linear(width, hidden_size, bias=False, **made)
         self.gate_up = nn.Linear(hidden_size, gate_rank, bias=False, **made)
         self.gate_down = nn.Linear(gate_rank, hidden_size, bias=False, **made)
@@ -140,7 +130,7 @@ class SpikingKDABlock(nn.Module):
             unit_vectors, (self.qk_proj(h).unflatten(-1, (2 * self.num_heads, -1)),)
         )
         q_BTHD, k_BTHD = qk_BTND.chunk(2, 2)
-        o_BTHV, memory = kda(
+        o_BTHD, memory = kda(
             q_BTHD,
             k_BTHD,
             self._heads(self.v_proj(h)),
@@ -151,13 +141,12 @@ class SpikingKDABlock(nn.Module):
             mode=self.mode,
             # mode="sequential" has no chunks; a config may change the mode and leave the size.
             memory_chunk_size=None if self.mode == "sequential" else self.memory_chunk_size,
-            impl=self.impl,
         )
         before = None if state is None else state.output
         if dropped_BT is not None:
-            o_BTHV = forward_fill(o_BTHV, dropped_BT, before)
-        y = self._residual(x, o_BTHV)
-        return y, SpikingKDAState(conv, membrane, memory, self._last(o_BTHV, before))
+            o_BTHD = forward_fill(o_BTHD, dropped_BT, before)
+        y = self._residual(x, o_BTHD)
+        return y, SpikingKDAState(conv, membrane, memory, self._last(o_BTHD, before))
 
     def _dropped(self, x: Tensor, given: Tensor | None) -> Tensor | None:
         if given is not None:
@@ -188,14 +177,14 @@ class SpikingKDABlock(nn.Module):
         beta_BTH = torch.sigmoid(wide(self.write_proj(h)) + wide(weighted_BTH))
         return torch.where(awake_BTH, beta_BTH, 0.0)
 
-    def _residual(self, x: Tensor, o_BTHV: Tensor) -> Tensor:
-        written = self.o_proj(head_norm(o_BTHV, self.o_norm).flatten(-2))
+    def _residual(self, x: Tensor, o_BTHD: Tensor) -> Tensor:
+        written = self.o_proj(head_norm(o_BTHD, self.o_norm).flatten(-2))
         return x + written * torch.sigmoid(self.gate_down(F.silu(self.gate_up(x))))
 
-    def _last(self, o_BTHV: Tensor, before: Tensor | None) -> Tensor:
-        if o_BTHV.shape[1]:
-            return o_BTHV[:, -1].detach().clone()
-        return o_BTHV.new_zeros(o_BTHV.shape[0], *o_BTHV.shape[2:]) if before is None else before
+    def _last(self, o_BTHD: Tensor, before: Tensor | None) -> Tensor:
+        if o_BTHD.shape[1]:
+            return o_BTHD[:, -1].detach().clone()
+        return o_BTHD.new_zeros(o_BTHD.shape[0], *o_BTHD.shape[2:]) if before is None else before
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, -1))

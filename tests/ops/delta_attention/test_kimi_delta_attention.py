@@ -10,17 +10,12 @@ from torch import Tensor
 
 from oomph.nn.delta_attention import KimiDeltaAttention
 
-HIDDEN, HEADS, D, V, TAPS = 12, 2, 4, 6, 4
+HIDDEN, HEADS, D, TAPS = 12, 2, 4, 4
 
 
-def layer(**options: object) -> KimiDeltaAttention:
+def layer() -> KimiDeltaAttention:
     torch.manual_seed(0)
-    made = KimiDeltaAttention(
-        HIDDEN,
-        HEADS,
-        D,
-        **{"value_head_dim": V, "dtype": torch.float64, **options},  # type: ignore[arg-type]
-    )
+    made = KimiDeltaAttention(HIDDEN, HEADS, D, dtype=torch.float64)
     torch.nn.init.normal_(made.o_norm.weight)
     return made
 
@@ -46,23 +41,23 @@ def by_formula(made: KimiDeltaAttention, x_TC: Tensor) -> Tensor:
         return out
 
     q, k, v = (convolved(name) for name in "qkv")
-    states = [torch.zeros(D, V, dtype=torch.float64) for _ in range(HEADS)]
+    states = [torch.zeros(D, D, dtype=torch.float64) for _ in range(HEADS)]
     ys = []
     for t, x in enumerate(x_TC):
         f = p["f_proj.1.weight"] @ (p["f_proj.0.weight"] @ x)
         gate = p["g_proj.1.weight"] @ (p["g_proj.0.weight"] @ x) + p["g_proj.1.bias"]
         outputs = []
         for head in range(HEADS):
-            keys, values = slice(head * D, (head + 1) * D), slice(head * V, (head + 1) * V)
+            keys = slice(head * D, (head + 1) * D)
             unit = [each[t][keys] / torch.sqrt(each[t][keys].square().sum() + 1e-6) for each in (q, k)]
             step = torch.log1p(torch.exp(f[keys] + p["dt_bias"][keys]))
             alpha = torch.exp(-torch.exp(p["A_log"][head]) * step)
             beta = torch.sigmoid(p["b_proj.weight"][head] @ x)
             transition = torch.diag(alpha) - beta * torch.outer(unit[1], alpha * unit[1])
-            states[head] = transition @ states[head] + beta * torch.outer(unit[1], v[t][values])
+            states[head] = transition @ states[head] + beta * torch.outer(unit[1], v[t][keys])
             o = states[head].T @ unit[0] / math.sqrt(D)
             o = o / torch.sqrt(o.square().mean() + 1e-5) * p["o_norm.weight"]
-            outputs.append(o * torch.sigmoid(gate[values]))
+            outputs.append(o * torch.sigmoid(gate[keys]))
         ys.append(p["o_proj.weight"] @ torch.cat(outputs))
     return torch.stack(ys)
 

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from oomph.nn.spiking_kda import SpikingKDABlock, forward_fill
 
-HIDDEN, HEADS, D, V, RANK = 10, 3, 4, 5, 6
+HIDDEN, HEADS, D, RANK = 10, 3, 4, 6
 
 
 def block(**options: object) -> SpikingKDABlock:
     torch.manual_seed(0)
-    shape = {"value_head_dim": V, "gate_rank": RANK, "dtype": torch.float64}
+    shape = {"gate_rank": RANK, "dtype": torch.float64}
     made = SpikingKDABlock(HIDDEN, HEADS, D, **{**shape, **options})  # type: ignore[arg-type]
     # At initialization spikes have no effect, and norms have unit weights.
     for each in (made.spike_decay, made.spike_write, made.norm.weight, made.o_norm.weight):
@@ -38,9 +38,9 @@ def by_formula(made: SpikingKDABlock, x_TC: Tensor, dropped: list[bool]) -> tupl
     p = dict(made.named_parameters())
     normed = [rms(x, p["norm.weight"]) for x in x_TC]
     kernel = p["conv.weight"]
-    states = [torch.zeros(D, V, dtype=torch.float64) for _ in range(HEADS)]
+    states = [torch.zeros(D, D, dtype=torch.float64) for _ in range(HEADS)]
     membrane = torch.zeros(HEADS, D, dtype=torch.float64)
-    shown = torch.zeros(HEADS, V, dtype=torch.float64)
+    shown = torch.zeros(HEADS, D, dtype=torch.float64)
     ys, silent = [], []
     for t, x in enumerate(x_TC):
         h = silu(sum(kernel[:, 0, 2 - back] * normed[t - back] for back in range(3) if t >= back))  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def by_formula(made: SpikingKDABlock, x_TC: Tensor, dropped: list[bool]) -> tupl
         outputs = []
         silent.append([not bool(spikes[head].detach().any()) for head in range(HEADS)])
         for head in range(HEADS):
-            keys, values = slice(head * D, (head + 1) * D), slice(head * V, (head + 1) * V)
+            keys = slice(head * D, (head + 1) * D)
             unit_q, unit_k = (each[keys] / torch.sqrt(each[keys].square().sum() + 1e-6) for each in (q, k))
             alpha = torch.sigmoid(f[head] + p["spike_decay"][head] * spikes[head])
             beta = torch.sigmoid(
@@ -62,7 +62,7 @@ def by_formula(made: SpikingKDABlock, x_TC: Tensor, dropped: list[bool]) -> tupl
             )
             if not silent[t][head] and not dropped[t]:
                 transition = torch.diag(alpha) - beta * torch.outer(unit_k, alpha * unit_k)
-                states[head] = transition @ states[head] + beta * torch.outer(unit_k, v[values])
+                states[head] = transition @ states[head] + beta * torch.outer(unit_k, v[keys])
             outputs.append(states[head].T @ unit_q)
         shown = shown.detach() if dropped[t] else torch.stack(outputs)
         normed_o = torch.cat([rms(each, p["o_norm.weight"]) for each in shown])
