@@ -528,7 +528,7 @@ _DROPOUT_STATE = 2048 * 24  # bytes per multiprocessor: a random number generato
 
 
 @dataclass(frozen=True)
-class _RecurrentCall:
+class RecurrentCall:
     cell: str
     rows: int  # steps x batch; of a packed sequence, the live ones only
     batch: int
@@ -542,7 +542,11 @@ class _RecurrentCall:
     train: bool
     swapped: bool  # the caller's tensors have the batch first
     weights: int  # elements of all of them
-    item: int  # bytes of an element
+    dtype: torch.dtype
+
+    @property
+    def item(self) -> int:
+        return self.dtype.itemsize
 
     @property
     def flops(self) -> float:
@@ -592,8 +596,8 @@ def flatten_parameters(on_gpu: Callable[[Any], bool]) -> Callable[[nn.RNNBase], 
 
 def _recurrent_call(
     cell: str, given: BoundArguments, input: Tensor, hidden: Sequence[Tensor]
-) -> _RecurrentCall:
-    return _RecurrentCall(
+) -> RecurrentCall:
+    return RecurrentCall(
         cell=cell,
         rows=input.numel() // max(int(input.shape[-1]), 1),
         batch=max(int(hidden[0].shape[1]), 1),
@@ -607,7 +611,7 @@ def _recurrent_call(
         train=bool(given["train"]),
         swapped=bool(given.get("batch_first")),
         weights=sum(weight.numel() for weight in given["params"]),
-        item=input.element_size(),
+        dtype=input.dtype,
     )
 
 
@@ -628,7 +632,7 @@ class _CudnnRnn(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        call: _RecurrentCall,
+        call: RecurrentCall,
         context: RuleContext,
         input: Tensor,
         hx: Tensor,
@@ -663,7 +667,7 @@ class _CudnnRnn(torch.autograd.Function):
 
     @staticmethod
     def gradients(ctx: Any, *grads: Tensor | None) -> Any:
-        call: _RecurrentCall = ctx.call
+        call: RecurrentCall = ctx.call
         input, hx, cx, output, _, _, *weights = ctx.saved_tensors
         made = [
             torch.zeros_like(like)
@@ -675,14 +679,14 @@ class _CudnnRnn(torch.autograd.Function):
         dx = torch.empty_like(x)
         dhx = torch.empty_like(hx)
         dcx = torch.empty_like(cx) if cx is not None else None
-        workspace = x.new_empty(workspace_bytes(call), dtype=torch.uint8)
+        workspace = x.new_empty(workspace_bytes(call, backward=True), dtype=torch.uint8)
         del workspace, x, dy
         ctx.context.count_kernel(input, dx, *weights, flops=call.flops, kind="recurrent")
         dweights: list[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[5:]):
             x = _steps_first(call, input)
             flat = x.new_zeros(call.weights)
-            workspace = x.new_empty(workspace_bytes(call), dtype=torch.uint8)
+            workspace = x.new_empty(workspace_bytes(call, backward=True), dtype=torch.uint8)
             del workspace, x
             ctx.context.count_kernel(input, output, flat, flops=call.flops, kind="recurrent")
             # Under autocast the copies' backward makes float32 gradients, one by one.
@@ -692,12 +696,12 @@ class _CudnnRnn(torch.autograd.Function):
         return None, None, dx.transpose(0, 1) if call.swapped else dx, dhx, dcx, *dweights
 
 
-def _steps_first(call: _RecurrentCall, tensor: Tensor) -> Tensor:
+def _steps_first(call: RecurrentCall, tensor: Tensor) -> Tensor:
     """As cuDNN reads it: steps first and contiguous, a copy if it was not."""
     return (tensor.transpose(0, 1) if call.swapped else tensor).contiguous()
 
 
-def reserve_bytes(call: _RecurrentCall) -> int:
+def reserve_bytes(call: RecurrentCall) -> int:
     """What the forward pass leaves for the backward pass; to the byte as measured, projections included."""
     one = call.rows * call.hidden * call.directions
     layer = one * {"lstm": 5, "gru": 6}.get(call.cell, 1)  # gates and states
@@ -708,36 +712,105 @@ def reserve_bytes(call: _RecurrentCall) -> int:
     return (layer * call.layers + one * between) * call.item + masks + 256
 
 
-# Copies of the input and of the states in the workspace, for one direction and for two, with one layer and
-# with more. Measured on an H200 for 120 networks (cuDNN 9.19).
-_WORKSPACE_COPIES = {
-    "lstm": (((2, 4), (2, 2.625)), ((1, 7), (1, 7))),
-    "gru": (((2, 4), (2, 3)), ((1, 6), (2, 6))),
-    "rnn": (((2, 4), (2, 3)), ((2, 5), (2, 6))),
-}
-_PIPELINED_STEPS = (
-    128  # of an LSTM of several layers in one direction; it holds one and a half states of each
-)
-_NARROW = 128  # cells up to this width run persistent kernels
+class _Cell(NamedTuple):
+    """Coefficients of cuDNN's workspaces. Pairs are for one direction and for two."""
+
+    gates: int
+    persistent_width: tuple[int, int]  # widest cell that persistent kernels take, forward and backward
+    persistent_rows: int  # states that training with persistent kernels takes more for each row
+    # States for each sample and layer:
+    inference: tuple[int, int]
+    persistent_inference: tuple[int, int]
+    training: tuple[int, int]
+    packed: tuple[int, int]
 
 
-def workspace_bytes(call: _RecurrentCall) -> int:
-    """cuDNN's choice: within 2 % of what was measured, except for narrow cells, whose kernels vary."""
-    state = call.rows * call.hidden * call.directions
-    input = call.rows * call.inputs
-    if call.packed:  # one network measured
-        return int((input + call.weights + (call.layers + 3 * call.directions - 1) * state) * call.item)
-    kind = _WORKSPACE_COPIES.get(call.cell, _WORKSPACE_COPIES["rnn"])
-    inputs, states = kind[call.directions - 1][min(call.layers, 2) - 1]
-    one_step = call.batch * call.hidden
-    elements = inputs * input + call.weights + states * state + 11 * one_step * call.layers * call.directions
-    if call.cell == "lstm" and call.directions == 1 and call.layers > 1:
-        steps = 1.5 * min(call.rows // call.batch, _PIPELINED_STEPS)
-        elements += (steps - 11 * (call.layers - 1)) * one_step  # its layers share what one takes
-    if call.dropout:
-        elements += state * (call.layers - 1)
-    narrow = 90 * MiB if call.hidden <= _NARROW else 0
-    return int(elements) * call.item + 8 * MiB * call.layers * call.directions + narrow
+_LSTM = _Cell(4, (192, 128), 12, (10, 24), (8, 18), (12, 26), (6, 16))
+_GRU = _Cell(3, (192, 128), 14, (5, 14), (4, 10), (6, 14), (3, 10))
+_RNN = _Cell(1, (384, 256), 9, (3, 10), (4, 10), (6, 14), (1, 6))
+_CELLS = {"lstm": _LSTM, "gru": _GRU, "rnn_tanh": _RNN, "rnn_relu": _RNN}
+_GATE_STEPS = 256  # one direction with standard kernels holds the gates of at most these steps
+
+
+def workspace_bytes(call: RecurrentCall, backward: bool = False) -> int:
+    """cuDNN 9.19's choice on an H200: to 0.1 % in 9,283 of 9,289 measured passes; of packed sequences and
+    projections to 13 % in all 1,639 (recurrent_h200.csv)."""
+    cell = _CELLS[call.cell]
+    persistent = _is_persistent(call, cell, backward)
+    projects = call.result < call.hidden
+    above = (call.layers - 1) * call.result * (1 + call.directions)
+    matrices = cell.gates * call.hidden * (call.result + call.inputs + above)
+    matrices += call.hidden * call.result * call.layers if projects else 0
+    if call.packed:
+        states = _packed_states(call, cell)
+    else:
+        training = _training_states(call, cell, persistent) if call.train else 0
+        states = max(_inference_states(call, cell, persistent), training)
+    fixed = 8 * call.batch + 256 + 8 * MiB * call.layers * call.directions
+    return (states + matrices * call.directions) * call.item + fixed
+
+
+def _is_persistent(call: RecurrentCall, cell: _Cell, backward: bool) -> bool:
+    """Whether the weights stay on the multiprocessors during all steps."""
+    if call.packed or call.result < call.hidden or call.dtype not in (torch.float32, torch.float16):
+        return False
+    aligned = call.hidden % 128 == call.inputs % 128 == call.batch % 8 == 0
+    single = call.layers == call.directions == 1 and call.cell != "gru"
+    half = call.dtype == torch.float16 and aligned and call.hidden <= 1024 and call.batch <= 128
+    return call.hidden <= cell.persistent_width[backward] or (single and half)
+
+
+def _inference_states(call: RecurrentCall, cell: _Cell, persistent: bool) -> int:
+    """Elements of gates, states and inputs that the forward pass without autograd takes."""
+    one_direction = call.directions == 1
+    if persistent:
+        states, samples = (
+            5 * cell.gates + 1 if one_direction else 6 * cell.gates + 6,
+            cell.persistent_inference,
+        )
+    else:
+        states, samples = cell.gates + 1 if one_direction else 2 * cell.gates + 6, cell.inference
+    per_sample = samples[call.directions - 1] * call.layers
+    if one_direction and not persistent:
+        per_sample -= cell.gates * max(call.rows // call.batch - _GATE_STEPS, 0)
+    if one_direction and call.dropout and cell.gates > 1:
+        states += 1
+    per_row = states * call.hidden + call.inputs
+    per_row += call.result * call.directions if call.result < call.hidden else 0
+    return call.rows * per_row + per_sample * call.hidden * call.batch
+
+
+def _training_states(call: RecurrentCall, cell: _Cell, persistent: bool) -> int:
+    """Elements that the backward pass takes; the forward pass before it reserves as many."""
+    widest = call.directions**2 * max(call.hidden, call.inputs)
+    states = 3 * call.directions + (cell.persistent_rows if persistent else 0)
+    per_sample = cell.training[call.directions - 1] * call.layers
+    if call.directions == 1 and not persistent:
+        per_sample -= call.layers
+        if call.layers > 1:  # layers run at the same time, each a block of steps behind the one below it
+            steps = call.rows // call.batch
+            block = next(
+                (size for most, size in ((2, 32), (8, 16), (16, 8), (64, 4)) if call.batch <= most), 2
+            )
+            block = max(block, 8) if steps >= 128 else block
+            per_sample -= max(steps - block * call.layers - max(block, 8), 0)
+    elif call.layers > 1:
+        states += call.directions
+    per_row = states * call.hidden + 2 * call.inputs + widest
+    return call.rows * per_row + per_sample * call.hidden * call.batch
+
+
+def _packed_states(call: RecurrentCall, cell: _Cell) -> int:
+    """Elements for sequences of several lengths: `rows` are the live ones."""
+    widest = max(call.hidden, call.inputs)
+    if call.directions == 1:
+        states = cell.gates + (call.dropout and call.layers > 1)
+        other = call.hidden + widest
+    else:
+        states = 2 * cell.gates + 4
+        other = 4 * (call.hidden + widest) if call.layers > 1 else 2 * (call.hidden + call.inputs + widest)
+    per_row = max(states * call.hidden, other if call.train else 0)
+    return call.rows * per_row + cell.packed[call.directions - 1] * call.layers * call.hidden * call.batch
 
 
 @cuda_kernel(aten._pack_padded_sequence.default)
