@@ -227,13 +227,14 @@ Module = Annotated[
     str | None, typer.Option("-m", metavar="MODULE", help="Run a module as a script, as `python -m` does.")
 ]
 Torchrun = Annotated[bool, typer.Option("--torchrun", help="Run a script as the only rank of torchrun.")]
-_OVERRIDES = typer.Argument(
-    metavar="[KEY=VALUE ...]",
-    help="For a config: override a key, e.g. data.batch_size=4 or --batch_size 4. "
-    "For a Workload: override a size, e.g. B=4. Arguments of a script come after --.",
-)
-Overrides = Annotated[list[str] | None, _OVERRIDES]
-OverrideWords = Annotated[tuple[str, ...], _OVERRIDES]
+OverrideWords = Annotated[
+    tuple[str, ...],
+    typer.Argument(
+        metavar="[KEY=VALUE ...]",
+        help="For a config: override a key, e.g. data.batch_size=4 or --batch_size 4. "
+        "For a Workload: override a size, e.g. B=4. Arguments of a script come after --.",
+    ),
+]
 Gpu = Annotated[
     str | None, typer.Option(metavar="NAME|SIZE", help="The GPU: a name from `oomph gpus`, or a size.")
 ]
