@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable
 from typing import Any
 
@@ -180,7 +181,20 @@ def endless_break() -> None:
     x.sum().backward()
 
 
-@pytest.mark.parametrize("program", [endless_while, endless_break])
+def long_solve() -> None:
+    x = torch.randn(64, 64, device="cuda", requires_grad=True)
+    for rounds in range(10**9):
+        x = x * 0.99
+        if (
+            rounds > 10  # at least
+            and bool(x.abs().max() < 1e-3)
+        ):
+            rounds = 0
+            break
+    x.sum().backward()
+
+
+@pytest.mark.parametrize("program", [endless_while, endless_break, long_solve])
 @in_process
 def test_loops_that_wait_for_a_value_are_cut_and_the_verdict_says_so(program: Callable[[], None]) -> None:
     (assumed,) = oomph.predict(program).assumptions
@@ -428,3 +442,51 @@ def test_nms_keeps_half_of_the_boxes() -> None:
     prediction = oomph.predict(program)
     assert any("nms" in note.text for note in prediction.notes)
     assert prediction.interval is not None
+
+
+def adaptive_solver(rounds: int | None, keep: bool = True) -> None:
+    """Steps of a size that depends on values until the time is over, or a known number of steps."""
+    layer = nn.Linear(512, 512).cuda()
+    x, time, made = torch.randn(4096, 512, device="cuda"), torch.zeros((), device="cuda"), 0
+    with torch.set_grad_enabled(keep):
+        while (time < 1) if rounds is None else made < rounds:
+            change = layer(x).tanh()
+            x, made = x + change, made + 1
+            before, time = time, time + (1e-3 / change.detach().abs().max().pow(2)).sqrt().clamp(1, 2)
+            assert time > before
+        assert rounds is not None or before < 1 <= time
+    layer(x).sum().backward()
+
+
+def test_a_loop_that_a_guess_ends_gives_an_interval_of_rounds() -> None:
+    found = oomph.predict(lambda: adaptive_solver(None), gpu="h200")
+    few, typical, most = (oomph.predict(lambda n=n: adaptive_solver(n), gpu="h200") for n in (1, 4, 12))
+    assert found.peak.allocated == pytest.approx(typical.peak.allocated, rel=0.01)
+    assert found.interval is not None
+    assert found.interval.low.allocated == pytest.approx(few.peak.allocated, rel=0.01)
+    assert found.interval.high.allocated == pytest.approx(most.peak.allocated, rel=0.01)
+    (assumed,) = found.assumptions
+    assert "loop" in assumed.text
+    assert assumed.site is not None
+    assert "while (time < 1)" in linecache.getline(assumed.site.file, assumed.site.line)
+
+
+def test_rounds_that_keep_no_memory_need_no_interval() -> None:
+    found = oomph.predict(lambda: adaptive_solver(None, keep=False), gpu="h200")
+    assert found.interval is None
+    assert found.assumptions == ()
+
+
+def test_a_loop_that_fails_in_more_rounds_than_a_guess_allows_has_those() -> None:
+    def program() -> None:
+        x, kept = torch.randn(1 << 20, device="cuda", requires_grad=True), []
+        while True:
+            if kept:
+                raise ValueError("second round")
+            kept.append(x * 2)
+            if x.sum() >= 1:
+                break
+        kept[0].sum().backward()
+
+    (assumed,) = oomph.predict(program, gpu="h200").assumptions
+    assert "ValueError: second round" in assumed.text

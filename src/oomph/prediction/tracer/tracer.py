@@ -354,7 +354,9 @@ class Tracer:
         self.boundary = StackBoundary()
         self.guard = RuleGuard(self.note_once)
         self.values = Values()
-        self.estimates = ValueEstimates(self.values, self.note, self.note_once, self.site)
+        self.estimates = ValueEstimates(
+            self.values, self.note, self.note_once, self.site, lambda: self.recorder.live_bytes
+        )
         self.work = KernelCounter(gpu)
         self.rule_context = RuleContext(
             gpu,

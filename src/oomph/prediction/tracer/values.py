@@ -15,10 +15,12 @@ these values. Guesses are noted with their line.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import linecache
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -68,6 +70,10 @@ _MAKES_MASKS = VIEWS | aten_ops("""
     where.self masked_fill.Scalar masked_fill.Tensor _to_copy.default index.Tensor
 """)
 _COPY = aten.copy_.default
+_ADDITIONS = aten_ops("add.Tensor add_.Tensor")
+_ORDERS = aten_ops("""
+    lt.Tensor le.Tensor gt.Tensor ge.Tensor lt.Scalar le.Scalar gt.Scalar ge.Scalar
+""")
 _REDUCTIONS: dict[OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(aten_ops("all.default all.dim all.dims"), torch.all),
     **dict.fromkeys(aten_ops("any.default any.dim any.dims"), torch.any),
@@ -108,7 +114,9 @@ _FACTORIZATIONS = aten_ops("""
 """)
 
 
-ConditionKey = tuple[str, int, int]  # file, line, and how often the line has asked
+ConditionKey = tuple[
+    str, int, int
+]  # file, line, and how often the line has asked; 0: a loop that was prolonged
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +172,7 @@ class Values:
         self._entries = WeakIdKeyDictionary()
         self._guessed = WeakIdKeyDictionary()  # storages into which a guess was written
         self._overwritten = WeakIdKeyDictionary()  # storages -> the stamp of their last unknown write
+        self._compared = WeakIdKeyDictionary()  # results of comparisons of two numbers -> op, weak arguments
         self._stamp = 0
         self.draws = 0
 
@@ -225,6 +234,11 @@ class Values:
         if func in _RANDOM:
             self.invalidate(call)
             return self._draw(func, args, results[0])
+        if func in _ORDERS and not results[0].dim():
+            self._compared[results[0]] = (
+                func,
+                [weakref.ref(arg) if isinstance(arg, FakeTensor) else arg for arg in args],
+            )
         is_float, small = results[0].dtype.is_floating_point, _is_small(results[0])
         large_floats = is_float and not small and func not in _FACTORIZATIONS
         if large_floats and func not in _POSITIONS and func not in _MAKES_MASKS:
@@ -266,9 +280,12 @@ class Values:
         whole = all(entry.whole or (entry.known and not entry.values.dim()) for entry in inputs.values())
         floating = result.dtype.is_floating_point
         if floating and not known:
-            # What two unknown numbers give is unknown: again 1.0, so that guesses stay finite and small.
+            # What two unknown numbers give is unknown: again 1.0, so that guesses stay finite and small. But
+            # times and steps add up.
             unknown = {key for key, entry in inputs.items() if not entry.known}
-            if not follow_floats or (len(unknown) > 1 and not whole):
+            scalars = not any(tensor.dim() for tensor in given)
+            adds = scalars and func in _ADDITIONS
+            if not (follow_floats or scalars) or (len(unknown) > 1 and not (whole or adds)):
                 return self.invalidate(call)
         pointwise = torch.Tag.pointwise in func.tags
         if pointwise or func in _KEEPS_VALUES or func is _COPY:
@@ -328,6 +345,21 @@ class Values:
         if written and not known:
             self._guessed[args[0].untyped_storage()] = True
         return True
+
+    def suit(self, condition: torch.Tensor, answer: bool, rounds: int) -> None:
+        """Let the guess that was compared suit the answer; with more rounds of a loop, come closer to the
+        number that it is compared with, as the time of an ODE solver does."""
+        func, args = self._compared.get(condition, (None, ()))
+        args = [arg() if isinstance(arg, weakref.ref) else arg for arg in args]
+        numbers = [float(self.whole(arg)) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        for tensor, number in zip(args, reversed(numbers), strict=True):
+            if isinstance(tensor, FakeTensor) and not self.of(tensor).known:
+                for difference in (0.5**rounds, -(0.5**rounds)):
+                    value = torch.tensor(number + difference * max(abs(number), 1), dtype=tensor.dtype)
+                    given = (value, number) if tensor is args[0] else (torch.tensor(number), value)
+                    if bool(func(*given)) == answer:
+                        return self.set(tensor, value, whole=False, known=False)
+        return None
 
     def invalidate(self, call: OpCall) -> None:
         """Whatever the op wrote into, views of it included, is no longer known."""
@@ -467,6 +499,7 @@ def _mean(entry: Representative) -> float:
     return _fraction(entry) if entry.values.dtype == torch.bool else float(entry.values.double().mean())
 
 
+_ROUNDS = {"fewest": 1, "typical": 4, "most": 12}  # of a loop that keeps memory and that a guess ends earlier
 _MOST_ASKED = 100  # times that a loop asks the same before it gets the other answer
 _MOST_ASKED_ANYWHERE = 10_000  # of a line that does not look like the end of a loop
 
@@ -474,7 +507,7 @@ _MOST_ASKED_ANYWHERE = 10_000  # of a line that does not look like the end of a 
 class ValueEstimates:
     """What the program reads of values, and sizes that depend on them.
 
-    `note` and `note_once` write a note with the current line, which `site` gives.
+    `note` and `note_once` write a note with the current line, which `site` gives. `allocated`: bytes, now.
     """
 
     def __init__(
@@ -483,15 +516,19 @@ class ValueEstimates:
         note: Callable[[str], None],
         note_once: Callable[[str], None],
         site: Callable[[], Site | None],
+        allocated: Callable[[], int],
     ) -> None:
         self._values = values
         self._assumptions = _assumptions.get()
         self._note = note
         self._note_once = note_once
         self._site = site
+        self._allocated = allocated
         self._stated = WeakIdKeyDictionary()  # mask -> how many elements the program says it selects
         self._asked: Counter[tuple[str, int]] = Counter()
-        self._repeated: dict[tuple[str, int], tuple[Any, int]] = {}  # the last answer, and how often in a row
+        # Line -> its last answer, how often in a row, and the bytes allocated then.
+        self._repeated: dict[tuple[str, int], tuple[Any, int, int]] = {}
+        self._short_loops: set[tuple[str, int]] = set()  # those that a guess ends after few rounds
         self.conditions: dict[tuple[Site, bool], None] = {}  # guesses that the program branched on, in order
         self.last_condition: ConditionKey | None = None
         self.loops_cut: list[Note] = []
@@ -501,7 +538,9 @@ class ValueEstimates:
         """`.item()`, `if tensor:`"""
         found = self._values.of(tensor)
         value = found.values.reshape(-1)[0].item()
-        return value if found.known else self._answer(value)
+        if found.known and isinstance(value, bool):
+            self._count(self._site() or Site("", 0, ""), value)
+        return value if found.known else self._answer(value, tensor)
 
     def equality(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """`torch.equal`, `torch.allclose`"""
@@ -514,27 +553,32 @@ class ValueEstimates:
             same = bool((left.values.double().mean() - right.values.double().mean()).abs() < 1e-6)
         return same if left.known and right.known else bool(self._answer(same))
 
-    def _answer(self, value: Any) -> Any:
+    def _answer(self, value: Any, condition: torch.Tensor | None = None) -> Any:
         """A guess that the program reads. Loops that would ask forever get the other answer once."""
         site = self._site() or Site("", 0, "")
         line = site.file, site.line
         self._asked[line] += 1
         key = (*line, self._asked[line])
-        last, repeated = self._repeated.get(line, (None, 0))
-        repeated = repeated + 1 if last == value or not isinstance(value, bool) else 1
-        self._repeated[line] = value, repeated
         other = key in self._assumptions.other_answers
-        if repeated > _MOST_ASKED and (repeated > _MOST_ASKED_ANYWHERE or _ends_loop(site)):
-            self._repeated[line] = value, 0
+        end = _loop_ends(site.file).get(site.line)
+        grew = self._allocated() > self._repeated.get(line, (None, 0, 0))[2]
+        longer = end is not None and value is (not end.goes_on) and self._runs_longer(site, end, grew)
+        value = not value if longer else value
+        repeated = self._count(site, value)
+        if longer and condition is not None:
+            self._values.suit(condition, value, repeated)
+        few = self._assumptions.sizes == "fewest" and grew
+        most = _MOST_ASKED_ANYWHERE if end is None else _ROUNDS["typical"] if few else _MOST_ASKED
+        if repeated > most:
+            del self._repeated[line]
             other = not other
-            text = f"a loop whose end depends on values was left after {repeated} rounds"
-            if not any(note.site == site for note in self.loops_cut):
-                self.loops_cut.append(Note(text, site))
+            self._leave_loop(site, repeated, grew)
         if isinstance(value, bool):
             answer = value != other
             self._note(f"a condition on values of the GPU is taken as {str(answer).lower()}")
             self.conditions[site, answer] = None
-            self.last_condition = key
+            if self.last_condition is None or self.last_condition[2]:
+                self.last_condition = key
             return answer
         if isinstance(value, int):
             self._note(f"a whole number read from the GPU is taken as {0 if other else value}")
@@ -543,6 +587,40 @@ class ValueEstimates:
                 "numbers read from the GPU (a loss to print, a norm) are taken as 1.0 and what follows"
             )
         return type(value)(0) if other else value
+
+    def _count(self, site: Site, value: Any) -> int:
+        """How often in a row the line got this answer."""
+        line = site.file, site.line
+        last, repeated, _ = self._repeated.get(line, (None, 0, 0))
+        repeated = repeated + 1 if last == value or not isinstance(value, bool) else 1
+        self._repeated[line] = value, repeated, self._allocated()
+        return repeated
+
+    def _runs_longer(self, site: Site, end: _LoopEnd, grew: bool) -> bool:
+        """Whether a loop goes on that a guess would end. Rule: where each round keeps memory, as with an
+        adaptive ODE solver, and the guess allows only a few, their number is assumed."""
+        line = site.file, site.line
+        last, repeated, _ = self._repeated.get(line, (None, 0, 0))
+        again = last == end.goes_on
+        rounds = repeated * again + end.after_round
+        if not end.in_loop or not rounds or (again and not grew):
+            return False
+        if rounds < _ROUNDS["typical"]:
+            self._short_loops.add(line)
+        key = (*line, 0)
+        if line not in self._short_loops or key in self._assumptions.other_answers:
+            return False
+        if rounds < _ROUNDS[self._assumptions.sizes]:
+            self.last_condition = key
+            return True
+        self._leave_loop(site, rounds, grew)
+        return False
+
+    def _leave_loop(self, site: Site, rounds: int, grew: bool) -> None:
+        self.sizes_assumed |= grew
+        if not any(note.site == site for note in self.loops_cut):
+            text = f"a loop whose end depends on values was left after {rounds} rounds"
+            self.loops_cut.append(Note(text, site))
 
     def mark_one_hot(self, mask: torch.Tensor, classes: int) -> None:
         """Of a large one-hot tensor, one element in `classes` is 1."""
@@ -784,8 +862,39 @@ def _first_of(fake: Fake, allocated: int, used: int, dtype: torch.dtype) -> torc
     return whole if used == allocated else fake(aten.slice.Tensor, (whole, 0, 0, used), {})
 
 
-def _ends_loop(site: Site) -> bool:
-    """`while condition:`, or `if condition:` with a break or return in the next line."""
-    text = linecache.getline(site.file, site.line).strip()
-    following = linecache.getline(site.file, site.line + 1).strip()
-    return text.startswith("while ") or (text.startswith("if ") and following.startswith(("break", "return")))
+class _LoopEnd(NamedTuple):
+    """A condition that can end a loop: with which answer the loop goes on, and whether it is asked after a
+    round, not before. Outside a loop, `if condition: return` may end one of a caller."""
+
+    goes_on: bool
+    after_round: bool
+    in_loop: bool
+
+
+@functools.lru_cache(maxsize=256)
+def _loop_ends(file: str) -> dict[int, _LoopEnd]:
+    """Line -> `while condition:`, or `if condition:` whose last statement is break or return."""
+    found: dict[int, _LoopEnd] = {}
+
+    def state(test: ast.expr, goes_on: bool, after_round: bool, in_loop: bool) -> None:
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            state(test.operand, not goes_on, after_round, in_loop)
+        elif isinstance(test, ast.BoolOp):
+            for operand in test.values:
+                state(operand, goes_on, after_round, in_loop)
+        else:
+            for line in range(test.lineno, (test.end_lineno or test.lineno) + 1):
+                found[line] = _LoopEnd(goes_on, after_round, in_loop)
+
+    def visit(node: ast.AST, in_loop: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.While):
+                state(child.test, True, False, True)
+            elif isinstance(child, ast.If) and isinstance(child.body[-1], (ast.Break, ast.Return)):
+                state(child.test, False, True, in_loop)
+            loop = isinstance(child, (ast.While, ast.For))
+            visit(child, loop or (in_loop and not isinstance(child, (ast.FunctionDef, ast.Lambda))))
+
+    with contextlib.suppress(SyntaxError, ValueError):
+        visit(ast.parse("".join(linecache.getlines(file))), False)
+    return found
