@@ -334,7 +334,7 @@ def _of_size(text: str) -> GPU:
     name = f"{memory // GiB}GiB" if memory % GiB == 0 else re.sub(r"\s+", "", text)
     return GPU(
         name=name,
-        title=f"{name} card",
+        title=re.sub(r"(?<=\d)(?=[A-Za-z])", " ", name),
         memory=memory,
         capability=UNKNOWN_CAPABILITY,
         multiprocessors=UNKNOWN_MULTIPROCESSORS,

@@ -262,6 +262,10 @@ def test_the_verdict_says_what_the_limit_is_for(capsys: pytest.CaptureFixture[st
     for option, limit in (("--max", "allocator limit of 2.00 GiB"), ("--budget", "budget of 2.00 GiB (CUDA")):
         assert run(["fit", f"{__file__}:linear", "--gpu", "h200", option, "2GiB"]) == 0
         assert limit in capsys.readouterr().out
+    assert run(["fit", f"{__file__}:linear", "--gpu", "2GiB"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("fits 2 GiB without fixes")
+    assert "card" not in shown.splitlines()[0]
 
 
 def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

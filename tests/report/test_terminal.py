@@ -26,7 +26,7 @@ def _on_a_card(capacity: int, reserved: int, verdict: str, **changes):
 
 
 NO_CARD = {"gpu": None, "gpu_title": "", "capacity": None, "refused": None}
-BY_SIZE = {"gpu": "24GiB", "gpu_title": "24GiB card"}
+BY_SIZE = {"gpu": "24GiB", "gpu_title": "24 GiB"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,15 @@ from oomph.records import (
     Verification,
 )
 from oomph.report.as_json import sizes_to_json
-from oomph.report.terminal import columns, distinct_sizes, is_limited, notes_table, strip_lines, verdict
+from oomph.report.terminal import (
+    columns,
+    distinct_sizes,
+    is_limited,
+    is_size,
+    notes_table,
+    strip_lines,
+    verdict,
+)
 from oomph.units import MiB, counted, format_bytes
 
 _ALTERNATIVE = 0.9  # x the memory of a plan: sets that need less, and more time, are shown
@@ -292,7 +300,7 @@ def plan_verdict(plan: Plan) -> str:
     before, after = plan.before.peak.device, plan.after.peak.device
     context = plan.after.peak.device - plan.after.peak.reserved
     needs, there_is = distinct_sizes(after, plan.limit + context)
-    where, has = plan.gpu_title, f"; it has {there_is}"
+    where, has = plan.gpu_title, "" if is_size(plan.gpu) else f"; it has {there_is}"
     if plan.is_budget:
         what = f"budget of {there_is} (CUDA context included)"
         if plan.is_max:
@@ -300,7 +308,7 @@ def plan_verdict(plan: Plan) -> str:
         where, has = f"the {what} on {plan.gpu_title}", ""
     released = ""
     if plan.fits and after > plan.limit + context:
-        released, needs = ", but only by releasing cached memory", f"{needs} otherwise"
+        released, needs = ", but only by releasing cached memory", f"{needs} without releasing it"
     if plan.fits and not plan.fixes:
         return f"fits {where} without fixes{released}: needs {needs}{has}"
     if plan.least:

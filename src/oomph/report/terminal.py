@@ -207,11 +207,15 @@ def is_limited(prediction: Prediction) -> bool:
 
 def _gpu_name(prediction: Prediction) -> str:
     """A GPU that was given as a size has no name."""
+    return "GPU" if prediction.gpu is None or is_size(prediction.gpu) else prediction.gpu_title
+
+
+def is_size(gpu: str) -> bool:
+    """Whether it is a size of memory instead of a name."""
     try:
-        unnamed = prediction.gpu is None or parse_bytes(prediction.gpu) >= 0
+        return parse_bytes(gpu) >= 0
     except UserError:
-        unnamed = False
-    return "GPU" if unnamed else prediction.gpu_title
+        return False
 
 
 def _peak_position(peak: Peak) -> str:
