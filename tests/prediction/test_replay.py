@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
-from oomph.prediction.allocator import AllocatorSettings
-from oomph.prediction.replay import Replay, refused, replay
+from oomph.prediction.replay import Replay, replay
 from oomph.records import Allocation, Event, Moment, StepPeak
 
 MIB = 1024 * 1024
@@ -155,29 +152,3 @@ def test_the_trace_gives_the_freed_block_as_it_was_before_it_joined_its_neighbou
 def test_contradictory_events_are_named_by_their_index(script: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         run(script, [1, 2])
-
-
-@pytest.mark.parametrize("settings", [None, AllocatorSettings(expandable_segments=True)], ids=str)
-@pytest.mark.parametrize("rising", [False, True])
-def test_the_refused_request_alone_is_found_as_a_whole_replay_finds_it(
-    settings: AllocatorSettings | None, rising: bool
-) -> None:
-    choose = random.Random(0)
-    allocations, made, alive = [], events("|1"), []
-    for id in range(300):
-        allocations.append(allocation(id, choose.randrange(64 * MIB))._replace(stream=choose.randrange(2)))
-        made.append(Event("alloc", id))
-        alive.append(id)
-        if choose.random() < 0.1:
-            made.append(Event("mark", choose.choice(alive), "record_stream"))
-        for label in ("empty_cache", "synchronize", f"step {id + 2}"):
-            made += [Event("mark", -1, label)] if choose.random() < 0.05 else []
-        while len(alive) > 8:
-            made.append(Event("free", alive.pop(choose.randrange(len(alive)))))
-    found = set()
-    for limit in range(64 * MIB, 640 * MIB, 32 * MIB):
-        whole = replay(made, allocations, limit, settings=settings, rising=rising).refused
-        assert refused(made, allocations, limit, settings=settings, rising=rising) == whole
-        found.add(whole)
-    assert len(found) > 5
-    assert None in found

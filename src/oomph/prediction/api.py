@@ -32,7 +32,7 @@ from oomph.prediction.isolation import (
     trace_lock,
     without_collection,
 )
-from oomph.prediction.replay import Replay, margin, refused, replay
+from oomph.prediction.replay import Replay, margin, replay
 from oomph.prediction.script import Script, run_script
 from oomph.prediction.tracer.batch_sizes import BatchSizes, Sizes
 from oomph.prediction.tracer.dispatch import WrongDevice
@@ -239,7 +239,10 @@ def _prediction(
     allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
     settings, settings_notes = _allocator_settings(tracer)
     unlimited = replay(events, allocations, settings=settings)
-    refused_by = functools.partial(refused, events, allocations, settings=settings)
+
+    def refused_by(limit: int, *, rising: bool = False) -> int | None:
+        return replay(events, allocations, limit, settings=settings, rising=rising).refused
+
     sizes_assumed = tracer.estimates.sizes_assumed
     compiled = tracer.compile_seconds > 0
     residual = margin(unlimited.peak_reserved, allocations, sizes_assumed, compiled, card, torch.__version__)

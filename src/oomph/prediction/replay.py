@@ -10,7 +10,7 @@ largest.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -23,7 +23,6 @@ from oomph.prediction.allocator import (
     CachingAllocator,
     ExpandableAllocator,
     OutOfMemory,
-    SegmentListener,
 )
 from oomph.records import Alive, Allocation, Event, Moment, StepPeak, alive_after
 from oomph.units import MiB
@@ -82,7 +81,10 @@ def replay(
     def on_segment(action: str, address: int, size: int) -> None:
         trace.append(TraceEntry(action, address, size, requester))  # type: ignore[arg-type]
 
-    allocator = _allocator(limit, settings, rising, on_segment if record else None)
+    settings = settings or AllocatorSettings()
+    kind = ExpandableAllocator if settings.expandable_segments else CachingAllocator
+    listener = on_segment if record else None
+    allocator = kind(limit, max_split=settings.max_split, on_segment=listener, rising=rising)
     malloc, free = allocator.malloc, allocator.free
     known = len(allocations)
     alive: dict[int, Block] = {}
@@ -113,10 +115,14 @@ def replay(
             if (step := _STEP_MARK.fullmatch(label)) is not None:
                 allocator.synchronize()  # the host runs ahead of the GPU by less than a step
                 steps.begin(int(step[1]), index)
-            elif label == "record_stream" and id not in alive:
-                raise ValueError(_complaint(index, label, id, known))
-            else:
-                _mark(allocator, alive, id, label)
+            elif label == "empty_cache":
+                allocator.empty_cache()
+            elif label == "synchronize":
+                allocator.synchronize()
+            elif label == "record_stream":
+                if id not in alive:
+                    raise ValueError(_complaint(index, label, id, known))
+                alive[id].recorded = True
             continue
         else:
             raise ValueError(f"event {index}: {action!r} is not an action; valid: alloc, free, mark")
@@ -140,53 +146,6 @@ def replay(
         released=steps.released,
         trace=tuple(trace),
     )
-
-
-def refused(
-    events: Sequence[Event],
-    allocations: Sequence[Allocation],
-    limit: int,
-    *,
-    settings: AllocatorSettings | None = None,
-    rising: bool = False,
-) -> int | None:
-    """`replay(...).refused` for events that do not contradict themselves, and nothing else of it."""
-    allocator = _allocator(limit, settings, rising)
-    malloc, free = allocator.malloc, allocator.free
-    alive: dict[int, Block] = {}
-    for action, id, label in events:
-        if action == "alloc":
-            try:
-                alive[id] = malloc(allocations[id].bytes, allocations[id].stream)
-            except OutOfMemory:
-                return id
-        elif action == "free":
-            free(alive.pop(id))
-        elif _STEP_MARK.fullmatch(label) is not None:
-            allocator.synchronize()
-        else:
-            _mark(allocator, alive, id, label)
-    return None
-
-
-def _allocator(
-    limit: int | None,
-    settings: AllocatorSettings | None,
-    rising: bool,
-    on_segment: SegmentListener | None = None,
-) -> CachingAllocator:
-    settings = settings or AllocatorSettings()
-    kind = ExpandableAllocator if settings.expandable_segments else CachingAllocator
-    return kind(limit, max_split=settings.max_split, on_segment=on_segment, rising=rising)
-
-
-def _mark(allocator: CachingAllocator, alive: Mapping[int, Block], id: int, label: str) -> None:
-    if label == "empty_cache":
-        allocator.empty_cache()
-    elif label == "synchronize":
-        allocator.synchronize()
-    elif label == "record_stream":
-        alive[id].recorded = True
 
 
 class _Steps:

@@ -81,7 +81,6 @@ class FastPath:
             **dict.fromkeys(_REDUCTIONS, self._reduction),
             **dict.fromkeys(_FACTORIES, self._new),
             **dict.fromkeys(_FACTORIES_LIKE, self._like),
-            **dict.fromkeys(aten_ops("slice_backward.default select_backward.default"), self._scatter_slice),
             aten._to_copy.default: self._cast,
             **dict.fromkeys(_INITIALISERS, lambda func, args, kwargs: args[0]),
             **dict.fromkeys(_FUSED_OPTIMIZERS, lambda func, args, kwargs: None),
@@ -238,13 +237,6 @@ class FastPath:
         if not isinstance(tensor, FakeTensor) or not tensor.is_contiguous():
             return self._plain(func, args, kwargs)
         return self.wrap(torch.empty(tensor.shape, dtype=tensor.dtype, device=_META))
-
-    def _scatter_slice(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """The gradient of a slice: in zeros of the whole."""
-        gradient, size = args[:2]
-        if not isinstance(gradient, FakeTensor):
-            return NotImplemented
-        return self.wrap(torch.empty(size, dtype=gradient.dtype, device=_META))
 
     def _foreach(self, func: OpOverload, args: Sequence[Any]) -> Any:
         """In place: nothing new. Otherwise one result like each tensor of the list (norms are scalars)."""
