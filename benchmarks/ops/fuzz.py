@@ -33,7 +33,7 @@ from oomph import ops
 from oomph.errors import ArgumentError
 from oomph.ops.common import interpreted
 from oomph.ops.short_convolution import short_convolution
-from oomph.ops.softmax_attention import global_, local, mixed
+from oomph.ops.softmax_attention import BlockPattern
 
 OUT = RESULTS / "ops_fuzz.csv"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -247,7 +247,11 @@ def _attention(draw: Draw) -> Arguments:
     elif kind == "function":
         arguments["bias"] = lambda b, h, q_index, k_index: (h + 1) * -0.1 * (q_index - k_index).abs()
     elif kind == "pattern":
-        arguments["pattern"] = draw.pick(local(1, 4), global_(2, 8), mixed(1, 3, 5))
+        arguments["pattern"] = draw.pick(
+            BlockPattern("local", block=4),
+            BlockPattern("global", block=8),
+            BlockPattern("mixed", block=5, stride=3),
+        )
     elif kind == "mask":
         mask = torch.rand(batch, keys, generator=draw.generator) < 0.7
         arguments["key_mask"] = Input(mask, torch.bool, lambda x: x)

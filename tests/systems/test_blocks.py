@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from oomph.errors import ArgumentError
 from oomph.nn import RotaryEmbedding
-from oomph.ops.softmax_attention import local
+from oomph.ops.softmax_attention import BlockPattern
 from oomph.systems.blocks import MLP, Block, CausalAttention, LanguageModelOutput, Residual
 
 
@@ -43,7 +43,7 @@ def test_rotary_attention_depends_on_distances_alone():
 
 def test_a_pattern_leaves_out_blocks_of_keys():
     torch.manual_seed(0)
-    layer = CausalAttention(16, 2, pattern=local(1, block=2)).double()
+    layer = CausalAttention(16, 2, pattern=BlockPattern("local", block=2)).double()
     x = torch.randn(1, 8, 16, dtype=torch.float64)
     changed = x.clone()
     changed[:, 0] += 1

@@ -7,7 +7,7 @@ import torch
 
 import oomph
 from oomph.ops.common import explain
-from oomph.ops.softmax_attention import attention, global_, local, locality_bias, mixed, sdpa
+from oomph.ops.softmax_attention import BlockPattern, attention, locality_bias, sdpa
 from oomph.ops.softmax_attention.reference import reference
 from oomph.units import MiB
 
@@ -24,19 +24,22 @@ def qkv(queries=12, keys=12, dtype=torch.float32, batch=2, heads=2):
 
 
 def test_pattern_counts_and_key_blocks():
-    assert [local(1).count(length) for length in (128, 256, 512)] == [(4, 4), (10, 16), (22, 64)]
-    assert local(1).count(512, causal=True) == (8 + 7, 64)
-    assert local(0).count(65) == (2, 4)  # the last block is short
-    assert global_(2).count(256) == (4 * 2 + 2, 16)  # columns 0 and 2, and the diagonal in rows 1 and 3
-    assert global_(2).key_blocks(3, 8, causal=True) == [0, 2, 3]
-    assert mixed(1, 4).key_blocks(6, 9) == [0, 4, 5, 6, 7, 8]
+    assert [BlockPattern("local").count(length) for length in (128, 256, 512)] == [(4, 4), (10, 16), (22, 64)]
+    assert BlockPattern("local").count(512, causal=True) == (8 + 7, 64)
+    assert BlockPattern("local", window=0).count(65) == (2, 4)  # the last block is short
+    assert BlockPattern("global").count(256) == (
+        4 * 2 + 2,
+        16,
+    )  # columns 0 and 2, and the diagonal in rows 1 and 3
+    assert BlockPattern("global").key_blocks(3, 8, causal=True) == [0, 2, 3]
+    assert BlockPattern("mixed", stride=4).key_blocks(6, 9) == [0, 4, 5, 6, 7, 8]
 
 
 # Masks
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("pattern", [None, local(1, 4), mixed(1, 2, 4)])
+@pytest.mark.parametrize("pattern", [None, BlockPattern("local", block=4), BlockPattern("mixed", block=4)])
 def test_causal_output_does_not_depend_on_later_keys(impl, pattern):
     q, k, v = qkv(20, 20)
     before = attention(q, k, v, causal=True, pattern=pattern, impl=impl)
@@ -238,9 +241,9 @@ def over_inputs(
         ({"padded": True, "dtype": torch.float32}, "efficient"),
         ({"padded": True, "causal": True}, "triton"),
         ({"points": True}, "triton"),
-        ({"points": True, "padded": True, "pattern": local(1), "key_heads": 2}, "triton"),
-        ({"pattern": local(1), "causal": True}, "triton"),
-        ({"pattern": local(1), "dtype": torch.float32, "key_heads": 2}, "triton"),
+        ({"points": True, "padded": True, "pattern": BlockPattern("local"), "key_heads": 2}, "triton"),
+        ({"pattern": BlockPattern("local"), "causal": True}, "triton"),
+        ({"pattern": BlockPattern("local"), "dtype": torch.float32, "key_heads": 2}, "triton"),
         ({"dtype": torch.float64, "memory_budget": "8MiB"}, "chunked"),
         ({"impl": "chunked", "points": True, "causal": True, "memory_budget": "12MiB"}, "chunked"),
     ],

@@ -9,7 +9,7 @@ from kernel_device import DEVICE
 
 from oomph.errors import ArgumentError
 from oomph.ops.common import explain
-from oomph.ops.softmax_attention import attention, global_, local, locality_bias, mixed, sdpa
+from oomph.ops.softmax_attention import BlockPattern, attention, locality_bias, sdpa
 from oomph.ops.softmax_attention.autograd import tile_configs
 from oomph.ops.softmax_attention.reference import reference
 
@@ -58,10 +58,10 @@ def points_bias(queries, keys, size=2, batch=None, spread=1.0, shift=0.0, streng
 @pytest.mark.parametrize(
     ("pattern", "causal"),
     [
-        (local(1, 16), True),
-        (local(0, 48), False),
-        (global_(3, 16), False),
-        (mixed(1, 3, 16), True),
+        (BlockPattern("local", block=16), True),
+        (BlockPattern("local", block=48, window=0), False),
+        (BlockPattern("global", block=16, stride=3), False),
+        (BlockPattern("mixed", block=16, stride=3), True),
     ],
 )
 def test_patterns(pattern, causal):
@@ -73,21 +73,23 @@ def test_patterns(pattern, causal):
     [
         (13, 40, None, True),
         (1, 37, None, True),
-        (40, 13, mixed(0, 2, 16), True),
-        (13, 60, mixed(1, 3, 16), False),
+        (40, 13, BlockPattern("mixed", block=16, window=0), True),
+        (13, 60, BlockPattern("mixed", block=16, stride=3), False),
     ],
 )
 def test_different_lengths(queries, keys, pattern, causal):
     compare(*tensors(queries, keys, heads=1), pattern=pattern, causal=causal)
 
 
-@pytest.mark.parametrize(("pattern", "causal"), [(None, False), (None, True), (global_(2, 16), True)])
+@pytest.mark.parametrize(
+    ("pattern", "causal"), [(None, False), (None, True), (BlockPattern("global", block=16), True)]
+)
 def test_padding(pattern, causal):
     mask = padding(30, 0, 17, 30)
     compare(*tensors(30, 30, batch=3, heads=1), mask=mask, pattern=pattern, causal=causal)
 
 
-@pytest.mark.parametrize("pattern", [None, local(1, 16)])
+@pytest.mark.parametrize("pattern", [None, BlockPattern("local", block=16)])
 def test_key_mask_may_leave_rows_without_keys(pattern):
     mask = torch.rand(2, 40, generator=torch.Generator().manual_seed(2)) > 0.5
     mask[0, :20] = False
@@ -99,7 +101,12 @@ def test_grouped_heads_of_any_size():
 
 
 def test_half_precision():
-    compare(*tensors(70, 70, torch.float16, head=32, value=32), tolerance=4e-3, causal=True, pattern=local(1))
+    compare(
+        *tensors(70, 70, torch.float16, head=32, value=32),
+        tolerance=4e-3,
+        causal=True,
+        pattern=BlockPattern("local"),
+    )
     compare(*tensors(40, 40, torch.float16, head=32, value=32), tolerance=4e-3, bias=points_bias(40, 40))
 
 
@@ -126,7 +133,7 @@ def test_locality_bias_with_padding_and_patterns():
     compare(q, k, v, mask=padding(30, 0, 17), bias=points_bias(30, 30))
     mask = (torch.rand(2, 30, generator=torch.Generator().manual_seed(2)) > 0.5).to(DEVICE)
     bias = points_bias(30, 30, batch=2)
-    compare(q, k, v, mask=mask, pattern=mixed(0, 2, 16), causal=True, bias=bias)
+    compare(q, k, v, mask=mask, pattern=BlockPattern("mixed", block=16, window=0), causal=True, bias=bias)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +167,7 @@ def test_nan_stays_in_its_row():
     q, k, v = tensors(20, 20)
     with torch.no_grad():
         q[0, 0, 3] = math.nan
-    out = attention(q, k, v, causal=True, pattern=local(1, 16), impl="triton")
+    out = attention(q, k, v, causal=True, pattern=BlockPattern("local", block=16), impl="triton")
     assert torch.isnan(out[0, 0, 3]).all()
     assert torch.isfinite(out[0, 1]).all()
     assert torch.isfinite(out[0, 0, 4:]).all()
@@ -184,7 +191,7 @@ POINTS = torch.rand(5, 2, device=DEVICE)
     ("shape", "options", "message"),
     [
         ({}, {"bias": torch.zeros(5, 5, device=DEVICE)}, "a bias"),
-        ({}, {"pattern": local(1, 24)}, "no multiple of 16"),
+        ({}, {"pattern": BlockPattern("local", block=24)}, "no multiple of 16"),
         ({"dtype": torch.float64}, {}, "no float64 kernel"),
         ({"head": 257}, {}, "head sizes above 256"),
         ({"queries": 0}, {}, "an empty tensor"),
@@ -202,7 +209,7 @@ def test_unsupported_calls_are_refused_with_the_reason(shape, options, message):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="is about the CPU")
 def test_auto_never_chooses_the_interpreter():
-    choice = explain(attention, *tensors(20, 20), pattern=local(1, 16))
+    choice = explain(attention, *tensors(20, 20), pattern=BlockPattern("local", block=16))
     assert choice.impl == "chunked"
     assert "the interpreter is for tests" in choice.reason
 
@@ -257,11 +264,11 @@ def by_index(b, h, q_index, k_index):
         ({"points": True, "causal": True}, "triton"),
         ({"points": True, "padded": True}, "triton"),
         ({"bias": by_index, "causal": True}, "chunked"),
-        ({"pattern": local(1), "causal": True}, "triton"),
-        ({"pattern": global_(2), "causal": True}, "triton"),
-        ({"pattern": mixed(1, 3)}, "triton"),
-        ({"pattern": mixed(1, 3), "points": True, "padded": True}, "triton"),
-        ({"pattern": mixed(1, 3), "bias": by_index, "padded": True}, "chunked"),
+        ({"pattern": BlockPattern("local"), "causal": True}, "triton"),
+        ({"pattern": BlockPattern("global"), "causal": True}, "triton"),
+        ({"pattern": BlockPattern("mixed", stride=3)}, "triton"),
+        ({"pattern": BlockPattern("mixed", stride=3), "points": True, "padded": True}, "triton"),
+        ({"pattern": BlockPattern("mixed", stride=3), "bias": by_index, "padded": True}, "chunked"),
     ],
 )
 @pytest.mark.parametrize(("queries", "keys"), [(257, 257), (320, 320), (129, 257)])

@@ -5,11 +5,16 @@ import itertools
 import pytest
 import torch
 
-from oomph.ops.softmax_attention import attention, global_, local, locality_bias, mixed
+from oomph.ops.softmax_attention import BlockPattern, attention, locality_bias
 from oomph.ops.softmax_attention.reference import reference
 
 B, H, G, D = 2, 4, 2, 16
-PATTERNS = {"none": None, "local": local(1, 8), "global": global_(2, 8), "mixed": mixed(1, 3, 8)}
+PATTERNS = {
+    "none": None,
+    "local": BlockPattern("local", block=8),
+    "global": BlockPattern("global", block=8),
+    "mixed": BlockPattern("mixed", block=8, stride=3),
+}
 
 
 def tensors(queries, keys, dtype=torch.float64, heads=G, value=D):

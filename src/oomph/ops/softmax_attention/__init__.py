@@ -5,10 +5,7 @@ from oomph.ops.softmax_attention.arguments import (
     BiasFunction,
     BlockPattern,
     LocalityBias,
-    global_,
-    local,
     locality_bias,
-    mixed,
 )
 
 __all__ = [
@@ -16,8 +13,5 @@ __all__ = [
     "BlockPattern",
     "LocalityBias",
     "attention",
-    "global_",
-    "local",
     "locality_bias",
-    "mixed",
 ]

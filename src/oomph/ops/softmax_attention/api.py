@@ -52,8 +52,7 @@ def attention(
     bias: added to the scaled scores. A tensor that broadcasts to [B, H, Q, K] (its gradient is formed at its
         own size), or a function f(b, h, q_index, k_index) of index tensors (see BiasFunction; gradients flow
         to the tensors it lists in `tensors`). `locality_bias(t, s)` makes one.
-    pattern: which blocks of keys a block of queries attends to: local(), global_(), mixed(). Not causal by
-        itself.
+    pattern: which blocks of keys a block of queries attends to. Not causal by itself.
     key_mask: padding, [B, K], True where a key may be attended to.
     scale: default 1/sqrt(D).
     memory_budget: for the chunks of impl="chunked", such as "64MiB"; default 256 MiB, on the CPU 32 MiB.

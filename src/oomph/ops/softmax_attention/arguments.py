@@ -142,21 +142,6 @@ class BlockPattern:
         return sum(len(self.key_blocks(i, total, causal)) for i in range(total)), total * total
 
 
-def local(window: int = 1, block: int = 64) -> BlockPattern:
-    """Only the blocks at most `window` away."""
-    return BlockPattern("local", block, window=window)
-
-
-def global_(stride: int = 2, block: int = 64) -> BlockPattern:
-    """Every `stride`-th block of the keys, and the query's own."""
-    return BlockPattern("global", block, stride=stride)
-
-
-def mixed(window: int = 1, stride: int = 4, block: int = 64) -> BlockPattern:
-    """The union of `local(window)` and `global_(stride)`."""
-    return BlockPattern("mixed", block, window=window, stride=stride)
-
-
 # A call ----------------------------------------------------------------------------------------------
 
 
@@ -254,7 +239,7 @@ def check_arguments(
     _check_shapes(q, k, v)
     if pattern is not None and not isinstance(pattern, BlockPattern):
         raise ArgumentError(
-            f"pattern is a {type(pattern).__name__}; valid: None, or a BlockPattern such as local(window=1)"
+            f"pattern is a {type(pattern).__name__}; valid: None, or e.g. BlockPattern('local', window=1)"
         )
     batch, keys = k.shape[0], k.shape[2]
     if key_mask is not None and (key_mask.dtype != torch.bool or tuple(key_mask.shape) != (batch, keys)):
