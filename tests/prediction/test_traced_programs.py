@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import oomph
 from oomph import UserError
@@ -524,3 +525,39 @@ def test_lbfgs_takes_all_of_its_iterations_although_losses_do_not_change() -> No
 
     oomph.predict(train)
     assert len(calls) == 4
+
+
+class _Images(Dataset[Any]):
+    transform = nn.Sequential(nn.Flatten(0), nn.ReLU(), nn.Threshold(0.1, 0.0))
+
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
+
+    def __len__(self) -> int:
+        return 1 << 21
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image = torch.full((1, 8, 8), index).to(torch.float32).div(255)
+        return self.transform(image).to(self.device), index % 10
+
+
+def test_loading_a_batch_takes_about_as_long_as_without_a_trace() -> None:
+    def seconds() -> float:
+        began = time.process_time()
+        next(iter(DataLoader(_Images(), batch_size=2048, shuffle=True)))
+        return time.process_time() - began
+
+    def program() -> None:
+        nn.Linear(64, 64, device="cuda")(torch.ones(4, 64, device="cuda")).sum().backward()
+        assert seconds() < 8 * without
+
+    without = seconds()
+    oomph.predict(program)
+
+
+def test_a_data_set_may_use_the_gpu() -> None:
+    def program() -> None:
+        images, _ = next(iter(DataLoader(_Images("cuda"), batch_size=1024)))
+        nn.Linear(64, 64, device="cuda")(images).sum().backward()
+
+    assert oomph.predict(program).peak.allocated >= 2 * 1024 * 64 * 4

@@ -54,6 +54,8 @@ from oomph.torch_internals import (
     tree_leaves,
 )
 
+_READ_EACH = 4096  # elements of a list
+
 
 @contextlib.contextmanager
 def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
@@ -78,6 +80,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         _deepcopy_without_data(patches)
         _hide_fake_tensor(patches)
         _format_scalars(patches)
+        _list_values_at_once(patches, tracer)
         _run_inference_mode_as_no_grad(patches)
         install_saving(patches)
         install_python_kernels(patches)
@@ -192,6 +195,22 @@ def _format_scalars(patches: Patches) -> None:
         return object.__format__(tensor, spec)
 
     patches.set(FakeTensor, "__format__", format)
+
+
+def _list_values_at_once(patches: Patches, tracer: Tracer) -> None:
+    """FakeTensor.tolist reads element by element; a sampler lists the order of all samples."""
+    tolist = FakeTensor.tolist
+
+    def list_values(tensor: FakeTensor) -> Any:
+        if tensor.numel() <= _READ_EACH:
+            return tolist(tensor)
+        if tracer.on_gpu(tensor):
+            tracer.synchronize()
+        tracer.reads += 1
+        tracer.note("values of large tensors that are read as a list are representative")
+        return tracer.values.whole(tensor).tolist()
+
+    patches.set(FakeTensor, "tolist", list_values)
 
 
 def _hide_fake_tensor(patches: Patches) -> None:

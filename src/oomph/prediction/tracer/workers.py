@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from oomph import torch_internals as internals
 from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.isolation import refuse_in_thread
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.torch_internals import tree_map
+from oomph.torch_internals import FakeTensor, TorchDispatchMode, tree_map
 
 _MODES = tuple[Any, ...]
 _MiB = 1 << 20
@@ -27,7 +28,7 @@ _MiB = 1 << 20
 
 def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
     """Run all of these in the traced thread and process, or with the trace's modes."""
-    _load_data_in_process(patches, tracer)
+    _load_data_in_process(patches, tracer, modes[0])
     _trace_threads(patches, tracer, modes)
     _call_replicas_directly(patches)
     _spawn_one_process_directly(patches, tracer)
@@ -36,9 +37,10 @@ def install_workers(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
         _replace_distributed_data_parallel(patches, tracer)
 
 
-def _load_data_in_process(patches: Patches, tracer: Tracer) -> None:
+def _load_data_in_process(patches: Patches, tracer: Tracer, placement: Any) -> None:
     """Workers and pinning threads change nothing on the GPU; they could not return fake tensors."""
     iterator = getattr(*internals.DATA_LOADER_ITERATOR)
+    start = threading.Thread.start
 
     def get_iterator(loader: DataLoader[Any]) -> Any:
         if tracer.batch_sizes is not None:
@@ -47,9 +49,56 @@ def _load_data_in_process(patches: Patches, tracer: Tracer) -> None:
         alone = copy.copy(loader)
         alone.num_workers, alone.timeout, alone.pin_memory = 0, 0, False
         alone.prefetch_factor = None
+        if not isinstance(loader.dataset, IterableDataset) and placement.default is None:
+            vars(alone)["dataset"] = _Samples(loader.dataset, start)
         return iterator(alone)
 
     patches.set(*internals.DATA_LOADER_ITERATOR, get_iterator)
+
+
+class _Samples:
+    """Makes the samples of a data set in a thread that is not traced: tracing an op takes longer than running
+    it on a sample. A data set that takes fake tensors or the GPU is traced."""
+
+    def __init__(self, dataset: Any, start: Callable[[threading.Thread], None]) -> None:
+        self._dataset, self._start = dataset, start
+        self._traced = False
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._make(lambda: self._dataset[index])
+
+    def __getitems__(self, indices: Any) -> Any:
+        get_items = getattr(self._dataset, "__getitems__", None)
+        return self._make(lambda: get_items(indices) if get_items else [self._dataset[i] for i in indices])
+
+    def _make(self, make: Callable[[], Any]) -> Any:
+        if not self._traced:
+            made: list[Any] = []
+            thread = threading.Thread(target=self._run, args=(make, made, refuse_in_thread()))
+            self._start(thread)
+            thread.join()
+            if made:
+                return made[0]
+            self._traced = True  # from now on; an error of the data set's own is raised again
+        return make()
+
+    @staticmethod
+    def _run(make: Callable[[], Any], made: list[Any], refuse: Callable[[], None]) -> None:
+        refuse()
+        with contextlib.suppress(BaseException), _RealTensorsOnly():
+            made.append(make())
+
+
+class _RealTensorsOnly(TorchDispatchMode):
+    def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        device = kwargs.get("device") if kwargs else None
+        if (device is not None and device.type == "cuda") or any(issubclass(t, FakeTensor) for t in types):
+            raise TypeError(f"{func} needs the trace")
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+
+# Set after the class is made, as in dispatch.py: to keep the compiler out has a price for every op.
+_RealTensorsOnly.__torch_dispatch__ = _RealTensorsOnly._dispatch  # type: ignore[method-assign,assignment]
 
 
 def _trace_threads(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
