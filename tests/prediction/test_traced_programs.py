@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -561,3 +562,13 @@ def test_a_data_set_may_use_the_gpu() -> None:
         nn.Linear(64, 64, device="cuda")(images).sum().backward()
 
     assert oomph.predict(program).peak.allocated >= 2 * 1024 * 64 * 4
+
+
+def test_a_model_may_be_drawn_for_tensorboard(tmp_path: Path) -> None:
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+
+    def program() -> None:
+        model = nn.Sequential(nn.Linear(64, 4096)).cuda()
+        tensorboard.SummaryWriter(tmp_path).add_graph(model, torch.ones(4096, 64, device="cuda"))
+
+    assert oomph.predict(program).peak.allocated > 4096 * 4096 * 4

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -291,9 +292,18 @@ def _run_compiled(patches: Patches, tracer: Tracer, placement: PlacementMode) ->
         tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
         return program
 
+    def trace(program: Any, example_inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Runs the program once, as torch does. TensorBoard, which asks for the graph, gets an empty one."""
+        tracer.note("torch.jit is traced as eager: fused kernels may need less memory")
+        if example_inputs is not None:
+            program(*(example_inputs if isinstance(example_inputs, (list, tuple)) else [example_inputs]))
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch.utils.tensorboard."):
+            return SimpleNamespace(graph=torch.Graph(), named_modules=program.named_modules)
+        return program
+
     patches.set(torch, "compile", compile)
     patches.set(torch.jit, "script", script)
-    patches.set(torch.jit, "trace", script)
+    patches.set(torch.jit, "trace", trace)
     callback = internals.compiled_frame_callback()  # of what was compiled before the trace
     if callback is not None:
         choose = getattr(*callback)
