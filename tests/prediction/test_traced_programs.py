@@ -418,6 +418,42 @@ def test_sparse_gradients_hold_the_rows_that_were_used() -> None:
     assert predicted(False, torch.optim.SGD).peak.allocated >= 8 * MiB
 
 
+def test_a_sparse_adjacency_matrix_multiplies_dense_features() -> None:
+    def train(rows: int) -> Callable[[], None]:
+        scale = torch.eye(2048).to_sparse()
+        features = (scale @ torch.ones(2048, 1024)).cuda()  # on the host: too large to hold values
+        edges = torch.stack([torch.arange(rows) % 2048, torch.arange(rows) * 7 % 2048])
+        adjacency = torch.sparse_coo_tensor(edges, torch.ones(rows), (2048, 2048)).cuda()
+        layer = nn.Linear(1024, 256).cuda()
+
+        def step() -> None:
+            torch.spmm(adjacency, layer(features)).sum().backward()
+
+        return step
+
+    few, many = (oomph.predict(partial(train, rows)).peak.allocated for rows in (1 << 10, 1 << 18))
+    assert few > 2048 * 1024 * 4
+    assert many - few > ((1 << 18) - (1 << 10)) * (2 * 8 + 4)  # two indices and a value for every edge
+
+
+def test_sparse_gradients_of_an_embedding_bag_hold_a_row_for_every_index() -> None:
+    def train(mode: str) -> Callable[[], None]:
+        model = nn.EmbeddingBag(4096, 256, mode=mode, sparse=True).cuda()
+        updates = torch.optim.SGD(model.parameters(), lr=0.1)
+        ids = torch.randint(0, 4096, (8192,), device="cuda")
+        offsets = torch.arange(0, 8192, 16, device="cuda")
+
+        def step() -> None:
+            model(ids, offsets).sum().backward()
+            updates.step()
+            updates.zero_grad()
+
+        return step
+
+    sums, means = (oomph.predict(partial(train, mode)).peak.allocated for mode in ("sum", "mean"))
+    assert means >= sums >= (4096 + 8192) * 256 * 4
+
+
 def test_recomputation_may_end_inside_a_dropout() -> None:
     """Checkpointing stops its recomputation with an exception from the op that saves the last tensor."""
 
