@@ -121,7 +121,12 @@ with _section():  # the type of `torch.ops.aten.mm.default`, the key of every ru
     from torch._ops import OpOverload
 
 with _section():  # tensors without data
-    from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+        in_kernel_invocation_manager,
+    )
 
 with _section():  # the fake mode that a program has entered
     get_dispatch_mode: Any = torch._C._get_dispatch_mode  # type: ignore[attr-defined]

@@ -382,18 +382,66 @@ def test_what_runs_on_a_gpu_is_traced(program: Callable[[], None]) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_tensors_stay_on_the_host() -> None:
-    def program(move: bool) -> None:
+    def program(blocks: bool) -> None:
         rows, columns = torch.tensor([0, 1, 2]), torch.tensor([0, 1])
         matrix = torch.sparse_csr_tensor(rows, columns, torch.ones(2), size=(2, 2))
         dense = matrix @ torch.ones(2, 4) + torch.eye(2).to_sparse() @ torch.ones(2, 4)
         assert dense.sum() == 16
         dense.cuda()
-        if move:
-            matrix.cuda()
+        if blocks:
+            torch.ones(4, 4, device="cuda").to_sparse_bsr((2, 2))
 
     oomph.predict(partial(program, False))
-    with pytest.raises(UserError, match="sparse_csr"):
+    with pytest.raises(UserError, match="sparse_bsr"):
         oomph.predict(partial(program, True))
+
+
+def _on_gpu(form: str, rows: int, count: int) -> torch.Tensor:
+    """A sparse matrix with `count` elements in each of its rows."""
+    if form == "from dense":
+        return torch.ones(rows, count, device="cuda").to_sparse_csr()
+    if form == "coo":
+        return torch.sparse_coo_tensor(
+            torch.randint(rows, (2, rows * count)), torch.ones(rows * count), (rows, rows)
+        ).cuda()
+    crow = torch.arange(rows + 1) * count
+    columns, values = torch.randint(rows, (rows * count,)), torch.ones(rows * count)
+    if form == "moved":
+        return torch.sparse_csr_tensor(crow, columns, values, (rows, rows)).cuda()
+    return torch.sparse_csr_tensor(crow.cuda(), columns.cuda(), values.cuda(), (rows, rows))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize(
+    ("form", "indices"), [("made", 0.5), ("moved", 0.5), ("from dense", 0.5), ("coo", 1)]
+)
+def test_sparse_matrices_hold_their_indices_and_values(form: str, indices: float) -> None:
+    def training() -> Callable[[], None]:
+        matrix = _on_gpu(form, 2048, 512)
+        assert matrix.is_cuda
+        assert matrix._nnz() == 2048 * 512
+        if form in ("made", "moved"):  # as graph libraries count the edges of nodes
+            edges = matrix.crow_indices().diff()
+            assert len(torch.arange(2048, device="cuda").repeat_interleave(edges)) == 2048 * 512
+        weight = torch.randn(matrix.shape[1], 256, device="cuda", requires_grad=True)
+
+        def step() -> None:
+            product = matrix @ weight
+            assert product.shape == (2048, 256)
+            assert product.is_cuda
+            product.square().sum().backward()
+            assert weight.grad is not None
+            weight.grad = None
+
+        return step
+
+    found = oomph.predict(training, gpu="h200")
+    bytes_of = dict.fromkeys(("int64", "float32"), 0)
+    for one in found.at_peak:
+        if len(one.allocation.shape) == 1 or one.allocation.dtype == "int64":
+            bytes_of[one.allocation.dtype] += one.bytes
+    assert bytes_of["int64"] >= 2048 * 512 * 16 * indices
+    assert bytes_of["float32"] >= 2048 * 512 * 4
 
 
 def test_sparse_gradients_hold_the_rows_that_were_used() -> None:

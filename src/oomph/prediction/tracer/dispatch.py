@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from oomph.errors import UserError
 from oomph.prediction.cuda.dispatch_keys import run_composite
 from oomph.prediction.cuda.rules import (
     ALLOCATION_ORDER,
@@ -41,6 +40,7 @@ from oomph.prediction.cuda.workspaces import CublasWorkspaces
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.fast_path import VIEWS, FastPath, broadcasts_into, is_dense
 from oomph.prediction.tracer.placement import PlacementMode, without_cuda
+from oomph.prediction.tracer.sparse import CONVERSIONS, MAKES_SPARSE, SparseTensors
 from oomph.prediction.tracer.tracer import AllocationRecorder, Tracer
 from oomph.prediction.tracer.values import OpCall, results_like_first_argument
 from oomph.prediction.tracer.work import KERNEL_OP, MODE_COST, tensors_in
@@ -83,14 +83,6 @@ _ASSIGNS_BY_INDEX = aten_ops("""
 """)
 _TAKES_MASKS = aten_ops("index.Tensor _unsafe_index.Tensor") | _ASSIGNS_BY_INDEX
 _READS = aten_ops("_local_scalar_dense.default equal.default allclose.default")
-_MAKE_SPARSE = aten._sparse_coo_tensor_with_dims_and_tensors.default
-_SPARSE_COPIES = aten_ops(
-    "_coalesce.default clone.default sparse_mask.default _to_copy.default transpose.int"
-)
-_SPARSE_PRODUCTS = aten_ops("mm.default addmm.default _sparse_addmm.default")
-_SPARSE_VIEWS = aten_ops("_indices.default _values.default detach.default is_coalesced.default") | {
-    _MAKE_SPARSE
-}
 _FAKE = (FakeTensor,)
 _INT64 = {"dtype": torch.int64}
 _FEW_TENSORS = 4  # an op on more of them goes through a list
@@ -152,6 +144,7 @@ class DispatchMode(TorchDispatchMode):
         self._traits: dict[int, _OpTraits] = {}  # by id: to hash an op takes long
         self._small_host_calls: set[tuple[int, str]] = set()  # with small results
         self.gradient_reuse = GradientReuse(tracer.fake_mode, tracer.recorder)
+        self._sparse = SparseTensors(tracer, self._run)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -280,11 +273,11 @@ class DispatchMode(TorchDispatchMode):
         tensors = list(tensors_in(args, kwargs))
         layout = next((each.layout for each in tensors if each.layout is not torch.strided), None)
         if func is aten._embedding_bag_backward.default and args[9]:
-            return self._embedding_bag_sparse_backward(*args)
-        if layout is not None or func is _MAKE_SPARSE:
+            return self._sparse.embedding_bag_backward(*args)
+        if layout is not None or func in MAKES_SPARSE or func in CONVERSIONS:
             if tracer.call.place != "gpu" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
                 return func(*args, **kwargs)
-            return self._run_sparse(func, args, kwargs, layout)
+            return self._sparse.run(func, args, kwargs)
         gpu = [tensor for tensor in tensors if tracer.on_gpu(tensor)]
         if func is aten._efficientzerotensor.default or (
             len(gpu) < len(tensors) and "device" not in kwargs and any(map(_is_meta, tensors))
@@ -336,78 +329,6 @@ class DispatchMode(TorchDispatchMode):
             rule = partial(estimates.scalar, args[0])
             fallback = torch.ones((), dtype=args[0].dtype).item  # type: ignore[assignment]
         return self.tracer.guard.call("value", func, rule, fallback)
-
-    # -- sparse tensors -------------------------------------------------------------------------------
-
-    def _run_sparse(
-        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], layout: torch.layout | None
-    ) -> Any:
-        """The ops of embeddings with sparse gradients, of optimizers that take them, and of graph networks
-        with a sparse adjacency matrix.
-
-        A sparse tensor's memory is that of its indices and values. How many indices are distinct depends on
-        values: all are assumed to be.
-        """
-        if func in _SPARSE_VIEWS:
-            return self.tracer.fake_mode.__torch_dispatch__(func, (), args, kwargs)
-        if func is aten.add_.Tensor and args[0].layout is torch.strided:
-            return args[0]
-        if func in _SPARSE_PRODUCTS and layout is torch.sparse_coo:
-            sparse, dense = args[-2:]
-            if sparse.layout is layout and dense.layout is torch.strided:
-                return self._sparse_mm(sparse, dense)
-        if layout is not torch.sparse_coo or func not in _SPARSE_COPIES:
-            raise UserError(
-                f"{op_name(func)} of {layout} tensors cannot be traced yet; make them dense (sparse=False)"
-            )
-        mask = args[-1] if func is aten.sparse_mask.default else args[0]
-        copy = aten._to_copy.default if func is aten._to_copy.default else aten.clone.default
-        indices, values = self._indices_and_values(mask)
-        options = {name: value for name, value in kwargs.items() if name == "dtype" and copy is func}
-        parts = self._run(copy, (indices,), {}), self._run(copy, (values,), options)
-        shape = list(mask.shape)
-        if func is aten.transpose.int:
-            first, second = args[1:]
-            shape[first], shape[second] = shape[second], shape[first]
-        is_coalesced = func is not aten.transpose.int and (copy is not func or mask.is_coalesced())
-        return self._make_sparse(mask.sparse_dim(), mask.dense_dim(), shape, parts, is_coalesced)
-
-    def _make_sparse(
-        self, sparse_dim: int, dense_dim: int, shape: list[int], parts: Sequence[Any], is_coalesced: bool
-    ) -> Any:
-        options = {"layout": torch.sparse_coo, "device": _CPU, "dtype": parts[1].dtype}
-        options["is_coalesced"] = is_coalesced
-        return self._run_sparse(
-            _MAKE_SPARSE, (sparse_dim, dense_dim, shape, *parts), options, torch.sparse_coo
-        )
-
-    def _indices_and_values(self, sparse: torch.Tensor) -> tuple[Any, Any]:
-        get = self._fake if isinstance(sparse, FakeTensor) else lambda func, args, _: func(*args)
-        return get(aten._indices.default, (sparse,), {}), get(aten._values.default, (sparse,), {})
-
-    def _sparse_mm(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        """s_addmm_out_sparse_dense_cuda (native/sparse/cuda/SparseCUDATensorMath.cu): sorted, with indices of
-        32 bits, into a column-major copy of the result."""
-        if isinstance(sparse, FakeTensor) and not sparse.is_coalesced():
-            sparse = self._run_sparse(aten._coalesce.default, (sparse,), {}, torch.sparse_coo)
-        shape = [sparse.size(0), dense.size(1)]
-        out = self._run(aten.new_empty.default, (dense, shape), {})
-        if self.tracer.on_gpu(dense):
-            indices = self._indices_and_values(sparse)[0]
-            temporaries = self._run(aten._to_copy.default, (indices,), {"dtype": torch.int32})
-            temporaries = temporaries, self._run(aten.new_empty.default, (dense, shape), {})
-            del temporaries
-        return out  # type: ignore[no-any-return]
-
-    def _embedding_bag_sparse_backward(self, grad: torch.Tensor, indices: torch.Tensor, *args: Any) -> Any:
-        """One row of the gradient for every index (native/EmbeddingBag.cpp)."""
-        num_weights = args[4]
-        shape = [indices.numel(), grad.size(1)]
-        rows = self._run(aten.new_empty.default, (grad, shape), {})
-        if args[6] == 1:  # mean: divided by the size of the bag
-            rows = self._run(aten.new_empty.default, (grad, shape), {})
-        indices = self._fake(aten.view.default, (indices, [1, -1]), {})
-        return self._make_sparse(1, 1, [num_weights, grad.size(1)], (indices, rows), False)
 
     # -- masks ----------------------------------------------------------------------------------------
 

@@ -114,6 +114,17 @@ def inner_tensors(tensor: torch.Tensor) -> Iterator[FakeTensor]:
             yield from inner_tensors(getattr(tensor, name))
 
 
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The indices and values of a sparse tensor; a dense one itself."""
+    if tensor.layout is torch.strided:
+        return (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
 class AllocationRecorder:
     """Storages are identified by their C++ identity; a weak reference reports when one is freed."""
 
@@ -141,12 +152,10 @@ class AllocationRecorder:
         try:
             return storage_id(tensor.untyped_storage()) in self._storages
         except NotImplementedError:  # a sparse tensor is where its values are
-            return self.is_on_gpu(tensor._values())
+            return self.is_on_gpu(sparse_parts(tensor)[-1])
 
     def allocation_of(self, tensor: torch.Tensor) -> PendingAllocation | None:
-        if tensor.layout is torch.sparse_coo:
-            tensor = tensor._values()
-        entry = self._storages.get(storage_id(tensor.untyped_storage()))
+        entry = self._storages.get(storage_id(sparse_parts(tensor)[-1].untyped_storage()))
         return entry[0] if entry else None
 
     def allocations_of(self, tensor: torch.Tensor) -> Iterator[PendingAllocation]:

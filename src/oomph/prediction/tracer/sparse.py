@@ -1,0 +1,187 @@
+"""Sparse tensors on the GPU: COO, CSR and CSC. Their memory is that of their indices and values.
+
+How many elements of a result are not zero depends on values. Rule: as many as of the sparse argument, whose
+indices are all distinct; of a dense one, what nonzero finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from oomph.errors import UserError
+from oomph.prediction.cuda.rules import aten_ops, bind, op_name
+from oomph.prediction.tracer.tracer import Tracer, sparse_parts
+from oomph.prediction.tracer.work import tensors_in
+from oomph.torch_internals import FakeTensor, OpOverload, in_kernel_invocation_manager
+
+aten = torch.ops.aten
+_CPU = torch.device("cpu")
+_MAKE_COO = aten._sparse_coo_tensor_with_dims_and_tensors.default
+_MAKE_COMPRESSED = aten_ops("""
+    sparse_compressed_tensor.comp_plain_value_size _sparse_compressed_tensor_unsafe.default
+""")
+MAKES_SPARSE = _MAKE_COMPRESSED | {_MAKE_COO}
+_INDICES = aten_ops("""
+    crow_indices.default ccol_indices.default col_indices.default row_indices.default
+""")
+_VIEWS = _INDICES | aten_ops("""
+    _indices.default _values.default values.default detach.default is_coalesced.default
+""")
+CONVERSIONS: dict[OpOverload, torch.layout] = {
+    aten._to_sparse.default: torch.sparse_coo,  # or the layout that it is given
+    aten._to_sparse.sparse_dim: torch.sparse_coo,
+    aten._to_sparse_csr.default: torch.sparse_csr,
+    aten._to_sparse_csc.default: torch.sparse_csc,
+    aten._to_sparse_bsr.default: torch.sparse_bsr,
+    aten._to_sparse_bsc.default: torch.sparse_bsc,
+}
+_COMPRESSED = {torch.sparse_csr: -2, torch.sparse_csc: -1}  # layout -> the dimension of compressed indices
+_COPIES = aten_ops("_coalesce.default clone.default sparse_mask.default")
+_PRODUCTS = aten_ops("mm.default addmm.default _sparse_addmm.default")
+Run = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]
+
+
+class SparseTensors:
+    """`run` runs an op on dense tensors, and records what it allocates."""
+
+    def __init__(self, tracer: Tracer, run: Run) -> None:
+        self._tracer, self._run_dense = tracer, run
+        self._indices = WeakIdKeyDictionary()  # storages of indices -> their values
+
+    def run(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An op that takes or gives a sparse tensor."""
+        fake = self._tracer.fake_mode
+        if func is _MAKE_COO:
+            return fake.__torch_dispatch__(func, (), args, kwargs)
+        if func in _VIEWS:
+            view: Any = fake.__torch_dispatch__(func, (), args, kwargs)
+            return self._with_values(view) if func in _INDICES else view
+        if func in _MAKE_COMPRESSED:
+            return self._made(args[:3], args[3], kwargs["layout"])
+        if func is aten.add_.Tensor and args[0].layout is torch.strided:
+            return args[0]
+        source = args[-1] if func is aten.sparse_mask.default else args[0]
+        if func in CONVERSIONS:
+            return self._converted(source, bind(func, args, kwargs).get("layout") or CONVERSIONS[func])
+        is_coo = source.layout is torch.sparse_coo
+        if func in _COPIES or (func is aten.transpose.int and is_coo):
+            parts = [self._run_dense(aten.clone.default, (part,), {}) for part in sparse_parts(source)]
+            shape = list(source.shape)
+            if func is aten.transpose.int:
+                first, second = args[1:]
+                shape[first], shape[second] = shape[second], shape[first]
+            coalesced = func is not aten.transpose.int
+            return self._made(parts, shape, source.layout, source.dense_dim(), coalesced)
+        if func is aten._to_copy.default:
+            options = {name: value for name, value in kwargs.items() if name != "layout"}
+            indices = {**options, "dtype": None}
+            *positions, values = sparse_parts(source)
+            parts = [self._run_dense(func, (self._with_values(part),), indices) for part in positions]
+            parts.append(self._run_dense(func, (values,), options))
+            coalesced = is_coo and source.is_coalesced()
+            return self._made(parts, source.shape, source.layout, source.dense_dim(), coalesced)
+        if func in _PRODUCTS:
+            sparse, dense = args[-2:]
+            if sparse.layout is torch.sparse_coo and dense.layout is torch.strided:
+                return self._coo_product(sparse, dense)
+            if sparse.layout is torch.sparse_csc:  # cuSPARSE takes CSR
+                args = [*args[:-2], self._converted(sparse, torch.sparse_csr), dense]
+        return self._estimated(func, args, kwargs)
+
+    def embedding_bag_backward(self, grad: torch.Tensor, indices: torch.Tensor, *args: Any) -> Any:
+        """With sparse=True: one row of the gradient for every index (native/EmbeddingBag.cpp)."""
+        shape = [indices.numel(), grad.size(1)]
+        rows = self._run_dense(aten.new_empty.default, (grad, shape), {})
+        if args[6] == 1:  # mean: divided by the size of the bag
+            rows = self._run_dense(aten.new_empty.default, (grad, shape), {})
+        indices = self._run_dense(aten.view.default, (indices, [1, -1]), {})
+        return self._made((indices, rows), (args[4], grad.size(1)), torch.sparse_coo, 1, coalesced=False)
+
+    def _coo_product(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+        """s_addmm_out_sparse_dense_cuda (native/sparse/cuda/SparseCUDATensorMath.cu): sorted, with indices of
+        32 bits, into a column-major copy of the result."""
+        if isinstance(sparse, FakeTensor) and not sparse.is_coalesced():
+            sparse = self.run(aten._coalesce.default, (sparse,), {})
+        empty = partial(self._run_dense, aten.new_empty.default, (dense, [sparse.size(0), dense.size(1)]), {})
+        out = empty()
+        if self._tracer.on_gpu(dense):
+            indices = sparse_parts(sparse)[0]
+            temporaries = self._run_dense(aten._to_copy.default, (indices,), {"dtype": torch.int32}), empty()
+            del temporaries
+        return out  # type: ignore[no-any-return]
+
+    def _with_values(self, indices: torch.Tensor) -> torch.Tensor:
+        if (found := self._indices.get(indices.untyped_storage())) is not None:
+            self._tracer.values.set(indices, found.values, known=found.known)
+        return indices
+
+    def _estimated(self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        tracer = self._tracer
+        tracer.record_autograd_node()
+        try:
+            out = tracer.fake_mode.__torch_dispatch__(func, (), args, kwargs)
+        except (RuntimeError, TypeError) as error:
+            layout = next(
+                each.layout for each in tensors_in(args, kwargs) if each.layout is not torch.strided
+            )
+            raise UserError(
+                f"{op_name(func)} of {layout} tensors cannot be traced yet; make them dense"
+            ) from error
+        results = [part for each in tensors_in((out,), {}) for part in sparse_parts(each)]
+        for part in results:
+            tracer.record_result(part, op_name(func))
+        tracer.note_once("temporaries of the kernels for sparse tensors are not included")
+        if tracer.work.counting:
+            given = [part for each in tensors_in(args, kwargs) for part in sparse_parts(each)]
+            tracer.work.kernel([*given, *results], tracer.phase, kind="memory")
+        if tracer.phase == "backward":
+            tracer.mark_gradient(out)
+        return out
+
+    def _converted(self, source: torch.Tensor, layout: torch.layout) -> torch.Tensor:
+        if source.layout is torch.strided:
+            indices = self._run_dense(aten.nonzero.default, (source,), {})
+            count, values = indices.shape[0], source
+        else:
+            values = sparse_parts(source)[-1]
+            count = values.shape[0]
+
+        def empty(*size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return self._run_dense(aten.new_empty.default, (values, size), {"dtype": dtype})  # type: ignore[no-any-return]
+
+        if layout in _COMPRESSED and source.dim() == 2:
+            positions = [empty(source.shape[_COMPRESSED[layout]] + 1), empty(count)]
+        elif layout is torch.sparse_coo:
+            positions = [empty(source.dim(), count)]
+        else:
+            raise UserError(f"tensors of {layout} with {source.dim()} dimensions cannot be traced yet")
+        return self._made([*positions, empty(count, dtype=source.dtype)], source.shape, layout)
+
+    def _made(
+        self,
+        parts: Sequence[torch.Tensor],
+        shape: Sequence[int],
+        layout: torch.layout,
+        dense_dim: int = 0,
+        coalesced: bool = True,
+    ) -> torch.Tensor:
+        """A sparse tensor that has these indices and values."""
+        fake, values = self._tracer.fake_mode, parts[-1]
+        options: dict[str, Any] = {"dtype": values.dtype, "layout": layout}
+        if layout is torch.sparse_coo:
+            dims = len(shape) - dense_dim, dense_dim, list(shape)
+            options |= {"device": _CPU, "is_coalesced": coalesced}
+            return self.run(_MAKE_COO, (*dims, *parts), options)  # type: ignore[no-any-return]
+        fakes = [part if isinstance(part, FakeTensor) else fake.from_tensor(part) for part in parts]
+        for index, part in zip(fakes[:-1], parts, strict=False):
+            if (found := self._tracer.values.of(part)).whole:
+                self._indices[index.untyped_storage()] = found
+        make = aten._sparse_compressed_tensor_unsafe.default
+        with in_kernel_invocation_manager(fake):
+            made = make(*fakes, list(shape), device=torch.device("meta"), **options)
+        return FakeTensor(fake, made, _CPU)
