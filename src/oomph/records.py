@@ -21,6 +21,7 @@ Stage = Literal[
     "backward",
     "optimizer step",
     "workspace",
+    "evaluation",
 ]
 Kind = Literal[
     "parameter",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from oomph.diagnosis.patterns import FRAGMENTATION, PATTERNS
 from oomph.fixes import all_fixes
 from oomph.records import Alive, Allocation, Peak, Prediction
 from oomph.report.diagnosis import diagnosis_text
-from oomph.report.terminal import report_console
+from oomph.report.terminal import report_console, verdict
 
 PLANTED = {
     name: (getattr(module, name), pattern, lines)
@@ -245,3 +246,30 @@ def test_fragmentation_is_a_share_of_what_is_reserved() -> None:
     peak = replace(prediction.peak, reserved=3 * prediction.peak.allocated)
     shown = diagnosis_text(oomph.diagnose(replace(prediction, peak=peak)), report_console())
     assert "67 %  fragmentation" in shown or "(67 % of the" in shown
+
+
+def test_a_peak_in_evaluation_is_named_and_has_the_sizes_of_its_batch() -> None:
+    def training() -> Callable[[], None]:
+        model = nn.Sequential(nn.Embedding(3000, 64), nn.Linear(64, 3000)).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+
+        def loss(rows: int) -> torch.Tensor:
+            ids = torch.randint(3000, (rows, 64), device="cuda")
+            return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+        def step() -> None:
+            loss(4).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                loss(48)
+            model.train()
+
+        return step
+
+    prediction = oomph.predict(training, gpu="h200")
+    assert prediction.peak.stage == "evaluation"
+    assert "peak in evaluation after step" in verdict(prediction).line
+    logits = next(one for one in oomph.diagnose(prediction).findings if one.pattern == "logits")
+    assert "(B=48, T=64, V=3000)" in logits.formula

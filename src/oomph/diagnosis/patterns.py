@@ -19,6 +19,7 @@ from itertools import pairwise
 from oomph.records import Allocation, Holder, Prediction, Site
 
 _ITEM_BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+_FORWARD = ("forward activations", "loss", "evaluation")
 _HALF = ("bfloat16", "float16")
 _ELEMENTWISE = frozenset(
     "add sub mul div pow abs exp log sqrt neg relu gelu silu sigmoid tanh where clone copy maximum minimum "
@@ -98,11 +99,14 @@ class PeakAnalysis:
         sizes = dict(self.prediction.sizes)
         if "B" in sizes:
             return sizes["B"]
+        evaluates = self.prediction.peak.stage == "evaluation"
         for least in (3, 2):
             counts = Counter(
                 one.shape[0]
                 for one in self.all
-                if one.differentiable and len(one.shape) >= least and one.module
+                if (one.during == "evaluation" if evaluates else one.differentiable)
+                and len(one.shape) >= least
+                and one.module
             )
             if counts:
                 return counts.most_common(1)[0][0]
@@ -548,7 +552,7 @@ def _is_host_copy(facts: PeakAnalysis, one: Allocation) -> bool:
     """Made on the host and copied in the forward pass; or a table that no step needs whole."""
     in_forward = bool(one.module) or (one.site is not None and one.site.function.endswith(".forward"))
     if base_op(one.op) in ("_to_copy", "copy") and one.parent is None and in_forward:
-        return one.during in ("forward activations", "loss")
+        return one.during in _FORWARD
     return base_op(one.op) in _FILLS and facts.is_data(one)
 
 
@@ -558,7 +562,7 @@ def _is_weight_cast(facts: PeakAnalysis, one: Allocation) -> bool:
 
 
 def _is_of_layer(facts: PeakAnalysis, one: Allocation) -> bool:
-    return bool(one.module) and one.during in ("forward activations", "loss")
+    return bool(one.module) and one.during in _FORWARD
 
 
 def _is_unused_graph(facts: PeakAnalysis, one: Allocation) -> bool:

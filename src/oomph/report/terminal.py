@@ -58,6 +58,7 @@ _STAGE_STYLE: dict[Stage, str] = {
     "backward": "gold3",
     "optimizer step": "dark_sea_green4",
     "workspace": "grey50",
+    "evaluation": "orange3",
 }
 _OUTCOME_STYLE = {
     "fits": "bold green",
@@ -86,6 +87,7 @@ _ACTIVITY: dict[Stage, str] = {
     "batch": "creating the batch",
     "forward activations": "forward",
     "loss": "the loss",
+    "evaluation": "evaluation",
     "backward": "backward",
     "gradients": "backward",
     "optimizer state": "the optimizer step",
@@ -224,6 +226,8 @@ def _peak_position(peak: Peak) -> str:
     if peak.step == 0:
         when = f"{activity}, before the first step" if activity else ""
         return f"; peak in {when}{at}" if when else (f"; peak{at}" if at else "")
+    if peak.stage == "evaluation":
+        return f"; peak in evaluation after step {peak.step - 1}{at}"
     return f"; peak in {activity} of step {peak.step}{at}" if activity else f"; peak in step {peak.step}{at}"
 
 

@@ -193,6 +193,7 @@ class ModuleStack:
         self._inside_block = False
         self.completed = 0  # calls of modules that were inside no other
         self._called: dict[bool, set[int]] = {True: set(), False: set()}  # their ids, by module.training
+        self._last_called, self._last_training = 0, True
         self._roots: list[nn.Module] = []  # kept alive, so that the ids above stay theirs
 
     @property
@@ -207,6 +208,11 @@ class ModuleStack:
     @property
     def inside_loss(self) -> bool:
         return any(is_loss for _, is_loss in self._stack)
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether the model that ran last was in evaluation mode, and in training mode before."""
+        return self._last_called in self._called[True] & self._called[False] and not self._last_training
 
     @property
     def evaluated(self) -> bool:
@@ -280,7 +286,8 @@ class ModuleStack:
             self._stack.append((path, _is_loss(module)))
             try:
                 if len(self._stack) == 1:
-                    self._called[bool(module.training)].add(id(module))
+                    self._last_called, self._last_training = id(module), bool(module.training)
+                    self._called[self._last_training].add(id(module))
                     before_root()
                     return call_root(call, module, args, kwargs)
                 if outermost:

@@ -573,6 +573,8 @@ class Tracer:
             return site, path, "batch"
         if self._averages_weights():
             return site, path, "optimizer step"
+        if self.modules.evaluating and not torch.is_grad_enabled():
+            return site, path, "evaluation"
         return (
             site,
             path,
