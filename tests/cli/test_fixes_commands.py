@@ -100,7 +100,10 @@ def test_which_fix_makes_it_fit(program, capsys):
 def test_a_prediction_with_a_fix_in_and_one_recorded_in_a_file(program, tmp_path, capsys):
     def peak(*more):
         assert run(["predict", f"{program}:work", "--json", *more]) == 0
-        return json.loads(capsys.readouterr().out)["peak"]["allocated"]
+        found = json.loads(capsys.readouterr().out)
+        named = [note["text"] for note in found["notes"] if note["text"].startswith("with")]
+        assert named == (["with the fixes activation_checkpointing"] if more else [])
+        return found["peak"]["allocated"]
 
     plain, whole = peak(), peak("--fix", "activation_checkpointing")
     assert whole < plain

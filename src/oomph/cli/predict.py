@@ -120,9 +120,11 @@ def run_predict(given: PredictOptions) -> ExitStatus:
     prediction = predict_target(options)
     if options.fixes:
         from oomph.fixes import uses_of
+        from oomph.fixes.registry import position
 
-        names = ", ".join(dict.fromkeys(use.fix for use in uses_of(options.fixes)))
-        prediction = replace(prediction, notes=(Note(f"with {names}"), *prediction.notes))
+        names = ", ".join(sorted({use.fix for use in uses_of(options.fixes)}, key=position))
+        notes = (Note(f"with the fixes {names}"), *prediction.notes)  # which a Workload's has already
+        prediction = replace(prediction, notes=tuple(dict.fromkeys(notes)))
     if options.snapshot is not None:
         _write_snapshot(options.snapshot, prediction)
     # The memory profiler of report 002, for every config whose model is a stack of layers.
