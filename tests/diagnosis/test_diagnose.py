@@ -273,3 +273,22 @@ def test_a_peak_in_evaluation_is_named_and_has_the_sizes_of_its_batch() -> None:
     assert "peak in evaluation after step" in verdict(prediction).line
     logits = next(one for one in oomph.diagnose(prediction).findings if one.pattern == "logits")
     assert "(B=48, T=64, V=3000)" in logits.formula
+
+
+def test_weights_that_autocast_keeps_cast_are_no_second_copy_of_them() -> None:
+    def training() -> Callable[[], None]:
+        generator, critic = (nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).cuda() for _ in "gc")
+        optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()])
+
+        def step() -> None:
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                for _ in range(4):
+                    critic(generator(torch.randn(64, 1024, device="cuda"))).float().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    found = {one.pattern: one.bytes for one in oomph.diagnose(oomph.predict(training)).findings}
+    assert "second copy of the weights" not in found
+    assert found["casts of the weights"] >= 4 * 1024 * 1024 * 2

@@ -409,6 +409,8 @@ class PeakAnalysis:
         total = sum(map(elements, named))
         lines = defaultdict(list)
         for one in self.alive:
+            if one.module and _is_weight_cast(self, one):  # by autocast, which keeps it for later passes
+                continue
             unnamed = one.kind == "parameter" and not one.module
             if one.shape in shapes and (
                 unnamed
