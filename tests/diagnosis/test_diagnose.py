@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks.diagnosis import training_loops, unseen
 from benchmarks.diagnosis.__main__ import planted
+from rich.console import Console
 from torch import nn
 
 import oomph
@@ -19,7 +20,7 @@ from oomph.cli.main import run
 from oomph.diagnosis.findings import find, scaled_sizes
 from oomph.diagnosis.patterns import FRAGMENTATION, PATTERNS
 from oomph.fixes import all_fixes
-from oomph.records import Alive, Allocation, Peak, Prediction
+from oomph.records import Alive, Allocation, Peak, Prediction, Site
 from oomph.report.diagnosis import diagnosis_text
 from oomph.report.terminal import report_console, verdict
 
@@ -103,6 +104,7 @@ def test_command_names_the_fixes_that_apply_to_the_model_of_a_program(target, ca
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("""
 import torch
+from rich.console import Console
 from torch import nn
 
 class Attention(nn.Module):
@@ -292,3 +294,13 @@ def test_weights_that_autocast_keeps_cast_are_no_second_copy_of_them() -> None:
     found = {one.pattern: one.bytes for one in oomph.diagnose(oomph.predict(training)).findings}
     assert "second copy of the weights" not in found
     assert found["casts of the weights"] >= 4 * 1024 * 1024 * 2
+
+
+def test_long_paths_lose_their_first_folders_before_their_names_are_broken() -> None:
+    site = Site("/x/site-packages/transformers/models/gpt2/modeling_gpt2.py", 619, "forward")
+    found = oomph.diagnose(oomph.predict(WORKLOAD))
+    findings = tuple(replace(one, sites=(site,)) for one in found.findings)
+    text = diagnosis_text(replace(found, findings=findings), Console(width=80))
+    text = text[text.index("Also at the peak") :]
+    assert "modeling_gpt2.py:619" in text
+    assert ".../" in text

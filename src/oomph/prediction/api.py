@@ -178,7 +178,9 @@ def predict_isolated(
     if verdict == "fits" and high.verdict != "fits":
         verdict = "too close to call"
     peaks = [each.peak for each in (prediction, low, high)]
-    low_peak, high_peak = (choose(peaks, key=lambda peak: peak.allocated) for choose in (min, builtins.max))
+    low_peak, high_peak = (
+        choose(peaks, key=lambda peak: (peak.allocated, peak.reserved)) for choose in (min, builtins.max)
+    )
     return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict)
 
 

@@ -22,6 +22,7 @@ from oomph.report.terminal import (
     share,
     source_code,
     strip_lines,
+    without_folders,
 )
 from oomph.units import format_bytes
 
@@ -63,7 +64,7 @@ def diagnosis_text(diagnosis: Diagnosis, console: Console) -> str:
             if shown:
                 shown.sort(key=lambda one: -one.bytes)
                 title = f"Also at the peak, as shares of the {format_bytes(total)} allocated"
-                section(console, title, [_table(shown, peak)])
+                section(console, title, [_table(shown, peak, console.width)])
         for note in diagnosis.notes:
             console.print(Padding(Text(note.text, "dim"), (1, 0, 0, 0)))
     return strip_lines(capture.get())
@@ -94,10 +95,10 @@ def _cause(one: Finding) -> Sequence[Text]:
     return lines
 
 
-def _table(findings: Sequence[Finding], peak: Peak) -> Table:
-    table = columns("right size", "right share", "left pattern", "fold growth", "fold line")
+def _table(findings: Sequence[Finding], peak: Peak, width: int) -> Table:
+    table = columns("right size", "right share", "left pattern", "fold growth", "left line")
     for one in findings:
-        line = file_and_line(one.sites[0]) if one.sites else ""
+        line = without_folders(file_and_line(one.sites[0]), width // 3) if one.sites else ""
         total, what = _whole(one, peak)
         growth = one.growth if what == "allocated" else f"of the {format_bytes(total)} {what}"
         table.add_row(format_bytes(one.bytes), share(one.bytes, total), one.pattern, growth, line)

@@ -620,6 +620,13 @@ def file_and_line(site: Site) -> str:
     return f"{printable(short_path(site.file))}:{site.line}"
 
 
+def without_folders(path: str, width: int) -> str:
+    """`.../loss/loss_utils.py:40`: without as many of its first folders as it takes to be that short."""
+    parts = path.split("/")
+    shorter = [path, *("/".join(["...", *parts[first:]]) for first in range(1, len(parts)))]
+    return next((each for each in shorter if len(each) <= width), shorter[-1])
+
+
 def source_code(site: Site) -> str:
     """The line itself; "" where its file cannot be read."""
     return printable(linecache.getline(site.file, site.line).strip())
