@@ -176,3 +176,18 @@ def test_hostile_strings_are_inert(browser: Browser, tmp_path: Path) -> None:
         browser.click("#map" if view != "tensors" else "#table")
     assert browser.value("window.hacked === undefined && document.querySelector('main img') === null")
     assert browser.errors[before:] == []
+
+
+def test_a_step_that_fits_by_releasing_memory_is_not_called_too_large(
+    browser: Browser, tmp_path: Path
+) -> None:
+    run = trained()
+    limit = run.peak.reserved - MiB
+    context = run.peak.device - run.peak.reserved
+    file = tmp_path / "released.html"
+    fits = replace(run, verdict="fits", refused=None, limit=limit, capacity=limit + context)
+    file.write_text(html_report(page(fits)))
+    browser.open(file)
+    assert "releasing cached memory" in text(browser, "h1")
+    assert "needed" not in text(browser, ".figures")
+    assert "too much" not in text(browser, "#limit-answer")

@@ -197,7 +197,7 @@ def _needed_and_available(prediction: Prediction) -> tuple[int, int, str]:
         assert prediction.limit is not None
         return prediction.peak.reserved, prediction.limit, "the limit is"
     assert prediction.capacity is not None
-    return prediction.peak.device, prediction.capacity, f"the {_gpu_name(prediction)} has"
+    return prediction.peak.device, prediction.capacity, f"the {gpu_name(prediction)} has"
 
 
 def is_limited(prediction: Prediction) -> bool:
@@ -207,7 +207,7 @@ def is_limited(prediction: Prediction) -> bool:
     return limit is not None and (capacity is None or limit != capacity - (peak.device - peak.reserved))
 
 
-def _gpu_name(prediction: Prediction) -> str:
+def gpu_name(prediction: Prediction) -> str:
     """A GPU that was given as a size has no name."""
     return "GPU" if prediction.gpu is None or is_size(prediction.gpu) else prediction.gpu_title
 

@@ -100,16 +100,19 @@ function phaseAt(run, event) {
 
 // ---------------------------------------------------------------------------------------------- verdict
 
+// It fits, although the allocator would reserve more than there is.
+const releases = (run) => run.outcome.startsWith("fits, but");
+
 function verdictSection() {
   if (data.plan && !data.runs.length) return null;
   const run = data.runs[data.runs.length - 1];
   const tone = ["does not fit", "ran out of memory"].includes(run.outcome) ? "bad" : run.outcome === "fits" ? "good" : run.outcome === "needs" || run.outcome === "peaked at" ? "" : "warn";
   const heading = tone ? run.outcome + (data.plan && data.runs.length > 1 ? " with the plan" : "") : `${run.outcome} ${size(run.outcome === "needs" ? run.peak.device : run.peak.allocated)}`;
   const figures = [
-    run.peak.device > run.peak.reserved ? [size(run.peak.device), "needed, with CUDA context"] : null,
+    run.peak.device > run.peak.reserved ? [size(run.peak.device), releases(run) ? "without releasing cached memory" : "needed, with CUDA context"] : null,
     run.capacity ? [size(run.capacity), run.gpu + " has"] : run.limit ? [size(run.limit), "limit of the allocator"] : null,
     [size(run.peak.allocated), "allocated by tensors"],
-    [size(run.peak.reserved), "reserved by the allocator"],
+    [size(run.peak.reserved), releases(run) ? "reserved if nothing is released" : "reserved by the allocator"],
     run.margin ? ["± " + size(run.margin), "margin"] : null,
     run.stepSeconds ? [seconds(run.stepSeconds), "per step, estimated"] : null,
   ];
@@ -135,7 +138,7 @@ function peakBar(run, widest) {
   const has = run.capacity || run.limit;
   const title = data.runs.length > 1 ? run.title : run.failed ? "When memory ran out" : "At the peak";
   return el("div", {},
-    el("div", { class: "bar-title" }, el("span", {}, title), el("span", { class: "num" }, has ? `${size(run.peak.device)} of ${size(has)}` : size(run.peak.device))),
+    el("div", { class: "bar-title" }, el("span", {}, title), el("span", { class: "num" }, has ? `${size(run.peak.device)} ${releases(run) ? "without releasing cached memory," : "of"} ${size(has)}${releases(run) ? " there" : ""}` : size(run.peak.device))),
     el("div", { class: "bar", role: "img", "aria-label": parts.filter((p) => p[1] > 0).map(([name, bytes]) => `${name} ${size(bytes)}`).join(", ") },
       parts.filter((p) => p[1] > 0).map(([name, bytes, fill]) => el("i", { title: `${name}: ${size(bytes)}`, style: { width: 100 * bytes / widest + "%", background: fill } })),
       has ? el("span", { class: "limit", title: `limit ${size(has)}`, style: { left: `min(100% - 2px, ${100 * has / widest}%)` } }) : null),
@@ -237,7 +240,7 @@ function drawMemory() {
       data: [
         ...steps.map(([event, label]) => ({
           xAxis: event, lineStyle: { color: t.faint, type: "dotted", opacity: 0.7 },
-          label: { formatter: label, position: "insideEndTop", rotate: 0, align: "left", distance: [4, -14] },
+          label: { formatter: label, position: "insideEndTop", rotate: 0, align: "left", distance: [-5, -14] },
         })),
         ...(limit ? [{
           yAxis: limit.bytes, lineStyle: { color: t.bad, width: 1.5, type: "dashed" },
@@ -271,7 +274,8 @@ function drawMemory() {
   const node = document.getElementById("memory-chart"), answer = document.getElementById("limit-answer");
   node.setAttribute("aria-valuemin", 0); node.setAttribute("aria-valuemax", run.moments.length - 1); node.setAttribute("aria-valuenow", state.moment);
   node.setAttribute("aria-valuetext", momentText(run, state.moment));
-  answer.textContent = !limit ? "" : limit.bytes < run.peak.reserved ? `${size(run.peak.reserved - limit.bytes)} too much` : `${size(limit.bytes - run.peak.reserved)} to spare`;
+  const over = limit && run.peak.reserved - limit.bytes;
+  answer.textContent = !limit ? "" : over <= 0 ? `${size(-over)} to spare` : releases(run) && limit.bytes >= run.limit ? "fits by releasing cached memory" : `${size(over)} too much`;
 }
 
 // The other run's total, on this run's axis.
