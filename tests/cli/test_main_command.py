@@ -63,7 +63,8 @@ def test_gpus_as_json_is_one_object(capsys):
 def test_commands_that_need_no_trace_do_not_import_torch():
     script = (
         "import sys; from oomph.cli.main import run\n"
-        "for command in ('gpus', '--help', 'predict nothing.py:x', 'predict nothing.yaml a=1'):\n"
+        "for command in ('gpus', '--help', 'predict nothing.py:x', 'predict nothing.yaml a=1',\n"
+        f"        'predict {__file__}:x --fix unknown', 'measure {__file__}:x --fix unknown:parts=4'):\n"
         "    run(command.split())\n"
         "    assert 'torch' not in sys.modules, command"
     )

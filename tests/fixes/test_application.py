@@ -16,7 +16,8 @@ import oomph
 from oomph import fixes
 from oomph.errors import UserError
 from oomph.fixes import registry
-from oomph.fixes.registry import OLD_NAMES, Fix
+from oomph.fixes.names import APPLICATION_ORDER, OLD_NAMES
+from oomph.fixes.registry import Fix
 from oomph.records import FixUse, Proposal
 
 
@@ -315,6 +316,10 @@ def test_names_of_other_libraries_and_typos_get_a_hint(name, hint):
     with pytest.raises(UserError) as error:
         fixes.uses_of(name)
     assert str(error.value).startswith(f"there is no fix {name!r}; {hint}")
+
+
+def test_every_fix_has_the_name_by_which_it_is_checked():
+    assert [fix.name for fix in fixes.all_fixes()] == list(APPLICATION_ORDER)
 
 
 @pytest.mark.parametrize(("old", "new"), OLD_NAMES.items())

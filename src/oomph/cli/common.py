@@ -20,6 +20,7 @@ from rich.console import Console
 
 from oomph import gpus
 from oomph.errors import UserError
+from oomph.fixes.names import check_name
 from oomph.records import Prediction, Progress
 
 PROGRESS_DELAY_S = 2.0
@@ -263,9 +264,11 @@ def fix_words(fix: Sequence[str] | None, plan: str | None) -> tuple[str, ...]:
             f"--plan {plan!r} is not a .json file; `oomph fit TARGET --plan plan.json` writes one"
         )
     words = (*(fix or ()), *([plan] if plan is not None else []))
-    for file in words:  # before torch is imported, which takes seconds
-        if file.endswith(".json") and not os.path.lexists(file):
-            raise UserError(f"file {file!r} cannot be read: No such file or directory")
+    for word in words:  # before torch is imported, which takes seconds
+        if not word.endswith(".json"):
+            check_name(word.partition(":")[0].strip())
+        elif not os.path.lexists(word):
+            raise UserError(f"file {word!r} cannot be read: No such file or directory")
     return words
 
 

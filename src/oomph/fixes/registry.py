@@ -6,7 +6,6 @@ both. The model is changed after it is built and before it is moved to the devic
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,93 +21,11 @@ from torch.optim import Optimizer
 
 from oomph.errors import UserError, warn_deprecated
 from oomph.fixes.journal import Journal
+from oomph.fixes.names import APPLICATION_ORDER, OLD_NAMES, check_name
 from oomph.prediction import fake_model
 from oomph.records import FixKind, FixUse, Prediction, Proposal
 from oomph.units import parse_bytes
 from oomph.workload import Workload
-
-# Modules of oomph.fixes and their classes, in the order in which fixes are applied. Shapes and dtypes change
-# first; then what modules compute; then what is saved for backward (checkpointing encloses the computation,
-# offloading encloses the checkpoint), and how all of it is compiled; then batch and optimizer. The last ones
-# do not change the model.
-APPLICATION_ORDER: tuple[tuple[str, str], ...] = (
-    ("training_changes", "SmallerVocabulary"),
-    ("training_changes", "SmallerBatch"),
-    ("training_changes", "ShorterSequence"),
-    ("workload_settings", "BFloat16Parameters"),
-    ("workload_settings", "Autocast"),
-    ("shared_buffers", "SharedBuffers"),
-    ("shared_rotary_embedding", "SharedRotaryEmbedding"),
-    ("attn_implementation", "AttnImplementation"),
-    ("fused_attention", "FusedAttention"),
-    ("chunkwise_kda", "ChunkwiseKDA"),
-    ("modulated_linear", "ModulatedLinear"),
-    ("tiled_mlp", "TiledMLP"),
-    ("fused_linear_cross_entropy", "FusedLinearCrossEntropy"),
-    ("gradient_accumulation_fusion", "GradientAccumulationFusion"),
-    ("hoist_batch_invariant", "HoistBatchInvariant"),
-    ("activation_checkpointing", "ActivationCheckpointing"),
-    ("activation_offloading", "ActivationOffloading"),
-    ("compile", "Compile"),
-    ("micro_batches", "MicroBatching"),
-    ("optimizers.conversion", "FusedOptimizer"),
-    ("optimizers.conversion", "NoForeach"),
-    ("optimizers.low_bit", "Optimizer8Bit"),
-    ("optimizers.low_bit", "StochasticRounding"),
-    ("optimizers.in_backward", "OptimizerInBackward"),
-    ("optimizers.cpu_offload", "OptimizerCPUOffload"),
-    ("optimizers.conversion", "SetToNone"),
-    ("workload_settings", "Allocator"),
-    ("fsdp2", "FSDP2"),
-)
-
-OLD_NAMES = {
-    "attention_backend": "attn_implementation",
-    "computed_once": "hoist_batch_invariant",
-    "delta_attention": "chunkwise_kda",
-    "fused_loss": "fused_linear_cross_entropy",
-    "gradients_in_place": "gradient_accumulation_fusion",
-    "offload_activations": "activation_offloading",
-    "optimizer_offload": "optimizer_cpu_offload",
-    "recompute": "activation_checkpointing",
-    "shard": "fsdp2",
-    "shared_rope": "shared_rotary_embedding",
-    "vocabulary_cap": "smaller_vocabulary",
-}
-
-NAMES_ELSEWHERE = {  # fixes -> what other libraries, papers and flags call them
-    "'activation_checkpointing'": (
-        "gradient_checkpointing grad_checkpointing checkpointing checkpoint activation_recomputation "
-        "recomputation remat"
-    ),
-    "'fused_attention' for attention in your own code, or 'attn_implementation' for Hugging Face's": (
-        "flash_attention flash_attention_2 flash_attention_3 flash_attn flash sdpa xformers "
-        "memory_efficient_attention"
-    ),
-    "'micro_batches'": (
-        "gradient_accumulation grad_accumulation gradient_accumulation_steps accumulation accumulate "
-        "microbatching micro_batching"
-    ),
-    "'activation_offloading' for activations, or 'optimizer_cpu_offload' for the optimizer's state": (
-        "cpu_offload cpu_offloading offload offloading"
-    ),
-    "'activation_offloading'": "activation_offload",
-    "'optimizer_cpu_offload'": "offload_optimizer cpu_adam cpu_adamw zero_offload",
-    "'fsdp2'": "fsdp fully_shard zero zero1 zero2 zero3 deepspeed sharding",
-    "'optimizer_8bit'": "8bit_adam adam_8bit adam8bit 8bit_adamw adamw_8bit adamw8bit 8bit_optimizer bnb",
-    "'fused_linear_cross_entropy'": (
-        "liger liger_kernel cut_cross_entropy fused_cross_entropy linear_cross_entropy chunked_loss "
-        "chunked_cross_entropy"
-    ),
-    "'autocast' with float32 parameters, or 'bf16_parameters' without": (
-        "mixed_precision amp bf16 bfloat16 half"
-    ),
-    "'fused_optimizer'": "fused_adam fused_adamw",
-    "'optimizer_in_backward'": "backward_optimizer lomo",
-    "'compile'": "torch.compile torch_compile inductor",
-    "'compile:activation_memory_budget=0.5'": "activation_memory_budget memory_budget",
-    "'allocator'": "expandable_segments cuda_alloc_conf pytorch_cuda_alloc_conf",
-}
 
 VALID_FIX = (
     "give name, name:option=value,option=value (a list in brackets: option=[a,b]), or a .json file with rows "
@@ -279,8 +196,8 @@ def bytes_option(fix: str, option: str, value: Any) -> int:
 @cache
 def all_fixes() -> tuple[Fix, ...]:
     """Every fix, in the order of application."""
-    classes = (getattr(import_module(f"oomph.fixes.{module}"), name) for module, name in APPLICATION_ORDER)
-    return tuple(each() for each in classes)
+    homes = APPLICATION_ORDER.values()
+    return tuple(getattr(import_module(f"oomph.fixes.{module}"), name)() for module, name in homes)
 
 
 @cache
@@ -294,27 +211,8 @@ def find(name: str) -> Fix:
         warn_deprecated(f"fix {name!r}", repr(OLD_NAMES[name]))
         name = OLD_NAMES[name]
     if name not in _by_name():
-        raise UserError(f"there is no fix {name!r}; {_hint(name)}")
+        check_name(name)
     return _by_name()[name][1]
-
-
-REMOVED = {  # fixes that set one key of a config of the reference systems -> the key
-    "fewer_converted_layers": "model.convert_layers=4",
-    "cheaper_mixing": "model.query_mixing=cross",
-}
-
-
-def _hint(name: str) -> str:
-    if name in REMOVED:
-        return f"set the key of the config instead, e.g. {REMOVED[name]}"
-    plain = name.strip().lower().replace("-", "_").replace(" ", "_")
-    for here, names in NAMES_ELSEWHERE.items():
-        if plain in names.split():
-            return f"here that is {here}"
-    close = difflib.get_close_matches(plain, [*_by_name(), *OLD_NAMES], n=1)
-    if close:
-        return f"did you mean {OLD_NAMES.get(close[0], close[0])!r}?"
-    return f"the fixes are {', '.join(_by_name())}"
 
 
 def position(name: str) -> int:
