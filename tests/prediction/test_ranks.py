@@ -93,6 +93,7 @@ from torch.utils.data import DataLoader
 dist.init_process_group("nccl")
 model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda()
 model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view={})
+model._set_static_graph()
 optimizer = torch.optim.SGD(model.parameters())
 for x in DataLoader(torch.randn(12, 1024), batch_size=4):
     model(x.cuda()).sum().backward()

@@ -296,9 +296,13 @@ def _replace_distributed_data_parallel(patches: Patches, tracer: Tracer) -> None
             return _call_on_gpu(self, *inputs, **kwargs)
         return self.module(*inputs, **kwargs)
 
+    def set_static_graph(self: Any) -> None:
+        self._will_rebuild = True
+
     patches.set(ddp, "__init__", init)
     patches.set(ddp, "forward", forward)
     patches.set(ddp, "register_comm_hook", lambda *args, **kwargs: None)
+    patches.set(ddp, "_set_static_graph", set_static_graph)
 
 
 class _Buckets:
