@@ -376,6 +376,21 @@ def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder: Path) ->
         oomph.predict(touch, allow=["everything"])
 
 
+def test_mpi_has_one_process_and_is_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "mpi4py").mkdir()
+    (folder / "mpi4py/__init__.py").write_text("raise SystemExit('started')")
+    monkeypatch.syspath_prepend(folder)
+
+    def program() -> None:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        assert (world.Get_rank(), world.size, world.bcast("a", root=0), world.gather(1)) == (0, 1, "a", [1])
+        torch.ones(4, device="cuda", requires_grad=True).sum().backward()
+
+    assert oomph.predict(program).peak.allocated > 0
+
+
 def test_without_a_child_process_writes_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "fork")
     before = folder_in(folder)

@@ -28,6 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 import torch
@@ -464,10 +465,26 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
     os.environ.update(_ENVIRONMENT)
     warnings.filterwarnings("ignore", "CUDA initialization")  # a real GPU is out of reach here
     warnings.filterwarnings("ignore", module=r"oomph\.prediction")  # torch's, at lines of ours
-    sys.modules.setdefault("mpi4py", None)  # type: ignore[arg-type]  # MPI starts processes when it is imported
+    _replace_mpi()
     if "subprocesses" not in allow:
         multiprocessing.util.spawnv_passfds = _refuse_spawn  # it raises no audit event
         file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
+
+
+def _replace_mpi() -> None:
+    """MPI starts processes when it is imported. Its communicator of one process returns what it is given."""
+    if "mpi4py" in sys.modules or importlib.util.find_spec("mpi4py") is None:
+        return
+    package, sys.modules["mpi4py.MPI"] = ModuleType("mpi4py"), (mpi := ModuleType("mpi4py.MPI"))
+    sys.modules["mpi4py"] = package
+    returned = dict.fromkeys(("bcast", "reduce", "allreduce"), lambda value, *args, **kwargs: value)
+    listed = dict.fromkeys(("gather", "allgather"), lambda value, *args, **kwargs: [value])
+    waits = dict.fromkeys(("barrier", "Barrier", "Bcast"), lambda *args, **kwargs: None)
+    world = SimpleNamespace(
+        rank=0, size=1, Get_rank=lambda: 0, Get_size=lambda: 1, **returned, **listed, **waits
+    )
+    vars(package)["MPI"] = mpi
+    vars(mpi).update(COMM_WORLD=world, SUM=None, MAX=None, MIN=None)
 
 
 def _end_with_parent() -> None:
