@@ -656,3 +656,36 @@ def test_a_model_may_be_drawn_for_tensorboard(tmp_path: Path) -> None:
         tensorboard.SummaryWriter(tmp_path).add_graph(model, torch.ones(4096, 64, device="cuda"))
 
     assert oomph.predict(program).peak.allocated > 4096 * 4096 * 4
+
+
+class _Counted(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class _Sampler(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(100):
+            x = x + self.model(x)
+        return x
+
+
+def test_a_model_that_is_called_in_a_loop_is_traced_a_few_times() -> None:
+    def program() -> None:
+        model = _Counted(256, 256).cuda()
+        x = torch.randn(64, 256, device="cuda")
+        with torch.no_grad():
+            _Sampler(model)(x)
+            assert model.calls < 20
+            generated = [model(x)[:, :1].clone() for _ in range(100)]
+            assert model.calls < 40
+        model(torch.cat(generated, 1)[:, :1].expand(-1, 256)).sum().backward()
+
+    oomph.predict(program)

@@ -16,6 +16,7 @@ import os
 import sys
 import sysconfig
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -50,6 +51,7 @@ _CONFIG_NAMES = {
     "H": ("num_attention_heads", "n_heads", "n_head", "num_heads", "heads"),
     "dk": ("head_dim", "dim_head"),
 }
+_FEW_CALLS = 3  # of a module in one forward pass; more are a loop
 _PASS_THROUGH_LIBRARIES = ("einops", "typing_extensions", "jaxtyping", "beartype", "opt_einsum", "triton")
 
 
@@ -191,6 +193,7 @@ class ModuleStack:
         self._names: dict[int, str] = {}
         self._blocks: dict[int, list[nn.Module]] = {}  # by id, with those like it in the container
         self._inside_block = False
+        self._calls_by_root: Counter[int] = Counter()  # of the modules that it calls itself, by id
         self.completed = 0  # calls of modules that were inside no other
         self._called: dict[bool, set[int]] = {True: set(), False: set()}  # their ids, by module.training
         self._last_called, self._last_training = 0, True
@@ -288,11 +291,16 @@ class ModuleStack:
                 if len(self._stack) == 1:
                     self._last_called, self._last_training = id(module), bool(module.training)
                     self._called[self._last_training].add(id(module))
+                    self._calls_by_root.clear()
                     before_root()
                     return call_root(call, module, args, kwargs)
                 if outermost:
                     self._inside_block = True
                     return call_block(call, module, siblings, path, args, kwargs)
+                if len(self._stack) == 2 and not torch.is_grad_enabled():
+                    self._calls_by_root[id(module)] += 1
+                    if self._calls_by_root[id(module)] > _FEW_CALLS:
+                        return call_root(call, module, args, kwargs)
                 return call(module, *args, **kwargs)
             finally:
                 self._stack.pop()

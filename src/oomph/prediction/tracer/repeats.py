@@ -9,10 +9,11 @@ and the last may differ: what comes before and after them does.) In later passes
 the second allocates and frees what it did in the pass before. Where something is not as expected, all blocks
 are traced; if some were repeated already, the program runs again in a fresh process.
 
-Evaluation loops and gradient accumulation call a model many times with the same shapes. Where as much memory
-is in use as before the last traced calls, a further call would allocate and free exactly what those did: only
-its results are made. With gradients enabled, the results lead to an autograd node that ends the backward
-pass, which is repeated as well: every parameter has a gradient already, into which the passes accumulate.
+Evaluation loops and gradient accumulation call a model many times with the same shapes, as does, without
+gradients, a module that samples from it. Where as much memory is in use as before the last traced calls, a
+further call would allocate and free exactly what those did: only its results are made. With gradients
+enabled, the results lead to an autograd node that ends the backward pass, which is repeated as well: every
+parameter has a gradient already, into which the passes accumulate.
 """
 
 from __future__ import annotations
@@ -881,6 +882,7 @@ def _only_passed_on(kind: type, name: str) -> bool:
 
 # ------------------------------------------------------------------------------------------- calls of a model
 
+_SMALL_GROWTH = 1 << 18  # bytes since the last traced call, such as the tokens of a generation
 _TRACED_TIMES = 3  # until then the allocator finds blocks for all requests among those of the calls before
 
 
@@ -922,7 +924,7 @@ def _make(like: _TensorLike) -> torch.Tensor:
 
 
 class RepeatedCalls:
-    """Of the modules that are inside no other."""
+    """Of the modules that are inside no other, or that one calls in a loop."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -940,7 +942,7 @@ class RepeatedCalls:
         if key is None:  # not inside of `except`: an error of the program would show both tracebacks
             return forward(module, *args, **kwargs)
         known = self._traced.get(key)
-        same = known is not None and known.live_bytes == live
+        same = known is not None and abs(known.live_bytes - live) <= _SMALL_GROWTH
         if known is not None and same and known.module() is module and known.times >= _TRACED_TIMES:
             return self._repeat(known, module)
         first, kernels = len(tracer.recorder.allocations), len(tracer.work.kernels)
