@@ -167,10 +167,7 @@ def run_verify(
 
     def run(progress: Progress) -> Verification:
         with open_target(target, overrides) as opened:
-            progress(
-                "running two steps on the CPU, then two with the fixes (smaller: --sizes B=1,T=16)", None
-            )
-            return verify(uses, workload_of(opened, target), sizes=parsed)
+            return verify(uses, workload_of(opened, target), sizes=parsed, progress=progress)
 
     with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:
         found = run_isolated(run, report)

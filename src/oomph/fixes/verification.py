@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from oomph.fixes.application import apply
 from oomph.fixes.registry import Fixes, find, uses_of
 from oomph.prediction import fake_model
 from oomph.prediction.isolation import run_isolated
-from oomph.records import Difference, FixKind, Verification
+from oomph.records import Difference, FixKind, Progress, Verification
 from oomph.torch_internals import tree_map
 from oomph.units import GiB
 from oomph.workload import Workload
@@ -38,17 +39,27 @@ class Run:
 
 
 def verify(
-    fixes: Fixes, workload: Workload, *, sizes: dict[str, int] | None = None, tolerance: float = EXACT
+    fixes: Fixes,
+    workload: Workload,
+    *,
+    sizes: dict[str, int] | None = None,
+    tolerance: float = EXACT,
+    progress: Progress | None = None,
 ) -> Verification:
     """Compare losses, every gradient, and parameters and buffers after two steps, without and with the fixes.
 
     The model is built and runs on the CPU: give a small instance. `sizes` replaces some of the Workload's
     sizes. Exact fixes run in float64 where the Workload is float32, so that rounding hides nothing.
     """
-    return run_isolated(lambda _: _verify(fixes, workload, sizes, tolerance), lambda text, fraction: None)
+    return run_isolated(
+        lambda report: _verify(fixes, workload, sizes, tolerance, report),
+        progress or (lambda text, fraction: None),
+    )
 
 
-def _verify(fixes: Fixes, workload: Workload, sizes: dict[str, int] | None, tolerance: float) -> Verification:
+def _verify(
+    fixes: Fixes, workload: Workload, sizes: dict[str, int] | None, tolerance: float, progress: Progress
+) -> Verification:
     if sizes:
         workload = replace(workload, sizes={**(workload.sizes or {}), **sizes})
     _check_size(workload)
@@ -61,8 +72,15 @@ def _verify(fixes: Fixes, workload: Workload, sizes: dict[str, int] | None, tole
     kind: FixKind = "training" if "training" in kinds else "precision" if "precision" in kinds else "exact"
     if kind == "exact":
         workload = widened(workload)
+    smaller = _smaller(workload)
+
+    def report(with_fixes: bool, step: int) -> None:
+        which = "with the fixes" if with_fixes else "without fixes"
+        done = (step + STEPS * with_fixes) / (2 * STEPS)
+        progress(f"on the CPU {which}: step {step + 1} of {STEPS}{smaller}", done)
+
     try:
-        before = run(workload)
+        before = run(workload, before_step=partial(report, False))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # without a fix: not ours
@@ -71,7 +89,8 @@ def _verify(fixes: Fixes, workload: Workload, sizes: dict[str, int] | None, tole
         raise UserError(
             "the workload's own loss is not finite, without any fix, so there is nothing to compare with"
         )
-    found = differences(before, run(apply(uses, workload)), comparable=kind != "training")
+    after = run(apply(uses, workload), before_step=partial(report, True))
+    found = differences(before, after, comparable=kind != "training")
     return Verification(tuple(use.fix for use in uses), kind, found, tolerance if kind == "exact" else None)
 
 
@@ -103,7 +122,16 @@ def _float64_batch(make: Callable[..., Any]) -> Callable[..., Any]:
     return batch
 
 
-def run(workload: Workload, steps: int = STEPS) -> Run:
+def _smaller(workload: Workload) -> str:
+    """How to run less, with sizes that the Workload has."""
+    sizes = {name: 2 if name == "B" else size // 4 for name, size in (workload.sizes or {}).items()}
+    smaller = [f"{name}={size}" for name, size in sizes.items() if 0 < size < workload.sizes[name]]  # type: ignore[index]
+    return f" (smaller: --sizes {','.join(smaller)})" if smaller else ""
+
+
+def run(
+    workload: Workload, steps: int = STEPS, before_step: Callable[[int], None] = lambda step: None
+) -> Run:
     device = torch.device("cpu")
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
@@ -116,6 +144,7 @@ def run(workload: Workload, steps: int = STEPS) -> Run:
         batch = workload.make_batch(device)
         losses, gradients = [], {}
         for step in range(steps):
+            before_step(step)
             torch.manual_seed(2 + step)
             freed = getattr(optimizer, "updates_in_backward", False)
             with _collect_gradients(model, freed) as seen:
