@@ -67,6 +67,22 @@ def test_an_endless_loop_ends_after_three_steps_with_the_peak_of_its_step(predic
     assert "not real" in script.notes[0].text
 
 
+@pytest.mark.parametrize(("rounds", "made"), [(1, "3 steps of each of its 2"), (2, "3 to 6 steps of its 2")])
+def test_the_steps_of_a_gan_are_told_by_optimizer(predicted, rounds: int, made: str) -> None:
+    source = f"""
+import torch
+nets = [torch.nn.Linear(256, 256).cuda() for _ in "ab"]
+critic, generator = (torch.optim.Adam(net.parameters()) for net in nets)
+while True:
+    for optimizer in (*[critic] * {rounds}, generator):
+        nets[0](nets[1](torch.randn(64, 256, device="cuda"))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+    (note,) = (each.text for each in predicted(source).notes if "was stopped after" in each.text)
+    assert f"after {made} optimizers" in note
+
+
 def test_the_note_on_what_comes_later_leaves_out_an_evaluation_that_was_traced(predicted) -> None:
     evaluation = "    model.eval()(torch.randn(64, 256, device='cuda'))\n    model.train()\n"
     for source, expected in ((ENDLESS, True), (ENDLESS + evaluation, False)):

@@ -226,11 +226,20 @@ class _ScriptSteps:
                 f"its evaluation after step {step}, which may need more, is not included "
                 f"(--steps {step + 1} includes it)"
             )
-        why = why or f"after {self._tracer.step} steps: {later}"
+        why = why or f"after {self._steps_made()}: {later}"
         self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
         self._tracer.work.keep_step()
         self._tracer.label_parameters()
         self._finish(self._tracer)
+
+    def _steps_made(self) -> str:
+        """With several optimizers, as of a GAN, a new step begins where the first of them makes one more."""
+        counts = list(self._counts.values())
+        if len(counts) < 2:
+            return f"{self._tracer.step} steps"
+        fewest, most = min(counts), max(counts)
+        each = f"{most} steps of each" if fewest == most else f"{fewest} to {most} steps"
+        return f"{each} of its {len(counts)} optimizers (steps here are counted by the one that steps most)"
 
     def start_watch(self) -> None:
         threading.Thread(target=self.watch, name=WATCH_THREAD, daemon=True).start()
