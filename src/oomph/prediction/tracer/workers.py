@@ -20,7 +20,7 @@ from oomph.prediction.cuda.rules import program_error
 from oomph.prediction.isolation import refuse_in_thread
 from oomph.prediction.tracer.fake_cuda import DEVICE, Patches
 from oomph.prediction.tracer.tracer import Tracer
-from oomph.torch_internals import FakeTensor, TorchDispatchMode, tree_map
+from oomph.torch_internals import FakeTensor, tree_leaves, tree_map
 
 _MODES = tuple[Any, ...]
 _MiB = 1 << 20
@@ -85,20 +85,14 @@ class _Samples:
     @staticmethod
     def _run(make: Callable[[], Any], made: list[Any], refuse: Callable[[], None]) -> None:
         refuse()
-        with contextlib.suppress(BaseException), _RealTensorsOnly():
-            made.append(make())
+        with contextlib.suppress(BaseException):
+            samples = make()
+            if not any(map(_needs_trace, tree_leaves(samples))):
+                made.append(samples)
 
 
-class _RealTensorsOnly(TorchDispatchMode):
-    def _dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        device = kwargs.get("device") if kwargs else None
-        if (device is not None and device.type == "cuda") or any(issubclass(t, FakeTensor) for t in types):
-            raise TypeError(f"{func} needs the trace")
-        return func(*args, **kwargs) if kwargs else func(*args)
-
-
-# Set after the class is made, as in dispatch.py: to keep the compiler out has a price for every op.
-_RealTensorsOnly.__torch_dispatch__ = _RealTensorsOnly._dispatch  # type: ignore[method-assign,assignment]
+def _needs_trace(value: Any) -> bool:
+    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type != "cpu")
 
 
 def _trace_threads(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
