@@ -216,6 +216,13 @@ def test_accumulating_into_indices_sorts_them_and_writing_does_not() -> None:
     assert 6 * span < highest(taken(aten.index_put_.default, target, [index], values, True)) < 7 * span
 
 
+def test_log_softmax_copies_a_transposed_gradient() -> None:
+    grad, output = meta(64, 8000, 128), meta(64, 128, 8000)
+    backward = aten._log_softmax_backward_data.default
+    assert highest(taken(backward, output, output, -1, torch.float32)) == 0
+    assert highest(taken(backward, grad.transpose(1, 2), output, -1, torch.float32)) == 4 * grad.numel()
+
+
 def test_layer_norm_sums_gradients_of_many_short_rows_in_two_passes() -> None:
     def events(rows: int) -> list[int]:
         tensor, statistic, weight = meta(rows, 256), meta(rows, 1), meta(256)

@@ -514,6 +514,11 @@ def _one_input(call: BoundArguments, gpu: GPU) -> list[int]:
     return [contiguous_copy_bytes(call["self"])]
 
 
+@temporaries(aten._log_softmax_backward_data.default)
+def _log_softmax_backward(call: BoundArguments, gpu: GPU) -> list[int]:
+    return [contiguous_copy_bytes(call["grad_output"]), contiguous_copy_bytes(call["output"])]
+
+
 # Results that CUDA makes large and then shrinks: they look small, and hold their first storage. mse and
 # smooth_l1 take one element per element of the input until the mean is written, fold and unfold are as large
 # as the input first.
