@@ -316,6 +316,7 @@ class Prediction:
     growth: Growth | None = None  # None: later steps leave no more behind than those before
     assumptions: tuple[Note, ...] = ()  # guesses that change what was traced: a loop cut, no backward pass
     interval: Interval | None = None  # None: nothing that decides the peak is unknown
+    fixes: tuple[str, ...] | None = None  # that apply to the model of a script, where they were asked for
     margin: int = 0  # bytes by which the needed memory may be off, either way
     batch: tuple[BatchTensor, ...] = ()  # distinct ones, in the order of the program; () where unknown
     sizes: tuple[tuple[str, int], ...] = ()  # of the Workload

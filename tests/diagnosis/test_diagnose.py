@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -304,3 +306,29 @@ def test_long_paths_lose_their_first_folders_before_their_names_are_broken() -> 
     text = text[text.index("Also at the peak") :]
     assert "modeling_gpt2.py:619" in text
     assert ".../" in text
+
+
+def test_a_script_runs_once_and_gets_the_fixes_that_apply_to_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    script = f"""
+import os, torch
+os.write({write}, b"!")
+layers = [torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()) for _ in range(6)]
+model = torch.nn.Sequential(*layers).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    model(torch.randn(8192, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    (tmp_path / "train.py").write_text(script)
+    assert run(["diagnose", str(tmp_path / "train.py"), "--json"]) == 0
+    os.close(write)
+    with open(read, "rb") as runs:
+        assert runs.read() == b"!"
+    found = json.loads(capsys.readouterr().out)["findings"]
+    fixes = {name for one in found for name in one["fixes"]}
+    assert "activation_checkpointing" in fixes
+    assert "micro_batches" not in fixes  # changes the step, which a script computes

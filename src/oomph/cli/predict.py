@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -155,8 +155,9 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     check_options(options)
     # Imported here: torch takes a second to load.
     from oomph.diagnosis.api import diagnose_with
+    from oomph.planning.programs import with_applicable_fixes
 
-    diagnosis = diagnose_with(lambda sizes: predict_target(options, sizes))
+    diagnosis = diagnose_with(lambda sizes: predict_target(options, sizes, on_end=with_applicable_fixes))
     diagnosis = _with_applicable_fixes(diagnosis, options)
     if options.json:
         write_stdout(json.dumps(diagnosis_to_json(diagnosis), allow_nan=False) + "\n")
@@ -187,13 +188,15 @@ def _with_applicable_fixes(diagnosis: Diagnosis, options: PredictOptions) -> Dia
             proposals = FunctionProgram(target, None, None).proposals(diagnosis.prediction)  # type: ignore[arg-type]
             return {one.fix for one in proposals.found}
 
-    # The target runs again; a script, until it makes its optimizer. What --allow-subprocesses and
-    # --allow-network allow is refused then, so that it has no effect twice.
+    # The target runs again; a script only if its model is gone, until it makes its optimizer. What
+    # --allow-subprocesses and --allow-network allow is refused then, so that it has no effect twice.
     notes = diagnosis.notes
     with progress_display(Console(stderr=True)) as report:
         report("looking for the fixes that apply", None)
         try:
-            if options.is_script:
+            if diagnosis.prediction.fixes is not None:
+                valid = set(diagnosis.prediction.fixes)
+            elif options.is_script:
                 program = ScriptProgram(script_with_fixes(options), None, None)
                 valid = {one.fix for one in program.proposals(diagnosis.prediction).found}
             else:
@@ -261,13 +264,17 @@ def check_options(options: PredictOptions) -> None:
 
 
 def predict_target(
-    options: PredictOptions, sizes: Mapping[str, int] | None = None, silent: bool = False
+    options: PredictOptions,
+    sizes: Mapping[str, int] | None = None,
+    silent: bool = False,
+    on_end: Callable[[Any, Prediction], Prediction] | None = None,
 ) -> Prediction:
-    """`sizes`: of the Workload, instead of its own. `silent`: without what the program prints."""
+    """`sizes`: of the Workload, instead of its own. `silent`: without what the program prints. `on_end`: of a
+    Script."""
     from oomph.prediction.api import predict_isolated, run_silently
 
     def run(progress: Progress) -> Prediction:
-        return _predict_target(options, sizes, progress)
+        return _predict_target(options, sizes, progress, on_end)
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
@@ -275,13 +282,13 @@ def predict_target(
 
 
 def _predict_target(
-    options: PredictOptions, sizes: Mapping[str, int] | None, progress: Progress
+    options: PredictOptions, sizes: Mapping[str, int] | None, progress: Progress, on_end: Any
 ) -> Prediction:
     from oomph.prediction import predict
     from oomph.prediction.program import STEPS
 
     if options.is_script:
-        script = script_with_fixes(options)
+        script = replace(script_with_fixes(options), on_end=on_end)
         return predict(script, gpu=options.gpu, max=options.max, sizes=_sizes(options), progress=progress)
     with open_target(options.target, options.overrides) as target:
         if options.fixes:

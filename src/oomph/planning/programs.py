@@ -331,6 +331,17 @@ def _proposals_for(prediction: Prediction, is_script: bool, made: Any) -> Propos
     return Proposals(model_id(model), tuple(found))
 
 
+def with_applicable_fixes(made: Any, prediction: Prediction) -> Prediction:
+    """For `Script.on_end`: the prediction with the names of the fixes that apply to the script's model."""
+    if made is None:
+        return prediction
+    try:
+        found = _proposals_for(prediction, True, made).found
+    except UserError:  # nothing can be applied
+        found = ()
+    return replace(prediction, fixes=tuple(one.fix for one in found))
+
+
 Program = WorkloadProgram | FunctionProgram | ScriptProgram
 
 

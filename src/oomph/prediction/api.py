@@ -114,7 +114,10 @@ def predict(
         if tracer.batch_sizes is not None:
             tracer.batch_sizes.check_applied(tuple(tracer.moved))
         found = _prediction(tracer, target, card, gpu is not None, limit)
-        return replace(found, seconds=time.perf_counter() - began)
+        found = replace(found, seconds=time.perf_counter() - began)
+        if isinstance(target, Script) and target.on_end is not None:
+            found = target.on_end(tracer.trained and tracer.trained(), found)
+        return found
 
     def run(progress: Progress) -> Prediction:
         return prediction(

@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from oomph.errors import ProgramError, UserError, program_traceback, user_line
 from oomph.prediction.program import STEPS, next_evaluation
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.prediction.tracer.workers import gpus_of_node
-from oomph.records import Progress
+from oomph.records import Prediction, Progress
 
 # An optimizer that has not stepped while another made so many times the steps is not waited for.
 _MOST_ROUNDS = 10
@@ -46,6 +47,8 @@ class Script:
     ranks: int = 1
     # Called with each optimizer that it makes, or with the first model that it trains before any.
     on_optimizer: Callable[[Any], None] | None = None
+    # Called with the first of those, if it still exists, and the prediction, before the process ends.
+    on_end: Callable[[Any, Prediction], Prediction] | None = None
     repeat_last_step: bool = False  # its last step is known to be like the one before, and is not run
 
     @property
@@ -157,7 +160,7 @@ class _ScriptSteps:
         self._first_event = 0  # of the step
         self._model_found = False
         self._first_call: Any = None
-        if script.on_optimizer is not None:
+        if script.on_optimizer is not None or script.on_end is not None:
             self._first_call = on_first_training_call(self._trains)
 
     def begin(self, number: int) -> None:
@@ -170,14 +173,23 @@ class _ScriptSteps:
 
     def made(self, optimizer: torch.optim.Optimizer) -> None:
         self._counts[optimizer] = 0
-        if self._script.on_optimizer is not None:
+        self._remember(optimizer)
+        if self._first_call is not None:
             self._first_call.remove()
+        if self._script.on_optimizer is not None:
             self._script.on_optimizer(optimizer)
+
+    def _remember(self, made: Any) -> None:
+        if self._tracer.trained is None:
+            self._tracer.trained = weakref.ref(made)
 
     def _trains(self, model: torch.nn.Module) -> None:
         self._model_found = True
+        self._remember(model)
+        if self._script.on_optimizer is None:
+            return
         process = os.getpid()
-        self._script.on_optimizer(model)  # type: ignore[misc]
+        self._script.on_optimizer(model)
         if os.getpid() != process:  # a fork, which has none of the threads
             self.start_watch()
 

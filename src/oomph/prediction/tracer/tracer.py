@@ -388,6 +388,7 @@ class Tracer:
         self.reads = 0  # of values that may be guesses, by the program or for a size
         self.repeat_first_step = False  # the passes of a Workload's second step are those of its first
         self.optimizers = 0  # that the program made
+        self.trained: weakref.ref[Any] | None = None  # a script's first optimizer, or its first model
         self.optimizer_steps = 0  # so far, of all optimizers
         self.module_calls_at_update = -1  # that had completed when an optimizer last stepped
         self.on_optimizer_made: Callable[[torch.optim.Optimizer], None] | None = None
