@@ -1,4 +1,4 @@
-"""Ops whose memory depends on values: against an H200 with torch 2.11, and where the values are known."""
+"""Ops whose memory depends on values, and linear algebra: against an H200 with torch 2.11."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ aten = torch.ops.aten
 in_process = pytest.mark.usefixtures("in_process")
 ROWS = json.loads((RESULTS / "kernels_h200_torch2.11.json").read_text())
 GROUP = list(ROWS)[list(ROWS).index("nonzero all") :]
+LINEAR_ALGEBRA = ["irfft2", "eigh", "eigh small", "eigvalsh", "svd", "qr", "cholesky_solve"]
 # Measured with other random values than the trace draws.
 DRAWN = {"index rows by mask bf16", "index by mask half", "repeat_interleave counts", "repeat_interleave ids"}
 
@@ -29,7 +30,7 @@ def notes_of(program: Callable[[], Any]) -> str:
     return "\n".join(str(note) for note in oomph.predict(program, gpu="h200").notes)
 
 
-@pytest.mark.parametrize("name", GROUP)
+@pytest.mark.parametrize("name", GROUP + LINEAR_ALGEBRA)
 @in_process
 def test_the_prediction_is_what_was_measured(name: str) -> None:
     measured = ROWS[name]["steps"][-1][0]

@@ -45,7 +45,7 @@ def break_every_rule(monkeypatch: pytest.MonkeyPatch, table: dict[Any, Any]) -> 
 def any_value(argument: Any, tensor: Callable[[], torch.Tensor]) -> Any:
     """Any value of an argument's or a result's type: no kernel looks at it."""
     kind = str(argument.type).replace("Optional[", "").replace("List[", "").replace("]", "")
-    plain = {"int": 1, "float": 0.5, "bool": True, "number": 1, "str": "sum"}
+    plain = {"int": 1, "float": 0.5, "bool": False, "number": 1, "str": "sum"}
     value = tensor() if kind == "Tensor" else plain.get(kind)
     return [value] * (argument.N or 1) if "List[" in str(argument.type) else value
 

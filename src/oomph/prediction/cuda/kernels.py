@@ -406,6 +406,68 @@ def _extreme_with_index(call: BoundArguments, gpu: GPU) -> list[int]:
     )  # fmt: skip
 
 
+# ------------------------------------------------------------------------ linear algebra, Fourier transforms
+
+# cuSOLVER's workspaces, within 3 % of those measured on an H200 (CUDA 13.0) that have more than 4 MiB. Most
+# ops take several matrices one after the other.
+
+
+@temporaries(aten._linalg_eigh.default)
+def _eigenvalues(call: BoundArguments, gpu: GPU) -> list[int]:
+    matrices, n = call["A"], call["A"].shape[-1]
+    count = math.prod(matrices.shape[:-2])
+    if n < 32 or (n == 32 and count > 1):
+        elements = count * (67_000 + 810 * n)
+    elif n <= 512 and matrices.dtype == torch.float32:
+        elements = n * (n + 38)
+    else:
+        elements = 4 * n * n + max(128 * n + 33_000, 196_000)
+    copy = 0 if call["compute_v"] else matrices.nbytes
+    return [copy, elements * matrices.dtype.itemsize]
+
+
+@temporaries(aten._linalg_svd.default)
+def _singular_values(call: BoundArguments, gpu: GPU) -> list[int]:
+    matrices, item = call["A"], call["A"].dtype.itemsize
+    m, n = matrices.shape[-2:]
+    elements = 2 * m * n + 70 * min(m, n)
+    if m != n:  # by way of QR
+        elements = max(elements, _QR_ELEMENTS) + (m * n if m < n else 0)
+    vectors = [] if call["compute_uv"] else [min(m, n) * m * item, min(m, n) * n * item]
+    return [matrices.nbytes, *vectors, elements * item]
+
+
+_QR_ELEMENTS = 1024 * 768
+
+
+@temporaries(aten.linalg_qr.default)
+def _qr(call: BoundArguments, gpu: GPU) -> list[int]:
+    matrices = call["A"]
+    m, n = matrices.shape[-2:]
+    at_once = m <= 256 and math.prod(matrices.shape[:-2]) >= max(2, m // 16)
+    return [] if at_once else [max(1024 * (512 + n), _QR_ELEMENTS) * matrices.dtype.itemsize]
+
+
+@temporaries(aten.linalg_inv_ex.default)
+def _inverse(call: BoundArguments, gpu: GPU) -> list[int]:
+    """The LU decomposition, and a copy of it."""
+    return [call["A"].nbytes, call["A"].nbytes]
+
+
+@temporaries(
+    aten._linalg_solve_ex.default, aten.cholesky_inverse.default, aten._cholesky_solve_helper.default
+)
+def _solution(call: BoundArguments, gpu: GPU) -> list[int]:
+    matrices: torch.Tensor = call["A"] if "A" in call else call["self"]
+    return [matrices.nbytes]
+
+
+@temporaries(aten._fft_c2r.default)
+def _real_from_complex(call: BoundArguments, gpu: GPU) -> list[int]:
+    """cuFFT overwrites the input, so it is given a copy (native/cuda/SpectralOps.cpp)."""
+    return [call["self"].nbytes]
+
+
 # ---------------------------------------------------------------------- normalizations, softmax, roll, losses
 
 _LONG = 64 * 1024  # rows

@@ -181,7 +181,7 @@ class _Convolution(NamedTuple):
     width: int  # of the kernel
     stride: int
     item: int  # bytes of an element
-    planar: bool = True  # two-dimensional
+    dims: int = 2  # of space
     square: bool = True  # image and kernel
     strided: bool = True  # or padded
     dilated: bool = False
@@ -237,7 +237,7 @@ def _workspace(found: _Convolution, kind: Pass, gpu: GPU) -> int:
     if kind != "weight":
         as_it_is = is_product and (found.input.plane % 4 == 0 or found.weight < _LARGE_WEIGHT)
         return 0 if as_it_is or _is_direct(found, kind) else _copies_inside(found, kind)
-    if is_product and found.planar and not found.channels_last and _reads_planes_in_place(found):
+    if is_product and not found.channels_last and _reads_planes_in_place(found):
         split = found.item == 4 or found.positions >= _LONG_SUM
         sums = gpu.multiprocessors * _TILE * _TILE * 4 if split else 0
         return min(found.batch * found.weight * 4, found.input.bytes + found.output.bytes + sums)
@@ -292,7 +292,7 @@ def _copies_inside(found: _Convolution, kind: Pass) -> int:
 
 def _reads_planes_in_place(found: _Convolution) -> bool:
     """Whether the products of a weight gradient can read the planes as they are."""
-    reads_plane = found.item == 4 or found.input.plane % 4 == 0
+    reads_plane = found.item == 4 or (found.input.plane % 4 == 0 and found.dims < 3)
     return reads_plane and found.input.channels > 1 and found.output.channels % 2 == 0
 
 
@@ -371,7 +371,7 @@ def _measured(kernel: _Kernel) -> list[_Measured]:
 
 def _is_like_measured(found: _Convolution) -> bool:
     """Dilated ones are not: cuDNN has neither Fourier transforms nor Winograd's method for them."""
-    is_plain = found.planar and not found.channels_last and not found.dilated and found.groups == 1
+    is_plain = found.dims == 2 and not found.channels_last and not found.dilated and found.groups == 1
     return is_plain and found.square and found.stride <= 2 and found.item in (2, 4)
 
 
@@ -462,7 +462,7 @@ def _describe(call: BoundArguments, output: tuple[int, ...], format: torch.memor
         width=weight.shape[-1],
         stride=max(call["stride"]),
         item=item,
-        planar=input.dim() == 4,
+        dims=input.dim() - 2,
         square=len({*input.shape[2:]}) == len({*weight.shape[2:]}) == 1,
         strided=any(step != 1 for step in call["stride"]) or any(call["padding"]),
         dilated=any(step != 1 for step in call["dilation"]),
