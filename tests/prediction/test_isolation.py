@@ -7,10 +7,11 @@ import multiprocessing
 import os
 import random
 import signal
+import termios
 import textwrap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -374,6 +375,25 @@ def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder: Path) ->
     assert (folder / "new").exists()
     with pytest.raises(UserError, match="subprocesses, network"):
         oomph.predict(touch, allow=["everything"])
+
+
+@pytest.fixture
+def terminal() -> Iterator[int]:
+    """The standard input of this process."""
+    other_end, terminal = os.openpty()
+    stdin = os.dup(0)
+    os.dup2(terminal, 0)
+    yield terminal
+    os.dup2(stdin, 0)
+    for file in (other_end, terminal, stdin):
+        os.close(file)
+
+
+def test_a_program_may_ask_for_the_size_of_its_terminal_and_reads_nothing(terminal: int) -> None:
+    termios.tcsetwinsize(terminal, (40, 120))
+    oomph.predict(made("assert os.popen('stty size').read() == '40 120\\n'; assert os.read(0, 1) == b''"))
+    with pytest.raises(ProgramError, match=r"--allow-subprocesses"):
+        oomph.predict(made("os.popen('stty size 40')"))
 
 
 def test_mpi_has_one_process_and_is_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

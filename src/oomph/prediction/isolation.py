@@ -580,13 +580,18 @@ def _sendable(error: OomphError) -> OomphError:
 
 
 def _without_terminal() -> None:
-    """A terminal stops processes of a background group that read from it: they find it at its end instead."""
+    """A terminal stops processes of a background group that read from it: they find one at its end instead,
+    of the same size, for programs that ask `stty size`."""
     signal.signal(signal.SIGTTIN, signal.SIG_IGN)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     if os.isatty(0):
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        import termios  # not on Windows
+
+        other_end, terminal = os.openpty()  # open for as long as this process
+        termios.tcsetwinsize(terminal, termios.tcgetwinsize(0))
+        os.write(other_end, b"\x04" * 64)  # one end of input for each read
+        os.dup2(terminal, 0)
+        os.close(terminal)
 
 
 def _forget_imports_of_other_threads() -> None:
@@ -607,6 +612,7 @@ _QUERIES = (  # what programs ask before they train; with these words, none of t
     *(("git", each) for each in ("rev-parse", "describe", "log", "show")),
     *(("git", "config", "--get"), ("git", "branch", "--show-current")),
     *(("nvidia-smi",), ("uname",), ("hostname",), ("lscpu",), ("ldconfig", "-p"), ("/sbin/ldconfig", "-p")),
+    ("stty", "size"),
 )
 _NVIDIA_SMI_QUERIES = ("-L", "-q", "--query", "--format", "-i", "--id")
 
@@ -617,7 +623,7 @@ def _is_query(command: str) -> bool:
     if known is None or not command.isprintable() or set(command) & set(";|&<>`$"):
         return False
     rest = words[len(known) :]
-    if known == ("hostname",):
+    if known in (("hostname",), ("stty", "size")):
         return not rest
     if known == ("nvidia-smi",):
         return all(word.startswith(_NVIDIA_SMI_QUERIES) or word.isdigit() for word in rest)
@@ -629,6 +635,7 @@ def _refuse_effect(event: str, args: tuple[Any, ...], allow: Collection[str]) ->
     if event in _COMMANDS and "subprocesses" not in allow:
         command = args[_COMMANDS[event]]
         if isinstance(command, (list, tuple)):
+            command = command[2:] if list(command[:2]) == ["/bin/sh", "-c"] else command  # os.popen
             command = " ".join(map(os.fsdecode, command))
         command = os.fsdecode(command)
         if not _is_query(command):
