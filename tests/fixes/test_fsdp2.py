@@ -1,5 +1,8 @@
 """FSDP2 on two processes: the same loss and gradients as the whole model."""
 
+import warnings
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -81,3 +84,18 @@ def test_blocks_that_share_a_parameter_are_left_to_the_whole_model():
     model = TinyLM()
     model.blocks[2].mlp = model.blocks[0].mlp
     assert [name for name, _ in blocks_with_own_parameters(blocks(model))] == ["blocks.1"]
+
+
+class ReturnsView(TinyLM):
+    def __init__(self, **options):
+        super().__init__(**options)
+        for block in self.blocks:
+            block.register_forward_hook(lambda block, given, out: out.view(out.shape))
+
+
+def test_warnings_of_fsdp2_are_not_shown_where_it_is_only_proposed():
+    work = replace(workload(), model=lambda: ReturnsView(layers=3, width=512, heads=4))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert fixes.propose(oomph.predict(work), work, only=("fsdp2",))
+    assert not [each for each in shown if "FSDP2" in str(each.message)]

@@ -221,7 +221,9 @@ def _with_prediction(proposal: Proposal, context: FixContext) -> Proposal | None
     try:
         fixed = apply(proposal, context.workload)
         card = None if before.gpu is None else gpus.with_rates(gpus.find(before.gpu))
-        return with_prediction(proposal, before, predict(fixed, gpu=card, max=before.limit))
+        # Its own warnings were shown for the step as it is; others are of fixes that nobody has chosen yet.
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            return with_prediction(proposal, before, predict(fixed, gpu=card, max=before.limit))
     except OomphError as error:
         return with_prediction(proposal, before, error)
 
