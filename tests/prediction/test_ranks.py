@@ -165,3 +165,32 @@ def test_how_many_cards_are_needed():
     assert [one.ranks for one in trials[:3]] == [1, 2, 4]
     assert not any(one.fits for one in trials)
     assert len(trials) < 8
+
+
+PROCESSES = """
+import multiprocessing
+import torch
+
+def main(rank, sizes):
+    seen = multiprocessing.Value("i", rank)
+    model = torch.nn.Linear(*sizes).cuda()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        model(torch.randn(8, sizes[0], device="cuda")).sum().backward()
+        optimizer.step()
+    assert seen.value == 0
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    processes = [multiprocessing.Process(target=main, args=(rank, [512, 512])) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+"""
+
+
+def test_a_process_that_a_script_spawns_for_each_gpu_is_traced(tmp_path):
+    (tmp_path / "train.py").write_text(PROCESSES)
+    prediction = oomph.predict(Script(tmp_path / "train.py"), gpu="h100-80gb")
+    assert len(prediction.steps) == 3

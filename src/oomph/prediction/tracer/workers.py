@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -116,14 +118,48 @@ def _trace_threads(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
 
 
 def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
-    """torch.multiprocessing.spawn(main, nprocs=...), as scripts for several GPUs start themselves."""
-    spawn = torch.multiprocessing.spawn
+    """torch.multiprocessing.spawn(main, nprocs=...), or set_start_method("spawn") and a Process(target=main)
+    for each GPU, as scripts for several GPUs start themselves."""
+    spawn, start = torch.multiprocessing.spawn, BaseProcess.start
+    start_method: list[str] = []
+    ranks: list[Any] = []
 
     @functools.wraps(spawn)
     def spawn_directly(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
         return fn(0, *args) if nprocs in (1, tracer.ranks) else spawn(fn, args, nprocs, *rest, **kwargs)
 
+    def set_start_method(method: str, force: bool = False) -> None:
+        start_method[:] = [method]  # not really: the first lock of "spawn" starts a process
+
+    def start_directly(process: Any) -> None:
+        helps = process.daemon or any(map(_communicates, tree_leaves((process._args, process._kwargs))))
+        if start_method != ["spawn"] or process._start_method is not None or helps:
+            return start(process)
+        ranks.append(process)
+        process._popen = _Ended()
+        if len(ranks) == 1:
+            process.run()
+
     patches.set(torch.multiprocessing, "spawn", spawn_directly)
+    patches.set(BaseProcess, "start", start_directly)
+    for module in (multiprocessing, torch.multiprocessing):
+        patches.set(module, "set_start_method", set_start_method)
+
+
+class _Ended:
+    """What `Process.join` asks."""
+
+    returncode = 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    poll = wait
+
+
+def _communicates(argument: Any) -> bool:
+    """Queues, pipes and events: such a process works with this one."""
+    return type(argument).__module__.split(".")[0] in ("multiprocessing", "_multiprocessing")
 
 
 def _call_replicas_directly(patches: Patches) -> None:
