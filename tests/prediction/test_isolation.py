@@ -62,6 +62,8 @@ PROGRAMS = {
     "symlink to a new folder": "os.makedirs('runs/1'); os.symlink('runs/1', 'latest'); open('latest/x', 'w').close(); assert os.path.exists('runs/1/x')",
     "symlinked folder": "open('linked/new', 'w').close(); assert 'new' in os.listdir('linked') and glob.glob('linked/*')",
     "multiprocessing spawn": "refused(lambda: multiprocessing.get_context('spawn').Process(target=print).start())",
+    "locks for spawn": "multiprocessing.get_context('spawn').Value('i', 0).value += 1",
+    "tensors of a forked process": "q = torch.multiprocessing.get_context('fork').Queue(); p = torch.multiprocessing.get_context('fork').Process(target=lambda: (q.put(torch.ones(4)), q.get())); p.start(); assert q.get(timeout=60).tolist() == [1.0] * 4; q.put(0); p.join()",
     "options of queries": "refused(lambda: subprocess.run(['git', 'log', '--output=log.txt'])); refused(lambda: os.system('hostname x'))",
     "hard link": "os.link('log.txt', 'link'); assert open('link').read() == 'one line\\n'",
     "makedirs": "os.makedirs('x/y/z', exist_ok=True); assert os.path.isdir('x/y/z')",

@@ -28,6 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from multiprocessing.synchronize import SemLock
 from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
@@ -462,12 +463,14 @@ def _isolate(scratch: str, allow: Collection[str]) -> None:
             _refuse_effect(event, args, allow)
 
     sys.addaudithook(refuse)
+    multiprocessing.util.get_temp_dir = lambda: scratch  # for sockets, whose paths are not redirected
     os.environ.update(_ENVIRONMENT)
     warnings.filterwarnings("ignore", "CUDA initialization")  # a real GPU is out of reach here
     warnings.filterwarnings("ignore", module=r"oomph\.prediction")  # torch's, at lines of ours
     _replace_mpi()
     if "subprocesses" not in allow:
         multiprocessing.util.spawnv_passfds = _refuse_spawn  # it raises no audit event
+        _make_locks_for_forks()
         file_overlay.forbid_writes_outside((scratch, "/dev", "/proc/self"))
 
 
@@ -490,6 +493,16 @@ def _replace_mpi() -> None:
 def _end_with_parent() -> None:
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+
+
+def _make_locks_for_forks() -> None:
+    """Locks for spawned processes start one that removes them in the end."""
+    make, fork = SemLock.__init__, multiprocessing.get_context("fork")
+
+    def make_for_forks(self: SemLock, *args: Any, ctx: Any) -> None:
+        make(self, *args, ctx=fork)
+
+    SemLock.__init__ = make_for_forks  # type: ignore[method-assign, assignment]
 
 
 def _refuse_spawn(path: Any, args: Any, passfds: Any) -> NoReturn:
