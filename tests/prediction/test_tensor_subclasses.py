@@ -366,3 +366,17 @@ def test_transforms_of_torch_func_run_on_the_gpu() -> None:
     prediction = oomph.predict(train, gpu="h200")
     assert left(prediction)["parameter"] == 4 * (2 * WIDTH + WIDTH + WIDTH + 1)
     assert (ROWS, WIDTH) in {each.shape[-2:] for each in prediction.allocations if each.step == STEPS}
+
+
+def test_a_subclass_becomes_a_plain_tensor_again() -> None:
+    class Image(torch.Tensor):
+        pass
+
+    def program() -> None:
+        image = torch.randn(64, 64, device="cuda").as_subclass(Image)
+        plain = image.as_subclass(torch.Tensor)
+        assert isinstance(image, Image)
+        assert not isinstance(plain, Image)
+        assert plain.is_cuda
+
+    oomph.predict(program)

@@ -419,6 +419,8 @@ def _nested_int(tensor: FakeTensor, *, coeff: int = 1) -> Any:
 @functools.cache
 def _fake_class(cls: type) -> Any:
     """A class of the program's for tensors that are fake."""
+    if issubclass(FakeTensor, cls):  # torch.Tensor
+        return FakeTensor
     return type(cls.__name__, (cls, FakeTensor), {"__module__": cls.__module__})
 
 
