@@ -156,6 +156,19 @@ while True:
     if count % 5 == 0:
         seldom.step()
 """,
+    "of an optimizer that wraps another, which steps": """
+class SAM(torch.optim.Optimizer):
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups)
+        self.param_groups = self.base.param_groups
+optimizer, count = SAM(model.parameters()), 0
+while True:
+    model(torch.randn(8, 256, device="cuda")).sum().backward()
+    assert count < 3
+    optimizer.base.step()
+    count += 1
+""",
     "that catches everything": """
 optimizer = torch.optim.SGD(model.parameters())
 while True:

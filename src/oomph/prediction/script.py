@@ -197,7 +197,10 @@ class _ScriptSteps:
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         wanted, most = self._script.steps, max(self._counts.values())
         self._most = max(self._most, most)
-        waiting = [count for count in self._counts.values() if count < wanted]
+        seen = [each.param_groups for each, count in self._counts.items() if count >= wanted]
+        waiting = [  # not for an optimizer that wraps another, such as SAM, which may not step itself
+            each for each in self._counts if not any(each.param_groups is groups for groups in seen)
+        ]
         is_complete = self._counts[optimizer] == most == self._tracer.step
         if is_complete and self._tracer.work.counting:
             self._tracer.work.end_step()
