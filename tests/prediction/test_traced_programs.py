@@ -361,6 +361,15 @@ def _flex_attention() -> None:
     assert out.shape == q.grad.shape
 
 
+def _einsum_of_a_graph() -> None:
+    graph = torch.fx.Graph()
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    a, b = (torch.fx.Proxy(graph.placeholder(name), tracer) for name in "ab")
+    graph.output(torch.einsum("ij,jk->ik", [a, b]).node)  # a list, as opt_einsum gives it
+    x = torch.randn(4, 4, device="cuda", requires_grad=True)
+    torch.fx.GraphModule(nn.Module(), graph)(x, x).sum().backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*without torch.compile")  # of torch itself
 @pytest.mark.parametrize(
     "program",
@@ -374,6 +383,7 @@ def _flex_attention() -> None:
         _cuda_graph,
         _lengths_on_the_host,
         _flex_attention,
+        _einsum_of_a_graph,
     ],
 )
 def test_what_runs_on_a_gpu_is_traced(program: Callable[[], None]) -> None:

@@ -717,10 +717,7 @@ def _keep_function_mode_on(patches: Patches) -> None:
     def overridden(values: Iterable[Any]) -> bool:
         for value in values:
             kind = type(value)
-            if isinstance(value, (tuple, list)):
-                if overridden(value):
-                    return True
-            elif kind not in ours and not isinstance(value, type):
+            if kind not in ours and not isinstance(value, type):
                 override = getattr(kind, "__torch_function__", internals.disabled_torch_function_impl)
                 if override is not internals.disabled_torch_function_impl:
                     return internals.torch_function_enabled()
