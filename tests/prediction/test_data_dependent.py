@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from benchmarks import RESULTS
 from benchmarks.accuracy.kernels import KERNELS
-from torch import Tensor
+from torch import Tensor, nn
 
 import oomph
 from oomph.errors import ProgramError
@@ -143,6 +143,34 @@ def test_what_a_known_mask_selects_is_known(pairs: int) -> None:
         assert similarity[~labels.bool()].view(2 * pairs, -1).shape == (2 * pairs, 2 * pairs - 2)
 
     assert "depends on values" not in notes_of(program)
+
+
+@in_process
+def test_a_one_hot_mask_selects_one_element_of_every_row() -> None:
+    def program() -> None:
+        x = torch.randn(128, 5000, device="cuda")
+        labels, rows = torch.randint(0, 5000, (128,), device="cuda"), torch.arange(128, device="cuda")
+        written = torch.zeros_like(x)
+        written[rows, labels] = 1
+        scattered = torch.zeros_like(x).scatter_(1, labels[:, None], 1.0)
+        for mask in (written == 1, scattered.bool(), F.one_hot(labels, 5000).bool()):
+            assert x[mask].shape == (128,)
+        many = torch.randint(0, 5, (1 << 20,), device="cuda")
+        assert F.one_hot(many, 5).sum(dim=0).tolist() == [round((1 << 20) / 5)] * 5
+
+    assert "failed" not in notes_of(program)
+
+
+@in_process
+def test_bounds_beyond_one_select_nearly_all_or_nearly_none_of_unknown_numbers() -> None:
+    def program() -> None:
+        x = nn.Linear(64, 64, device="cuda")(torch.randn(4096, 64, device="cuda"))
+        inside = (x >= -3) & (x <= 3)
+        assert len(x[inside]) > 0.99 * x.numel()
+        assert len(x[~inside]) < 0.01 * x.numel()
+        assert len(x[x > 0.5]) == x.numel() / 2
+
+    notes_of(program)
 
 
 @in_process

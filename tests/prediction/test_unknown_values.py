@@ -272,6 +272,16 @@ def test_truncated_normals_are_drawn_once() -> None:
 
 
 @in_process
+def test_evenly_spaced_numbers_are_known() -> None:
+    def program() -> None:
+        times = torch.linspace(0, 1, 20, device="cuda")
+        assert (times[1:] > times[:-1]).all()
+        assert times[-1].item() == 1
+
+    assert oomph.predict(program).assumptions == ()
+
+
+@in_process
 def test_a_condition_that_is_asked_often_but_ends_no_loop_keeps_its_answer() -> None:
     def program() -> None:
         x = torch.randn(64, device="cuda", requires_grad=True)
@@ -298,6 +308,18 @@ def test_after_a_failure_the_last_condition_gets_the_other_answer() -> None:
     assert any("ValueError: positive" in line and "test_unknown_values.py" in line for line in first_lines)
     (in_json,) = prediction_to_json(prediction)["assumptions"]
     assert in_json["line"] == assumed.site.line  # type: ignore[union-attr]
+
+
+def test_a_check_that_fails_is_passed_every_time() -> None:
+    def program() -> None:
+        x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+        for _ in range(3):
+            if x.sum() > 0:
+                raise ValueError("positive")
+        x.sum().backward()
+
+    (assumed,) = oomph.predict(program).assumptions
+    assert "ValueError: positive" in assumed.text
 
 
 def test_a_failure_with_both_answers_is_reported_after_the_guesses() -> None:

@@ -481,9 +481,7 @@ def _one_hot(context: RuleContext, call: BoundArguments) -> Any:
     if classes <= 0:
         return NotImplemented
     out = ids.new_zeros((*ids.shape, classes))
-    out.scatter_(-1, ids.unsqueeze(-1), 1)
-    context.note_one_hot(out, classes)
-    return out
+    return out.scatter_(-1, ids.unsqueeze(-1), 1)
 
 
 @composite(aten.cumprod_backward.default)

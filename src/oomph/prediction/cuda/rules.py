@@ -164,7 +164,6 @@ class RuleContext(NamedTuple):
     on_gpu: Callable[[Any], bool]
     guard: RuleGuard
     count_kernel: Callable[..., None]  # (*tensors, flops=, kind=): a CUDA kernel that no traced op stands for
-    note_one_hot: Callable[[torch.Tensor, int], None]
     count_classes: Callable[[torch.Tensor, str], int]  # (ids, op): one more than the largest id
     has_zeros: Callable[[torch.Tensor], bool]
     held: list[torch.Tensor]  # device memory that a library keeps until the process ends

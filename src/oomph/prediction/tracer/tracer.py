@@ -372,7 +372,6 @@ class Tracer:
             self.on_gpu,
             self.guard,
             self.count_kernel,
-            self.estimates.mark_one_hot,
             self.estimates.count_classes,
             self.estimates.has_zeros,
             held=[],

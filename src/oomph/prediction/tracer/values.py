@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import itertools
 import linecache
 import math
 import weakref
@@ -45,7 +46,7 @@ _SAMPLE = 1024  # elements that stand for a large random tensor
 
 _FACTORIES = aten_ops("""
     arange.default arange.start arange.start_step zeros.default ones.default full.default eye.default
-    scalar_tensor.default tril_indices.default triu_indices.default
+    scalar_tensor.default tril_indices.default triu_indices.default linspace.default logspace.default
 """)
 # The result is known whatever the values of the tensor it is made like.
 _FACTORIES_LIKE = aten_ops("""
@@ -74,6 +75,9 @@ _ADDITIONS = aten_ops("add.Tensor add_.Tensor")
 _ORDERS = aten_ops("""
     lt.Tensor le.Tensor gt.Tensor ge.Tensor lt.Scalar le.Scalar gt.Scalar ge.Scalar
 """)
+_ZEROS = aten_ops("zeros.default zeros_like.default new_zeros.default")
+# Ops that write a value at some positions of their first tensor.
+_SCATTERS = aten_ops("scatter.value scatter_.value index_put.default index_put_.default")
 _REDUCTIONS: dict[OpOverload, Callable[[torch.Tensor], torch.Tensor]] = {
     **dict.fromkeys(aten_ops("all.default all.dim all.dims"), torch.all),
     **dict.fromkeys(aten_ops("any.default any.dim any.dims"), torch.any),
@@ -104,6 +108,7 @@ _POSITIONS: dict[OpOverload, int | None] = {
     **dict.fromkeys(aten_ops("topk.default sort.default sort.stable max.dim min.dim"), 1),
 }
 _ASKS_FINITE = aten_ops("isnan.default isinf.default isposinf.default isneginf.default")
+_COMPARES_ORDER = aten_ops("lt.Scalar le.Scalar gt.Scalar ge.Scalar")
 _COMPARISONS = aten_ops("""
     eq.Tensor ne.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar
 """)
@@ -121,8 +126,8 @@ ConditionKey = tuple[
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """`other_answers`: the conditions that get the other answer. `sizes`: how many elements ops select whose
-    result depends on values; `most`: times the typical number, at most."""
+    """`other_answers`: the conditions that get the other answer from then on. `sizes`: how many elements ops
+    select whose result depends on values; `most`: times the typical number, at most."""
 
     other_answers: frozenset[ConditionKey] = frozenset()
     sizes: Literal["fewest", "typical", "most"] = "typical"
@@ -173,6 +178,7 @@ class Values:
         self._guessed = WeakIdKeyDictionary()  # storages into which a guess was written
         self._overwritten = WeakIdKeyDictionary()  # storages -> the stamp of their last unknown write
         self._compared = WeakIdKeyDictionary()  # results of comparisons of two numbers -> op, weak arguments
+        self._zeros = WeakIdKeyDictionary()  # large float tensors that were made of zeros
         self._stamp = 0
         self.draws = 0
 
@@ -240,7 +246,12 @@ class Values:
                 [weakref.ref(arg) if isinstance(arg, FakeTensor) else arg for arg in args],
             )
         is_float, small = results[0].dtype.is_floating_point, _is_small(results[0])
+        if func in _SCATTERS and not small:
+            return self._propagate_scatter(call, results[0])
         large_floats = is_float and not small and func not in _FACTORIZATIONS
+        if large_floats and func in _ZEROS:
+            self._zeros[results[0]] = True
+            return None
         if large_floats and func not in _POSITIONS and func not in _MAKES_MASKS:
             return self.invalidate(call)
         if torch.Tag.nondeterministic_seeded in func.tags and func not in _POSITIONS:
@@ -294,6 +305,8 @@ class Values:
             if not of_whole or not small:
                 samples = {id(source): _sample(inputs[id(source)]) for source in sources}
             if not of_whole or (not small and sum(samples[id(each)].dim() for each in of_whole) <= 1):
+                if func in _COMPARES_ORDER and inputs[id(given[0])] is _default(given[0].dtype):
+                    samples = {id(given[0]): _spread(given[0].dtype, call.args[1])}
                 values = _run_on_samples(call, samples) if pointwise else samples.popitem()[1]
                 if values is not None:
                     return self._store_written(call, results, values, known)
@@ -307,6 +320,27 @@ class Values:
         follow = small and (whole or pointwise or not floating)
         if not follow or not self._store_computed(call, results, known=known):
             self.invalidate(call)
+
+    def _propagate_scatter(self, call: OpCall, result: torch.Tensor) -> None:
+        """A number is written at some positions of a tensor of equal elements, as one-hot masks are made."""
+        args = bind(*call)
+        target, value = args["self"], args.get("value")
+        before = self.of(target)
+        if target in self._zeros and target.untyped_storage() not in self._overwritten:
+            before = Representative(torch.zeros((), dtype=target.dtype), whole=False, known=True)
+        if value is None:
+            found = self.of(args["values"])
+            value = found.values.reshape(-1)[0] if found.known and found.values.numel() == 1 else None
+        self.invalidate(call)
+        written = _elements_written(args)
+        if value is None or written is None or not before.known or before.values.numel() != 1:
+            return
+        elements = result.numel()
+        shared = math.gcd(written, elements)
+        if elements // shared <= _MOST_FLOATS:
+            sample = before.values.reshape(1).repeat(elements // shared)
+            sample[: written // shared] = value
+            self.set(result, sample, whole=False, known=False)
 
     def _store_written(
         self, call: OpCall, results: Sequence[torch.Tensor], values: torch.Tensor, known: bool
@@ -371,8 +405,12 @@ class Values:
                 given = args[position] if position < len(args) else kwargs.get(parameter.name)
                 for tensor in given if isinstance(given, (list, tuple)) else (given,):
                     if isinstance(tensor, FakeTensor):
-                        self._stamp += 1
-                        self._overwritten[tensor.untyped_storage()] = self._stamp
+                        self.forget(tensor)
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Something unknown was written into its storage."""
+        self._stamp += 1
+        self._overwritten[tensor.untyped_storage()] = self._stamp
 
     # -- draws ----------------------------------------------------------------------------------------
 
@@ -434,6 +472,18 @@ class Values:
         return self.set(out, values.view(out.shape) if small else values, whole=small, known=False)
 
 
+def _elements_written(args: BoundArguments) -> int | None:
+    """By an op of _SCATTERS, where no position comes twice; None: masks select them, or values are added."""
+    if "index" in args:
+        return int(args["index"].numel())
+    indices = args["indices"]
+    if args["accumulate"] or any(index is not None and index.dtype == torch.bool for index in indices):
+        return None
+    shape = torch.broadcast_shapes(*(index.shape for index in indices if index is not None))
+    rest = [size for size, index in itertools.zip_longest(args["self"].shape, indices) if index is None]
+    return min(math.prod((*shape, *rest)), args["self"].numel())
+
+
 def _run_on_samples(call: OpCall, samples: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
     """None where the samples do not fit together."""
 
@@ -473,6 +523,13 @@ def _is_finite(values: torch.Tensor) -> bool:
 @functools.cache
 def _default(dtype: torch.dtype) -> Representative:
     return Representative(torch.ones((), dtype=dtype), whole=False, known=False)
+
+
+def _spread(dtype: torch.dtype, bound: float) -> torch.Tensor:
+    """Unknown numbers that are compared with a bound beyond one: as those of a normal distribution."""
+    if not dtype.is_floating_point or abs(bound) <= 1:
+        return _default(dtype).values
+    return torch.linspace(0, 1, _SAMPLE + 2)[1:-1].mul(2).sub(1).erfinv().mul(math.sqrt(2)).to(dtype)
 
 
 def _is_whole(entry: Representative) -> bool:
@@ -559,7 +616,8 @@ class ValueEstimates:
         line = site.file, site.line
         self._asked[line] += 1
         key = (*line, self._asked[line])
-        other = key in self._assumptions.other_answers
+        flipped = self._assumptions.other_answers
+        other = any(key[:2] == each[:2] and key[2] >= each[2] > 0 for each in flipped)
         end = _loop_ends(site.file).get(site.line)
         grew = self._allocated() > self._repeated.get(line, (None, 0, 0))[2]
         longer = end is not None and value is (not end.goes_on) and self._runs_longer(site, end, grew)
@@ -621,13 +679,6 @@ class ValueEstimates:
         if not any(note.site == site for note in self.loops_cut):
             text = f"a loop whose end depends on values was left after {rounds} rounds"
             self.loops_cut.append(Note(text, site))
-
-    def mark_one_hot(self, mask: torch.Tensor, classes: int) -> None:
-        """Of a large one-hot tensor, one element in `classes` is 1."""
-        if not self._values.of(mask).whole:
-            sample = torch.zeros(classes, dtype=mask.dtype)
-            sample[classes // 2] = 1
-            self._values.set(mask, sample, whole=False, known=False)
 
     def state_selected(self, mask: torch.Tensor, rows: int, at_most: bool = False) -> None:
         """The program assigns so many values to the elements that the mask selects."""
