@@ -186,6 +186,27 @@ def test_other_endless_loops_end(predicted, loop: str) -> None:
     assert predicted(MODEL + LOOPS[loop]).peak.allocated > 0
 
 
+def test_triton_kernels_of_a_script_are_not_launched(predicted) -> None:
+    pytest.importorskip("triton")
+    source = """
+import triton
+def kernel(x, out, rows, BLOCK):
+    pass
+plain = triton.JITFunction(kernel)  # triton.jit gives one that tests interpret
+tuned = triton.autotune([triton.Config({"BLOCK": size}) for size in (128, 256)], key=["rows"])(plain)
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    x = model(torch.randn(64, 256, device="cuda"))
+    out = torch.zeros(2, device="cuda")
+    plain[(2,)](x, out[:1], 64, BLOCK=128)
+    tuned[lambda options: (64 // options["BLOCK"],)](x, out[1:], 64)
+    if out[0] > 0 and out[1] > 0:  # what they write is unknown
+        x.sum().backward()
+        optimizer.step()
+"""
+    assert len(predicted(MODEL + source).steps) == 3
+
+
 def test_loaders_saving_loading_and_threads_work_as_in_a_real_run(predicted, tmp_path: Path) -> None:
     before = set(tmp_path.iterdir())
     found = predicted(

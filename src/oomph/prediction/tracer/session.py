@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import logging
 import math
@@ -19,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.abc import MetaPathFinder
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +47,7 @@ from oomph.prediction.tracer.work import (
     FUNCTION_COST,
     OOMPH_OP_COST,
     OPTIMIZER_STEP_COST,
+    tensors_in,
 )
 from oomph.prediction.tracer.workers import install_workers
 from oomph.torch_internals import (
@@ -87,6 +90,7 @@ def tracing(gpu: GPU, log: OpLog | None = None) -> Iterator[Tracer]:
         install_python_kernels(patches)
         _make_generators_on_host(patches)
         _draw_truncated_normals_once(patches)
+        _skip_triton_kernels(patches, tracer)
         _follow_resized_storages(patches, tracer)
         _run_compiled(patches, tracer, placement)
         patches.set(torch.nn.RNNBase, "flatten_parameters", flatten_parameters(tracer.on_gpu))
@@ -349,6 +353,56 @@ def _draw_truncated_normals_once(patches: Patches) -> None:
             return tensor.copy_(torch.where(outside, again, tensor))
 
     patches.set(*internals.TRUNC_NORMAL, draw)
+
+
+class _TritonImport(MetaPathFinder):
+    """Calls `imported` as soon as the program has imported Triton, which few programs do."""
+
+    def __init__(self, imported: Callable[[], None]) -> None:
+        self._imported = imported
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "triton.runtime.autotuner":
+            return None
+        self.remove()
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: Any) -> None:
+            execute(module)
+            self._imported()
+
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+    def remove(self) -> None:
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+
+
+def _skip_triton_kernels(patches: Patches, tracer: Tracer) -> None:
+    """Triton kernels of the program allocate nothing and need a driver. What they write is unknown."""
+
+    def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        tensors = [tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, FakeTensor)]
+        for tensor in tensors:
+            tracer.values.forget(tensor)
+        tracer.count_kernel(*tensors)
+
+    def imported() -> None:
+        from triton.runtime import autotuner, jit
+
+        patches.set(jit.JITFunction, "run", launch)
+        patches.set(autotuner.Autotuner, "run", launch)
+
+    if "triton.runtime" in sys.modules:
+        imported()
+    else:
+        finder = _TritonImport(imported)
+        sys.meta_path.insert(0, finder)
+        patches.callback(finder.remove)
 
 
 def _make_generators_on_host(patches: Patches) -> None:
