@@ -171,6 +171,9 @@ PROCESSES = """
 import multiprocessing
 import torch
 
+def prepare():
+    torch.ones(128, device="cuda")
+
 def main(rank, sizes):
     seen = multiprocessing.Value("i", rank)
     model = torch.nn.Linear(*sizes).cuda()
@@ -182,11 +185,17 @@ def main(rank, sizes):
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
+    first = multiprocessing.Process(target=prepare)
+    first.start()
+    first.join()
     processes = [multiprocessing.Process(target=main, args=(rank, [512, 512])) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
+        assert process.pid is not None and process.exitcode == 0
+        process.terminate()
+        process.close()
 """
 
 

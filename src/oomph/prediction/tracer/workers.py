@@ -122,7 +122,7 @@ def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
     for each GPU, as scripts for several GPUs start themselves."""
     spawn, start = torch.multiprocessing.spawn, BaseProcess.start
     start_method: list[str] = []
-    ranks: list[Any] = []
+    started: list[Any] = []  # programs: a further process of one of them is another rank, which is not traced
 
     @functools.wraps(spawn)
     def spawn_directly(fn: Any, args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
@@ -135,9 +135,11 @@ def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
         helps = process.daemon or any(map(_communicates, tree_leaves((process._args, process._kwargs))))
         if start_method != ["spawn"] or process._start_method is not None or helps:
             return start(process)
-        ranks.append(process)
         process._popen = _Ended()
-        if len(ranks) == 1:
+        program = process._target or type(process)
+        program = getattr(program, "func", program)  # of a functools.partial
+        if program not in started:
+            started.append(program)
             process.run()
 
     patches.set(torch.multiprocessing, "spawn", spawn_directly)
@@ -147,14 +149,18 @@ def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
 
 
 class _Ended:
-    """What `Process.join` asks."""
+    """What a `Process` asks of a process that has ended."""
 
-    returncode = 0
+    pid = returncode = 0
 
     def wait(self, timeout: float | None = None) -> int:
         return 0
 
+    def close(self) -> None:
+        pass
+
     poll = wait
+    terminate = kill = close
 
 
 def _communicates(argument: Any) -> bool:
