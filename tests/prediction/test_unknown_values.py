@@ -493,6 +493,20 @@ def test_a_loop_that_a_guess_ends_gives_an_interval_of_rounds() -> None:
     assert "while (time < 1)" in linecache.getline(assumed.site.file, assumed.site.line)
 
 
+@in_process
+def test_a_loop_may_compare_with_a_number_that_it_computes() -> None:
+    def program() -> None:
+        x, time = torch.randn(512, 512, device="cuda", requires_grad=True), torch.zeros((), device="cuda")
+        step = torch.rand((), device="cuda")
+        while time < 1 - step * 0.1:
+            x = x.tanh()
+            step = x.detach().abs().mean()
+            time = time + step
+        x.sum().backward()
+
+    assert not any("failed" in note.text for note in oomph.predict(program).notes)
+
+
 def test_rounds_that_keep_no_memory_need_no_interval() -> None:
     found = oomph.predict(lambda: adaptive_solver(None, keep=False), gpu="h200")
     assert found.interval is None

@@ -385,6 +385,8 @@ class Values:
         number that it is compared with, as the time of an ODE solver does."""
         func, args = self._compared.get(condition, (None, ()))
         args = [arg() if isinstance(arg, weakref.ref) else arg for arg in args]
+        if any(arg is None for arg in args):  # freed since
+            return None
         numbers = [float(self.whole(arg)) if isinstance(arg, torch.Tensor) else arg for arg in args]
         for tensor, number in zip(args, reversed(numbers), strict=True):
             if isinstance(tensor, FakeTensor) and not self.of(tensor).known:
