@@ -687,6 +687,23 @@ class _Sampler(nn.Module):
         return x
 
 
+class _Keeping(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = [*getattr(self, "kept", []), x.sum(0)]
+        return super().forward(x)
+
+
+def test_calls_that_keep_tensors_are_all_traced() -> None:
+    def program() -> None:
+        model = _Keeping(256, 256).cuda()
+        with torch.no_grad():
+            _Sampler(model)(torch.randn(64, 256, device="cuda"))
+        assert len(model.kept) == 100
+        model(torch.stack(model.kept)).sum().backward()
+
+    oomph.predict(program)
+
+
 def test_a_model_that_is_called_in_a_loop_is_traced_a_few_times() -> None:
     def program() -> None:
         model = _Counted(256, 256).cuda()

@@ -898,6 +898,7 @@ class _TensorLike:
 class _TracedCall:
     module: weakref.ref[nn.Module]
     live_bytes: int  # before the call
+    growth: int  # by which they may differ before the next one; 0: the call keeps more than its results
     times: int  # it was traced one after the other
     results: list[Any]  # _TensorLike for a tensor
     structure: Any
@@ -942,22 +943,30 @@ class RepeatedCalls:
         if key is None:  # not inside of `except`: an error of the program would show both tracebacks
             return forward(module, *args, **kwargs)
         known = self._traced.get(key)
-        same = known is not None and abs(known.live_bytes - live) <= _SMALL_GROWTH
+        same = known is not None and abs(known.live_bytes - live) <= known.growth
         if known is not None and same and known.module() is module and known.times >= _TRACED_TIMES:
             return self._repeat(known, module)
         first, kernels = len(tracer.recorder.allocations), len(tracer.work.kernels)
         out = forward(module, *args, **kwargs)
         try:
             leaves, structure = tree_flatten(out)
-            results = self._results(leaves, first, module.training)
+            results, size = self._results(leaves, first, module.training)
             if any(each._forward_hooks or _keeps_graph(each) for each in module.modules()):
                 raise _NotRepeatable
         except _NotRepeatable:
             self._traced.pop(key, None)
         else:
             times = known.times + 1 if known is not None and same else 1
+            growth = _SMALL_GROWTH if tracer.recorder.live_bytes <= live + size else 0
             self._last = self._traced[key] = _TracedCall(
-                weakref.ref(module), live, times, results, structure, tracer.work.kernels[kernels:], []
+                weakref.ref(module),
+                live,
+                growth,
+                times,
+                results,
+                structure,
+                tracer.work.kernels[kernels:],
+                [],
             )
         return out
 
@@ -985,15 +994,18 @@ class RepeatedCalls:
             raise _NotRepeatable
         return leaf
 
-    def _results(self, leaves: list[Any], first: int, training: bool) -> list[Any]:
+    def _results(self, leaves: list[Any], first: int, training: bool) -> tuple[list[Any], int]:
+        """What the leaves are like, and the bytes of the tensors among them."""
         found: list[Any] = []
         storages: set[int] = set()
+        size = 0
         for leaf in leaves:
             if isinstance(leaf, FakeTensor):
                 allocation = self._tracer.recorder.allocation_of(leaf)
                 if allocation is None or allocation.id < first or allocation.id in storages:
                     raise _NotRepeatable  # of the host, of an earlier call, or two views of one tensor
                 storages.add(allocation.id)
+                size += allocation.bytes
                 found.append(_TensorLike(tuple(leaf.shape), leaf.stride(), leaf.dtype, leaf.requires_grad))
             elif isinstance(leaf, _PLAIN):
                 found.append(leaf)
@@ -1001,7 +1013,7 @@ class RepeatedCalls:
                 found.append(None)  # of keys and values, which no training loop reads
             else:
                 raise _NotRepeatable
-        return found
+        return found, size
 
     def _repeat(self, known: _TracedCall, module: nn.Module) -> Any:
         with_grad = [like for like in known.results if isinstance(like, _TensorLike) and like.requires_grad]
