@@ -204,7 +204,9 @@ while True:
         x.sum().backward()
         optimizer.step()
 """
-    assert len(predicted(MODEL + source).steps) == 3
+    found = predicted(MODEL + source)
+    assert len(found.steps) == 3
+    assert [each.bytes for each in found.allocations if each.bytes >= 256 << 20] == [256 << 20]  # to autotune
 
 
 def test_loaders_saving_loading_and_threads_work_as_in_a_real_run(predicted, tmp_path: Path) -> None:

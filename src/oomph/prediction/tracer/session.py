@@ -59,6 +59,7 @@ from oomph.torch_internals import (
 )
 
 _READ_EACH = 4096  # elements of a list
+_TUNING_BYTES = 256 << 20  # of Triton's autotuner
 
 
 @contextlib.contextmanager
@@ -383,7 +384,12 @@ class _TritonImport(MetaPathFinder):
 
 
 def _skip_triton_kernels(patches: Patches, tracer: Tracer) -> None:
-    """Triton kernels of the program allocate nothing and need a driver. What they write is unknown."""
+    """Triton kernels of the program allocate nothing and need a driver. What they write is unknown.
+
+    The autotuner, for arguments that are new to it, overwrites the L2 cache with a buffer between its runs
+    (get_empty_cache_for_benchmark in triton/backends/nvidia/driver.py).
+    """
+    tuned: set[tuple[Any, ...]] = set()
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
         tensors = [tensor for tensor in tensors_in(args, kwargs) if isinstance(tensor, FakeTensor)]
@@ -391,11 +397,20 @@ def _skip_triton_kernels(patches: Patches, tracer: Tracer) -> None:
             tracer.values.forget(tensor)
         tracer.count_kernel(*tensors)
 
+    def launch_tuned(kernel: Any, *args: Any, **kwargs: Any) -> None:
+        named = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
+        dtypes = [str(each.dtype) for each in named.values() if isinstance(each, torch.Tensor)]
+        key = (id(kernel), *map(named.get, kernel.keys), *dtypes)
+        if len(kernel.configs) > 1 and key not in tuned:
+            tuned.add(key)
+            torch.empty(_TUNING_BYTES, dtype=torch.uint8, device="cuda")
+        launch(kernel, *args, **kwargs)
+
     def imported() -> None:
         from triton.runtime import autotuner, jit
 
         patches.set(jit.JITFunction, "run", launch)
-        patches.set(autotuner.Autotuner, "run", launch)
+        patches.set(autotuner.Autotuner, "run", launch_tuned)
 
     if "triton.runtime" in sys.modules:
         imported()
