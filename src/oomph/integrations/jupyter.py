@@ -14,7 +14,7 @@ _LINES = 6
 _COLOURS = dict(
     zip(
         STAGES,
-        "#3f6fd8 #8b5cf6 #0f9488 #38a8e0 #98a4b5 #f0a020 #e5484d #e0569b #41a85f #6b7686".split(),
+        "#3f6fd8 #8b5cf6 #0f9488 #38a8e0 #98a4b5 #f0a020 #e5484d #e0569b #41a85f #6b7686 #b5651d".split(),
         strict=True,
     )
 )
