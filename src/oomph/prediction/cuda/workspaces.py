@@ -293,7 +293,7 @@ def _copies_inside(found: _Convolution, kind: Pass) -> int:
 def _reads_planes_in_place(found: _Convolution) -> bool:
     """Whether the products of a weight gradient can read the planes as they are."""
     reads_plane = found.item == 4 or (found.input.plane % 4 == 0 and found.dims < 3)
-    return reads_plane and found.input.channels > 1 and found.output.channels % 2 == 0
+    return reads_plane and found.input.channels > 1 and (found.dims == 1 or found.output.channels % 2 == 0)
 
 
 def _partial_sums(found: _Convolution, gpu: GPU) -> int:
