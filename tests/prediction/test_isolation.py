@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -404,6 +405,10 @@ def test_mpi_has_one_process_and_is_not_started(folder: Path, monkeypatch: pytes
     monkeypatch.syspath_prepend(folder)
 
     def program() -> None:
+        import mpi4py
+
+        mpi4py.rc.threads = False
+        assert importlib.util.find_spec("mpi4py") is not None
         from mpi4py import MPI
 
         world = MPI.COMM_WORLD

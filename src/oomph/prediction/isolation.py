@@ -28,6 +28,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from multiprocessing.synchronize import SemLock
 from types import ModuleType, SimpleNamespace
 from typing import Any, BinaryIO, NoReturn, TypeVar
@@ -478,15 +479,17 @@ def _replace_mpi() -> None:
     """MPI starts processes when it is imported. Its communicator of one process returns what it is given."""
     if "mpi4py" in sys.modules or importlib.util.find_spec("mpi4py") is None:
         return
-    package, sys.modules["mpi4py.MPI"] = ModuleType("mpi4py"), (mpi := ModuleType("mpi4py.MPI"))
-    sys.modules["mpi4py"] = package
+    package, mpi = ModuleType("mpi4py"), ModuleType("mpi4py.MPI")
+    for module in (package, mpi):
+        module.__spec__ = ModuleSpec(module.__name__, None)
+        sys.modules[module.__name__] = module
     returned = dict.fromkeys(("bcast", "reduce", "allreduce"), lambda value, *args, **kwargs: value)
     listed = dict.fromkeys(("gather", "allgather"), lambda value, *args, **kwargs: [value])
     waits = dict.fromkeys(("barrier", "Barrier", "Bcast"), lambda *args, **kwargs: None)
     world = SimpleNamespace(
         rank=0, size=1, Get_rank=lambda: 0, Get_size=lambda: 1, **returned, **listed, **waits
     )
-    vars(package)["MPI"] = mpi
+    vars(package).update(MPI=mpi, rc=SimpleNamespace())
     vars(mpi).update(COMM_WORLD=world, SUM=None, MAX=None, MIN=None)
 
 
