@@ -507,6 +507,26 @@ def test_a_loop_may_compare_with_a_number_that_it_computes() -> None:
     assert not any("failed" in note.text for note in oomph.predict(program).notes)
 
 
+class _Checked(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        if y.abs().max() > 1e4:
+            return y[x > 0]
+        return y + x[y > 0].mean()
+
+
+def test_a_check_in_every_layer_is_no_loop() -> None:
+    def program() -> None:
+        model = nn.Sequential(*(_Checked(64, 64) for _ in range(40))).cuda()
+        for _ in range(3):
+            model(torch.randn(32, 64, device="cuda")).sum().backward()
+
+    found = oomph.predict(program)
+    assert found.assumptions == ()
+    assert found.interval is not None
+    assert found.interval.low.allocated < found.peak.allocated
+
+
 def test_rounds_that_keep_no_memory_need_no_interval() -> None:
     found = oomph.predict(lambda: adaptive_solver(None, keep=False), gpu="h200")
     assert found.interval is None

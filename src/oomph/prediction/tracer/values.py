@@ -560,6 +560,7 @@ def _mean(entry: Representative) -> float:
 
 _ROUNDS = {"fewest": 1, "typical": 4, "most": 12}  # of a loop that keeps memory and that a guess ends earlier
 _MOST_ASKED = 100  # times that a loop asks the same before it gets the other answer
+_MOST_ASKED_BY_CALLS = 1000  # by `if condition: return` outside a loop, which every layer of a model may ask
 _MOST_ASKED_ANYWHERE = 10_000  # of a line that does not look like the end of a loop
 
 
@@ -627,8 +628,13 @@ class ValueEstimates:
         repeated = self._count(site, value)
         if longer and condition is not None:
             self._values.suit(condition, value, repeated)
-        few = self._assumptions.sizes == "fewest" and grew
-        most = _MOST_ASKED_ANYWHERE if end is None else _ROUNDS["typical"] if few else _MOST_ASKED
+        if end is None:
+            most = _MOST_ASKED_ANYWHERE
+        elif not end.in_loop:
+            most = _MOST_ASKED_BY_CALLS
+        else:
+            few = self._assumptions.sizes == "fewest" and grew
+            most = _ROUNDS["typical"] if few else _MOST_ASKED
         if repeated > most:
             del self._repeated[line]
             other = not other
