@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -666,6 +667,27 @@ def test_a_model_may_be_drawn_for_tensorboard(tmp_path: Path) -> None:
         tensorboard.SummaryWriter(tmp_path).add_graph(model, torch.ones(4096, 64, device="cuda"))
 
     assert oomph.predict(program).peak.allocated > 4096 * 4096 * 4
+
+
+class _ImageObjects(torch.utils.data.Dataset[SimpleNamespace]):
+    def __init__(self) -> None:
+        self.images = torch.randn(64, 256, device="cuda")
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(image=self.images[index] * 2)
+
+
+def test_samples_may_be_objects_with_tensors_of_the_gpu() -> None:
+    def program() -> None:
+        model = nn.Linear(256, 256).cuda()
+        loader = torch.utils.data.DataLoader(_ImageObjects(), 8, collate_fn=lambda samples: samples)
+        for samples in loader:
+            model(torch.stack([each.image for each in samples])).sum().backward()
+
+    oomph.predict(program)
 
 
 class _Counted(nn.Linear):

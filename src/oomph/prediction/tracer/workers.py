@@ -65,6 +65,7 @@ class _Samples:
     def __init__(self, dataset: Any, start: Callable[[threading.Thread], None]) -> None:
         self._dataset, self._start = dataset, start
         self._traced = False
+        self._depth = 2  # of the first samples, which may be objects such as graphs
 
     def __getitem__(self, index: Any) -> Any:
         return self._make(lambda: self._dataset[index])
@@ -84,17 +85,21 @@ class _Samples:
             self._traced = True  # from now on; an error of the data set's own is raised again
         return make()
 
-    @staticmethod
-    def _run(make: Callable[[], Any], made: list[Any], refuse: Callable[[], None]) -> None:
+    def _run(self, make: Callable[[], Any], made: list[Any], refuse: Callable[[], None]) -> None:
         refuse()
         with contextlib.suppress(BaseException):
             samples = make()
-            if not any(map(_needs_trace, tree_leaves(samples))):
+            if not any(_needs_trace(each, self._depth) for each in tree_leaves(samples)):
                 made.append(samples)
+                self._depth = 0
 
 
-def _needs_trace(value: Any) -> bool:
-    return isinstance(value, FakeTensor) or (isinstance(value, torch.Tensor) and value.device.type != "cpu")
+def _needs_trace(value: Any, depth: int) -> bool:
+    """Whether it is a fake tensor or on the GPU, or an object with one among its attributes, so deep."""
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, FakeTensor) or value.device.type != "cpu"
+    fields = getattr(value, "__dict__", None) if depth else None
+    return bool(fields) and any(_needs_trace(each, depth - 1) for each in tree_leaves(fields))
 
 
 def _trace_threads(patches: Patches, tracer: Tracer, modes: _MODES) -> None:
