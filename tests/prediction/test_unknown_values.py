@@ -507,6 +507,21 @@ def test_a_loop_may_compare_with_a_number_that_it_computes() -> None:
     assert not any("failed" in note.text for note in oomph.predict(program).notes)
 
 
+@in_process
+def test_a_line_with_two_conditions_is_not_answered_for_the_wrong_one() -> None:
+    def program() -> None:
+        x, rounds = torch.randn(512, 512, device="cuda", requires_grad=True), 0
+        while rounds < 20:
+            x, rounds = x.tanh(), rounds + 1
+            large = x.detach().abs().mean() > 0.5
+            if not large and rounds > 2:
+                break
+        assert rounds == 20
+        x.sum().backward()
+
+    oomph.predict(program)
+
+
 class _Checked(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)

@@ -72,9 +72,8 @@ _MAKES_MASKS = VIEWS | aten_ops("""
 """)
 _COPY = aten.copy_.default
 _ADDITIONS = aten_ops("add.Tensor add_.Tensor")
-_ORDERS = aten_ops("""
-    lt.Tensor le.Tensor gt.Tensor ge.Tensor lt.Scalar le.Scalar gt.Scalar ge.Scalar
-""")
+_BOUNDS = aten_ops("lt.Scalar le.Scalar gt.Scalar ge.Scalar")
+_ORDERS = aten_ops("lt.Tensor le.Tensor gt.Tensor ge.Tensor") | _BOUNDS
 _ZEROS = aten_ops("zeros.default zeros_like.default new_zeros.default")
 # Ops that write a value at some positions of their first tensor.
 _SCATTERS = aten_ops("scatter.value scatter_.value index_put.default index_put_.default")
@@ -108,10 +107,7 @@ _POSITIONS: dict[OpOverload, int | None] = {
     **dict.fromkeys(aten_ops("topk.default sort.default sort.stable max.dim min.dim"), 1),
 }
 _ASKS_FINITE = aten_ops("isnan.default isinf.default isposinf.default isneginf.default")
-_COMPARES_ORDER = aten_ops("lt.Scalar le.Scalar gt.Scalar ge.Scalar")
-_COMPARISONS = aten_ops("""
-    eq.Tensor ne.Tensor eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar
-""")
+_COMPARISONS = aten_ops("eq.Tensor ne.Tensor eq.Scalar ne.Scalar") | _BOUNDS
 # The last result is 0 where the matrix can be factored.
 _FACTORIZATIONS = aten_ops("""
     linalg_cholesky_ex.default linalg_inv_ex.default linalg_ldl_factor_ex.default linalg_lu_factor_ex.default
@@ -119,9 +115,8 @@ _FACTORIZATIONS = aten_ops("""
 """)
 
 
-ConditionKey = tuple[
-    str, int, int
-]  # file, line, and how often the line has asked; 0: a loop that was prolonged
+# File, line, and how often the line has asked; 0: a loop that was prolonged.
+ConditionKey = tuple[str, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +300,7 @@ class Values:
             if not of_whole or not small:
                 samples = {id(source): _sample(inputs[id(source)]) for source in sources}
             if not of_whole or (not small and sum(samples[id(each)].dim() for each in of_whole) <= 1):
-                if func in _COMPARES_ORDER and inputs[id(given[0])] is _default(given[0].dtype):
+                if func in _BOUNDS and inputs[id(given[0])] is _default(given[0].dtype):
                     samples = {id(given[0]): _spread(given[0].dtype, call.args[1])}
                 values = _run_on_samples(call, samples) if pointwise else samples.popitem()[1]
                 if values is not None:
@@ -623,7 +618,8 @@ class ValueEstimates:
         other = any(key[:2] == each[:2] and key[2] >= each[2] > 0 for each in flipped)
         end = _loop_ends(site.file).get(site.line)
         grew = self._allocated() > self._repeated.get(line, (None, 0, 0))[2]
-        longer = end is not None and value is (not end.goes_on) and self._runs_longer(site, end, grew)
+        ends = end is not None and end.goes_on is not None and value is (not end.goes_on)
+        longer = end is not None and ends and self._runs_longer(site, end, grew)
         value = not value if longer else value
         repeated = self._count(site, value)
         if longer and condition is not None:
@@ -925,7 +921,7 @@ class _LoopEnd(NamedTuple):
     """A condition that can end a loop: with which answer the loop goes on, and whether it is asked after a
     round, not before. Outside a loop, `if condition: return` may end one of a caller."""
 
-    goes_on: bool
+    goes_on: bool | None  # None: either, as in `if not a and b: break`, whose line asks for both
     after_round: bool
     in_loop: bool
 
@@ -943,7 +939,8 @@ def _loop_ends(file: str) -> dict[int, _LoopEnd]:
                 state(operand, goes_on, after_round, in_loop)
         else:
             for line in range(test.lineno, (test.end_lineno or test.lineno) + 1):
-                found[line] = _LoopEnd(goes_on, after_round, in_loop)
+                either = line in found and found[line].goes_on is not goes_on
+                found[line] = _LoopEnd(None if either else goes_on, after_round, in_loop)
 
     def visit(node: ast.AST, in_loop: bool) -> None:
         for child in ast.iter_child_nodes(node):
