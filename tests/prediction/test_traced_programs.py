@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import oomph
-from oomph import UserError
+from oomph import ProgramError, UserError
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -493,6 +493,14 @@ def test_a_sparse_adjacency_matrix_multiplies_dense_features() -> None:
     few, many = (oomph.predict(partial(train, rows)).peak.allocated for rows in (1 << 10, 1 << 18))
     assert few > 2048 * 1024 * 4
     assert many - few > ((1 << 18) - (1 << 10)) * (2 * 8 + 4)  # two indices and a value for every edge
+
+
+def test_sparse_products_of_the_wrong_shape_fail() -> None:
+    def program() -> None:
+        torch.eye(64, device="cuda").to_sparse() @ torch.ones(7, 4, device="cuda")
+
+    with pytest.raises(ProgramError, match="64, got 7"):
+        oomph.predict(program)
 
 
 def test_sparse_gradients_of_an_embedding_bag_hold_a_row_for_every_index() -> None:

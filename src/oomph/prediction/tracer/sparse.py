@@ -105,6 +105,8 @@ class SparseTensors:
     def _coo_product(self, sparse: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
         """s_addmm_out_sparse_dense_cuda (native/sparse/cuda/SparseCUDATensorMath.cu): sorted, with indices of
         32 bits, into a column-major copy of the result."""
+        if sparse.size(1) != dense.size(0):
+            raise RuntimeError(f"mm: Expected dim 0 size {sparse.size(1)}, got {dense.size(0)}")
         if isinstance(sparse, FakeTensor) and not sparse.is_coalesced():
             sparse = self.run(aten._coalesce.default, (sparse,), {})
         empty = partial(self._run_dense, aten.new_empty.default, (dense, [sparse.size(0), dense.size(1)]), {})
