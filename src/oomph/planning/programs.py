@@ -339,6 +339,8 @@ def with_applicable_fixes(made: Any, prediction: Prediction) -> Prediction:
         found = _proposals_for(prediction, True, made).found
     except UserError:  # nothing can be applied
         found = ()
+    except Exception:  # not an error of the script, inside of which this runs; it runs again
+        return prediction
     return replace(prediction, fixes=tuple(one.fix for one in found))
 
 
