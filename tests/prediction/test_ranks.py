@@ -169,6 +169,7 @@ def test_how_many_cards_are_needed():
 
 PROCESSES = """
 import multiprocessing
+import sys
 import torch
 
 def prepare():
@@ -182,9 +183,11 @@ def main(rank, sizes):
         model(torch.randn(8, sizes[0], device="cuda")).sum().backward()
         optimizer.step()
     assert seen.value == 0
+    sys.exit()
 
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
+    assert multiprocessing.get_start_method() == "spawn"
     first = multiprocessing.Process(target=prepare)
     first.start()
     first.join()

@@ -126,6 +126,7 @@ def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
     """torch.multiprocessing.spawn(main, nprocs=...), or set_start_method("spawn") and a Process(target=main)
     for each GPU, as scripts for several GPUs start themselves."""
     spawn, start = torch.multiprocessing.spawn, BaseProcess.start
+    get_real_start_method = multiprocessing.get_start_method
     start_method: list[str] = []
     started: list[Any] = []  # programs: a further process of one of them is another rank, which is not traced
 
@@ -134,7 +135,11 @@ def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
         return fn(0, *args) if nprocs in (1, tracer.ranks) else spawn(fn, args, nprocs, *rest, **kwargs)
 
     def set_start_method(method: str, force: bool = False) -> None:
+        multiprocessing.get_context(method)  # there is one
         start_method[:] = [method]  # not really: the first lock of "spawn" starts a process
+
+    def get_start_method(allow_none: bool = False) -> str | None:
+        return start_method[0] if start_method else get_real_start_method(allow_none)
 
     def start_directly(process: Any) -> None:
         helps = process.daemon or any(map(_communicates, tree_leaves((process._args, process._kwargs))))
@@ -145,12 +150,14 @@ def _spawn_one_process_directly(patches: Patches, tracer: Tracer) -> None:
         program = getattr(program, "func", program)  # of a functools.partial
         if program not in started:
             started.append(program)
-            process.run()
+            with contextlib.suppress(SystemExit):
+                process.run()
 
     patches.set(torch.multiprocessing, "spawn", spawn_directly)
     patches.set(BaseProcess, "start", start_directly)
     for module in (multiprocessing, torch.multiprocessing):
         patches.set(module, "set_start_method", set_start_method)
+        patches.set(module, "get_start_method", get_start_method)
 
 
 class _Ended:
