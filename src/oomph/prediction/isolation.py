@@ -603,9 +603,12 @@ def _without_terminal() -> None:
     if os.isatty(0):
         import termios  # not on Windows
 
-        other_end, terminal = os.openpty()  # open for as long as this process
+        _, terminal = os.openpty()  # the other end is open for as long as this process
         termios.tcsetwinsize(terminal, termios.tcgetwinsize(0))
-        os.write(other_end, b"\x04" * 64)  # one end of input for each read
+        mode = termios.tcgetattr(terminal)
+        mode[3] &= ~termios.ICANON
+        mode[6][termios.VMIN] = mode[6][termios.VTIME] = 0  # a read returns at once
+        termios.tcsetattr(terminal, termios.TCSANOW, mode)
         os.dup2(terminal, 0)
         os.close(terminal)
 
