@@ -399,6 +399,9 @@ def test_sparse_tensors_stay_on_the_host() -> None:
         dense = matrix @ torch.ones(2, 4) + torch.eye(2).to_sparse() @ torch.ones(2, 4)
         assert dense.sum() == 16
         dense.cuda()
+        edges = torch.zeros(2, 1 << 19, dtype=torch.int64)  # too many to be made
+        graph = torch.sparse_coo_tensor(edges, torch.ones(1 << 19), (9, 9)).coalesce()
+        assert graph.indices().device == graph.values().device == torch.device("cpu")
         if blocks:
             torch.ones(4, 4, device="cuda").to_sparse_bsr((2, 2))
 

@@ -182,7 +182,12 @@ def predict_isolated(
         verdict = "too close to call"
     peaks = [each.peak for each in (prediction, low, high)]
     low_peak, high_peak = (
-        choose(peaks, key=lambda peak: (peak.allocated, peak.reserved)) for choose in (min, builtins.max)
+        replace(
+            choose(peaks, key=lambda peak: peak.allocated),
+            reserved=choose(peak.reserved for peak in peaks),
+            device=choose(peak.device for peak in peaks),
+        )
+        for choose in (min, builtins.max)
     )
     return replace(prediction, interval=Interval(low_peak, high_peak), verdict=verdict)
 

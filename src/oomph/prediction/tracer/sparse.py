@@ -30,7 +30,7 @@ _INDICES = aten_ops("""
     crow_indices.default ccol_indices.default col_indices.default row_indices.default
 """)
 _VIEWS = _INDICES | aten_ops("""
-    _indices.default _values.default values.default detach.default is_coalesced.default
+    _indices.default indices.default _values.default values.default detach.default is_coalesced.default
 """)
 CONVERSIONS: dict[OpOverload, torch.layout] = {
     aten._to_sparse.default: torch.sparse_coo,  # or the layout that it is given
@@ -134,12 +134,14 @@ class SparseTensors:
             raise UserError(
                 f"{op_name(func)} of {layout} tensors cannot be traced yet; make them dense"
             ) from error
+        given = [part for each in tensors_in(args, kwargs) for part in sparse_parts(each)]
+        if not any(map(tracer.on_gpu, given)):
+            return out
         results = [part for each in tensors_in((out,), {}) for part in sparse_parts(each)]
         for part in results:
             tracer.record_result(part, op_name(func))
         tracer.note_once("temporaries of the kernels for sparse tensors are not included")
         if tracer.work.counting:
-            given = [part for each in tensors_in(args, kwargs) for part in sparse_parts(each)]
             tracer.work.kernel([*given, *results], tracer.phase, kind="memory")
         if tracer.phase == "backward":
             tracer.mark_gradient(out)
