@@ -83,6 +83,23 @@ while True:
     assert f"after {made} optimizers" in note
 
 
+def test_a_gan_that_keeps_its_pictures_grows(predicted) -> None:
+    growth = predicted("""
+import torch
+nets = [torch.nn.Linear(256, 256).cuda() for _ in "ab"]
+critic, generator = (torch.optim.Adam(net.parameters()) for net in nets)
+kept = []
+while True:
+    for optimizer in (critic, generator):
+        picture = nets[1](torch.randn(4096, 256, device="cuda"))
+        nets[0](picture).sum().backward()
+        optimizer.step()
+    kept.append(picture.detach())
+""").growth
+    assert growth is not None
+    assert growth.bytes == 4096 * 256 * 4
+
+
 def test_the_note_on_what_comes_later_leaves_out_an_evaluation_that_was_traced(predicted) -> None:
     evaluation = "    model.eval()(torch.randn(64, 256, device='cuda'))\n    model.train()\n"
     for source, expected in ((ENDLESS, True), (ENDLESS + evaluation, False)):

@@ -53,6 +53,7 @@ from oomph.records import (
     Prediction,
     Progress,
     Site,
+    StepPeak,
     Verdict,
     alive_after,
 )
@@ -267,7 +268,8 @@ def _prediction(
     if verdict == "fits" and limit is not None and limit < unlimited.highest_reserved:
         release_seconds = replay(events, allocations, limit, settings=settings).released * RELEASE_SECONDS
         step_seconds = None if step_seconds is None else step_seconds + release_seconds
-    growth = _growth(unlimited, events, allocations)
+    whole_steps = unlimited.steps[:-1] if tracer.stopped_within_step else unlimited.steps
+    growth = _growth(whole_steps, unlimited, events, allocations)
     peak = _peak(unlimited, events, allocations, card)
     found = Prediction(
         gpu=card.name if named else None,
@@ -591,17 +593,19 @@ def _notes_on_prediction(
         )
 
 
-def _growth(run: Replay, events: Sequence[Event], allocations: Sequence[Allocation]) -> Growth | None:
+def _growth(
+    steps: Sequence[StepPeak], run: Replay, events: Sequence[Event], allocations: Sequence[Allocation]
+) -> Growth | None:
     """What every step leaves behind; None where later steps leave no more than those before."""
-    if len(run.steps) < 3:
+    if len(steps) < 3:
         return None
-    growth = run.steps[-1].end - run.steps[-2].end
-    if growth < MiB or run.steps[-2].end - run.steps[-3].end < MiB:
+    growth = steps[-1].end - steps[-2].end
+    if growth < MiB or steps[-2].end - steps[-3].end < MiB:
         return None
     (alive,) = alive_after(events, run.timeline, [len(events) - 1])
     kept: dict[Site | None, int] = {}
     for id in alive:
-        if allocations[id].step == run.steps[-2].step:
+        if allocations[id].step == steps[-2].step:
             kept[allocations[id].site] = kept.get(allocations[id].site, 0) + allocations[id].bytes
     if not kept:  # only the last batch was longer than the one before
         return None

@@ -243,6 +243,7 @@ class _ScriptSteps:
             )
         why = why or f"after {self._steps_made()}: {later}"
         self._tracer.recorder.note(f"{self._script.name} was stopped {why}")
+        self._tracer.stopped_within_step = len(self._counts) > 1
         self._tracer.work.keep_step()
         self._tracer.label_parameters()
         self._finish(self._tracer)

@@ -383,6 +383,7 @@ class Tracer:
         self.progress: Progress = lambda text, fraction: None
         self.compiling = False  # the program's compiler runs, on fake tensors of its own (compiled.py)
         self.compile_seconds = 0.0
+        self.stopped_within_step = False  # by the last of several optimizers
         self.blocks_repeated = False  # of a model, without being traced (repeats.py)
         self.reads = 0  # of values that may be guesses, by the program or for a size
         self.repeat_first_step = False  # the passes of a Workload's second step are those of its first
