@@ -100,6 +100,23 @@ while True:
     assert growth.bytes == 4096 * 256 * 4
 
 
+def test_the_history_of_lbfgs_is_no_growth(predicted) -> None:
+    found = predicted("""
+import torch
+model = torch.nn.Linear(1024, 1024).cuda()
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.randn(64, 1024, device="cuda")).square().mean()
+    loss.backward()
+    return loss
+while True:
+    optimizer.step(closure)
+""")
+    assert found.steps[-1].end > found.steps[-2].end
+    assert found.growth is None
+
+
 def test_the_note_on_what_comes_later_leaves_out_an_evaluation_that_was_traced(predicted) -> None:
     evaluation = "    model.eval()(torch.randn(64, 256, device='cuda'))\n    model.train()\n"
     for source, expected in ((ENDLESS, True), (ENDLESS + evaluation, False)):

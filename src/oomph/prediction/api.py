@@ -605,8 +605,9 @@ def _growth(
     (alive,) = alive_after(events, run.timeline, [len(events) - 1])
     kept: dict[Site | None, int] = {}
     for id in alive:
-        if allocations[id].step == steps[-2].step:
-            kept[allocations[id].site] = kept.get(allocations[id].site, 0) + allocations[id].bytes
+        one = allocations[id]
+        if one.step == steps[-2].step and one.stage != "optimizer state":  # L-BFGS fills a history
+            kept[one.site] = kept.get(one.site, 0) + one.bytes
     if not kept:  # only the last batch was longer than the one before
         return None
     return Growth(growth, max(kept, key=lambda site: kept[site]))
