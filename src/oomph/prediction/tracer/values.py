@@ -375,9 +375,9 @@ class Values:
             self._guessed[args[0].untyped_storage()] = True
         return True
 
-    def suit(self, condition: torch.Tensor, answer: bool, rounds: int) -> None:
-        """Let the guess that was compared suit the answer; with more rounds of a loop, come closer to the
-        number that it is compared with, as the time of an ODE solver does."""
+    def set_to_match(self, condition: torch.Tensor, answer: bool, rounds: int) -> None:
+        """Give the guess that was compared a value that has this answer. With more rounds of a loop it comes
+        closer to the number that it is compared with, as the time of an ODE solver does."""
         func, args = self._compared.get(condition, (None, ()))
         args = [arg() if isinstance(arg, weakref.ref) else arg for arg in args]
         if any(arg is None for arg in args):  # freed since
@@ -623,7 +623,7 @@ class ValueEstimates:
         value = not value if longer else value
         repeated = self._count(site, value)
         if longer and condition is not None:
-            self._values.suit(condition, value, repeated)
+            self._values.set_to_match(condition, value, repeated)
         if end is None:
             most = _MOST_ASKED_ANYWHERE
         elif not end.in_loop:
