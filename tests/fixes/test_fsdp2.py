@@ -65,10 +65,20 @@ def test_two_ranks_compute_what_one_does_and_undo_is_refused(run_ranks):
         assert found["where"] == ["", "blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_the_saving_is_predicted():
-    work = workload(layers=3, width=512, heads=4)
+class ReturnsView(TinyLM):
+    def __init__(self, **options):
+        super().__init__(**options)
+        for block in self.blocks:
+            block.register_forward_hook(lambda block, given, out: out.view(out.shape))
+
+
+def test_the_saving_is_predicted_and_warnings_of_fsdp2_are_not_shown():
+    work = replace(workload(), model=lambda: ReturnsView(layers=3, width=512, heads=4))
     prediction = oomph.predict(work, gpu="h200")
-    eight, two = fixes.propose(prediction, work, only=("fsdp2",))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        eight, two = fixes.propose(prediction, work, only=("fsdp2",))
+    assert not [each for each in shown if "FSDP2" in str(each.message)]
     assert eight.saving > two.saving > 0
     held = sum(
         size
@@ -84,18 +94,3 @@ def test_blocks_that_share_a_parameter_are_left_to_the_whole_model():
     model = TinyLM()
     model.blocks[2].mlp = model.blocks[0].mlp
     assert [name for name, _ in blocks_with_own_parameters(blocks(model))] == ["blocks.1"]
-
-
-class ReturnsView(TinyLM):
-    def __init__(self, **options):
-        super().__init__(**options)
-        for block in self.blocks:
-            block.register_forward_hook(lambda block, given, out: out.view(out.shape))
-
-
-def test_warnings_of_fsdp2_are_not_shown_where_it_is_only_proposed():
-    work = replace(workload(), model=lambda: ReturnsView(layers=3, width=512, heads=4))
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        assert fixes.propose(oomph.predict(work), work, only=("fsdp2",))
-    assert not [each for each in shown if "FSDP2" in str(each.message)]

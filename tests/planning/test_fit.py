@@ -236,7 +236,8 @@ def test_exact_fixes_leave_the_parameters_as_they_are() -> None:
 
 def test_where_nothing_fits_fixes_may_refuse_each_other() -> None:
     """A batch of fewer rows cannot be cut into as many parts."""
-    found = oomph.fit(replace(STEP, sizes={"B": 2}), gpu="h200", max="3MiB", allow=("exact", "training"))
+    step = replace(STEP, model=lambda: Model([Block(), Block()]), sizes={"B": 2})
+    found = oomph.fit(step, gpu="h200", max="3MiB", allow=("exact", "training"))
     assert not found.fits
     assert found.fixes
 
