@@ -307,6 +307,10 @@ cases(
 cases(
     "verify p.py:ok",
     ("liger", "there is no fix 'liger'; here that is 'fused_linear_cross_entropy'"),
+    ("Checkpointing", "there is no fix 'Checkpointing'; here that is 'activation_checkpointing'"),
+    ("flash_attention", "here that is 'fused_attention' for attention in your own code, or 'attn_impl"),
+    ("gradient-accumulation", "here that is 'micro_batches'"),
+    ("activation-checkpointing", "did you mean 'activation_checkpointing'?"),
     ("''", "there is no fix ''; the fixes are smaller_vocabulary, "),
     ("micro_batch", "there is no fix 'micro_batch'; did you mean 'micro_batches'?"),
     ("micro_batches:parts", "'parts' is not option=value"),
@@ -338,6 +342,13 @@ cases(
     ("x.json", "options='parts=2' is not a mapping", '[{"fix": "micro_batches", "options": "parts=2"}]'),
     ("x.json", "options=[2] is not a mapping", '[{"fix": "micro_batches", "options": [2]}]'),
     ("x.json", "parts=nan is not valid", '[{"fix": "micro_batches", "options": {"parts": NaN}}]'),
+)
+cases(
+    "fit p.py:ok",
+    ("", "a card or a budget"),
+    ("--gpu h200 --largest depth", "batch, sequence"),
+    ("--budget lots", "lots"),
+    ("--gpu h200 --allow anything", "anything"),
 )
 cases(
     "predict p.py:ok --fix",

@@ -88,11 +88,6 @@ def test_the_configs_and_keys_of_every_story_and_command_are_valid(system):
             load(ROOT / configs[0], overrides_from_words(keys))
 
 
-def test_an_unknown_system_is_one_line_with_the_valid_names(capsys):
-    assert run(["systems", "mamba"]) == 2
-    assert "'mamba'; choose from hatchling, pythia, longctx, npt, ginr" in capsys.readouterr().err
-
-
 def test_cases_is_the_old_name_with_its_keys_and_one_deprecation_line(capsys):
     assert run(["cases", "--json"]) == 0
     old = capsys.readouterr()

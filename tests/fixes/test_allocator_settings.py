@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small import plain_loss, tiny_batch, workload
+from small import workload
 from torch import nn
 
 import oomph
@@ -58,12 +58,6 @@ def test_the_workload_says_what_the_variable_must_be():
     assert oomph.apply(both, workload()).allocator == "expandable_segments:True,max_split_size_mb:256"
     assert oomph.apply("allocator", workload()).allocator == "expandable_segments:True"
     assert oomph.apply(both, workload()).fixes == (both,)
-
-
-def test_unknown_settings_in_a_workload_are_told_by_the_prediction():
-    work = oomph.Workload(workload().model, tiny_batch, plain_loss, allocator="roundup_power2_divisions:4")
-    with pytest.raises(UserError, match="'roundup_power2_divisions' cannot be predicted"):
-        oomph.predict(work)
 
 
 class FakeCuda:

@@ -17,7 +17,6 @@ from oomph.records import FixUse
 
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=1e-2, eps=1e-4),
-    "adam": partial(torch.optim.Adam, lr=1e-2, eps=1e-4, weight_decay=0.1, amsgrad=True),
     "sgd": partial(torch.optim.SGD, lr=1e-1, momentum=0.9),
     "adagrad": partial(torch.optim.Adagrad, lr=1e-2, eps=1e-4),
 }
@@ -53,12 +52,7 @@ def larger(**changes):
 
 
 @pytest.mark.parametrize(
-    ("fix", "name"),
-    [
-        *((fix, "adamw") for fix in EXACT),
-        ("optimizer_in_backward", "adagrad"),
-        ("optimizer_cpu_offload", "sgd"),
-    ],
+    ("fix", "name"), [("optimizer_in_backward", "adagrad"), ("optimizer_cpu_offload", "sgd")]
 )
 def test_three_steps_give_the_same_parameters(fix, name):
     work = replace(workload(layers=2), optimizer=OPTIMIZERS[name])

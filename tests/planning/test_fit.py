@@ -291,24 +291,6 @@ def _sized(rows: int) -> oomph.Workload:
     return oomph.Workload(model=Model, batch=batch, loss=loss, sizes={"B": rows})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "a card or a budget"),
-        (("--gpu", "h200", "--largest", "depth"), "batch, sequence"),
-        (("--budget", "lots"), "lots"),
-        (("--gpu", "h200", "--allow", "anything"), "anything"),
-    ],
-)
-def test_bad_input_is_one_line(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(["fit", f"{__file__}:STEP", *arguments]) == 2
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert shown.count("\n") == 1
-
-
 @pytest.mark.usefixtures("in_process")
 def test_a_set_that_fits_because_cached_memory_is_released_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     version = ".".join(torch.__version__.split(".")[:2])

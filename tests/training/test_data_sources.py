@@ -174,22 +174,6 @@ def test_a_sequence_longer_than_the_data_says_how_many_tokens_there_are(tmp_path
     assert "has 100 tokens for training, and epochs=2" in found
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            b"good line\n" * 1000 + b"\0\n" + b"good line\n" * 1000,
-            "is not a text file (a NUL byte at offset 10000)",
-        ),
-    ],
-)
-def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, message: str) -> None:
-    path = tmp_path / "file.txt"
-    path.write_bytes(content)
-    found = message_of(path, tmp_path / "run", validation=0.0, curriculum=Curriculum((Stage(16, 64),)))
-    assert found.startswith(f"{path} {message}")
-
-
 def test_a_source_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert "does not exist; " in message_of(tmp_path / "none" / "x.txt", run)
