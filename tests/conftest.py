@@ -1,8 +1,6 @@
 """Shared by every test: what is marked `gpu` is skipped, by name, where there is no CUDA device; and signals
 that stop a run are heard, also where the tests themselves were started in the background."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib
@@ -11,8 +9,6 @@ import os
 import signal
 import socket
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -27,23 +23,23 @@ if not torch.cuda.is_available():
 gc.disable()  # while tests are collected: imports make a million objects, and none of them is garbage
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     gc.freeze()  # nor need the collections of the tests look at them
     gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+def pytest_runtest_teardown(item, nextitem):
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
         gc.freeze()  # nor at what the tests of a file have imported
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure():
     gc.unfreeze()  # otherwise the interpreter ends modules before objects that use them
 
 
-def pytest_configure() -> None:
+def pytest_configure():
     """nohup, and a shell for what it starts with &, leave signals ignored, which all below them inherit."""
     for number, heard in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -54,7 +50,7 @@ def pytest_configure() -> None:
         torch.zeros((), requires_grad=True).backward()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     # Two workers end at about the same time if the longest test, which compiles for a minute where nothing is
     # cached, comes first, and the files of ops, none of which takes long, come last.
     items.sort(key=lambda item: (item.path.stem != "test_kernels_compile", "ops" in item.path.parts))
@@ -66,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
-def _free_ports(count: int) -> int:
+def _free_ports(count):
     """The first of free ports in a row, below those that connections get."""
     for first in range(20000 + os.getpid() % 100 * 100, 32000, count):
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
@@ -77,7 +73,7 @@ def _free_ports(count: int) -> int:
 
 
 @pytest.fixture
-def run_ranks() -> Callable[..., None]:
+def run_ranks():
     """Calls `function(rank, port, *args)` in a process for each rank.
 
     The processes are forks, which have imported everything; beside a GPU, torch refuses backward passes in
@@ -90,7 +86,7 @@ def run_ranks() -> Callable[..., None]:
         for name in modules:
             importlib.import_module(name)
 
-    def run(function: Callable[..., None], ranks: int, *args: Any) -> None:
+    def run(function, ranks, *args):
         assert not torch.distributed.is_initialized(), "a test has left its process group"
         port = _free_ports(32)
         with warnings.catch_warnings():
@@ -101,7 +97,7 @@ def run_ranks() -> Callable[..., None]:
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def in_process(monkeypatch):
     """Predictions run in the test's own process: a child for each takes several times as long.
 
     For tests of what is traced. There are then no second attempts and no intervals, and scripts do not end.

@@ -3,8 +3,6 @@
 `make test` predicts 15 of the 81 measured workloads, one of each kind; `make accuracy` predicts all.
 """
 
-from __future__ import annotations
-
 import statistics
 import warnings
 from functools import cache
@@ -21,7 +19,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the models' own libraries
     from benchmarks import RESULTS
     from benchmarks.accuracy.rows import (
-        Comparison,
         changes,
         compare_rows,
         measured_files,
@@ -41,12 +38,12 @@ COMMITTED = {row.workload: row for row in read_comparisons(RESULTS / "accuracy.c
 
 
 @pytest.fixture(autouse=True)
-def _strict_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def _strict_rules(monkeypatch):
     monkeypatch.setattr(RuleGuard, "strict", True)
 
 
 @cache
-def compared(name: str) -> Comparison:
+def compared(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         prediction = oomph.predict(ALL[name].target, gpu="h200")
@@ -54,18 +51,18 @@ def compared(name: str) -> Comparison:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_the_prediction_agrees_with_the_gpu_and_with_the_committed_row(name: str) -> None:
+def test_the_prediction_agrees_with_the_gpu_and_with_the_committed_row(name):
     row = compared(name)
     assert out_of_bounds(row) == []
     assert changes(row, COMMITTED[name]) == []
 
 
-def test_the_median_error_is_nearly_zero() -> None:
+def test_the_median_error_is_nearly_zero():
     rows = [compared(name) for name in CHOSEN]
     assert statistics.median(abs(row.allocated_error_percent) for row in rows) <= 0.3
     assert statistics.median(abs(row.reserved_error_percent) for row in rows) <= 1
 
 
-def test_every_measured_workload_has_a_committed_row_within_its_bounds() -> None:
+def test_every_measured_workload_has_a_committed_row_within_its_bounds():
     assert set(COMMITTED) == set(MEASURED) == set(ALL)
     assert [row.workload for row in COMMITTED.values() if out_of_bounds(row)] == []

@@ -1,7 +1,5 @@
 """The commands of the README run, links resolve, and tables equal the committed rows."""
 
-from __future__ import annotations
-
 import csv
 import re
 from pathlib import Path
@@ -18,19 +16,17 @@ COMMANDS = list(dict.fromkeys(re.findall(r"^\$ (oomph .*?)(?:\s+#.*)?$", README,
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_resolve(page: Path) -> None:
+def test_links_resolve(page):
     for file in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / file).exists(), file
 
 
-def test_the_readme_has_at_most_150_lines() -> None:
+def test_the_readme_has_at_most_150_lines():
     assert len(README.splitlines()) <= 150
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_readme_command_runs(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_readme_command_runs(command, tmp_path, monkeypatch, capfd):
     words = command.split()[1:]
     trains = words[0] == "train"
     if trains:
@@ -45,13 +41,13 @@ def test_readme_command_runs(
     assert (captured.err if trains else captured.out).strip()
 
 
-def test_generated_tables_equal_the_committed_rows() -> None:
+def test_generated_tables_equal_the_committed_rows():
     for name, of_file in tables.FILES.items():
         text = (ROOT / name).read_text()
         assert tables.replaced(text, of_file) == text, f"run python -m benchmarks.tables: {name}"
 
 
-def test_every_config_key_and_fix_is_documented() -> None:
+def test_every_config_key_and_fix_is_documented():
     from oomph.fixes.registry import all_fixes
     from oomph.systems import SYSTEMS
     from oomph.training.config.loading import ALIASES, ConfigKeys
@@ -71,7 +67,7 @@ def test_every_config_key_and_fix_is_documented() -> None:
         assert f"| `{fix.name}` | {fix.kind} | {fix.changes} |" in fixes, fix.name
 
 
-def test_the_stage_table_equals_the_stored_command() -> None:
+def test_the_stage_table_equals_the_stored_command():
     with (ROOT / "benchmarks/results/predicted_commands.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["figure"] != "needs"]
     assert len(rows) == 8

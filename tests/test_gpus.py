@@ -1,7 +1,5 @@
 """The catalogue, and the way from a user's words to a card."""
 
-from __future__ import annotations
-
 import pytest
 
 from oomph.gpus import catalogue, find, for_device
@@ -10,14 +8,14 @@ from oomph.units import GiB, MiB
 CARDS = catalogue()
 
 
-def test_the_catalogue_has_at_least_thirty_cards_with_unique_names() -> None:
+def test_the_catalogue_has_at_least_thirty_cards_with_unique_names():
     names = [card.name for card in CARDS]
     assert len(names) >= 30
     assert len(set(names)) == len(names)
     assert len({card.title for card in CARDS}) == len(names)
 
 
-def test_every_row_is_plausible_and_has_a_source() -> None:
+def test_every_row_is_plausible_and_has_a_source():
     for card in CARDS:
         assert 6 * GiB < card.memory < 300 * GiB
         assert (6, 0) <= card.capability <= (12, 0)
@@ -32,7 +30,7 @@ def test_every_row_is_plausible_and_has_a_source() -> None:
         assert card.bf16_tflops is None or card.bf16_tflops >= 1.9 * card.fp32_tflops
 
 
-def test_a_card_is_found_by_its_name_and_by_its_title() -> None:
+def test_a_card_is_found_by_its_name_and_by_its_title():
     for card in CARDS:
         assert find(card.name) is card
         assert find(card.name.upper()) is card
@@ -66,7 +64,7 @@ def test_a_card_is_found_by_its_name_and_by_its_title() -> None:
         ("NVIDIA TITAN RTX", "titan-rtx"),
     ],
 )
-def test_the_usual_spellings_lead_to_the_card(text: str, name: str) -> None:
+def test_the_usual_spellings_lead_to_the_card(text, name):
     assert find(text).name == name
 
 
@@ -80,14 +78,14 @@ def test_the_usual_spellings_lead_to_the_card(text: str, name: str) -> None:
         ("24576MiB", "24GiB", 24 * GiB),
     ],
 )
-def test_a_size_stands_for_a_card_of_that_memory_modelled_as_sm_90(text: str, name: str, memory: int) -> None:
+def test_a_size_stands_for_a_card_of_that_memory_modelled_as_sm_90(text, name, memory):
     card = find(text)
     assert (card.name, card.memory, card.capability) == (name, memory, (9, 0))
     assert card.bf16_tflops is card.fp32_tflops is card.fp64_tflops is card.bandwidth is None
     assert "sm_90" in card.source
 
 
-def test_only_ampere_and_later_have_bf16_tensor_cores() -> None:
+def test_only_ampere_and_later_have_bf16_tensor_cores():
     assert find("a100-40gb").has_bf16
     assert find("rtx4090").has_bf16
     assert not find("t4").has_bf16
@@ -104,9 +102,7 @@ def test_only_ampere_and_later_have_bf16_tensor_cores() -> None:
         ("NVIDIA GeForce RTX 4060 Ti", 16380 * MiB, (8, 9), "rtx4060ti-16gb"),
     ],
 )
-def test_a_real_device_gets_its_catalogue_entry_with_its_own_memory(
-    device: str, memory: int, capability: tuple[int, int], name: str
-) -> None:
+def test_a_real_device_gets_its_catalogue_entry_with_its_own_memory(device, memory, capability, name):
     card = for_device(device, memory, capability)
     assert card.name == name
     assert card.memory == memory
@@ -123,9 +119,7 @@ def test_a_real_device_gets_its_catalogue_entry_with_its_own_memory(
         ("Tesla K80", 11441 * MiB, (3, 7)),
     ],
 )
-def test_a_device_outside_the_catalogue_is_described_by_its_own_properties(
-    device: str, memory: int, capability: tuple[int, int]
-) -> None:
+def test_a_device_outside_the_catalogue_is_described_by_its_own_properties(device, memory, capability):
     card = for_device(device, memory, capability)
     assert (card.memory, card.capability) == (memory, capability)
     assert card.bf16_tflops is None
@@ -134,7 +128,7 @@ def test_a_device_outside_the_catalogue_is_described_by_its_own_properties(
     assert card.context >= 200 * MiB
 
 
-def test_the_host_link_follows_the_generation() -> None:
+def test_the_host_link_follows_the_generation():
     speeds = [find(name).host_link for name in ("t4", "rtx3090", "rtx4090", "h100-80gb", "rtx5090")]
     assert speeds == sorted(speeds)
     assert speeds[0] < speeds[1] < speeds[-1]

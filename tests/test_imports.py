@@ -1,10 +1,7 @@
 """Imports between our own files have a direction: no cycles, and private torch names in one file only."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src"
 
 
 @cache
-def _modules() -> dict[str, Path]:
+def _modules():
     found = {}
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -20,7 +17,7 @@ def _modules() -> dict[str, Path]:
     return found
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+def _statements(body):
     """All of them, also inside functions; not their expressions, which are many."""
     for node in body:
         yield node
@@ -30,7 +27,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(getattr(node, name, []))
 
 
-def _imports(path: Path) -> Iterator[str]:
+def _imports(path):
     """The modules of ours that a file imports, at its top or inside functions.
 
     Imports under TYPE_CHECKING are left out: they never run. A config class and the model that it builds name
@@ -47,14 +44,14 @@ def _imports(path: Path) -> Iterator[str]:
                     yield target
 
 
-def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+def _cycles(graph):
     """The strongly connected components of more than one file (Tarjan)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
+    index = {}
+    low = {}
+    stack = []
+    found = []
 
-    def visit(node: str) -> None:
+    def visit(node):
         index[node] = low[node] = len(index)
         stack.append(node)
         for target in graph[node]:
@@ -75,7 +72,7 @@ def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_no_file_imports_itself_through_others() -> None:
+def test_no_file_imports_itself_through_others():
     graph = {name: set(_imports(path)) for name, path in _modules().items()}
     assert not _cycles(graph)
 
@@ -84,7 +81,7 @@ def test_no_file_imports_itself_through_others() -> None:
 PRIVATE = re.compile(r"\btorch\.(?!ops\.)([a-z_]+\.)*_[a-zA-Z]|from torch[a-z_.]* import (.*, )?_[a-z]")
 
 
-def _private_uses(path: Path) -> list[str]:
+def _private_uses(path):
     """The lines of code, without strings and comments, that use a private name of torch."""
     text = path.read_text()
     if not PRIVATE.search(text):
@@ -101,7 +98,7 @@ def _private_uses(path: Path) -> list[str]:
     ]
 
 
-def test_private_torch_names_are_used_in_two_files_only() -> None:
+def test_private_torch_names_are_used_in_two_files_only():
     users = ("oomph.torch_internals", "oomph.prediction.compiler_internals")  # the second loads the compiler
     others = [path for name, path in _modules().items() if name not in users]
     uses = [use for path in others for use in _private_uses(path)]

@@ -1,7 +1,5 @@
 """Packages offer their names at once and import what is behind them when it is asked for."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import subprocess
@@ -14,7 +12,7 @@ PACKAGES = ["oomph", "oomph.ops", "oomph.nn"]
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_name_that_is_offered_is_there(package: str) -> None:
+def test_every_name_that_is_offered_is_there(package):
     module = importlib.import_module(package)
     assert module.__all__ == sorted(module.__all__)
     for name in module.__all__:
@@ -23,7 +21,7 @@ def test_every_name_that_is_offered_is_there(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_type_checkers_see_the_same_names(package: str) -> None:
+def test_type_checkers_see_the_same_names(package):
     module = importlib.import_module(package)
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
@@ -41,13 +39,13 @@ def test_type_checkers_see_the_same_names(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_name_that_is_not_offered_is_an_attribute_error(package: str) -> None:
+def test_a_name_that_is_not_offered_is_an_attribute_error(package):
     module = importlib.import_module(package)
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'not_there'"):
         module.not_there  # noqa: B018
 
 
-def test_importing_the_packages_imports_nothing_behind_them() -> None:
+def test_importing_the_packages_imports_nothing_behind_them():
     program = (
         "import sys, oomph, oomph.ops, oomph.nn\n"
         "loaded = {name for name in sys.modules if name.startswith('oomph')}\n"

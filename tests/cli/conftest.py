@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -7,7 +5,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +26,7 @@ class FakePredict:
     result: Prediction = field(default_factory=make_prediction)
     during: Callable[[Any], None] = lambda target: None
 
-    def __call__(self, target: Any, **options: Any) -> Prediction:
+    def __call__(self, target, **options):
         self.during(target)
         arguments = {
             "name": getattr(target, "__name__", None),
@@ -41,25 +38,25 @@ class FakePredict:
         return replace(self.result, notes=(Note(json.dumps(arguments, default=str)),))
 
     @staticmethod
-    def arguments(output: str) -> dict[str, Any]:
+    def arguments(output):
         """The arguments of the call, from the output of `oomph predict --json`."""
         *_, note = json.loads(output)["notes"]  # after those on fixes
-        return json.loads(note["text"])  # type: ignore[no-any-return]
+        return json.loads(note["text"])
 
 
 @pytest.fixture
-def fake_predict(monkeypatch: pytest.MonkeyPatch) -> FakePredict:
+def fake_predict(monkeypatch):
     fake = FakePredict()
     monkeypatch.setattr("oomph.prediction.predict", fake)
     return fake
 
 
 @pytest.fixture
-def program(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def program(tmp_path, monkeypatch):
     """Writes train.py in a fresh current directory."""
     monkeypatch.chdir(tmp_path)
 
-    def write(text: str, name: str = "train.py"):
+    def write(text, name="train.py"):
         file = tmp_path / name
         file.write_text(text)
         return file
@@ -68,13 +65,13 @@ def program(tmp_path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def on_terminal() -> Callable[[list[str]], tuple[int, int]]:
+def on_terminal():
     """Starts `oomph WORDS` on a terminal of its own: its process, and our side of the terminal.
 
     It is a fork, which has imported everything.
     """
 
-    def start(words: list[str]) -> tuple[int, int]:
+    def start(words):
         with warnings.catch_warnings(action="ignore"):  # of threads beside a fork
             process, terminal = pty.fork()
         if process == 0:
@@ -101,7 +98,7 @@ training: {steps: 4, save_every: 2, eval_every: 2, eval_batches: 1, log_every: 1
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def config(tmp_path, monkeypatch):
     """small.yaml in a fresh current directory, with its text beside it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("oomph.training.evaluation.NEW_TOKENS", 3)
@@ -112,11 +109,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def given(monkeypatch):
     """Configs that would have been trained."""
-    configs: list[Any] = []
+    configs = []
 
-    def train(config: Any, **_: Any) -> Outcome:
+    def train(config, **_):
         configs.append(config)
         return Outcome(1, None, {})
 
@@ -125,6 +122,6 @@ def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.fixture
-def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def pretended_gpu(monkeypatch):
     monkeypatch.setattr(training_run, "device_of", lambda config: torch.device("cuda", 0))
     monkeypatch.setattr(train_command, "gpu_of", lambda device: gpus.find("rtx3090"))

@@ -1,13 +1,11 @@
 """A hand-made Prediction, as small as a report can be."""
 
-from __future__ import annotations
-
 from oomph.records import Alive, Allocation, Event, Moment, Peak, Prediction, Site, StepPeak
 
 GiB = 2**30
 
 
-def make_prediction(fits: bool | None = None) -> Prediction:
+def make_prediction(fits=None):
     """One tensor of 2 GiB, alive at the peak of the first step."""
     site = Site("a.py", 3, "f")
     one = Allocation(0, 2 * GiB, (2**29,), "float32", "aten.mm", "head", site, "loss", "activation", 1)

@@ -3,8 +3,6 @@
 All run in this process and in one folder, which has what FILES names and a finished run of small.yaml.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -13,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,12 +31,12 @@ class Case(NamedTuple):
     damage: Callable[[Path], object] | None = None  # what happens to the run in runs/small before
 
 
-CASES: list[Case] = []
+CASES = []
 # Programs that end or disturb the process they run in.
 NEEDS_A_PROCESS = re.compile("leaves|aborts|crashes|interrupts|asks|exits|fatal|x.py( |$)|starts_program")
 
 
-def cases(command: str, *rows: tuple[str, str] | tuple[str, str, str | bytes], status: int = USER) -> None:
+def cases(command, *rows, status=USER):
     """Rows of (more words, line), or (more words, line, what the file `x` with that suffix holds)."""
     for words, line, *content in rows:
         typed = f"{command} {words}"
@@ -46,7 +44,7 @@ def cases(command: str, *rows: tuple[str, str] | tuple[str, str, str | bytes], s
         CASES.append(Case(typed, line, status, dict.fromkeys([file][: len(content)], *content)))
 
 
-def run_cases(*rows: tuple[str, str, Callable[[Path], object]]) -> None:
+def run_cases(*rows):
     """Rows of (words after `train small.yaml`, line, damage to the run)."""
     for words, line, damage in rows:
         CASES.append(Case(f"train small.yaml {words}", line, USER, {}, damage))
@@ -525,15 +523,15 @@ cases(
 # ----------------------------------------------------------------------------- a run that is resumed
 
 
-def write(name: str, content: bytes | str) -> Callable[[Path], object]:
+def write(name, content):
     data = content.encode() if isinstance(content, str) else content
     return lambda run: (run / name).write_bytes(data)
 
 
-def in_state(change: Callable[[dict], object]) -> Callable[[Path], None]:
+def in_state(change):
     """Change state.json of the newest checkpoint and write its hashes again."""
 
-    def damage(run: Path) -> None:
+    def damage(run):
         *older, folder = sorted((run / "checkpoints").iterdir())
         for path in older:
             shutil.rmtree(path)
@@ -547,11 +545,11 @@ def in_state(change: Callable[[dict], object]) -> Callable[[Path], None]:
     return damage
 
 
-def each_checkpoint(name: str, content: str) -> Callable[[Path], object]:
+def each_checkpoint(name, content):
     return lambda run: [(path / name).write_text(content) for path in (run / "checkpoints").iterdir()]
 
 
-def edited_text(run: Path) -> None:
+def edited_text(run):
     text = Path("text.txt")
     text.write_text(text.read_text().replace("line 3", "LINE 3"))
 
@@ -599,7 +597,7 @@ run_cases(
 )
 
 
-def test_there_are_300() -> None:
+def test_there_are_300():
     assert len(CASES) >= 300
     assert len({(case.command, *case.files.items(), case.damage) for case in CASES}) == len(CASES)
 
@@ -699,7 +697,7 @@ def wrong_op_argument():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     folder, before = tmp_path_factory.mktemp("bad_input"), Path.cwd()
     os.chdir(folder)
     files = {
@@ -727,9 +725,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=[f"{case.command[:60]} {case.line[:30]}" for case in CASES])
-def test_it_is_one_line_with_its_status(
-    case: Case, folder: Path, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
-) -> None:
+def test_it_is_one_line_with_its_status(case, folder, capfd, request):
     if not NEEDS_A_PROCESS.search(case.command):
         request.getfixturevalue("in_process")  # takes a third of the time
     shutil.rmtree("runs", ignore_errors=True)
@@ -771,16 +767,14 @@ def test_it_is_one_line_with_its_status(
         ("gpus | true; exit ${PIPESTATUS[0]}", 0, ""),
     ],
 )
-def test_streams_that_cannot_be_written(command: str, status: int, line: str, tmp_path: Path) -> None:
+def test_streams_that_cannot_be_written(command, status, line, tmp_path):
     done = subprocess.run(
         ["bash", "-c", f"{shlex.quote(sys.executable)} -m oomph {command}"], stderr=subprocess.PIPE, text=True
     )
     assert (done.returncode, done.stderr.strip()) == (status, line)
 
 
-def test_a_current_directory_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_current_directory_that_is_gone(tmp_path, monkeypatch, capsys):
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -790,9 +784,7 @@ def test_a_current_directory_that_is_gone(
         assert capsys.readouterr().err.count("oomph: ") == 1
 
 
-def test_a_program_sees_arguments_of_its_own_and_may_change_the_directory(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_program_sees_arguments_of_its_own_and_may_change_the_directory(folder, capfd):
     Path("moves.py").write_text(
         "from p import *\ndef w():\n    assert sys.argv == ['moves.py']\n    os.chdir('/')\n    return ok\n"
     )

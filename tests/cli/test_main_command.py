@@ -1,7 +1,5 @@
 """The command itself: help, version, `oomph gpus`, streams and progress."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
@@ -80,7 +78,7 @@ def test_a_narrow_encoding_does_not_cost_the_report(monkeypatch):
 
 
 def test_the_progress_bar_appears_after_its_delay():
-    def shown(delay: float, wait: float) -> str:
+    def shown(delay, wait):
         screen = io.StringIO()
         console = Console(file=screen, force_terminal=True, width=100, color_system=None)
         with progress_display(console, delay) as report:
@@ -99,4 +97,4 @@ def test_off_a_terminal_there_is_no_progress_bar():
     with progress_display(console, 0.0) as report:
         report("step 1 of 3: forward", None)
         time.sleep(0.05)
-    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+    assert console.file.getvalue() == ""

@@ -1,10 +1,6 @@
 """`oomph measure`: predicted beside measured. There is no GPU here: measurements are made up."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +23,7 @@ TARGET = f"{__file__}:STEP"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_it_says_so(capsys):
     assert run(["measure", TARGET]) == 2
     shown = capsys.readouterr().err
     assert "CUDA GPU" in shown
@@ -35,10 +31,8 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_measured_stands_beside_predicted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def measured(options: Any, ops: bool) -> Any:
+def test_measured_stands_beside_predicted(monkeypatch, capsys, tmp_path):
+    def measured(options, ops):
         if ops:
             return [OpRow("aten.mm.default", "f32[64,64]", 0, 1 << 20, 1 << 20, "step 1 forward", 1, 1 << 20)]
         return Measurement("H200", torch.__version__, Peak(1 << 20, 2 << 20, 0), (), 0, 0.001)
@@ -73,8 +67,8 @@ while True:
 
 
 def test_a_script_is_measured_in_a_process_of_its_own_and_its_residual_explained_by_op(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+    monkeypatch, capsys, tmp_path
+):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     monkeypatch.setattr(measure, "_this_gpu", lambda: "h200")
@@ -89,7 +83,7 @@ def test_a_script_is_measured_in_a_process_of_its_own_and_its_residual_explained
     assert (residuals["mm"]["bytes"], residuals["mm"]["times"]) == (-gradients - workspace, 2)
     script.write_text("raise ValueError('its own mistake')")
 
-    def in_fork(function: Any, progress: Any, *given: Any) -> Any:
+    def in_fork(function, progress, *given):
         return isolation.run_isolated(lambda report: function(*given, report), progress)
 
     monkeypatch.setattr(isolation, "run_in_new_interpreter", in_fork)

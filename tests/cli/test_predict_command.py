@@ -1,7 +1,5 @@
 """`oomph predict`: options, output and exit status, with a stand-in for the tracer and with the real one."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -29,7 +27,7 @@ def _train(program):
     program(PROGRAM)
 
 
-def _error(capsys, *arguments: str, status: int = 2) -> str:
+def _error(capsys, *arguments, status=2):
     """The one line on stderr of a command that ends with `status`, having printed nothing on stdout."""
     assert run(arguments) == status
     captured = capsys.readouterr()
@@ -129,7 +127,7 @@ def test_a_program_that_reads_from_the_terminal_ends(program, on_terminal):
 
 
 class SlowTerminal(io.StringIO):
-    def write(self, text: str) -> int:
+    def write(self, text):
         time.sleep(0.02)
         return super().write(text)
 
@@ -162,7 +160,7 @@ def test_a_program_that_fails_shows_its_own_traceback_then_one_line(program, cap
 
 
 def test_a_bug_of_ours_does_not_pass_for_a_verdict(fake_predict, capsys):
-    fake_predict.during = lambda target: format_bytes("a bug")  # type: ignore[arg-type]
+    fake_predict.during = lambda target: format_bytes("a bug")
     assert run(["predict", "train.py:step"]) == 70
     assert capsys.readouterr().err.splitlines()[-1] == "oomph: this is a bug in oomph, not in your program"
 
@@ -201,7 +199,7 @@ def make():
 def oomph(program, capfd):
     """Runs a command on a program: its exit status, stdout and stderr."""
 
-    def command(text: str, *arguments: str) -> tuple[int, str, str]:
+    def command(text, *arguments):
         program(text)
         status = run(arguments)
         captured = capfd.readouterr()

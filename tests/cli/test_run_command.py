@@ -1,9 +1,6 @@
 """`oomph run` where memory runs out: with the snapshot of a GPU that this machine need not have."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +13,9 @@ FAILS = "import torch\nraise torch.OutOfMemoryError('CUDA out of memory')\n"
 
 
 @pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+def fake_gpu(monkeypatch, tmp_path):
     """Calls that start the recording."""
-    started: list[dict[str, Any]] = []
+    started = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(oplog, "cuda_lazy_call", lambda call: call())
     monkeypatch.setattr(oplog, "record_memory_history", lambda *_, **options: started.append(options))
@@ -27,9 +24,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, 
     return started
 
 
-def test_running_out_of_memory_is_explained(
-    fake_gpu: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_running_out_of_memory_is_explained(fake_gpu, capsys):
     Path("train.py").write_text(FAILS)
     # With a fix, no plan is looked for, which takes a while.
     assert run(["run", "--fix", "activation_checkpointing", "train.py"]) == 1
@@ -41,9 +36,7 @@ def test_running_out_of_memory_is_explained(
     assert [options["stacks"] for options in fake_gpu] == ["python"]
 
 
-def test_the_status_is_that_of_the_script(
-    fake_gpu: list[dict[str, Any]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_status_is_that_of_the_script(fake_gpu, capsys):
     Path("train.py").write_text("import sys\nprint('mine')\nsys.exit(int(sys.argv[1]))\n")
     with pytest.raises(SystemExit) as ended:
         run(["run", "train.py", "7"])
@@ -54,9 +47,7 @@ def test_the_status_is_that_of_the_script(
     assert capsys.readouterr() == ("mine\n", "")
 
 
-def test_a_report_that_fails_does_not_hide_the_failure(
-    fake_gpu: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_fails_does_not_hide_the_failure(fake_gpu, monkeypatch, capsys):
     monkeypatch.setattr(oplog, "memory_snapshot", lambda: {"segments": 3})
     Path("train.py").write_text(FAILS)
     assert run(["run", "--fix", "activation_checkpointing", "train.py"]) == 1
@@ -64,9 +55,7 @@ def test_a_report_that_fails_does_not_hide_the_failure(
     assert "no report of the failure could be made" in shown
 
 
-def test_a_script_that_fails_without_a_gpu_is_pointed_to_predict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_fails_without_a_gpu_is_pointed_to_predict(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     Path("train.py").write_text("raise ValueError('bf16 needs a GPU')\n")

@@ -1,7 +1,5 @@
 """`oomph systems`, its old name, and the launch scripts of the reports."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """TARGET: files, modules and configs, with their overrides; and what is wrong with one."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -71,7 +69,7 @@ def test_a_config_that_is_loaded_by_the_program_keeps_its_problems(program, caps
     assert line.startswith("oomph: train.py:3: mine: epoch is not a key; did you mean 'training.epochs'?")
 
 
-def test_a_file_that_chooses_its_device_when_imported_chooses_the_gpu(tmp_path: Path) -> None:
+def test_a_file_that_chooses_its_device_when_imported_chooses_the_gpu(tmp_path):
     file = tmp_path / "chooses.py"
     file.write_text(
         "import torch\n"
@@ -79,7 +77,7 @@ def test_a_file_that_chooses_its_device_when_imported_chooses_the_gpu(tmp_path: 
         "def train():\n    return lambda: torch.empty(1024, device=device)\n"
     )
     with open_target(f"{file}:train") as target:
-        assert target.__globals__["device"] == "cuda"  # type: ignore[union-attr]
+        assert target.__globals__["device"] == "cuda"
 
 
 # ------------------------------------------------------------------------------------------- configs
@@ -87,7 +85,7 @@ def test_a_file_that_chooses_its_device_when_imported_chooses_the_gpu(tmp_path: 
 TINY = str(Path(__file__).parents[2] / "configs" / "longctx_tiny.yaml")
 
 
-def _error(capsys, *arguments: str) -> list[str]:
+def _error(capsys, *arguments):
     assert run(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -98,7 +96,7 @@ def test_a_config_is_a_workload_with_its_overrides_in():
     with open_target(TINY, ["batch_size=3", "model.attention=nsa"]) as found:
         assert isinstance(found, Workload)
         assert found.sizes == {"B": 3, "T": 128}
-        assert found.model.config.attention == "nsa"  # type: ignore[attr-defined]
+        assert found.model.config.attention == "nsa"
 
 
 def test_no_more_batches_of_a_step_are_traced_than_its_memory_needs():

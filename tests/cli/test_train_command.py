@@ -1,11 +1,5 @@
 """`oomph train`: from the command line to a trained model, and every ending as an exit status."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -16,7 +10,7 @@ from oomph.training.config import load as load_config
 from oomph.training.metrics import read_metrics
 
 
-def test_a_small_config_trains_end_to_end(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_config_trains_end_to_end(config, capsys):
     assert run(["train", "small.yaml"]) == 0
     out, err = capsys.readouterr()
     assert out == ""
@@ -31,20 +25,16 @@ def test_a_small_config_trains_end_to_end(config: Path, capsys: pytest.CaptureFi
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
 
 
-def test_a_machine_without_a_gpu_says_so_first(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_without_a_gpu_says_so_first(config, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run(["train", "small.yaml", "training.device=null", "training.steps=1"]) == 0
     assert capsys.readouterr().err.startswith("no GPU is available: training on the CPU\n")
 
 
-def test_the_reports_own_flags_have_their_place(
-    config: Path, given: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str | None] = []
+def test_the_reports_own_flags_have_their_place(config, given, monkeypatch):
+    asked = []
 
-    def device_of(config: Any) -> torch.device:
+    def device_of(config):
         asked.append(config.training.device)
         return torch.device("cpu")
 
@@ -64,7 +54,7 @@ def test_the_reports_own_flags_have_their_place(
 # ---------------------------------------------------------------------------------------- fixes
 
 
-def test_recorded_fixes_are_applied_and_are_part_of_the_run(config: Path, tmp_path: Path) -> None:
+def test_recorded_fixes_are_applied_and_are_part_of_the_run(config, tmp_path):
     (tmp_path / "fixes.json").write_text('[{"fix": "optimizer_8bit"}]')
     assert run(["train", "small.yaml", "fixes=[fused_optimizer]", "--fixes", "fixes.json"]) == 0
     state = load(find("runs/small/checkpoints"))
@@ -76,7 +66,7 @@ def test_recorded_fixes_are_applied_and_are_part_of_the_run(config: Path, tmp_pa
 # ---------------------------------------------------------------------------------------- export
 
 
-def test_exported_weights_are_those_of_the_last_step(config: Path) -> None:
+def test_exported_weights_are_those_of_the_last_step(config):
     assert run(["train", "small.yaml", "--export", "weights.safetensors"]) == 0
     weights = load_file("weights.safetensors")
     model = load_config("small.yaml").model_config.build()
@@ -87,7 +77,7 @@ def test_exported_weights_are_those_of_the_last_step(config: Path) -> None:
     assert len(weights) > 5
 
 
-def test_a_run_is_resumed_until_nothing_is_left(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_resumed_until_nothing_is_left(config, capsys):
     assert run(["train", "small.yaml", "steps=2"]) == 0
     assert run(["train", "small.yaml"]) == 2
     err = capsys.readouterr().err

@@ -1,7 +1,5 @@
 """How `oomph train` ends when it is stopped or cannot go on."""
 
-from __future__ import annotations
-
 import io
 import os
 import shlex
@@ -9,10 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,13 +24,11 @@ from oomph.training.metrics import read_metrics
 from oomph.training.step import workload
 
 
-def out_of_memory(model: Any, batch: Any) -> torch.Tensor:
+def out_of_memory(model, batch):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
 
-def test_running_out_of_memory_says_what_was_in_use_and_what_to_change(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_running_out_of_memory_says_what_was_in_use_and_what_to_change(config, monkeypatch, capsys):
     monkeypatch.setattr(
         training_run, "workload", lambda config: replace(workload(config), loss=out_of_memory)
     )
@@ -47,15 +41,11 @@ def test_running_out_of_memory_says_what_was_in_use_and_what_to_change(
 
 
 def test_after_a_prediction_its_largest_lines_are_named(
-    config: Path,
-    pretended_gpu: None,
-    fake_predict: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    config, pretended_gpu, fake_predict, monkeypatch, capsys
+):
     from oomph.training.failures import OutOfMemory
 
-    def train(*_: Any, **__: Any) -> None:
+    def train(*_, **__):
         raise OutOfMemory("CUDA out of memory.", [("parameters", 3 * GiB)], 7, "")
 
     fake_predict.result = make_prediction(True)
@@ -66,12 +56,10 @@ def test_after_a_prediction_its_largest_lines_are_named(
     assert "predicted: 2.00 GiB, most of it from a.py:3 2.00 GiB" in last
 
 
-def interrupting(
-    monkeypatch: pytest.MonkeyPatch, step: int, times: int, number: signal.Signals = signal.SIGINT
-) -> None:
+def interrupting(monkeypatch, step, times, number=signal.SIGINT):
     real = TrainDisplay.on_step
 
-    def on_step(self: TrainDisplay, report: Any) -> None:
+    def on_step(self, report):
         real(self, report)
         if report.step == step:
             for _ in range(times):
@@ -80,9 +68,7 @@ def interrupting(
     monkeypatch.setattr(TrainDisplay, "on_step", on_step)
 
 
-def test_control_c_twice_ends_at_once_with_130_and_no_traceback(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_c_twice_ends_at_once_with_130_and_no_traceback(config, monkeypatch, capsys):
     interrupting(monkeypatch, 3, 2)
     assert run(["train", "small.yaml"]) == 130
     err = capsys.readouterr().err
@@ -91,18 +77,14 @@ def test_control_c_twice_ends_at_once_with_130_and_no_traceback(
     assert find("runs/small/checkpoints").step == 2
 
 
-def test_a_closed_terminal_s_signal_may_come_twice(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_closed_terminal_s_signal_may_come_twice(config, monkeypatch, capsys):
     interrupting(monkeypatch, 3, 2, signal.SIGHUP)
     assert run(["train", "small.yaml"]) == 130
     assert "stopped by SIGHUP after step 3" in capsys.readouterr().err
     assert find("runs/small/checkpoints").step == 3
 
 
-def test_control_c_saves_and_gives_the_command_to_resume_with(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_c_saves_and_gives_the_command_to_resume_with(config, monkeypatch, capsys):
     Path("mine.json").write_text('[{"fix": "activation_checkpointing"}]')
     interrupting(monkeypatch, 3, 1)
     words = ["small.yaml", "output.dir=runs/my run", "--fixes", "mine.json", "--export", "w.safetensors"]
@@ -115,18 +97,14 @@ def test_control_c_saves_and_gives_the_command_to_resume_with(
     assert Path("w.safetensors").exists()
 
 
-def test_without_checkpoints_there_is_nothing_to_resume(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_checkpoints_there_is_nothing_to_resume(config, monkeypatch, capsys):
     interrupting(monkeypatch, 3, 1)
     assert run(["train", "small.yaml", "training.save=false"]) == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == "stopped by SIGINT after step 3; nothing is saved, as training.save=false says"
 
 
-def test_a_closed_terminal_ends_the_whole_group_and_the_run_can_be_resumed(
-    config: Path, on_terminal: Callable[[list[str]], tuple[int, int]]
-) -> None:
+def test_a_closed_terminal_ends_the_whole_group_and_the_run_can_be_resumed(config, on_terminal):
     """A terminal, or a scheduler, sends the signal to every process of the group."""
     words = ["train", "small.yaml", "save_every=null", "data.workers=1"]
     process, terminal = on_terminal([*words, "steps=100000"])
@@ -145,7 +123,7 @@ def test_a_closed_terminal_ends_the_whole_group_and_the_run_can_be_resumed(
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_what_was_left_to_write_to_a_closed_terminal_does_not_change_the_status(stream: str) -> None:
+def test_what_was_left_to_write_to_a_closed_terminal_does_not_change_the_status(stream):
     program = f"""
 import contextlib, sys
 import oomph.cli.main as cli
@@ -181,11 +159,11 @@ cli.main()
 class Gone(io.StringIO):
     """A terminal that was closed."""
 
-    def write(self, text: str) -> int:
+    def write(self, text):
         raise OSError(5, "Input/output error")
 
 
-def test_the_display_shortens_samples_and_survives_a_terminal_that_is_gone(config: Path) -> None:
+def test_the_display_shortens_samples_and_survives_a_terminal_that_is_gone(config):
     screen = io.StringIO()
     named = replace(load("small.yaml"), name="my{1}")  # rich would read braces
     with TrainDisplay(Console(file=screen, force_terminal=True, width=40), named, None, None) as display:

@@ -1,12 +1,9 @@
 """`oomph train` before step 1: what does not fit is refused, with what would."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from small_prediction import make_prediction
@@ -22,15 +19,9 @@ KEEP = uses_of(["activation_checkpointing:keep=products"])
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_what_does_not_fit_is_refused_with_fixes_that_make_it_fit(
-    config: Path,
-    given: list[Any],
-    pretended_gpu: None,
-    fake_predict: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    fits: bool,
-) -> None:
-    def fit(workload: Any, **options: Any) -> Any:
+    config, given, pretended_gpu, fake_predict, monkeypatch, capsys, fits
+):
+    def fit(workload, **options):
         assert not getattr(workload.optimizer, "gradients_must_stay", False)  # as a captured step's must
         assert options["max"] == "1GiB"
         after = PredictedFixes(tuple(KEEP), make_prediction().peak, fits, 1.0, 1.25)
@@ -53,9 +44,7 @@ def test_what_does_not_fit_is_refused_with_fixes_that_make_it_fit(
         assert "No set of exact fixes is enough; see `oomph fit small.yaml training.memory_limit=1GiB" in err
 
 
-def test_force_goes_on_and_shows_what_was_predicted(
-    config: Path, given: list[Any], pretended_gpu: None, fake_predict: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_force_goes_on_and_shows_what_was_predicted(config, given, pretended_gpu, fake_predict, capsys):
     fake_predict.result = make_prediction(False)
     assert run(["train", "small.yaml", "--force"]) == 0
     assert len(given) == 1
@@ -75,7 +64,7 @@ def test_force_goes_on_and_shows_what_was_predicted(
         ),
     ],
 )
-def test_fixes_that_are_proposed_can_be_copied_to_a_shell(uses: tuple[FixUse, ...]) -> None:
+def test_fixes_that_are_proposed_can_be_copied_to_a_shell(uses):
     (word,) = shlex.split(_override(uses))
     found = load_dict({"system": "longctx", "model": {"preset": "tiny", "vocab_size": 300}}, "x", [word])
     assert found.fixes == uses

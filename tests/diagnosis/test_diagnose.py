@@ -1,13 +1,8 @@
 """oomph.diagnose: the planted cause comes first, with its line, bytes and growth."""
 
-from __future__ import annotations
-
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -56,17 +51,17 @@ def test_planted_cause_is_first(name):
     assert all(one.bytes > 0 for one in diagnosis.findings)
 
 
-def attention(model: Any, x: torch.Tensor) -> torch.Tensor:
+def attention(model, x):
     q, k, v = model(x).chunk(3, -1)
     return ((q @ k.transpose(1, 2)).softmax(-1) @ v).square().mean()
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(32, 96)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return attention(self.qkv, x)
 
 
@@ -93,12 +88,12 @@ def test_command_prints_findings_of_a_workload_as_json(capsys, monkeypatch):
 
 
 class _opened:
-    def __init__(self, *arguments: Any) -> None: ...
+    def __init__(self, *arguments): ...
 
-    def __enter__(self) -> oomph.Workload:
+    def __enter__(self):
         return WORKLOAD
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error): ...
 
 
 @pytest.mark.parametrize("target", ["train.py", "train.py:training"])
@@ -190,7 +185,7 @@ def test_scaled_sizes_shorten_sequences():
 
 
 def test_scaled_prediction_that_fails_leaves_a_note():
-    def batch(device: torch.device, B: int, T: int) -> torch.Tensor:
+    def batch(device, B, T):
         if T < 2048:
             raise ValueError("too short")
         return torch.randn(B, T, 32, device=device)
@@ -206,15 +201,15 @@ def test_scaled_prediction_that_fails_leaves_a_note():
     assert "too short" in diagnosis.notes[0].text
 
 
-def _allocation(id: int, size: int, shape: tuple[int, ...], **changes: Any) -> Allocation:
+def _allocation(id, size, shape, **changes):
     values = {"module": "", "site": None, "kind": "activation", "step": 1, "stage": "forward activations"}
     return Allocation(id=id, bytes=size, shape=shape, dtype="float32", **{**values, **changes})
 
 
-def _prediction(*tensors: Allocation, reserved: int = 0, **changes: Any) -> Prediction:
+def _prediction(*tensors, reserved=0, **changes):
     allocated = sum(one.bytes for one in tensors)
     reserved = reserved or allocated
-    values: dict[str, Any] = {"limit": None, "verdict": None, **changes}
+    values = {"limit": None, "verdict": None, **changes}
     return Prediction(
         gpu=None,
         gpu_title="",
@@ -230,7 +225,7 @@ def _prediction(*tensors: Allocation, reserved: int = 0, **changes: Any) -> Pred
     )
 
 
-def test_pictures_of_two_sizes_are_two_terms() -> None:
+def test_pictures_of_two_sizes_are_two_terms():
     layers = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1))
     workload = oomph.Workload(
         model=lambda: nn.Sequential(*layers, nn.ReLU()),
@@ -245,23 +240,23 @@ def test_pictures_of_two_sizes_are_two_terms() -> None:
     assert "N=64" in found.formula
 
 
-def test_fragmentation_is_a_share_of_what_is_reserved() -> None:
+def test_fragmentation_is_a_share_of_what_is_reserved():
     prediction = oomph.predict(WORKLOAD)
     peak = replace(prediction.peak, reserved=3 * prediction.peak.allocated)
     shown = diagnosis_text(oomph.diagnose(replace(prediction, peak=peak)), report_console())
     assert "67 %  fragmentation" in shown or "(67 % of the" in shown
 
 
-def test_a_peak_in_evaluation_is_named_and_has_the_sizes_of_its_batch() -> None:
-    def training() -> Callable[[], None]:
+def test_a_peak_in_evaluation_is_named_and_has_the_sizes_of_its_batch():
+    def training():
         model = nn.Sequential(nn.Embedding(3000, 64), nn.Linear(64, 3000)).cuda()
         optimizer = torch.optim.SGD(model.parameters())
 
-        def loss(rows: int) -> torch.Tensor:
+        def loss(rows):
             ids = torch.randint(3000, (rows, 64), device="cuda")
             return nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
-        def step() -> None:
+        def step():
             loss(4).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -279,12 +274,12 @@ def test_a_peak_in_evaluation_is_named_and_has_the_sizes_of_its_batch() -> None:
     assert "(B=48, T=64, V=3000)" in logits.formula
 
 
-def test_weights_that_autocast_keeps_cast_are_no_second_copy_of_them() -> None:
-    def training() -> Callable[[], None]:
+def test_weights_that_autocast_keeps_cast_are_no_second_copy_of_them():
+    def training():
         generator, critic = (nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).cuda() for _ in "gc")
         optimizer = torch.optim.SGD([*generator.parameters(), *critic.parameters()])
 
-        def step() -> None:
+        def step():
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 for _ in range(4):
                     critic(generator(torch.randn(64, 1024, device="cuda"))).float().mean().backward()
@@ -298,7 +293,7 @@ def test_weights_that_autocast_keeps_cast_are_no_second_copy_of_them() -> None:
     assert found["casts of the weights"] >= 4 * 1024 * 1024 * 2
 
 
-def test_long_paths_lose_their_first_folders_before_their_names_are_broken() -> None:
+def test_long_paths_lose_their_first_folders_before_their_names_are_broken():
     site = Site("/x/site-packages/transformers/models/gpt2/modeling_gpt2.py", 619, "forward")
     found = oomph.diagnose(oomph.predict(WORKLOAD))
     findings = tuple(replace(one, sites=(site,)) for one in found.findings)
@@ -308,9 +303,7 @@ def test_long_paths_lose_their_first_folders_before_their_names_are_broken() -> 
     assert ".../" in text
 
 
-def test_a_script_runs_once_and_gets_the_fixes_that_apply_to_its_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_runs_once_and_gets_the_fixes_that_apply_to_its_model(tmp_path, capsys):
     read, write = os.pipe()
     script = f"""
 import os, torch

@@ -166,7 +166,7 @@ def same_pass(before, after, tolerance=1e-5):
 class RotaryLM(nn.Module):
     """RMSNorm, SwiGLU, a rotary module in every layer, and a tied head."""
 
-    def __init__(self, vocabulary=97, width=32, heads=4, layers=3, longest=64) -> None:
+    def __init__(self, vocabulary=97, width=32, heads=4, layers=3, longest=64):
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(RotaryLayer(width, heads, longest) for _ in range(layers))
@@ -182,7 +182,7 @@ class RotaryLM(nn.Module):
 
 
 class RotaryLayer(nn.Module):
-    def __init__(self, width: int, heads: int, longest: int) -> None:
+    def __init__(self, width, heads, longest):
         super().__init__()
         self.heads = heads
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
@@ -202,7 +202,7 @@ class RotaryLayer(nn.Module):
 
 
 class Rotary(nn.Module):
-    def __init__(self, width: int, longest: int) -> None:
+    def __init__(self, width, longest):
         super().__init__()
         frequencies = 10000.0 ** (-torch.arange(0, width, 2) / width)
         angles = torch.outer(torch.arange(longest), frequencies)
@@ -218,7 +218,7 @@ class Rotary(nn.Module):
 class Classifier(nn.Module):
     """Convolutions with batch norm, then linear layers; nothing in it is a sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
         self.stages = nn.ModuleList(Residual(16) for _ in range(2))
@@ -232,7 +232,7 @@ class Classifier(nn.Module):
 
 
 class Residual(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.conv, self.norm = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
 

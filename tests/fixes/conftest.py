@@ -9,5 +9,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(autouse=True)
-def _in_process(in_process: None) -> None:
+def _in_process(in_process):
     """Predictions of every test here."""

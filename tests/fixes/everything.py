@@ -15,7 +15,7 @@ WIDTH, HEADS, LONGEST, VOCABULARY = 16, 2, 24, 67
 class RotaryEmbedding(nn.Module):
     """One in every layer, as older models have it."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size):
         super().__init__()
         self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(0, size, 2) / size), persistent=False)
 
@@ -28,7 +28,7 @@ class RotaryEmbedding(nn.Module):
 class Modulated(nn.Module):
     """A weight per token, made and then used."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(width, width) * 0.1)
         self.left, self.right = nn.Linear(width, width), nn.Linear(width, width)
@@ -39,7 +39,7 @@ class Modulated(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, with_branches: bool) -> None:
+    def __init__(self, with_branches):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.attention, self.mlp = Attention(WIDTH, HEADS, LONGEST), MLP(WIDTH)
@@ -59,7 +59,7 @@ class Block(nn.Module):
 
 
 class Everything(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.queries = nn.Parameter(torch.randn(LONGEST, WIDTH))
@@ -92,5 +92,5 @@ def optimizer(params):
     return made
 
 
-def workload() -> oomph.Workload:
+def workload():
     return oomph.Workload(lambda: seeded(Everything), batch, loss, optimizer)

@@ -9,7 +9,7 @@ from oomph import fixes
 from oomph.fixes.registry import FixContext
 
 
-def trained(workload: oomph.Workload, steps=3, each=lambda optimizer: None):
+def trained(workload, steps=3, each=lambda optimizer: None):
     """The parameters by name after some steps, and the optimizer."""
     torch.manual_seed(0)
     model = workload.model()
@@ -34,7 +34,7 @@ def same_parameters(before, after, tolerance):
         assert off <= tolerance, f"{name} is off by {off:.2e}"
 
 
-def proposed(name: str, workload: oomph.Workload):
+def proposed(name, workload):
     """A fix's proposals, priced."""
     return fixes.propose(oomph.predict(workload, gpu="h200"), workload, only=(name,))
 
@@ -42,10 +42,10 @@ def proposed(name: str, workload: oomph.Workload):
 class _PredictedIfRead:
     """A prediction that is made when an attribute is read: most fixes read the model and the optimizer."""
 
-    def __init__(self, workload: oomph.Workload) -> None:
+    def __init__(self, workload):
         self.workload = workload
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name):
         return getattr(self._prediction, name)
 
     @cached_property
@@ -53,7 +53,7 @@ class _PredictedIfRead:
         return oomph.predict(self.workload, gpu="h200")
 
 
-def not_found(name: str, workload: oomph.Workload):
+def not_found(name, workload):
     """Does the fix say that it does not apply? What it looks at needs no large model."""
     context = FixContext(_PredictedIfRead(workload), workload)
     return fixes.find(name).proposals(context) == []

@@ -12,7 +12,7 @@ import oomph
 class Attention(nn.Module):
     """Written out, with a stored mask, as many tutorials have it."""
 
-    def __init__(self, width: int, heads: int, longest: int) -> None:
+    def __init__(self, width, heads, longest):
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
@@ -30,7 +30,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.fc = nn.Linear(width, 4 * width)
         self.proj = nn.Linear(4 * width, width)
@@ -40,7 +40,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, longest: int) -> None:
+    def __init__(self, width, heads, longest):
         super().__init__()
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention, self.mlp = Attention(width, heads, longest), MLP(width)
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    def __init__(self, vocabulary=97, width=32, heads=4, layers=3, longest=64) -> None:
+    def __init__(self, vocabulary=97, width=32, heads=4, layers=3, longest=64):
         super().__init__()
         self.embed, self.places = nn.Embedding(vocabulary, width), nn.Embedding(longest, width)
         self.blocks = nn.ModuleList(Block(width, heads, longest) for _ in range(layers))
@@ -84,7 +84,7 @@ def uneven(device, key="targets", tokens="tokens"):
     return {tokens: batch["tokens"], key: labels}
 
 
-def workload(**sizes) -> oomph.Workload:
+def workload(**sizes):
     return oomph.Workload(lambda: seeded(lambda: TinyLM(**sizes)), tiny_batch, plain_loss)
 
 

@@ -18,7 +18,7 @@ MIB = 1024 * 1024
 class Growing(nn.Module):
     """Every call is longer than the last: segments of the default allocator fit none of the next."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
 
@@ -28,7 +28,7 @@ class Growing(nn.Module):
         )
 
 
-def growing() -> oomph.Workload:
+def growing():
     return oomph.Workload(Growing, lambda device: torch.ones(1, device=device), lambda model, x: model(x))
 
 

@@ -97,7 +97,7 @@ def test_every_fix_composes_with_every_other_that_it_does_not_exclude(first):
 
 
 def test_all_exact_fixes_at_once():
-    together: list[str] = []
+    together = []
     for name in USES:
         if fixes.find(name).kind == "exact" and not any(conflict(USES[name], USES[one]) for one in together):
             together.append(name)

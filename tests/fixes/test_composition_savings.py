@@ -16,7 +16,7 @@ VOCABULARY, WIDTH = 8192, 16
 
 
 class MLP(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
@@ -27,7 +27,7 @@ class MLP(nn.Module):
 class OneForward(nn.Module):
     """All but the MLPs is written out in the root's own forward; the head is tied to the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight

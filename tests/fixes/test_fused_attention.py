@@ -22,7 +22,7 @@ WIDTH, HEADS, LONGEST = 16, 4, 32
 class Model(nn.Module):
     """`attend(self, q, k, v, padding)`: q, k, v [B, H, T, D]; padding [B, T], True where there is a token."""
 
-    def __init__(self, attend, key_heads=HEADS) -> None:
+    def __init__(self, attend, key_heads=HEADS):
         super().__init__()
         self.attend, self.weights = attend, None
         self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)

@@ -89,14 +89,14 @@ def test_sizes_are_replaced_and_large_models_refused(capfd):
         fixes.verify("activation_checkpointing", large)
 
 
-def test_progress_names_each_step_and_sizes_that_the_workload_has() -> None:
-    def batch(device: torch.device, N: int) -> torch.Tensor:
+def test_progress_names_each_step_and_sizes_that_the_workload_has():
+    def batch(device, N):
         return torch.randn(N, 8, device=device)
 
     workload = oomph.Workload(
         lambda: nn.Linear(8, 8), batch, lambda model, x: model(x).square().mean(), sizes={"N": 64}
     )
-    told: list[tuple[str, float | None]] = []
+    told = []
     report = lambda text, fraction: told.append((text, fraction))  # noqa: E731
     assert fixes.verify("no_foreach", workload, progress=report).holds
     assert [fraction for _, fraction in told] == [0.0, 0.25, 0.5, 0.75]

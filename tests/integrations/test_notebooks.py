@@ -1,11 +1,7 @@
 """Records in notebooks, and callbacks of trainers."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +14,7 @@ from oomph.prediction.isolation import show_progress
 from oomph.records import Diagnosis
 
 
-def test_strings_of_a_program_are_escaped() -> None:
+def test_strings_of_a_program_are_escaped():
     page = hostile()
     shown = jupyter.diagnosis_html(Diagnosis(page.runs[0][1], tuple(page.findings)))
     assert "<img" not in shown
@@ -27,7 +23,7 @@ def test_strings_of_a_program_are_escaped() -> None:
     assert "does not fit" in shown
 
 
-def test_records_have_it_in_a_notebook_only() -> None:
+def test_records_have_it_in_a_notebook_only():
     code = (
         "import sys, types; sys.modules['IPython'] = types.ModuleType('IPython'); import oomph; "
         "from oomph.records import Prediction; assert 'torch' not in sys.modules; Prediction._repr_html_"
@@ -35,9 +31,7 @@ def test_records_have_it_in_a_notebook_only() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_progress_is_one_line_in_a_notebook(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_one_line_in_a_notebook(monkeypatch, capsys):
     pytest.importorskip("tqdm")
     for delay in (0.0, 60.0):  # short predictions show none
         with show_progress(None, delay) as elsewhere:
@@ -55,10 +49,8 @@ def test_progress_is_one_line_in_a_notebook(
         assert shown[shown.rfind("\r") :].strip() == ""  # it is gone
 
 
-def test_the_first_failed_request_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    observers: list[Any] = []
+def test_the_first_failed_request_is_reported_once(monkeypatch, tmp_path, capsys):
+    observers = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(oplog, "cuda_lazy_call", lambda call: call())
     monkeypatch.setattr(oplog, "record_memory_history", lambda *_, **__: None)
@@ -71,7 +63,7 @@ def test_the_first_failed_request_is_reported_once(
     assert "ran out of memory" in (tmp_path / "oom.html").read_text()
 
 
-def test_without_a_gpu_a_callback_does_nothing(tmp_path: Path) -> None:
+def test_without_a_gpu_a_callback_does_nothing(tmp_path):
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
     from oomph.integrations.huggingface import OomphCallback
 

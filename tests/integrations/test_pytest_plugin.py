@@ -1,7 +1,5 @@
 """The fixture `oomph_peak`, and tests that use it."""
 
-from __future__ import annotations
-
 from importlib import metadata
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def test_memory(oomph_peak):
 """
 
 
-def test_a_peak_compares_with_sizes() -> None:
+def test_a_peak_compares_with_sizes():
     peak = PredictedPeak(trained())
     assert peak == peak.bytes
     assert "1MiB" < peak < "1TiB"
@@ -39,7 +37,7 @@ def test_a_peak_compares_with_sizes() -> None:
         assert peak < 1.5
 
 
-def run_pytest(*words: str) -> int:
+def run_pytest(*words):
     installed = any(one.name == "oomph" for one in metadata.entry_points(group="pytest11"))
     plugin = [] if installed else ["-p", "oomph.integrations.pytest_plugin"]
     options = [
@@ -61,9 +59,7 @@ def run_pytest(*words: str) -> int:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_growth_fails_with_the_line_that_grew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_growth_fails_with_the_line_that_grew(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("test_mine.py").write_text(USER_TEST.format(width=512, most="1GiB"))
     assert run_pytest("--oomph-update", "test_mine.py") == 0

@@ -1,10 +1,6 @@
 """Trainers of transformers and Lightning, predicted as they are."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +10,7 @@ from oomph.prediction.program import next_evaluation
 
 
 @pytest.fixture
-def trainer(tmp_path: Path) -> Any:
+def trainer(tmp_path):
     pytest.importorskip("accelerate", reason="the Trainer of transformers needs accelerate")
     import transformers
 
@@ -31,7 +27,7 @@ def trainer(tmp_path: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_trainer_is_predicted_and_left_alone(trainer: Any) -> None:
+def test_a_trainer_is_predicted_and_left_alone(trainer):
     found = oomph.predict(trainer, gpu="rtx3090")
     parameters = sum(one.nbytes for one in trainer.model.parameters())
     sizes = dict(found.by_stage())
@@ -43,7 +39,7 @@ def test_a_trainer_is_predicted_and_left_alone(trainer: Any) -> None:
     assert {one.device.type for one in trainer.model.parameters()} == {"cpu"}
 
 
-def test_a_trainer_of_lightning_says_what_to_give() -> None:
+def test_a_trainer_of_lightning_says_what_to_give():
     lightning = type("Trainer", (), {"__module__": "lightning.pytorch.trainer.trainer"})
     with pytest.raises(oomph.UserError, match="calls fit"):
         oomph.predict(lightning())
@@ -52,7 +48,7 @@ def test_a_trainer_of_lightning_says_what_to_give() -> None:
 @pytest.mark.parametrize(
     ("strategy", "done", "step"), [("epoch", 2, 8), ("steps", 2, 5), ("steps", 5, None), ("no", 2, None)]
 )
-def test_the_step_of_the_first_evaluation(strategy: str, done: int, step: int | None) -> None:
+def test_the_step_of_the_first_evaluation(strategy, done, step):
     one = type("Trainer", (), {"__module__": "transformers.trainer", "run": lambda self: next_evaluation()})()
     one.args = SimpleNamespace(eval_strategy=strategy, eval_steps=5, gradient_accumulation_steps=2)
     one.state = SimpleNamespace(global_step=done, eval_steps=None, max_steps=30)

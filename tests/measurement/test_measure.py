@@ -1,9 +1,6 @@
 """The order of a measured step, seen by a meter that writes down what it is asked."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -18,33 +15,33 @@ CPU = torch.device("cpu")
 class ScriptedMeter(CudaMeter):
     """Notes every call; the peak is a number that grows with each reading since the last reset."""
 
-    def __init__(self, calls: list[str]) -> None:
+    def __init__(self, calls):
         super().__init__(CPU)
         self.calls = calls
         self.resets = 0
 
-    def reset_peak(self) -> None:
+    def reset_peak(self):
         self.resets += 1
         self.calls.append("reset peak")
 
-    def read(self, step: int, moment: Any, seconds: float) -> Reading:
+    def read(self, step, moment, seconds):
         self.calls.append("read")
         return Reading(step, moment, 10 * self.resets, 100 * self.resets, 1000 * self.resets, seconds)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         self.calls.append("synchronize")
 
 
 class Noting(torch.nn.Linear):
-    def __init__(self, calls: list[str]) -> None:
+    def __init__(self, calls):
         super().__init__(2, 2)
         self.calls = calls
 
-    def train(self, mode: bool = True) -> Noting:
+    def train(self, mode=True):
         self.calls.append(f"train {mode}")
         return super().train(mode)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.calls.append(f"forward {self.weight.dtype}".replace("torch.", ""))
         return super().forward(x)
 
@@ -52,32 +49,32 @@ class Noting(torch.nn.Linear):
 class NotingSGD(torch.optim.SGD):
     calls: list[str]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure=None):
         assert all(p.grad is not None for group in self.param_groups for p in group["params"])
         self.calls.append("step")
         super().step(closure)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, set_to_none=True):
         self.calls.append("zero_grad")
         super().zero_grad(set_to_none)
 
 
-def noting_workload(calls: list[str], **options: Any) -> Workload:
-    def model() -> torch.nn.Module:
+def noting_workload(calls, **options):
+    def model():
         calls.append("model")
         return Noting(calls)
 
-    def batch(device: torch.device) -> torch.Tensor:
+    def batch(device):
         calls.append(f"batch on {device}")
         return torch.ones(1, 2, device=device, dtype=options.get("dtype", torch.float32))
 
-    def optimizer(params: Any) -> torch.optim.Optimizer:
+    def optimizer(params):
         calls.append("optimizer")
         made = NotingSGD(params, lr=0.1)
         made.calls = calls
         return made
 
-    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model, batch):
         value = model(batch).sum()
         value.register_hook(lambda grad: calls.append(f"backward of {grad.item():g}"))
         return value
@@ -85,8 +82,8 @@ def noting_workload(calls: list[str], **options: Any) -> Workload:
     return Workload(model, batch, loss, **{"optimizer": optimizer, **options})
 
 
-def test_a_step_is_forward_backward_optimizer_and_zero_grad_in_that_order() -> None:
-    calls: list[str] = []
+def test_a_step_is_forward_backward_optimizer_and_zero_grad_in_that_order():
+    calls = []
     run_steps(noting_workload(calls), CPU, 2, lambda step, moment: calls.append(f"<{step} {moment}>"))
     one_step = ["forward float32", "backward of 1", "step", "zero_grad"]
     assert [call for call in calls if not call.startswith("<")] == [
@@ -106,23 +103,23 @@ def test_a_step_is_forward_backward_optimizer_and_zero_grad_in_that_order() -> N
     ]
 
 
-def test_accumulation_divides_the_loss_and_steps_once() -> None:
-    calls: list[str] = []
+def test_accumulation_divides_the_loss_and_steps_once():
+    calls = []
     run_steps(noting_workload(calls, accumulate=4), CPU, 1, lambda step, moment: None)
     assert calls.count("backward of 0.25") == 4
     assert calls.count("step") == 1
 
 
-def test_the_model_takes_the_dtype_before_the_optimizer_sees_it() -> None:
-    calls: list[str] = []
+def test_the_model_takes_the_dtype_before_the_optimizer_sees_it():
+    calls = []
     run_steps(noting_workload(calls, dtype=torch.float64), CPU, 1, lambda step, moment: None)
     assert "forward float64" in calls
 
 
-def test_autocast_covers_the_loss_and_not_the_backward() -> None:
-    seen: list[bool] = []
+def test_autocast_covers_the_loss_and_not_the_backward():
+    seen = []
 
-    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model, batch):
         seen.append(torch.is_autocast_enabled("cpu"))
         value = model(batch).float().sum()
         value.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
@@ -133,10 +130,10 @@ def test_autocast_covers_the_loss_and_not_the_backward() -> None:
     assert seen == [True, False]
 
 
-def test_a_deterministic_step_is_measured_as_one() -> None:
-    asked: list[bool] = []
+def test_a_deterministic_step_is_measured_as_one():
+    asked = []
 
-    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def loss(model, x):
         asked.append(torch.are_deterministic_algorithms_enabled())
         return model(x).sum()
 
@@ -151,7 +148,7 @@ def test_a_deterministic_step_is_measured_as_one() -> None:
     assert asked == [True, False]
 
 
-def test_without_an_optimizer_the_gradients_stay() -> None:
+def test_without_an_optimizer_the_gradients_stay():
     model = torch.nn.Linear(2, 2)
     workload = Workload(
         lambda: model, lambda device: torch.ones(1, 2), lambda m, x: m(x).sum(), optimizer=None
@@ -161,8 +158,8 @@ def test_without_an_optimizer_the_gradients_stay() -> None:
     assert model.bias.grad.tolist() == [2.0, 2.0]
 
 
-def test_peaks_are_reset_when_a_step_begins_and_read_when_the_device_is_done() -> None:
-    calls: list[str] = []
+def test_peaks_are_reset_when_a_step_begins_and_read_when_the_device_is_done():
+    calls = []
     readings = observe(noting_workload(calls), CPU, 2, ScriptedMeter(calls))
     assert calls.count("reset peak") == 3
     second_step = calls[len(calls) - calls[::-1].index("reset peak") - 1 :]
@@ -176,10 +173,10 @@ def test_peaks_are_reset_when_a_step_begins_and_read_when_the_device_is_done() -
     ]
 
 
-def test_a_function_is_called_once_and_its_step_as_often_as_asked() -> None:
-    calls: list[str] = []
+def test_a_function_is_called_once_and_its_step_as_often_as_asked():
+    calls = []
 
-    def function() -> Any:
+    def function():
         calls.append("set up")
         return lambda: calls.append("step")
 
@@ -188,13 +185,13 @@ def test_a_function_is_called_once_and_its_step_as_often_as_asked() -> None:
     assert [r.step for r in readings if r.moment == "end"] == [1, 2, 3]
 
 
-def test_a_function_that_returns_no_step_counts_as_one_step() -> None:
+def test_a_function_that_returns_no_step_counts_as_one_step():
     measurement = summarise(observe(lambda: None, CPU, 3, ScriptedMeter([])), 0, "a card")
     assert [step.step for step in measurement.steps] == [1]
     assert measurement.peak.allocated == 100
 
 
-def test_the_reported_peak_is_the_largest_of_the_steps() -> None:
+def test_the_reported_peak_is_the_largest_of_the_steps():
     readings = [
         Reading(0, "setup", 7, 8, 20, 0.0),
         Reading(1, "end", 50, 100, 200, 9.0),
@@ -209,17 +206,17 @@ def test_the_reported_peak_is_the_largest_of_the_steps() -> None:
     assert [step.end for step in measurement.steps] == [50, 50, 50]
 
 
-def test_measuring_without_a_gpu_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_without_a_gpu_says_so_in_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"^measure needs a CUDA GPU and torch \S+ sees none; .*$"):
         measure(lambda: None)
 
 
-def test_measuring_on_the_cpu_names_the_devices_that_are_valid() -> None:
+def test_measuring_on_the_cpu_names_the_devices_that_are_valid():
     with pytest.raises(UserError, match="'cpu' cannot be measured on; valid: cuda"):
         measure(lambda: None, device="cpu")
 
 
-def test_zero_steps_are_refused() -> None:
+def test_zero_steps_are_refused():
     with pytest.raises(UserError, match="steps=0"):
         observe(lambda: None, CPU, 0, ScriptedMeter([]))

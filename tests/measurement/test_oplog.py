@@ -1,7 +1,5 @@
 """Op logs: what a row says of an op."""
 
-from __future__ import annotations
-
 import torch
 
 from oomph.measurement.oplog import Counters, describe, record_ops, short_name
@@ -10,43 +8,43 @@ from oomph.measurement.oplog import Counters, describe, record_ops, short_name
 class ScriptedCounters:
     """Pretends that every op asks for 100 bytes and keeps 512, with 512 more in passing."""
 
-    def __init__(self, traced: bool = True) -> None:
+    def __init__(self, traced=True):
         self.reads = 0
         self.traced = traced
 
-    def start(self) -> None:
+    def start(self):
         pass
 
-    def stop(self) -> list[int]:
+    def stop(self):
         return [100] * (self.reads // 2) if self.traced else []
 
-    def reset_high(self) -> None:
+    def reset_high(self):
         pass
 
-    def read(self) -> Counters:
+    def read(self):
         done = (self.reads + 1) // 2
         self.reads += 1
         return Counters(512 * done, 512 * done + 512, done, 100 * done)
 
 
-def test_an_overload_and_a_namespace_do_not_make_another_op() -> None:
+def test_an_overload_and_a_namespace_do_not_make_another_op():
     assert short_name("aten.mm.default") == short_name("aten::mm") == short_name("aten.mm") == "mm"
     assert short_name("aten.cudnn_convolution.default") == short_name("aten.convolution.default")
     assert short_name("mylib.scan.default") == "mylib.scan"
 
 
-def test_outputs_are_described_by_dtype_and_shape() -> None:
+def test_outputs_are_described_by_dtype_and_shape():
     assert describe(torch.empty(8, 512)) == "f32[8,512]"
     assert describe(torch.empty((), dtype=torch.bfloat16)) == "bf16[]"
     assert describe((torch.empty(1), None, torch.empty(2, dtype=torch.int64))) == "(f32[1], , i64[2])"
     assert describe(None) == ""
 
 
-def test_long_lists_of_outputs_are_cut_short() -> None:
+def test_long_lists_of_outputs_are_cut_short():
     assert describe([torch.empty(1)] * 6) == "(f32[1], f32[1], f32[1], f32[1], +2)"
 
 
-def test_ops_of_forward_and_backward_are_logged_in_order_with_their_phase() -> None:
+def test_ops_of_forward_and_backward_are_logged_in_order_with_their_phase():
     x = torch.ones(2, 2, requires_grad=True)
     with record_ops(ScriptedCounters()) as log:
         log.phase = "forward"
@@ -59,7 +57,7 @@ def test_ops_of_forward_and_backward_are_logged_in_order_with_their_phase() -> N
     assert log.rows[0].outputs == "f32[2,2]"
 
 
-def test_ops_that_only_call_others_are_logged_as_those_without_gradients_too() -> None:
+def test_ops_that_only_call_others_are_logged_as_those_without_gradients_too():
     x, weight = torch.ones(1, 1, 4), torch.ones(1, 1, 3)
     with torch.inference_mode(), record_ops(ScriptedCounters()) as log:
         torch.conv1d(x, weight)
@@ -67,7 +65,7 @@ def test_ops_that_only_call_others_are_logged_as_those_without_gradients_too() -
     assert [short_name(row.op) for row in log.rows] == ["convolution", "silu_backward"]
 
 
-def test_each_row_carries_its_own_requests() -> None:
+def test_each_row_carries_its_own_requests():
     with record_ops(ScriptedCounters()) as log:
         torch.ones(2).add(1).mul(2)
     row = log.rows[-1]
@@ -75,13 +73,13 @@ def test_each_row_carries_its_own_requests() -> None:
     assert (row.after - row.before, row.high - row.before) == (512, 1024)
 
 
-def test_without_a_trace_the_counts_remain() -> None:
+def test_without_a_trace_the_counts_remain():
     with record_ops(ScriptedCounters(traced=False)) as log:
         torch.ones(2)
     assert [(row.n_allocs, row.requested, row.allocs) for row in log.rows[:1]] == [(1, 100, ())]
 
 
-def test_the_rows_are_kept_when_the_program_fails() -> None:
+def test_the_rows_are_kept_when_the_program_fails():
     try:
         with record_ops(ScriptedCounters()) as log:
             torch.ones(2)

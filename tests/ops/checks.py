@@ -1,22 +1,18 @@
 """What the tests of several ops measure."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
-
 import torch
-from torch import Tensor
 
 
-def relative_error(found: Tensor, right: Tensor) -> float:
+def relative_error(found, right):
     found, right = found.detach().double().cpu(), right.detach().double().cpu()
     return float((found - right).norm() / right.norm().clamp(min=1e-30))
 
 
-def saved_beside(given: Iterable[Tensor], call: Callable[[], Any]) -> list[Tensor]:
+def saved_beside(given, call):
     """What autograd saves for backward in a call, other than the tensors given."""
-    saved: dict[int, Tensor] = {}
+    saved = {}
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 

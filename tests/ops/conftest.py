@@ -1,20 +1,18 @@
 """Without a GPU, Triton kernels run in its interpreter, made correct and quicker here."""
 
 import importlib.util
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 
 
-def _keep_masks_boolean() -> None:
+def _keep_masks_boolean():
     """Triton 3.9's interpreter broadcasts `scalar < scalar` as integers, and then refuses it as a mask."""
     from triton.runtime import interpreter
 
     splat = interpreter.InterpreterBuilder.create_splat
 
-    def create_splat(self: Any, kind: Any, value: Any) -> Any:
+    def create_splat(self, kind, value):
         result = splat(self, kind, value)
         if value.data.dtype == bool:
             result.data = result.data.astype(bool)
@@ -23,7 +21,7 @@ def _keep_masks_boolean() -> None:
     interpreter.InterpreterBuilder.create_splat = create_splat
 
 
-def _patch_language_once_per_launch() -> None:
+def _patch_language_once_per_launch():
     """Triton's interpreter patches triton.language again at each call of a device function.
 
     That takes 40 % of its time and changes nothing after the first call in a launch.
@@ -32,9 +30,9 @@ def _patch_language_once_per_launch() -> None:
 
     patch, start = interpreter._patch_lang, interpreter.GridExecutor.__call__
     language = (interpreter.tl, interpreter.tl.core)
-    patched: set[tuple[bool, ...]] = set()
+    patched = set()
 
-    def patch_lang(function: Any) -> Any:
+    def patch_lang(function):
         names = function.__globals__.values()
         seen = tuple(any(value is module for value in names) for module in language)
         if seen in patched:
@@ -42,7 +40,7 @@ def _patch_language_once_per_launch() -> None:
         patched.add(seen)
         return patch(function)
 
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args, **kwargs):
         patched.clear()
         return start(self, *args, **kwargs)
 
@@ -56,12 +54,12 @@ if not torch.cuda.is_available() and importlib.util.find_spec("triton") is not N
 
 
 @pytest.fixture(autouse=True)
-def _in_process(in_process: None) -> None:
+def _in_process(in_process):
     """Predictions of every test here."""
 
 
 @pytest.fixture
-def poisoned() -> Iterator[None]:
+def poisoned():
     """What torch.empty returns is NaN until it is written."""
     # On a GPU, cuBLAS would ask for an environment variable.
     torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())

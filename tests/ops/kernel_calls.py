@@ -3,13 +3,7 @@
 A new op adds its calls to CALLS, a line each. They run on the pretend GPU: forward, then backward.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.optim import AdamW
 
 from oomph.fixes.optimizers.low_bit import to_low_bit
@@ -31,15 +25,15 @@ from oomph.ops.state_space import selective_scan
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+def randn(*shape, dtype=BF16):
     return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
 
 
-def classes(count: int, tokens: int = 4096) -> Tensor:
+def classes(count, tokens=4096):
     return torch.randint(count, (tokens,), device="cuda")
 
 
-def every_option_of_cross_entropy() -> Tensor:
+def every_option_of_cross_entropy():
     loss, lse = linear_cross_entropy(
         randn(4096, 512, dtype=FP16),
         randn(50257, 512, dtype=FP16),
@@ -57,7 +51,7 @@ def every_option_of_cross_entropy() -> Tensor:
     return loss + lse.sum()
 
 
-def mlp(activation: str, gated: bool, dtype: torch.dtype = BF16) -> Tensor:
+def mlp(activation, gated, dtype=BF16):
     gate = randn(512, 256, dtype=dtype) if gated else None
     weights = MLPWeights(
         randn(512, 256, dtype=dtype), randn(256, 512, dtype=dtype), gate, activation=activation
@@ -65,33 +59,33 @@ def mlp(activation: str, gated: bool, dtype: torch.dtype = BF16) -> Tensor:
     return tiled_mlp(weights, randn(1000, 256, dtype=dtype), impl="triton")
 
 
-def heads(size: int, dtype: torch.dtype = BF16, tokens: int = 1024) -> tuple[Tensor, Tensor, Tensor]:
+def heads(size, dtype=BF16, tokens=1024):
     q = randn(2, 4, tokens, size, dtype=dtype)
     return q, randn(2, 2, tokens, size, dtype=dtype), randn(2, 2, tokens, size, dtype=dtype)
 
 
-def near_points() -> Tensor:
+def near_points():
     points = torch.rand(1024, 3, device="cuda")
     return attention(*heads(64), bias=locality_bias(points, points, 2.0), causal=True, impl="triton")
 
 
-def padded_pattern() -> Tensor:
+def padded_pattern():
     mask = torch.ones(2, 1024, device="cuda", dtype=torch.bool)
     pattern = BlockPattern("mixed", block=64)
     return attention(*heads(128, FP16), pattern=pattern, key_mask=mask, impl="triton")
 
 
-def in_several_blocks() -> Tensor:
+def in_several_blocks():
     return linear_cross_entropy(
         randn(4096, 512), randn(50257, 512), classes(50257), memory_budget="64MiB", impl="triton"
     )
 
 
-def rand(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+def rand(*shape, dtype=BF16):
     return torch.rand(*shape, device="cuda", dtype=dtype, requires_grad=True)
 
 
-def delta_attention() -> Tensor:
+def delta_attention():
     q, k, v = (randn(2, 512, 4, 128) for _ in range(3))
     q, k = (
         torch.nn.functional.normalize(x, dim=-1) for x in (q, k)
@@ -100,26 +94,24 @@ def delta_attention() -> Tensor:
     return kda(q, k, v, decay, rand(2, 512, 4), impl="triton")[0]
 
 
-def scan() -> Tensor:
+def scan():
     x, z, delta = randn(2, 512, 256), randn(2, 512, 256), randn(2, 2, 512, 256)
     b, c = randn(2, 2, 512, 16), randn(2, 2, 512, 16)
     a, d = -rand(2, 256, 16, dtype=FP32), randn(2, 256, dtype=FP32)
     return selective_scan(x, delta, a, b, c, d, z=z, delta_softplus=True, direction="both", impl="triton")
 
 
-def sparse() -> Tensor:
+def sparse():
     q, k, v = randn(2, 1024, 16, 64), randn(2, 1024, 1, 64), randn(2, 1024, 1, 64)
     gates = (rand(2, 1024, 16) for _ in range(3))
     return nsa(q, k, v, *gates, compress=lambda blocks: blocks.mean(2), impl="triton")
 
 
-def spikes() -> Tensor:
+def spikes():
     return lif_gate(randn(2, 128, 4, 64), decay=0.9, threshold=1.0, surrogate_beta=4.0, impl="triton")[0]
 
 
-def optimizer_step(
-    optimizer: type[torch.optim.Optimizer], dtype: torch.dtype, state: Any, **options: Any
-) -> Tensor:
+def optimizer_step(optimizer, dtype, state, **options):
     weight = torch.nn.Parameter(randn(256, 256, dtype=dtype).detach())
     weight.grad = randn(256, 256, dtype=dtype).detach()
     made = optimizer([weight], lr=1e-2, **options)
@@ -127,7 +119,7 @@ def optimizer_step(
     return randn(1).sum()
 
 
-CALLS: dict[str, Callable[[], Tensor]] = {
+CALLS = {
     "cross entropy": lambda: linear_cross_entropy(
         randn(4096, 512), randn(50257, 512), classes(50257), impl="triton"
     ),

@@ -4,11 +4,8 @@ An op adds a case: a function of leaves, which returns one tensor. Values and gr
 tested per op.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -36,51 +33,51 @@ Case = tuple[Callable[..., Tensor], list[Tensor]]
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-def leaf(*shape: int) -> Tensor:
+def leaf(*shape):
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def cross_entropy(**options: Any) -> Case:
+def cross_entropy(**options):
     target = torch.arange(20) % 7
     target[3] = -100
     loss = functools.partial(linear_cross_entropy, **options)
     return lambda x, weight, bias: loss(x, weight, target, bias=bias), [leaf(20, 6), leaf(200, 6), leaf(200)]
 
 
-def mlp(**options: Any) -> Case:
-    def run(x: Tensor, up: Tensor, down: Tensor, gate: Tensor) -> Tensor:
+def mlp(**options):
+    def run(x, up, down, gate):
         return tiled_mlp(MLPWeights(up, down, gate), x, tile=8, **options)
 
     return run, [leaf(20, 6), leaf(9, 6), leaf(6, 9), leaf(9, 6)]
 
 
-def dense_attention(**options: Any) -> Case:
+def dense_attention(**options):
     run = functools.partial(attention, causal=True, impl="chunked", **options)
     return run, [leaf(1, 2, 5, 4), leaf(1, 1, 7, 4), leaf(1, 1, 7, 4)]
 
 
-def biased_attention() -> Case:
+def biased_attention():
     run, leaves = dense_attention()
     return lambda q, k, v, bias: run(q, k, v, bias=bias), [*leaves, leaf(2, 5, 7)]
 
 
-def sparse_attention() -> Case:
+def sparse_attention():
     sizes = {"block_size": 4, "compress_block": 4, "compress_stride": 2, "top_n": 3, "window": 3}
     run = functools.partial(nsa, compress="mean", impl="chunked", **sizes)
     return run, [leaf(1, 20, 2, 4), *(leaf(1, 20, 1, 4) for _ in "kv"), *(leaf(1, 20, 2) for _ in range(3))]
 
 
-def scan() -> Case:
-    def run(x: Tensor, delta: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor) -> Tensor:
+def scan():
+    def run(x, delta, a, b, c, d, z):
         return selective_scan(x, delta, -a.exp(), b, c, d, z=z, delta_softplus=True, chunk_size=4)
 
     tokens = [leaf(2, 9, 3), leaf(2, 9, 3)]
     return run, [*tokens, leaf(3, 2), leaf(2, 9, 2), leaf(2, 9, 2), leaf(3), leaf(2, 9, 3)]
 
 
-def delta_attention() -> Case:
-    def run(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+def delta_attention():
+    def run(q, k, v, decay, beta, state):
         alpha, beta = -decay.abs(), beta.sigmoid()
         o, final = kda(q, k, v, alpha, beta, initial_state=state, mode="chunked", memory_chunk_size=32)
         return torch.cat((o.flatten(), final.flatten()))
@@ -88,15 +85,15 @@ def delta_attention() -> Case:
     return run, [*(leaf(1, 40, 2, 3) for _ in range(4)), leaf(1, 40, 2), leaf(1, 2, 3, 3)]
 
 
-def spikes() -> Case:
-    def run(drive: Tensor, initial: Tensor) -> Tensor:
+def spikes():
+    def run(drive, initial):
         fired, membrane = lif_gate(drive, decay=0.6, threshold=0.5, surrogate_beta=4.0, initial=initial)
         return torch.cat((fired.flatten(), membrane.flatten()))
 
     return run, [leaf(2, 9, 3), leaf(2, 3)]
 
 
-CASES: dict[str, Callable[[], Case]] = {
+CASES = {
     "attention": dense_attention,
     "attention with a bias": biased_attention,
     "attention to near points": lambda: dense_attention(
@@ -121,25 +118,25 @@ CASES: dict[str, Callable[[], Case]] = {
     "selective scan": scan,
 }
 # Linear in its input, so that second derivatives come for free.
-LINEAR: dict[str, Callable[[], Case]] = {
+LINEAR = {
     "rotary": lambda: (functools.partial(rotary, impl="chunked"), [leaf(1, 2, 6, 8)]),
 }
 SAME_OP = ("attention", "attention to near points", "cross entropy, one tile", "cross entropy, per token")
 every_op = pytest.mark.parametrize("case", [*CASES.values(), *LINEAR.values()], ids=[*CASES, *LINEAR])
 
 
-def gradients(result: Tensor, leaves: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+def gradients(result, leaves, **options):
     weights = torch.linspace(-1, 2, result.numel(), dtype=result.dtype).view(result.shape)
     return torch.autograd.grad((result * weights).sum(), leaves, **options)
 
 
-def assert_equal(ours: tuple[Tensor, ...], theirs: tuple[Tensor, ...]) -> None:
+def assert_equal(ours, theirs):
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 @every_op
-def test_checkpointing_gives_the_same_gradients(case: Callable[[], Case]) -> None:
+def test_checkpointing_gives_the_same_gradients(case):
     run, leaves = case()
     expected = gradients(run(*leaves), leaves)
     assert_equal(gradients(checkpoint(run, *leaves, use_reentrant=False), leaves), expected)
@@ -150,7 +147,7 @@ def test_checkpointing_gives_the_same_gradients(case: Callable[[], Case]) -> Non
 # Once for each op: what the compiler sees does not depend on the options.
 @pytest.mark.parametrize("name", [name for name in [*CASES, *LINEAR] if name not in SAME_OP])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo instantiates autograd functions
-def test_inside_a_compiled_function_results_are_the_same(name: str) -> None:
+def test_inside_a_compiled_function_results_are_the_same(name):
     run, leaves = (CASES | LINEAR)[name]()
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -162,7 +159,7 @@ def test_inside_a_compiled_function_results_are_the_same(name: str) -> None:
 
 
 @every_op
-def test_backward_of_a_retained_graph_gives_the_same_three_times(case: Callable[[], Case]) -> None:
+def test_backward_of_a_retained_graph_gives_the_same_three_times(case):
     run, leaves = case()
     result = run(*leaves)
     first = gradients(result, leaves, retain_graph=True)
@@ -173,7 +170,7 @@ def test_backward_of_a_retained_graph_gives_the_same_three_times(case: Callable[
 
 
 @every_op
-def test_gradients_may_be_computed_for_one_input_at_a_time(case: Callable[[], Case]) -> None:
+def test_gradients_may_be_computed_for_one_input_at_a_time(case):
     run, leaves = case()
     result = run(*leaves)
     together = gradients(result, leaves, retain_graph=True)
@@ -182,14 +179,14 @@ def test_gradients_may_be_computed_for_one_input_at_a_time(case: Callable[[], Ca
 
 
 @every_op
-def test_the_same_inputs_give_the_same_bits(case: Callable[[], Case]) -> None:
+def test_the_same_inputs_give_the_same_bits(case):
     run, leaves = case()
     one, two = (gradients(run(*leaves), leaves) for _ in range(2))
     assert all(torch.equal(each, other) for each, other in zip(one, two, strict=True))
 
 
 @every_op
-def test_without_gradients_nothing_is_recorded(case: Callable[[], Case]) -> None:
+def test_without_gradients_nothing_is_recorded(case):
     run, leaves = case()
     with torch.no_grad():
         result = run(*leaves)
@@ -199,7 +196,7 @@ def test_without_gradients_nothing_is_recorded(case: Callable[[], Case]) -> None
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_second_derivatives_are_refused_and_not_silently_zero(case: Callable[[], Case]) -> None:
+def test_second_derivatives_are_refused_and_not_silently_zero(case):
     run, leaves = case()
     # Of a plain sum too: the incoming gradient has no graph then, and a penalty would be a constant.
     for scalar in (run(*leaves).square().sum(), run(*leaves).sum()):
@@ -208,7 +205,7 @@ def test_second_derivatives_are_refused_and_not_silently_zero(case: Callable[[],
 
 
 @pytest.mark.parametrize("case", LINEAR.values(), ids=LINEAR)
-def test_linear_ops_have_second_derivatives(case: Callable[[], Case]) -> None:
+def test_linear_ops_have_second_derivatives(case):
     run, leaves = case()
     assert torch.autograd.gradcheck(run, leaves)
     assert torch.autograd.gradgradcheck(run, leaves)

@@ -1,10 +1,7 @@
 """Shared helpers: kernel launches on fake tensors, logged choices, and no_compile."""
 
-from __future__ import annotations
-
 import logging
 import traceback
-from typing import Any
 
 import pytest
 import torch
@@ -17,11 +14,11 @@ KERNELS = Kernels("a.module.that.does.not.exist")
 
 
 class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+        self.calls = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls.append((func.name(), args))
         return None
 
@@ -44,18 +41,18 @@ def test_a_mode_sees_the_tensors_and_the_figures_of_a_kernel():
 
 
 @no_compile
-def never_traced(x: torch.Tensor) -> torch.Tensor:
+def never_traced(x):
     assert not torch.compiler.is_compiling()
     return x + 1
 
 
 @no_compile
-def also_never_traced(x: torch.Tensor) -> torch.Tensor:
+def also_never_traced(x):
     assert not torch.compiler.is_compiling()
     return inside(x)
 
 
-def inside(x: torch.Tensor) -> torch.Tensor:
+def inside(x):
     assert not torch.compiler.is_compiling()
     return x * 3
 
@@ -91,14 +88,14 @@ def test_it_is_left_alone_where_the_compiler_gave_up_on_its_caller():
 def test_without_a_compiler_it_is_the_function_itself():
     import torch._dynamo  # loaded, as optimizers do
 
-    def called_from(x: torch.Tensor) -> torch.Tensor:
+    def called_from(x):
         assert not any("eval_frame" in frame.filename for frame in traceback.extract_stack())
         return x
 
     no_compile(called_from)(torch.ones(1))
 
 
-def test_a_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_choice_is_logged_once(caplog):
     reason = f"a reason that no other test gives: {id(caplog)}"
     with caplog.at_level(logging.INFO, logger="oomph.ops"):
         for _ in range(2):

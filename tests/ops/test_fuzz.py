@@ -1,9 +1,5 @@
 """A small part of `python -m benchmarks.ops.fuzz`; torch.func; calls without tokens."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from benchmarks.ops.fuzz import OPS, TRANSFORMS, Draw, Input, build, check_meta, check_transform, fuzz
@@ -22,13 +18,13 @@ CALLS = {"linear_cross_entropy": 60, "attention": 20, "tiled_mlp": 30, "modulate
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_random_calls_are_right_or_refused_in_one_line(name: str) -> None:
+def test_random_calls_are_right_or_refused_in_one_line(name):
     _, failures = fuzz(CALLS.get(name, 12), seed=0, only=name)
     assert not failures
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_every_op_runs_on_meta_tensors_and_under_transforms_or_says_why_not(name: str) -> None:
+def test_every_op_runs_on_meta_tensors_and_under_transforms_or_says_why_not(name):
     arguments = OPS[name].draw(Draw(f"seed/{name}"))
     check_meta(OPS[name], arguments)
     inputs = [key for key, value in arguments.items() if isinstance(value, Input) and value.requires_grad]
@@ -38,9 +34,7 @@ def test_every_op_runs_on_meta_tensors_and_under_transforms_or_says_why_not(name
 
 
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if hasattr(op.run, "choose")])
-def test_the_choice_is_explained_and_kernels_are_refused_without_a_gpu(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_choice_is_explained_and_kernels_are_refused_without_a_gpu(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     run, drawn = OPS[name].run, OPS[name].draw(Draw(f"choice/{name}"))
     arguments = {key: build(value, []) for key, value in drawn.items()} | {"impl": "auto"}
@@ -51,13 +45,13 @@ def test_the_choice_is_explained_and_kernels_are_refused_without_a_gpu(
         run(**arguments | {"impl": "triton"})
 
 
-def kda_inputs(batch: int, tokens: int) -> dict[str, Any]:
+def kda_inputs(batch, tokens):
     shape = batch, tokens, 2, 4
     tensors = {name: torch.randn(shape) for name in ("q", "k", "v")}
     return {**tensors, "log_alpha": -torch.rand(shape), "beta": torch.rand(shape[:3])}
 
 
-def test_a_refused_transform_names_the_op_and_what_to_use_instead() -> None:
+def test_a_refused_transform_names_the_op_and_what_to_use_instead():
     a, x, weight = kda_inputs(1, 20), torch.randn(3, 5), torch.randn(4, 5)
     long = torch.randn(2, 9, 3)
     scan = {"A": -torch.rand(3, 2), "B": torch.randn(2, 9, 2), "C": torch.randn(2, 9, 2)}

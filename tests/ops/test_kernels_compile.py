@@ -4,14 +4,11 @@ The calls of kernel_calls.py run in a prediction, which launches no kernels; the
 the kernels are compiled in a process of its own, as Triton would compile them for an H200.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,16 +51,16 @@ class Launch:
     constants: tuple[tuple[str, Any], ...]
 
     @property
-    def name(self) -> str:
+    def name(self):
         return f"{self.module}.{self.kernel}"
 
 
-def launch_of(module: str, kernel: str, arguments: tuple[Any, ...], constants: dict[str, Any]) -> Launch:
+def launch_of(module, kernel, arguments, constants):
     types, aligned = zip(*map(_described, arguments), strict=True)
     return Launch(module, kernel, types, aligned, tuple(constants.items()))
 
 
-def _described(argument: Any) -> tuple[str, bool]:
+def _described(argument):
     if isinstance(argument, Tensor):
         return _TYPES[argument.dtype], argument.storage_offset() * argument.element_size() % 16 == 0
     if argument is None:
@@ -77,24 +74,24 @@ def _described(argument: Any) -> tuple[str, bool]:
     return "fp32", False
 
 
-def recorded(call: Callable[[], Tensor], patch: pytest.MonkeyPatch) -> list[Launch]:
+def recorded(call, patch):
     """The kernels that a call and its backward pass launch, each once: a second form takes as long again."""
-    found: dict[str, Launch] = {}
+    found = {}
 
     def record(
-        self: Kernels,
-        name: str,
-        grid: Any,
-        *arguments: Any,
-        flops: float = 0.0,  # these three are for predictions, and do not reach the kernel
-        passes: float = 1.0,
-        efficiency: float = 0.0,
-        **constants: Any,
-    ) -> None:
+        self,
+        name,
+        grid,
+        *arguments,
+        flops=0.0,  # these three are for predictions, and do not reach the kernel
+        passes=1.0,
+        efficiency=0.0,
+        **constants,
+    ):
         launched = launch_of(self._module, name, arguments, constants)
         found.setdefault(launched.name, launched)
 
-    def program() -> None:
+    def program():
         result = call()
         result.backward(torch.ones_like(result))
 
@@ -140,7 +137,7 @@ pickle.dump(results, sys.stdout.buffer)
 """
 
 
-def compiled(launches: list[Launch]) -> dict[Launch, tuple[int, bool] | str]:
+def compiled(launches):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # The optimisations of LLVM and ptxas take a large part of the time and change nothing that is checked.
     environment |= {"DISABLE_LLVM_OPT": "1", "DISABLE_PTXAS_OPT": "1"}
@@ -155,7 +152,7 @@ def compiled(launches: list[Launch]) -> dict[Launch, tuple[int, bool] | str]:
     return dict(zip(launches, pickle.loads(done.stdout), strict=True))
 
 
-def kernels_of(package: Path) -> set[str]:
+def kernels_of(package):
     """Functions under @triton.jit whose name the package's code writes as a string: those it launches."""
     trees = {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
     strings = {
@@ -177,7 +174,7 @@ def kernels_of(package: Path) -> set[str]:
     }
 
 
-def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(monkeypatch):
     """One test, so that a parallel run compiles everything once."""
     calls = {name: recorded(call, monkeypatch) for name, call in CALLS.items()}
     assert [name for name, launches in calls.items() if not launches] == [], "these launch no kernel"

@@ -1,22 +1,17 @@
 """What every sequence layer of oomph.nn promises; the formulas of each are tested beside its op."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from checks import relative_error
-from torch import Tensor, nn
 
 import oomph
 from oomph.nn import BidirectionalMamba, KimiDeltaAttention, NativeSparseAttention, SpikingKDABlock
 
 WIDTH = 128
 SIZES = {"block_size": 4, "compress_block": 4, "compress_stride": 2, "top_n": 3, "window": 3}
-LAYERS: dict[str, Callable[..., nn.Module]] = {
+LAYERS = {
     "kimi": lambda **made: KimiDeltaAttention(WIDTH, 2, 64, **made),
     "spiking": lambda **made: SpikingKDABlock(WIDTH, 2, 64, **made),
     "sparse": lambda **made: NativeSparseAttention(WIDTH, 4, 2, 64, window=64, **made),
@@ -32,22 +27,22 @@ ON_GPU = ("kimi", "spiking", "sparse")
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
-def layer(name: str, **made: Any) -> nn.Module:
+def layer(name, **made):
     torch.manual_seed(0)
     return LAYERS[name](**made)
 
 
-def tokens(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def tokens(*shape, dtype=torch.float32):
     return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(1), dtype=dtype)
 
 
-def output(made: nn.Module, x: Tensor) -> Tensor:
+def output(made, x):
     found = made(x)
     return found[0] if isinstance(found, tuple) else found
 
 
 @every_layer
-def test_it_is_built_on_meta_and_filled_later(name: str) -> None:
+def test_it_is_built_on_meta_and_filled_later(name):
     meta = layer(name, device="meta")
     assert all(each.is_meta for each in meta.parameters())
     made = meta.to_empty(device="cpu")
@@ -63,7 +58,7 @@ def test_it_is_built_on_meta_and_filled_later(name: str) -> None:
 
 @every_layer
 @pytest.mark.parametrize("autocast", [False, True])
-def test_half_precision_is_near_full_precision(name: str, autocast: bool) -> None:
+def test_half_precision_is_near_full_precision(name, autocast):
     right = output(layer(name), tokens(1, 40))
     made = layer(name) if autocast else layer(name).to(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -75,7 +70,7 @@ def test_half_precision_is_near_full_precision(name: str, autocast: bool) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "mamba"])
-def test_causality(name: str) -> None:
+def test_causality(name):
     made, x = layer(name, dtype=torch.float64), tokens(1, 30, dtype=torch.float64)
     right = output(made, x)
     for cut in (1, 7, 16, 29):
@@ -90,19 +85,19 @@ def test_causality(name: str) -> None:
     "options", [{"memory_chunk_size": 16}, {"mode": "sequential"}, {"mode": "scan", "memory_chunk_size": 16}]
 )
 @pytest.mark.parametrize("name", ["kimi", "spiking"])
-def test_modes_and_memory_options_do_not_change_results(name: str, options: dict[str, Any]) -> None:
+def test_modes_and_memory_options_do_not_change_results(name, options):
     x = tokens(1, 40, dtype=torch.float64)
     right = output(layer(name, dtype=torch.float64), x)
     found = output(layer(name, dtype=torch.float64, **options), x)
     torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
 
 
-def training(name: str) -> Callable[[], Callable[[], None]]:
-    def train() -> Callable[[], None]:
+def training(name):
+    def train():
         made = layer(name, device="cuda", dtype=torch.bfloat16)
         x = torch.randn(2, 4096, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
-        def step() -> None:
+        def step():
             found = made(x)
             (found[0] if isinstance(found, tuple) else found).sum().backward()
 
@@ -112,11 +107,11 @@ def training(name: str) -> Callable[[], Callable[[], None]]:
 
 
 @pytest.mark.parametrize("name", [*ON_GPU, "mamba"])
-def test_training_can_be_predicted(name: str) -> None:
+def test_training_can_be_predicted(name):
     assert oomph.predict(training(name), gpu="h200").peak.allocated > 0
 
 
-def trained(made: nn.Module, x: Tensor, grad_out: Tensor) -> list[Tensor]:
+def trained(made, x, grad_out):
     like = next(made.parameters())
     given = x.to(like).requires_grad_()
     y = output(made, given)
@@ -126,7 +121,7 @@ def trained(made: nn.Module, x: Tensor, grad_out: Tensor) -> list[Tensor]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_on_a_gpu_float32_is_close_to_float64_on_the_cpu(name: str) -> None:
+def test_on_a_gpu_float32_is_close_to_float64_on_the_cpu(name):
     exact, near = layer(name, dtype=torch.float64), layer(name, device="cuda", dtype=torch.float32)
     near.load_state_dict(exact.state_dict())
     x, grad_out = tokens(2, 2, 200, dtype=torch.float64)
@@ -136,7 +131,7 @@ def test_on_a_gpu_float32_is_close_to_float64_on_the_cpu(name: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_the_predicted_peak_is_within_one_percent(name: str) -> None:
+def test_the_predicted_peak_is_within_one_percent(name):
     predicted = oomph.predict(training(name), gpu="h200").peak.allocated
     gc.collect()
     before = torch.cuda.memory_allocated()

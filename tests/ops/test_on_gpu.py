@@ -1,13 +1,8 @@
 """Every kernel on a real GPU: the same bits twice, and the peak that was predicted."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from kernel_calls import CALLS
-from torch import Tensor
 
 import oomph
 from oomph.units import MiB
@@ -15,7 +10,7 @@ from oomph.units import MiB
 pytestmark = pytest.mark.gpu
 
 
-def result_and_gradients(call: Callable[[], Tensor]) -> list[Tensor]:
+def result_and_gradients(call):
     torch.manual_seed(0)
     out = call()
     leaves, waiting, seen = [], [out.grad_fn], set()
@@ -30,14 +25,14 @@ def result_and_gradients(call: Callable[[], Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_same_inputs_give_the_same_bits(name: str) -> None:
+def test_the_same_inputs_give_the_same_bits(name):
     one, two = (result_and_gradients(CALLS[name]) for _ in range(2))
     assert all(torch.equal(first, second) for first, second in zip(one, two, strict=True))
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_predicted_peak_is_the_measured_one(name: str) -> None:
-    def program() -> Callable[[], None]:
+def test_the_predicted_peak_is_the_measured_one(name):
+    def program():
         return lambda: CALLS[name]().sum().backward()
 
     predicted, measured = (each(program).peak.allocated for each in (oomph.predict, oomph.measure))

@@ -8,19 +8,19 @@ import torch
 import oomph
 
 
-def _loss_step():  # type: ignore[no-untyped-def]
+def _loss_step():
     x = torch.randn(4096, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(50_000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, 50_000, (4096,), device="cuda")
 
-    def step() -> None:
+    def step():
         oomph.ops.linear_cross_entropy(x, weight, target).backward()
         x.grad = weight.grad = None
 
     return step
 
 
-def test_an_op_is_charged_to_the_line_that_calls_it() -> None:
+def test_an_op_is_charged_to_the_line_that_calls_it():
     site, _ = oomph.predict(_loss_step, gpu="h200").by_line()[0]
     line = next(
         number
@@ -30,8 +30,8 @@ def test_an_op_is_charged_to_the_line_that_calls_it() -> None:
     assert (Path(site.file).name, site.line) == (Path(__file__).name, line)
 
 
-def test_a_product_of_half_precision_matrices_in_float32_is_booked_in_float32() -> None:
-    def program() -> None:
+def test_a_product_of_half_precision_matrices_in_float32_is_booked_in_float32():
+    def program():
         a = torch.empty(1024, 1024, device="cuda", dtype=torch.bfloat16)
         wide = torch.mm(a, a, out_dtype=torch.float32)
         torch.addmm(wide, a, a, out_dtype=torch.float32, out=wide)
@@ -41,8 +41,8 @@ def test_a_product_of_half_precision_matrices_in_float32_is_booked_in_float32() 
     assert prediction.peak.allocated == 2 * 2**20 + 4 * 2**20 + workspace
 
 
-def test_a_wrong_argument_of_an_op_is_the_programs_failure_with_its_line() -> None:
-    def program() -> None:
+def test_a_wrong_argument_of_an_op_is_the_programs_failure_with_its_line():
+    def program():
         x = torch.empty(4, 8, device="cuda")
         oomph.ops.linear_cross_entropy(x, x.bfloat16(), torch.zeros(4, dtype=torch.int64, device="cuda"))
 

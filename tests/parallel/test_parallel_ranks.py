@@ -1,11 +1,7 @@
 """Several gloo ranks on the CPU compute what one process does: losses, and weights after two steps."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +17,7 @@ from oomph.systems.pythia import PRESETS as PYTHIA
 ROWS, TOKENS = 4, 32
 # A layer of each kind.
 SMALL_HATCHLING = replace(HATCHLING["tiny"], n_layers=2, attention_every=2, token_drop=0.0)
-SYSTEMS: dict[str, Any] = {
+SYSTEMS = {
     "longctx": LONGCTX["tiny"],
     "tied": replace(LONGCTX["tiny"], tie_word_embeddings=True, qk_norm=True, vocab_size=101),
     "nsa": replace(LONGCTX["tiny"], attention="nsa"),
@@ -47,14 +43,14 @@ FOUR_RANKS = (
 )
 
 
-def run_all(rank: int, port: int) -> None:
+def run_all(rank, port):
     """Two pairs of ranks, then all four: to start a process takes long."""
     pair = rank // 2
     run(rank % 2, port + 1 + pair, 2, TWO_RANKS[pair::2])
     run(rank, port, 4, FOUR_RANKS)
 
 
-def run(rank: int, port: int, ranks: int, cases: Any) -> None:
+def run(rank, port, ranks, cases):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     try:
@@ -67,7 +63,7 @@ def run(rank: int, port: int, ranks: int, cases: Any) -> None:
         dist.destroy_process_group()
 
 
-def compare(system: str, text: str, rank: int, ranks: int) -> None:
+def compare(system, text, rank, ranks):
     parallel = parse_parallel(text, ranks)
     model, ids = build(system)
     # Checkpoints recompute inside of the exchange between ranks.
@@ -89,19 +85,19 @@ def compare(system: str, text: str, rank: int, ranks: int) -> None:
 
 
 @functools.cache
-def trained_in_one_process(system: str) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def trained_in_one_process(system):
     model, ids = build(system)
     return list(train(model, lambda: model(ids, labels=ids).loss)), model.state_dict()
 
 
-def build(system: str) -> tuple[torch.nn.Module, torch.Tensor]:
+def build(system):
     config = SYSTEMS[system]
     ids = torch.randint(0, config.vocab_size, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(0)
     return config.build().double(), ids
 
 
-def train(model: torch.nn.Module, compute_loss: Callable[[], torch.Tensor]) -> Iterator[torch.Tensor]:
+def train(model, compute_loss):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # AdamW would hide a gradient's wrong scale
     for _ in range(2):
         loss = compute_loss()
@@ -111,7 +107,7 @@ def train(model: torch.nn.Module, compute_loss: Callable[[], torch.Tensor]) -> I
         yield loss.detach()
 
 
-def mixed_precision_keeps_rope_tables_in_float32() -> None:
+def mixed_precision_keeps_rope_tables_in_float32():
     ids = torch.randint(0, LONGCTX["tiny"].vocab_size, (2, TOKENS))
     model = LONGCTX["tiny"].build()
     expected = model(ids, labels=ids).loss.detach()
@@ -119,7 +115,7 @@ def mixed_precision_keeps_rope_tables_in_float32() -> None:
     torch.testing.assert_close(called(ids, labels=ids).loss.float(), expected, rtol=0.02, atol=0)
 
 
-def a_rank_that_cannot_take_its_part_is_refused() -> None:
+def a_rank_that_cannot_take_its_part_is_refused():
     model = LONGCTX["tiny"].build()
     called = parse_parallel("cp", 2).apply(model, "cpu")
     with pytest.raises(UserError, match="33 tokens cannot be divided over cp=2"):

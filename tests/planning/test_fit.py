@@ -1,18 +1,14 @@
 """oomph.fit finds a cheap set of fixes that fits; plans are files."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from benchmarks.report.traces import data_of
-from torch import Tensor, nn
+from torch import nn
 
 import oomph
 from oomph.cli.main import run
@@ -20,43 +16,43 @@ from oomph.fixes import find, uses_of
 from oomph.planning import largest_size, read_plan, write_plan
 from oomph.planning.reduced import costs, reduction
 from oomph.prediction.replay import replay
-from oomph.records import Plan, Proposal
+from oomph.records import Proposal
 
 MiB = 1 << 20
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 32, hidden: int = 128) -> None:
+    def __init__(self, width=32, hidden=128):
         super().__init__()
         self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):
-    def __init__(self, blocks: Sequence[nn.Module] = (), vocab: int = 4096, width: int = 32) -> None:
+    def __init__(self, blocks=(), vocab=4096, width=32):
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(blocks or [Block() for _ in range(6)])
         self.head = nn.Linear(width, vocab, bias=False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def wide_blocks() -> nn.Module:
+def wide_blocks():
     return Model([Block(1024, 1024) for _ in range(6)], width=1024)
 
 
-def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def loss(model, batch):
     return nn.functional.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
-def batch(device: torch.device, B: int) -> dict[str, Tensor]:
+def batch(device, B):
     ids = torch.randint(0, 4096, (B, 256), device=device)
     return {"ids": ids, "labels": ids}
 
@@ -65,12 +61,12 @@ STEP = oomph.Workload(model=Model, batch=batch, loss=loss, sizes={"B": 32})
 
 
 @pytest.fixture(scope="module")
-def as_it_is() -> oomph.Prediction:
+def as_it_is():
     return oomph.predict(STEP)
 
 
 @pytest.fixture(scope="module")
-def found(as_it_is: oomph.Prediction, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def found(as_it_is, tmp_path_factory):
     """The plan's file and what the command printed."""
     file = tmp_path_factory.mktemp("fit") / "plan.json"
     budget = f"{as_it_is.peak.reserved // 2 // MiB}MiB"
@@ -83,11 +79,11 @@ def found(as_it_is: oomph.Prediction, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="module")
-def plan(found: tuple[Path, str]) -> Plan:
+def plan(found):
     return read_plan(found[0])
 
 
-def test_the_page_has_the_plan_and_both_runs(found: tuple[Path, str], plan: Plan) -> None:
+def test_the_page_has_the_plan_and_both_runs(found, plan):
     page = data_of(found[0].with_suffix(".html").read_text())
     assert [run["title"] for run in page["runs"]] == ["as it is", "with the plan"]
     reserved = [run["peak"]["reserved"] for run in page["runs"]]
@@ -97,9 +93,7 @@ def test_the_page_has_the_plan_and_both_runs(found: tuple[Path, str], plan: Plan
 
 
 @pytest.mark.usefixtures("in_process")
-def test_the_plan_fits_and_its_prediction_is_that_of_the_fixed_workload(
-    plan: Plan, as_it_is: oomph.Prediction
-) -> None:
+def test_the_plan_fits_and_its_prediction_is_that_of_the_fixed_workload(plan, as_it_is):
     assert plan.fits
     assert plan.before.peak.reserved == as_it_is.peak.reserved
     fixed = oomph.predict(oomph.apply(plan, STEP), gpu="h200", max=plan.limit)
@@ -117,7 +111,7 @@ def test_the_plan_fits_and_its_prediction_is_that_of_the_fixed_workload(
         (["optimizer_in_backward"], replace(STEP, model=wide_blocks, sizes={"B": 1})),
     ],
 )
-def test_the_events_of_two_blocks_stand_for_those_of_all(fixes: list[str], step: oomph.Workload) -> None:
+def test_the_events_of_two_blocks_stand_for_those_of_all(fixes, step):
     reduced = reduction(step.model())
     assert reduced is not None
     whole = oomph.predict(oomph.apply(fixes, step))
@@ -127,7 +121,7 @@ def test_the_events_of_two_blocks_stand_for_those_of_all(fixes: list[str], step:
     assert edited.peak_allocated == pytest.approx(whole.peak.allocated, rel=0.005)
 
 
-def test_parameters_that_blocks_share_are_left_in_the_reduced_model() -> None:
+def test_parameters_that_blocks_share_are_left_in_the_reduced_model():
     model = Model()
     for block in model.blocks:
         block.up = model.blocks[0].up
@@ -140,11 +134,11 @@ def test_parameters_that_blocks_share_are_left_in_the_reduced_model() -> None:
 
 
 @pytest.mark.usefixtures("in_process")
-def test_an_optimizer_takes_host_time_for_every_parameter() -> None:
+def test_an_optimizer_takes_host_time_for_every_parameter():
     reduced, fixes = reduction(Model()), ["optimizer_in_backward"]
     assert reduced is not None
 
-    def cost(step: oomph.Workload) -> tuple[float, ...]:
+    def cost(step):
         return costs(oomph.predict(step, gpu="h200"), link=1e9)
 
     whole, fixed = cost(STEP), cost(oomph.apply(fixes, STEP))
@@ -154,7 +148,7 @@ def test_an_optimizer_takes_host_time_for_every_parameter() -> None:
     assert estimated[1] == pytest.approx(fixed[1], rel=0.05)  # the host's seconds
 
 
-def test_a_plan_applied_to_a_model_leaves_out_what_changes_the_step(plan: Plan) -> None:
+def test_a_plan_applied_to_a_model_leaves_out_what_changes_the_step(plan):
     others = [use.fix for use in plan.fixes if not find(use.fix).changes_model]
     assert others
     with pytest.warns(UserWarning, match=f"not applied.*{others[0]}.*oomph run --plan"):
@@ -162,11 +156,11 @@ def test_a_plan_applied_to_a_model_leaves_out_what_changes_the_step(plan: Plan) 
     assert {change.fix for change in changes} == {use.fix for use in plan.fixes} - set(others)
 
 
-def test_nothing_predicted_that_fits_is_faster(plan: Plan) -> None:
+def test_nothing_predicted_that_fits_is_faster(plan):
     assert all(one.step_seconds >= plan.after.step_seconds * 0.99 for one in plan.front if one.fits)
 
 
-def test_the_report_says_how_to_apply_it(found: tuple[Path, str], plan: Plan) -> None:
+def test_the_report_says_how_to_apply_it(found, plan):
     file, shown = found
     assert shown.startswith("fits")
     assert f"--plan {file}" in shown
@@ -174,7 +168,7 @@ def test_the_report_says_how_to_apply_it(found: tuple[Path, str], plan: Plan) ->
 
 
 @pytest.mark.usefixtures("in_process")
-def test_what_fits_as_it_is_needs_no_fix(tmp_path: Path) -> None:
+def test_what_fits_as_it_is_needs_no_fix(tmp_path):
     found = oomph.fit(STEP, gpu="h200")
     assert found.fits
     assert not found.fixes
@@ -183,7 +177,7 @@ def test_what_fits_as_it_is_needs_no_fix(tmp_path: Path) -> None:
     assert oomph.apply(str(tmp_path / "plan.json"), STEP).fixes == ()
 
 
-def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
+def test_a_plan_is_a_file(plan, tmp_path):
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     assert oomph.apply(str(tmp_path / "plan.json"), STEP).fixes == plan.fixes
@@ -194,7 +188,7 @@ def test_a_plan_is_a_file(plan: Plan, tmp_path: Path) -> None:
             read_plan(tmp_path / "bad.json")
 
 
-def test_a_plan_for_another_model_is_refused(plan: Plan, found: tuple[Path, str], tmp_path: Path) -> None:
+def test_a_plan_for_another_model_is_refused(plan, found, tmp_path):
     other = nn.Sequential(*(nn.Sequential(nn.Linear(2, 2)) for _ in range(2)))
     for given in (plan, str(found[0])):
         with pytest.raises(oomph.UserError, match="the plan is for Model"):
@@ -205,15 +199,15 @@ def test_a_plan_for_another_model_is_refused(plan: Plan, found: tuple[Path, str]
         changed.model()
 
 
-def test_a_budget_below_the_parameters_is_said_at_once() -> None:
+def test_a_budget_below_the_parameters_is_said_at_once():
     found = oomph.fit(STEP, gpu="h200", max="256KiB")
     assert not found.fits
     assert found.predictions == 1
     assert "parameters alone" in found.reason
 
 
-def test_a_budget_below_what_no_fix_of_a_function_saves_is_said_at_once() -> None:
-    def train() -> None:
+def test_a_budget_below_what_no_fix_of_a_function_saves_is_said_at_once():
+    def train():
         model = nn.Linear(1024, 1024, bias=False, device="cuda")  # 4 MiB, and 12 of gradients and state
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
@@ -227,14 +221,14 @@ def test_a_budget_below_what_no_fix_of_a_function_saves_is_said_at_once() -> Non
     assert "parameters, gradients and optimizer state alone take 16 MiB" in found.reason
 
 
-def test_exact_fixes_leave_the_parameters_as_they_are() -> None:
+def test_exact_fixes_leave_the_parameters_as_they_are():
     parameters = sum(4 * each.numel() for each in Model().parameters())
     exact = oomph.fit(STEP, gpu="h200", max=int(0.2 * parameters))
     assert exact.least == parameters
     assert not exact.fixes
 
 
-def test_where_nothing_fits_fixes_may_refuse_each_other() -> None:
+def test_where_nothing_fits_fixes_may_refuse_each_other():
     """A batch of fewer rows cannot be cut into as many parts."""
     step = replace(STEP, model=lambda: Model([Block(), Block()]), sizes={"B": 2})
     found = oomph.fit(step, gpu="h200", max="3MiB", allow=("exact", "training"))
@@ -242,7 +236,7 @@ def test_where_nothing_fits_fixes_may_refuse_each_other() -> None:
     assert found.fixes
 
 
-def linear() -> None:
+def linear():
     model = nn.Linear(64, 64, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), fused=True)
     x = torch.zeros(1 << 20, 64, device="cuda")
@@ -251,7 +245,7 @@ def linear() -> None:
         optimizer.step()
 
 
-def test_what_is_within_the_margin_is_too_close_to_call(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_within_the_margin_is_too_close_to_call(capsys):
     reserved = oomph.predict(linear).peak.reserved
     assert run(["fit", f"{__file__}:linear", "--gpu", "h200", "--max", f"{reserved // MiB}MiB"]) == 1
     shown = capsys.readouterr().out
@@ -259,7 +253,7 @@ def test_what_is_within_the_margin_is_too_close_to_call(capsys: pytest.CaptureFi
     assert ", margin " in shown
 
 
-def test_the_verdict_says_what_the_limit_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verdict_says_what_the_limit_is_for(capsys):
     for option, limit in (("--max", "allocator limit of 2.00 GiB"), ("--budget", "budget of 2.00 GiB (CUDA")):
         assert run(["fit", f"{__file__}:linear", "--gpu", "h200", option, "2GiB"]) == 0
         assert limit in capsys.readouterr().out
@@ -269,14 +263,14 @@ def test_the_verdict_says_what_the_limit_is_for(capsys: pytest.CaptureFixture[st
     assert "card" not in shown.splitlines()[0]
 
 
-def test_another_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_file_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     assert run(["fit", f"{__file__}:STEP", "--gpu", "h200", "--plan", str(tmp_path / "notes.txt")]) == 2
     assert "not a plan" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("in_process")
-def test_the_largest_batch_that_fits(plan: Plan) -> None:
+def test_the_largest_batch_that_fits(plan):
     found = largest_size(STEP, plan, "batch", lambda text, fraction: None)
     assert all(each.exact for each in found)
     without, with_plan = (each.size for each in found)
@@ -287,16 +281,16 @@ def test_the_largest_batch_that_fits(plan: Plan) -> None:
         largest_size(STEP, plan, "sequence", lambda text, fraction: None)
 
 
-def _sized(rows: int) -> oomph.Workload:
+def _sized(rows):
     return oomph.Workload(model=Model, batch=batch, loss=loss, sizes={"B": rows})
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_set_that_fits_because_cached_memory_is_released_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_that_fits_because_cached_memory_is_released_is_found(monkeypatch):
     version = ".".join(torch.__version__.split(".")[:2])
     monkeypatch.setattr("oomph.prediction.replay._MEASURED_TORCH", {version})  # others have a larger margin
 
-    def train() -> None:
+    def train():
         blocks = (nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
         model = nn.Sequential(*blocks).cuda()
         optimizer = torch.optim.Adam(model.parameters())
@@ -314,18 +308,18 @@ def test_a_set_that_fits_because_cached_memory_is_released_is_found(monkeypatch:
 
 
 class EagerAttention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.qkv, self.out = nn.Linear(256, 768), nn.Linear(256, 256)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         q, k, v = (each.unflatten(-1, (16, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
         weights = torch.softmax(q @ k.transpose(-1, -2) / 4, -1, dtype=torch.float32).to(q.dtype)
         return x + self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.usefixtures("in_process")
-def test_memory_that_two_fixes_add_is_not_multiplied() -> None:
+def test_memory_that_two_fixes_add_is_not_multiplied():
     """Without the attention matrices the peak is where the logits are alive: 8 bytes there before, hundreds
     of MiB after, and with other fixes, too. Multiplied, that is terabytes, and no cheap set seems to fit."""
     workload = oomph.Workload(
@@ -341,17 +335,17 @@ def test_memory_that_two_fixes_add_is_not_multiplied() -> None:
 
 
 class Masked(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(16384, 16384, bias=False), nn.Linear(16384, 16384, bias=False)
         self.register_buffer("mask", torch.ones(98304, 32768))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(x))) * self.mask[0, 0]
 
 
 @pytest.mark.usefixtures("in_process")
-def test_of_two_fixes_that_cost_no_time_the_one_that_pins_no_host_memory_is_used() -> None:
+def test_of_two_fixes_that_cost_no_time_the_one_that_pins_no_host_memory_is_used():
     workload = oomph.Workload(
         model=lambda: nn.Sequential(*(Masked() for _ in range(6))),
         batch=lambda device: torch.zeros(65536, 16384, dtype=torch.bfloat16, device=device),

@@ -1,13 +1,10 @@
 """Fixes for scripts: predicted and run without editing them."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -58,15 +55,13 @@ SCRIPT = """
 
 
 @pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> str:
+def script(tmp_path_factory):
     file = tmp_path_factory.mktemp("script") / "train.py"
     file.write_text(textwrap.dedent(SCRIPT))
     return str(file)
 
 
-def test_the_script_runs_with_a_fix_and_computes_the_same(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_script_runs_with_a_fix_and_computes_the_same(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script, "cpu", "64"])
     runpy.run_path(script, run_name="__main__")
     plain = capsys.readouterr().out
@@ -74,9 +69,7 @@ def test_the_script_runs_with_a_fix_and_computes_the_same(
     assert capsys.readouterr().out == plain != ""
 
 
-def test_a_module_for_torchrun_is_fitted_and_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_for_torchrun_is_fitted_and_run(tmp_path, monkeypatch, capsys):
     package = tmp_path / "package_of_script"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -102,7 +95,7 @@ def test_a_module_for_torchrun_is_fitted_and_run(
     assert f"Next: `{command}`" in capsys.readouterr().out
 
 
-def train() -> None:
+def train():
     blocks = (nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 256)) for _ in range(3))
     model = nn.Sequential(*blocks).cuda()
     optimizer = torch.optim.SGD(model.parameters())
@@ -114,7 +107,7 @@ def train() -> None:
 ONLY = ["--gpu", "h200", "--only", "activation_checkpointing", "--only", "fused_optimizer"]
 
 
-def test_each_fix_of_a_function_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_fix_of_a_function_is_predicted(capsys):
     assert run(["fixes", f"{__file__}:train", "--json", *ONLY]) == 0
     found = json.loads(capsys.readouterr().out)
     best = found["fixes"][0]
@@ -122,9 +115,7 @@ def test_each_fix_of_a_function_is_predicted(capsys: pytest.CaptureFixture[str])
     assert best["saving"] == found["peak"]["reserved"] - best["peak"]["reserved"] > 0
 
 
-def test_each_fix_of_a_script_that_does_not_fit_is_predicted(
-    script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_fix_of_a_script_that_does_not_fit_is_predicted(script, capsys):
     assert run(["fixes", script, *ONLY, "--max", "64MiB", "--", "cuda", "8192"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("Does not fit")
@@ -132,9 +123,7 @@ def test_each_fix_of_a_script_that_does_not_fit_is_predicted(
     assert f"oomph fit {script} --gpu h200 --max 64MiB" in shown
 
 
-def test_its_own_failure_and_what_cannot_be_applied(
-    tmp_path: Path, script: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_its_own_failure_and_what_cannot_be_applied(tmp_path, script, capsys):
     failing = tmp_path / "failing.py"
     failing.write_text("raise ValueError('mine')\n")
     assert run(["run", "--fix", "activation_checkpointing", str(failing)]) == 1
@@ -153,8 +142,8 @@ HAND_WRITTEN = SCRIPT.replace("optimizer = torch.optim.AdamW(model.parameters())
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_script_without_an_optimizer_or_with_a_compiled_model_is_changed_too(
-    tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, compiled, monkeypatch, capsys
+):
     text = HAND_WRITTEN
     if compiled:
         text = SCRIPT.replace("Model().to(device)", 'torch.compile(Model().to(device), backend="eager")')
@@ -169,15 +158,15 @@ def test_a_script_without_an_optimizer_or_with_a_compiled_model_is_changed_too(
     assert shown.out == plain != ""
 
 
-def test_options_of_the_scripts_optimizer_are_set() -> None:
-    found: list[torch.optim.Optimizer] = []
+def test_options_of_the_scripts_optimizer_are_set():
+    found = []
     model, change = nn.Sequential(nn.Linear(2, 2)), ModelChange(uses_of(["fused_optimizer"]))
     with on_each_optimizer(change), on_each_optimizer(found.append):
         torch.optim.AdamW(model.parameters())
     assert found[0].param_groups[0]["fused"]
 
 
-def test_a_script_whose_model_cannot_be_found_gets_a_verdict(tmp_path: Path) -> None:
+def test_a_script_whose_model_cannot_be_found_gets_a_verdict(tmp_path):
     file = tmp_path / "no_model.py"
     file.write_text(
         "import torch\nw = torch.zeros(1 << 20, device='cuda', requires_grad=True)\n"
@@ -188,10 +177,10 @@ def test_a_script_whose_model_cannot_be_found_gets_a_verdict(tmp_path: Path) -> 
     assert "no optimizer" in plan.reason
 
 
-def test_a_model_that_was_built_before_the_prediction_is_found() -> None:
+def test_a_model_that_was_built_before_the_prediction_is_found():
     model = nn.Linear(1024, 1024, bias=False)
 
-    def train() -> None:
+    def train():
         optimizer = torch.optim.SGD(model.cuda().parameters())
         for _ in range(3):
             model(torch.zeros(1 << 12, 1024, device="cuda")).sum().backward()
@@ -200,7 +189,7 @@ def test_a_model_that_was_built_before_the_prediction_is_found() -> None:
     assert oomph.fit(train, gpu="h200", max="20MiB").model.startswith("Linear, ")
 
 
-def test_a_plan_counts_what_an_optimizer_allocates_in_its_third_step_only(tmp_path: Path) -> None:
+def test_a_plan_counts_what_an_optimizer_allocates_in_its_third_step_only(tmp_path):
     file = tmp_path / "third_step.py"
     file.write_text("""
 import torch
@@ -222,7 +211,7 @@ while True:
     assert plan.after.peak.reserved > 1 << 28
 
 
-def test_a_later_step_counts_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_later_step_counts_if_asked_for(tmp_path, capsys):
     file = tmp_path / "fifth_step.py"
     file.write_text("""
 import torch
@@ -240,9 +229,7 @@ for step in range(1, 9):
     assert run([*fit, "--steps", "5"]) == 1
 
 
-def test_a_script_is_fitted_and_run_with_another_allocator(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_is_fitted_and_run_with_another_allocator(tmp_path, monkeypatch, capsys):
     file, plan = str(tmp_path / "fragmented.py"), str(tmp_path / "plan.json")
     Path(file).write_text("""
 import os, sys, torch
@@ -273,14 +260,14 @@ print(os.environ.get("PYTORCH_ALLOC_CONF"))
     assert "expandable_segments:True instead of PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:128" in shown.err
 
 
-def test_a_plan_says_that_memory_grows() -> None:
-    kept: list[torch.Tensor] = []
+def test_a_plan_says_that_memory_grows():
+    kept = []
 
-    def leaks() -> Callable[[], None]:
+    def leaks():
         model = nn.Linear(512, 512).cuda()
         optimizer = torch.optim.SGD(model.parameters())
 
-        def step() -> None:
+        def step():
             kept.append(model(torch.randn(1024, 512, device="cuda")))
             kept[-1].sum().backward()
             optimizer.step()

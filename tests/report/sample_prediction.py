@@ -1,10 +1,7 @@
 """A hand-made Prediction: twelve attention layers, a large loss, three steps."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
-from typing import Any
 
 from oomph.records import Alive, Allocation, Event, Moment, Note, Peak, Prediction, Site, StepPeak
 
@@ -17,8 +14,8 @@ ATTENTION = Site(GPT2, 123, "forward")
 CONTEXT = 512 * MiB
 
 
-def allocation(id: int = 0, size: int = GiB, **changes: Any) -> Allocation:
-    values: dict[str, Any] = {
+def allocation(id=0, size=GiB, **changes):
+    values = {
         "shape": (8, 12, 2048, 2048),
         "dtype": "float32",
         "op": "aten._softmax",
@@ -31,7 +28,7 @@ def allocation(id: int = 0, size: int = GiB, **changes: Any) -> Allocation:
     return Allocation(id=id, bytes=size, **{**values, **changes})
 
 
-def prediction(**changes: Any) -> Prediction:
+def prediction(**changes):
     """Needs 31.5 GiB of an RTX 3090; `changes` replaces fields."""
     loss = {"shape": (16384, 50257), "module": "", "site": LOSS}
     wte = {"shape": (50257, 768), "module": "transformer.wte", "site": None, "op": "parameter"}
@@ -50,7 +47,7 @@ def prediction(**changes: Any) -> Prediction:
     at_peak = tuple(sorted((Alive(one.bytes, one) for one in tensors), key=lambda alive: -alive.bytes))
     allocated = sum(alive.bytes for alive in at_peak)
     events, timeline = three_steps(allocated)
-    values: dict[str, Any] = {
+    values = {
         "gpu": "rtx3090",
         "gpu_title": "RTX 3090",
         "capacity": 25296896000,
@@ -69,10 +66,10 @@ def prediction(**changes: Any) -> Prediction:
     return replace(Prediction(**values), **changes)
 
 
-def three_steps(peak: int) -> tuple[tuple[Event, ...], tuple[Moment, ...]]:
+def three_steps(peak):
     """Events and moments of a run that climbs to its peak in each step, highest in the second."""
-    events: list[Event] = []
-    timeline: list[Moment] = []
+    events = []
+    timeline = []
     for step in (1, 2, 3):
         events.append(Event("mark", -1, f"step {step}"))
         height = peak if step == 2 else peak - GiB

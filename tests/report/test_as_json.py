@@ -1,7 +1,5 @@
 """A Prediction as JSON, schema 1."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -63,7 +61,7 @@ def test_without_a_limit_fits_and_refused_are_null():
     assert made["fits"] is made["refused"] is made["gpu"] is None
 
 
-def long_timeline(seed: int) -> tuple[Moment, ...]:
+def long_timeline(seed):
     """A random walk of allocated bytes, with somewhat more reserved."""
     chance = random.Random(seed)
     allocated, moments = 0, []
@@ -74,7 +72,7 @@ def long_timeline(seed: int) -> tuple[Moment, ...]:
 
 
 @pytest.mark.parametrize("points", [1, 2, 7, 50])
-def test_a_long_timeline_is_shortened_and_keeps_both_maxima(points: int) -> None:
+def test_a_long_timeline_is_shortened_and_keeps_both_maxima(points):
     timeline = long_timeline(seed=points)
     shorter = downsample(timeline, points)
     assert 1 <= len(shorter) <= points

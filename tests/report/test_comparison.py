@@ -1,21 +1,18 @@
 """Two predictions beside each other, also from their JSON."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from sample_prediction import LOSS, MiB, prediction
 
 from oomph.cli.main import run
-from oomph.records import Alive, Prediction, Site
+from oomph.records import Alive, Site
 from oomph.report.as_json import prediction_from_json, prediction_to_json
 from oomph.report.comparison import line_changes
 
 
-def grown() -> Prediction:
+def grown():
     """Its loss has moved by ten lines and takes 64 MiB more."""
     before = prediction()
     moved = Site(LOSS.file, LOSS.line + 10, LOSS.function)
@@ -33,7 +30,7 @@ def grown() -> Prediction:
     return replace(before, at_peak=at_peak, peak=peak)
 
 
-def test_json_gives_the_record_back() -> None:
+def test_json_gives_the_record_back():
     before = prediction()
     found = prediction_from_json(json.loads(json.dumps(prediction_to_json(before))))
     assert (found.peak, found.by_stage(), found.by_line()) == (
@@ -45,7 +42,7 @@ def test_json_gives_the_record_back() -> None:
     assert again["at_peak"] == prediction_to_json(before)["at_peak"]
 
 
-def test_the_line_that_grew_is_named_though_it_moved() -> None:
+def test_the_line_that_grew_is_named_though_it_moved():
     (change,) = line_changes(prediction(), grown())
     assert (change.bytes, change.label) == (64 * MiB, f"loss.py:{LOSS.line + 10}")
     assert line_changes(prediction(), prediction()) == []
@@ -59,8 +56,8 @@ def test_the_line_that_grew_is_named_though_it_moved() -> None:
     assert line_changes(prediction(), renamed) == []
 
 
-def test_lines_of_one_function_are_told_apart() -> None:
-    def run(bytes_by_line: dict[int, int]) -> Prediction:
+def test_lines_of_one_function_are_told_apart():
+    def run(bytes_by_line):
         one = prediction().at_peak[0].allocation
         return replace(
             prediction(),
@@ -82,9 +79,7 @@ def test_lines_of_one_function_are_told_apart() -> None:
 @pytest.mark.parametrize(
     ("tolerance", "status"), [("1%", 0), ("0%", 1), ("63MiB", 1), ("64MiB", 0), ("many", 2), ("-1%", 2)]
 )
-def test_growth_beyond_the_tolerance_is_status_1(
-    tolerance: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_growth_beyond_the_tolerance_is_status_1(tolerance, status, tmp_path, capsys):
     for name, one in (("old.json", prediction()), ("new.json", grown())):
         (tmp_path / name).write_text(json.dumps(prediction_to_json(one)))
     words = [str(tmp_path / name) for name in ("old.json", "new.json")]
@@ -95,9 +90,7 @@ def test_growth_beyond_the_tolerance_is_status_1(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1}', "\x80\x04", "[" * 99_999])
-def test_other_files_are_refused_in_one_line(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_files_are_refused_in_one_line(text, tmp_path, capsys):
     file = tmp_path / "old.json"
     file.write_text(text)
     assert run(["compare", str(file), str(file)]) == 2

@@ -1,7 +1,6 @@
 """The table of fixes: which make it fit, which hold on a condition, and what the figures are."""
 
 from dataclasses import replace
-from typing import Any
 
 from rich.console import Console
 from sample_prediction import CONTEXT, GiB, prediction
@@ -10,7 +9,7 @@ from oomph.records import Peak, Proposal
 from oomph.report.fixes import proposals_text, proposals_to_json
 
 
-def offer(fix: str, reserved: int | None, **fields: Any) -> Proposal:
+def offer(fix, reserved, **fields):
     peak = None if reserved is None else Peak(reserved, reserved, reserved + CONTEXT)
     saving = None if reserved is None else 31 * GiB - reserved
     return Proposal(fix, "exact", f"What {fix} does.", ("blocks",), {}, peak=peak, saving=saving, **fields)

@@ -1,11 +1,7 @@
 """The HTML report: what its data says, that no string of a program can act in it, its use in a browser."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from benchmarks.report.browser import Browser, find_chromium
@@ -25,13 +21,13 @@ from oomph.report.measurement import Comparison, OpDifference
 from oomph.report.terminal import report_console, report_text
 
 
-def test_what_is_alive_at_each_moment_equals_the_replayed_events() -> None:
+def test_what_is_alive_at_each_moment_equals_the_replayed_events():
     run = trained(steps=6)
     (found,) = data_of(html_report(page(run)))["runs"]
     assert len(found["moments"]) == MOMENTS < len(run.timeline)
     allocated = {moment.event: moment.allocated for moment in run.timeline}
-    bytes_of: dict[int, int] = {}
-    highest: tuple[int, dict[int, int]] = (0, {})
+    bytes_of = {}
+    highest = (0, {})
     for event, _, _, changes in found["moments"]:
         for group, _, size in zip(*[iter(changes)] * 3, strict=True):
             bytes_of[group] = bytes_of.get(group, 0) + size
@@ -40,14 +36,14 @@ def test_what_is_alive_at_each_moment_equals_the_replayed_events() -> None:
         if total > highest[0]:
             highest = total, dict(bytes_of)
     assert highest[0] == run.peak.allocated
-    by_module: dict[str, int] = {}
+    by_module = {}
     for group, size in highest[1].items():
         module = found["modules"][found["groups"][group][1]]
         by_module[module] = by_module.get(module, 0) + size
     assert {name: size for name, size in by_module.items() if size} == dict(run.by_module())
 
 
-def test_strings_cannot_break_the_file() -> None:
+def test_strings_cannot_break_the_file():
     html = html_report(hostile())
     assert len(html) < 3 * 2**20
     assert html.count("</script>") == 3
@@ -56,7 +52,7 @@ def test_strings_cannot_break_the_file() -> None:
     assert "\\u0000" not in text
 
 
-def test_strings_are_inert_in_a_terminal() -> None:
+def test_strings_are_inert_in_a_terminal():
     run = hostile().runs[0][1]
     diagnosis = Diagnosis(run, tuple(hostile().findings))
     for shown in (report_text(run, report_console()), diagnosis_text(diagnosis, report_console())):
@@ -68,7 +64,7 @@ def test_strings_are_inert_in_a_terminal() -> None:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser():
     if find_chromium() is None:
         pytest.skip("Chromium is not installed (apt install chromium)")
     with Browser() as found:
@@ -76,7 +72,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser:
+def opened(browser, tmp_path_factory):
     """A page with every section."""
     run = trained()
     before = PredictedFixes((), run.peak, False, 1.0, 1.0)
@@ -101,11 +97,11 @@ def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browse
     return browser
 
 
-def text(browser: Browser, selector: str) -> str:
+def text(browser, selector):
     return str(browser.value(f"document.querySelector({json.dumps(selector)}).innerText"))
 
 
-def test_all_sections_are_there(opened: Browser) -> None:
+def test_all_sections_are_there(opened):
     sections = opened.value("[...document.querySelectorAll('section')].map(one => one.id)")
     assert sections == ["verdict", "findings", "plan", "measured", "changes", "memory", "alive", "notes"]
     assert "Does not fit" in opened.value("document.querySelector('h1').innerText.replace('does', 'Does')")
@@ -114,7 +110,7 @@ def test_all_sections_are_there(opened: Browser) -> None:
     assert "0.00 %" in text(opened, "#measured")
 
 
-def test_a_click_in_the_chart_shows_what_is_alive_then(opened: Browser) -> None:
+def test_a_click_in_the_chart_shows_what_is_alive_then(opened):
     opened.click("#to-peak")
     assert "this is the peak" in text(opened, "#moment")
     at_peak = text(opened, "#moment").split()[0]
@@ -130,7 +126,7 @@ def test_a_click_in_the_chart_shows_what_is_alive_then(opened: Browser) -> None:
     assert text(opened, "#moment").split()[0] == at_peak
 
 
-def test_the_table_filters_and_sorts(opened: Browser) -> None:
+def test_the_table_filters_and_sorts(opened):
     rows = "document.querySelectorAll('#table tbody tr').length"
     everything = opened.value(rows)
     opened.value("document.body.focus()")
@@ -149,7 +145,7 @@ def test_the_table_filters_and_sorts(opened: Browser) -> None:
     opened.click('[data-stage="6"]')
 
 
-def test_views_runs_limits_and_theme(opened: Browser) -> None:
+def test_views_runs_limits_and_theme(opened):
     for view in ("modules", "lines"):
         opened.click(f'[data-value="{view}"]')
         assert opened.value("document.querySelector('#map canvas') !== null")
@@ -166,7 +162,7 @@ def test_views_runs_limits_and_theme(opened: Browser) -> None:
     assert all(address.startswith(("file:", "data:")) for address in opened.requests)
 
 
-def test_hostile_strings_are_inert(browser: Browser, tmp_path: Path) -> None:
+def test_hostile_strings_are_inert(browser, tmp_path):
     file = tmp_path / "hostile.html"
     file.write_text(html_report(hostile()))
     before = len(browser.errors)
@@ -178,9 +174,7 @@ def test_hostile_strings_are_inert(browser: Browser, tmp_path: Path) -> None:
     assert browser.errors[before:] == []
 
 
-def test_a_step_that_fits_by_releasing_memory_is_not_called_too_large(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_a_step_that_fits_by_releasing_memory_is_not_called_too_large(browser, tmp_path):
     run = trained()
     limit = run.peak.reserved - MiB
     context = run.peak.device - run.peak.reserved

@@ -1,7 +1,5 @@
 """Short labels: files, ranges of modules, groups of tensors."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,10 +1,7 @@
 """Memory snapshots of real runs: what they say, and files that are none."""
 
-from __future__ import annotations
-
 import pickle
 import resource
-from pathlib import Path
 
 import pytest
 from benchmarks.report.snapshots import damaged, malicious, snapshot
@@ -13,7 +10,6 @@ from benchmarks.report.traces import trained
 from oomph.cli.main import run
 from oomph.errors import UserError
 from oomph.prediction.replay import replay
-from oomph.records import Prediction
 from oomph.report.recording import read_snapshot
 from oomph.report.snapshot import write_snapshot
 from oomph.report.terminal import report_console, report_text
@@ -21,7 +17,7 @@ from oomph.report.terminal import report_console, report_text
 MiB = 2**20
 
 
-def test_the_snapshot_of_a_prediction_gives_the_prediction(tmp_path: Path) -> None:
+def test_the_snapshot_of_a_prediction_gives_the_prediction(tmp_path):
     before = trained(steps=2)
     file = tmp_path / "run.pickle"
     done = replay(before.events, before.allocations, record=True)
@@ -35,11 +31,11 @@ def test_the_snapshot_of_a_prediction_gives_the_prediction(tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def ended() -> Prediction:
+def ended():
     return read_snapshot(pickle.dumps(snapshot()), "oom.pickle")
 
 
-def test_what_was_alive_when_memory_ran_out(ended: Prediction) -> None:
+def test_what_was_alive_when_memory_ran_out(ended):
     assert ended.peak.allocated == (64 + 4 * 8 + 4 * 8) * MiB
     assert dict(ended.by_stage()) == {
         "parameters": 64 * MiB, "gradients": 32 * MiB, "optimizer state": 32 * MiB
@@ -48,7 +44,7 @@ def test_what_was_alive_when_memory_ran_out(ended: Prediction) -> None:
     assert ended.peak.reserved == (64 + 4 * 8 + 32 + 4 * 8 + 4 * 8) * MiB
 
 
-def test_the_failed_request_has_its_line_and_the_fragments_are_named(ended: Prediction) -> None:
+def test_the_failed_request_has_its_line_and_the_fragments_are_named(ended):
     assert ended.refused is not None
     assert ended.refused.site is not None
     assert (ended.refused.bytes, ended.refused.op) == (48 * MiB, "aten.mm")
@@ -59,14 +55,14 @@ def test_the_failed_request_has_its_line_and_the_fragments_are_named(ended: Pred
     assert "expandable_segments" in shown  # 64 MiB are free, 32 MiB at most in one block
 
 
-def test_a_run_that_did_not_fail_peaks_at_its_highest_moment() -> None:
+def test_a_run_that_did_not_fail_peaks_at_its_highest_moment():
     found = read_snapshot(pickle.dumps(snapshot(out_of_memory=False)), "run.pickle")
     assert found.refused is None
     assert dict(found.by_stage())["loss"] == 32 * MiB
     assert found.peak.allocated == (64 + 32 + 32 + 8) * MiB
 
 
-def test_explain_writes_text_json_and_html(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_writes_text_json_and_html(tmp_path, capsys):
     file, html = tmp_path / "oom.pickle", tmp_path / "oom.html"
     file.write_bytes(pickle.dumps(snapshot()))
     assert run(["explain", str(file), "--html", str(html)]) == 0
@@ -78,7 +74,7 @@ def test_explain_writes_text_json_and_html(tmp_path: Path, capsys: pytest.Captur
     assert "unchanged" in capsys.readouterr().out
 
 
-def test_nothing_of_a_file_is_executed(tmp_path: Path) -> None:
+def test_nothing_of_a_file_is_executed(tmp_path):
     sentinel = tmp_path / "executed"
     limit = resource.getrlimit(resource.RLIMIT_AS)
     for data in malicious(str(sentinel)):
@@ -88,7 +84,7 @@ def test_nothing_of_a_file_is_executed(tmp_path: Path) -> None:
     assert resource.getrlimit(resource.RLIMIT_AS) == limit
 
 
-def test_1000_damaged_files_are_read_or_refused_in_one_line() -> None:
+def test_1000_damaged_files_are_read_or_refused_in_one_line():
     refused = []
     for number, data in enumerate(damaged(1000)):
         try:

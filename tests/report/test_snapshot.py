@@ -1,17 +1,13 @@
 """The memory snapshot: its structure, and that PyTorch's own tools read it."""
 
-from __future__ import annotations
-
 import pickle
 import pickletools
-from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.cuda import _memory_viz
 
 from oomph.prediction.replay import replay
-from oomph.records import Allocation, Event, Kind, Peak, Prediction, Site
+from oomph.records import Allocation, Event, Peak, Prediction, Site
 from oomph.report.snapshot import snapshot, write_snapshot
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -27,7 +23,7 @@ VIEWER_OPCODES = {
 }
 
 
-def allocation(id: int, nbytes: int, kind: Kind, site: Site | None, module: str) -> Allocation:
+def allocation(id, nbytes, kind, site, module):
     return Allocation(
         id=id,
         bytes=nbytes,
@@ -57,7 +53,7 @@ EVENTS = tuple(
 )
 
 
-def predicted(events: tuple[Event, ...]) -> Prediction:
+def predicted(events):
     return Prediction(
         gpu=None,
         gpu_title="",
@@ -74,30 +70,30 @@ def predicted(events: tuple[Event, ...]) -> Prediction:
     )
 
 
-def content(events: tuple[Event, ...] = EVENTS, limit: int | None = None) -> dict[str, Any]:
+def content(events=EVENTS, limit=None):
     return snapshot(ALLOCATIONS, replay(events, ALLOCATIONS, limit, record=True).trace)
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path):
     path = tmp_path / "run.pickle"
     write_snapshot(path, predicted(EVENTS), replay(EVENTS, ALLOCATIONS, record=True).trace)
     return path
 
 
-def test_the_file_holds_the_same_dictionary_that_torch_would_dump(file: Path) -> None:
+def test_the_file_holds_the_same_dictionary_that_torch_would_dump(file):
     with file.open("rb") as opened:
         loaded = pickle.load(opened)
     assert loaded == content()
     assert list(loaded) == ["segments", "device_traces", "allocator_settings", "external_annotations"]
 
 
-def test_the_file_uses_only_what_the_viewer_in_the_browser_can_unpickle(file: Path) -> None:
+def test_the_file_uses_only_what_the_viewer_in_the_browser_can_unpickle(file):
     used = {opcode.name for opcode, _, _ in pickletools.genops(file.read_bytes())}
     assert used <= VIEWER_OPCODES
 
 
-def test_the_trace_has_every_act_of_the_allocator_in_order() -> None:
+def test_the_trace_has_every_act_of_the_allocator_in_order():
     (entries,) = content()["device_traces"]
     assert [(entry["action"], entry["size"]) for entry in entries] == [
         ("segment_alloc", 30 * MIB),
@@ -117,7 +113,7 @@ def test_the_trace_has_every_act_of_the_allocator_in_order() -> None:
     assert {entry["stream"] for entry in entries} == {0}
 
 
-def test_the_segments_are_those_left_at_the_end_with_their_blocks_and_gaps() -> None:
+def test_the_segments_are_those_left_at_the_end_with_their_blocks_and_gaps():
     segments = content()["segments"]
     assert [(segment["total_size"], segment["segment_type"]) for segment in segments] == [
         (20 * MIB, "large"),
@@ -138,7 +134,7 @@ def test_the_segments_are_those_left_at_the_end_with_their_blocks_and_gaps() -> 
         assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
 
 
-def test_an_entry_has_operator_line_module_shape_dtype_stage_step_and_category() -> None:
+def test_an_entry_has_operator_line_module_shape_dtype_stage_step_and_category():
     (entries,) = content()["device_traces"]
     entry = next(entry for entry in entries if entry["size"] == 600_000)
     assert [(frame["filename"], frame["line"], frame["name"]) for frame in entry["frames"]] == [
@@ -151,20 +147,20 @@ def test_an_entry_has_operator_line_module_shape_dtype_stage_step_and_category()
     assert {entry["category"] for entry in entries} == {"unknown", "parameter", "activation", "temporary"}
 
 
-def test_a_segment_that_was_released_is_in_the_trace_and_not_in_the_segments() -> None:
+def test_a_segment_that_was_released_is_in_the_trace_and_not_in_the_segments():
     events = (Event("alloc", 0), Event("free", 0), Event("alloc", 5))
     result = content(events, limit=70 * MIB)
     assert [entry["action"] for entry in result["device_traces"][0]][4] == "segment_free"
     assert [segment["total_size"] for segment in result["segments"]] == [60 * MIB]
 
 
-def test_a_run_without_events_is_an_empty_snapshot() -> None:
+def test_a_run_without_events_is_an_empty_snapshot():
     result = content(())
     assert (result["segments"], result["device_traces"]) == ([], [[]])
     assert "segments: 0" in _memory_viz.segsum(result)
 
 
-def test_torch_reads_and_draws_it(file: Path) -> None:
+def test_torch_reads_and_draws_it(file):
     segments = _memory_viz.segsum(content())
     assert "segments: 3" in segments
     assert "total_reserved: 52.0MiB" in segments

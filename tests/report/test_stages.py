@@ -1,7 +1,5 @@
 """The table of a first step's stages: on scripted events, and on a decoder that is predicted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The report in the terminal: its first line, its sections and its chart."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 
@@ -15,12 +13,12 @@ from oomph.report.terminal import PLAIN_WIDTH, report_console, report_text, verd
 # ------------------------------------------------------------------------------------------- verdict
 
 
-def _peak(reserved: int, **changes) -> Peak:
+def _peak(reserved, **changes):
     values = {"step": 2, "stage": "backward", "site": LOSS, **changes}
     return Peak(reserved, reserved, reserved + CONTEXT, **values)
 
 
-def _on_a_card(capacity: int, reserved: int, verdict: str, **changes):
+def _on_a_card(capacity, reserved, verdict, **changes):
     values = {"capacity": capacity, "limit": capacity - CONTEXT, "peak": _peak(reserved), "refused": None}
     return prediction(verdict=verdict, **values, **changes)
 
@@ -119,11 +117,11 @@ def test_what_grows_with_every_step_is_part_of_the_line():
 # ------------------------------------------------------------------------------------------- report
 
 
-def _plain(given) -> str:
+def _plain(given):
     return report_text(given, report_console(io.StringIO()))
 
 
-def _on_terminal(given, width: int = 100, color: str | None = "256") -> str:
+def _on_terminal(given, width=100, color="256"):
     console = Console(
         file=io.TextIOWrapper(io.BytesIO(), "utf-8"), force_terminal=True, width=width, color_system=color
     )

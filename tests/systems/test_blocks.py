@@ -1,7 +1,5 @@
 """The blocks that language models share."""
 
-from __future__ import annotations
-
 import copy
 import weakref
 

@@ -1,7 +1,5 @@
 """The claims of the reports."""
 
-from __future__ import annotations
-
 import pytest
 from benchmarks.systems.claims import NO_FIGURE, VERDICTS, claim_rows
 

@@ -1,7 +1,5 @@
 """A config reports all of its invalid fields together, with the value given and what is valid."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Hatchling: the model, and the naive form of report 000."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Hatchling, Pythia and the long-context decoder: causality, loss, training, and their naive forms."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

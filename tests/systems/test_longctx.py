@@ -1,7 +1,5 @@
 """The long-context decoder: the model, and the naive form of report 002."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """NPT on a small checkpoint that was trained before: tokenizer, perplexity, checkpoints, offloading."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace
@@ -24,7 +22,7 @@ TEXT = str(Path(json.__file__).parents[1] / "asyncio" / "*.py")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory) -> Path:
+def base(tmp_path_factory):
     """A Llama of 64 features after 40 steps on a few files."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("base")

@@ -1,7 +1,5 @@
 """Pythia-70M: the model, and the naive form of report 001."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,10 +1,6 @@
 """Small corpora for the tests, and how a run over them is opened."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from oomph.training.config import (
     Curriculum,
@@ -16,29 +12,19 @@ from oomph.training.config import (
     TrainConfig,
     TrainingConfig,
 )
-from oomph.training.data import Data, open_data
-from oomph.training.data.loader import Batch
+from oomph.training.data import open_data
 
 ONE_STAGE = Curriculum((Stage(16, 4),))
 CURRICULUM = Curriculum((Stage(8, 3, steps=7), Stage(32, 2, steps=5), Stage(16, 4)))
 
 
-def numbered_lines(path: Path, lines: int) -> Path:
+def numbered_lines(path, lines):
     """Every line is different, so that a token that is lost or seen twice shows."""
     path.write_text("".join(f"line {number} of {path.stem}\n" for number in range(lines)), encoding="utf-8")
     return path
 
 
-def opened(
-    source: Path | str,
-    folder: Path,
-    *,
-    curriculum: Curriculum = ONE_STAGE,
-    epochs: int | None = None,
-    image_size: int | None = None,
-    workers: int = 0,
-    **data: Any,
-) -> Data:
+def opened(source, folder, *, curriculum=ONE_STAGE, epochs=None, image_size=None, workers=0, **data):
     """A run's data. image_size: of ginr; else text. data: of that section."""
     section = {"tokenizer": "bytes", "shuffle_window": 12, "seed": 0, **data}
     config = TrainConfig(
@@ -58,11 +44,11 @@ def opened(
     return open_data(config, folder, workers)
 
 
-def drawn(data: Data, number: int) -> list[list[list[int]]]:
+def drawn(data, number):
     """The next batches, as lists that compare."""
     return [listed(next(data.train)) for _ in range(number)]
 
 
-def listed(batch: Batch) -> list[list[int]]:
+def listed(batch):
     (first, *_) = batch.values()
     return first.tolist()

@@ -1,13 +1,8 @@
 """Saves checkpoints in forks that are killed, and looks at what is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,13 +11,13 @@ from oomph.training.checkpoint import Checkpoints, load
 SIZE = 1000
 
 
-def state_of(step: int) -> dict[str, Any]:
+def state_of(step):
     made = torch.Generator().manual_seed(step)
     weight = torch.randn(SIZE, generator=made)
     return {"model": {"weight": weight, "tied": weight}, "optimizer": {0: weight + 1}, "step": step}
 
 
-def in_child(work: Callable[[], None]) -> int:
+def in_child(work):
     pid = os.fork()
     if pid == 0:
         try:
@@ -34,7 +29,7 @@ def in_child(work: Callable[[], None]) -> int:
     return pid
 
 
-def check(checkpoints: Checkpoints) -> int:
+def check(checkpoints):
     """The step of the newest checkpoint, after making sure that it is exactly what was saved then."""
     found = checkpoints.latest()
     if found is None:
@@ -47,7 +42,7 @@ def check(checkpoints: Checkpoints) -> int:
     return found.step
 
 
-def newest_after_kills(folder: Path) -> list[int]:
+def newest_after_kills(folder):
     """The newest checkpoint after a kill at the first, second, third ... call that touches a file, until the
     save goes through."""
     newest = []
@@ -57,11 +52,11 @@ def newest_after_kills(folder: Path) -> list[int]:
         checkpoints.save(1, state_of(1))
         checkpoints.close()
 
-        def work(here: Path = here, number: int = number) -> None:
+        def work(here=here, number=number):
             checkpoints = Checkpoints(here, keep=1)
             calls = 0
 
-            def count(event: str, arguments: tuple[Any, ...]) -> None:
+            def count(event, arguments):
                 nonlocal calls
                 if event in ("open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "shutil.rmtree"):
                     calls += 1

@@ -1,30 +1,25 @@
 """Runs of seconds: every system made small, on a text of a few kilobytes or the two photographs; and runs
 whose loss fails at a chosen pass."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 from atexit import register
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path
 
 from oomph.training import run
 from oomph.training.checkpoint import find, load
-from oomph.training.config import TrainConfig, load_dict
-from oomph.training.metrics import Callbacks, StepReport, read_metrics
+from oomph.training.config import load_dict
+from oomph.training.metrics import Callbacks, read_metrics
 from oomph.training.run import train
 from oomph.training.step import workload
-from oomph.training.trainer import Outcome
 
 _TEXT = {"tokenizer": "bytes", "seq_len": 16, "batch_size": 2, "shuffle_window": 8, "validation": 0.1}
 _RUN = {
@@ -48,7 +43,7 @@ _PYTHIA = {
     "block_size": 8,
     "dropout": 0.1,
 }
-_MODELS: dict[str, dict[str, Any]] = {
+_MODELS = {
     "pythia": _PYTHIA,
     "hatchling": {
         "preset": "tiny",
@@ -66,7 +61,7 @@ _NOT_COMPARED = ("tokens_per_second", "memory", "memory_peak")
 
 
 @cache
-def shared_folder() -> Path:
+def shared_folder():
     """One text for all runs, since its path is part of a data position; and runs that tests compare with."""
     folder = Path(tempfile.mkdtemp(prefix="oomph_runs_"))
     register(shutil.rmtree, folder, ignore_errors=True)
@@ -75,10 +70,10 @@ def shared_folder() -> Path:
     return folder
 
 
-def config_of(folder: Path, overrides: Iterable[str] = (), system: str = "pythia") -> TrainConfig:
+def config_of(folder, overrides=(), system="pythia"):
     """folder: where the run writes."""
     source = str(shared_folder() / "text.txt")
-    data: dict[str, Any] = {"batch_size": 2} if system == "ginr" else {"source": source}
+    data = {"batch_size": 2} if system == "ginr" else {"source": source}
     if system != "ginr":
         data |= _TEXT
     if system == "npt":  # it knows 256 tokens
@@ -105,32 +100,30 @@ def config_of(folder: Path, overrides: Iterable[str] = (), system: str = "pythia
 class Recorder(Callbacks):
     """Keeps what it is called with."""
 
-    def __init__(self) -> None:
-        self.reports: list[StepReport] = []
-        self.messages: list[str] = []
-        self.evaluations: list[tuple[int, dict[str, float]]] = []
-        self.samples: list[tuple[int, str]] = []
+    def __init__(self):
+        self.reports = []
+        self.messages = []
+        self.evaluations = []
+        self.samples = []
 
-    def on_step(self, report: StepReport) -> None:
+    def on_step(self, report):
         self.reports.append(report)
 
-    def on_evaluation(self, step: int, found: dict[str, float]) -> None:
+    def on_evaluation(self, step, found):
         self.evaluations.append((step, found))
 
-    def on_sample(self, step: int, sample: str) -> None:
+    def on_sample(self, step, sample):
         self.samples.append((step, sample))
 
-    def on_message(self, message: str) -> None:
+    def on_message(self, message):
         self.messages.append(message)
 
 
-def trained(
-    folder: Path, overrides: Iterable[str] = (), system: str = "pythia", *, resume: bool = False, **more: Any
-) -> Outcome:
+def trained(folder, overrides=(), system="pythia", *, resume=False, **more):
     return train(config_of(folder, overrides, system), resume=resume, **more)
 
 
-def uninterrupted(overrides: Iterable[str] = (), system: str = "pythia") -> Path:
+def uninterrupted(overrides=(), system="pythia"):
     """The folder of a run from start to end, shared by tests."""
     folder = shared_folder() / f"run_{abs(hash((tuple(overrides), system)))}"
     if not folder.exists():
@@ -138,33 +131,33 @@ def uninterrupted(overrides: Iterable[str] = (), system: str = "pythia") -> Path
     return folder
 
 
-def state_of(folder: Path) -> dict[str, Any]:
+def state_of(folder):
     return load(find(folder / "checkpoints"))
 
 
-def rows_of(folder: Path, kind: str = "train") -> list[dict[str, Any]]:
+def rows_of(folder, kind="train"):
     rows = read_metrics(folder / "metrics.jsonl", kind)
     return [{key: row[key] for key in row if key not in _NOT_COMPARED} for row in rows]
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+def differences(one, other):
     """Where two states are not equal, bit for bit."""
     left, right = (dict(_leaves(state)) for state in (one, other))
     found = [f"only one has {name}" for name in left.keys() ^ right.keys()]
     return found + [name for name in left.keys() & right.keys() if not _same(left[name], right[name])]
 
 
-def assert_equal_runs(one: Path, other: Path) -> None:
+def assert_equal_runs(one, other):
     assert differences(state_of(one), state_of(other)) == []
     assert rows_of(one) == rows_of(other)
     assert rows_of(one, "evaluation") == rows_of(other, "evaluation")
 
 
-def _leaves(state: Any) -> list[tuple[str, Any]]:
+def _leaves(state):
     return [(str(path), leaf) for path, leaf in tree_flatten_with_path(state)[0]]
 
 
-def _same(one: Any, other: Any) -> bool:
+def _same(one, other):
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one.nan_to_num(), other.nan_to_num())
     return type(one) is type(other) and bool(one == other)
@@ -175,29 +168,29 @@ def _same(one: Any, other: Any) -> bool:
 Fault = Callable[[nn.Module, Tensor], Tensor]
 
 
-def nan_loss(model: nn.Module, loss: Tensor) -> Tensor:
+def nan_loss(model, loss):
     return loss * float("nan")
 
 
-def nan_gradients(model: nn.Module, loss: Tensor) -> Tensor:
+def nan_gradients(model, loss):
     """A finite loss; the square root has no finite gradient at 0."""
     first = next(each for each in model.parameters() if each.requires_grad)
     return loss + (first * 0).sum().sqrt()
 
 
-def out_of_memory(model: nn.Module, loss: Tensor) -> Tensor:
+def out_of_memory(model, loss):
     torch.rand(3)  # a pass that fails half way has advanced the generator
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has 1 GiB free.")
 
 
-def with_fault(monkeypatch: pytest.MonkeyPatch, fault: Fault, *passes: int) -> None:
+def with_fault(monkeypatch, fault, *passes):
     """Training passes of these numbers (1 is the first) fail; evaluation does not."""
     count = 0
 
-    def faulty(config: Any, **options: Any) -> Any:
+    def faulty(config, **options):
         plain = workload(config, **options)
 
-        def loss(model: nn.Module, batch: Any) -> Tensor:
+        def loss(model, batch):
             nonlocal count
             count += 1
             found = plain.loss(model, batch)

@@ -1,20 +1,16 @@
 """Checkpoints: what is saved comes back bit for bit; which ones stay; what a failed save leaves."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 import resource
 import warnings
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from killed_writer import newest_after_kills
-from torch import Tensor, nn
+from torch import nn
 
 from oomph.errors import UserError
 from oomph.training import checkpoint
@@ -30,14 +26,14 @@ DTYPES = [
 STATE = {"x": torch.arange(1000)}
 
 
-def save_and_load(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+def save_and_load(folder, state):
     checkpoints = Checkpoints(folder)
     checkpoints.save(1, state)
     checkpoints.close()
     return load(find(folder))
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one, other):
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     return torch.equal(
@@ -45,7 +41,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
+def random_bits(dtype, *shape):
     size = math.prod(shape) * dtype.itemsize
     high = 2 if dtype is torch.bool else 256
     return torch.randint(high, (size,), dtype=torch.uint8).view(dtype).view(shape)
@@ -54,9 +50,7 @@ def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
 # ------------------------------------------------------------------------------------- round trip
 
 
-def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "_FILE_BYTES", 1000)  # many files
     state = {}
     for dtype in DTYPES:
@@ -80,7 +74,7 @@ def test_tensors_of_every_dtype_and_layout_come_back_bit_for_bit(
                 assert found[dtype_name][name].stride() == tensor.stride()
 
 
-def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
+def test_plain_data_comes_back_with_its_types(tmp_path):
     state = {
         "none": None,
         "flags": [True, False],
@@ -97,7 +91,7 @@ def test_plain_data_comes_back_with_its_types(tmp_path: Path) -> None:
     assert save_and_load(tmp_path / "a" / "b", {}) == {}
 
 
-def test_tied_tensors_are_written_once_and_share_memory_again(tmp_path: Path) -> None:
+def test_tied_tensors_are_written_once_and_share_memory_again(tmp_path):
     weight = nn.Parameter(torch.randn(1000))
     found = save_and_load(tmp_path, {"model": {"embedding": weight, "head": weight}, "slice": weight[:10]})
     assert found["model"]["embedding"] is found["model"]["head"]
@@ -106,7 +100,7 @@ def test_tied_tensors_are_written_once_and_share_memory_again(tmp_path: Path) ->
     assert file.stat().st_size < 2 * 4000
 
 
-def test_loading_into_a_state_fills_its_own_tensors(tmp_path: Path) -> None:
+def test_loading_into_a_state_fills_its_own_tensors(tmp_path):
     shared = torch.randn(4)
     complex_ = torch.randn(2, dtype=torch.complex128)
     save_and_load(tmp_path, {"model": {"a": shared, "b": shared, "c": complex_}, "step": 3})
@@ -124,8 +118,8 @@ def test_loading_into_a_state_fills_its_own_tensors(tmp_path: Path) -> None:
     assert found["step"] == 3
 
 
-def test_every_random_number_generator_continues_where_it_was(tmp_path: Path) -> None:
-    def draw() -> list[Any]:
+def test_every_random_number_generator_continues_where_it_was(tmp_path):
+    def draw():
         return [
             *(random.random(), random.gauss(0, 1)),
             *(torch.rand(3).tolist(), torch.randn(17).tolist()),
@@ -144,8 +138,8 @@ def test_every_random_number_generator_continues_where_it_was(tmp_path: Path) ->
         set_rng_state({"python": [1, [], None]})
 
 
-def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
-    recursive: dict[str, Any] = {}
+def test_what_cannot_be_saved_is_named(tmp_path):
+    recursive = {}
     recursive["self"] = recursive
     sparse, meta = torch.eye(2).to_sparse(), torch.ones(2, device="meta")
     for value in (object(), {1, 2}, meta, sparse, {(1, 2): 3}, recursive):
@@ -160,13 +154,13 @@ def test_what_cannot_be_saved_is_named(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------- rotation
 
 
-def save(checkpoints: Checkpoints, *steps: int, size: int = 3) -> None:
+def save(checkpoints, *steps, size=3):
     for step in steps:
         checkpoints.save(step, {"x": torch.full((size,), float(step))})
     checkpoints.wait()
 
 
-def corrupt(folder: Path, step: int) -> Path:
+def corrupt(folder, step):
     (file,) = (folder / f"step-{step:08d}").glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -174,11 +168,11 @@ def corrupt(folder: Path, step: int) -> Path:
     return file
 
 
-def steps_of(checkpoints: Checkpoints) -> list[int]:
+def steps_of(checkpoints):
     return [saved.step for saved in checkpoints.all()]
 
 
-def test_the_newest_few_are_kept(tmp_path: Path) -> None:
+def test_the_newest_few_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     save(checkpoints, 10, 9, 20, 100_000_000)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000020", "step-100000000"]
@@ -192,7 +186,7 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
     assert steps_of(going_back) == [5]
 
 
-def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
+def test_a_step_saved_again_replaces_the_first(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=3)
     save(checkpoints, 1, 2)
     for number in (7.0, 8.0):
@@ -202,7 +196,7 @@ def test_a_step_saved_again_replaces_the_first(tmp_path: Path) -> None:
     assert load(find(tmp_path))["x"] == 8.0
 
 
-def test_corrupt_newer_checkpoints_are_skipped_and_only_corrupt_ones_are_an_error(tmp_path: Path) -> None:
+def test_corrupt_newer_checkpoints_are_skipped_and_only_corrupt_ones_are_an_error(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     assert checkpoints.latest() is None
     save(checkpoints, 1, 2, 3)
@@ -219,14 +213,14 @@ def test_corrupt_newer_checkpoints_are_skipped_and_only_corrupt_ones_are_an_erro
         checkpoints.latest()
 
 
-def test_rotation_does_not_count_corrupt_checkpoints(tmp_path: Path) -> None:
+def test_rotation_does_not_count_corrupt_checkpoints(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     save(checkpoints, 1, 2)
     (tmp_path / "step-00000002" / "state.json").unlink()
     save(checkpoints, 3)
     assert steps_of(checkpoints) == [1, 3]
     corrupt(tmp_path, 3)
-    assert checkpoints.latest().step == 1  # type: ignore[union-attr]
+    assert checkpoints.latest().step == 1
     save(checkpoints, 4, 5)
     assert steps_of(checkpoints) == [3, 4, 5]
     save(checkpoints, 3)
@@ -236,7 +230,7 @@ def test_rotation_does_not_count_corrupt_checkpoints(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------- failures
 
 
-def test_a_full_disk_leaves_the_checkpoints_before(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_checkpoints_before(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     save(checkpoints, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -249,9 +243,9 @@ def test_a_full_disk_leaves_the_checkpoints_before(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_what_is_saved_is_the_state_at_the_time_of_the_call(tmp_path: Path) -> None:
+def test_what_is_saved_is_the_state_at_the_time_of_the_call(tmp_path):
     checkpoints = Checkpoints(tmp_path)
-    state: dict[str, Any] = {"x": torch.zeros(1 << 20), "list": [1]}
+    state = {"x": torch.zeros(1 << 20), "list": [1]}
     checkpoints.save(1, state)
     state["x"].fill_(7)
     state["list"].append(2)
@@ -265,9 +259,7 @@ def test_what_is_saved_is_the_state_at_the_time_of_the_call(tmp_path: Path) -> N
 
 
 @pytest.mark.gpu
-def test_gpu_tensors_changed_right_after_save_are_saved_as_they_were_without_gpu_memory(
-    tmp_path: Path,
-) -> None:
+def test_gpu_tensors_changed_right_after_save_are_saved_as_they_were_without_gpu_memory(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     x = torch.randn(64 << 20, device="cuda").bfloat16()
     t = torch.randn(1000, 1000, device="cuda").t()
@@ -287,7 +279,7 @@ def test_gpu_tensors_changed_right_after_save_are_saved_as_they_were_without_gpu
     assert torch.equal(found["t"], expected_t)
 
 
-def test_a_kill_at_any_call_that_touches_a_file_leaves_complete_checkpoints_only(tmp_path: Path) -> None:
+def test_a_kill_at_any_call_that_touches_a_file_leaves_complete_checkpoints_only(tmp_path):
     with warnings.catch_warnings():
         # Python 3.12 warns of every fork where there are threads, and numpy has some.
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,12 +1,7 @@
 """Checkpoints that are corrupt, foreign or planted: one clear line each, and nothing in them is executed."""
 
-from __future__ import annotations
-
 import json
 import pickle
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,14 +9,14 @@ import torch.distributed.checkpoint as dcp
 
 from oomph.errors import UserError
 from oomph.training import checkpoint
-from oomph.training.checkpoint import Checkpoint, CheckpointError, Checkpoints, find, load
+from oomph.training.checkpoint import CheckpointError, Checkpoints, find, load
 
 TENSORS = "model-00001-of-00001.safetensors"
 FILES = ["manifest.json", "state.json", TENSORS]
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Checkpoint:
+def saved(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run")
     model = {"weight": torch.randn(4, 3), "bias": torch.zeros(4), "scale": torch.ones(())}
     checkpoints.save(7, {"model": model, "optimizer": {0: torch.ones(2)}, "step": 7})
@@ -29,24 +24,22 @@ def saved(tmp_path: Path) -> Checkpoint:
     return find(tmp_path / "run")
 
 
-def sign(folder: Path) -> None:
+def sign(folder):
     """Make the manifest agree with the files, as whoever plants one would."""
     (folder / "manifest.json").unlink()
     checkpoint._write_manifest(folder, 7)
 
 
 class Planted:
-    def __init__(self, witness: Path) -> None:
+    def __init__(self, witness):
         self.witness = witness
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def __reduce__(self):
         return open, (str(self.witness), "w")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_pickle_planted_in_any_file_is_refused_and_not_executed(
-    saved: Checkpoint, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pickle_planted_in_any_file_is_refused_and_not_executed(saved, tmp_path, name, monkeypatch):
     witness = tmp_path / "executed"
     planted = pickle.dumps(Planted(witness))
     pickle.loads(planted).close()
@@ -71,7 +64,7 @@ def test_a_pickle_planted_in_any_file_is_refused_and_not_executed(
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_flipped_bit_or_a_truncated_file_is_found(saved: Checkpoint, name: str) -> None:
+def test_a_flipped_bit_or_a_truncated_file_is_found(saved, name):
     file = saved.folder / name
     whole = file.read_bytes()
     for position in range(0, len(whole), max(len(whole) // 40, 1)):
@@ -104,7 +97,7 @@ def test_a_flipped_bit_or_a_truncated_file_is_found(saved: Checkpoint, name: str
     ],
     ids=str,
 )
-def test_a_structure_that_save_did_not_write_is_refused(saved: Checkpoint, structure: Any) -> None:
+def test_a_structure_that_save_did_not_write_is_refused(saved, structure):
     if isinstance(structure, dict):
         names = ["model.bias", "model.scale", "optimizer.0", "model.weight"]
         structure = {**structure, "all": [{"$tensor": name} for name in names]}
@@ -124,7 +117,7 @@ def test_a_structure_that_save_did_not_write_is_refused(saved: Checkpoint, struc
         lambda header: header["__metadata__"].update(DCP_SHARDING_INFO="{}"),
     ],
 )
-def test_a_header_that_lies_is_refused(saved: Checkpoint, change: Callable[[Any], Any]) -> None:
+def test_a_header_that_lies_is_refused(saved, change):
     file = saved.folder / TENSORS
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -137,7 +130,7 @@ def test_a_header_that_lies_is_refused(saved: Checkpoint, change: Callable[[Any]
         load(find(saved.folder))
 
 
-def test_no_file_that_the_manifest_does_not_name_is_read(saved: Checkpoint) -> None:
+def test_no_file_that_the_manifest_does_not_name_is_read(saved):
     path = saved.folder / "manifest.json"
     text = path.read_text()
     manifest = json.loads(text)
@@ -152,7 +145,7 @@ def test_no_file_that_the_manifest_does_not_name_is_read(saved: Checkpoint) -> N
         find(saved.folder)
 
 
-def test_another_models_checkpoint_names_what_differs_and_fills_nothing(saved: Checkpoint) -> None:
+def test_another_models_checkpoint_names_what_differs_and_fills_nothing(saved):
     own = {"weight": torch.full((4, 5), 9.0), "bias": torch.full((4,), 9.0).half()}
     own |= {f"layer.{number}": torch.ones(1) for number in range(5)}
     with pytest.raises(UserError) as caught:
@@ -165,7 +158,7 @@ def test_another_models_checkpoint_names_what_differs_and_fills_nothing(saved: C
     assert own["weight"].eq(9).all()
 
 
-def test_other_versions_files_and_folders_are_refused(saved: Checkpoint, tmp_path: Path) -> None:
+def test_other_versions_files_and_folders_are_refused(saved, tmp_path):
     torch.save({"x": torch.ones(1)}, tmp_path / "model.pt")
     dcp.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     for name in ("model.pt", "dcp", "", "nowhere"):

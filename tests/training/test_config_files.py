@@ -1,7 +1,5 @@
 """Every config that is shipped: it loads, builds its model's config, and says what the reports say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -112,7 +110,7 @@ def test_adamw_is_fused_on_a_gpu_and_over_the_trained_parameters_alone():
     assert not make([nn.Parameter(torch.empty(3))]).param_groups[0]["fused"]
 
 
-def test_batch_tokens_replaces_those_of_every_stage_of_a_curriculum() -> None:
+def test_batch_tokens_replaces_those_of_every_stage_of_a_curriculum():
     config = loaded("hn_xs", "batch_tokens=2048")
     assert [(stage.seq_len, stage.batch_size) for stage in config.stages] == [
         (256, 8),

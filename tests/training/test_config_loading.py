@@ -1,7 +1,5 @@
 """Configs as they are loaded: defaults, other names, overrides, what follows from what."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches of text: every token once an epoch, shuffled, resumable to the exact batch, in bounded memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from multiprocessing import active_children
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from corpora import CURRICULUM, drawn, numbered_lines, opened
 
 from oomph.errors import UserError
 from oomph.training.config import Curriculum, Stage
-from oomph.training.data.loader import Batches
 from oomph.training.data.text import map_ahead
 from oomph.units import MiB
 
@@ -30,7 +26,7 @@ BATCHES = 60  # several epochs of the corpus
 
 
 @pytest.mark.parametrize("window", [1, 50])
-def test_every_token_is_seen_exactly_once_per_epoch(tmp_path: Path, window: int) -> None:
+def test_every_token_is_seen_exactly_once_per_epoch(tmp_path, window):
     source = numbered_lines(tmp_path / "corpus.txt", 150)
     run = opened(source, tmp_path, curriculum=ROW, shuffle_window=window, epochs=2)
     tokens = [batch["input_ids"].item() for batch in run.train]
@@ -43,7 +39,7 @@ def test_every_token_is_seen_exactly_once_per_epoch(tmp_path: Path, window: int)
         assert {token: n for token, n in seen.items() if token < 256} == everything
 
 
-def test_rows_in_order_are_the_text_itself_with_marks_around_documents(tmp_path: Path) -> None:
+def test_rows_in_order_are_the_text_itself_with_marks_around_documents(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     for name in ("b", "a"):
@@ -57,7 +53,7 @@ def test_rows_in_order_are_the_text_itself_with_marks_around_documents(tmp_path:
     assert joined == endless[: len(joined)]  # across the end of the epoch too, nothing lost, no padding
 
 
-def test_shuffling_changes_the_order_between_epochs_and_is_the_same_in_every_run(tmp_path: Path) -> None:
+def test_shuffling_changes_the_order_between_epochs_and_is_the_same_in_every_run(tmp_path):
     source = numbered_lines(tmp_path / "corpus.txt", 400)
     runs = [opened(source, tmp_path, epochs=2, seed=seed) for seed in (1, 1, 2)]
     first, again, other = (
@@ -71,9 +67,7 @@ def test_shuffling_changes_the_order_between_epochs_and_is_the_same_in_every_run
     assert first[:20] != [row for batch in drawn(plain, 5) for row in batch]
 
 
-def test_training_and_validation_share_nothing_and_validation_is_the_same_for_every_seed(
-    tmp_path: Path,
-) -> None:
+def test_training_and_validation_share_nothing_and_validation_is_the_same_for_every_seed(tmp_path):
     source = tmp_path / "corpus.txt"
     source.write_text("".join(f"{number:07d}\n" for number in range(4_000)))
     held = []
@@ -97,7 +91,7 @@ def test_training_and_validation_share_nothing_and_validation_is_the_same_for_ev
     assert held[0] == held[1]
 
 
-def test_batches_follow_the_stages_by_number(tmp_path: Path) -> None:
+def test_batches_follow_the_stages_by_number(tmp_path):
     run = opened(numbered_lines(tmp_path / "corpus.txt", 300), tmp_path, curriculum=CURRICULUM)
     batches = [next(run.train) for _ in range(16)]
     shapes = [batch["input_ids"].shape for batch in batches]
@@ -108,7 +102,7 @@ def test_batches_follow_the_stages_by_number(tmp_path: Path) -> None:
     assert ids.data_ptr() != labels.data_ptr()
 
 
-def test_the_last_row_of_validation_is_padded_and_its_padding_is_no_label(tmp_path: Path) -> None:
+def test_the_last_row_of_validation_is_padded_and_its_padding_is_no_label(tmp_path):
     run = opened(
         numbered_lines(tmp_path / "corpus.txt", 300), tmp_path, curriculum=Curriculum((Stage(100, 2),))
     )
@@ -120,18 +114,18 @@ def test_the_last_row_of_validation_is_padded_and_its_padding_is_no_label(tmp_pa
     assert all((batch["labels"] >= 0).all() for batch in batches[:-1])
 
 
-def test_work_ahead_in_threads_keeps_order_and_raises_in_turn() -> None:
-    def items() -> Iterator[int]:
+def test_work_ahead_in_threads_keeps_order_and_raises_in_turn():
+    def items():
         for number in range(40):
             started.append(number)
             yield number
         raise OSError("the disk is gone")
 
-    def slow_if_even(number: int) -> int:
+    def slow_if_even(number):
         time.sleep(0.002 if number % 2 == 0 else 0)
         return number * number
 
-    started: list[int] = []
+    started = []
     results = map_ahead(slow_if_even, items(), ahead=5)
     assert next(results) == 0
     assert started == [0, 1, 2, 3, 4]
@@ -148,7 +142,7 @@ def test_work_ahead_in_threads_keeps_order_and_raises_in_turn() -> None:
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path):
     folder = tmp_path / "corpus"
     folder.mkdir()
     for name, lines in (("a", 90), ("b", 3), ("c", 40)):
@@ -158,9 +152,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe", "words"])
-def test_every_resumed_run_goes_on_with_the_same_batches(
-    corpus: Path, tmp_path: Path, tokenizer: str
-) -> None:
+def test_every_resumed_run_goes_on_with_the_same_batches(corpus, tmp_path, tokenizer):
     changes = {"curriculum": CURRICULUM, "tokenizer": tokenizer}
     changes["vocab_size"] = {"bytes": None, "bpe": 280, "words": 30}[tokenizer]
     whole = drawn(opened(corpus, tmp_path, **changes), BATCHES)
@@ -177,9 +169,7 @@ def test_every_resumed_run_goes_on_with_the_same_batches(
     assert run.train.state_dict()["position"]["epoch"] > 1
 
 
-def test_batches_do_not_depend_on_the_worker_and_a_run_resumes_with_the_other_number(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_batches_do_not_depend_on_the_worker_and_a_run_resumes_with_the_other_number(corpus, tmp_path):
     changes = {"curriculum": CURRICULUM}
     whole = drawn(opened(corpus, tmp_path, **changes), BATCHES)
     stop = random.Random(0).randrange(5, 20)
@@ -196,10 +186,8 @@ def test_batches_do_not_depend_on_the_worker_and_a_run_resumes_with_the_other_nu
         resumed.train.close()
 
 
-def test_a_state_of_other_data_or_stages_is_refused_but_a_longer_last_stage_is_not(
-    corpus: Path, tmp_path: Path
-) -> None:
-    def run(first: int, last: int) -> Batches:
+def test_a_state_of_other_data_or_stages_is_refused_but_a_longer_last_stage_is_not(corpus, tmp_path):
+    def run(first, last):
         stages = Curriculum((Stage(8, 2, steps=first), Stage(16, 2, steps=last)))
         return opened(corpus, tmp_path, curriculum=stages).train
 
@@ -212,7 +200,7 @@ def test_a_state_of_other_data_or_stages_is_refused_but_a_longer_last_stage_is_n
         run(3, 9).load_state_dict(state)
 
 
-def test_a_broken_file_met_in_a_worker_is_one_line(tmp_path: Path) -> None:
+def test_a_broken_file_met_in_a_worker_is_one_line(tmp_path):
     path = tmp_path / "late.txt"
     path.write_bytes(b"good line\n" * 2000 + b"\xff\xfe bad\n" + b"good line\n" * 2000)
     run = opened(path, tmp_path, workers=1, validation=0.0)
@@ -246,7 +234,7 @@ print(1024 * grown, active_children()[0].pid, flush=True)
 HERE = str(Path(__file__).parent)
 
 
-def test_a_worker_ends_with_the_program_and_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+def test_a_worker_ends_with_the_program_and_memory_does_not_grow_with_the_data(tmp_path):
     """The program ends without closing its data."""
     large = tmp_path / "large.txt"
     large.write_text("the quick brown fox jumps over the lazy dog\n" * 1_500_000)  # 63 MiB
@@ -261,7 +249,7 @@ def test_a_worker_ends_with_the_program_and_memory_does_not_grow_with_the_data(t
         assert grown < 24 * MiB
 
 
-def test_a_worker_ends_with_a_program_that_is_killed(tmp_path: Path) -> None:
+def test_a_worker_ends_with_a_program_that_is_killed(tmp_path):
     corpus, (read, write) = numbered_lines(tmp_path / "lines.txt", 5000), os.pipe()
     program = os.fork()
     if program == 0:
@@ -273,14 +261,14 @@ def test_a_worker_ends_with_a_program_that_is_killed(tmp_path: Path) -> None:
     assert ends(int(os.read(read, 100)))
 
 
-def ends(process: int) -> bool:
+def ends(process):
     until = time.monotonic() + 60
     while time.monotonic() < until and alive(process):
         time.sleep(0.1)
     return not alive(process)
 
 
-def alive(process: int) -> bool:
+def alive(process):
     """Not one that has ended and that nobody asked for its end."""
     try:
         os.kill(process, 0)
@@ -291,7 +279,7 @@ def alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize("length", [64, 4096])  # of the longer ones a pipe takes no whole batch
-def test_a_worker_that_is_killed_is_one_line_where_a_batch_is_asked_for(tmp_path: Path, length: int) -> None:
+def test_a_worker_that_is_killed_is_one_line_where_a_batch_is_asked_for(tmp_path, length):
     corpus = numbered_lines(tmp_path / "lines.txt", 5000)
     data = opened(corpus, tmp_path, workers=1, curriculum=Curriculum((Stage(length, 4),)))
     next(data.train)
@@ -307,7 +295,7 @@ def test_a_worker_that_is_killed_is_one_line_where_a_batch_is_asked_for(tmp_path
 
 
 @pytest.mark.gpu
-def test_a_worker_hands_out_pinned_batches_and_a_state_that_resumes(tmp_path: Path) -> None:
+def test_a_worker_hands_out_pinned_batches_and_a_state_that_resumes(tmp_path):
     torch.zeros(1, device="cuda")
     corpus = numbered_lines(tmp_path / "lines.txt", 300)
     whole = drawn(opened(corpus, tmp_path), 40)
@@ -322,7 +310,7 @@ def test_a_worker_hands_out_pinned_batches_and_a_state_that_resumes(tmp_path: Pa
     resumed.train.close()
 
 
-def test_a_pickled_data_set_goes_on_where_it_stood(corpus: Path, tmp_path: Path) -> None:
+def test_a_pickled_data_set_goes_on_where_it_stood(corpus, tmp_path):
     """As a worker that is started afresh instead of forked needs it."""
     run = opened(corpus, tmp_path, tokenizer="bpe", vocab_size=280)
     drawn(run, 7)

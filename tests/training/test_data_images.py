@@ -1,28 +1,22 @@
 """Images: crops of real photographs, held-out parts that training never touches, exact resume."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from corpora import drawn, opened
 
 from oomph.errors import UserError
 from oomph.training.config import Curriculum, Stage
-from oomph.training.data import Data
 from oomph.training.data.images import Photographs
 
 pytest.importorskip("PIL")
 
 
-def opened_images(folder: Path, source: str = "photographs", **changes: Any) -> Data:
+def opened_images(folder, source="photographs", **changes):
     stages = Curriculum((Stage(None, 6, steps=4), Stage(None, 3)))
     return opened(source, folder, **({"curriculum": stages, "image_size": 32} | changes))
 
 
-def test_batches_are_real_images_between_zero_and_one(tmp_path: Path) -> None:
+def test_batches_are_real_images_between_zero_and_one(tmp_path):
     run = opened_images(tmp_path)
     batches = [next(run.train)["images"] for _ in range(6)]
     assert [batch.shape for batch in batches] == [(6, 3, 32, 32)] * 4 + [(3, 3, 32, 32)] * 2
@@ -34,7 +28,7 @@ def test_batches_are_real_images_between_zero_and_one(tmp_path: Path) -> None:
     assert run.description.startswith("photographs: 8192 images of 32 x 32")
 
 
-def test_images_resume_exactly_with_and_without_a_worker(tmp_path: Path) -> None:
+def test_images_resume_exactly_with_and_without_a_worker(tmp_path):
     whole = drawn(opened_images(tmp_path), 12)
     for before, after in ((0, 1), (1, 0)):
         run = opened_images(tmp_path, workers=before)
@@ -46,7 +40,7 @@ def test_images_resume_exactly_with_and_without_a_worker(tmp_path: Path) -> None
             each.train.close()
 
 
-def test_training_crops_and_validation_crops_never_share_a_pixel(tmp_path: Path) -> None:
+def test_training_crops_and_validation_crops_never_share_a_pixel(tmp_path):
     image = pytest.importorskip("PIL.Image")
     for name in ("china.jpg", "flower.jpg"):  # black where training may look, white where it may not
         picture = image.new("RGB", (640, 427), "black")
@@ -57,7 +51,7 @@ def test_training_crops_and_validation_crops_never_share_a_pixel(tmp_path: Path)
     assert all((photographs.validation(index) == 1).all() for index in range(100))
 
 
-def test_validation_is_the_same_for_every_seed_and_training_is_not(tmp_path: Path) -> None:
+def test_validation_is_the_same_for_every_seed_and_training_is_not(tmp_path):
     one, two = (opened_images(tmp_path, seed=seed) for seed in (1, 2))
     held = [torch.cat([batch["images"] for batch in run.validation()]) for run in (one, two)]
     assert torch.equal(held[0], held[1])
@@ -65,12 +59,12 @@ def test_validation_is_the_same_for_every_seed_and_training_is_not(tmp_path: Pat
     assert drawn(one, 1) != drawn(two, 1)
 
 
-def test_an_image_larger_than_the_held_out_part_is_refused(tmp_path: Path) -> None:
+def test_an_image_larger_than_the_held_out_part_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"image_size=200 .* at most 128"):
         opened_images(tmp_path, image_size=200)
 
 
-def test_a_folder_gives_crops_of_its_pictures(tmp_path: Path) -> None:
+def test_a_folder_gives_crops_of_its_pictures(tmp_path):
     image = pytest.importorskip("PIL.Image")
     folder = tmp_path / "pictures"
     folder.mkdir()
@@ -89,7 +83,7 @@ def test_a_folder_gives_crops_of_its_pictures(tmp_path: Path) -> None:
         opened_images(tmp_path, str(folder))
 
 
-def test_rows_of_a_table_are_each_seen_once_an_epoch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rows_of_a_table_are_each_seen_once_an_epoch(monkeypatch, tmp_path):
     image = pytest.importorskip("PIL.Image")
     rows = [{"img": image.new("RGB", (32, 32), (number, 0, 0)), "label": 0} for number in range(50)]
     monkeypatch.setattr("oomph.training.data.loader.load_hub", lambda name, entry: rows)

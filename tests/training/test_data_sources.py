@@ -1,12 +1,8 @@
 """Where documents come from: text, JSONL, parquet, the standard library, the hub; bad input is one line."""
 
-from __future__ import annotations
-
 import json
 import time
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from corpora import drawn, opened
@@ -14,18 +10,16 @@ from corpora import drawn, opened
 from oomph.errors import UserError
 from oomph.training.config import Curriculum, Stage
 from oomph.training.data import sources
-from oomph.training.data.sources import Corpus, JsonLines, TextFile, open_text
+from oomph.training.data.sources import JsonLines, TextFile, open_text
 
 
-def documents(corpus: Corpus) -> list[str]:
+def documents(corpus):
     return [document for block in range(corpus.blocks) for document in corpus.read(block)]
 
 
 @pytest.mark.parametrize("block", [1, 7, 1000])
 @pytest.mark.parametrize("content", ["a\nbb\n\n\nno end", "é" * 500, "日本\n語" * 99, "x" * 300 + "\n" + "y"])
-def test_blocks_of_any_size_join_to_the_file_and_never_cut_a_character(
-    tmp_path: Path, content: str, block: int
-) -> None:
+def test_blocks_of_any_size_join_to_the_file_and_never_cut_a_character(tmp_path, content, block):
     path = tmp_path / "file.txt"
     path.write_text(content, encoding="utf-8")
     file = TextFile(path, path.stat().st_size, block)
@@ -33,7 +27,7 @@ def test_blocks_of_any_size_join_to_the_file_and_never_cut_a_character(
 
 
 @pytest.mark.parametrize("block", [1, 30, 1000])
-def test_jsonl_gives_every_line_once_however_long_the_lines_are(tmp_path: Path, block: int) -> None:
+def test_jsonl_gives_every_line_once_however_long_the_lines_are(tmp_path, block):
     texts = [f"text {number} " + "z" * (number * 37 % 200) for number in range(50)]
     path = tmp_path / "file.jsonl"
     path.write_text("".join(json.dumps({"id": 1, "text": text}) + "\r\n\n" for text in texts))
@@ -43,7 +37,7 @@ def test_jsonl_gives_every_line_once_however_long_the_lines_are(tmp_path: Path, 
     assert documents(open_text(str(path))) == ["half a surrogate pair: ?"]
 
 
-def test_folders_and_globs_are_read_in_a_stable_order_without_empty_and_hidden_files(tmp_path: Path) -> None:
+def test_folders_and_globs_are_read_in_a_stable_order_without_empty_and_hidden_files(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.txt", "a.txt", "sub/c.md"):
         (tmp_path / name).write_text(name)
@@ -56,7 +50,7 @@ def test_folders_and_globs_are_read_in_a_stable_order_without_empty_and_hidden_f
 
 
 @pytest.mark.parametrize("rows_per_group", [7, 1000])
-def test_parquet_gives_every_row_once_and_resumes(tmp_path: Path, rows_per_group: int) -> None:
+def test_parquet_gives_every_row_once_and_resumes(tmp_path, rows_per_group):
     arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [f"document {number}" for number in range(200)]
     path = tmp_path / "file.parquet"
@@ -70,7 +64,7 @@ def test_parquet_gives_every_row_once_and_resumes(tmp_path: Path, rows_per_group
     assert drawn(resumed, 39) == whole[41:]
 
 
-def test_bad_parquet_is_one_line_each(tmp_path: Path) -> None:
+def test_bad_parquet_is_one_line_each(tmp_path):
     arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     tables.write_table(arrow.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_text("this is not parquet")
@@ -85,9 +79,7 @@ def test_bad_parquet_is_one_line_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["wikitext-2", "fineweb-edu"])
-def test_hub_data_without_a_network_are_one_line_within_seconds(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_data_without_a_network_are_one_line_within_seconds(name, monkeypatch):
     pytest.importorskip("datasets")
     for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HTTPS_PROXY", "https_proxy"):
         monkeypatch.delenv(variable, raising=False)
@@ -101,7 +93,7 @@ def test_hub_data_without_a_network_are_one_line_within_seconds(
     assert "\n" not in str(caught.value)
 
 
-def test_a_hub_table_is_read_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hub_table_is_read_by_blocks_of_rows(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
     rows = [f"row {number}\n" if number % 3 else "" for number in range(1000)]
     table = datasets.Dataset.from_dict({"text": rows})
@@ -111,9 +103,7 @@ def test_a_hub_table_is_read_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch, 
     assert drawn(opened("wikitext-2", tmp_path), 3)
 
 
-def test_a_streamed_hub_data_set_is_its_parquet_files(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_streamed_hub_data_set_is_its_parquet_files(monkeypatch, tmp_path):
     arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pytest.importorskip("fsspec")
     paths = [tmp_path / f"{number}.parquet" for number in range(2)]
@@ -121,7 +111,7 @@ def test_a_streamed_hub_data_set_is_its_parquet_files(
         tables.write_table(arrow.table({"text": [f"{number} {row}" for row in range(20)]}), path)
 
     class Hub:
-        def load_dataset_builder(self, *_: Any) -> Any:
+        def load_dataset_builder(self, *_):
             files = {"train": [path.as_uri() for path in paths]}
             return SimpleNamespace(config=SimpleNamespace(data_files=files))
 
@@ -133,7 +123,7 @@ def test_a_streamed_hub_data_set_is_its_parquet_files(
 # ----------------------------------------------------------------------------------------- bad input
 
 
-def message_of(source: Path | str, folder: Path, **changes: Any) -> str:
+def message_of(source, folder, **changes):
     with pytest.raises(UserError) as caught:
         drawn(opened(source, folder, **changes), 200)
     assert "\n" not in str(caught.value)
@@ -149,9 +139,7 @@ def message_of(source: Path | str, folder: Path, **changes: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("tokenizer", ["bytes", "words"])
-def test_a_broken_line_of_jsonl_is_named_by_file_and_number(
-    tmp_path: Path, line: str, message: str, tokenizer: str
-) -> None:
+def test_a_broken_line_of_jsonl_is_named_by_file_and_number(tmp_path, line, message, tokenizer):
     path = tmp_path / "rows.jsonl"
     good = "".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(2000))
     path.write_bytes((good + "\n" + line + "\n" + good).encode("utf-8", "surrogateescape"))
@@ -160,7 +148,7 @@ def test_a_broken_line_of_jsonl_is_named_by_file_and_number(
     assert found.startswith(f"{path}:2002: {message}")
 
 
-def test_a_sequence_longer_than_the_data_says_how_many_tokens_there_are(tmp_path: Path) -> None:
+def test_a_sequence_longer_than_the_data_says_how_many_tokens_there_are(tmp_path):
     source = tmp_path / "short.txt"
     source.write_text("x" * 98)
     found = message_of(source, tmp_path, curriculum=Curriculum((Stage(4096, 1),)), validation=0.0)
@@ -174,7 +162,7 @@ def test_a_sequence_longer_than_the_data_says_how_many_tokens_there_are(tmp_path
     assert "has 100 tokens for training, and epochs=2" in found
 
 
-def test_a_source_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) -> None:
+def test_a_source_that_is_not_there_is_named_with_the_nearest(tmp_path):
     run = tmp_path / "run"
     assert "does not exist; " in message_of(tmp_path / "none" / "x.txt", run)
     (tmp_path / "empty").mkdir()
@@ -186,7 +174,7 @@ def test_a_source_that_is_not_there_is_named_with_the_nearest(tmp_path: Path) ->
     assert images.endswith("of images; choose from photographs, cifar10, or give a folder")
 
 
-def test_a_folder_in_the_hubs_layout_gives_its_training_split(tmp_path: Path) -> None:
+def test_a_folder_in_the_hubs_layout_gives_its_training_split(tmp_path):
     arrow, tables = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     for name in ("wikitext-2-raw-v1", "wikitext-103-raw-v1"):
         (tmp_path / name).mkdir()

@@ -1,9 +1,5 @@
 """Words, BPE and bytes: their special tokens, their caps, and the way back to text."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from corpora import opened
 
@@ -17,18 +13,18 @@ STRANGE = "naïve 日本語 🎈 \t tabs\r\n  <eos> <unk> <pad>\n\n\x7f end "
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
+def source(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(TEXT, encoding="utf-8")
     return path
 
 
-def learned(kind: str, size: int | None, source: Path) -> Tokenizer:
+def learned(kind, size, source):
     corpus = open_text(str(source))
     return learn(kind, size, corpus, Split(corpus.blocks, 0.0))
 
 
-def test_words_are_the_most_frequent_ones_and_the_rest_is_unknown(source: Path) -> None:
+def test_words_are_the_most_frequent_ones_and_the_rest_is_unknown(source):
     words = learned("words", 7, source)
     assert words.vocab_size == 7
     assert (words.unk, words.pad, words.sos, words.eos) == (0, 1, 2, 3)
@@ -38,16 +34,14 @@ def test_words_are_the_most_frequent_ones_and_the_rest_is_unknown(source: Path) 
 
 
 @pytest.mark.parametrize(("kind", "size"), [("bpe", 270), ("bytes", None)])
-def test_bpe_and_bytes_give_back_any_text_exactly(source: Path, kind: str, size: int | None) -> None:
+def test_bpe_and_bytes_give_back_any_text_exactly(source, kind, size):
     tokenizer = learned(kind, size, source)
     for text in (TEXT, STRANGE, "", "x"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 @pytest.mark.parametrize(("kind", "size"), [("bpe", 270), ("bytes", None), ("words", 12)])
-def test_text_never_becomes_a_special_token_also_after_loading(
-    source: Path, tmp_path: Path, kind: str, size: int | None
-) -> None:
+def test_text_never_becomes_a_special_token_also_after_loading(source, tmp_path, kind, size):
     tokenizer = learned(kind, size, source)
     tokenizer.save(tmp_path / "saved.json")
     for each in (tokenizer, Tokenizer.load(tmp_path / "saved.json")):
@@ -57,7 +51,7 @@ def test_text_never_becomes_a_special_token_also_after_loading(
         assert each.encode(TEXT + STRANGE) == tokenizer.encode(TEXT + STRANGE)
 
 
-def test_the_run_s_folder_keeps_the_tokenizer_and_refuses_another_one(source: Path, tmp_path: Path) -> None:
+def test_the_run_s_folder_keeps_the_tokenizer_and_refuses_another_one(source, tmp_path):
     folder = tmp_path / "run"
     first = opened(source, folder, tokenizer="bpe", vocab_size=270)
     before = (folder / "tokenizer.json").read_bytes()
@@ -71,7 +65,7 @@ def test_the_run_s_folder_keeps_the_tokenizer_and_refuses_another_one(source: Pa
         opened(source, folder, tokenizer="bpe", vocab_size=271)
 
 
-def test_large_data_are_sampled_evenly_and_validation_is_left_out(tmp_path: Path) -> None:
+def test_large_data_are_sampled_evenly_and_validation_is_left_out(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("".join(f"{number:07d}\n" for number in range(50_000)))
     corpus = open_text(str(path))
@@ -88,7 +82,7 @@ def test_large_data_are_sampled_evenly_and_validation_is_left_out(tmp_path: Path
     assert not {f"{line:07d}" for line in lines} & held
 
 
-def test_a_vocabulary_larger_than_the_data_says_how_many_words_there_are(source: Path) -> None:
+def test_a_vocabulary_larger_than_the_data_says_how_many_words_there_are(source):
     with pytest.raises(UserError) as caught:
         learned("words", 10_000, source)
     assert str(caught.value) == (
@@ -102,7 +96,7 @@ def test_a_vocabulary_larger_than_the_data_says_how_many_words_there_are(source:
         learned("bpe", 10_000, source)
 
 
-def test_a_vocabulary_that_is_too_small_and_a_foreign_file_say_what_is_valid(source: Path) -> None:
+def test_a_vocabulary_that_is_too_small_and_a_foreign_file_say_what_is_valid(source):
     with pytest.raises(UserError, match=r"^vocab_size=100 is too small for bpe; give at least 260$"):
         learned("bpe", 100, source)
     with pytest.raises(UserError, match=r"is not a tokenizer that oomph saved: FileNotFoundError"):

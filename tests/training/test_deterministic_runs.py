@@ -1,13 +1,10 @@
 """The same bits at every run: what training.deterministic asks of torch, and gives."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,19 +18,17 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 DETERMINISTIC = "training.deterministic=true"
 
 
-def test_torch_is_asked_for_the_length_of_the_run_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torch_is_asked_for_the_length_of_the_run_only(tmp_path, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    seen: list[tuple[Any, ...]] = []
+    seen = []
     begin = Trainer.start_measuring
 
-    def asked() -> tuple[Any, ...]:
-        fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    def asked():
+        fills = torch.utils.deterministic.fill_uninitialized_memory
         on = torch.are_deterministic_algorithms_enabled()
         return on, fills, os.environ.get("CUBLAS_WORKSPACE_CONFIG")
 
-    def watched(trainer: Trainer) -> None:
+    def watched(trainer):
         seen.append(asked())
         begin(trainer)
 
@@ -55,10 +50,8 @@ TOO_LATE = "... this operation is not deterministic because it uses CuBLAS and y
         (TOO_LATE, r"start the process with CUBLAS_WORKSPACE_CONFIG=:4096:8$"),
     ],
 )
-def test_what_torch_refuses_is_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_torch: str, told: str
-) -> None:
-    def fails(trainer: Trainer, batches: Any) -> Any:
+def test_what_torch_refuses_is_told_in_one_line(tmp_path, monkeypatch, of_torch, told):
+    def fails(trainer, batches):
         raise RuntimeError(of_torch)
 
     monkeypatch.setattr(Trainer, "_loss_and_gradients", fails)
@@ -66,8 +59,8 @@ def test_what_torch_refuses_is_told_in_one_line(
         trained(tmp_path / "run", [DETERMINISTIC])
 
 
-def test_what_an_evaluation_refuses_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: Any) -> Any:
+def test_what_an_evaluation_refuses_costs_no_step(tmp_path, monkeypatch):
+    def fails(*given):
         raise RuntimeError(REFUSED)
 
     monkeypatch.setattr("oomph.training.trainer.evaluate", fails)
@@ -85,15 +78,13 @@ def test_what_an_evaluation_refuses_costs_no_step(tmp_path: Path, monkeypatch: p
     ],
     ids=lambda value: value[0],
 )
-def test_a_resumed_run_on_a_gpu_is_the_run_that_was_never_interrupted(
-    tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
+def test_a_resumed_run_on_a_gpu_is_the_run_that_was_never_interrupted(tmp_path, overrides):
     """In processes of their own: once cuBLAS has been used, torch no longer asks how it is to work."""
     config, *changes = overrides
     changes += [f"data.source={shared_folder() / 'text.txt'}", "data.tokenizer=bytes", "data.vocab_size=null"]
     changes += ["training.steps=6", "training.save_every=3", "training.log_every=1", DETERMINISTIC]
 
-    def run(folder: Path, *more: str) -> None:
+    def run(folder, *more):
         command = [sys.executable, "-m", "oomph", "train", str(CONFIGS / f"{config}.yaml"), *changes]
         done = subprocess.run(
             [*command, f"output.dir={folder}", *more], capture_output=True, text=True, check=False

@@ -1,15 +1,9 @@
 """A run that cannot continue: a loss or gradients that are not finite, and out of memory."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import (
-    Fault,
     Recorder,
     assert_equal_runs,
     differences,
@@ -30,7 +24,7 @@ from oomph.training.failures import NotFinite, OutOfMemory
 FUSED = ("fixes=[fused_optimizer]",)
 
 
-def state_after(folder: Path, step: int) -> dict[str, Any]:
+def state_after(folder, step):
     checkpoints = Checkpoints(folder / "checkpoints")
     (saved,) = [each for each in checkpoints.all() if each.step == step]
     return load(saved)
@@ -38,8 +32,8 @@ def state_after(folder: Path, step: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("fixes", "fault"), [((), nan_loss), (FUSED, nan_gradients)], ids=["plain", "fused"])
 def test_a_run_stopped_by_nan_is_saved_with_its_batches_and_goes_on_with_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixes: tuple[str, ...], fault: Fault
-) -> None:
+    tmp_path, monkeypatch, fixes, fault
+):
     overrides = [*fixes, "training.accumulate=3"]
     with monkeypatch.context() as patches:
         with_fault(patches, fault, 8)
@@ -66,9 +60,7 @@ def test_a_run_stopped_by_nan_is_saved_with_its_batches_and_goes_on_with_the_nex
 @pytest.mark.parametrize(
     ("fixes", "fault"), [((), nan_gradients), (FUSED, nan_loss)], ids=["gradients", "loss, fused"]
 )
-def test_skip_goes_on_and_leaves_the_weights_of_that_step_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fixes: tuple[str, ...], fault: Fault
-) -> None:
+def test_skip_goes_on_and_leaves_the_weights_of_that_step_alone(tmp_path, monkeypatch, fixes, fault):
     with_fault(monkeypatch, fault, 3, 6 + 3)
     events = Recorder()
     every = [*fixes, "training.save_every=1", "training.keep=9", "training.on_nan=skip"]
@@ -83,9 +75,7 @@ def test_skip_goes_on_and_leaves_the_weights_of_that_step_alone(
     assert events.messages[-1] == "1 step skipped (training.on_nan=skip)"
 
 
-def test_float16_goes_on_after_a_step_that_was_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float16_goes_on_after_a_step_that_was_skipped(tmp_path, monkeypatch):
     with_fault(monkeypatch, nan_gradients, 3)
     overrides = ["training.autocast=float16", "training.on_nan=skip"]
     assert trained(tmp_path / "run", overrides).step == 6
@@ -93,9 +83,7 @@ def test_float16_goes_on_after_a_step_that_was_skipped(
 
 
 @pytest.mark.parametrize("save_every", ["1", "null"])
-def test_updates_in_backward_cannot_be_taken_back_and_are_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: str
-) -> None:
+def test_updates_in_backward_cannot_be_taken_back_and_are_not_saved(tmp_path, monkeypatch, save_every):
     with_fault(monkeypatch, nan_loss, 3)
     overrides = ["fixes=[optimizer_in_backward]", "training.clip=null", f"training.save_every={save_every}"]
     with pytest.raises(NotFinite) as caught:
@@ -107,9 +95,7 @@ def test_updates_in_backward_cannot_be_taken_back_and_are_not_saved(
 
 
 @pytest.mark.parametrize("save_every", ["1", "null"])
-def test_weights_that_are_not_finite_are_never_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_every: str
-) -> None:
+def test_weights_that_are_not_finite_are_never_saved(tmp_path, monkeypatch, save_every):
     """Without clipping, gradients that are not finite are in the weights before the next loss shows it."""
     with_fault(monkeypatch, nan_gradients, 3)
     overrides = ["training.clip=null", "training.on_nan=skip", f"training.save_every={save_every}"]
@@ -124,18 +110,16 @@ def test_weights_that_are_not_finite_are_never_saved(
 # ------------------------------------------------------------------------------------- out of memory
 
 
-def fails(*_: object, **__: object) -> None:
+def fails(*_, **__):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 
 
-def library_fails(*_: object, **__: object) -> None:
+def library_fails(*_, **__):
     raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
 
 
 @pytest.mark.parametrize("overrides", [("training.accumulate=3",), ("data.workers=1",)])
-def test_the_state_before_the_failed_step_is_saved_and_resumed_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...]
-) -> None:
+def test_the_state_before_the_failed_step_is_saved_and_resumed_exactly(tmp_path, monkeypatch, overrides):
     with monkeypatch.context() as patches:
         # With accumulation in the middle of a step, when gradients are there already.
         with_fault(patches, out_of_memory, 11 if "accumulate" in overrides[0] else 4)
@@ -153,7 +137,7 @@ def test_the_state_before_the_failed_step_is_saved_and_resumed_exactly(
     assert_equal_runs(uninterrupted(overrides), tmp_path / "run")
 
 
-def test_updates_in_backward_are_not_saved_half_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_in_backward_are_not_saved_half_made(tmp_path, monkeypatch):
     with_fault(monkeypatch, out_of_memory, 4)
     overrides = ["fixes=[optimizer_in_backward]", "training.clip=null", "training.save_every=2"]
     with pytest.raises(OutOfMemory) as caught:
@@ -164,9 +148,7 @@ def test_updates_in_backward_are_not_saved_half_made(tmp_path: Path, monkeypatch
     assert [saved.step for saved in Checkpoints(tmp_path / "run" / "checkpoints").all()] == [2]
 
 
-def test_an_optimizer_that_fails_half_way_is_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_optimizer_that_fails_half_way_is_not_saved(tmp_path, monkeypatch):
     trained(tmp_path / "run", ["training.steps=2", "training.schedule=constant"])
     monkeypatch.setattr(torch.optim.AdamW, "step", library_fails)
     with pytest.raises(OutOfMemory, match="not saved: the update was incomplete"):
@@ -174,7 +156,7 @@ def test_an_optimizer_that_fails_half_way_is_not_saved(
     assert state_of(tmp_path / "run")["step"] == 2
 
 
-def test_evaluation_that_runs_out_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_that_runs_out_loses_no_step(tmp_path, monkeypatch):
     with monkeypatch.context() as patches:
         patches.setattr(trainer, "evaluate", fails)
         with pytest.raises(OutOfMemory, match="the state is saved at step 3"):

@@ -1,12 +1,8 @@
 """The numbers of a run: learning rates, throughput, evaluation, metrics on disk."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -38,9 +34,7 @@ PLAIN = Precision(CPU, None)
         ("linear", 3, 0.0, 3, [1 / 3, 2 / 3, 1, 1]),  # no step after the warm-up
     ],
 )
-def test_learning_rate_schedules(
-    schedule: Any, warmup: int, least: float, steps: int | None, scales: list[float]
-) -> None:
+def test_learning_rate_schedules(schedule, warmup, least, steps, scales):
     training = TrainingConfig(schedule=schedule, warmup=warmup, min_learning_rate=least, steps=steps)
     found = [learning_rate_scale(training, step) for step in range(len(scales))]
     assert found == pytest.approx(scales, abs=1e-6)
@@ -49,12 +43,10 @@ def test_learning_rate_schedules(
 # ---------------------------------------------------------------------------------------- throughput
 
 
-def test_evaluations_and_saves_do_not_count_as_time_of_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluations_and_saves_do_not_count_as_time_of_steps(tmp_path, monkeypatch):
     clock = [0.0]
 
-    def slow(*_: Any, **__: Any) -> dict[str, float]:
+    def slow(*_, **__):
         clock[0] += 100
         return {}
 
@@ -62,7 +54,7 @@ def test_evaluations_and_saves_do_not_count_as_time_of_steps(
     monkeypatch.setattr("oomph.training.trainer.evaluate", slow)
     put = StepResults.put
 
-    def timed(self: StepResults, *given: Any) -> None:
+    def timed(self, *given):
         clock[0] += 2
         put(self, *given)
 
@@ -75,7 +67,7 @@ def test_evaluations_and_saves_do_not_count_as_time_of_steps(
 # ---------------------------------------------------------------------------------------- evaluation
 
 
-def test_evaluation_does_not_disturb_the_training(tmp_path: Path) -> None:
+def test_evaluation_does_not_disturb_the_training(tmp_path):
     trained(tmp_path / "often", ["training.eval_every=1", "training.eval_at_start=true"])
     once = uninterrupted()
     assert differences(state_of(tmp_path / "often"), state_of(once)) == []
@@ -87,23 +79,23 @@ def test_evaluation_does_not_disturb_the_training(tmp_path: Path) -> None:
 class FixedLosses(nn.Module):
     """Returns known losses, one per call, and draws a random number each time."""
 
-    def __init__(self, losses: list[float], **more: float) -> None:
+    def __init__(self, losses, **more):
         super().__init__()
         self.losses, self.more = iter(losses), more
-        self.modes: list[bool] = []
+        self.modes = []
 
-    def forward(self, **batch: torch.Tensor) -> SimpleNamespace:
+    def forward(self, **batch):
         torch.rand(())
         self.modes.append(self.training)
         return SimpleNamespace(loss=torch.tensor(next(self.losses)), **self.more)
 
 
-def text_batch(*shape: int) -> dict[str, torch.Tensor]:
+def text_batch(*shape):
     ids = torch.zeros(*shape, dtype=torch.int64)
     return {"input_ids": ids, "labels": ids}
 
 
-def test_perplexity_is_that_of_the_mean_loss_over_tokens() -> None:
+def test_perplexity_is_that_of_the_mean_loss_over_tokens():
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
@@ -121,9 +113,9 @@ def test_perplexity_is_that_of_the_mean_loss_over_tokens() -> None:
     assert math.isfinite(huge["perplexity"])
 
 
-def test_an_evaluation_counts_predicted_tokens_not_padding() -> None:
+def test_an_evaluation_counts_predicted_tokens_not_padding():
     class FirstToken(nn.Module):
-        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> SimpleNamespace:
+        def forward(self, input_ids, labels):
             return SimpleNamespace(loss=input_ids[0, 0].float())
 
     whole = torch.tensor([[2, 2, 2, 2, 2]])
@@ -137,7 +129,7 @@ def test_an_evaluation_counts_predicted_tokens_not_padding() -> None:
     assert found["loss"] == pytest.approx((4 * 2 + 1 * 8) / 5)
 
 
-def test_nothing_held_out_gives_no_metrics(tmp_path: Path) -> None:
+def test_nothing_held_out_gives_no_metrics(tmp_path):
     events = Recorder()
     changes = ["data.validation=0", "training.steps=1"]
     assert trained(tmp_path / "run", changes, callbacks=events).evaluation == {}
@@ -149,13 +141,13 @@ def test_nothing_held_out_gives_no_metrics(tmp_path: Path) -> None:
     assert events.evaluations == [(1, {})]
 
 
-def test_npt_reports_its_matching_error_beside_the_students_loss() -> None:
+def test_npt_reports_its_matching_error_beside_the_students_loss():
     (row,) = rows_of(uninterrupted((), "npt"), "evaluation")
     assert row["matching"] > 0
     assert row["perplexity"] == pytest.approx(math.exp(row["language_loss"]))
 
 
-def test_samples_are_a_picture_or_a_prompt_and_its_continuation(tmp_path: Path) -> None:
+def test_samples_are_a_picture_or_a_prompt_and_its_continuation(tmp_path):
     from PIL import Image
 
     events = Recorder()
@@ -175,7 +167,7 @@ def test_samples_are_a_picture_or_a_prompt_and_its_continuation(tmp_path: Path) 
 # ------------------------------------------------------------------------------------------- metrics
 
 
-def test_rows_are_written_every_few_steps_and_for_the_first_and_the_last(tmp_path: Path) -> None:
+def test_rows_are_written_every_few_steps_and_for_the_first_and_the_last(tmp_path):
     events = Recorder()
     trained(tmp_path / "run", ["training.log_every=4", "training.steps=9"], callbacks=events)
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 4, 8, 9]
@@ -186,7 +178,7 @@ def test_rows_are_written_every_few_steps_and_for_the_first_and_the_last(tmp_pat
     assert [row["step"] for row in rows_of(tmp_path / "epoch")] == [1, *range(8, last, 8), last]
 
 
-def test_rows_after_the_step_resumed_at_are_removed_and_a_torn_line_too(tmp_path: Path) -> None:
+def test_rows_after_the_step_resumed_at_are_removed_and_a_torn_line_too(tmp_path):
     metrics = MetricsWriter(tmp_path, None)
     for step in range(1, 6):
         metrics.write("train", step, {"loss": float(step)})
@@ -203,11 +195,11 @@ def test_rows_after_the_step_resumed_at_are_removed_and_a_torn_line_too(tmp_path
     assert read_metrics(metrics.path) == []
 
 
-def test_numbers_that_are_not_finite_are_valid_json_and_numbers_again(tmp_path: Path) -> None:
+def test_numbers_that_are_not_finite_are_valid_json_and_numbers_again(tmp_path):
     metrics = MetricsWriter(tmp_path, None)
     metrics.write("evaluation", 3, {"loss": math.nan, "perplexity": math.inf, "matching": 0.5})
 
-    def refuse(word: str) -> float:
+    def refuse(word):
         raise AssertionError(word)
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
@@ -220,7 +212,7 @@ def test_numbers_that_are_not_finite_are_valid_json_and_numbers_again(tmp_path: 
     assert metrics.find("evaluation", 4) is None
 
 
-def test_the_rows_of_a_run_and_tensorboard_have_the_same_numbers_once(tmp_path: Path) -> None:
+def test_the_rows_of_a_run_and_tensorboard_have_the_same_numbers_once(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -249,8 +241,8 @@ def test_the_rows_of_a_run_and_tensorboard_have_the_same_numbers_once(tmp_path: 
 # ------------------------------------------------------------------------------------------ warnings
 
 
-def test_what_is_valid_but_perhaps_not_intended_is_said(tmp_path: Path) -> None:
-    def messages(system: str, *overrides: str) -> str:
+def test_what_is_valid_but_perhaps_not_intended_is_said(tmp_path):
+    def messages(system, *overrides):
         events = Recorder()
         trained(tmp_path / system, overrides, system, callbacks=events)
         return "\n".join(events.messages)

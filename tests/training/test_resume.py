@@ -1,12 +1,9 @@
 """A run that was interrupted and resumed is the run that was not: weights, optimizer, losses, metrics."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,7 +23,6 @@ from small_runs import (
 
 from oomph.training.checkpoint import Checkpoints
 from oomph.training.failures import OutOfMemory
-from oomph.training.metrics import StepReport
 from oomph.training.run import train
 from oomph.training.step import AdamW
 
@@ -38,11 +34,11 @@ IN_BACKWARD = "fixes=[optimizer_in_backward, stochastic_rounding, optimizer_8bit
 class SendsSignals(Recorder):
     """Sends signals to its own process when a step is logged."""
 
-    def __init__(self, step: int, *signals: signal.Signals) -> None:
+    def __init__(self, step, *signals):
         super().__init__()
         self.step, self.signals = step, signals or (signal.SIGTERM,)
 
-    def on_step(self, report: StepReport) -> None:
+    def on_step(self, report):
         super().on_step(report)
         if report.step == self.step:
             for number in self.signals:
@@ -68,9 +64,7 @@ class SendsSignals(Recorder):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
 )
-def test_a_resumed_run_is_the_run_that_was_never_interrupted(
-    tmp_path: Path, system: str, overrides: tuple[str, ...]
-) -> None:
+def test_a_resumed_run_is_the_run_that_was_never_interrupted(tmp_path, system, overrides):
     """The first part ends by a signal, so the schedule is that of the whole."""
     config = config_of(tmp_path / "parts", overrides, system)
     stopped = train(config, callbacks=SendsSignals(FIRST))
@@ -80,9 +74,7 @@ def test_a_resumed_run_is_the_run_that_was_never_interrupted(
     assert [row["step"] for row in rows_of(tmp_path / "parts")] == list(range(1, STEPS + 1))
 
 
-def test_a_run_resumed_at_every_step_is_the_same_and_with_nothing_left_it_changes_nothing(
-    tmp_path: Path,
-) -> None:
+def test_a_run_resumed_at_every_step_is_the_same_and_with_nothing_left_it_changes_nothing(tmp_path):
     config = config_of(tmp_path / "parts")
     for step in range(1, STEPS + 1):
         train(config, resume=step > 1, callbacks=SendsSignals(step))
@@ -97,7 +89,7 @@ def test_a_run_resumed_at_every_step_is_the_same_and_with_nothing_left_it_change
     assert again == files
 
 
-def test_a_finished_run_continues_with_more_steps_and_with_a_worker(tmp_path: Path) -> None:
+def test_a_finished_run_continues_with_more_steps_and_with_a_worker(tmp_path):
     constant = ("training.schedule=constant", "training.warmup=0")
     trained(tmp_path / "parts", [*constant, "training.steps=4"])
     trained(tmp_path / "parts", [*constant, "data.workers=1"], resume=True)
@@ -105,7 +97,7 @@ def test_a_finished_run_continues_with_more_steps_and_with_a_worker(tmp_path: Pa
     assert [row["step"] for row in rows_of(tmp_path / "parts", "evaluation")] == [4, STEPS]
 
 
-def test_epochs_end_where_they_end_without_interruption(tmp_path: Path) -> None:
+def test_epochs_end_where_they_end_without_interruption(tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("".join(f"{number}\n" for number in range(30)))
     epochs = [f"data.source={text}", "training.steps=null", "training.epochs=2", "data.validation=0"]
@@ -118,13 +110,13 @@ def test_epochs_end_where_they_end_without_interruption(tmp_path: Path) -> None:
     assert_equal_runs(tmp_path / "straight", tmp_path / "parts")
 
 
-def test_how_many_checkpoints_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_checkpoints_are_written(tmp_path, monkeypatch):
     trained(tmp_path / "run", ["training.save_every=1", "training.keep=2"])
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["step-00000005", "step-00000006"]
     trained(tmp_path / "none", ["training.save=false", "training.save_every=1", "training.steps=2"])
     assert not (tmp_path / "none" / "checkpoints").exists()
-    saves: list[int] = []
+    saves = []
     real = Checkpoints.save
     monkeypatch.setattr(
         Checkpoints, "save", lambda self, step, state: (saves.append(step), real(self, step, state))[1]
@@ -133,15 +125,13 @@ def test_how_many_checkpoints_are_written(tmp_path: Path, monkeypatch: pytest.Mo
     assert saves == [2, 4]  # stopped where it saves anyway, it saves once
 
 
-def test_a_run_that_was_not_fused_continues_with_an_optimizer_that_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_not_fused_continues_with_an_optimizer_that_is(tmp_path, monkeypatch):
     """As a run that was started on a CPU and continues on a GPU."""
     constant = ("training.schedule=constant", "training.warmup=0")
     trained(tmp_path / "run", [*constant, "training.steps=3"])
     plain = AdamW.__call__
 
-    def fused(self: AdamW, params: Any) -> torch.optim.Optimizer:
+    def fused(self, params):
         (group,) = plain(self, params).param_groups
         options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
         return torch.optim.AdamW(group["params"], **options, fused=True)
@@ -152,7 +142,7 @@ def test_a_run_that_was_not_fused_continues_with_an_optimizer_that_is(
     assert losses == pytest.approx([row["loss"] for row in rows_of(uninterrupted(constant))])
 
 
-def test_an_evaluation_at_the_start_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_at_the_start_is_made_once(tmp_path, monkeypatch):
     """Also if the run continues from a checkpoint of its very start."""
     with_fault(monkeypatch, out_of_memory, 1)
     with pytest.raises(OutOfMemory):
@@ -165,7 +155,7 @@ def test_an_evaluation_at_the_start_is_made_once(tmp_path: Path, monkeypatch: py
 # ------------------------------------------------------------------------------------------- signals
 
 
-def test_a_signal_finishes_the_step_and_saves_and_weights_are_not_exported(tmp_path: Path) -> None:
+def test_a_signal_finishes_the_step_and_saves_and_weights_are_not_exported(tmp_path):
     """Also with a worker process, which gets the signal too."""
     config = config_of(tmp_path / "run", ["data.workers=1"])
     events, file = SendsSignals(3, signal.SIGHUP), tmp_path / "weights.safetensors"
@@ -182,7 +172,7 @@ def test_a_signal_finishes_the_step_and_saves_and_weights_are_not_exported(tmp_p
     assert file.exists()
 
 
-def test_a_second_signal_ends_at_once_and_leaves_complete_checkpoints(tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once_and_leaves_complete_checkpoints(tmp_path):
     config = config_of(tmp_path / "run", ["training.save_every=2"])
     with pytest.raises(KeyboardInterrupt):
         train(config, callbacks=SendsSignals(5, signal.SIGINT, signal.SIGINT))
@@ -194,7 +184,7 @@ def test_a_second_signal_ends_at_once_and_leaves_complete_checkpoints(tmp_path: 
     assert_equal_runs(uninterrupted(), tmp_path / "run")
 
 
-def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
+def test_a_signal_that_was_ignored_stays_ignored(tmp_path):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         assert train(config_of(tmp_path / "run"), callbacks=SendsSignals(2, signal.SIGHUP)).stopped is None
@@ -203,20 +193,18 @@ def test_a_signal_that_was_ignored_stays_ignored(tmp_path: Path) -> None:
 
 
 class SendsSignalAtEvaluation(Recorder):
-    def on_evaluation(self, step: int, metrics: dict[str, float]) -> None:
+    def on_evaluation(self, step, metrics):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_a_signal_in_the_last_evaluation_has_nothing_left_to_stop(tmp_path: Path) -> None:
+def test_a_signal_in_the_last_evaluation_has_nothing_left_to_stop(tmp_path):
     outcome = trained(tmp_path / "run", callbacks=SendsSignalAtEvaluation())
     assert (outcome.step, outcome.stopped) == (6, None)
     assert outcome.evaluation
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch refuses backward in forks there")
-def test_kill_9_at_a_random_moment_changes_nothing_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_9_at_a_random_moment_changes_nothing_of_a_run(tmp_path, monkeypatch):
     """Also while a checkpoint is being written."""
     monkeypatch.setattr(kills, "STEPS", 12)
     (row,) = kills.one_run(tmp_path / "run", 0, 1, kills.Shared())

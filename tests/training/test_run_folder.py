@@ -1,13 +1,10 @@
 """A run's folder: never written over, never shared, and what is wrong with it is one line."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from small_runs import (
@@ -26,14 +23,14 @@ from oomph.training.config import load
 from oomph.training.run import lock_folder, train
 
 
-def refused(match: str, *arguments, **options) -> str:
+def refused(match, *arguments, **options):
     with pytest.raises(UserError, match=match) as caught:
         trained(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def test_what_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
+def test_what_may_change_when_a_run_is_resumed(tmp_path):
     run = tmp_path / "run"
     trained(run, ["training.steps=1"])
     changed = ["model.hidden_size=32", "optimizer.learning_rate=0.5", "fixes=[optimizer_8bit]"]
@@ -46,7 +43,7 @@ def test_what_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
     assert trained(run, free, resume=True).step == 6
 
 
-def test_a_run_that_has_no_checkpoint_yet_starts_from_the_beginning(tmp_path: Path) -> None:
+def test_a_run_that_has_no_checkpoint_yet_starts_from_the_beginning(tmp_path):
     trained(tmp_path / "run", ["training.save=false", "training.steps=2"])
     events = Recorder()
     trained(tmp_path / "run", resume=True, callbacks=events)
@@ -54,7 +51,7 @@ def test_a_run_that_has_no_checkpoint_yet_starts_from_the_beginning(tmp_path: Pa
     assert_equal_runs(uninterrupted(), tmp_path / "run")
 
 
-def test_a_config_beside_somebodys_checkpoints_is_not_a_runs_own(tmp_path: Path) -> None:
+def test_a_config_beside_somebodys_checkpoints_is_not_a_runs_own(tmp_path):
     trained(tmp_path / "run", ["training.steps=1"])
     mine = tmp_path / "project" / "config.yaml"
     (mine.parent / "checkpoints").mkdir(parents=True)
@@ -63,7 +60,7 @@ def test_a_config_beside_somebodys_checkpoints_is_not_a_runs_own(tmp_path: Path)
     assert load(tmp_path / "run" / "config.yaml").name == "run"
 
 
-def test_a_corrupt_checkpoint_is_passed_over_and_said(tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_is_passed_over_and_said(tmp_path):
     trained(tmp_path / "run", ["training.save_every=2"])
     (file,) = (tmp_path / "run" / "checkpoints" / "step-00000006").glob("*.safetensors")
     content = bytearray(file.read_bytes())
@@ -79,9 +76,7 @@ def test_a_corrupt_checkpoint_is_passed_over_and_said(tmp_path: Path) -> None:
     assert rows_of(tmp_path / "run", "evaluation") == rows_of(uninterrupted(), "evaluation")
 
 
-def test_a_full_disk_stops_the_run_and_leaves_what_was_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_stops_the_run_and_leaves_what_was_saved(tmp_path, monkeypatch):
     real, calls = os.statvfs, 0
 
     def filling(path):
@@ -101,7 +96,7 @@ def test_a_full_disk_stops_the_run_and_leaves_what_was_saved(
     assert_equal_runs(uninterrupted(), tmp_path / "run")
 
 
-def test_data_that_fail_later_lose_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_that_fail_later_lose_no_step(tmp_path, monkeypatch):
     from oomph.training.data.text import PackedText
 
     real, calls = PackedText.__next__, 0
@@ -121,14 +116,12 @@ def test_data_that_fail_later_lose_no_step(tmp_path: Path, monkeypatch: pytest.M
     assert_equal_runs(uninterrupted(), tmp_path / "run")
 
 
-def test_a_device_that_is_not_there_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_not_there_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     refused("finds no GPU", tmp_path / "run", ["training.device=cuda"])
 
 
-def test_a_runs_own_config_goes_on_with_that_run_with_all_that_was_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runs_own_config_goes_on_with_that_run_with_all_that_was_given(tmp_path, monkeypatch):
     changes = ["training.clip=0.5", "training.schedule=constant"]
     trained(tmp_path / "straight", changes)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -142,7 +135,7 @@ def test_a_runs_own_config_goes_on_with_that_run_with_all_that_was_given(
     assert differences(state_of(tmp_path / "elsewhere" / "run"), state_of(tmp_path / "straight")) == []
 
 
-def test_what_a_run_writes_is_not_its_data(tmp_path: Path) -> None:
+def test_what_a_run_writes_is_not_its_data(tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()
     (texts / "events.txt").write_text("".join(f"{number} lines of it\n" for number in range(400)))
@@ -151,12 +144,10 @@ def test_what_a_run_writes_is_not_its_data(tmp_path: Path) -> None:
     assert trained(tmp_path / "run", changes, resume=True).step == 6
 
 
-def test_a_disk_that_is_full_from_the_start_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_is_full_from_the_start_is_one_line(tmp_path, monkeypatch):
     real = Path.write_text
 
-    def full(self: Path, *arguments: Any, **options: Any) -> int:
+    def full(self, *arguments, **options):
         if self.name == "config.partial":
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(self, *arguments, **options)
@@ -165,7 +156,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(
     refused("the run in .*run ended: No space left on device.*; make room", tmp_path / "run")
 
 
-def test_two_runs_cannot_be_in_one_folder_at_once(tmp_path: Path) -> None:
+def test_two_runs_cannot_be_in_one_folder_at_once(tmp_path):
     trained(tmp_path / "run", ["training.steps=1"])
     read, write = os.pipe()
     other = os.fork()
@@ -183,10 +174,8 @@ def test_two_runs_cannot_be_in_one_folder_at_once(tmp_path: Path) -> None:
     assert trained(tmp_path / "run", resume=True).step == 6
 
 
-def test_held_out_data_that_cannot_be_read_lose_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object, **__: object) -> dict[str, float]:
+def test_held_out_data_that_cannot_be_read_lose_nothing(tmp_path, monkeypatch):
+    def broken(*_, **__):
         raise UserError("rows.jsonl:41: broken JSON")
 
     monkeypatch.setattr("oomph.training.trainer.evaluate", broken)

@@ -1,13 +1,10 @@
 """Forward and backward as a CUDA graph: the same losses, gradients and random numbers."""
 
-from __future__ import annotations
-
 import threading
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from oomph.training.step import CudaGraphForwardBackward, ForwardBackward, Precision
 
@@ -15,16 +12,16 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_replays_give_the_gradients_of_eager_passes(as_tensor: bool) -> None:
+def test_replays_give_the_gradients_of_eager_passes(as_tensor):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 1)).cuda()
     batches = [{"x": torch.randn(8, 16, device="cuda")} for _ in range(4)]
-    factors: list[Any] = [0.5, 0.5, 0.25, 0.5]
+    factors = [0.5, 0.5, 0.25, 0.5]
     if as_tensor:
         factors = [torch.tensor(each, device="cuda") for each in factors]
     plain = ForwardBackward(model, lambda model, batch: model(batch["x"]).square().mean(), _plain("cuda"))
 
-    def run(passes: Any) -> tuple[list[Tensor], list[Tensor], Tensor]:
+    def run(passes):
         torch.manual_seed(1)
         model.zero_grad(set_to_none=True)
         losses = [passes(batch, factor) for batch, factor in zip(batches, factors, strict=True)]
@@ -35,7 +32,7 @@ def test_replays_give_the_gradients_of_eager_passes(as_tensor: bool) -> None:
         torch.testing.assert_close(found, right)
 
 
-def test_the_memory_of_replays_counts_as_that_of_eager_passes() -> None:
+def test_the_memory_of_replays_counts_as_that_of_eager_passes():
     device = torch.device("cuda")
     model = nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8))).cuda()
     plain = ForwardBackward(model, lambda model, batch: model(batch["x"]).square().mean(), _plain("cuda"))
@@ -58,13 +55,13 @@ def test_the_memory_of_replays_counts_as_that_of_eager_passes() -> None:
     assert peak - before == pytest.approx(right + more, abs=0.05 * right)
 
 
-def test_released_graphs_are_free_and_captured_again_give_the_same() -> None:
+def test_released_graphs_are_free_and_captured_again_give_the_same():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 2048), nn.Dropout(0.5), nn.Linear(2048, 1)).cuda()
     plain = ForwardBackward(model, lambda model, batch: model(batch["x"]).square().mean(), _plain("cuda"))
     batches = [{"x": torch.randn(1 << 16, 512, device="cuda")} for _ in range(4)]
 
-    def gradients(passes: Any, releases: bool) -> list[Tensor]:
+    def gradients(passes, releases):
         torch.manual_seed(1)
         model.zero_grad(set_to_none=True)
         for batch in batches:
@@ -79,7 +76,7 @@ def test_released_graphs_are_free_and_captured_again_give_the_same() -> None:
     torch.testing.assert_close(gradients(graphs_of(plain), releases=True), right)
 
 
-def test_other_work_holds_no_memory_after_it() -> None:
+def test_other_work_holds_no_memory_after_it():
     torch._C._cuda_clearCublasWorkspaces()
     model = nn.Linear(512, 512).cuda()
     passes = CudaGraphForwardBackward(model, lambda model, batch: model(batch["x"]).mean(), _plain("cuda"))
@@ -98,15 +95,15 @@ def test_other_work_holds_no_memory_after_it() -> None:
     assert torch.cuda.memory_allocated() > allocated + (8 << 20)  # what another stream costs
 
 
-def test_a_thread_may_pin_batches_during_a_capture() -> None:
+def test_a_thread_may_pin_batches_during_a_capture():
     """As the one does that takes them from a data worker; all are kept, so that none is used again."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(200))).cuda()
     passes = CudaGraphForwardBackward(model, lambda model, batch: model(batch["x"]).mean(), _plain("cuda"))
     stop = threading.Event()
-    failed: list[RuntimeError] = []
+    failed = []
 
-    def pin() -> None:
-        pinned: list[Tensor] = []
+    def pin():
+        pinned = []
         while not stop.wait(0.001) and len(pinned) < 2000:
             try:
                 pinned.append(torch.empty(1 << 20, dtype=torch.uint8).pin_memory())
@@ -124,9 +121,9 @@ def test_a_thread_may_pin_batches_during_a_capture() -> None:
     assert not failed
 
 
-def graphs_of(plain: ForwardBackward) -> CudaGraphForwardBackward:
+def graphs_of(plain):
     return CudaGraphForwardBackward(plain.model, plain.loss, plain.precision)
 
 
-def _plain(device: str) -> Precision:
+def _plain(device):
     return Precision(torch.device(device), None)

@@ -1,15 +1,12 @@
 """Runs of several gloo ranks: the same training as one process, resumed on other numbers of ranks, and
 mistakes that the first rank reports in one line while all ranks end."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ from oomph.training.step import workload
 from oomph.training.trainer import Trainer
 
 SAME = ("data.batch_size=4", "training.steps=2", "training.eval_at_start=true")
-SYSTEMS: dict[str, tuple[str, ...]] = {
+SYSTEMS = {
     "longctx": SAME,
     "pythia": (*SAME, "model.dropout=0.0"),
     "ginr": SAME,
@@ -38,7 +35,7 @@ RUNS = (
 )
 
 
-def as_rank(rank: int, port: int, size: int) -> None:
+def as_rank(rank, port, size):
     """In a fork: what torchrun sets."""
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -46,7 +43,7 @@ def as_rank(rank: int, port: int, size: int) -> None:
     evaluation.NEW_TOKENS = 3
 
 
-def config_in(folder: Path, overrides: tuple[str, ...], system: str) -> Any:
+def config_in(folder, overrides, system):
     """All ranks read one text, in the folder above that of the run."""
     text = () if system == "ginr" else (f"data.source={folder.parent}/text.txt",)
     return config_of(folder, (*overrides, *text), system)
@@ -58,7 +55,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def train_all(rank: int, port: int, folder: str) -> None:
+def train_all(rank, port, folder):
     as_rank(rank, port, 2)
     for number, (system, text) in enumerate(RUNS):
         os.environ["MASTER_PORT"] = str(port + number)
@@ -70,7 +67,7 @@ def train_all(rank: int, port: int, folder: str) -> None:
 # ------------------------------------------------------------------------------- other numbers of ranks
 
 
-def resumed(config: Any, ranks: Ranks) -> list[str]:
+def resumed(config, ranks):
     """Where the state after loading is not the checkpoint's, bit for bit; then a step is trained."""
     folder = Path(config.output.dir)
     trainer = Trainer(
@@ -88,7 +85,7 @@ def resumed(config: Any, ranks: Ranks) -> list[str]:
     return different
 
 
-def resume_on(rank: int, port: int, size: int, folder: str) -> None:
+def resume_on(rank, port, size, folder):
     as_rank(rank, port, size)
     config = config_in(Path(folder), ("data.batch_size=4", f"training.steps={size}"), "longctx")
     with join_ranks(config, torch.device("cpu"), None) as ranks:
@@ -106,7 +103,7 @@ MISTAKES = {
 }
 
 
-def make_mistakes(rank: int, port: int, folder: str) -> None:
+def make_mistakes(rank, port, folder):
     as_rank(rank, port, 2)
     text = (Path(folder) / "text.txt").as_posix()
     for number, (name, (_, both, second)) in enumerate(MISTAKES.items()):
@@ -125,7 +122,7 @@ def make_mistakes(rank: int, port: int, folder: str) -> None:
 # ------------------------------------------------------------------------------------------ the tests
 
 
-def everything(rank: int, port: int, folder: str) -> None:
+def everything(rank, port, folder):
     """On four ranks: to start processes takes longer than all that they do."""
     if rank < 2:
         train_all(rank, port, folder)
@@ -147,7 +144,7 @@ def test_runs_over_ranks(run_ranks, folder):
     assert [row["step"] for row in rows_of(folder / "run")] == [1, 2, 3, 4, 5]
 
 
-def check_same_training(folder: Path) -> None:
+def check_same_training(folder):
     for system, options in SYSTEMS.items():
         train(config_in(folder / system, options, system))
     for system, text in RUNS:
@@ -163,7 +160,7 @@ def check_same_training(folder: Path) -> None:
         assert (shared / RUN_CONFIG).exists()
 
 
-def check_mistakes_are_reported_once(folder: Path) -> None:
+def check_mistakes_are_reported_once(folder):
     for name, (message, _, _) in MISTAKES.items():
         first, second = ((folder / f"{name} {rank}").read_text() for rank in (0, 1))
         assert first.startswith("2 ")

@@ -1,10 +1,6 @@
 """What the tests of linear_cross_entropy share: inputs, a run of it, a run of its specification."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from kernel_device import DEVICE
@@ -26,27 +22,19 @@ class Inputs:
     target: Tensor
     bias: Tensor | None = None
 
-    def but(self, **changes: Any) -> Inputs:
+    def but(self, **changes):
         return replace(self, **changes)
 
-    def to(self, device: str) -> Inputs:
+    def to(self, device):
         bias = None if self.bias is None else self.bias.to(device)
         return Inputs(self.x.to(device), self.weight.to(device), self.target.to(device), bias)
 
 
-def inputs(
-    *leading: int,
-    d: int = 6,
-    v: int = 13,
-    dtype: torch.dtype = torch.float64,
-    bias: bool = False,
-    ignored: int | None = -100,
-    seed: int = 0,
-) -> Inputs:
+def inputs(*leading, d=6, v=13, dtype=torch.float64, bias=False, ignored=-100, seed=0):
     """Logits of deviation about 1; every third target is `ignored`."""
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
     target = torch.randint(v, leading, generator=generator)
@@ -55,7 +43,7 @@ def inputs(
     return Inputs(normal(*leading, d), (normal(v, d) / d**0.5).to(dtype), target, normal(v) if bias else None)
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 7) -> Tensor:
+def numbers(*shape, dtype=torch.float64, seed=7):
     """Positive numbers between 0.5 and 1.5: class or token weights, gradients that arrive."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.rand(shape, generator=generator, dtype=torch.float64) + 0.5).to(dtype)
@@ -70,15 +58,15 @@ class Outcome:
     gradients: tuple[Tensor | None, ...]
 
     @property
-    def all(self) -> list[Tensor]:
+    def all(self):
         return [each for each in (self.loss, self.lse, *self.gradients) if each is not None]
 
-    def cpu(self) -> Outcome:
+    def cpu(self):
         gradients = tuple(None if each is None else each.cpu() for each in self.gradients)
         return Outcome(self.loss.cpu(), self.lse.cpu(), gradients)
 
 
-def _differentiate(i: Inputs, loss: Tensor, lse: Tensor, through_lse: bool) -> Outcome:
+def _differentiate(i, loss, lse, through_lse):
     total = (loss * numbers(*loss.shape).to(loss)).sum()
     if through_lse:
         total = total + (lse * numbers(*lse.shape, seed=8).to(lse)).sum()
@@ -90,16 +78,16 @@ def _differentiate(i: Inputs, loss: Tensor, lse: Tensor, through_lse: bool) -> O
     return Outcome(loss.detach(), lse.detach(), tuple(gradients))
 
 
-def _leaf(tensor: Tensor | None) -> Tensor | None:
+def _leaf(tensor):
     # Not a clone: that would lose the strides under test.
     return None if tensor is None else tensor.detach().requires_grad_()
 
 
-def leaves(i: Inputs) -> Inputs:
+def leaves(i):
     return i.but(x=_leaf(i.x), weight=_leaf(i.weight), bias=_leaf(i.bias))
 
 
-def run(i: Inputs, *, through_lse: bool = False, **options: Any) -> Outcome:
+def run(i, *, through_lse=False, **options):
     """linear_cross_entropy and the gradients of a fixed function of its results; kernels on a GPU."""
     if options.get("impl") == "triton":
         i = i.to(DEVICE)
@@ -111,7 +99,7 @@ def run(i: Inputs, *, through_lse: bool = False, **options: Any) -> Outcome:
     return _differentiate(i, *result, through_lse).cpu()
 
 
-def expected(i: Inputs, *, through_lse: bool = False, **options: Any) -> Outcome:
+def expected(i, *, through_lse=False, **options):
     """The same of the specification, in float64 on the numbers as they are."""
     for ours_alone in ("impl", "memory_budget", "check"):
         options.pop(ours_alone, None)
@@ -122,7 +110,7 @@ def expected(i: Inputs, *, through_lse: bool = False, **options: Any) -> Outcome
     return _differentiate(i, *result, through_lse)
 
 
-def assert_close(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float) -> None:
+def assert_close(ours, theirs, tolerance):
     """Within `tolerance` of each tensor's largest number; shapes equal."""
     assert len(ours) == len(theirs)
     for position, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -134,7 +122,7 @@ def assert_close(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: fl
         assert error <= tolerance * max(largest, 1e-3), f"result {position}: {error:.2e} of {largest:.2e}"
 
 
-def check(i: Inputs, tolerance: float | None = None, **options: Any) -> Outcome:
+def check(i, tolerance=None, **options):
     """Run and compare with the specification."""
     ours = run(i, **options)
     assert_close(ours.all, expected(i, **options).all, tolerance or TOLERANCE[i.x.dtype])

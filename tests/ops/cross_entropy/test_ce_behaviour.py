@@ -1,9 +1,5 @@
 """Arguments, the choice of an implementation, autograd, compute_loss_chunked and the module."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from oomph.errors import ArgumentError
 from oomph.nn.loss import LinearCrossEntropyLoss
-from oomph.ops import Choice, explain, linear_cross_entropy
+from oomph.ops import explain, linear_cross_entropy
 
 X, WEIGHT, TARGET = torch.ones(2, 5, 3), torch.ones(7, 3), torch.zeros(2, 5, dtype=torch.int64)
 
@@ -25,9 +21,7 @@ NAN, INF = float("nan"), float("inf")
 PLAIN_LIMIT = 16 << 20
 
 
-def explained(
-    n: int, v: int, d: int = 2, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any
-) -> Choice:
+def explained(n, v, d=2, device="cpu", dtype=torch.float32, **options):
     with FakeTensorMode():
         x, weight = (torch.empty(rows, d, device=device, dtype=dtype) for rows in (n, v))
         target = torch.zeros(n, device=device, dtype=torch.int64)
@@ -36,7 +30,7 @@ def explained(
 
 @pytest.mark.parametrize(("device", "above"), [("cpu", "chunked"), ("cuda", "triton")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_up_to_16_mebibytes_of_fp32_logits_auto_is_plain(device: str, above: str, dtype: torch.dtype) -> None:
+def test_up_to_16_mebibytes_of_fp32_logits_auto_is_plain(device, above, dtype):
     v = 1 << 14
     n = PLAIN_LIMIT // 4 // v
     small = explained(n, v, device=device, dtype=dtype)
@@ -47,7 +41,7 @@ def test_up_to_16_mebibytes_of_fp32_logits_auto_is_plain(device: str, above: str
     assert "the logits would be 16 MiB in fp32; 1 block of 257 tokens" in large.reason
 
 
-def test_what_else_decides_whether_auto_is_plain() -> None:
+def test_what_else_decides_whether_auto_is_plain():
     assert explained(64, 1 << 14, memory_budget="16MiB").impl == "plain"  # four copies of the logits must fit
     assert explained(64, 1 << 14, memory_budget="15MiB").impl == "chunked"
     assert explained(4, 4, accumulate_into_grad=True).impl == "chunked"
@@ -55,8 +49,8 @@ def test_what_else_decides_whether_auto_is_plain() -> None:
     assert explained(4096, 1 << 14).impl == "chunked"
 
 
-def test_blocks_shrink_with_the_budget() -> None:
-    shape: dict[str, Any] = {"n": 16384, "v": 151936, "d": 2560, "device": "cuda", "dtype": torch.bfloat16}
+def test_blocks_shrink_with_the_budget():
+    shape = {"n": 16384, "v": 151936, "d": 2560, "device": "cuda", "dtype": torch.bfloat16}
     default, small, tiny = (explained(**shape, memory_budget=budget) for budget in (None, "256MiB", "64MiB"))
     assert default.settings["rows"] >= 1024
     assert default.settings["columns"] == 151936
@@ -66,7 +60,7 @@ def test_blocks_shrink_with_the_budget() -> None:
     assert "logits computed twice" in tiny.reason
 
 
-WAYS: list[dict[str, Any]] = [
+WAYS = [
     {"impl": "plain"},
     {"impl": "chunked"},
     {"impl": "chunked", "memory_budget": TINY},
@@ -80,18 +74,18 @@ WAY_NAMES = ["plain", "one tile", "small tiles", "per token"]
 every_way = pytest.mark.parametrize("way", WAYS, ids=WAY_NAMES)
 
 
-def loss_of(i: Inputs, **options: Any) -> Tensor:
+def loss_of(i, **options):
     """One number, whatever the reduction."""
     loss = linear_cross_entropy(i.x, i.weight, i.target, bias=i.bias, **options)
     assert isinstance(loss, Tensor)
     return loss.sum() / 13 if options.get("reduction") == "none" else loss
 
 
-def gradients(i: Inputs, loss: Tensor, **options: Any) -> list[Tensor]:
+def gradients(i, loss, **options):
     return list(torch.autograd.grad(loss, [i.x, i.weight, i.bias], **options))
 
 
-def truth(i: Inputs) -> list[Tensor]:
+def truth(i):
     wide = leaves(Inputs(i.x.double(), i.weight.double(), i.target, i.bias.double()))
     loss = F.cross_entropy(F.linear(wide.x, wide.weight, wide.bias), wide.target)
     return gradients(wide, loss)
@@ -99,7 +93,7 @@ def truth(i: Inputs) -> list[Tensor]:
 
 @pytest.mark.parametrize("way", [*WAYS, {"impl": "triton"}], ids=[*WAY_NAMES, "kernels"])
 @pytest.mark.parametrize("factor", [-2.0, 0.0])
-def test_the_gradient_that_arrives_multiplies(factor: float, way: dict[str, Any]) -> None:
+def test_the_gradient_that_arrives_multiplies(factor, way):
     kernels = way["impl"] == "triton"
     case = inputs(20, v=200, bias=True, dtype=torch.float32 if kernels else torch.float64)
     case = leaves(case.to(DEVICE if kernels else "cpu"))
@@ -111,9 +105,9 @@ def test_the_gradient_that_arrives_multiplies(factor: float, way: dict[str, Any]
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("impl", ["plain", "chunked"])
-def test_the_gradient_may_come_through_the_log_sum_exp_alone(impl: str, reduction: str) -> None:
+def test_the_gradient_may_come_through_the_log_sum_exp_alone(impl, reduction):
     case = leaves(inputs(20, bias=True))
-    options: dict[str, Any] = {"impl": impl, "reduction": reduction, "return_lse": True}
+    options = {"impl": impl, "reduction": reduction, "return_lse": True}
     _, lse = linear_cross_entropy(case.x, case.weight, case.target, bias=case.bias, **options)
     kept = case.target != -100
     theirs = F.linear(case.x[kept], case.weight, case.bias).logsumexp(1).square().sum()
@@ -122,9 +116,7 @@ def test_the_gradient_may_come_through_the_log_sum_exp_alone(impl: str, reductio
 
 @every_way
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_computes_in_half_precision_and_gradients_keep_their_dtypes(
-    dtype: torch.dtype, way: dict[str, Any]
-) -> None:
+def test_autocast_computes_in_half_precision_and_gradients_keep_their_dtypes(dtype, way):
     case = inputs(40, v=200, bias=True, dtype=torch.float32)
     case = leaves(case.but(x=case.x.to(dtype)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -136,7 +128,7 @@ def test_autocast_computes_in_half_precision_and_gradients_keep_their_dtypes(
     assert not torch.equal(ours[0], truth(case)[0].to(dtype))  # it did compute in half precision
 
 
-def test_a_large_loss_scale_does_not_underflow_in_float16() -> None:
+def test_a_large_loss_scale_does_not_underflow_in_float16():
     """As with a GradScaler: what is below float16's smallest number is scaled before it is rounded."""
     case = leaves(inputs(4096, v=3, d=2, dtype=torch.float16, ignored=None))
     tiny = case.but(weight=(case.weight.detach() * 1e-3).requires_grad_())
@@ -148,7 +140,7 @@ def test_a_large_loss_scale_does_not_underflow_in_float16() -> None:
 
 
 @pytest.mark.parametrize("changed", ["target", "class_weight"])
-def test_a_backward_that_makes_the_logits_again_refuses_what_was_changed_since(changed: str) -> None:
+def test_a_backward_that_makes_the_logits_again_refuses_what_was_changed_since(changed):
     case = leaves(inputs(20, v=200, bias=True))
     class_weight = torch.rand(200, dtype=case.x.dtype)
     loss = loss_of(case, class_weight=class_weight, reduction="none", impl="chunked")
@@ -158,10 +150,10 @@ def test_a_backward_that_makes_the_logits_again_refuses_what_was_changed_since(c
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_a_linear_layer_and_a_cross_entropy_with_the_options_of_the_op(bias: bool) -> None:
+def test_it_is_a_linear_layer_and_a_cross_entropy_with_the_options_of_the_op(bias):
     case = inputs(4, 5)
     torch.manual_seed(0)
-    options: dict[str, Any] = {"label_smoothing": 0.1, "reduction": "sum"}
+    options = {"label_smoothing": 0.1, "reduction": "sum"}
     loss = LinearCrossEntropyLoss(6, 13, bias=bias, dtype=torch.float64, **options)
     torch.manual_seed(0)
     linear = nn.Linear(6, 13, bias=bias, dtype=torch.float64)
@@ -178,7 +170,7 @@ def test_it_is_a_linear_layer_and_a_cross_entropy_with_the_options_of_the_op(bia
     )
 
 
-def test_what_differs_per_call_is_given_per_call() -> None:
+def test_what_differs_per_call_is_given_per_call():
     case, token_weight = inputs(20), numbers(20)
     loss = LinearCrossEntropyLoss(6, 13, dtype=torch.float64, reduction="sum", return_lse=True)
     losses = F.cross_entropy(F.linear(case.x, loss.weight), case.target, reduction="none")
@@ -188,7 +180,7 @@ def test_what_differs_per_call_is_given_per_call() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_from_linear_shares_the_parameters(bias: bool) -> None:
+def test_from_linear_shares_the_parameters(bias):
     linear = nn.Linear(6, 13, bias=bias).eval()
     loss = LinearCrossEntropyLoss.from_linear(linear, z_loss=0.1)
     assert loss.weight is linear.weight
@@ -204,7 +196,7 @@ def test_from_linear_shares_the_parameters(bias: bool) -> None:
         LinearCrossEntropyLoss.from_linear(nn.utils.parametrizations.weight_norm(linear))
 
 
-def test_it_can_be_made_without_memory_and_filled_later() -> None:
+def test_it_can_be_made_without_memory_and_filled_later():
     with torch.device("meta"):
         loss = LinearCrossEntropyLoss(6, 13, bias=True, memory_budget="64MiB", label_smoothing=0.1)
     assert loss.weight.is_meta
@@ -215,7 +207,7 @@ def test_it_can_be_made_without_memory_and_filled_later() -> None:
     assert loss(case.x, case.target).isfinite()
 
 
-def test_class_weights_move_with_the_module_and_are_not_saved() -> None:
+def test_class_weights_move_with_the_module_and_are_not_saved():
     loss = LinearCrossEntropyLoss(6, 13, class_weight=torch.ones(13)).double()
     assert loss.class_weight.dtype == torch.float64
     assert "class_weight" not in loss.state_dict()

@@ -1,10 +1,5 @@
 """What is computed and allocated: matrix products, predicted memory, accumulation into .grad."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,18 +18,16 @@ ROW_BLOCKS, CLASS_BLOCKS = 5, 3
 class Products(TorchDispatchMode):
     """Counts matrix products."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, arguments=(), options=None):
         self.count += op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
         return op(*arguments, **options or {})
 
 
-def products(
-    frozen: tuple[str, ...] = (), leading: int = 37, v: int = 300, backward: bool = True, **options: Any
-) -> int:
+def products(frozen=(), leading=37, v=300, backward=True, **options):
     case = leaves(inputs(leading, v=v, bias=True))
     for name in frozen:
         getattr(case, name).requires_grad_(False)
@@ -49,20 +42,20 @@ def products(
     ("frozen", "count"),
     [((), 3), (("x",), 2), (("weight",), 2), (("x", "weight"), 1), (("x", "weight", "bias"), 1)],
 )
-def test_frozen_inputs_skip_their_product(frozen: tuple[str, ...], count: int) -> None:
+def test_frozen_inputs_skip_their_product(frozen, count):
     backward = len(frozen) < 3
     assert products(frozen, impl="chunked", backward=backward) == count
     in_blocks = products(frozen, impl="chunked", v=100, memory_budget=TINY, backward=backward)
     assert in_blocks == count * ROW_BLOCKS
 
 
-def test_in_blocks_of_classes_the_logits_are_computed_twice_but_for_the_last_block() -> None:
+def test_in_blocks_of_classes_the_logits_are_computed_twice_but_for_the_last_block():
     logits = 2 * CLASS_BLOCKS - 1
     assert products(impl="chunked", memory_budget=TINY) == ROW_BLOCKS * (logits + 2 * CLASS_BLOCKS)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_without_gradients_there_is_one_product_per_block(reduction: str) -> None:
+def test_without_gradients_there_is_one_product_per_block(reduction):
     with torch.no_grad():
         for budget, count in ((None, 1), (TINY, ROW_BLOCKS * CLASS_BLOCKS)):
             found = products(impl="chunked", memory_budget=budget, backward=False, reduction=reduction)
@@ -71,19 +64,19 @@ def test_without_gradients_there_is_one_product_per_block(reduction: str) -> Non
         assert products(("x", "weight", "bias"), impl="chunked", backward=False) == 1
 
 
-def test_losses_per_token_cost_one_product_more() -> None:
+def test_losses_per_token_cost_one_product_more():
     assert products(impl="chunked", reduction="none") == 4
 
 
 class Largest(TorchDispatchMode):
     """Remembers the most numbers any new tensor had, but for the ones in `known`."""
 
-    def __init__(self, *known: Tensor) -> None:
+    def __init__(self, *known):
         super().__init__()
         self.known = {each.untyped_storage().data_ptr() for each in known}
         self.numbers = 0
 
-    def __torch_dispatch__(self, op: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+    def __torch_dispatch__(self, op, types, arguments=(), options=None):
         result = op(*arguments, **options or {})
         for each in result if isinstance(result, tuple | list) else (result,):
             if isinstance(each, Tensor) and each.untyped_storage().data_ptr() not in self.known:
@@ -91,7 +84,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_of_all_logits_is_ever_made() -> None:
+def test_no_tensor_of_all_logits_is_ever_made():
     case = leaves(inputs(512, d=4, v=600, ignored=None))
     with Largest(case.x, case.weight) as made:
         loss = linear_cross_entropy(case.x, case.weight, case.target, impl="chunked", memory_budget=TINY)
@@ -103,7 +96,7 @@ def test_no_tensor_of_all_logits_is_ever_made() -> None:
 
 
 @pytest.mark.parametrize("shift", [False, True])
-def test_x_is_not_copied(shift: bool) -> None:
+def test_x_is_not_copied(shift):
     case = leaves(inputs(4, 128, d=64, v=3))
     with torch.no_grad(), Largest(case.x, case.weight) as made:
         linear_cross_entropy(case.x, case.weight, case.target, impl="chunked", shift=shift)
@@ -116,12 +109,10 @@ WORKSPACE = 32 * MiB  # cuBLAS's, on this GPU, per thread that computes: forward
 HALF = 2
 
 
-def over_floor(
-    n: int, d: int, v: int, loss: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None, **options: Any
-) -> int:
+def over_floor(n, d, v, loss=None, **options):
     """The predicted peak less x, weight, target and the gradients of x and weight."""
 
-    def one_pass() -> None:
+    def one_pass():
         x = torch.empty(n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(v, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         target = torch.zeros(n, device="cuda", dtype=torch.int64)
@@ -140,7 +131,7 @@ def over_floor(
         (16384, 2560, 151936, None),
     ],
 )
-def test_the_budget_is_kept(n: int, d: int, v: int, budget: str | None) -> None:
+def test_the_budget_is_kept(n, d, v, budget):
     over = over_floor(n, d, v, memory_budget=budget)
     allowed = parse_bytes(budget or "512MiB")
     assert over <= allowed + WORKSPACE
@@ -157,33 +148,33 @@ def test_the_budget_is_kept(n: int, d: int, v: int, budget: str | None) -> None:
     ],
     ids=str,
 )
-def test_the_budget_is_kept_with_options(options: dict[str, Any]) -> None:
+def test_the_budget_is_kept_with_options(options):
     assert over_floor(2048, 1024, 65536, memory_budget="128MiB", **options) <= 128 * MiB + 2 * WORKSPACE
 
 
 @pytest.mark.parametrize("impl", ["auto", "chunked"])
-def test_the_peak_is_flat_in_the_number_of_tokens(impl: str) -> None:
+def test_the_peak_is_flat_in_the_number_of_tokens(impl):
     """Beyond x, its gradient and 32 bytes a token for log-sum-exp, target and the like."""
     few, many = (over_floor(n, 512, 131072, memory_budget="512MiB", impl=impl) - 32 * n for n in (2048, 4096))
     assert abs(many - few) <= 8 * MiB
 
 
-def next_token_loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+def next_token_loss(x, weight, target):
     """As report 002 had it: logits, and their shifted copy in fp32."""
     logits = F.linear(x, weight)
     return F.cross_entropy(logits[:-1].float(), target[1:])
 
 
-def test_the_reports_size_takes_over_111_gibibytes_plainly_and_under_one_here() -> None:
+def test_the_reports_size_takes_over_111_gibibytes_plainly_and_under_one_here():
     n, d, v = 131_072, 2560, 151_936
     assert over_floor(n, d, v, next_token_loss) > 111 * GiB
     assert over_floor(n, d, v, shift=True) < GiB
 
 
-def test_the_reports_function_holds_one_chunk() -> None:
+def test_the_reports_function_holds_one_chunk():
     n, d, v, chunk = 16384, 512, 65536, 1024
 
-    def loss(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    def loss(x, weight, target):
         return compute_loss_chunked(x, target, _Head(weight), chunk_size=chunk)
 
     assert over_floor(n, d, v, loss) <= chunk * v * HALF + 64 * n + WORKSPACE
@@ -192,12 +183,12 @@ def test_the_reports_function_holds_one_chunk() -> None:
 class _Head(torch.nn.Module):
     """A linear layer around a weight that already exists."""
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight):
         super().__init__()
         self.weight, self.bias = weight, None
 
 
-WAYS: list[dict[str, Any]] = [
+WAYS = [
     {"impl": "chunked"},
     {"impl": "chunked", "memory_budget": TINY},
     {"impl": "chunked", "reduction": "none"},
@@ -209,12 +200,12 @@ WAYS: list[dict[str, Any]] = [
 every_way = pytest.mark.parametrize("way", WAYS, ids=str)
 
 
-def micro_batches(dtype: torch.dtype = torch.float64) -> list[Inputs]:
+def micro_batches(dtype=torch.float64):
     first, second, third = (inputs(20, v=200, dtype=dtype, seed=seed) for seed in range(3))
     return [first, second.but(weight=first.weight), third.but(weight=first.weight)]
 
 
-def train(weight: nn.Parameter, batches: list[Inputs], **options: Any) -> list[Tensor]:
+def train(weight, batches, **options):
     """The gradients of x; the weight's is in weight.grad."""
     found = []
     for each in batches:
@@ -227,7 +218,7 @@ def train(weight: nn.Parameter, batches: list[Inputs], **options: Any) -> list[T
 
 @every_way
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_later_micro_batches_add_to_the_same_memory(dtype: torch.dtype, way: dict[str, Any]) -> None:
+def test_later_micro_batches_add_to_the_same_memory(dtype, way):
     batches = micro_batches(dtype)
     weight, plain = nn.Parameter(batches[0].weight), nn.Parameter(batches[0].weight.double())
     ours = train(weight, batches[:1], accumulate_into_grad=True, **way)
@@ -241,7 +232,7 @@ def test_later_micro_batches_add_to_the_same_memory(dtype: torch.dtype, way: dic
 
 
 @every_way
-def test_the_factor_that_arrives_scales_only_what_is_added(way: dict[str, Any]) -> None:
+def test_the_factor_that_arrives_scales_only_what_is_added(way):
     (batch, *_) = micro_batches()
     weight = nn.Parameter(batch.weight)
     train(weight, [batch], **way)
@@ -251,7 +242,7 @@ def test_the_factor_that_arrives_scales_only_what_is_added(way: dict[str, Any]) 
     assert_close([weight.grad], [-2 * once], 1e-12)
 
 
-def test_a_graph_that_is_kept_adds_at_every_backward() -> None:
+def test_a_graph_that_is_kept_adds_at_every_backward():
     (batch, *_) = micro_batches()
     weight = nn.Parameter(batch.weight)
     loss = linear_cross_entropy(batch.x, weight, batch.target, accumulate_into_grad=True, impl="chunked")
@@ -263,13 +254,13 @@ def test_a_graph_that_is_kept_adds_at_every_backward() -> None:
 
 
 @every_way
-def test_a_gradient_that_is_handed_out_leaves_grad_alone(way: dict[str, Any]) -> None:
+def test_a_gradient_that_is_handed_out_leaves_grad_alone(way):
     (batch, *_) = micro_batches()
     weight, x = nn.Parameter(batch.weight), batch.x.detach().requires_grad_()
     train(weight, [batch], **way)
     once = weight.grad.clone()
 
-    def loss() -> Tensor:
+    def loss():
         return linear_cross_entropy(x, weight, batch.target, accumulate_into_grad=True, **way).sum()
 
     (handed_out,) = torch.autograd.grad(loss(), weight)
@@ -281,7 +272,7 @@ def test_a_gradient_that_is_handed_out_leaves_grad_alone(way: dict[str, Any]) ->
 
 
 @every_way
-def test_hooks_see_the_gradient_arrive(way: dict[str, Any]) -> None:
+def test_hooks_see_the_gradient_arrive(way):
     (batch, *_) = micro_batches()
     weight = nn.Parameter(batch.weight)
     train(weight, [batch], **way)
@@ -292,7 +283,7 @@ def test_hooks_see_the_gradient_arrive(way: dict[str, Any]) -> None:
     assert_close([weight.grad], [3 * once], 1e-12)
 
 
-def test_gradients_set_to_none_between_forward_and_backward() -> None:
+def test_gradients_set_to_none_between_forward_and_backward():
     (batch, *_) = micro_batches()
     weight = nn.Parameter(batch.weight)
     train(weight, [batch], impl="chunked")
@@ -303,7 +294,7 @@ def test_gradients_set_to_none_between_forward_and_backward() -> None:
     assert_close([weight.grad], [once], 1e-12)
 
 
-def test_under_autocast_it_adds_in_fp32() -> None:
+def test_under_autocast_it_adds_in_fp32():
     batches = micro_batches(torch.float32)
     weight, plain = nn.Parameter(batches[0].weight), nn.Parameter(batches[0].weight)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -313,7 +304,7 @@ def test_under_autocast_it_adds_in_fp32() -> None:
     assert_close([weight.grad], [plain.grad], TOLERANCE[torch.bfloat16])
 
 
-def test_a_frozen_weight_is_left_alone() -> None:
+def test_a_frozen_weight_is_left_alone():
     (batch, *_) = micro_batches()
     weight = nn.Parameter(batch.weight, requires_grad=False)
     weight.grad = torch.ones_like(weight)
@@ -321,18 +312,18 @@ def test_a_frozen_weight_is_left_alone() -> None:
     assert (weight.grad == 1).all()
 
 
-def test_the_predicted_peak_on_a_gpu_is_less_by_one_gradient_of_the_weight() -> None:
+def test_the_predicted_peak_on_a_gpu_is_less_by_one_gradient_of_the_weight():
     n, d, v = 512, 512, 32768
 
-    def peak(accumulate: bool) -> int:
-        def prepare() -> Any:
+    def peak(accumulate):
+        def prepare():
             weight = nn.Parameter(torch.empty(v, d, device="cuda", dtype=torch.bfloat16))
             weight.grad = torch.zeros_like(weight)
             x = torch.empty(n, d, device="cuda", dtype=torch.bfloat16)
             target = torch.zeros(n, device="cuda", dtype=torch.int64)
             other = torch.empty(8, 8, device="cuda", requires_grad=True)
 
-            def step() -> None:
+            def step():
                 # The rest of a model: cuBLAS has its workspaces in both passes already.
                 (other @ other).sum().backward()
                 linear_cross_entropy(

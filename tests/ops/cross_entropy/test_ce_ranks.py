@@ -1,16 +1,13 @@
 """On two ranks: a vocabulary-sharded weight, and FSDP2. The processes are started once."""
 
-from __future__ import annotations
-
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ce_cases import TINY, Inputs, Outcome, assert_close, expected, inputs, numbers
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from ce_cases import TINY, Outcome, assert_close, expected, inputs, numbers
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -21,13 +18,11 @@ from oomph.ops import explain, linear_cross_entropy
 RANKS = 2
 
 
-def split(tensor: Tensor, mesh: DeviceMesh, placement: Any = None) -> DTensor:
+def split(tensor, mesh, placement=None):
     return distribute_tensor(tensor.detach(), mesh, [placement or Shard(0)]).requires_grad_()
 
 
-def run_split(
-    i: Inputs, mesh: DeviceMesh, *, plain_bias: bool, plain_x: bool, through_lse: bool, **options: Any
-) -> Outcome:
+def run_split(i, mesh, *, plain_bias, plain_x, through_lse, **options):
     """As ce_cases.run, with all gradients made whole again."""
     x = i.x.detach().requires_grad_() if plain_x else split(i.x, mesh, Replicate())
     weight, bias = split(i.weight, mesh), None
@@ -43,7 +38,7 @@ def run_split(
     return Outcome(loss.detach(), lse.detach(), tuple(whole))
 
 
-CASES: list[dict[str, Any]] = [
+CASES = [
     {},
     {"reduction": "sum", "label_smoothing": 0.1},
     {"reduction": "none", "through_lse": True, "softcap": 2.0},
@@ -54,7 +49,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def losses_and_gradients_are_those_of_the_whole_vocabulary() -> None:
+def losses_and_gradients_are_those_of_the_whole_vocabulary():
     mesh = init_device_mesh("cpu", (RANKS,))
     for v in (13, 301):
         for position, given in enumerate(CASES):
@@ -68,7 +63,7 @@ def losses_and_gradients_are_those_of_the_whole_vocabulary() -> None:
             assert_close(ours.all, theirs.all, 1e-11)
 
 
-def what_cannot_be_split_is_refused(rank: int) -> None:
+def what_cannot_be_split_is_refused(rank):
     mesh = init_device_mesh("cpu", (RANKS,))
     case = inputs(6)
     weight = split(case.weight, mesh)
@@ -105,13 +100,13 @@ D, CLASSES = 6, 13
 
 
 class Model(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
         self.head = nn.Linear(D, CLASSES)
         self.options = options
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+    def forward(self, x, target):
         hidden = self.body(x)
         losses = linear_cross_entropy(hidden, self.head.weight, target, bias=self.head.bias, **self.options)
         return losses.mean()
@@ -120,27 +115,27 @@ class Model(nn.Module):
 class ModelWithLoss(nn.Module):
     """The head is inside the loss, which is sharded on its own."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
         self.loss = LinearCrossEntropyLoss(D, CLASSES, bias=True, **options)
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+    def forward(self, x, target):
         return self.loss(self.body(x), target).mean()
 
 
-def batch(rank: int) -> tuple[Tensor, Tensor]:
+def batch(rank):
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(4, 5, D, generator=generator, dtype=torch.float64)
     return x, torch.randint(CLASSES, (4, 5), generator=generator)
 
 
-def made(kind: type[nn.Module], **options: Any) -> nn.Module:
+def made(kind, **options):
     torch.manual_seed(0)
     return kind(**options).double()
 
 
-def a_sharded_model_trains_like_the_whole_one(rank: int) -> None:
+def a_sharded_model_trains_like_the_whole_one(rank):
     for kind in (Model, ModelWithLoss):
         for options in ({"impl": "chunked"}, {"impl": "chunked", "reduction": "none"}, {"impl": "plain"}):
             whole, sharded = made(kind, impl="reference"), made(kind, **options)
@@ -166,7 +161,7 @@ def a_sharded_model_trains_like_the_whole_one(rank: int) -> None:
                     each.zero_grad()
 
 
-def check_on_a_rank(rank: int, port: int) -> None:
+def check_on_a_rank(rank, port):
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     # Where one rank has failed, the other waits for it no longer than this.
@@ -181,5 +176,5 @@ def check_on_a_rank(rank: int, port: int) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch was built without torch.distributed")
-def test_on_two_ranks(run_ranks) -> None:
+def test_on_two_ranks(run_ranks):
     run_ranks(check_on_a_rank, RANKS)

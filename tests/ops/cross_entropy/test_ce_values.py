@@ -1,31 +1,26 @@
 """Values and gradients of linear_cross_entropy against the float64 reference."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from ce_cases import TINY, Inputs, assert_close, check, expected, inputs, leaves, numbers, run
 from kernel_device import DEVICE, HALF
-from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import linear_cross_entropy
 from oomph.ops.cross_entropy.reference import CrossEntropyOptions, linear_cross_entropy_reference
 
 
-def logits_of(i: Inputs) -> Tensor:
+def logits_of(i):
     return F.linear(i.x, i.weight, i.bias)
 
 
-def by_hand(i: Inputs, losses: Tensor) -> list[Tensor]:
+def by_hand(i, losses):
     """A scalar and its gradients."""
     return [losses.detach(), *torch.autograd.grad(losses, [i.x, i.weight, i.bias], retain_graph=True)]
 
 
-def by_reference(i: Inputs, **options: Any) -> list[Tensor]:
+def by_reference(i, **options):
     loss, _ = linear_cross_entropy_reference(i.x, i.weight, i.target, i.bias, CrossEntropyOptions(**options))
     return by_hand(i, loss)
 
@@ -34,12 +29,10 @@ def by_reference(i: Inputs, **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize("ignore_index", [-100, 0])
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.2, 1.0])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_the_reference_is_torchs_cross_entropy(
-    reduction: str, ignore_index: int, label_smoothing: float, weighted: bool
-) -> None:
+def test_the_reference_is_torchs_cross_entropy(reduction, ignore_index, label_smoothing, weighted):
     i = leaves(inputs(20, bias=True, ignored=ignore_index))
     class_weight = numbers(13) if weighted else None
-    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     theirs = F.cross_entropy(logits_of(i), i.target, class_weight, reduction=reduction, **options)
     given = CrossEntropyOptions(class_weight=class_weight, reduction=reduction, **options)
     ours, _ = linear_cross_entropy_reference(i.x, i.weight, i.target, i.bias, given)
@@ -48,7 +41,7 @@ def test_the_reference_is_torchs_cross_entropy(
     assert_close(by_hand(i, (ours * factor).sum()), by_hand(i, (theirs * factor).sum()), 1e-13)
 
 
-def test_the_additions_of_the_reference_are_what_they_say() -> None:
+def test_the_additions_of_the_reference_are_what_they_say():
     i, token_weight = leaves(inputs(4, 5, bias=True)), numbers(4, 5)
     kept, logits = i.target != -100, logits_of(i)
     losses = F.cross_entropy(logits.view(20, 13), i.target.view(20), reduction="none").view(4, 5)
@@ -69,7 +62,7 @@ def test_the_additions_of_the_reference_are_what_they_say() -> None:
 
 
 # "chunked" and the kernels in one tile, and in the smallest tiles.
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "plain": {"impl": "plain"},
     "one tile": {"impl": "chunked"},
     "small tiles": {"impl": "chunked", "memory_budget": TINY},
@@ -84,21 +77,21 @@ pytestmark = [
 ]
 
 
-def inputs_for(way: dict[str, Any], *leading: int, **options: Any) -> Inputs:
+def inputs_for(way, *leading, **options):
     return inputs(*leading, dtype=torch.float32 if way["impl"] == "triton" else torch.float64, **options)
 
 
-def assert_equal(way: dict[str, Any], ours: list[Tensor], theirs: list[Tensor]) -> None:
+def assert_equal(way, ours, theirs):
     assert_close(ours, theirs, 1e-5 if way["impl"] == "triton" else 1e-13)
 
 
 @pytest.mark.parametrize("way", list(WAYS.values())[:3], ids=list(WAYS)[:3])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_every_dtype(dtype: torch.dtype, reduction: str, way: dict[str, Any]) -> None:
+def test_every_dtype(dtype, reduction, way):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     case = inputs(40, v=200, dtype=dtype, bias=True)
-    options: dict[str, Any] = {
+    options = {
         "label_smoothing": 0.1,
         "z_loss": 0.01,
         "class_weight": numbers(200, dtype=dtype),
@@ -109,12 +102,10 @@ def test_every_dtype(dtype: torch.dtype, reduction: str, way: dict[str, Any]) ->
 
 
 @every_way
-def test_where_all_targets_are_ignored_or_weigh_nothing_loss_and_gradients_are_zero(
-    way: dict[str, Any],
-) -> None:
+def test_where_all_targets_are_ignored_or_weigh_nothing_loss_and_gradients_are_zero(way):
     case = inputs_for(way, 5, bias=True)
     ignored = case.but(target=torch.full((5,), -100))
-    options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.1, "class_weight": numbers(13)}
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "class_weight": numbers(13)}
     for reduction in ("mean", "sum", "none"):
         ours = run(ignored, reduction=reduction, through_lse=True, **options, **way)
         assert all(not each.any() for each in ours.all)
@@ -130,12 +121,12 @@ WRONG = [-1, 200, 1 << 31, (1 << 32) + 3, -(1 << 40)]
 
 
 @every_way
-def test_a_target_out_of_range_makes_its_own_token_nan(way: dict[str, Any]) -> None:
+def test_a_target_out_of_range_makes_its_own_token_nan(way):
     case = inputs_for(way, 8, v=200)
     right = case.target.clone()
     wrong = torch.arange(8) > 2
     case.target[wrong], right[wrong] = torch.tensor(WRONG), 2
-    options: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.1}
+    options = {"reduction": "none", "label_smoothing": 0.1}
     ours, expected = (run(each, **options, **way) for each in (case, case.but(target=right)))
     assert ours.loss[wrong].isnan().all()
     assert ours.gradients[0][wrong].isnan().all()
@@ -148,7 +139,7 @@ def test_a_target_out_of_range_makes_its_own_token_nan(way: dict[str, Any]) -> N
         assert ours.gradients[1].isnan().any()
 
 
-def test_check_names_the_wrong_target_and_the_valid_ones() -> None:
+def test_check_names_the_wrong_target_and_the_valid_ones():
     for wrong in (-1, 13, (1 << 32) + 3):
         case = inputs(20)
         case.target[3] = wrong
@@ -161,7 +152,7 @@ def test_check_names_the_wrong_target_and_the_valid_ones() -> None:
 
 
 @every_way
-def test_nan_and_infinity_in_the_inputs_reach_the_loss(way: dict[str, Any]) -> None:
+def test_nan_and_infinity_in_the_inputs_reach_the_loss(way):
     case = inputs_for(way, 6, v=200, bias=True)
     for place, value in (("x", NAN), ("weight", -INF), ("bias", NAN)):
         spoiled = getattr(case, place).clone()
@@ -177,11 +168,11 @@ def test_nan_and_infinity_in_the_inputs_reach_the_loss(way: dict[str, Any]) -> N
     assert ours.gradients[1].isfinite().all()
 
 
-OPTIONS: list[dict[str, Any]] = [{}, {"z_loss": 0.1, "label_smoothing": 0.1, "softcap": 2.0}]
+OPTIONS = [{}, {"z_loss": 0.1, "label_smoothing": 0.1, "softcap": 2.0}]
 
 
 @every_way
-def test_nan_stays_in_its_token_and_counts_for_nothing_in_an_ignored_one(way: dict[str, Any]) -> None:
+def test_nan_stays_in_its_token_and_counts_for_nothing_in_an_ignored_one(way):
     others = torch.arange(6) != 3
     for options in OPTIONS:
         case = inputs_for(way, 6, v=200)
@@ -203,7 +194,7 @@ def test_nan_stays_in_its_token_and_counts_for_nothing_in_an_ignored_one(way: di
 
 
 @every_way
-def test_a_class_at_minus_infinity_is_a_class_that_never_happens(way: dict[str, Any]) -> None:
+def test_a_class_at_minus_infinity_is_a_class_that_never_happens(way):
     """A mask over classes, given as a bias."""
     case = inputs_for(way, 20, v=200, bias=True, ignored=None)
     case.bias[:150] = -INF  # the first tile of small tiles holds no other class
@@ -220,7 +211,7 @@ def test_a_class_at_minus_infinity_is_a_class_that_never_happens(way: dict[str, 
 FACTOR, NOISE = 1.05, 2e-5
 
 
-def rounded_case(kind: str, dtype: torch.dtype, n: int, d: int, v: int) -> Inputs:
+def rounded_case(kind, dtype, n, d, v):
     """Peaked: the model is nearly sure of the right class. Flat: it knows nothing."""
     generator = torch.Generator().manual_seed(n + v)
     weight = torch.randn(v, d, generator=generator) / d**0.5
@@ -230,11 +221,11 @@ def rounded_case(kind: str, dtype: torch.dtype, n: int, d: int, v: int) -> Input
     return leaves(Inputs(x.to(dtype), weight.to(dtype), target))
 
 
-def gradients_of(i: Inputs, loss: Tensor) -> tuple[Tensor, ...]:
+def gradients_of(i, loss):
     return torch.autograd.grad(loss, (i.x, i.weight))
 
 
-def errors_of(i: Inputs, **options: Any) -> list[tuple[float, float]]:
+def errors_of(i, **options):
     """(ours, the naive program's) relative error in the Frobenius norm, of dX and of dW."""
     wide = leaves(i.but(x=i.x.double(), weight=i.weight.double()))
     exact = gradients_of(wide, F.cross_entropy(F.linear(wide.x, wide.weight), i.target, reduction="sum"))
@@ -242,7 +233,7 @@ def errors_of(i: Inputs, **options: Any) -> list[tuple[float, float]]:
     loss = linear_cross_entropy(i.x, i.weight, i.target, reduction="sum", **options)
     ours = gradients_of(i, loss)
 
-    def error(found: Tensor, right: Tensor) -> float:
+    def error(found, right):
         return float((found.double() - right).norm() / right.norm())
 
     return [
@@ -253,16 +244,14 @@ def errors_of(i: Inputs, **options: Any) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("kind", ["peaked", "flat"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("impl", ["plain", "chunked"])
-def test_in_one_block_gradients_are_as_exact_as_the_naive_ones(
-    impl: str, dtype: torch.dtype, kind: str
-) -> None:
+def test_in_one_block_gradients_are_as_exact_as_the_naive_ones(impl, dtype, kind):
     for ours, naive in errors_of(rounded_case(kind, dtype, 128, 32, 300), impl=impl):
         assert ours <= FACTOR * naive + NOISE
         assert naive < 0.05
 
 
 @pytest.mark.parametrize("kind", ["peaked", "flat"])
-def test_the_kernels_are_as_exact_over_several_blocks(kind: str) -> None:
+def test_the_kernels_are_as_exact_over_several_blocks(kind):
     size, budget = ((4096, 256, 8192), "2MiB") if DEVICE == "cuda" else ((20, 16, 150), TINY)
     case = leaves(rounded_case(kind, HALF, *size).to(DEVICE))
     for ours, naive in errors_of(case, impl="triton", memory_budget=budget):
@@ -270,7 +259,7 @@ def test_the_kernels_are_as_exact_over_several_blocks(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["peaked", "flat"])
-def test_dx_is_as_exact_in_blocks_of_rows_and_classes(kind: str) -> None:
+def test_dx_is_as_exact_in_blocks_of_rows_and_classes(kind):
     """Of plain torch; there dW is rounded once per block of rows, and is allowed to show it."""
     dx, dw = errors_of(rounded_case(kind, torch.bfloat16, 48, 32, 300), impl="chunked", memory_budget=TINY)
     assert dx[0] <= FACTOR * dx[1] + NOISE

@@ -1,36 +1,21 @@
 """Inputs, results and comparisons that the tests of kda share."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import torch
 from checks import relative_error
-from torch import Tensor
 
 NAMES = ("q", "k", "v", "log_alpha", "beta", "initial_state")
 
 
 def inputs(
-    batch: int = 2,
-    tokens: int = 37,
-    heads: int = 2,
-    keys: int = 5,
-    values: int = 7,
-    *,
-    states: int | None = None,
-    decay: float = 1.0,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> dict[str, Tensor]:
+    batch=2, tokens=37, heads=2, keys=5, values=7, *, states=None, decay=1.0, dtype=torch.float64, seed=0
+):
     """Unit keys, log_alpha uniform in [-decay, 0], beta in [0, 1]."""
     make = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=make, dtype=torch.float64)
 
-    def uniform(*shape: int) -> Tensor:
+    def uniform(*shape):
         return torch.rand(*shape, generator=make, dtype=torch.float64)
 
     lead = (batch, tokens, heads)
@@ -45,14 +30,12 @@ def inputs(
     return {name: x.to(dtype) for name, x in made.items()}
 
 
-def half(given: dict[str, Tensor], dtype: torch.dtype, *names: str) -> dict[str, Tensor]:
+def half(given, dtype, *names):
     """The inputs named (q, k and v by default) in another dtype."""
     return {name: x.to(dtype) if name in (names or NAMES[:3]) else x for name, x in given.items()}
 
 
-def outcome(
-    run: Callable[..., tuple[Tensor, Tensor]], given: dict[str, Tensor], **options: Any
-) -> dict[str, Tensor]:
+def outcome(run, given, **options):
     """o, the final state, and the gradient of every input, for fixed gradients of both results."""
     leaves = {name: x.detach().clone().requires_grad_() for name, x in given.items()}
     o, state = run(**leaves, **options)
@@ -63,25 +46,25 @@ def outcome(
     return {"o": o.detach(), "state": state.detach(), **made}
 
 
-def in_double(given: dict[str, Tensor]) -> dict[str, Tensor]:
+def in_double(given):
     return {name: x.double() for name, x in given.items()}
 
 
-def relative_errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
+def relative_errors(found, right):
     assert found.keys() == right.keys()
     return {name: relative_error(found[name], right[name]) for name in right}
 
 
-def assert_close(found: dict[str, Tensor], right: dict[str, Tensor], tolerance: float) -> None:
+def assert_close(found, right, tolerance):
     errors = relative_errors(found, right)
     assert max(errors.values()) <= tolerance, errors
     assert all(torch.isfinite(x).all() for x in found.values())
 
 
-def one_by_one(run: Callable[..., tuple[Tensor, Tensor]], lengths: Sequence[int]) -> Callable[..., Any]:
+def one_by_one(run, lengths):
     """`run` called once per packed sequence."""
 
-    def each(initial_state: Tensor, **given: Tensor) -> tuple[Tensor, Tensor]:
+    def each(initial_state, **given):
         outputs, states, start = [], [], 0
         for index, length in enumerate(lengths):
             part = {name: x[:, start : start + length] for name, x in given.items()}
@@ -94,5 +77,5 @@ def one_by_one(run: Callable[..., tuple[Tensor, Tensor]], lengths: Sequence[int]
     return each
 
 
-def boundaries(lengths: Sequence[int]) -> Tensor:
+def boundaries(lengths):
     return torch.tensor([0, *lengths]).cumsum(0)

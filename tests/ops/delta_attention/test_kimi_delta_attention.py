@@ -1,34 +1,31 @@
 """KimiDeltaAttention against its formulas token by token; generation, parameters."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from oomph.nn.delta_attention import KimiDeltaAttention
 
 HIDDEN, HEADS, D, TAPS = 12, 2, 4, 4
 
 
-def layer() -> KimiDeltaAttention:
+def layer():
     torch.manual_seed(0)
     made = KimiDeltaAttention(HIDDEN, HEADS, D, dtype=torch.float64)
     torch.nn.init.normal_(made.o_norm.weight)
     return made
 
 
-def tokens(*shape: int, seed: int = 1) -> Tensor:
+def tokens(*shape, seed=1):
     return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def by_formula(made: KimiDeltaAttention, x_TC: Tensor) -> Tensor:
+def by_formula(made, x_TC):
     """One sequence, token by token and head by head, from the parameters alone."""
     p = dict(made.named_parameters())
 
-    def convolved(name: str) -> list[Tensor]:
+    def convolved(name):
         rows = [x @ p[f"{name}_proj.weight"].T for x in x_TC]
         kernel = p[f"{name}_conv1d.weight"]
         out = []
@@ -62,7 +59,7 @@ def by_formula(made: KimiDeltaAttention, x_TC: Tensor) -> Tensor:
     return torch.stack(ys)
 
 
-def test_the_layer_and_every_gradient_match_its_formulas() -> None:
+def test_the_layer_and_every_gradient_match_its_formulas():
     made, x = layer(), tokens(2, 9).requires_grad_()
     parameters = [x, *made.parameters()]
     y, _ = made(x)
@@ -76,7 +73,7 @@ def test_the_layer_and_every_gradient_match_its_formulas() -> None:
 
 
 @pytest.mark.parametrize("cuts", [[1] * 11, [4, 1, 6]], ids=str)
-def test_continuing_from_a_state_equals_the_whole_sequence(cuts: list[int]) -> None:
+def test_continuing_from_a_state_equals_the_whole_sequence(cuts):
     made, x = layer(), tokens(2, 11).requires_grad_()
     whole, last = made(x)
     state, parts = None, []
@@ -95,7 +92,7 @@ def test_continuing_from_a_state_equals_the_whole_sequence(cuts: list[int]) -> N
     )
 
 
-def test_parameters_have_the_published_names_shapes_and_initial_values() -> None:
+def test_parameters_have_the_published_names_shapes_and_initial_values():
     made = KimiDeltaAttention(64, 4, 16, dtype=torch.float64)
     shapes = {name: tuple(each.shape) for name, each in made.named_parameters()}
     assert shapes == {

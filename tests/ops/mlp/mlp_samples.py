@@ -1,29 +1,17 @@
 """Small MLPs for the tests of tiled_mlp, and the comparison they all make."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from oomph.ops.mlp import MLPWeights
 
 
 def weights(
-    activation: str = "silu",
-    gated: bool = True,
-    bias: bool = False,
-    d: int = 12,
-    f: int = 20,
-    out: int = 9,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-    device: str = "cpu",
-) -> MLPWeights:
+    activation="silu", gated=True, bias=False, d=12, f=20, out=9, dtype=torch.float64, seed=0, device="cpu"
+):
     generator = torch.Generator().manual_seed(d + f + out + seed)
 
-    def leaf(*shape: int) -> Tensor:
+    def leaf(*shape):
         values = torch.randn(*shape, generator=generator, dtype=torch.float64) / max(shape[-1], 1) ** 0.5
         return values.to(device, dtype).requires_grad_()
 
@@ -38,12 +26,12 @@ def weights(
     )
 
 
-def tokens(*shape: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
+def tokens(*shape, dtype=torch.float64, device="cpu"):
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, dtype).requires_grad_()
 
 
-def results(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+def results(run, inputs):
     """The value of `run` and the gradients of a fixed functional of it."""
     value = run()
     generator = torch.Generator().manual_seed(1)
@@ -51,7 +39,7 @@ def results(run: Callable[[], Tensor], inputs: Sequence[Tensor]) -> list[Tensor]
     return [value.detach(), *torch.autograd.grad(value, list(inputs), grad)]
 
 
-def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: float = 1e-12) -> None:
+def assert_same(ours, theirs, tolerance=1e-12):
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert one.shape == other.shape
@@ -62,13 +50,13 @@ def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], tolerance: flo
 class PlainGated(nn.Module):
     """What most language models have, under names of its own."""
 
-    def __init__(self, d: int = 12, f: int = 20) -> None:
+    def __init__(self, d=12, f=20):
         super().__init__()
         self.w1 = nn.Linear(d, f, bias=False)
         self.w3 = nn.Linear(d, f, bias=False)
         self.w2 = nn.Linear(f, d, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         gate = nn.functional.silu(self.w1(x))
         return self.w2(gate * self.w3(x))
 
@@ -76,6 +64,6 @@ class PlainGated(nn.Module):
 class NormalisedGated(PlainGated):
     """The same attributes, another function."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = nn.functional.silu(self.w1(x)) * self.w3(x)
         return self.w2(hidden / hidden.norm(dim=-1, keepdim=True))

@@ -1,14 +1,10 @@
 """Arguments, the choice of implementation and tile, known MLPs, modules, predicted memory, FSDP2."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 from mlp_samples import NormalisedGated, PlainGated, assert_same, results, tokens, weights
-from torch import Tensor, nn
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,9 +18,7 @@ from oomph.ops.mlp import MLPWeights, tiled_mlp
 MiB = 1 << 20
 
 
-def sizes(
-    count: int, f: int, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, **options: Any
-) -> Any:
+def sizes(count, f, device="cuda", dtype=torch.bfloat16, **options):
     """The rows of a tile of a SwiGLU MLP."""
     with FakeTensorMode():
         up, gate, down = (
@@ -35,14 +29,14 @@ def sizes(
     return settings["tile"]
 
 
-def test_the_default_tile_on_a_gpu_fits_224_mib_in_whole_equal_blocks() -> None:
+def test_the_default_tile_on_a_gpu_fits_224_mib_in_whole_equal_blocks():
     assert sizes(131072, 9216) == 4096
     assert sizes(100_000, 9216) == 4224  # 24 tiles, none of them small
     assert sizes(777, 9216) == 777
     assert sizes(131072, 53248) == 2048  # the minimum, for a very wide layer
 
 
-def test_a_budget_is_never_exceeded() -> None:
+def test_a_budget_is_never_exceeded():
     row = 3 * 1024 * 4
     for budget in (20000, MiB, 40 * MiB, 96 * MiB, 1024 * MiB):
         for device in ("cuda", "cpu"):
@@ -50,7 +44,7 @@ def test_a_budget_is_never_exceeded() -> None:
             assert 1 <= rows <= budget // row
 
 
-def test_explain_names_the_kind_and_the_reason() -> None:
+def test_explain_names_the_kind_and_the_reason():
     choice = explain(tiled_mlp, weights(), tokens(100, 12), tile=32)
     assert choice.impl == "chunked"
     assert "the tensors are on cpu" in choice.reason
@@ -58,11 +52,11 @@ def test_explain_names_the_kind_and_the_reason() -> None:
     assert choice.settings == settings
 
 
-def kind(module: nn.Module) -> str:
+def kind(module):
     return str(explain(tiled_mlp, module.double(), tokens(5, 12)).settings["kind"])
 
 
-def check(module: nn.Module) -> None:
+def check(module):
     """Values and gradients with tiles are those of the module called as it is."""
     module.double()
     x = tokens(3, 7, 12)
@@ -70,11 +64,11 @@ def check(module: nn.Module) -> None:
     assert_same(results(lambda: tiled_mlp(module, x, tile=4), inputs), results(lambda: module(x), inputs))
 
 
-def sequential(activation: nn.Module) -> nn.Module:
+def sequential(activation):
     return nn.Sequential(nn.Linear(12, 20), activation, nn.Linear(20, 6))
 
 
-def transformers_modules() -> dict[str, tuple[nn.Module, str]]:
+def transformers_modules():
     from transformers.models.bert.modeling_bert import BertConfig, BertIntermediate
     from transformers.models.clip.modeling_clip import CLIPMLP, CLIPTextConfig
     from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP, Gemma3TextConfig
@@ -83,7 +77,7 @@ def transformers_modules() -> dict[str, tuple[nn.Module, str]]:
     from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3MLP
 
-    small: dict[str, Any] = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
+    small = {"hidden_size": 12, "intermediate_size": 20, "num_attention_heads": 2}
     return {
         "llama": (LlamaMLP(LlamaConfig(**small, mlp_bias=True)), "silu gated (SwiGLU)"),
         "qwen3": (Qwen3MLP(Qwen3Config(**small)), "silu gated (SwiGLU)"),
@@ -96,7 +90,7 @@ def transformers_modules() -> dict[str, tuple[nn.Module, str]]:
     }
 
 
-def test_the_mlps_of_transformers_are_known_where_they_are_plain_and_right_in_any_case() -> None:
+def test_the_mlps_of_transformers_are_known_where_they_are_plain_and_right_in_any_case():
     pytest.importorskip("transformers")
     for name, (module, expected) in transformers_modules().items():
         assert (name, kind(module)) == (name, expected)
@@ -113,12 +107,12 @@ def test_the_mlps_of_transformers_are_known_where_they_are_plain_and_right_in_an
         (nn.Tanh(), "generic"),
     ],
 )
-def test_a_sequential_of_two_linears_is_known_by_its_activation(activation: nn.Module, expected: str) -> None:
+def test_a_sequential_of_two_linears_is_known_by_its_activation(activation, expected):
     assert kind(sequential(activation)) == expected
     check(sequential(activation))
 
 
-def test_attribute_names_do_not_matter_and_do_not_mislead() -> None:
+def test_attribute_names_do_not_matter_and_do_not_mislead():
     assert kind(PlainGated()) == "silu gated (SwiGLU)"
     check(PlainGated())
     assert kind(NormalisedGated()) == "generic"
@@ -126,28 +120,28 @@ def test_attribute_names_do_not_matter_and_do_not_mislead() -> None:
 
 
 class WithBranch(PlainGated):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if self.training:
             x = x * 2
         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
 
 
 class Squared(PlainGated):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.w2(self.w1(x) * self.w3(x))
 
 
 class InnerLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * super().forward(x)
 
 
-def test_whatever_is_not_proved_is_called() -> None:
+def test_whatever_is_not_proved_is_called():
     hooked = sequential(nn.ReLU())
     hooked[0].register_forward_hook(lambda module, inputs, output: output * 3)
     subclass = nn.Sequential(InnerLinear(12, 20), nn.ReLU(), nn.Linear(20, 6))
     replaced = sequential(nn.ReLU())
-    replaced.forward = lambda x: x * 2 * replaced[0].weight.sum()  # type: ignore[method-assign]
+    replaced.forward = lambda x: x * 2 * replaced[0].weight.sum()
     parametrised = sequential(nn.ReLU())
     nn.utils.parametrizations.weight_norm(parametrised[0])
     for module in (hooked, subclass, parametrised, WithBranch(), Squared()):
@@ -159,7 +153,7 @@ def test_whatever_is_not_proved_is_called() -> None:
     assert "forward" in vars(replaced)
 
 
-def test_active_dropout_is_called_and_inactive_dropout_is_nothing() -> None:
+def test_active_dropout_is_called_and_inactive_dropout_is_nothing():
     module = nn.Sequential(nn.Linear(12, 20), nn.ReLU(), nn.Dropout(0.5), nn.Linear(20, 6))
     before = torch.get_rng_state()
     assert kind(module) == "generic"
@@ -168,10 +162,10 @@ def test_active_dropout_is_called_and_inactive_dropout_is_nothing() -> None:
     check(module)
 
 
-def test_the_hooks_of_the_module_run_once_around_all_tiles_and_its_forward_is_put_back() -> None:
+def test_the_hooks_of_the_module_run_once_around_all_tiles_and_its_forward_is_put_back():
     for module in (PlainGated(), NormalisedGated()):
         module.double()
-        seen: list[tuple[str, torch.Size]] = []
+        seen = []
         module.register_forward_pre_hook(
             lambda m, inputs, seen=seen: seen.append(("before", inputs[0].shape))
         )
@@ -181,15 +175,15 @@ def test_the_hooks_of_the_module_run_once_around_all_tiles_and_its_forward_is_pu
         assert "forward" not in vars(module)
 
 
-def test_a_forward_that_fails_is_put_back_too() -> None:
+def test_a_forward_that_fails_is_put_back_too():
     module = NormalisedGated()
     with pytest.raises(RuntimeError):
         tiled_mlp(module, torch.randn(4, 5))
     assert "forward" not in vars(module)
 
 
-def test_hooks_on_all_modules_are_not_passed_over() -> None:
-    def doubled(module: nn.Module, _: Any, out: Tensor) -> Tensor | None:
+def test_hooks_on_all_modules_are_not_passed_over():
+    def doubled(module, _, out):
         return 2 * out if isinstance(module, nn.Linear) else None
 
     handle = nn.modules.module.register_module_forward_hook(doubled)
@@ -203,18 +197,18 @@ def test_hooks_on_all_modules_are_not_passed_over() -> None:
 class Clamped(PlainGated):
     """The same as PlainGated for tokens of usual size."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.w2(nn.functional.silu(self.w1(x).clamp(max=50)) * self.w3(x))
 
 
 class Scaled(PlainGated):
     scale = 1.0
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x)) * self.scale
 
 
-def test_a_function_that_differs_for_some_inputs_or_after_a_change_is_called() -> None:
+def test_a_function_that_differs_for_some_inputs_or_after_a_change_is_called():
     assert kind(Clamped()) == "generic"
     module = Scaled()
     assert kind(module) == "silu gated (SwiGLU)"
@@ -223,12 +217,12 @@ def test_a_function_that_differs_for_some_inputs_or_after_a_change_is_called() -
     check(module)
 
 
-def test_the_modules_of_oomph_tile_what_they_hold() -> None:
+def test_the_modules_of_oomph_tile_what_they_hold():
     gated = GatedMLP(12, 20, "gelu", bias=True, tile=4, dtype=torch.float64)
     wrapped = TiledMLP(PlainGated().double(), tile=4)
     x = tokens(10, 12)
 
-    def by_hand(x: Tensor) -> Tensor:
+    def by_hand(x):
         return gated.down_proj(nn.functional.gelu(gated.gate_proj(x)) * gated.up_proj(x))
 
     inputs = [x, *gated.parameters()]
@@ -242,10 +236,10 @@ def test_the_modules_of_oomph_tile_what_they_hold() -> None:
 D, F = 256, 1024
 
 
-def beyond_tokens(module_class: type[nn.Module], tokens: int, impl: str) -> int:
+def beyond_tokens(module_class, tokens, impl):
     """The predicted peak less x, dY, the result and dX, all of them [tokens, D]."""
 
-    def one_pass() -> None:
+    def one_pass():
         module = module_class(D, F).to("cuda", torch.bfloat16)
         x = torch.randn(tokens, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         grad = torch.randn(tokens, D, device="cuda", dtype=torch.bfloat16)
@@ -257,12 +251,12 @@ def beyond_tokens(module_class: type[nn.Module], tokens: int, impl: str) -> int:
 @pytest.mark.parametrize(
     ("module_class", "impl"), [(PlainGated, "auto"), (PlainGated, "chunked"), (NormalisedGated, "auto")]
 )
-def test_the_peak_is_flat_in_the_number_of_tokens(module_class: type[nn.Module], impl: str) -> None:
+def test_the_peak_is_flat_in_the_number_of_tokens(module_class, impl):
     once, twice = (beyond_tokens(module_class, tokens, impl) for tokens in (4096, 8192))
     assert once == twice
 
 
-def test_beyond_its_results_a_known_mlp_takes_three_buffers_and_the_fp32_gradients() -> None:
+def test_beyond_its_results_a_known_mlp_takes_three_buffers_and_the_fp32_gradients():
     weights, gradients, buffers = 3 * D * F * 2, 3 * D * F * 4, 3 * 512 * F * 2
     workspaces = 2 * (32 << 20)  # cuBLAS's, of the forward and of the backward thread
     assert beyond_tokens(PlainGated, 4096, "auto") == weights + gradients + buffers + workspaces
@@ -272,16 +266,16 @@ RANKS = 2
 
 
 class Block(nn.Module):
-    def __init__(self, mlp: nn.Module, tiled: bool) -> None:
+    def __init__(self, mlp, tiled):
         super().__init__()
         self.norm = nn.LayerNorm(12)
         self.mlp = TiledMLP(mlp, tile=3) if tiled else mlp
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.mlp(self.norm(x))
 
 
-def outcome(module: nn.Module, x: Tensor, tile: int | None = None) -> list[Tensor]:
+def outcome(module, x, tile=None):
     """Loss, gradient of x and gradients of all parameters, whole, after two steps of accumulation."""
     x = x.detach().requires_grad_()
     for _ in range(2):
@@ -292,7 +286,7 @@ def outcome(module: nn.Module, x: Tensor, tile: int | None = None) -> list[Tenso
     return [out.square().mean().detach(), x.grad, *whole]
 
 
-def check_sharded(rank: int, port: int) -> None:
+def check_sharded(rank, port):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     try:
@@ -316,5 +310,5 @@ def check_sharded(rank: int, port: int) -> None:
         dist.destroy_process_group()
 
 
-def test_sharded_modules_and_blocks_give_the_losses_and_gradients_of_whole_ones(run_ranks) -> None:
+def test_sharded_modules_and_blocks_give_the_losses_and_gradients_of_whole_ones(run_ranks):
     run_ranks(check_sharded, RANKS)

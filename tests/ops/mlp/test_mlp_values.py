@@ -1,7 +1,5 @@
 """Values and gradients: known MLPs against the reference in float64, other functions against themselves."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -24,14 +22,14 @@ EVERY = (*IMPLS, "generic")
 @pytest.mark.parametrize("impl", EVERY)
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_values_and_gradients_are_the_references(activation: str, gated: bool, impl: str) -> None:
+def test_values_and_gradients_are_the_references(activation, gated, impl):
     w, x = weights(activation, gated, bias=True), tokens(3, 19, 12)
     inputs = [x, *w.named().values()]
     theirs = results(lambda: tiled_mlp(w, x, impl="reference"), inputs)
     assert_same(results(lambda: tiled_mlp(w, x, tile=8, impl=impl), inputs), theirs)
 
 
-def test_a_transposed_weight_gets_its_gradient_in_its_own_layout() -> None:
+def test_a_transposed_weight_gets_its_gradient_in_its_own_layout():
     w, x = weights(), tokens(30, 12)
     stored = w.up.detach().t().contiguous().requires_grad_()
     tiled_mlp(MLPWeights(stored.t(), w.down, w.gate), x, tile=8).sum().backward()
@@ -51,7 +49,7 @@ HALF_AND_SINGLE = [
 
 
 @pytest.mark.parametrize(("impl", "dtype"), HALF_AND_SINGLE)
-def test_errors_are_no_larger_than_the_references_in_the_same_dtype(impl: str, dtype: torch.dtype) -> None:
+def test_errors_are_no_larger_than_the_references_in_the_same_dtype(impl, dtype):
     # Over several inputs, because a bias has so few elements that the error of a single gradient is chance.
     count = 4
     where = {"dtype": dtype, "device": DEVICE if impl == "triton" else "cpu"}
@@ -73,7 +71,7 @@ def test_errors_are_no_larger_than_the_references_in_the_same_dtype(impl: str, d
     assert (ours.sqrt() <= 1.02 * theirs.sqrt() + 1e-6 * sizes.sqrt()).all()
 
 
-def test_nan_spreads_to_its_own_token_and_to_the_weights() -> None:
+def test_nan_spreads_to_its_own_token_and_to_the_weights():
     for activation in ACTIVATIONS:
         for impl in IMPLS:
             w, x = weights(activation), tokens(10, 12).detach()
@@ -89,7 +87,7 @@ def test_nan_spreads_to_its_own_token_and_to_the_weights() -> None:
 
 
 @pytest.mark.parametrize(("trained", "expected"), [("all", 11 * 2), ("x", 8 * 2), ("down", 6 * 2)])
-def test_frozen_parts_cost_no_product(trained: str, expected: int) -> None:
+def test_frozen_parts_cost_no_product(trained, expected):
     w, x = weights(), tokens(16, 12)
     if trained != "all":
         for name, each in {"x": x, **w.named()}.items():
@@ -100,16 +98,16 @@ def test_frozen_parts_cost_no_product(trained: str, expected: int) -> None:
     assert counted.products == expected  # over two tiles
 
 
-def test_saved_for_backward_are_the_inputs() -> None:
+def test_saved_for_backward_are_the_inputs():
     w, x = weights(), tokens(40, 12)
     assert saved_beside([x, *w.named().values()], lambda: tiled_mlp(w, x, tile=8)) == []
 
 
-def test_under_autocast_products_are_in_bfloat16_and_gradients_in_the_dtype_of_what_they_belong_to() -> None:
+def test_under_autocast_products_are_in_bfloat16_and_gradients_in_the_dtype_of_what_they_belong_to():
     w, x = weights(bias=True, d=32, f=64, dtype=torch.float32), tokens(40, 32, dtype=torch.float32)
     inputs = [x, *w.named().values()]
 
-    def run(**options: object) -> list[torch.Tensor]:
+    def run(**options):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = tiled_mlp(w, x, **options)
         return results(lambda: out, inputs)  # backward outside autocast, as is usual
@@ -120,11 +118,11 @@ def test_under_autocast_products_are_in_bfloat16_and_gradients_in_the_dtype_of_w
         assert run(tile=tile)[0].dtype == torch.bfloat16
 
 
-def test_everything_that_a_callable_trains_is_found() -> None:
+def test_everything_that_a_callable_trains_is_found():
     module, scale = NormalisedGated().double(), torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
     hidden = {"weight": torch.randn(12, 4, dtype=torch.float64, requires_grad=True)}
 
-    def function(x: Tensor) -> Tensor:
+    def function(x):
         return module(x) * scale @ hidden["weight"]
 
     x = tokens(2, 5, 12)
@@ -140,11 +138,11 @@ def test_everything_that_a_callable_trains_is_found() -> None:
 
 
 class _CountProducts(torch.utils._python_dispatch.TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.products = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.products += func.overloadpacket in (
             torch.ops.aten.mm,
             torch.ops.aten.addmm,
@@ -154,15 +152,15 @@ class _CountProducts(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpoint", "saved elsewhere"])
-def test_a_hook_of_a_parameter_sees_its_whole_gradient_once(how: str) -> None:
+def test_a_hook_of_a_parameter_sees_its_whole_gradient_once(how):
     weight, calls = torch.randn(12, 4, dtype=torch.float64, requires_grad=True), []
     weight.register_hook(lambda grad: (calls.append(1), 2 * grad)[1])
     x = tokens(5, 12)
 
-    def run() -> Tensor:
+    def run():
         return tiled_mlp(lambda x: x @ weight, x, tile=2, parameters=[weight])
 
-    def whole() -> Tensor:
+    def whole():
         if how == "checkpoint":
             return checkpoint(run, use_reentrant=False)
         if how == "saved elsewhere":
@@ -175,22 +173,22 @@ def test_a_hook_of_a_parameter_sees_its_whole_gradient_once(how: str) -> None:
     assert_same([weight.grad], [2 * x.detach().sum(0)[:, None].expand(12, 4)])
 
 
-def test_a_computed_tensor_passes_its_gradient_on() -> None:
+def test_a_computed_tensor_passes_its_gradient_on():
     weight = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
     x = tokens(5, 12)
 
-    def run(tiled: bool) -> Tensor:
+    def run(tiled):
         computed = weight.exp()
         return tiled_mlp(lambda x: x @ computed, x, tile=2) if tiled else x @ computed
 
     assert_same(results(lambda: run(True), [x, weight]), results(lambda: run(False), [x, weight]))
 
 
-def test_a_parameter_used_twice_gets_one_whole_gradient_and_an_unused_one_none() -> None:
+def test_a_parameter_used_twice_gets_one_whole_gradient_and_an_unused_one_none():
     module = NormalisedGated().double()
     module.w3.weight = module.w1.weight
     module.register_parameter("unused", nn.Parameter(torch.ones(3)))
-    calls: list[Tensor] = []
+    calls = []
     module.w1.weight.register_hook(lambda grad: calls.append(grad))
     x = tokens(9, 12)
     tiled_mlp(module, x, tile=2).sum().backward()
@@ -200,7 +198,7 @@ def test_a_parameter_used_twice_gets_one_whole_gradient_and_an_unused_one_none()
     assert_same([module.w1.weight.grad], [expected])
 
 
-def test_dropout_drops_the_same_features_when_a_tile_is_computed_again() -> None:
+def test_dropout_drops_the_same_features_when_a_tile_is_computed_again():
     dropout = nn.Dropout(0.5)
     x = tokens(64, 12)
     out = tiled_mlp(dropout, x, tile=8)
@@ -211,11 +209,11 @@ def test_dropout_drops_the_same_features_when_a_tile_is_computed_again() -> None
     assert 0 < (grad == 0).sum() < grad.numel()
 
 
-def test_autocast_in_backward_is_as_it_was_in_forward() -> None:
+def test_autocast_in_backward_is_as_it_was_in_forward():
     module, x = NormalisedGated(), tokens(9, 12, dtype=torch.float32)
     inputs = [x, *module.parameters()]
 
-    def run(**options: object) -> list[Tensor]:
+    def run(**options):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = tiled_mlp(module, x, **options)
             module(x)  # a later call in the same region still finds weights with a graph
@@ -226,7 +224,7 @@ def test_autocast_in_backward_is_as_it_was_in_forward() -> None:
     assert_same(ours, theirs, tolerance=0.05)
 
 
-def test_parameter_gradients_are_summed_in_fp32_after_one_rounding_per_tile() -> None:
+def test_parameter_gradients_are_summed_in_fp32_after_one_rounding_per_tile():
     torch.manual_seed(0)
     module = NormalisedGated(32, 64).bfloat16()
     x = tokens(512, 32, dtype=torch.bfloat16)

@@ -1,7 +1,5 @@
 """Inputs that the tests of modulated_linear share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -19,19 +17,19 @@ class Inputs:
     mod: Tensor
     bias: Tensor | None
 
-    def all(self) -> tuple[Tensor | None, ...]:
+    def all(self):
         return self.h, self.weight, self.A, self.B, self.mod, self.bias
 
-    def copy(self, dtype: torch.dtype, train: str = "h weight A B mod bias") -> Inputs:
+    def copy(self, dtype, train="h weight A B mod bias"):
         """The same numbers in `dtype`; the inputs named in `train` require gradients."""
         trained = train.split()
         made = {
             name: None if each is None else each.detach().to(dtype).requires_grad_(name in trained)
             for name, each in zip(NAMES, self.all(), strict=True)
         }
-        return Inputs(**made)  # type: ignore[arg-type]
+        return Inputs(**made)
 
-    def gradients(self) -> dict[str, Tensor]:
+    def gradients(self):
         return {
             name: each.grad
             for name, each in zip(NAMES, self.all(), strict=True)
@@ -39,19 +37,10 @@ class Inputs:
         }
 
 
-def inputs(
-    lead: tuple[int, ...] = (2, 5),
-    d: int = 7,
-    f: int = 11,
-    r: int = 3,
-    mod_lead: tuple[int, ...] | None = None,
-    bias: bool = True,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> Inputs:
+def inputs(lead=(2, 5), d=7, f=11, r=3, mod_lead=None, bias=True, dtype=torch.float64, seed=0):
     make = torch.Generator().manual_seed(seed)
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, generator=make, dtype=torch.float64).to(dtype)
 
     mod = normal(*(lead if mod_lead is None else mod_lead), r)

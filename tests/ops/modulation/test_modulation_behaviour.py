@@ -1,30 +1,26 @@
 """Arguments, what is saved and computed, the predicted peak, the choice, and the module."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from modulation_inputs import NAMES, inputs
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import oomph
 from oomph.nn.modulated import ModulatedLinear
-from oomph.ops.modulation import Int8Weight, modulated_linear, quantize_int8
+from oomph.ops.modulation import modulated_linear, quantize_int8
 
 MiB = 1 << 20
 
 
-def saved_names(train: str) -> tuple[set[str], list[tuple[int, ...]]]:
+def saved_names(train):
     """The inputs kept for backward by name, and the shapes of what is kept beside them."""
     given = inputs(lead=(8,), d=6, f=9, r=2).copy(torch.float32, train)
-    kept: list[Tensor] = []
+    kept = []
 
-    def keep(tensor: Tensor) -> Tensor:
+    def keep(tensor):
         kept.append(tensor)
         return tensor
 
@@ -50,20 +46,18 @@ def saved_names(train: str) -> tuple[set[str], list[tuple[int, ...]]]:
         ("weight", {"h", "weight"}, []),
     ],
 )
-def test_only_what_the_wanted_gradients_need_is_kept(
-    train: str, names: set[str], beside: list[tuple[int, ...]]
-) -> None:
+def test_only_what_the_wanted_gradients_need_is_kept(train, names, beside):
     assert saved_names(train) == (names, beside)
 
 
 class Products(TorchDispatchMode):
     """Counts matrix products by the shape of their result."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.shapes: list[tuple[int, ...]] = []
+        self.shapes = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
             self.shapes.append(tuple(result.shape))
@@ -82,9 +76,7 @@ class Products(TorchDispatchMode):
         ("weight", [(6, 9)]),
     ],
 )
-def test_backward_makes_the_products_of_the_wanted_gradients_and_no_other(
-    train: str, shapes: list[tuple[int, ...]]
-) -> None:
+def test_backward_makes_the_products_of_the_wanted_gradients_and_no_other(train, shapes):
     given = inputs(lead=(8,), d=6, f=9, r=2).copy(torch.float32, train)
     total = modulated_linear(*given.all()).sum()
     with Products() as products:
@@ -96,20 +88,15 @@ def test_backward_makes_the_products_of_the_wanted_gradients_and_no_other(
 N, D, F, R = 32768, 512, 1024, 16
 
 
-def predicted(
-    forward: Callable[..., Tensor],
-    eight_bit: bool = False,
-    tokens: int = N,
-    features: int = F,
-) -> oomph.Prediction:
-    def train() -> Callable[[], None]:
-        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+def predicted(forward, eight_bit=False, tokens=N, features=F):
+    def train():
+        options = {"device": "cuda", "dtype": torch.bfloat16}
         h = torch.randn(tokens, D, requires_grad=True, **options)
         mod = torch.randn(tokens, R, requires_grad=True, **options)
         A = torch.randn(D, R, requires_grad=True, **options)
         B = torch.zeros(R, features, requires_grad=True, **options)
         base = torch.randn(features, D, **options).t()
-        weight: Tensor | Int8Weight = quantize_int8(base) if eight_bit else base
+        weight = quantize_int8(base) if eight_bit else base
         del base
         g = torch.randn(tokens, features, **options)
         return lambda: forward(h, weight, A, B, mod).backward(g)
@@ -117,16 +104,16 @@ def predicted(
     return oomph.predict(train, gpu="h200")
 
 
-def bare(h: Tensor, weight: Tensor, *_: Tensor) -> Tensor:
+def bare(h, weight, *_):
     return h @ weight
 
 
-def test_the_predicted_peak_is_that_of_the_bare_product_and_a_little() -> None:
+def test_the_predicted_peak_is_that_of_the_bare_product_and_a_little():
     small = (3 * N * R + 4 * D * R + 4 * F * R) * 4  # products of rank r, gradients of A, B and mod
     assert predicted(modulated_linear).peak.allocated <= predicted(bare).peak.allocated + small
 
 
-def test_no_converted_copy_of_an_8_bit_weight_is_ever_allocated() -> None:
+def test_no_converted_copy_of_an_8_bit_weight_is_ever_allocated():
     given = predicted(modulated_linear, eight_bit=True, tokens=64, features=131072)
     whole = D * 131072  # 64 MiB in 8 bits; slices of 32 MiB are converted
     large = [
@@ -139,8 +126,8 @@ def test_no_converted_copy_of_an_8_bit_weight_is_ever_allocated() -> None:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-def test_rounding_to_8_bits_needs_one_slice_in_float32_at_a_time(transposed: bool) -> None:
-    def rounding() -> Callable[[], None]:
+def test_rounding_to_8_bits_needs_one_slice_in_float32_at_a_time(transposed):
+    def rounding():
         shape = (2048, 16384)
         weight = (
             torch.randn(shape[::-1], device="cuda").t() if transposed else torch.randn(shape, device="cuda")
@@ -159,13 +146,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 class Conv1D(nn.Module):
     """As GPT-2 has it: y = x W + b with W [in, out]."""
 
-    def __init__(self, nf: int, nx: int) -> None:
+    def __init__(self, nf, nx):
         super().__init__()
         self.nf = nf
         self.weight = nn.Parameter(torch.randn(nx, nf))
         self.bias = nn.Parameter(torch.randn(nf))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x @ self.weight + self.bias
 
 
@@ -173,7 +160,7 @@ LAYERS = [lambda: nn.Linear(7, 11), lambda: nn.Linear(7, 11, bias=False), lambda
 
 
 @pytest.mark.parametrize("make", LAYERS)
-def test_a_new_layer_gives_what_the_layer_it_came_from_gives(make) -> None:
+def test_a_new_layer_gives_what_the_layer_it_came_from_gives(make):
     layer = make()
     module = ModulatedLinear.from_linear(layer, rank=3)
     h, mod = torch.randn(2, 5, 7), torch.randn(2, 5, 3)
@@ -183,14 +170,14 @@ def test_a_new_layer_gives_what_the_layer_it_came_from_gives(make) -> None:
     assert [name for name, each in module.named_parameters() if each.requires_grad] == ["A", "B"]
 
 
-def test_gpt2s_own_layer_is_known() -> None:
+def test_gpt2s_own_layer_is_known():
     layer = pytest.importorskip("transformers.pytorch_utils").Conv1D(11, 7)
     module = ModulatedLinear.from_linear(layer, rank=2)
     h = torch.randn(4, 7)
     torch.testing.assert_close(module(h, torch.randn(4, 2)), layer(h))
 
 
-def test_only_a_and_b_and_the_modulation_are_trained() -> None:
+def test_only_a_and_b_and_the_modulation_are_trained():
     module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3)
     nn.init.normal_(module.B)
     mod = torch.randn(5, 3, requires_grad=True)
@@ -203,7 +190,7 @@ def test_only_a_and_b_and_the_modulation_are_trained() -> None:
 
 
 @pytest.mark.parametrize("make", LAYERS)
-def test_in_8_bits_the_output_is_near_and_the_weight_takes_a_byte_per_number(make) -> None:
+def test_in_8_bits_the_output_is_near_and_the_weight_takes_a_byte_per_number(make):
     layer = make()
     module = ModulatedLinear.from_linear(layer, rank=3, eight_bit=True)
     h = torch.randn(50, 7)
@@ -215,7 +202,7 @@ def test_in_8_bits_the_output_is_near_and_the_weight_takes_a_byte_per_number(mak
 
 
 @pytest.mark.parametrize("eight_bit", [False, True])
-def test_it_survives_saving_and_loading(eight_bit: bool) -> None:
+def test_it_survives_saving_and_loading(eight_bit):
     one = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=eight_bit)
     nn.init.normal_(one.B)
     two = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=eight_bit)
@@ -227,7 +214,7 @@ def test_it_survives_saving_and_loading(eight_bit: bool) -> None:
     assert set(one.state_dict()) == {*weight, "bias", "A", "B"}
 
 
-def test_moving_to_bfloat16_keeps_the_scales_exact() -> None:
+def test_moving_to_bfloat16_keeps_the_scales_exact():
     module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=True)
     scale, values = module.weight_scale.clone(), module.weight_values.clone()
     module.to(torch.bfloat16)
@@ -238,7 +225,7 @@ def test_moving_to_bfloat16_keeps_the_scales_exact() -> None:
     assert y.dtype == torch.bfloat16
 
 
-def test_it_can_leave_the_meta_device() -> None:
+def test_it_can_leave_the_meta_device():
     module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3, eight_bit=True).to("meta")
     assert module.weight_scale.is_meta
     module.to_empty(device="cpu")
@@ -248,7 +235,7 @@ def test_it_can_leave_the_meta_device() -> None:
     assert made.weight_values.is_meta
 
 
-def test_the_deltas_and_their_norms_are_those_of_its_own_factors() -> None:
+def test_the_deltas_and_their_norms_are_those_of_its_own_factors():
     module = ModulatedLinear.from_linear(nn.Linear(7, 11), rank=3)
     nn.init.normal_(module.B)
     mod = torch.randn(2, 5, 3)

@@ -1,14 +1,9 @@
 """modulated_linear, its stored weights and its weight deltas against float64: values and gradients."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from checks import relative_error
-from modulation_inputs import Inputs, inputs
-from torch import Tensor
+from modulation_inputs import inputs
 
 from oomph.ops.modulation import (
     compute_weight_delta,
@@ -21,13 +16,13 @@ from oomph.ops.modulation import (
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 
-def loss(y: Tensor) -> Tensor:
+def loss(y):
     """Weighs every output differently, in float64, so that no error cancels."""
     weights = torch.linspace(-1, 2, y.numel(), dtype=torch.float64, device=y.device)
     return (y.double() * weights.view(y.shape)).sum()
 
 
-def spec(given: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+def spec(given):
     right = given.copy(torch.float64)
     h, weight, A, B, mod, bias = right.all()
     y = torch.einsum("...d,df->...f", h, weight)
@@ -37,7 +32,7 @@ def spec(given: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
     return y.detach(), right.gradients()
 
 
-def check(given: Inputs, dtype: torch.dtype, tolerance: float) -> None:
+def check(given, dtype, tolerance):
     right, right_gradients = spec(given)
     found = given.copy(dtype)
     y = modulated_linear(*found.all())
@@ -60,13 +55,13 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_and_gradients_are_the_specs(shape: dict) -> None:
+def test_values_and_gradients_are_the_specs(shape):
     check(inputs(**shape), torch.float32, 3e-6)
     check(inputs(**shape), torch.float64, 1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_no_gradient_is_worse_than_plain_torch_makes_it(dtype: torch.dtype) -> None:
+def test_in_16_bits_no_gradient_is_worse_than_plain_torch_makes_it(dtype):
     given = inputs(lead=(2, 150), d=48, f=80, r=5)
     right, right_gradients = spec(given)
     errors = {}
@@ -81,7 +76,7 @@ def test_in_16_bits_no_gradient_is_worse_than_plain_torch_makes_it(dtype: torch.
         assert error < 1.1 * errors["reference"][name] + 1e-4, name
 
 
-def test_nan_reaches_its_own_token_only() -> None:
+def test_nan_reaches_its_own_token_only():
     given = inputs(lead=(4,), dtype=torch.float32)
     given.h[2, 1] = float("nan")
     y = modulated_linear(*given.all())
@@ -89,7 +84,7 @@ def test_nan_reaches_its_own_token_only() -> None:
     assert not y[[0, 1, 3]].isnan().any()
 
 
-def test_gradients_have_the_dtype_of_their_inputs() -> None:
+def test_gradients_have_the_dtype_of_their_inputs():
     given = inputs(dtype=torch.float32).copy(torch.float32)
     y = modulated_linear(given.h.bfloat16(), *given.all()[1:])
     assert y.dtype == torch.bfloat16
@@ -97,7 +92,7 @@ def test_gradients_have_the_dtype_of_their_inputs() -> None:
     assert {each.dtype for each in given.gradients().values()} == {torch.float32}
 
 
-def test_under_autocast_the_products_and_the_result_are_bfloat16() -> None:
+def test_under_autocast_the_products_and_the_result_are_bfloat16():
     given = inputs(lead=(40,)).copy(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         y = modulated_linear(*given.all())
@@ -110,7 +105,7 @@ def test_under_autocast_the_products_and_the_result_are_bfloat16() -> None:
         assert relative_error(gradient, plain.gradients()[name]) < 0.02, name
 
 
-def test_a_column_of_zeros_or_of_vanishing_numbers_stays_finite() -> None:
+def test_a_column_of_zeros_or_of_vanishing_numbers_stays_finite():
     weight = torch.randn(5, 3)
     weight[:, 1] = 0
     weight[:, 2] = 1e-45
@@ -131,7 +126,7 @@ SEVERAL_SLICES = {"lead": (3,), "d": 1100, "f": 4400, "r": 2}  # weights are con
     ],
     ids=str,
 )
-def test_an_8_bit_weight_gives_what_its_dequantised_self_gives(impl: str, shape: dict) -> None:
+def test_an_8_bit_weight_gives_what_its_dequantised_self_gives(impl, shape):
     dtype = torch.float64
     given = inputs(**shape).copy(dtype, "h A B mod bias")
     plain = inputs(**shape).copy(dtype, "h A B mod bias")
@@ -148,7 +143,7 @@ def test_an_8_bit_weight_gives_what_its_dequantised_self_gives(impl: str, shape:
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_a_weight_of_another_dtype_is_converted_in_slices_both_ways(trained: bool) -> None:
+def test_a_weight_of_another_dtype_is_converted_in_slices_both_ways(trained):
     given, plain = (inputs(**SEVERAL_SLICES).copy(torch.float64) for _ in range(2))
     weight = given.weight.detach().t().contiguous().t().float().requires_grad_(trained)
     plain.weight = weight.detach().double().requires_grad_(trained)
@@ -162,14 +157,14 @@ def test_a_weight_of_another_dtype_is_converted_in_slices_both_ways(trained: boo
         assert weight.grad is None
 
 
-def test_a_transposed_weight_is_used_in_place_and_gets_a_gradient_of_its_own_layout() -> None:
+def test_a_transposed_weight_is_used_in_place_and_gets_a_gradient_of_its_own_layout():
     linear = torch.nn.Linear(7, 11)
     given = inputs(dtype=torch.float32)
     modulated_linear(given.h, linear.weight.t(), given.A, given.B, given.mod).sum().backward()
     assert linear.weight.grad.stride() == linear.weight.stride()
 
 
-def every_delta(A: Tensor, B: Tensor, mod: Tensor) -> Tensor:
+def every_delta(A, B, mod):
     return torch.einsum("...r,dr,rf->...df", mod, A, B)
 
 
@@ -182,20 +177,20 @@ def every_delta(A: Tensor, B: Tensor, mod: Tensor) -> Tensor:
     ],
     ids=str,
 )
-def test_the_delta_of_the_chosen_tokens_is_the_einsum_of_the_report(token_idx: Any, picked: Any) -> None:
+def test_the_delta_of_the_chosen_tokens_is_the_einsum_of_the_report(token_idx, picked):
     given = inputs()
     found = compute_weight_delta(given.A, given.B, given.mod, token_idx)
     torch.testing.assert_close(found, every_delta(given.A, given.B, given.mod)[picked])
 
 
-def test_a_token_times_its_own_weight_is_what_the_op_gives() -> None:
+def test_a_token_times_its_own_weight_is_what_the_op_gives():
     given = inputs(bias=False)
     own = given.weight + compute_weight_delta(given.A, given.B, given.mod, (1, 2))
     torch.testing.assert_close(modulated_linear(*given.all())[1, 2], given.h[1, 2] @ own)
 
 
 @pytest.mark.parametrize("squared", [False, True])
-def test_at_the_start_where_b_is_zero_the_norm_and_its_gradients_are_zero(squared: bool) -> None:
+def test_at_the_start_where_b_is_zero_the_norm_and_its_gradients_are_zero(squared):
     given = inputs().copy(torch.float32)
     B = torch.zeros(3, 11, requires_grad=True)
     norm = weight_delta_norm(given.A, B, given.mod, squared=squared)
@@ -205,7 +200,7 @@ def test_at_the_start_where_b_is_zero_the_norm_and_its_gradients_are_zero(square
         assert torch.equal(each.grad, torch.zeros_like(each))
 
 
-def test_nan_stays_nan_in_its_own_token() -> None:
+def test_nan_stays_nan_in_its_own_token():
     given = inputs()
     given.mod[0, 1, 0] = float("nan")
     norm = weight_delta_norm(given.A, given.B, given.mod)
@@ -213,7 +208,7 @@ def test_nan_stays_nan_in_its_own_token() -> None:
     assert norm[0, 1].isnan()
 
 
-def test_16_bit_factors_are_summed_in_float32_also_under_autocast() -> None:
+def test_16_bit_factors_are_summed_in_float32_also_under_autocast():
     given = inputs(lead=(50,), d=300, f=400, dtype=torch.bfloat16)
     right = (
         every_delta(*(each.double() for each in (given.A, given.B, given.mod))).square().sum((-2, -1)).sqrt()

@@ -1,10 +1,7 @@
 """The rotation: its values, its gradients, what it saves, what it refuses; and the module."""
 
-from __future__ import annotations
-
 import cmath
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -26,13 +23,13 @@ FAST = ["chunked", "triton"]
 
 
 @pytest.fixture(autouse=True)
-def _kernels_run_on_the_gpu_where_there_is_one(request: pytest.FixtureRequest) -> Iterator[None]:
+def _kernels_run_on_the_gpu_where_there_is_one(request):
     impl = request.getfixturevalue("impl") if "impl" in request.fixturenames else None
     with torch.device("cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"):
         yield
 
 
-def by_complex_numbers(x: torch.Tensor, places: list[int], *, fraction: float = 1.0) -> torch.Tensor:
+def by_complex_numbers(x, places, *, fraction=1.0):
     """x [B, H, T, D] turned pair by pair with Python's complex numbers; shares no code with ours."""
     out = x.double().clone()
     turned = int(x.shape[-1] * fraction)
@@ -46,13 +43,13 @@ def by_complex_numbers(x: torch.Tensor, places: list[int], *, fraction: float = 
     return out
 
 
-def rand(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = False) -> torch.Tensor:
+def rand(*shape, dtype=torch.float64, grad=False):
     generator = torch.Generator("cpu").manual_seed(sum(shape))
     made = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return made.to(torch.get_default_device(), dtype).requires_grad_(grad)
 
 
-def rounding(dtype: torch.dtype, impl: str) -> float:
+def rounding(dtype, impl):
     """The relative error of one rounding; Triton's interpreter cuts bfloat16 off instead of rounding it."""
     cuts = impl == "triton" and dtype == torch.bfloat16 and interpreted()
     return torch.finfo(dtype).eps / (1 if cuts else 2)
@@ -161,7 +158,7 @@ def test_a_prediction_sees_one_output_and_one_gradient_and_no_copies(device):
     q_bytes, k_bytes = 32 * 4096 * 128 * 2, 8 * 4096 * 128 * 2
     table_bytes = 2 * 4096 * 64 * 4
 
-    def step() -> None:
+    def step():
         q = torch.empty(1, 32, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         k = torch.empty(1, 8, 4096, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         table = rotary_table(torch.arange(4096, device="cuda"), 128)

@@ -1,7 +1,5 @@
 """The table: right at a million positions, small while it is made, on the positions' device."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,7 +12,7 @@ from oomph.units import MiB
 FAR = 2**20 + 3
 
 
-def exact(position: int, dim: int, theta: float) -> list[tuple[float, float]]:
+def exact(position, dim, theta):
     """By Python's own floats, one angle at a time, brought into one turn before its cosine is taken."""
     angles = [math.fmod(position * theta ** (-2 * i / dim), 2 * math.pi) for i in range(dim // 2)]
     return [(math.cos(angle), math.sin(angle)) for angle in angles]
@@ -42,7 +40,7 @@ def test_a_table_computed_in_slices_is_the_table_of_one_slice(monkeypatch):
 
 
 def test_a_million_positions_need_little_beside_the_table():
-    def make() -> None:
+    def make():
         rotary_table(torch.arange(2**20, device="cuda"), 128)
 
     # two halves of 64 float32 numbers each, and the positions

@@ -1,12 +1,9 @@
 """short_convolution against torch's own convolution: values, gradients, precision, layouts, arguments."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from kernel_device import DEVICE
-from torch import Tensor
 
 import oomph
 from oomph.nn.delta_attention import ShortConvolution
@@ -23,9 +20,7 @@ CASES = [  # batch, tokens, taps, channels, unit
 ]
 
 
-def inputs(
-    batch: int, tokens: int, taps: int, channels: int, dtype: torch.dtype, impl: str
-) -> tuple[Tensor, ...]:
+def inputs(batch, tokens, taps, channels, dtype, impl):
     torch.manual_seed(0)
     where = {"device": DEVICE if impl == "triton" else "cpu", "dtype": dtype}
     x = torch.randn(batch, tokens + taps - 1, channels, dtype=torch.float64)
@@ -33,7 +28,7 @@ def inputs(
     return x.to(**where).requires_grad_(), weight.to(**where).requires_grad_(), grad_out.to(**where)
 
 
-def by_torch(x: Tensor, weight: Tensor, unit: int | None) -> Tensor:
+def by_torch(x, weight, unit):
     y = F.silu(F.conv1d(x.transpose(1, 2), weight, groups=x.shape[2])).transpose(1, 2)
     if unit is None:
         return y
@@ -43,7 +38,7 @@ def by_torch(x: Tensor, weight: Tensor, unit: int | None) -> Tensor:
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_values_and_gradients_match_torchs_convolution(case: tuple, impl: str) -> None:
+def test_values_and_gradients_match_torchs_convolution(case, impl):
     *shape, unit = case
     dtype = torch.float32 if impl == "triton" else torch.float64
     x, weight, grad_out = inputs(*shape, dtype, impl)
@@ -60,7 +55,7 @@ def test_values_and_gradients_match_torchs_convolution(case: tuple, impl: str) -
 
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_rounded_once(dtype: torch.dtype, impl: str) -> None:
+def test_half_precision_is_rounded_once(dtype, impl):
     x, weight, grad_out = inputs(1, 40, 3, 16, dtype, impl)
     y = short_convolution(x, weight, unit_size=8, impl=impl)
     exact = [each.detach().double().requires_grad_() for each in (x, weight)]
@@ -72,7 +67,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_nan_reaches_only_the_tokens_that_read_it(impl: str) -> None:
+def test_nan_reaches_only_the_tokens_that_read_it(impl):
     x, weight, _ = inputs(1, 20, 4, 8, torch.float32, impl)
     with_nan = x.detach().clone()
     with_nan[0, 10, 3] = torch.nan
@@ -82,13 +77,13 @@ def test_nan_reaches_only_the_tokens_that_read_it(impl: str) -> None:
     assert not y[..., 4:].isnan().any()
 
 
-def test_the_predicted_memory_is_that_of_input_output_and_gradients() -> None:
-    def train():  # type: ignore[no-untyped-def]
+def test_the_predicted_memory_is_that_of_input_output_and_gradients():
+    def train():
         x = torch.randn(4, 1027, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = torch.randn(256, 1, 4, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         grad_out = torch.randn(4, 1024, 256, device="cuda", dtype=torch.bfloat16)
 
-        def step() -> None:
+        def step():
             short_convolution(x, weight, unit_size=64).backward(grad_out)
             x.grad = weight.grad = None
 
@@ -105,9 +100,7 @@ def test_the_predicted_memory_is_that_of_input_output_and_gradients() -> None:
 
 @pytest.mark.parametrize("rows", [1, 4, 100])
 @pytest.mark.parametrize("taps", [1, 3])
-def test_the_module_is_a_padded_depthwise_convolution(
-    taps: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_module_is_a_padded_depthwise_convolution(taps, rows, monkeypatch):
     monkeypatch.setattr(tokenwise, "_SLICE_BYTES", rows * 2 * 5 * 4)
     made = ShortConvolution(5, taps, dtype=torch.float64)
     x = torch.randn(2, 9, 5, dtype=torch.float64, requires_grad=True)
@@ -122,7 +115,7 @@ def test_the_module_is_a_padded_depthwise_convolution(
         torch.testing.assert_close(one, two)
 
 
-def test_units_have_length_one_and_zeros_stay_zeros() -> None:
+def test_units_have_length_one_and_zeros_stay_zeros():
     x = torch.randn(1, 4, 6)
     x[:, 2:] = 0
     y, _ = ShortConvolution(6, 2, unit_size=3)(x)

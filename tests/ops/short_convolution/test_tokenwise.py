@@ -1,22 +1,19 @@
 """tokenwise_checkpoint: the same results and gradients as without slices; only inputs are saved."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checks import saved_beside
-from torch import Tensor
 
 from oomph.errors import ArgumentError
 from oomph.ops import tokenwise
 from oomph.ops.tokenwise import tokenwise_checkpoint
 
 
-def gated(x: Tensor, mask: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+def gated(x, mask, y, weight):
     return torch.where(mask, torch.sigmoid(x * weight).exp() * y.tanh(), x)
 
 
-def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(length):
     torch.manual_seed(0)
     x, y = (torch.randn(2, length, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     return x, torch.rand(2, length, 3) > 0.5, y, torch.randn(3, dtype=torch.float64, requires_grad=True)
@@ -24,9 +21,7 @@ def inputs(length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("rows", [1, 3, 100])
 @pytest.mark.parametrize("length", [0, 1, 7])
-def test_slices_change_neither_results_nor_gradients(
-    length: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_change_neither_results_nor_gradients(length, rows, monkeypatch):
     monkeypatch.setattr(tokenwise, "_SLICE_BYTES", rows * 2 * 3 * 4)
     x, mask, y, weight = inputs(length)
     found, right = tokenwise_checkpoint(gated, (x, mask, y), (weight,)), gated(x, mask, y, weight)
@@ -38,13 +33,13 @@ def test_slices_change_neither_results_nor_gradients(
             torch.testing.assert_close(one, two)
 
 
-def test_only_the_inputs_are_saved() -> None:
+def test_only_the_inputs_are_saved():
     x, mask, y, weight = inputs(50)
     given = (x, mask, y, weight)
     assert saved_beside(given, lambda: tokenwise_checkpoint(gated, (x, mask, y), (weight,))) == []
 
 
-def test_second_derivatives_are_refused() -> None:
+def test_second_derivatives_are_refused():
     x, mask, y, weight = inputs(3)
     with pytest.raises(ArgumentError, match="cannot be differentiated twice"):
         torch.autograd.grad(tokenwise_checkpoint(gated, (x, mask, y), (weight,)).sum(), x, create_graph=True)

@@ -1,12 +1,9 @@
 """NativeSparseAttention against its formulas token by token; rotary, gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from oomph.nn.rotary import RotaryEmbedding
 from oomph.nn.sparse_attention import BlockCompression, NativeSparseAttention
@@ -15,14 +12,14 @@ HIDDEN, HEADS, KV, D = 12, 4, 2, 4
 SIZES = {"block_size": 4, "compress_block": 4, "compress_stride": 2, "top_n": 3, "window": 3}
 
 
-def layer(**options: object) -> NativeSparseAttention:
+def layer(**options):
     torch.manual_seed(0)
     made = NativeSparseAttention(
         HIDDEN,
         HEADS,
         KV,
         D,
-        **{**SIZES, "dtype": torch.float64, **options},  # type: ignore[arg-type]
+        **{**SIZES, "dtype": torch.float64, **options},
     )
     for name, each in made.named_parameters():
         if "norm" in name or "position" in name:
@@ -30,24 +27,24 @@ def layer(**options: object) -> NativeSparseAttention:
     return made
 
 
-def tokens(*shape: int, seed: int = 1) -> Tensor:
+def tokens(*shape, seed=1):
     return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def softmax_sum(q: Tensor, keys: list[Tensor], values: list[Tensor]) -> tuple[Tensor, list[float]]:
+def softmax_sum(q, keys, values):
     if not keys:
         return torch.zeros_like(q), []
     weights = torch.softmax(torch.stack([q @ each for each in keys]) / math.sqrt(D), 0)
-    return sum(w * v for w, v in zip(weights, values, strict=True)), weights.tolist()  # type: ignore[return-value]
+    return sum(w * v for w, v in zip(weights, values, strict=True)), weights.tolist()
 
 
-def by_formula(made: NativeSparseAttention, x_TC: Tensor, turn: RotaryEmbedding | None = None) -> Tensor:
+def by_formula(made, x_TC, turn=None):
     """One sequence, token by token and head by head, from the parameters alone."""
     p = dict(made.named_parameters())
     T, group = len(x_TC), HEADS // KV
     frequencies = [10000.0 ** (-2 * i / D) for i in range(D // 2)]
 
-    def prepared(name: str, t: int, head: int) -> Tensor:
+    def prepared(name, t, head):
         z = (p[f"{name}_proj.weight"] @ x_TC[t])[head * D : (head + 1) * D]
         if f"{name}_norm.weight" in p:
             z = z / torch.sqrt(z.square().mean() + 1e-6) * p[f"{name}_norm.weight"]
@@ -60,7 +57,7 @@ def by_formula(made: NativeSparseAttention, x_TC: Tensor, turn: RotaryEmbedding 
             turned[i], turned[i + D // 2] = a * c - b * s, a * s + b * c
         return torch.stack(turned)
 
-    def compressed(which: str, rows: list[Tensor]) -> list[Tensor]:
+    def compressed(which, rows):
         out = []
         for start in range(0, T - 3, 2):
             block = torch.stack(rows[start : start + 4]) + p[f"compress_{which}.position"]
@@ -70,7 +67,7 @@ def by_formula(made: NativeSparseAttention, x_TC: Tensor, turn: RotaryEmbedding 
         return out
 
     gates = [torch.sigmoid(p["gate_proj.weight"] @ x + p["gate_proj.bias"]) for x in x_TC]
-    rows: list[list[Tensor]] = [[] for _ in range(T)]
+    rows = [[] for _ in range(T)]
     for kv in range(KV):
         ks = [prepared("k", t, kv) for t in range(T)]
         vs = [prepared("v", t, kv) for t in range(T)]
@@ -102,7 +99,7 @@ def by_formula(made: NativeSparseAttention, x_TC: Tensor, turn: RotaryEmbedding 
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_values_and_gradients_are_those_of_the_formula(turned: bool) -> None:
+def test_values_and_gradients_are_those_of_the_formula(turned):
     rope = RotaryEmbedding(D, heads_first=False) if turned else None
     made, x = layer(rotary=rope, qk_norm=turned), tokens(1, 18).requires_grad_()
     table = None if rope is None else rope(torch.arange(18), dtype=torch.float64)
@@ -118,7 +115,7 @@ def test_values_and_gradients_are_those_of_the_formula(turned: bool) -> None:
 
 @pytest.mark.parametrize(("block", "stride"), [(4, 4), (6, 2), (8, 4)])
 @pytest.mark.parametrize("length", [3, 8, 19])
-def test_compressing_strides_equals_compressing_whole_blocks(block: int, stride: int, length: int) -> None:
+def test_compressing_strides_equals_compressing_whole_blocks(block, stride, length):
     made = BlockCompression(D, block, stride, dtype=torch.float64)
     torch.nn.init.normal_(made.position)
     x = torch.randn(2, length, 3, D, dtype=torch.float64)
@@ -133,13 +130,13 @@ def test_compressing_strides_equals_compressing_whole_blocks(block: int, stride:
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
-def test_sequences_shorter_than_a_block(length: int) -> None:
+def test_sequences_shorter_than_a_block(length):
     made = layer()
     y = made(tokens(2, length))
     y.sum().backward()
     torch.testing.assert_close(y[0], by_formula(made, tokens(2, length)[0]), rtol=1e-9, atol=1e-11)
 
 
-def test_the_rotary_is_no_child() -> None:
+def test_the_rotary_is_no_child():
     made = layer(rotary=RotaryEmbedding(D, heads_first=False))
     assert not any(isinstance(each, RotaryEmbedding) for each in made.modules())

@@ -1,14 +1,11 @@
 """lif_gate against its definition: values, surrogate gradients, precision, states, arguments, memory."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
 from checks import relative_error, saved_beside
 from kernel_device import DEVICE
-from torch import Tensor
 
 import oomph
 from oomph.ops.spiking import lif_gate
@@ -17,24 +14,18 @@ NEURON = {"decay": 0.92, "threshold": 0.35, "surrogate_beta": 9.0}
 FAST = ["chunked", "triton"]
 
 
-def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+def normal(*shape, seed=0, dtype=torch.float64):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def results(
-    impl: str,
-    shape: tuple[int, ...] = (2, 21, 3, 5),
-    dtype: torch.dtype = torch.float64,
-    *,
-    exact: bool = False,
-) -> dict[str, Tensor]:
+def results(impl, shape=(2, 21, 3, 5), dtype=torch.float64, *, exact=False):
     """Spikes, membrane and the gradients, on the same numbers for every call.
 
     `exact` computes in float64 on the numbers that `dtype` can hold.
     """
     used = torch.float64 if exact else dtype
     device = DEVICE if impl == "triton" else "cpu"
-    given: dict[str, Tensor] = {
+    given = {
         "drive": (0.4 * normal(*shape, seed=1)).to(dtype).to(device, used),
         "initial": normal(shape[0], *shape[2:], seed=2).to(dtype).to(device, used),
     }
@@ -44,14 +35,14 @@ def results(
     grads = [normal(*spikes.shape, seed=4).to(spikes), normal(*membrane.shape, seed=5).to(membrane)]
     torch.autograd.backward([spikes, membrane], grads)
     found = {"spikes": spikes, "membrane": membrane}
-    found |= {name: each.grad for name, each in given.items()}  # type: ignore[misc]
+    found |= {name: each.grad for name, each in given.items()}
     return {name: each.detach().cpu() for name, each in found.items()}
 
 
 # Values and gradients --------------------------------------------------------------------------------
 
 
-def by_hand(drive: list[float], decay: float, theta: float, beta: float, start: float):
+def by_hand(drive, decay, theta, beta, start):
     """Spikes, final membrane, and their derivatives by each drive and by `start` (the last).
 
     In plain numbers and forward mode: no tensor, no autograd, and nothing shared with the op.
@@ -73,7 +64,7 @@ def by_hand(drive: list[float], decay: float, theta: float, beta: float, start: 
 
 
 @pytest.mark.parametrize("impl", ["reference", "chunked"])
-def test_one_channel_and_every_derivative_by_hand(impl: str) -> None:
+def test_one_channel_and_every_derivative_by_hand(impl):
     drive = (0.4 * normal(1, 12, seed=7)).requires_grad_()
     initial = torch.tensor([0.2], dtype=torch.float64, requires_grad=True)
     spikes, membrane = lif_gate(
@@ -91,7 +82,7 @@ def test_one_channel_and_every_derivative_by_hand(impl: str) -> None:
 
 @pytest.mark.parametrize("impl", FAST)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_lower_precision_rounds_slope_and_result_once(dtype: torch.dtype, impl: str) -> None:
+def test_lower_precision_rounds_slope_and_result_once(dtype, impl):
     # The interpreter truncates to bfloat16 where a GPU rounds; float32 is also summed in float32.
     tolerance = 4 * torch.finfo(dtype).eps
     found = results(impl, (1, 24, 3, 5), dtype)
@@ -103,15 +94,15 @@ def test_lower_precision_rounds_slope_and_result_once(dtype: torch.dtype, impl: 
         assert relative_error(each, right[name]) < tolerance, name
 
 
-def test_the_kernel_fires_at_the_same_steps_as_plain_torch() -> None:
+def test_the_kernel_fires_at_the_same_steps_as_plain_torch():
     one, two = (results(impl, (2, 24, 40), torch.float32) for impl in FAST)
     assert torch.equal(one["spikes"], two["spikes"])
     assert torch.equal(one["membrane"], two["membrane"])
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
-def test_the_final_membrane_continues_the_sequence_with_gradients(impl: str) -> None:
-    def run(cuts: list[int]) -> list[Tensor]:
+def test_the_final_membrane_continues_the_sequence_with_gradients(impl):
+    def run(cuts):
         drive = (0.4 * normal(2, 20, 6, seed=3)).requires_grad_()
         membrane, spikes = None, []
         for part in drive.split(cuts, dim=1):
@@ -128,7 +119,7 @@ def test_the_final_membrane_continues_the_sequence_with_gradients(impl: str) -> 
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_causality(impl: str) -> None:
+def test_causality(impl):
     drive = normal(1, 30, 8, seed=1)
     other = drive.clone()
     other[:, 17:] += 1
@@ -138,7 +129,7 @@ def test_causality(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
-def test_nan_fires_as_nan(impl: str) -> None:
+def test_nan_fires_as_nan(impl):
     drive = normal(1, 6, 3, seed=1, dtype=torch.float32)
     drive[0, 2, 1] = math.nan
     spikes, membrane = lif_gate(drive, impl=impl, **NEURON)
@@ -149,7 +140,7 @@ def test_nan_fires_as_nan(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_extreme_drives_stay_finite(impl: str) -> None:
+def test_extreme_drives_stay_finite(impl):
     drive = torch.tensor([[1e4, -1e4, 6e4, 0.0, -6e4]], dtype=torch.float16).requires_grad_()
     spikes, _ = lif_gate(drive, decay=0.5, threshold=0.35, surrogate_beta=1e6, impl=impl)
     spikes.sum().backward()
@@ -158,7 +149,7 @@ def test_extreme_drives_stay_finite(impl: str) -> None:
 
 
 @pytest.mark.parametrize("decay", [0, 1.0])
-def test_a_decay_of_0_or_1(decay: float) -> None:
+def test_a_decay_of_0_or_1(decay):
     drive = 0.1 * normal(1, 20, 4).abs()
     spikes, membrane = lif_gate(drive, decay=decay, threshold=0.35, surrogate_beta=9.0)
     if decay == 0:
@@ -173,25 +164,25 @@ def test_a_decay_of_0_or_1(decay: float) -> None:
 
 
 @pytest.mark.parametrize("impl", FAST)
-def test_saved_for_backward_is_the_size_of_the_drive(impl: str) -> None:
+def test_saved_for_backward_is_the_size_of_the_drive(impl):
     drive = normal(1, 8, 16, dtype=torch.bfloat16).requires_grad_()
     (slope,) = saved_beside([drive], lambda: lif_gate(drive, impl=impl, **NEURON))
     assert slope.untyped_storage().nbytes() == drive.nbytes
 
 
-def test_the_predicted_memory_is_that_of_its_tensors() -> None:
-    def train():  # type: ignore[no-untyped-def]
+def test_the_predicted_memory_is_that_of_its_tensors():
+    def train():
         drive = torch.randn(4, 64, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         grad = torch.randn_like(drive)
 
-        def step() -> None:
+        def step():
             spikes, _ = lif_gate(drive, **NEURON)
             spikes.backward(grad)
             drive.grad = None
 
         return step
 
-    def infer():  # type: ignore[no-untyped-def]
+    def infer():
         drive = torch.randn(4, 64, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         return lambda: torch.no_grad()(lif_gate)(drive, **NEURON)
 

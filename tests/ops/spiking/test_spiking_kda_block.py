@@ -1,39 +1,36 @@
 """SpikingKDABlock against its formulas token by token; silence, dropped tokens, states."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from oomph.nn.spiking_kda import SpikingKDABlock, forward_fill
 
 HIDDEN, HEADS, D, RANK = 10, 3, 4, 6
 
 
-def block(**options: object) -> SpikingKDABlock:
+def block(**options):
     torch.manual_seed(0)
     shape = {"gate_rank": RANK, "dtype": torch.float64}
-    made = SpikingKDABlock(HIDDEN, HEADS, D, **{**shape, **options})  # type: ignore[arg-type]
+    made = SpikingKDABlock(HIDDEN, HEADS, D, **{**shape, **options})
     # At initialization spikes have no effect, and norms have unit weights.
     for each in (made.spike_decay, made.spike_write, made.norm.weight, made.o_norm.weight):
         torch.nn.init.normal_(each)
     return made
 
 
-def tokens(*shape: int, seed: int = 1) -> Tensor:
+def tokens(*shape, seed=1):
     return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
+def rms(x, weight):
     return x / torch.sqrt(x.square().mean() + 1e-6) * weight
 
 
-def silu(x: Tensor) -> Tensor:
+def silu(x):
     return x * torch.sigmoid(x)
 
 
-def by_formula(made: SpikingKDABlock, x_TC: Tensor, dropped: list[bool]) -> tuple[Tensor, list[list[bool]]]:
+def by_formula(made, x_TC, dropped):
     """One sequence, token by token and head by head; and which heads were silent when."""
     p = dict(made.named_parameters())
     normed = [rms(x, p["norm.weight"]) for x in x_TC]
@@ -43,7 +40,7 @@ def by_formula(made: SpikingKDABlock, x_TC: Tensor, dropped: list[bool]) -> tupl
     shown = torch.zeros(HEADS, D, dtype=torch.float64)
     ys, silent = [], []
     for t, x in enumerate(x_TC):
-        h = silu(sum(kernel[:, 0, 2 - back] * normed[t - back] for back in range(3) if t >= back))  # type: ignore[arg-type]
+        h = silu(sum(kernel[:, 0, 2 - back] * normed[t - back] for back in range(3) if t >= back))
         qk, v, drive = (p[f"{name}_proj.weight"] @ h for name in ("qk", "v", "drive"))
         q, k = qk.chunk(2)
         membrane = 0.92 * membrane + (drive + p["drive_proj.bias"]).view(HEADS, D)
@@ -72,7 +69,7 @@ def by_formula(made: SpikingKDABlock, x_TC: Tensor, dropped: list[bool]) -> tupl
 
 
 @pytest.mark.parametrize("drop", [False, True])
-def test_the_block_and_every_gradient_match_its_formulas(drop: bool) -> None:
+def test_the_block_and_every_gradient_match_its_formulas(drop):
     made, x = block(), tokens(2, 12).requires_grad_()
     dropped = torch.zeros(2, 12, dtype=torch.bool)
     if drop:
@@ -93,7 +90,7 @@ def test_the_block_and_every_gradient_match_its_formulas(drop: bool) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[1] * 11, [4, 1, 6]], ids=str)
-def test_continuing_from_a_state_equals_the_whole_sequence(cuts: list[int]) -> None:
+def test_continuing_from_a_state_equals_the_whole_sequence(cuts):
     made, x = block(), tokens(2, 11)
     dropped = torch.rand(2, 11, generator=torch.Generator().manual_seed(4)) < 0.4
     whole, last = made(x, dropped=dropped)
@@ -108,7 +105,7 @@ def test_continuing_from_a_state_equals_the_whole_sequence(cuts: list[int]) -> N
         assert not getattr(state.detach(), name).requires_grad
 
 
-def test_tokens_are_dropped_in_training_only_by_seed() -> None:
+def test_tokens_are_dropped_in_training_only_by_seed():
     made, x = block(token_drop=0.5), tokens(2, 30)
     outputs = []
     for seed in (1, 1, 2):
@@ -124,7 +121,7 @@ def test_tokens_are_dropped_in_training_only_by_seed() -> None:
     torch.testing.assert_close(made(x, dropped=mask)[0], outputs[0])
 
 
-def test_a_dropped_token_leaves_the_memory_bitwise_unchanged() -> None:
+def test_a_dropped_token_leaves_the_memory_bitwise_unchanged():
     made, x = block(), tokens(1, 8)
     _, before = made(x)
     _, after = made(tokens(1, 3, seed=9), before, dropped=torch.ones(1, 3, dtype=torch.bool))
@@ -133,7 +130,7 @@ def test_a_dropped_token_leaves_the_memory_bitwise_unchanged() -> None:
     assert not torch.equal(after.membrane, before.membrane)  # the neurons integrate it
 
 
-def test_a_head_that_never_fires_adds_nothing() -> None:
+def test_a_head_that_never_fires_adds_nothing():
     made = block(threshold=1e6)
     x = tokens(1, 8)
     y, state = made(x)
@@ -141,7 +138,7 @@ def test_a_head_that_never_fires_adds_nothing() -> None:
     assert not state.memory.any()
 
 
-def test_forward_fill_repeats_the_last_kept_row_without_gradient() -> None:
+def test_forward_fill_repeats_the_last_kept_row_without_gradient():
     x = torch.arange(1.0, 13.0).view(2, 6, 1).requires_grad_()
     dropped = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 1, 1]], dtype=torch.bool)
     filled = forward_fill(x, dropped)
@@ -153,7 +150,7 @@ def test_forward_fill_repeats_the_last_kept_row_without_gradient() -> None:
     assert forward_fill(x[:, :0], dropped[:, :0]).shape == (2, 0, 1)
 
 
-def test_checkpointing_drops_the_same_tokens() -> None:
+def test_checkpointing_drops_the_same_tokens():
     made, x = block(token_drop=0.5), tokens(1, 12).requires_grad_()
     grads = []
     for checkpointed in (False, True):

@@ -1,31 +1,18 @@
 """Inputs of selective_scan in float64, and every result of a call: y and all gradients."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 from checks import relative_error
 from kernel_device import DEVICE
-from torch import Tensor
 
 from oomph.ops.state_space import selective_scan
 
 
-def inputs(
-    batch: int = 2,
-    length: int = 37,
-    d: int = 5,
-    n: int = 3,
-    direction: str = "forward",
-    own_x: bool = False,
-    seed: int = 0,
-) -> dict[str, Any]:
+def inputs(batch=2, length=37, d=5, n=3, direction="forward", own_x=False, seed=0):
     """Every tensor that the call takes; with own_x one x per direction."""
     generator = torch.Generator().manual_seed(seed)
     pair = [2] if direction == "both" else []
 
-    def normal(*shape: int) -> Tensor:
+    def normal(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=generator)
 
     return {
@@ -40,7 +27,7 @@ def inputs(
     }
 
 
-def results(given: dict[str, Any], dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
+def results(given, dtype, **options):
     """y, and the gradient of every tensor given, for a fixed gradient of y."""
     options = {"delta_softplus": True, **options}
     device = DEVICE if options.get("impl") == "triton" else "cpu"
@@ -56,6 +43,6 @@ def results(given: dict[str, Any], dtype: torch.dtype, **options: Any) -> dict[s
     return {name: each.detach().cpu() for name, each in {"y": y, **found}.items()}
 
 
-def worst_error(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+def worst_error(found, right):
     assert found.keys() == right.keys()
     return max(relative_error(found[name], right[name]) for name in right)

@@ -1,7 +1,5 @@
 """BidirectionalMamba: its formula and initialisation."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -12,7 +10,7 @@ from oomph.nn.mamba import BidirectionalMamba
 from oomph.ops.state_space import reference
 
 
-def by_formula(block: BidirectionalMamba, h: torch.Tensor) -> torch.Tensor:
+def by_formula(block, h):
     """One direction after the other, the second on the reversed sequence, token by token."""
     x, z = block.in_proj(h).chunk(2, dim=-1)
     total = torch.zeros_like(x)

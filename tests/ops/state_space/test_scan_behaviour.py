@@ -1,14 +1,9 @@
 """selective_scan with autograd, autocast, torch.compile and checkpointing; memory; empty and bad inputs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from checks import saved_beside
 from scan_inputs import inputs, results
-from torch import Tensor
 
 import oomph
 from oomph.ops.common import explain
@@ -16,7 +11,7 @@ from oomph.ops.state_space import chunked, selective_scan
 from oomph.units import MiB
 
 
-def leaves(dtype: torch.dtype = torch.float64, **sizes: Any) -> dict[str, Tensor]:
+def leaves(dtype=torch.float64, **sizes):
     return {name: each.to(dtype).requires_grad_() for name, each in inputs(**sizes).items()}
 
 

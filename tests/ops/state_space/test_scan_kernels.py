@@ -1,7 +1,5 @@
 """The Triton kernels of selective_scan: on a GPU, or in Triton's interpreter."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checks import relative_error

@@ -1,7 +1,5 @@
 """Values and every gradient of selective_scan in plain torch against the token-by-token reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from checks import relative_error
