@@ -16,11 +16,7 @@ def test_the_installed_torch_has_everything():
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [
-        (torch.autograd.graph, "_engine_run_backward"),
-        (torch.nn.Module, "_apply"),
-        (torch.cuda, "_lazy_init"),
-    ],
+    [(torch.autograd.graph, "_engine_run_backward"), (torch.nn.Module, "_apply"), (torch.cuda, "_lazy_init")],
 )
 def test_a_name_that_moved_is_reported_in_one_sentence(monkeypatch, owner, name):
     monkeypatch.delattr(owner, name)

@@ -42,10 +42,7 @@ def added(monkeypatch):
     return shapes
 
 
-@pytest.mark.parametrize(
-    ("name", "with_fused_loss"),
-    [("Classifier", False), ("T5", True)],
-)
+@pytest.mark.parametrize(("name", "with_fused_loss"), [("Classifier", False), ("T5", True)])
 def test_gradients_are_the_same_and_undo_restores_the_model(name, with_fused_loss, added):
     work = ARCHITECTURES[name]()
     model, batch = prepared(work)

@@ -73,10 +73,7 @@ def test_labels_are_found_by_name_or_position(options, form, read):
 
 @pytest.mark.parametrize(
     ("form", "read"),
-    [
-        (lambda x, y: (x, y), lambda b: b),
-        (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
-    ],
+    [(lambda x, y: (x, y), lambda b: b), (lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"]))],
     ids=["tuple", "other names"],
 )
 def test_unnamed_labels_are_not_guessed(form, read):

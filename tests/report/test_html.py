@@ -7,14 +7,7 @@ import pytest
 from benchmarks.report.browser import Browser, find_chromium
 from benchmarks.report.traces import FORWARD, MiB, data_of, hostile, page, trained
 
-from oomph.records import (
-    Diagnosis,
-    Finding,
-    FixUse,
-    Measurement,
-    Plan,
-    PredictedFixes,
-)
+from oomph.records import Diagnosis, Finding, FixUse, Measurement, Plan, PredictedFixes
 from oomph.report.diagnosis import diagnosis_text
 from oomph.report.html import MOMENTS, html_report
 from oomph.report.measurement import Comparison, OpDifference

@@ -14,8 +14,7 @@ def _alive(*allocations):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"shape": (1,)}, {"dtype": "bfloat16"}, {"stage": "backward"}, {"site": Site("a.py", 1, "f")}],
+    "change", [{"shape": (1,)}, {"dtype": "bfloat16"}, {"stage": "backward"}, {"site": Site("a.py", 1, "f")}]
 )
 def test_a_difference_in_shape_dtype_stage_or_line_keeps_tensors_apart(change):
     assert len(group_tensors(_alive(allocation(0), allocation(1, **change)))) == 2

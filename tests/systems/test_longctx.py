@@ -18,12 +18,7 @@ TINY = PRESETS["tiny"]
 
 @pytest.mark.parametrize(
     ("size", "count"),
-    [
-        ("4B", 3_915_962_880),
-        ("0.6B", 596_049_920),
-        ("qwen3-4B", 4_022_468_096),
-        ("8B", 8_190_735_360),
-    ],
+    [("4B", 3_915_962_880), ("0.6B", 596_049_920), ("qwen3-4B", 4_022_468_096), ("8B", 8_190_735_360)],
 )
 def test_the_sizes_have_their_parameters(size, count):
     assert LongContextConfig.of(size).get_total_params() == count

@@ -7,15 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from small_runs import (
-    Recorder,
-    assert_equal_runs,
-    differences,
-    rows_of,
-    state_of,
-    trained,
-    uninterrupted,
-)
+from small_runs import Recorder, assert_equal_runs, differences, rows_of, state_of, trained, uninterrupted
 
 from oomph.errors import UserError
 from oomph.training.checkpoint import Checkpoints

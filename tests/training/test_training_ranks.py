@@ -24,11 +24,7 @@ from oomph.training.step import workload
 from oomph.training.trainer import Trainer
 
 SAME = ("data.batch_size=4", "training.steps=2", "training.eval_at_start=true")
-SYSTEMS = {
-    "longctx": SAME,
-    "pythia": (*SAME, "model.dropout=0.0"),
-    "ginr": SAME,
-}
+SYSTEMS = {"longctx": SAME, "pythia": (*SAME, "model.dropout=0.0"), "ginr": SAME}
 RUNS = (
     *(("longctx", "parallel.tp=2"), ("longctx", "parallel.cp=2")),
     *(("pythia", "parallel.data=ddp"), ("ginr", "parallel.data=fsdp2")),

@@ -59,12 +59,7 @@ def test_odd_numbers_of_classes(v):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "options"),
-    [
-        (torch.float32, {"shift": True}),
-        (HALF, {"shift": True}),
-        (torch.bfloat16, {}),
-    ],
+    ("dtype", "options"), [(torch.float32, {"shift": True}), (HALF, {"shift": True}), (torch.bfloat16, {})]
 )
 def test_the_gradient_of_a_half_precision_weight_over_several_blocks_of_rows(dtype, options):
     """There the targets' rows are added apart; many tokens share a target."""

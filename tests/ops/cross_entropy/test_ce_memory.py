@@ -125,11 +125,7 @@ def over_floor(n, d, v, loss=None, **options):
 
 @pytest.mark.parametrize(
     ("n", "d", "v", "budget"),
-    [
-        (4096, 4096, 128256, "64MiB"),
-        (4096, 4096, 128256, "1GiB"),
-        (16384, 2560, 151936, None),
-    ],
+    [(4096, 4096, 128256, "64MiB"), (4096, 4096, 128256, "1GiB"), (16384, 2560, 151936, None)],
 )
 def test_the_budget_is_kept(n, d, v, budget):
     over = over_floor(n, d, v, memory_budget=budget)

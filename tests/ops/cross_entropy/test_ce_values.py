@@ -91,11 +91,7 @@ def assert_equal(way, ours, theirs):
 def test_every_dtype(dtype, reduction, way):
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     case = inputs(40, v=200, dtype=dtype, bias=True)
-    options = {
-        "label_smoothing": 0.1,
-        "z_loss": 0.01,
-        "class_weight": numbers(200, dtype=dtype),
-    }
+    options = {"label_smoothing": 0.1, "z_loss": 0.01, "class_weight": numbers(200, dtype=dtype)}
     ours = check(case, reduction=reduction, through_lse=True, **options, **way)
     assert ours.loss.dtype == ours.lse.dtype == wide
     assert all(gradient is not None and gradient.dtype == dtype for gradient in ours.gradients)

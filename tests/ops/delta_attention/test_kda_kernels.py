@@ -45,11 +45,7 @@ def on_device(given):
 
 
 # Products of a few factors that are rounded to the dtype; the whole relative error.
-TOLERANCE = {
-    torch.float32: 5e-6 if DEVICE == "cuda" else 2e-6,
-    torch.float16: 1e-3,
-    torch.bfloat16: 8e-3,
-}
+TOLERANCE = {torch.float32: 5e-6 if DEVICE == "cuda" else 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 DTYPES = list(TOLERANCE) if DEVICE == "cuda" else [torch.float32]  # the others take the interpreter long
 
 
@@ -241,9 +237,7 @@ def test_short_segments_take_less():
 
 @pytest.mark.parametrize("backward", [True, False], ids=["training", "forward only"])
 @pytest.mark.parametrize(
-    ("shape", "dv", "budgets"),
-    [((2, 2048, 8, 128), 128, (32, 80)), ((1, 1000, 4, 64), 96, (6, 12))],
-    ids=str,
+    ("shape", "dv", "budgets"), [((2, 2048, 8, 128), 128, (32, 80)), ((1, 1000, 4, 64), 96, (6, 12))], ids=str
 )
 def test_a_memory_budget_is_met(shape, dv, budgets, backward):
     dk, rows = shape[3], 2 * shape[0] * shape[1] * shape[2]

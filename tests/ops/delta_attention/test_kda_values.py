@@ -3,16 +3,7 @@
 import pytest
 import torch
 from checks import relative_error
-from kda_inputs import (
-    assert_close,
-    boundaries,
-    half,
-    in_double,
-    inputs,
-    one_by_one,
-    outcome,
-    relative_errors,
-)
+from kda_inputs import assert_close, boundaries, half, in_double, inputs, one_by_one, outcome, relative_errors
 
 from oomph.ops.delta_attention import kda
 from oomph.ops.delta_attention.chunked import CHUNK, SUB_CHUNK

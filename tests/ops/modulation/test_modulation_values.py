@@ -5,12 +5,7 @@ import torch
 from checks import relative_error
 from modulation_inputs import inputs
 
-from oomph.ops.modulation import (
-    compute_weight_delta,
-    modulated_linear,
-    quantize_int8,
-    weight_delta_norm,
-)
+from oomph.ops.modulation import compute_weight_delta, modulated_linear, quantize_int8, weight_delta_norm
 
 # torch itself says so, once, on processors without bfloat16 products.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
@@ -119,11 +114,7 @@ SEVERAL_SLICES = {"lead": (3,), "d": 1100, "f": 4400, "r": 2}  # weights are con
 
 @pytest.mark.parametrize(
     ("impl", "shape"),
-    [
-        ("chunked", {"d": 13, "f": 17}),
-        ("reference", {"d": 13, "f": 17}),
-        ("chunked", SEVERAL_SLICES),
-    ],
+    [("chunked", {"d": 13, "f": 17}), ("reference", {"d": 13, "f": 17}), ("chunked", SEVERAL_SLICES)],
     ids=str,
 )
 def test_an_8_bit_weight_gives_what_its_dequantised_self_gives(impl, shape):
@@ -169,13 +160,7 @@ def every_delta(A, B, mod):
 
 
 @pytest.mark.parametrize(
-    ("token_idx", "picked"),
-    [
-        ((1, 3), (1, 3)),
-        (3, (slice(None), 3)),
-        (-5, (slice(None), -5)),
-    ],
-    ids=str,
+    ("token_idx", "picked"), [((1, 3), (1, 3)), (3, (slice(None), 3)), (-5, (slice(None), -5))], ids=str
 )
 def test_the_delta_of_the_chosen_tokens_is_the_einsum_of_the_report(token_idx, picked):
     given = inputs()

@@ -14,13 +14,7 @@ SIZES = {"block_size": 4, "compress_block": 4, "compress_stride": 2, "top_n": 3,
 
 def layer(**options):
     torch.manual_seed(0)
-    made = NativeSparseAttention(
-        HIDDEN,
-        HEADS,
-        KV,
-        D,
-        **{**SIZES, "dtype": torch.float64, **options},
-    )
+    made = NativeSparseAttention(HIDDEN, HEADS, KV, D, **{**SIZES, "dtype": torch.float64, **options})
     for name, each in made.named_parameters():
         if "norm" in name or "position" in name:
             torch.nn.init.normal_(each)
