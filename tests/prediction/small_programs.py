@@ -1,27 +1,22 @@
 """Models small enough to count by hand, small programs, and questions about their predictions."""
 
-from __future__ import annotations
-
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import oomph
-from oomph import Prediction, Workload
-from oomph.records import Allocation
+from oomph import Workload
 
 MiB = 1 << 20
 
 
-def mean_square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+def mean_square(model, batch):
     return model(batch).square().mean()
 
 
-def workload(model: Callable[[], Any] = lambda: nn.Linear(64, 64), **changes: Any) -> Workload:
+def workload(model=lambda: nn.Linear(64, 64), **changes):
     options = {
         "model": model,
         "batch": lambda device: torch.randn(32, 64, device=device),
@@ -30,10 +25,10 @@ def workload(model: Callable[[], Any] = lambda: nn.Linear(64, 64), **changes: An
     return Workload(**options | changes)
 
 
-def predict_step(step: Callable[[nn.Module, torch.Tensor], Any], width: int = 64) -> Prediction:
+def predict_step(step, width=64):
     """Predict a program whose step is `step(model, x)`, on the GPU."""
 
-    def train() -> Callable[[], None]:
+    def train():
         model = nn.Linear(width, width).cuda()
         x = torch.randn(32, width, device="cuda")
         return lambda: step(model, x)
@@ -41,18 +36,18 @@ def predict_step(step: Callable[[nn.Module, torch.Tensor], Any], width: int = 64
     return oomph.predict(train, gpu="h200")
 
 
-def line_of(function: Callable[..., Any], text: str) -> int:
+def line_of(function, text):
     lines, start = inspect.getsourcelines(function)
     return next(start + index for index, line in enumerate(lines) if text in line)
 
 
-def notes_of(prediction: Prediction) -> str:
+def notes_of(prediction):
     return "\n".join(note.text for note in prediction.notes)
 
 
-def linear_workload(**changes: Any) -> Workload:
+def linear_workload(**changes):
     """One matrix of 4 MiB in float32, on 64 rows."""
-    options: dict[str, Any] = {
+    options = {
         "model": lambda: nn.Linear(1024, 1024, bias=False),
         "batch": lambda device: torch.randn(64, 1024, device=device),
         "loss": mean_square,
@@ -61,22 +56,22 @@ def linear_workload(**changes: Any) -> Workload:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int = 256) -> None:
+    def __init__(self, width=256):
         super().__init__()
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Stack(nn.Module):
-    def __init__(self, depth: int = 4, use_reentrant: bool | None = None) -> None:
+    def __init__(self, depth=4, use_reentrant=None):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.use_reentrant = use_reentrant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for block in self.blocks:
             if self.use_reentrant is None:
                 x = block(x)
@@ -85,22 +80,22 @@ class Stack(nn.Module):
         return x
 
 
-def stack_batch(device: torch.device) -> torch.Tensor:
+def stack_batch(device):
     return torch.randn(8192, 256, device=device, requires_grad=True)  # reentrant checkpointing needs it
 
 
-def stack_workload(model: Any = Stack, **changes: Any) -> Workload:
+def stack_workload(model=Stack, **changes):
     return Workload(**{"model": model, "batch": stack_batch, "loss": mean_square} | changes)
 
 
-def requested(prediction: Prediction, **wanted: Any) -> int:
+def requested(prediction, **wanted):
     """Bytes asked for by the tensors alive at the peak that have these attributes."""
     return sum(alive.allocation.bytes for alive in prediction.at_peak if _has(alive.allocation, wanted))
 
 
-def made(prediction: Prediction, **wanted: Any) -> list[Allocation]:
+def made(prediction, **wanted):
     return [each for each in prediction.allocations if _has(each, wanted)]
 
 
-def _has(allocation: Allocation, wanted: dict[str, Any]) -> bool:
+def _has(allocation, wanted):
     return all(getattr(allocation, name) == value for name, value in wanted.items())

@@ -1,7 +1,5 @@
 """The simulated caching allocator against PyTorch's rules, in exact bytes, and expandable segments."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -13,7 +11,6 @@ import pytest
 from oomph.errors import UserError
 from oomph.prediction.allocator import (
     AllocatorSettings,
-    Block,
     CachingAllocator,
     ExpandableAllocator,
     OutOfMemory,
@@ -25,7 +22,7 @@ MIB = 1024 * KIB
 
 
 @pytest.mark.parametrize(("nbytes", "size"), [(511, 512), (512, 512), (513, 1024), (1_000_000, 1_000_448)])
-def test_a_request_is_rounded_up_to_a_multiple_of_512_bytes(nbytes: int, size: int) -> None:
+def test_a_request_is_rounded_up_to_a_multiple_of_512_bytes(nbytes, size):
     assert CachingAllocator().malloc(nbytes).size == size
 
 
@@ -43,13 +40,13 @@ def test_a_request_is_rounded_up_to_a_multiple_of_512_bytes(nbytes: int, size: i
         (1000 * MIB + 1, 1002 * MIB),
     ],
 )
-def test_the_size_of_a_new_segment_follows_from_the_request(nbytes: int, reserved: int) -> None:
+def test_the_size_of_a_new_segment_follows_from_the_request(nbytes, reserved):
     allocator = CachingAllocator()
     allocator.malloc(nbytes)
     assert allocator.reserved == reserved
 
 
-def test_a_free_11_mib_block_serves_10_5_mib_unsplit_and_counts_whole() -> None:
+def test_a_free_11_mib_block_serves_10_5_mib_unsplit_and_counts_whole():
     allocator = CachingAllocator()
     allocator.malloc(9 * MIB)  # leaves 11 MiB of a 20 MiB segment
     block = allocator.malloc(10 * MIB + MIB // 2)
@@ -59,7 +56,7 @@ def test_a_free_11_mib_block_serves_10_5_mib_unsplit_and_counts_whole() -> None:
     assert allocator.allocated == 9 * MIB
 
 
-def test_at_the_limit_unused_segments_are_released_and_the_request_is_tried_again() -> None:
+def test_at_the_limit_unused_segments_are_released_and_the_request_is_tried_again():
     allocator = CachingAllocator(limit=100 * MIB)
     first = allocator.malloc(60 * MIB)
     allocator.free(first)
@@ -67,7 +64,7 @@ def test_at_the_limit_unused_segments_are_released_and_the_request_is_tried_agai
     assert (block.size, allocator.reserved, allocator.peak_reserved) == (70 * MIB, 70 * MIB, 70 * MIB)
 
 
-def test_a_segment_in_partial_use_is_not_released_so_the_request_is_refused() -> None:
+def test_a_segment_in_partial_use_is_not_released_so_the_request_is_refused():
     allocator = CachingAllocator(limit=40 * MIB)
     kept, gone = allocator.malloc(2 * MIB), allocator.malloc(8 * MIB)
     allocator.free(gone)
@@ -78,8 +75,8 @@ def test_a_segment_in_partial_use_is_not_released_so_the_request_is_refused() ->
     assert allocator.malloc(22 * MIB).size == 22 * MIB
 
 
-def test_large_segments_are_released_before_small_ones_and_smaller_before_larger() -> None:
-    acts: list[tuple[str, int]] = []
+def test_large_segments_are_released_before_small_ones_and_smaller_before_larger():
+    acts = []
     allocator = CachingAllocator(
         limit=100 * MIB, on_segment=lambda action, address, size: acts.append((action, size))
     )
@@ -96,7 +93,7 @@ def test_large_segments_are_released_before_small_ones_and_smaller_before_larger
 
 
 @pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
-def test_every_stream_has_its_own_blocks_and_emptying_the_cache_releases_all(kind: type) -> None:
+def test_every_stream_has_its_own_blocks_and_emptying_the_cache_releases_all(kind):
     allocator = kind()
     first = allocator.malloc(40 * MIB)
     allocator.free(first)
@@ -109,7 +106,7 @@ def test_every_stream_has_its_own_blocks_and_emptying_the_cache_releases_all(kin
 
 
 @pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
-def test_a_block_that_two_streams_use_is_reused_after_a_synchronization(kind: type) -> None:
+def test_a_block_that_two_streams_use_is_reused_after_a_synchronization(kind):
     allocator = kind(limit=120 * MIB)
     for reserved in (40 * MIB, 80 * MIB, 120 * MIB):
         block = allocator.malloc(40 * MIB)
@@ -125,7 +122,7 @@ def test_a_block_that_two_streams_use_is_reused_after_a_synchronization(kind: ty
     assert allocator.malloc(120 * MIB).size == 120 * MIB  # at the limit, torch synchronizes by itself
 
 
-def test_freeing_a_block_twice_is_an_error() -> None:
+def test_freeing_a_block_twice_is_an_error():
     allocator = CachingAllocator()
     block = allocator.malloc(512)
     allocator.free(block)
@@ -133,7 +130,7 @@ def test_freeing_a_block_twice_is_an_error() -> None:
         allocator.free(block)
 
 
-def test_peaks_start_again_from_the_current_values() -> None:
+def test_peaks_start_again_from_the_current_values():
     allocator = CachingAllocator()
     kept, gone = allocator.malloc(10 * MIB), allocator.malloc(30 * MIB)
     allocator.free(gone)
@@ -147,10 +144,10 @@ def test_peaks_start_again_from_the_current_values() -> None:
 class MappedPages:
     """Follows what the allocator has reserved, in pages of 2 MiB."""
 
-    def __init__(self) -> None:
-        self.pages: set[int] = set()
+    def __init__(self):
+        self.pages = set()
 
-    def __call__(self, action: str, address: int, size: int) -> None:
+    def __call__(self, action, address, size):
         pages = set(range(address // (2 * MIB), (address + size) // (2 * MIB)))
         if action in ("segment_alloc", "segment_map"):
             assert not pages & self.pages
@@ -159,7 +156,7 @@ class MappedPages:
             assert pages <= self.pages
             self.pages -= pages
 
-    def check(self, allocator: CachingAllocator, alive: list[Block]) -> None:
+    def check(self, allocator, alive):
         """Blocks in use do not overlap, and lie in reserved memory."""
         assert len(self.pages) * 2 * MIB == allocator.reserved
         assert allocator.allocated == sum(block.size for block in alive)
@@ -171,10 +168,10 @@ class MappedPages:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_blocks_do_not_overlap_and_when_all_are_free_they_are_whole_segments_again(seed: int) -> None:
+def test_blocks_do_not_overlap_and_when_all_are_free_they_are_whole_segments_again(seed):
     rng, pages, limit = random.Random(seed), MappedPages(), 800 * MIB
     allocator = CachingAllocator(limit, on_segment=pages)
-    alive: list[Block] = []
+    alive = []
     for step in range(4000):
         if alive and rng.random() < 0.5:
             allocator.free(alive.pop(rng.randrange(len(alive))))
@@ -197,12 +194,12 @@ RECORDINGS = sorted((Path(__file__).parent / "data").glob("allocator_h200_*.json
 
 
 @pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name.split("_")[2].split(".")[0])
-def test_the_same_requests_take_the_same_segments_as_on_the_gpu(path: Path) -> None:
+def test_the_same_requests_take_the_same_segments_as_on_the_gpu(path):
     """`requests` holds sizes; -1-n frees the n-th request."""
     recorded = json.loads(gzip.decompress(path.read_bytes()))
-    segments: list[int] = []
+    segments = []
     allocator = CachingAllocator(on_segment=lambda action, address, size: segments.append(size))
-    served: list[Block] = []
+    served = []
     for request in recorded["requests"]:
         if request >= 0:
             served.append(allocator.malloc(request))
@@ -215,7 +212,7 @@ def test_the_same_requests_take_the_same_segments_as_on_the_gpu(path: Path) -> N
 MIB = 1024 * 1024
 
 
-def test_a_small_request_maps_one_page_of_2_mib_and_a_large_one_pages_of_20_mib() -> None:
+def test_a_small_request_maps_one_page_of_2_mib_and_a_large_one_pages_of_20_mib():
     allocator = ExpandableAllocator()
     allocator.malloc(1)
     assert allocator.reserved == 2 * MIB
@@ -225,7 +222,7 @@ def test_a_small_request_maps_one_page_of_2_mib_and_a_large_one_pages_of_20_mib(
     assert allocator.reserved == 62 * MIB
 
 
-def test_growing_sequences_tile_one_arena_where_segments_pile_up() -> None:
+def test_growing_sequences_tile_one_arena_where_segments_pile_up():
     plain, expandable = CachingAllocator(), ExpandableAllocator()
     for allocator in (plain, expandable):
         for length in range(100, 140, 4):
@@ -236,7 +233,7 @@ def test_growing_sequences_tile_one_arena_where_segments_pile_up() -> None:
     assert plain.peak_reserved > 4 * expandable.peak_reserved
 
 
-def test_a_limit_counts_the_whole_request_where_a_part_of_it_is_mapped() -> None:
+def test_a_limit_counts_the_whole_request_where_a_part_of_it_is_mapped():
     allocator = ExpandableAllocator(100 * MIB)
     allocator.malloc(40 * MIB)
     allocator.free(allocator.malloc(40 * MIB))
@@ -246,8 +243,8 @@ def test_a_limit_counts_the_whole_request_where_a_part_of_it_is_mapped() -> None
         allocator.malloc(1 * MIB + 1)
 
 
-def test_emptying_the_cache_unmaps_whole_pages_only_and_they_are_mapped_again_first() -> None:
-    acts: list[tuple[str, int, int]] = []
+def test_emptying_the_cache_unmaps_whole_pages_only_and_they_are_mapped_again_first():
+    acts = []
     allocator = ExpandableAllocator(on_segment=lambda *act: acts.append(act))
     first, middle, last = (allocator.malloc(size * MIB) for size in (5, 60, 5))
     base = first.address
@@ -265,7 +262,7 @@ def test_emptying_the_cache_unmaps_whole_pages_only_and_they_are_mapped_again_fi
     assert allocator.reserved == 0
 
 
-def test_at_the_limit_free_pages_are_unmapped_and_the_request_is_tried_again() -> None:
+def test_at_the_limit_free_pages_are_unmapped_and_the_request_is_tried_again():
     allocator = ExpandableAllocator(limit=100 * MIB)
     kept, freed = allocator.malloc(19 * MIB), allocator.malloc(61 * MIB)
     blocker = allocator.malloc(1 * MIB + 512)
@@ -279,7 +276,7 @@ def test_at_the_limit_free_pages_are_unmapped_and_the_request_is_tried_again() -
     assert allocator.reserved == 100 * MIB
 
 
-def test_a_free_block_inside_is_taken_before_a_smaller_one_at_the_end() -> None:
+def test_a_free_block_inside_is_taken_before_a_smaller_one_at_the_end():
     allocator = ExpandableAllocator()
     first, _, _ = (allocator.malloc(size * MIB) for size in (60, 20, 30))  # and 10 MiB of the last page
     allocator.free(first)
@@ -288,11 +285,9 @@ def test_a_free_block_inside_is_taken_before_a_smaller_one_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("seed", "limit"), [(0, None), (1, 900 * MIB)])
-def test_blocks_lie_in_mapped_pages_and_when_all_are_free_every_page_is_unmapped(
-    seed: int, limit: int | None
-) -> None:
+def test_blocks_lie_in_mapped_pages_and_when_all_are_free_every_page_is_unmapped(seed, limit):
     chance, pages = random.Random(seed), MappedPages()
-    alive: list[Block] = []
+    alive = []
     allocator = ExpandableAllocator(limit, max_split=chance.choice([None, 64 * MIB]), on_segment=pages)
     for step in range(600):
         if alive and chance.random() < 0.5:
@@ -312,19 +307,19 @@ def test_blocks_lie_in_mapped_pages_and_when_all_are_free_every_page_is_unmapped
     assert (allocator.reserved, allocator.allocated) == (0, 0)
 
 
-def filled(max_split: int | None, *sizes: int) -> tuple[CachingAllocator, list[Block]]:
+def filled(max_split, *sizes):
     allocator = CachingAllocator(max_split=max_split)
     return allocator, [allocator.malloc(size) for size in sizes]
 
 
-def test_a_block_of_max_split_or_more_is_not_used_for_smaller_requests() -> None:
+def test_a_block_of_max_split_or_more_is_not_used_for_smaller_requests():
     allocator, (big,) = filled(128 * MIB, 200 * MIB)
     allocator.free(big)
     allocator.malloc(100 * MIB)
     assert allocator.reserved == 300 * MIB
 
 
-def test_a_large_request_takes_a_free_block_less_than_20_mib_larger_whole() -> None:
+def test_a_large_request_takes_a_free_block_less_than_20_mib_larger_whole():
     allocator, (big,) = filled(128 * MIB, 200 * MIB)
     allocator.free(big)
     taken = allocator.malloc(180 * MIB + 512)
@@ -334,8 +329,8 @@ def test_a_large_request_takes_a_free_block_less_than_20_mib_larger_whole() -> N
     assert allocator.reserved == 380 * MIB
 
 
-def test_at_the_limit_an_oversize_block_that_is_large_enough_goes_first_and_the_rest_stays_cached() -> None:
-    freed: list[int] = []
+def test_at_the_limit_an_oversize_block_that_is_large_enough_goes_first_and_the_rest_stays_cached():
+    freed = []
     allocator = CachingAllocator(
         400 * MIB,
         max_split=64 * MIB,
@@ -348,8 +343,8 @@ def test_at_the_limit_an_oversize_block_that_is_large_enough_goes_first_and_the_
     assert (freed, allocator.reserved) == ([150 * MIB], 330 * MIB)
 
 
-def test_at_the_limit_the_largest_oversize_blocks_go_until_there_is_enough() -> None:
-    freed: list[int] = []
+def test_at_the_limit_the_largest_oversize_blocks_go_until_there_is_enough():
+    freed = []
     allocator = CachingAllocator(
         400 * MIB,
         max_split=64 * MIB,
@@ -371,7 +366,7 @@ def test_at_the_limit_the_largest_oversize_blocks_go_until_there_is_enough() -> 
         ("backend:native,garbage_collection_threshold:0.8", AllocatorSettings()),
     ],
 )
-def test_settings_are_read_as_torch_reads_them(text: str | None, expected: AllocatorSettings) -> None:
+def test_settings_are_read_as_torch_reads_them(text, expected):
     assert allocator_settings(text) == expected
     assert allocator_settings(str(expected)) == expected
 
@@ -385,6 +380,6 @@ def test_settings_are_read_as_torch_reads_them(text: str | None, expected: Alloc
         ("roundup_power2_divisions:[256:1,512:2]", "'roundup_power2_divisions' cannot be predicted"),
     ],
 )
-def test_settings_that_torch_refuses_or_that_are_not_modelled_are_errors(text: str, message: str) -> None:
+def test_settings_that_torch_refuses_or_that_are_not_modelled_are_errors(text, message):
     with pytest.raises(UserError, match=message):
         allocator_settings(text)

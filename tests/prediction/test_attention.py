@@ -1,13 +1,9 @@
 """Which attention backend a GPU runs, and what it allocates, forward and backward."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oomph import gpus
-from oomph.gpus import GPU
 from oomph.prediction.cuda.attention import (
     AttentionCall,
     Backend,
@@ -34,7 +29,7 @@ P100, V100, T4, A100, RTX3090, H200, B200, RTX5090 = (
 )
 
 
-def operand(*shape: int, dtype: torch.dtype = BF16, requires_grad: bool = False) -> Operand:
+def operand(*shape, dtype=BF16, requires_grad=False):
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -42,19 +37,19 @@ def operand(*shape: int, dtype: torch.dtype = BF16, requires_grad: bool = False)
 
 
 def attention_call(
-    dtype: torch.dtype = BF16,
-    head: int = 64,
+    dtype=BF16,
+    head=64,
     *,
-    heads: int = 8,
-    key_heads: int = 8,
-    lengths: tuple[int, int] = (1024, 1024),
-    mask: Operand | None = None,
-    gpu: GPU = H200,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    value_head: int | None = None,
-    grad: bool = True,
-) -> AttentionCall:
+    heads=8,
+    key_heads=8,
+    lengths=(1024, 1024),
+    mask=None,
+    gpu=H200,
+    dropout_p=0.0,
+    is_causal=False,
+    value_head=None,
+    grad=True,
+):
     return AttentionCall(
         operand(2, heads, lengths[0], head, dtype=dtype, requires_grad=grad),
         operand(2, key_heads, lengths[1], head, dtype=dtype),
@@ -68,7 +63,7 @@ def attention_call(
     )
 
 
-def square_mask(dtype: torch.dtype = torch.bool, requires_grad: bool = False) -> Operand:
+def square_mask(dtype=torch.bool, requires_grad=False):
     return operand(1, 1, 1024, 1024, dtype=dtype, requires_grad=requires_grad)
 
 
@@ -115,39 +110,39 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("attention", "expected"), [c[1:] for c in CHOICES], ids=[c[0] for c in CHOICES])
-def test_backend_is_the_one_cuda_runs(attention: AttentionCall, expected: Backend) -> None:
+def test_backend_is_the_one_cuda_runs(attention, expected):
     backend, reason = choose_backend(attention, SdpaSettings())
     assert backend is expected, reason
     assert reason
 
 
-def test_an_older_cudnn_is_not_first() -> None:
+def test_an_older_cudnn_is_not_first():
     assert choose_backend(attention_call(), SdpaSettings(cudnn_version=91002))[0] is Backend.FLASH
 
 
-def test_deterministic_algorithms_exclude_cudnn() -> None:
+def test_deterministic_algorithms_exclude_cudnn():
     assert choose_backend(attention_call(), SdpaSettings(deterministic=True))[0] is Backend.FLASH
 
 
-def test_a_last_dimension_that_is_not_contiguous_falls_to_math() -> None:
+def test_a_last_dimension_that_is_not_contiguous_falls_to_math():
     strided = Operand((2, 8, 1024, 64), (8 * 1024 * 64, 1024 * 64, 1, 1024), BF16)
     attention = AttentionCall(strided, strided, strided)
     assert choose_backend(attention, SdpaSettings())[0] is Backend.MATH
 
 
-def test_sdpa_kernel_restricts_the_choice() -> None:
+def test_sdpa_kernel_restricts_the_choice():
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         assert choose_backend(attention_call())[0] is Backend.EFFICIENT
     with sdpa_kernel(SDPBackend.MATH):
         assert choose_backend(attention_call())[0] is Backend.MATH
 
 
-def test_sdpa_kernel_sets_the_order() -> None:
+def test_sdpa_kernel_sets_the_order():
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
         assert choose_backend(attention_call(gpu=A100))[0] is Backend.EFFICIENT
 
 
-def test_no_allowed_backend_is_an_error_that_says_why() -> None:
+def test_no_allowed_backend_is_an_error_that_says_why():
     with (
         sdpa_kernel(SDPBackend.FLASH_ATTENTION),
         pytest.raises(RuntimeError, match="flash: no kernel for float32"),
@@ -159,16 +154,16 @@ class OpLog(TorchDispatchMode):
     """Every operator with its temporaries, the shapes of the outputs that take device memory, and all
     allocations (> 0) and frees (< 0) in the order in which the predictor books them."""
 
-    def __init__(self, gpu: GPU) -> None:
+    def __init__(self, gpu):
         super().__init__()
         self.gpu = gpu
-        self.ops: list[str] = []
-        self.temporaries: dict[str, list[int]] = {}
-        self.made: dict[str, list[tuple[int, ...]]] = {}
-        self.events: list[int] = []
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        self.ops = []
+        self.temporaries = {}
+        self.made = {}
+        self.events = []
+        self._alive = {}
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = op(*args, **kwargs)
         name = op._schema.name.removeprefix("aten::")
@@ -187,26 +182,26 @@ class OpLog(TorchDispatchMode):
         self.events += [*sizes, *(-size for size in held)]
         return result
 
-    def _adopt(self, storage: torch.UntypedStorage) -> None:
+    def _adopt(self, storage):
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive or not size:
             return
         self.events.append(size)
 
-        def gone(_: object) -> None:
+        def gone(_):
             del self._alive[key]
             self.events.append(-size)
 
         self._alive[key] = weakref.ref(storage, gone)
 
-    def take(self) -> list[int]:
+    def take(self):
         """The events since the last call."""
         events, self.events = self.events, []
         return events
 
 
 @contextlib.contextmanager
-def fake(gpu: GPU = H200) -> Iterator[OpLog]:
+def fake(gpu=H200):
     log = OpLog(gpu)
     with FakeTensorMode(), log:
         yield log
@@ -226,13 +221,8 @@ FORWARD_AND_BACKWARD = [
 @pytest.mark.parametrize(("backend", "dtype", "key_heads", "gpu", "operator"), FORWARD_AND_BACKWARD)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.125])
 def test_each_backend_runs_forward_and_backward_on_fake_tensors(
-    backend: Backend,
-    dtype: torch.dtype,
-    key_heads: int,
-    gpu: GPU,
-    operator: str,
-    dropout_p: float,
-) -> None:
+    backend, dtype, key_heads, gpu, operator, dropout_p
+):
     with fake(gpu) as log:
         q = torch.randn(2, 8, 100, 64, dtype=dtype, requires_grad=True)
         k, v = (torch.randn(2, key_heads, 100, 64, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -254,7 +244,7 @@ def test_each_backend_runs_forward_and_backward_on_fake_tensors(
         assert "native_dropout" in log.ops
 
 
-def test_math_adds_the_mask_in_place() -> None:
+def test_math_adds_the_mask_in_place():
     with fake() as log:
         q, k, v = (torch.randn(2, 8, 100, 66, requires_grad=True) for _ in range(3))
         attention_like_cuda(q, k, v, is_causal=True, capability=H200.capability)
@@ -264,7 +254,7 @@ def test_math_adds_the_mask_in_place() -> None:
     assert log.temporaries["_safe_softmax"] == [scores, scores // 100, 4]
 
 
-def test_math_matches_torch_on_real_tensors() -> None:
+def test_math_matches_torch_on_real_tensors():
     torch.manual_seed(0)
     q = torch.randn(2, 4, 5, 6, dtype=torch.float64)
     k, v = (torch.randn(2, 2, 7, 6, dtype=torch.float64) for _ in range(2))
@@ -278,7 +268,7 @@ def test_math_matches_torch_on_real_tensors() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_a_boolean_mask_is_made_additive_and_padded_only_when_its_rows_are_not_aligned() -> None:
+def test_a_boolean_mask_is_made_additive_and_padded_only_when_its_rows_are_not_aligned():
     for length, padded in ((96, False), (100, True)):
         with fake(A100) as log:
             q, k, v = (torch.randn(2, 8, length, 64, dtype=BF16, requires_grad=True) for _ in range(3))
@@ -289,7 +279,7 @@ def test_a_boolean_mask_is_made_additive_and_padded_only_when_its_rows_are_not_a
         assert "_scaled_dot_product_efficient_attention_backward" in log.ops
 
 
-def test_a_mask_with_a_gradient_gets_one_of_its_own_shape() -> None:
+def test_a_mask_with_a_gradient_gets_one_of_its_own_shape():
     with fake() as log:
         q, k, v = (torch.randn(2, 8, 96, 64, dtype=BF16, requires_grad=True) for _ in range(3))
         mask = torch.zeros(2, 1, 96, 96, dtype=BF16, requires_grad=True)
@@ -300,7 +290,7 @@ def test_a_mask_with_a_gradient_gets_one_of_its_own_shape() -> None:
     assert (2, 8, 96, 96) in log.made["_scaled_dot_product_efficient_attention_backward"]
 
 
-def test_flash_backward_takes_a_float32_accumulator_and_copies_to_rows_first() -> None:
+def test_flash_backward_takes_a_float32_accumulator_and_copies_to_rows_first():
     with fake(A100) as log:
         q, k, v = (torch.randn(2, 8, 1000, 80, dtype=BF16, requires_grad=True) for _ in range(3))
         attention_like_cuda(q, k, v, capability=A100.capability).sum().backward()
@@ -313,7 +303,7 @@ def test_flash_backward_takes_a_float32_accumulator_and_copies_to_rows_first() -
     ]
 
 
-def test_flash_backward_expands_grouped_heads_and_needs_no_copy_when_rows_come_first() -> None:
+def test_flash_backward_expands_grouped_heads_and_needs_no_copy_when_rows_come_first():
     with fake(A100) as log:
         q = torch.randn(2, 1024, 8, 64, dtype=BF16, requires_grad=True)
         k, v = (torch.randn(2, 1024, 2, 64, dtype=BF16, requires_grad=True) for _ in range(2))
@@ -326,7 +316,7 @@ def test_flash_backward_expands_grouped_heads_and_needs_no_copy_when_rows_come_f
     ]  # fmt: skip
 
 
-def test_flash_splits_the_keys_when_there_are_few_rows() -> None:
+def test_flash_splits_the_keys_when_there_are_few_rows():
     with fake(A100) as log:
         q, k, v = (torch.randn(1, 8, length, 128, dtype=BF16) for length in (64, 8192, 8192))
         attention_like_cuda(q, k, v, capability=A100.capability)
@@ -336,7 +326,7 @@ def test_flash_splits_the_keys_when_there_are_few_rows() -> None:
     assert sums > 8 * 64 * 4
 
 
-def test_cudnn_keeps_no_log_sum_exp_without_a_backward() -> None:
+def test_cudnn_keeps_no_log_sum_exp_without_a_backward():
     with fake() as log:
         q, k, v = (torch.randn(2, 8, 128, 64, dtype=BF16) for _ in range(3))
         attention_like_cuda(q, k, v, capability=H200.capability)
@@ -346,22 +336,22 @@ def test_cudnn_keeps_no_log_sum_exp_without_a_backward() -> None:
 
 
 DATA = Path(__file__).parent / "data" / "attention_h200.jsonl"
-MEASURED: list[dict[str, Any]] = [json.loads(line) for line in DATA.read_text().splitlines()[1:]]
+MEASURED = [json.loads(line) for line in DATA.read_text().splitlines()[1:]]
 DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 
 
-def described(row: dict[str, Any]) -> str:
+def described(row):
     flags = [name for name in ("causal", "grouped", "dropout") if row[name]]
     sizes = f"{row['queries']}x{row['keys']}"
     return "-".join([row["dtype"], f"head{row['head']}", sizes, row["mask"], row["layout"], *flags])
 
 
-def measured_inputs(row: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def measured_inputs(row):
     """Query, key, value and mask as they were measured."""
     batch, heads, queries, keys = (row[name] for name in ("batch", "heads", "queries", "keys"))
     dtype, rows_first = DTYPES[row["dtype"]], row["layout"] == "bshd"
 
-    def states(heads: int, length: int) -> Tensor:
+    def states(heads, length):
         shape = (batch, length, heads) if rows_first else (batch, heads, length)
         made = torch.empty(*shape, row["head"], dtype=dtype, requires_grad=True)
         return made.transpose(1, 2) if rows_first else made
@@ -379,7 +369,7 @@ def measured_inputs(row: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor
     return q, k, v, masks[row["mask"]]()
 
 
-def peak(events: list[int]) -> int:
+def peak(events):
     """The most bytes alive at once, in the allocator's units of 512."""
     live = highest = 0
     for size in events:
@@ -390,11 +380,11 @@ def peak(events: list[int]) -> int:
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=described)
-def test_allocations_and_peaks_are_those_measured_on_a_gpu(row: dict[str, Any]) -> None:
+def test_allocations_and_peaks_are_those_measured_on_a_gpu(row):
     """Peaks within 1 %; the allocations and frees themselves exactly, though not always in the same order."""
     with fake(H200) as log:
         q, k, v, mask = measured_inputs(row)
-        options: dict[str, Any] = {
+        options = {
             "dropout_p": row["dropout"],
             "is_causal": row["causal"],
             "enable_gqa": row["grouped"],

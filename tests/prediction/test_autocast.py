@@ -1,10 +1,6 @@
 """CUDA autocast on fake tensors: which ops are cast, which casts are kept, where regions end."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -24,11 +20,11 @@ aten = torch.ops.aten
 class OpLog(TorchDispatchMode):
     """The ops that reach the bottom of the dispatcher; answers host reads of GPU values with zero."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.ops: list[tuple[Any, tuple[int, ...], torch.dtype | None]] = []
+        self.ops = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten._local_scalar_dense.default:
             return 0.0
         out = func(*args, **(kwargs or {}))
@@ -37,20 +33,20 @@ class OpLog(TorchDispatchMode):
         return out
 
     @property
-    def casts(self) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+    def casts(self):
         return [(shape, dtype) for func, shape, dtype in self.ops if func is aten._to_copy.default]
 
 
-def is_on_gpu(tensor: torch.Tensor) -> bool:
+def is_on_gpu(tensor):
     return isinstance(tensor, FakeTensor)
 
 
-def on(dtype: torch.dtype = bf16, **options: Any) -> torch.autocast:
+def on(dtype=bf16, **options):
     return torch.autocast("cuda", dtype, **options)
 
 
 @pytest.fixture
-def gpu_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_claimed(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True)
     # Fake tensors say "cpu" here, so a checkpoint would fall back on the machine's own kind of device.
@@ -58,12 +54,12 @@ def gpu_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def log(gpu_claimed: None) -> Iterator[OpLog]:
+def log(gpu_claimed):
     with cuda_autocast(is_on_gpu), FakeTensorMode(), OpLog() as mode:
         yield mode
 
 
-def test_the_tables_name_exactly_the_ops_that_torch_casts_on_cuda() -> None:
+def test_the_tables_name_exactly_the_ops_that_torch_casts_on_cuda():
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::")]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     cast_by_torch = {n.removeprefix("aten::") for n in names if has_kernel(n, "AutocastCUDA")}
@@ -81,9 +77,7 @@ def test_the_tables_name_exactly_the_ops_that_torch_casts_on_cuda() -> None:
         lambda a: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None], a),
     ],
 )
-def test_products_run_in_the_autocast_dtype(
-    log: OpLog, op: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
-) -> None:
+def test_products_run_in_the_autocast_dtype(log, op, dtype):
     a = torch.randn(8, 8, requires_grad=True)
     with on(dtype):
         y = op(a)
@@ -94,15 +88,9 @@ def test_products_run_in_the_autocast_dtype(
 
 @pytest.mark.parametrize(
     "op",
-    [
-        lambda a: F.layer_norm(a, (8,)),
-        lambda a: a**2,
-        lambda a: F.binary_cross_entropy_with_logits(a, a),
-    ],
+    [lambda a: F.layer_norm(a, (8,)), lambda a: a**2, lambda a: F.binary_cross_entropy_with_logits(a, a)],
 )
-def test_delicate_ops_get_their_arguments_in_float32(
-    log: OpLog, op: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_delicate_ops_get_their_arguments_in_float32(log, op):
     a = torch.randn(8, 8, dtype=bf16, requires_grad=True)
     with on():
         y = op(a)
@@ -121,9 +109,7 @@ def test_delicate_ops_get_their_arguments_in_float32(
         lambda a: aten.norm.ScalarOpt_dim(a, 2, [0], True),
     ],
 )
-def test_reductions_widen_inside_the_op_without_a_cast_of_the_input(
-    log: OpLog, op: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def test_reductions_widen_inside_the_op_without_a_cast_of_the_input(log, op):
     a = torch.randn(8, 8, dtype=bf16)
     with on():
         y = op(a)
@@ -131,7 +117,7 @@ def test_reductions_widen_inside_the_op_without_a_cast_of_the_input(
     assert log.casts == []
 
 
-def test_softmax_answers_in_float32_and_its_gradient_returns_in_the_input_dtype(log: OpLog) -> None:
+def test_softmax_answers_in_float32_and_its_gradient_returns_in_the_input_dtype(log):
     a = torch.randn(8, 8, dtype=bf16, requires_grad=True)
     with on():
         for y in (a.softmax(-1), F.softmax(a, -1), F.log_softmax(a, -1), F.cross_entropy(a, a.argmax(-1))):
@@ -140,7 +126,7 @@ def test_softmax_answers_in_float32_and_its_gradient_returns_in_the_input_dtype(
     assert a.grad.dtype == bf16
 
 
-def test_other_ops_keep_or_promote_dtypes_as_without_autocast(log: OpLog) -> None:
+def test_other_ops_keep_or_promote_dtypes_as_without_autocast(log):
     low, wide = torch.randn(8, 8, dtype=bf16), torch.randn(8, 8)
     with on():
         assert F.gelu(low).dtype == F.silu(low).dtype == low.mean().dtype == F.relu(low).dtype == bf16
@@ -148,7 +134,7 @@ def test_other_ops_keep_or_promote_dtypes_as_without_autocast(log: OpLog) -> Non
     assert all(func is not aten._to_copy.default or dtype == fp32 for func, _, dtype in log.ops)
 
 
-def test_promoting_ops_take_the_widest_dtype(log: OpLog) -> None:
+def test_promoting_ops_take_the_widest_dtype(log):
     low, wide = torch.randn(8, 8, dtype=bf16), torch.randn(8, 8)
     index = torch.zeros(8, 8, dtype=torch.long)
     with on():
@@ -162,7 +148,7 @@ def test_promoting_ops_take_the_widest_dtype(log: OpLog) -> None:
         assert F.bilinear(low, low, weight, bias).dtype == bf16
 
 
-def test_binary_cross_entropy_is_refused(log: OpLog) -> None:
+def test_binary_cross_entropy_is_refused(log):
     p = torch.rand(4)
     with on(), pytest.raises(RuntimeError, match="unsafe to autocast"):
         F.binary_cross_entropy(p, p)
@@ -170,7 +156,7 @@ def test_binary_cross_entropy_is_refused(log: OpLog) -> None:
         F.binary_cross_entropy(p, p)
 
 
-def test_float64_and_integers_are_left_alone(log: OpLog) -> None:
+def test_float64_and_integers_are_left_alone(log):
     with on():
         a = torch.randn(4, 4, dtype=fp64)
         assert (a @ a).dtype == a.exp().dtype == a.sum().dtype == torch.norm(a).dtype == fp64
@@ -178,7 +164,7 @@ def test_float64_and_integers_are_left_alone(log: OpLog) -> None:
     assert log.casts == []
 
 
-def test_linear_casts_bias_then_weight_then_input_and_gradients_return_to_float32(log: OpLog) -> None:
+def test_linear_casts_bias_then_weight_then_input_and_gradients_return_to_float32(log):
     layer, x = nn.Linear(3, 5), torch.randn(2, 3, requires_grad=True)
     with on():
         y = layer(x)
@@ -191,7 +177,7 @@ def test_linear_casts_bias_then_weight_then_input_and_gradients_return_to_float3
     assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == fp32
 
 
-def test_a_weight_used_twice_in_a_region_is_cast_once(log: OpLog) -> None:
+def test_a_weight_used_twice_in_a_region_is_cast_once(log):
     layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4)
     with on():
         layer(layer(x))
@@ -211,9 +197,7 @@ def test_a_weight_used_twice_in_a_region_is_cast_once(log: OpLog) -> None:
     ],
     ids=["no gradient", "not a leaf", "view", "leaf view"],
 )
-def test_only_leaves_that_need_a_gradient_and_are_no_views_are_kept(
-    log: OpLog, weight: Callable[[], torch.Tensor]
-) -> None:
+def test_only_leaves_that_need_a_gradient_and_are_no_views_are_kept(log, weight):
     w, x = weight(), torch.randn(2, 4)
     log.ops.clear()
     with on():
@@ -221,13 +205,13 @@ def test_only_leaves_that_need_a_gradient_and_are_no_views_are_kept(
     assert [shape for shape, _ in log.casts] == [(4, 4), (2, 4)] * 2
 
 
-def has_python_kernel(op: str) -> bool:
+def has_python_kernel(op):
     """Torch names the file in which a kernel was registered; Python kernels name a Python file."""
     lines = torch._C._dispatch_dump(f"aten::{op}").splitlines()
     return any(line.startswith("AutocastCUDA") and ".py" in line for line in lines)
 
 
-def test_a_disabled_region_inside_casts_nothing_and_the_outer_one_resumes(log: OpLog) -> None:
+def test_a_disabled_region_inside_casts_nothing_and_the_outer_one_resumes(log):
     a = torch.randn(4, 4)
     with on():
         assert torch.is_autocast_enabled("cuda")
@@ -242,19 +226,19 @@ def test_a_disabled_region_inside_casts_nothing_and_the_outer_one_resumes(log: O
     assert (a @ a).dtype == fp32
 
 
-def test_custom_forward_and_backward_follow_the_state_of_the_forward(log: OpLog) -> None:
-    seen: list[torch.dtype] = []
+def test_custom_forward_and_backward_follow_the_state_of_the_forward(log):
+    seen = []
 
     class Product(torch.autograd.Function):
         @staticmethod
         @torch.amp.custom_fwd(device_type="cuda")
-        def forward(ctx: Any, a: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, a):
             ctx.save_for_backward(a)
             return a @ a
 
         @staticmethod
         @torch.amp.custom_bwd(device_type="cuda")
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        def backward(ctx, grad):
             (a,) = ctx.saved_tensors
             seen.append((a @ a).dtype)
             return grad.float() @ a.float()
@@ -268,7 +252,7 @@ def test_custom_forward_and_backward_follow_the_state_of_the_forward(log: OpLog)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoints_recompute_under_the_autocast_of_the_forward(log: OpLog, reentrant: bool) -> None:
+def test_checkpoints_recompute_under_the_autocast_of_the_forward(log, reentrant):
     layer, x = nn.Linear(3, 5), torch.randn(2, 3, requires_grad=True)
     with on():
         y = checkpoint(layer, x, use_reentrant=reentrant)
@@ -279,7 +263,7 @@ def test_checkpoints_recompute_under_the_autocast_of_the_forward(log: OpLog, ree
     assert x.grad.dtype == layer.weight.grad.dtype == fp32
 
 
-def test_a_recomputation_in_backward_clears_the_cache_even_inside_autocast(log: OpLog) -> None:
+def test_a_recomputation_in_backward_clears_the_cache_even_inside_autocast(log):
     layer, x = nn.Linear(4, 4, bias=False), torch.randn(2, 4, requires_grad=True)
     with on():
         checkpoint(layer, x, use_reentrant=False).sum().backward()
@@ -288,7 +272,7 @@ def test_a_recomputation_in_backward_clears_the_cache_even_inside_autocast(log: 
     assert ((4, 4), bf16) in log.casts
 
 
-def test_real_cpu_tensors_are_untouched(gpu_claimed: None) -> None:
+def test_real_cpu_tensors_are_untouched(gpu_claimed):
     a, p = torch.randn(4, 4), torch.rand(4)
     with cuda_autocast(is_on_gpu), on():
         assert (a @ a).dtype == fp32
@@ -299,7 +283,7 @@ def test_real_cpu_tensors_are_untouched(gpu_claimed: None) -> None:
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_nothing_of_the_process_is_changed_afterwards(gpu_claimed: None, failing: bool) -> None:
+def test_nothing_of_the_process_is_changed_afterwards(gpu_claimed, failing):
     functions = (
         torch.clear_autocast_cache,
         torch.autocast_increment_nesting,

@@ -1,9 +1,5 @@
 """`--sizes`: scripts and functions, predicted with longer batches than those that they load."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -41,34 +37,34 @@ for ids, mask, labels in DataLoader(Texts(), batch_size=4, collate_fn=collate):
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Script:
+def script(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     return Script(str(tmp_path / "train.py"))
 
 
-def test_ids_labels_and_masks_of_a_script_get_the_sizes(script: Script) -> None:
+def test_ids_labels_and_masks_of_a_script_get_the_sizes(script):
     found = oomph.predict(script, sizes={"T": 48, "B": 16})
     assert {each.shape for each in found.batch} == {(16, 48)}
     assert any("traced as [16, 48]" in note.text for note in found.notes)
     assert found.peak.allocated > oomph.predict(script).peak.allocated
 
 
-def test_the_longest_sample_of_the_data_set(script: Script) -> None:
+def test_the_longest_sample_of_the_data_set(script):
     found = oomph.predict(script, sizes="longest")
     assert {each.shape for each in found.batch} == {(4, 65)}
     assert any("T=65, of all 40 samples" in note.text for note in found.notes)
 
 
 @pytest.mark.usefixtures("in_process")
-def test_functions_images_and_workloads() -> None:
-    def training(made_there: bool = False) -> None:
+def test_functions_images_and_workloads():
+    def training(made_there=False):
         images = torch.randn(2, 3, 16, 16, device="cuda" if made_there else None).cuda()
         nn.Conv2d(3, 4, 3).cuda()(images).sum().backward()
 
     found = oomph.predict(training, sizes={"H": 32, "W": 24})
     assert [each.shape for each in found.batch] == [(2, 3, 32, 24)]
 
-    def segmentation() -> None:
+    def segmentation():
         model = nn.Conv2d(3, 4, 1).cuda()
         for _ in range(2):
             images, masks = torch.randn(2, 3, 16, 16).cuda(), torch.ones(2, 16, 16, dtype=torch.long).cuda()
@@ -114,10 +110,8 @@ IMAGES, LABEL_MAP = ((2, 3, 16, 16), torch.float), ((2, 16, 16), torch.long)
         ((LABEL_MAP, IMAGES), [(2, 8, 12), (2, 3, 8, 12)], "[B=2, H=8, W=12], [B=2, C=3, H=8, W=12]"),
     ],
 )
-def test_masks_of_tokens_and_of_images(
-    batch: tuple[tuple[tuple[int, ...], torch.dtype], ...], resized: list[tuple[int, ...]], named: str
-) -> None:
-    def training() -> None:
+def test_masks_of_tokens_and_of_images(batch, resized, named):
+    def training():
         for shape, dtype in batch:
             torch.ones(shape, dtype=dtype).cuda()
         nn.Linear(1, 1).cuda()(torch.ones(1, 1, device="cuda")).sum().backward()

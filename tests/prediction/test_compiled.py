@@ -15,7 +15,7 @@ WIDTH, ROWS = 64, 2048
 
 
 class Block(nn.Module):
-    def __init__(self, breaks: bool = False) -> None:
+    def __init__(self, breaks=False):
         super().__init__()
         self.up, self.down, self.breaks = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), breaks
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, breaks: bool = False) -> None:
+    def __init__(self, breaks=False):
         super().__init__()
         self.blocks = nn.ModuleList([Block(breaks), Block(breaks)])
 
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.embed, self.qkv = nn.Embedding(128, WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
         self.block, self.head = Block(), nn.Linear(WIDTH, 128, bias=False)

@@ -1,11 +1,7 @@
 """cuDNN's convolutions and recurrent networks, against figures measured on an H200."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -30,19 +26,19 @@ COUNTS = torch.tensor([3, 2, 1, 1])  # live samples at each step of a packed seq
 
 
 def convolution(
-    input: tuple[int, ...],
-    weight: tuple[int, ...],
-    stride: int = 1,
-    padding: int = 0,
+    input,
+    weight,
+    stride=1,
+    padding=0,
     *,
-    dtype: torch.dtype = torch.float32,
-    transposed: bool = False,
-    dilation: int = 1,
-    groups: int = 1,
-    format: torch.memory_format = torch.contiguous_format,
-    backward: tuple[bool, bool, bool] | None = None,
-    grad_format: torch.memory_format | None = None,
-) -> list[int]:
+    dtype=torch.float32,
+    transposed=False,
+    dilation=1,
+    groups=1,
+    format=torch.contiguous_format,
+    backward=None,
+    grad_format=None,
+):
     """The temporaries of a convolution, or of its backward pass, without the places of its results."""
     dims = len(input) - 2
     geometry = ([stride] * dims, [padding] * dims, [dilation] * dims, transposed, [0] * dims, groups)
@@ -56,7 +52,7 @@ def convolution(
         return [size for size in temporaries_of(op, args, {}, H200) if size is not None]
 
 
-def weight_gradient(*args: Any, **options: Any) -> int:
+def weight_gradient(*args, **options):
     return sum(size for size in convolution(*args, **options, backward=(False, True, False)) if size > 0)
 
 
@@ -77,9 +73,7 @@ def weight_gradient(*args: Any, **options: Any) -> int:
         (12992528, (64, 16, 56, 56), (256, 16, 3, 3), {"padding": 1}),
     ],
 )
-def test_a_forward_pass_copies_what_tensor_cores_cannot_read_as_it_is(
-    measured: int, input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
-) -> None:
+def test_a_forward_pass_copies_what_tensor_cores_cannot_read_as_it_is(measured, input, weight, options):
     assert sum(convolution(input, weight, **options)) == pytest.approx(measured, rel=0.01)
 
 
@@ -97,13 +91,11 @@ def test_a_forward_pass_copies_what_tensor_cores_cannot_read_as_it_is(
         ((128, 64, 32, 32), (64, 3, 4, 4), {"padding": 1, "stride": 2, "transposed": True}),
     ],
 )
-def test_matrix_products_channels_last_depthwise_and_short_sums_need_no_copies(
-    input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
-) -> None:
+def test_matrix_products_channels_last_depthwise_and_short_sums_need_no_copies(input, weight, options):
     assert convolution(input, weight, **options) == []
 
 
-def test_the_backward_pass_frees_one_workspace_before_it_takes_the_next() -> None:
+def test_the_backward_pass_frees_one_workspace_before_it_takes_the_next():
     data, freed, weight, _ = convolution(
         (64, 128, 28, 28), (128, 128, 3, 3), padding=1, backward=(True, True, False)
     )
@@ -135,21 +127,19 @@ def test_the_backward_pass_frees_one_workspace_before_it_takes_the_next() -> Non
         (8258199, (16, 128, 32, 32), (96, 128, 3, 3), {"padding": 1, "format": NHWC}),
     ],
 )
-def test_a_weight_gradient_also_holds_padded_channels_and_partial_sums(
-    measured: int, input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
-) -> None:
+def test_a_weight_gradient_also_holds_padded_channels_and_partial_sums(measured, input, weight, options):
     assert weight_gradient(input, weight, **options) == pytest.approx(measured, rel=0.02)
 
 
-def test_a_dilated_convolution_takes_neither_fourier_transforms_nor_winograds_method() -> None:
+def test_a_dilated_convolution_takes_neither_fourier_transforms_nor_winograds_method():
     both = 100 * (128 + 64) * 32 * 32 * 4  # bytes of input and output
     assert weight_gradient((100, 128, 32, 32), (64, 128, 3, 3), padding=1) > 8 * both
     assert weight_gradient((100, 128, 32, 32), (64, 128, 3, 3), padding=2, dilation=2) < 2 * both
 
 
 @pytest.mark.parametrize("benchmark", [False, True])
-def test_a_note_says_that_the_search_for_algorithms_is_not_included(benchmark: bool) -> None:
-    def step() -> None:
+def test_a_note_says_that_the_search_for_algorithms_is_not_included(benchmark):
+    def step():
         torch.backends.cudnn.benchmark = benchmark
         nn.Conv2d(8, 8, 3, device="cuda")(torch.empty(8, 8, 8, 8, device="cuda")).sum().backward()
 
@@ -161,9 +151,7 @@ def test_a_note_says_that_the_search_for_algorithms_is_not_included(benchmark: b
     ("input", "weight", "dtype"),
     [((0, 3, 8, 8), (4, 3, 3, 3), torch.float32), ((4, 0, 8, 8), (4, 0, 3, 3), BF16)],
 )
-def test_an_empty_convolution_takes_nothing(
-    input: tuple[int, ...], weight: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_an_empty_convolution_takes_nothing(input, weight, dtype):
     assert not any(convolution(input, weight, dtype=dtype))
     assert weight_gradient(input, weight, dtype=dtype) == 0
 
@@ -176,21 +164,19 @@ def test_an_empty_convolution_takes_nothing(
         (58982547, (16, 256, 56, 56), (128, 256, 3, 3), {"padding": 1, "stride": 2}),
     ],
 )
-def test_a_data_gradient_copies_nothing_for_few_channels_or_channels_last(
-    measured: int, input: tuple[int, ...], weight: tuple[int, ...], options: dict[str, Any]
-) -> None:
+def test_a_data_gradient_copies_nothing_for_few_channels_or_channels_last(measured, input, weight, options):
     sizes = convolution(input, weight, **options, backward=(True, False, False))
     assert sum(size for size in sizes if size > 0) == pytest.approx(measured, rel=0.02)
 
 
-def test_a_gradient_in_another_layout_is_copied_first() -> None:
+def test_a_gradient_in_another_layout_is_copied_first():
     sizes = convolution(
         (8, 64, 32, 32), (64, 64, 3, 3), padding=1, backward=(True, True, False), grad_format=NHWC
     )
     assert sizes[0] == 8 * 64 * 32 * 32 * 4
 
 
-def test_a_weight_in_channels_last_makes_the_convolution_copy_its_input_to_that_layout() -> None:
+def test_a_weight_in_channels_last_makes_the_convolution_copy_its_input_to_that_layout():
     with FakeTensorMode():
         x = torch.empty(16, 64, 56, 56)
         w = torch.empty(64, 64, 3, 3).to(memory_format=NHWC)
@@ -201,27 +187,27 @@ def test_a_weight_in_channels_last_makes_the_convolution_copy_its_input_to_that_
 class Bytes(TorchDispatchMode):
     """Sizes of the byte buffers made while it is on: cuDNN's workspaces and reserves."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.sizes: list[int] = []
+        self.sizes = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func is aten.new_empty.default and out.dtype == torch.uint8:
             self.sizes.append(out.numel())
         return out
 
 
-def is_fake(tensor: Any) -> bool:
+def is_fake(tensor):
     return isinstance(tensor, FakeTensor)
 
 
-def nothing(*args: Any, **kwargs: Any) -> None:
+def nothing(*args, **kwargs):
     return None
 
 
 @contextlib.contextmanager
-def on_fake_gpu() -> Iterator[Bytes]:
+def on_fake_gpu():
     """Fake tensors count as the GPU's."""
     calls = [nothing] * 3
     context = RuleContext(H200, is_fake, RuleGuard(nothing), *calls, held=[], compiling=nothing)
@@ -229,7 +215,7 @@ def on_fake_gpu() -> Iterator[Bytes]:
         yield found
 
 
-def flattened(module: nn.RNNBase) -> nn.RNNBase:
+def flattened(module):
     flatten_parameters(is_fake)(module)
     return module
 
@@ -246,16 +232,14 @@ def flattened(module: nn.RNNBase) -> nn.RNNBase:
         (lambda: nn.RNN(512, 512), 61145600, 8388864),
     ],
 )
-def test_a_recurrent_network_takes_a_workspace_and_keeps_a_reserve(
-    build: Any, workspace: int, reserve: int
-) -> None:
+def test_a_recurrent_network_takes_a_workspace_and_keeps_a_reserve(build, workspace, reserve):
     with on_fake_gpu() as found:
         module = flattened(build())
         module(torch.empty(128, 32, 512, dtype=next(module.parameters()).dtype))
     assert found.sizes == [pytest.approx(workspace, rel=0.01), reserve]
 
 
-def test_workspaces_of_recurrent_networks_are_those_measured() -> None:
+def test_workspaces_of_recurrent_networks_are_those_measured():
     with (RESULTS / "recurrent_h200.csv").open() as file:
         measured = [row for row in csv.DictReader(file) if row["packed"] == row["projection"] == "0"]
     with on_fake_gpu() as found:
@@ -280,7 +264,7 @@ def test_workspaces_of_recurrent_networks_are_those_measured() -> None:
             assert rest[1:] == [pytest.approx(int(row["backward"]), rel=0.001)] * 2 * module.training, row
 
 
-def test_the_backward_pass_takes_the_workspace_twice_and_makes_one_flat_gradient() -> None:
+def test_the_backward_pass_takes_the_workspace_twice_and_makes_one_flat_gradient():
     with on_fake_gpu() as found:
         module = flattened(nn.LSTM(512, 512, 2, batch_first=True))
         module(torch.empty(32, 128, 512))[0].sum().backward()
@@ -291,7 +275,7 @@ def test_the_backward_pass_takes_the_workspace_twice_and_makes_one_flat_gradient
     assert all(weight.shape == weight.grad.shape for weight in module.parameters() if weight.grad is not None)
 
 
-def test_the_state_of_dropout_is_made_once() -> None:
+def test_the_state_of_dropout_is_made_once():
     with on_fake_gpu() as found:
         module = flattened(nn.LSTM(512, 512, 2, dropout=0.1))
         for _ in range(2):
@@ -300,19 +284,19 @@ def test_the_state_of_dropout_is_made_once() -> None:
     assert found.sizes.count(92537088) == 2  # the reserve, with one bit for each output that may be dropped
 
 
-def test_evaluation_keeps_no_reserve() -> None:
+def test_evaluation_keeps_no_reserve():
     with on_fake_gpu() as found:
         flattened(nn.GRU(512, 512).eval())(torch.empty(128, 32, 512))
     assert len(found.sizes) == 1
 
 
-def test_flattened_weights_are_views_of_one_buffer() -> None:
+def test_flattened_weights_are_views_of_one_buffer():
     with on_fake_gpu():
         module = flattened(nn.LSTM(64, 64, 2))
         assert len({weight.untyped_storage()._cdata for weight in module.parameters()}) == 1
 
 
-def test_a_packed_sequence_is_padded_again_to_its_lengths() -> None:
+def test_a_packed_sequence_is_padded_again_to_its_lengths():
     with on_fake_gpu():
         data = torch.empty(7, 8)
         padded, lengths = aten._pad_packed_sequence.default(data, COUNTS, True, 0.0, -1)
@@ -320,7 +304,7 @@ def test_a_packed_sequence_is_padded_again_to_its_lengths() -> None:
     assert lengths.tolist() == [4, 2, 1]
 
 
-def test_real_tensors_go_the_way_they_always_went() -> None:
+def test_real_tensors_go_the_way_they_always_went():
     with on_fake_gpu(), disable_dispatch_modes():
         module = nn.LSTM(4, 4)
         output, _ = module(nn.utils.rnn.pack_sequence([torch.ones(3, 4), torch.ones(2, 4)]))
@@ -331,7 +315,7 @@ def test_real_tensors_go_the_way_they_always_went() -> None:
 
 
 @pytest.fixture(params=["oneDNN off", "several threads"])
-def host(request: pytest.FixtureRequest) -> Iterator[str]:
+def host(request):
     """torch turns oneDNN off by itself, for good, when a half-precision product fails on the processor."""
     enabled, threads = torch.backends.mkldnn.enabled, torch.get_num_threads()
     torch._C._set_mkldnn_enabled(request.param != "oneDNN off")
@@ -342,12 +326,12 @@ def host(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.set_num_threads(threads)
 
 
-def layouts(layer: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch.dtype) -> list[bool]:
+def layouts(layer, shape, dtype):
     """Whether the result and the gradients of input and weight are in channels last."""
     found = []
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape), torch.contiguous_format)
 
-    def program() -> None:
+    def program():
         x = torch.randn(shape, device="cuda", dtype=dtype).to(memory_format=last).requires_grad_()
         module = layer().to("cuda", dtype)
         out = module(x)
@@ -371,11 +355,9 @@ def layouts(layer: Callable[[], nn.Module], shape: tuple[int, ...], dtype: torch
         (lambda: nn.ConvTranspose3d(4, 8, 2), (2, 4, 6, 6, 6)),
     ],
 )
-def test_a_convolution_of_channels_last_stays_channels_last_whatever_the_host_would_do(
-    host: str, layer: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
+def test_a_convolution_of_channels_last_stays_channels_last_whatever_the_host_would_do(host, layer, shape):
     assert layouts(layer, shape, torch.bfloat16) == [True, True, True]
 
 
-def test_a_convolution_in_float64_is_contiguous_as_in_cudnn(host: str) -> None:
+def test_a_convolution_in_float64_is_contiguous_as_in_cudnn(host):
     assert layouts(lambda: nn.Conv2d(8, 16, 3), (2, 8, 12, 12), torch.float64) == [False, False, False]

@@ -1,17 +1,13 @@
 """Ops whose memory depends on values, and linear algebra: against an H200 with torch 2.11."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from benchmarks import RESULTS
 from benchmarks.accuracy.kernels import KERNELS
-from torch import Tensor, nn
+from torch import nn
 
 import oomph
 from oomph.errors import ProgramError
@@ -26,19 +22,19 @@ LINEAR_ALGEBRA = ["irfft2", "eigh", "eigh small", "eigvalsh", "svd", "qr", "chol
 DRAWN = {"index rows by mask bf16", "index by mask half", "repeat_interleave counts", "repeat_interleave ids"}
 
 
-def notes_of(program: Callable[[], Any]) -> str:
+def notes_of(program):
     return "\n".join(str(note) for note in oomph.predict(program, gpu="h200").notes)
 
 
 @pytest.mark.parametrize("name", GROUP + LINEAR_ALGEBRA)
 @in_process
-def test_the_prediction_is_what_was_measured(name: str) -> None:
+def test_the_prediction_is_what_was_measured(name):
     measured = ROWS[name]["steps"][-1][0]
     predicted = oomph.predict(KERNELS[name], gpu="h200").steps[-1].allocated
     assert predicted == pytest.approx(measured, rel=1e-2 if name in DRAWN else 5e-4)
 
 
-def test_cumprod_takes_the_longer_way_back_where_an_element_is_zero() -> None:
+def test_cumprod_takes_the_longer_way_back_where_an_element_is_zero():
     """The measured input has a zero."""
     interval = oomph.predict(KERNELS["cumprod"], gpu="h200").interval
     assert interval is not None
@@ -46,7 +42,7 @@ def test_cumprod_takes_the_longer_way_back_where_an_element_is_zero() -> None:
     assert interval.low.allocated < measured
     assert interval.high.allocated == pytest.approx(measured, rel=5e-4)
 
-    def program(zeros: bool) -> None:
+    def program(zeros):
         x = torch.arange(0 if zeros else 1, 1024 * 64 + (0 if zeros else 1), device="cuda").float()
         x = x.view(1024, 64).requires_grad_()
         x.cumprod(-1).sum().backward()
@@ -57,8 +53,8 @@ def test_cumprod_takes_the_longer_way_back_where_an_element_is_zero() -> None:
 
 
 @in_process
-def test_known_values_give_exact_sizes_without_a_note() -> None:
-    def program() -> None:
+def test_known_values_give_exact_sizes_without_a_note():
+    def program():
         x = torch.randn(6, 4, device="cuda")
         ids = torch.tensor([0, 3, 3, 1, 5, 3]).cuda()
         mask = torch.arange(6, device="cuda") < 2
@@ -76,8 +72,8 @@ def test_known_values_give_exact_sizes_without_a_note() -> None:
 
 
 @in_process
-def test_positions_and_random_ids_are_in_their_range() -> None:
-    def program() -> None:
+def test_positions_and_random_ids_are_in_their_range():
+    def program():
         logits = torch.randn(64, 10, device="cuda")
         best = logits.topk(2, dim=-1).indices
         assert best.shape == (64, 2)
@@ -98,8 +94,8 @@ def test_positions_and_random_ids_are_in_their_range() -> None:
 
 
 @in_process
-def test_repeats_by_counts_of_tokens_give_one_row_per_token() -> None:
-    def program() -> None:
+def test_repeats_by_counts_of_tokens_give_one_row_per_token():
+    def program():
         chosen = torch.randn(64, 8, device="cuda").topk(2, dim=-1).indices
         experts = torch.arange(8, device="cuda")
         for counts in (
@@ -113,8 +109,8 @@ def test_repeats_by_counts_of_tokens_give_one_row_per_token() -> None:
 
 
 @in_process
-def test_one_mask_selects_the_same_number_of_elements_each_time() -> None:
-    def program() -> None:
+def test_one_mask_selects_the_same_number_of_elements_each_time():
+    def program():
         x = torch.randn(64, 16, device="cuda", requires_grad=True)
         out = torch.zeros_like(x)
         experts = F.one_hot(torch.randn(64, 4, device="cuda").argmax(-1), 4).bool()
@@ -131,8 +127,8 @@ def test_one_mask_selects_the_same_number_of_elements_each_time() -> None:
 
 @in_process
 @pytest.mark.parametrize("pairs", [64, 256])
-def test_what_a_known_mask_selects_is_known(pairs: int) -> None:
-    def program() -> None:
+def test_what_a_known_mask_selects_is_known(pairs):
+    def program():
         """The pairs of a contrastive loss, as SimCLR selects them."""
         ids = torch.arange(pairs).repeat(2)
         labels = (ids[None] == ids[:, None]).float().cuda()
@@ -146,8 +142,8 @@ def test_what_a_known_mask_selects_is_known(pairs: int) -> None:
 
 
 @in_process
-def test_a_one_hot_mask_selects_one_element_of_every_row() -> None:
-    def program() -> None:
+def test_a_one_hot_mask_selects_one_element_of_every_row():
+    def program():
         x = torch.randn(128, 5000, device="cuda")
         labels, rows = torch.randint(0, 5000, (128,), device="cuda"), torch.arange(128, device="cuda")
         written = torch.zeros_like(x)
@@ -162,8 +158,8 @@ def test_a_one_hot_mask_selects_one_element_of_every_row() -> None:
 
 
 @in_process
-def test_bounds_beyond_one_select_nearly_all_or_nearly_none_of_unknown_numbers() -> None:
-    def program() -> None:
+def test_bounds_beyond_one_select_nearly_all_or_nearly_none_of_unknown_numbers():
+    def program():
         x = nn.Linear(64, 64, device="cuda")(torch.randn(4096, 64, device="cuda"))
         inside = (x >= -3) & (x <= 3)
         assert len(x[inside]) > 0.99 * x.numel()
@@ -174,8 +170,8 @@ def test_bounds_beyond_one_select_nearly_all_or_nearly_none_of_unknown_numbers()
 
 
 @in_process
-def test_an_unknown_mask_selects_as_much_of_every_row() -> None:
-    def program() -> None:
+def test_an_unknown_mask_selects_as_much_of_every_row():
+    def program():
         x = torch.randn(8, 511, device="cuda")
         assert x[x > 0].view(8, -1).shape == (8, 256)
         for columns in (1, 2):  # too few to select as many of each
@@ -187,8 +183,8 @@ def test_an_unknown_mask_selects_as_much_of_every_row() -> None:
 
 
 @in_process
-def test_masks_of_the_host_select_what_they_select() -> None:
-    def program() -> None:
+def test_masks_of_the_host_select_what_they_select():
+    def program():
         x = torch.randn(64, 16, device="cuda")
         mask = torch.arange(64) < 5
         assert x[mask].shape == (5, 16)
@@ -200,10 +196,10 @@ def test_masks_of_the_host_select_what_they_select() -> None:
 
 
 @in_process
-def test_values_say_how_many_elements_an_unknown_mask_selects() -> None:
+def test_values_say_how_many_elements_an_unknown_mask_selects():
     """Fewer values than the mask has elements are no error of the program."""
 
-    def program() -> None:
+    def program():
         text = torch.randn(32, 8, device="cuda", requires_grad=True)
         image = torch.randn(5, 8, device="cuda", requires_grad=True)
         mask = torch.rand(32, device="cuda") < 0.2
@@ -218,10 +214,10 @@ def test_values_say_how_many_elements_an_unknown_mask_selects() -> None:
 
 
 @in_process
-def test_values_and_their_places_may_be_guessed_differently() -> None:
+def test_values_and_their_places_may_be_guessed_differently():
     """As in LED, which assigns what one mask selects to where another one does."""
 
-    def program() -> None:
+    def program():
         x = torch.randn(64, 16, device="cuda", requires_grad=True)
         some, others = torch.randn(64, device="cuda") > 0.5, torch.randn(32, device="cuda") > 0.5
         out = torch.zeros(64, 16, device="cuda")
@@ -233,8 +229,8 @@ def test_values_and_their_places_may_be_guessed_differently() -> None:
     assert "depends on values" in notes_of(program)
 
 
-def test_a_mask_of_another_shape_is_an_error_of_the_program() -> None:
-    def program() -> None:
+def test_a_mask_of_another_shape_is_an_error_of_the_program():
+    def program():
         torch.randn(4, 4, device="cuda")[torch.rand(3, device="cuda") < 0.5]
 
     with pytest.raises(ProgramError, match=r"IndexError: .* mask \[3\] at index 0"):
@@ -242,8 +238,8 @@ def test_a_mask_of_another_shape_is_an_error_of_the_program() -> None:
 
 
 @in_process
-def test_results_are_written_into_out() -> None:
-    def program() -> None:
+def test_results_are_written_into_out():
+    def program():
         mask = torch.randn(64, device="cuda") < 0.5
         out = torch.empty(0, dtype=torch.int64, device="cuda")
         torch.nonzero(mask, out=out)
@@ -255,7 +251,7 @@ def test_results_are_written_into_out() -> None:
     notes_of(program)
 
 
-def test_every_aten_op_of_dynamic_shape_has_a_rule() -> None:
+def test_every_aten_op_of_dynamic_shape_has_a_rule():
     dynamic = []
     for name in dir(aten) + torch._C._dispatch_get_all_op_names():
         packet = getattr(aten, name.removeprefix("aten::").partition(".")[0], None)
@@ -266,16 +262,16 @@ def test_every_aten_op_of_dynamic_shape_has_a_rule() -> None:
     assert set(dynamic) - set(DATA_DEPENDENT_RESULTS) == {aten.argwhere, aten.one_hot}
 
 
-def test_an_op_without_a_rule_is_estimated_with_a_note() -> None:
+def test_an_op_without_a_rule_is_estimated_with_a_note():
     @torch.library.custom_op("oomph_test::positive", mutates_args=())
-    def positive(x: Tensor) -> Tensor:
+    def positive(x: torch.Tensor) -> torch.Tensor:  # the schema of the op
         return x[x > 0]
 
     @positive.register_fake
-    def _(x: Tensor) -> Tensor:
+    def _(x):
         return x.new_empty((torch.library.get_ctx().new_dynamic_size(),))
 
-    def program() -> None:
+    def program():
         assert positive(torch.randn(8, 8, device="cuda")).shape == (8, 8)
 
     notes = notes_of(program)

@@ -1,7 +1,5 @@
 """A step of deterministic kernels: what they need more, and that asking for them ends with the trace."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -22,16 +20,16 @@ B, H, T, D = 1, 8, 4096, 64
 
 
 class Attention(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.proj = nn.Linear(H * D, 3 * H * D, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         q, k, v = (part.unflatten(2, (H, D)).transpose(1, 2) for part in self.proj(x).chunk(3, -1))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def attention(deterministic: bool) -> Workload:
+def attention(deterministic):
     return Workload(
         model=Attention,
         batch=lambda device: torch.randn(B, T, H * D, device=device, dtype=torch.bfloat16),
@@ -42,7 +40,7 @@ def attention(deterministic: bool) -> Workload:
     )
 
 
-def test_flash_keeps_a_sum_for_every_part_of_the_keys() -> None:
+def test_flash_keeps_a_sum_for_every_part_of_the_keys():
     """On an A100 with its 108 multiprocessors, 8 heads: 14 sums of q's size in float32, in place of one."""
     plain, exact = (oomph.predict(attention(each), gpu="a100-80gb").peak.allocated for each in (False, True))
     more_sums = (14 - 1) * B * H * T * D * 4
@@ -50,26 +48,26 @@ def test_flash_keeps_a_sum_for_every_part_of_the_keys() -> None:
     assert exact - plain == pytest.approx(more_sums + workspaces, abs=MiB)
 
 
-def test_a_program_that_asks_does_not_change_the_next_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_asks_does_not_change_the_next_prediction(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
 
-    def program() -> None:
+    def program():
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.utils.deterministic.fill_uninitialized_memory = False
         torch.use_deterministic_algorithms(True)
         torch.empty(1, device="cuda")
 
     before = oomph.predict(attention(False), gpu="a100-80gb").peak.allocated
     oomph.predict(program)
     assert oomph.predict(attention(False), gpu="a100-80gb").peak.allocated == before
-    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 ROWS, WIDTH = 1 << 16, 256
 
 
-def moved(how: str, deterministic: bool) -> oomph.Prediction:
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def moved(how, deterministic):
+    def loss(model, x):
         rows = model(x)
         into = torch.zeros_like(rows)
         index = torch.zeros(ROWS, dtype=torch.int64, device=rows.device)
@@ -101,20 +99,20 @@ def moved(how: str, deterministic: bool) -> oomph.Prediction:
         ("scatter_add of rows", 0),
     ],
 )
-def test_scatters_sort_their_indices(how: str, more: int) -> None:
+def test_scatters_sort_their_indices(how, more):
     plain, exact = (moved(how, each).peak.allocated for each in (False, True))
     assert more <= exact - plain <= 2 * more + 8 * MiB
 
 
-def test_an_op_that_torch_would_refuse_is_an_error() -> None:
+def test_an_op_that_torch_would_refuse_is_an_error():
     assert moved("mean", False).peak.allocated > 0
     message = r"torch has none for nll_loss2d_forward of .*test_deterministic\.py:\d+$"
     with pytest.raises(UserError, match=message):
         moved("mean", True)
 
 
-def test_a_program_that_asks_itself_ends_where_a_run_would() -> None:
-    def program() -> None:
+def test_a_program_that_asks_itself_ends_where_a_run_would():
+    def program():
         torch.use_deterministic_algorithms(True)
         row = torch.ones(8, device="cuda")
         row.put_(torch.zeros(2, dtype=torch.int64, device="cuda"), row[:2])
@@ -123,7 +121,7 @@ def test_a_program_that_asks_itself_ends_where_a_run_would() -> None:
         oomph.predict(program)
 
 
-def test_what_was_asked_before_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_asked_before_is_left_as_it_was(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -145,15 +143,13 @@ def test_what_was_asked_before_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch
     ("given", "right"),
     [(None, 8320 * 1024), (":4096:8", 32 * MiB), (":16:8", 128 * 1024), (":4096:2:16:8", 8320 * 1024)],
 )
-def test_the_workspace_of_matrix_products_is_what_the_environment_asks_for(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, right: int
-) -> None:
+def test_the_workspace_of_matrix_products_is_what_the_environment_asks_for(monkeypatch, given, right):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     if given is not None:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", given)
     assert cublas_workspace_bytes((8, 0)) == right
 
 
-def test_a_word_is_neither_true_nor_false() -> None:
+def test_a_word_is_neither_true_nor_false():
     with pytest.raises(UserError, match="deterministic='no' is not valid; give True or False"):
-        Workload(model=Attention, batch=lambda device: None, deterministic="no")  # type: ignore[arg-type]
+        Workload(model=Attention, batch=lambda device: None, deterministic="no")

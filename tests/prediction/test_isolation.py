@@ -1,8 +1,6 @@
 # ruff: noqa: E501
 """A predicted program changes no file, no thread and no flag of the process that asks."""
 
-from __future__ import annotations
-
 import importlib.util
 import multiprocessing
 import os
@@ -12,9 +10,7 @@ import termios
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -118,13 +114,13 @@ def program():
 """
 
 
-def folder_in(path: Path) -> dict[str, bytes]:
+def folder_in(path):
     return {
         str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()
     }
 
 
-def filled(folder: Path) -> Path:
+def filled(folder):
     for name, content in BEFORE.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -133,25 +129,25 @@ def filled(folder: Path) -> Path:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return filled(tmp_path)
 
 
-def made(body: str, **names: object) -> Callable[[], None]:
-    scope: dict[str, object] = dict(names)
+def made(body, **names):
+    scope = dict(names)
     exec(HEADER + textwrap.indent(body, "    "), scope)
-    return scope["program"]  # type: ignore[return-value]
+    return scope["program"]
 
 
-def test_a_program_sees_its_own_changes_and_the_folders_stay(tmp_path: Path) -> None:
+def test_a_program_sees_its_own_changes_and_the_folders_stay(tmp_path):
     """All of PROGRAMS in one prediction, each in a folder of its own."""
     folders = {name: filled(tmp_path / str(number)) for number, name in enumerate(PROGRAMS)}
     with (tmp_path / "caller.txt").open("w") as caller:
         programs = {name: made(body, caller=caller, remove=os.remove) for name, body in PROGRAMS.items()}
         before = folder_in(tmp_path)
 
-        def program() -> None:
+        def program():
             for name, run in programs.items():
                 os.chdir(folders[name])
                 try:
@@ -164,7 +160,7 @@ def test_a_program_sees_its_own_changes_and_the_folders_stay(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_the_folder_stays_however_the_program_ends(ending: str, folder: Path) -> None:
+def test_the_folder_stays_however_the_program_ends(ending, folder):
     before = folder_in(folder)
     body = "shutil.rmtree('old'); open('weights.pt', 'w').write('x')\n" + ENDINGS[ending]
     if ending == "returns":
@@ -175,17 +171,17 @@ def test_the_folder_stays_however_the_program_ends(ending: str, folder: Path) ->
     assert folder_in(folder) == before
 
 
-def test_a_crash_of_the_program_is_its_own(folder: Path) -> None:
+def test_a_crash_of_the_program_is_its_own(folder):
     with pytest.raises(ProgramError, match="SIGABRT"):
         oomph.predict(made("os.abort()"))
 
 
-def test_other_threads_notice_nothing(folder: Path) -> None:
+def test_other_threads_notice_nothing(folder):
     """A thread that saves, trains and asks for CUDA beside a prediction does all of it for real."""
-    failures: list[BaseException] = []
+    failures = []
     stop = threading.Event()
 
-    def busy(name: str) -> None:
+    def busy(name):
         try:
             model = torch.nn.Linear(8, 8)
             optimizer = torch.optim.AdamW(model.parameters())
@@ -215,8 +211,8 @@ def test_other_threads_notice_nothing(folder: Path) -> None:
     assert all(one.peak == alone.peak and one.events == alone.events for one in beside)
 
 
-def test_what_a_program_sets_ends_with_it() -> None:
-    def state() -> tuple[object, ...]:
+def test_what_a_program_sets_ends_with_it():
+    def state():
         return (
             torch.get_num_threads(),
             torch.get_default_dtype(),
@@ -242,11 +238,11 @@ def test_what_a_program_sets_ends_with_it() -> None:
     assert state() == before
 
 
-def _threads_and_interrupts(rank: int, port: int, interrupted: Any) -> None:
+def _threads_and_interrupts(rank, port, interrupted):
     torch.set_num_threads(2)
     torch.randn(10**6).exp()
 
-    def sets_threads() -> None:
+    def sets_threads():
         assert torch.get_num_threads() == 2
         torch.set_num_threads(4)
         assert torch.get_num_threads() == 4
@@ -256,11 +252,11 @@ def _threads_and_interrupts(rank: int, port: int, interrupted: Any) -> None:
     oomph.predict(sets_threads)
     assert torch.get_num_threads() == 2
 
-    def program() -> Callable[[], None]:
+    def program():
         model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(12)]).to("cuda")
         optimizer = torch.optim.AdamW(model.parameters())
 
-        def step() -> None:
+        def step():
             Path("weights.pt").write_text("x")
             model(torch.randn(8, 64, device="cuda")).sum().backward()
             optimizer.step()
@@ -284,7 +280,7 @@ def _threads_and_interrupts(rank: int, port: int, interrupted: Any) -> None:
         assert get_current_dispatch_mode() is None
 
 
-def test_threads_and_interrupts(folder: Path, run_ranks: Callable[..., None]) -> None:
+def test_threads_and_interrupts(folder, run_ranks):
     """In a process of its own: a forked child would wait for its OpenMP threads, and SIGINT comes at ten
     moments of a prediction."""
     before = folder_in(folder)
@@ -294,20 +290,18 @@ def test_threads_and_interrupts(folder: Path, run_ranks: Callable[..., None]) ->
     assert folder_in(folder) == before
 
 
-def test_a_process_that_the_program_leaves_behind_is_not_waited_for(folder: Path) -> None:
+def test_a_process_that_the_program_leaves_behind_is_not_waited_for(folder):
     began = time.monotonic()
     with pytest.raises(ProgramError, match=r"os\._exit"):
         oomph.predict(made("os.fork() or __import__('time').sleep(60)\nos._exit(0)"))
     assert time.monotonic() - began < 30
 
 
-def test_a_child_that_waits_for_a_lock_of_another_thread_is_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_that_waits_for_a_lock_of_another_thread_is_started_again(monkeypatch):
     monkeypatch.setattr(isolation, "_STUCK_S", 1.0)
     lock, forked = threading.Lock(), threading.Event()
 
-    def hold() -> None:
+    def hold():
         with lock:
             forked.wait()
 
@@ -315,7 +309,7 @@ def test_a_child_that_waits_for_a_lock_of_another_thread_is_started_again(
     thread.start()
     before = os.fork
 
-    def fork() -> int:
+    def fork():
         child = before()
         if child:
             forked.set()
@@ -323,7 +317,7 @@ def test_a_child_that_waits_for_a_lock_of_another_thread_is_started_again(
 
     monkeypatch.setattr(os, "fork", fork)
 
-    def program() -> None:
+    def program():
         with lock:
             torch.empty(4, device="cuda")
 
@@ -331,10 +325,10 @@ def test_a_child_that_waits_for_a_lock_of_another_thread_is_started_again(
     thread.join()
 
 
-def test_a_fork_that_waits_for_a_thread_is_not_taken_for_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_that_waits_for_a_thread_is_not_taken_for_a_refusal(monkeypatch):
     monkeypatch.setattr(isolation, "_STUCK_S", 0.5)
 
-    def search(progress: object) -> str:
+    def search(progress):
         try:
             list(isolation.run_forked([lambda: None], 1, continues=True))
         except isolation.ContinueInFork:
@@ -346,10 +340,10 @@ def test_a_fork_that_waits_for_a_thread_is_not_taken_for_a_refusal(monkeypatch: 
     assert isolation.run_isolated(search, lambda text, fraction: None) == "waits"
 
 
-def test_nothing_of_a_killed_prediction_goes_on() -> None:
+def test_nothing_of_a_killed_prediction_goes_on():
     read, write = os.pipe()
 
-    def program() -> None:
+    def program():
         os.write(write, str(os.getpid()).encode())
         time.sleep(60)
 
@@ -369,7 +363,7 @@ def test_nothing_of_a_killed_prediction_goes_on() -> None:
     pytest.fail("the child outlived its parent")
 
 
-def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder: Path) -> None:
+def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder):
     oomph.predict(made("subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True)"))
     touch = made("subprocess.run(['touch', 'new'], check=True)")
     with pytest.raises(ProgramError, match=r"--allow-subprocesses.*touch new"):
@@ -381,7 +375,7 @@ def test_a_program_may_ask_git_and_start_others_only_if_allowed(folder: Path) ->
 
 
 @pytest.fixture
-def terminal() -> Iterator[int]:
+def terminal():
     """The standard input of this process."""
     other_end, terminal = os.openpty()
     stdin = os.dup(0)
@@ -392,7 +386,7 @@ def terminal() -> Iterator[int]:
         os.close(file)
 
 
-def test_a_program_may_ask_for_the_size_of_its_terminal_and_reads_nothing(terminal: int) -> None:
+def test_a_program_may_ask_for_the_size_of_its_terminal_and_reads_nothing(terminal):
     termios.tcsetwinsize(terminal, (40, 120))
     oomph.predict(
         made(
@@ -403,12 +397,12 @@ def test_a_program_may_ask_for_the_size_of_its_terminal_and_reads_nothing(termin
         oomph.predict(made("os.popen('stty size 40')"))
 
 
-def test_mpi_has_one_process_and_is_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_has_one_process_and_is_not_started(folder, monkeypatch):
     (folder / "mpi4py").mkdir()
     (folder / "mpi4py/__init__.py").write_text("raise SystemExit('started')")
     monkeypatch.syspath_prepend(folder)
 
-    def program() -> None:
+    def program():
         import mpi4py
 
         mpi4py.rc.threads = False
@@ -422,7 +416,7 @@ def test_mpi_has_one_process_and_is_not_started(folder: Path, monkeypatch: pytes
     assert oomph.predict(program).peak.allocated > 0
 
 
-def test_without_a_child_process_writes_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_child_process_writes_are_refused(folder, monkeypatch):
     monkeypatch.delattr(os, "fork")
     before = folder_in(folder)
     with pytest.warns(UserWarning, match="predicted in this process"):
@@ -448,9 +442,7 @@ def test_without_a_child_process_writes_are_refused(folder: Path, monkeypatch: p
     assert oomph.predict(made("pass")).peak == alone.peak
 
 
-def test_a_script_is_predicted_where_forks_cannot_run_backward(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_is_predicted_where_forks_cannot_run_backward(folder, monkeypatch):
     """As in a notebook that has run a backward pass on a GPU."""
     (folder / "train.py").write_text(
         "import torch\ntorch.ones(4, device='cuda')\nopen('log.txt', 'w').close()\nraise ValueError('mine')"

@@ -1,11 +1,9 @@
 """Rules for what CUDA kernels allocate beside their results, against an H200 with torch 2.11."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import oomph
 import oomph.prediction.cuda
@@ -20,19 +18,19 @@ H200 = find("h200")
 f32, bf16, i64 = torch.float32, torch.bfloat16, torch.int64
 
 
-def meta(*shape: int, dtype: torch.dtype = f32) -> Tensor:
+def meta(*shape, dtype=f32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype = f32) -> Tensor:
+def strided(shape, strides, dtype=f32):
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
-def taken(op: Any, *args: Any, **kwargs: Any) -> list[int]:
+def taken(op, *args, **kwargs):
     return [size for size in temporaries_of(op, args, kwargs, H200) if size is not None]
 
 
-def highest(events: list[int]) -> int:
+def highest(events):
     held = peak = 0
     for size in events:
         held += size
@@ -67,8 +65,8 @@ SUMS = [  # shape, strides, reduced, type; the staging buffer and the semaphores
 ]
 
 
-def test_a_sum_that_is_written_into_a_tensor_needs_the_same_buffers() -> None:
-    def program() -> None:
+def test_a_sum_that_is_written_into_a_tensor_needs_the_same_buffers():
+    def program():
         rows, out = torch.ones(8192, 3072, dtype=bf16, device="cuda"), torch.empty(3072, device="cuda")
         torch.sum(rows, 0, dtype=f32, out=out)
 
@@ -77,13 +75,7 @@ def test_a_sum_that_is_written_into_a_tensor_needs_the_same_buffers() -> None:
 
 
 @pytest.mark.parametrize(("shape", "strides", "dims", "dtype", "measured"), SUMS)
-def test_a_sum_stages_as_many_bytes_as_were_measured(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-    dims: list[int] | None,
-    dtype: torch.dtype,
-    measured: list[int],
-) -> None:
+def test_a_sum_stages_as_many_bytes_as_were_measured(shape, strides, dims, dtype, measured):
     assert reduction_buffers(shape, strides or meta(*shape).stride(), dims, dtype, H200) == measured
 
 
@@ -108,45 +100,43 @@ def test_a_sum_stages_as_many_bytes_as_were_measured(
         (aten.prod.dim_int, (meta(16384, 768), 0), [100663296, 24]),
     ],
 )
-def test_each_kind_of_reduction_has_accumulators_of_its_own_size(
-    op: Any, args: tuple[Any, ...], measured: list[int]
-) -> None:
+def test_each_kind_of_reduction_has_accumulators_of_its_own_size(op, args, measured):
     assert taken(op, *args) == measured
 
 
-def test_a_tensor_beyond_32_bit_offsets_is_summed_in_parts_one_after_the_other() -> None:
+def test_a_tensor_beyond_32_bit_offsets_is_summed_in_parts_one_after_the_other():
     events = taken(aten.sum.dim_IntList, meta(600000, 4096, dtype=bf16), [0])
     assert [size for size in events if size > 0] == [16384, 308281344, 128]  # four times the same
     assert highest(events) == 16384 + 308281344 + 128
     assert len(taken(aten.sum.dim_IntList, meta(10**13, 4096, dtype=bf16), [0])) < 50
 
 
-def test_summing_a_mask_casts_it_to_int64_first() -> None:
+def test_summing_a_mask_casts_it_to_int64_first():
     assert taken(aten.sum.dim_IntList, meta(8192, 8192, dtype=torch.bool), [-1])[0] == 8 * 8192 * 8192
 
 
-def test_smaller_gpus_split_a_reduction_over_fewer_blocks() -> None:
+def test_smaller_gpus_split_a_reduction_over_fewer_blocks():
     shape, strides = (65536, 1024), (1024, 1)
     small = reduction_buffers(shape, strides, [0], f32, find("t4"))
     assert small
     assert sum(small) < sum(reduction_buffers(shape, strides, [0], f32, H200))
 
 
-def test_an_embeddings_gradient_sorts_its_indices_and_sums_in_parts() -> None:
+def test_an_embeddings_gradient_sorts_its_indices_and_sums_in_parts():
     given = meta(8, 512, 768), meta(8, 512, dtype=i64), 50257, -1, False
     events = taken(aten.embedding_dense_backward.default, *given)
     measured = [32768, 32768, 32768, 83455, 32768, 8, 32768, 1279, 32768, 32768, 1279, 8, 36040, 13839360]
     assert [size for size in events if size > 0] == measured
     rounded = [math.copysign(-(-abs(size) // 512) * 512, size) for size in events]
-    assert highest(rounded) == 14040576  # type: ignore[arg-type]
+    assert highest(rounded) == 14040576
 
 
-def test_few_indices_need_no_sort() -> None:
+def test_few_indices_need_no_sort():
     given = meta(3072, 768), meta(3072, dtype=i64), 50257, -1, False
     assert taken(aten.embedding_dense_backward.default, *given) == []
 
 
-def test_long_runs_of_few_indices_are_added_into_the_gradient() -> None:
+def test_long_runs_of_few_indices_are_added_into_the_gradient():
     grad = strided((512, 512, 8), (512, 1, 262144))
     events = taken(aten.embedding_dense_backward.default, grad, meta(512, 512, dtype=i64), 32, -1, False)
     measured = [8388608, 2097152, 2097152, 2097152, 4269567, 2097152, 8, 2097152, 2047, 256, 256, 1279, 8]
@@ -161,25 +151,23 @@ def test_long_runs_of_few_indices_are_added_into_the_gradient() -> None:
         ((1024,), f32, [8192]),
     ],
 )
-def test_a_sort_takes_cubs_alternate_buffers(
-    shape: tuple[int, ...], dtype: torch.dtype, measured: list[int]
-) -> None:
+def test_a_sort_takes_cubs_alternate_buffers(shape, dtype, measured):
     assert taken(aten.sort.default, meta(*shape, dtype=dtype)) == measured
 
 
-def test_many_long_rows_are_sorted_with_alternate_keys_and_values() -> None:
+def test_many_long_rows_are_sorted_with_alternate_keys_and_values():
     n = 4096 * 8192
     assert highest(taken(aten.sort.default, meta(4096, 8192))) == pytest.approx(8 * n + 12 * n, rel=1e-4)
 
 
-def test_a_random_permutation_sorts_random_keys() -> None:
+def test_a_random_permutation_sorts_random_keys():
     # Measured: 6,045,184 bytes beside the result, as blocks.
     assert taken(aten.randperm.default, 150_000) == [1_200_000, 1_200_000, 1_200_000, 2_444_799]
     assert taken(aten.randperm.default, 20_000)[1] == 80_000  # keys of 32 bits
 
 
-def test_dropout_allocates_its_mask_before_its_result() -> None:
-    def setup() -> Any:
+def test_dropout_allocates_its_mask_before_its_result():
+    def setup():
         x = torch.ones(1024, device="cuda", requires_grad=True)
         return lambda: torch.nn.functional.dropout(x).sum().backward()
 
@@ -187,8 +175,8 @@ def test_dropout_allocates_its_mask_before_its_result() -> None:
     assert [one.dtype for one in made[:2]] == ["bool", "float32"]
 
 
-def test_a_bag_keeps_the_number_of_every_indexs_bag_and_allocates_it_before_the_result() -> None:
-    def setup() -> Any:
+def test_a_bag_keeps_the_number_of_every_indexs_bag_and_allocates_it_before_the_result():
+    def setup():
         bags = torch.nn.EmbeddingBag(8, 16, mode="sum").cuda()
         ids = torch.zeros(4, 5, dtype=torch.long, device="cuda")
         return lambda: bags(ids).sum().backward()
@@ -197,34 +185,34 @@ def test_a_bag_keeps_the_number_of_every_indexs_bag_and_allocates_it_before_the_
     assert [one.shape for one in made[:4]] == [(4,), (20,), (4, 16), (0,)]
 
 
-def test_topk_counts_digits_per_block_where_rows_are_long() -> None:
+def test_topk_counts_digits_per_block_where_rows_are_long():
     measured = [32, 128, 128, 409600, 16384, 3200, 3200, 1279]
     assert taken(aten.topk.default, meta(16, 50257, dtype=bf16), 50) == measured
     assert taken(aten.topk.default, meta(16384, 64), 2) == []
 
 
-def test_a_scan_casts_whole_numbers_and_copies_what_is_strided() -> None:
+def test_a_scan_casts_whole_numbers_and_copies_what_is_strided():
     assert taken(aten.cumsum.default, meta(8, 512, dtype=torch.bool), 1) == [32768]
     assert taken(aten.cumsum.default, meta(16777216), 0) == [70911]
     assert taken(aten.cumprod.default, strided((1024, 4095), (4096, 1)), 1) == [16773120]
 
 
-def test_accumulating_into_indices_sorts_them_and_writing_does_not() -> None:
+def test_accumulating_into_indices_sorts_them_and_writing_does_not():
     target, index, values = meta(50000, 512), meta(16384, dtype=i64), meta(16384, 512)
     assert taken(aten.index_put_.default, target, [index], values, False) == []
     span = 8 * 16384
     assert 6 * span < highest(taken(aten.index_put_.default, target, [index], values, True)) < 7 * span
 
 
-def test_log_softmax_copies_a_transposed_gradient() -> None:
+def test_log_softmax_copies_a_transposed_gradient():
     grad, output = meta(64, 8000, 128), meta(64, 128, 8000)
     backward = aten._log_softmax_backward_data.default
     assert highest(taken(backward, output, output, -1, torch.float32)) == 0
     assert highest(taken(backward, grad.transpose(1, 2), output, -1, torch.float32)) == 4 * grad.numel()
 
 
-def test_layer_norm_sums_gradients_of_many_short_rows_in_two_passes() -> None:
-    def events(rows: int) -> list[int]:
+def test_layer_norm_sums_gradients_of_many_short_rows_in_two_passes():
+    def events(rows):
         tensor, statistic, weight = meta(rows, 256), meta(rows, 1), meta(256)
         given = (tensor, tensor, [256], statistic, statistic, weight, weight, [True, True, True])
         return taken(aten.native_layer_norm_backward.default, *given)
@@ -233,13 +221,13 @@ def test_layer_norm_sums_gradients_of_many_short_rows_in_two_passes() -> None:
     assert highest(events(262144)) == pytest.approx(16 << 20, rel=1e-3)
 
 
-def loss_step(reduction: str) -> Any:
-    def target() -> Any:
+def loss_step(reduction):
+    def target():
         given = torch.randn(1024, 4096, device="cuda", requires_grad=True)
         wanted = torch.randn(1024, 4096, device="cuda")
         kept = []
 
-        def step() -> None:
+        def step():
             kept[:] = [torch.nn.functional.mse_loss(given, wanted, reduction=reduction).detach()]
 
         return step
@@ -247,16 +235,16 @@ def loss_step(reduction: str) -> Any:
     return target
 
 
-def test_a_mean_squared_error_that_is_kept_holds_the_storage_of_every_elements_loss() -> None:
+def test_a_mean_squared_error_that_is_kept_holds_the_storage_of_every_elements_loss():
     whole = 1024 * 4096 * 4
     assert oomph.predict(loss_step("mean"), gpu="h200").steps[-1].end == 3 * whole
 
 
-def test_the_gradient_of_unfold_holds_a_storage_as_large_as_the_columns() -> None:
-    def target() -> Any:
+def test_the_gradient_of_unfold_holds_a_storage_as_large_as_the_columns():
+    def target():
         image = torch.randn(8, 64, 64, 64, device="cuda", requires_grad=True)
 
-        def step() -> None:
+        def step():
             image.grad = None
             columns = torch.nn.functional.unfold(image, 3)
             columns.backward(torch.ones_like(columns))

@@ -1,25 +1,12 @@
 """oomph.predict on models small enough to count by hand: bytes, stages, modules, events and limits."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from small_programs import (
-    MiB,
-    Stack,
-    line_of,
-    linear_workload,
-    made,
-    mean_square,
-    requested,
-    stack_workload,
-)
+from small_programs import MiB, Stack, line_of, linear_workload, made, mean_square, requested, stack_workload
 from torch import nn
 
 import oomph
-from oomph import Prediction, Workload
+from oomph import Workload
 from oomph.prediction.replay import replay
 from oomph.prediction.tracer.work import RELEASE_SECONDS
 
@@ -136,8 +123,8 @@ def test_a_limit_below_the_peak_refuses_a_request_and_names_it(stack):
     [(100, "fits"), (82, "too close to call"), (79, "too close to call"), (72, "does not fit")],
 )
 def test_cached_segments_are_released_before_a_request_is_refused(limit, verdict):
-    def train() -> Any:
-        def step() -> None:
+    def train():
+        def step():
             for size in (40, 60, 80):  # each is free again before the next, and too small for it
                 torch.empty(size * MiB, dtype=torch.uint8, device="cuda")
 
@@ -152,8 +139,8 @@ def test_cached_segments_are_released_before_a_request_is_refused(limit, verdict
 
 
 def test_the_time_of_releasing_cached_memory_in_every_step_is_counted():
-    def train() -> Any:
-        def step() -> None:
+    def train():
+        def step():
             small = [torch.empty(MiB, dtype=torch.uint8, device="cuda") for _ in range(60)]
             del small  # 30 segments of 2 MiB, which serve no larger request
             torch.empty(100 * MiB, dtype=torch.uint8, device="cuda")
@@ -208,10 +195,10 @@ def test_accumulation_keeps_the_activations_of_one_part_only():
 
 
 class _Recurrent(nn.GRU):  # whose gradients share one allocation
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(1024, 256)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(x)[0]
 
 
@@ -238,11 +225,11 @@ def test_passes_that_are_repeated_are_like_those_of_a_loop_that_is_traced(model)
 
 
 def test_a_term_of_the_loss_that_begins_after_an_update_is_seen_where_passes_accumulate():
-    def workload(begins: int) -> Workload:
+    def workload(begins):
         updates = 0
 
-        def optimizer(parameters: Any) -> torch.optim.Optimizer:
-            def stepped(*_: Any) -> None:
+        def optimizer(parameters):
+            def stepped(*_):
                 nonlocal updates
                 updates += 1
 
@@ -250,7 +237,7 @@ def test_a_term_of_the_loss_that_begins_after_an_update_is_seen_where_passes_acc
             made.register_step_post_hook(stepped)
             return made
 
-        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def loss(model, x):
             y = model(x)
             return y.square().mean() + (model(x + 1).mean() if updates >= begins else 0)
 
@@ -286,13 +273,13 @@ def test_without_an_optimizer_there_is_no_state_and_gradients_stay():
 
 def test_tied_weights_are_counted_once():
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.embed = nn.Embedding(4096, 256)
             self.head = nn.Linear(256, 4096, bias=False)
             self.head.weight = self.embed.weight
 
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids):
             return self.head(self.embed(ids))
 
     prediction = oomph.predict(
@@ -303,7 +290,7 @@ def test_tied_weights_are_counted_once():
 
 
 def test_frozen_parameters_have_neither_gradient_nor_state():
-    def model() -> nn.Module:
+    def model():
         layers = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 256, bias=False))
         layers[0].requires_grad_(False)
         return layers
@@ -338,7 +325,7 @@ def test_autocast_keeps_float32_weights_and_adds_a_cast_that_goes_when_nothing_n
 
 
 @pytest.fixture(params=[True, False])
-def checkpointed(request) -> Prediction:
+def checkpointed(request):
     return oomph.predict(stack_workload(lambda: Stack(use_reentrant=request.param)))
 
 
@@ -350,7 +337,7 @@ def test_checkpointing_lowers_the_peak_by_the_inner_activations(stack, checkpoin
 
 
 def test_activations_offloaded_to_the_host_are_not_counted(stack):
-    def offloaded(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def offloaded(model, batch):
         with torch.autograd.graph.save_on_cpu():
             return mean_square(model, batch)
 
@@ -360,7 +347,7 @@ def test_activations_offloaded_to_the_host_are_not_counted(stack):
 
 
 def test_foreach_holds_temporaries_of_all_parameters_and_the_loop_of_one():
-    def state_and_temporaries(**options: Any) -> tuple[int, int]:
+    def state_and_temporaries(**options):
         prediction = oomph.predict(
             Workload(
                 model=lambda: nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(8)]),
@@ -398,15 +385,15 @@ def test_the_sizes_of_a_workload_reach_its_batch():
 
 
 class ShiftMixer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weights = nn.Parameter(torch.ones(12))
         self.project = nn.Linear(512, 512)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.project(x)
 
-        def mixed() -> torch.Tensor:
+        def mixed():
             shifted = [x.roll(shift, dims=1) for shift in range(12)]
             total = shifted[0] * self.weights[0]
             for copy, weight in zip(shifted[1:], self.weights[1:], strict=True):
@@ -417,11 +404,11 @@ class ShiftMixer(nn.Module):
 
 
 class Neighbours(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.encode = nn.Linear(3, 64)
 
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
+    def forward(self, points):
         every = self.encode(points).unsqueeze(1).expand(8, 2048, 2048, 64)
         nearest = torch.zeros(8, 2048, 4, 64, dtype=torch.long, device=points.device)
         return torch.gather(every, 2, nearest).amax(2)
@@ -429,19 +416,19 @@ class Neighbours(nn.Module):
 
 class FullJacobianSoftmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         ctx.save_for_backward(x.softmax(-1))
         return x.softmax(-1)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx, grad):
         (p,) = ctx.saved_tensors
         jacobian = torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2)
         return torch.einsum("nij,nj->ni", jacobian, grad)
 
 
 class Jacobian(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return FullJacobianSoftmax.apply(super().forward(x))
 
 
@@ -470,12 +457,12 @@ def test_recomputed_tensors_belong_to_the_block_that_is_recomputed(checkpointed)
 
 
 def test_outputs_kept_by_a_list_grow_with_every_step():
-    def train() -> Any:
+    def train():
         model = nn.Linear(64, 4096).cuda()
         x = torch.randn(4096, 64, device="cuda")
-        outputs: list[torch.Tensor] = []
+        outputs = []
 
-        def step() -> None:
+        def step():
             outputs.append(model(x))
             outputs[-1].std().backward()
 

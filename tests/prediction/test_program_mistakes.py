@@ -1,17 +1,13 @@
 """Mistakes of a program come out as the program's, with its own line and in CUDA's words."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from small_programs import line_of, mean_square, workload
-from torch import Tensor, nn
+from torch import nn
 
 import oomph
-from oomph import Prediction, ProgramError, UserError, Workload
+from oomph import ProgramError, UserError, Workload
 
 pytestmark = pytest.mark.usefixtures("in_process")
 
@@ -19,22 +15,22 @@ pytestmark = pytest.mark.usefixtures("in_process")
 class Stray(nn.Module):
     """Forgets to register its table, so that it stays on the host."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
         self.table = torch.zeros(64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.linear(x)
         return x + self.table
 
 
 class Broken(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.linear = nn.Linear(64, 64)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.linear(x[:, 1:])
 
 
@@ -60,10 +56,10 @@ def test_a_batch_on_the_wrong_device_is_found_when_nested_or_seen_through_a_view
 
 
 def test_a_stray_tensor_in_a_batch_is_named_by_its_key():
-    def batch(device: torch.device) -> dict[str, torch.Tensor]:
+    def batch(device):
         return {"x": torch.randn(32, 64, device=device), "target": torch.randn(32, 64)}
 
-    def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def loss(model, batch):
         return F.mse_loss(model(batch["x"]), batch["target"])
 
     with pytest.raises(UserError, match="'target'"):
@@ -72,7 +68,7 @@ def test_a_stray_tensor_in_a_batch_is_named_by_its_key():
 
 def test_a_target_that_is_neither_workload_nor_function_is_the_users_mistake():
     with pytest.raises(UserError, match="int was given"):
-        oomph.predict(42)  # type: ignore[arg-type]
+        oomph.predict(42)
 
 
 def test_a_model_that_raises_gives_its_own_line_and_traceback():
@@ -84,19 +80,19 @@ def test_a_model_that_raises_gives_its_own_line_and_traceback():
     assert caught.value.exit_status == 3
 
 
-def test_a_gpu_that_is_a_number_is_the_users_mistake() -> None:
+def test_a_gpu_that_is_a_number_is_the_users_mistake():
     with pytest.raises(UserError, match="is not a name"):
-        oomph.predict(workload(), gpu=24)  # type: ignore[arg-type]
+        oomph.predict(workload(), gpu=24)
 
 
-def test_the_default_loss_says_what_it_needs() -> None:
+def test_the_default_loss_says_what_it_needs():
     with pytest.raises(UserError, match="returned no loss"):
         oomph.predict(
             Workload(lambda: nn.Linear(4, 4), lambda device: {"input": torch.ones(2, 4, device=device)})
         )
 
 
-def test_a_batch_function_that_does_not_take_the_device_is_refused_at_once() -> None:
+def test_a_batch_function_that_does_not_take_the_device_is_refused_at_once():
     with pytest.raises(UserError, match="write batch=lambda device"):
         Workload(lambda: nn.Linear(4, 4), lambda: None)
 
@@ -104,15 +100,15 @@ def test_a_batch_function_that_does_not_take_the_device_is_refused_at_once() -> 
 BF16 = torch.bfloat16
 
 
-def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def make(*shape, dtype=torch.float32):
     return torch.randn(*shape, device="cuda", dtype=dtype)
 
 
-def whole(*shape: int) -> Tensor:
+def whole(*shape):
     return torch.zeros(*shape, device="cuda", dtype=torch.int64)
 
 
-REFUSED: dict[str, Callable[[], object]] = {
+REFUSED = {
     "linear": lambda: F.linear(make(4, 8), make(6, 8, dtype=BF16)),
     "linear of tokens": lambda: F.linear(make(2, 4, 8, dtype=BF16), make(6, 8)),
     "linear with bias": lambda: F.linear(make(4, 8), make(6, 8, dtype=BF16), make(6, dtype=BF16)),
@@ -136,26 +132,26 @@ REFUSED: dict[str, Callable[[], object]] = {
 }
 
 
-def run(call: Callable[[], object]) -> Prediction:
-    def program() -> None:
+def run(call):
+    def program():
         call()
 
     return oomph.predict(program, gpu="h200")
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cuda_refuses_is_refused(name: str) -> None:
+def test_what_cuda_refuses_is_refused(name):
     words = "not implemented on CUDA: self is int64" if "whole numbers" in name else "(?i)bfloat16"
     with pytest.raises(ProgramError, match=words):
         run(REFUSED[name])
 
 
-def under_autocast() -> Tensor:
+def under_autocast():
     with torch.autocast("cuda", BF16):
         return F.layer_norm(F.linear(make(4, 8), make(8, 8, dtype=BF16)), (8,), make(8))
 
 
-TAKEN: dict[str, Callable[[], object]] = {
+TAKEN = {
     "autocast": under_autocast,
     "RMS norm": lambda: F.rms_norm(make(4, 8), (8,), make(8, dtype=BF16)),
     "batch norm": lambda: F.batch_norm(make(4, 8, dtype=BF16), None, None, make(8), training=True),
@@ -173,5 +169,5 @@ TAKEN: dict[str, Callable[[], object]] = {
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_cuda_takes_is_taken(name: str) -> None:
+def test_what_cuda_takes_is_taken(name):
     assert run(TAKEN[name]).peak.allocated > 0

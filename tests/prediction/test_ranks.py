@@ -1,7 +1,5 @@
 """The memory of one rank of several: Workloads that are spread over ranks, and scripts for torchrun."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from torch import nn
 
 import oomph
-from oomph import Prediction, ProgramError, Script, Workload
+from oomph import ProgramError, Script, Workload
 from oomph.parallel import parse_parallel
 from oomph.planning import ranks_needed
 
@@ -19,7 +17,7 @@ BLOCK = PARAMETERS // LAYERS
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
@@ -34,12 +32,12 @@ WORKLOAD = Workload(
 )
 
 
-def on_ranks(text: str, ranks: int) -> Prediction:
+def on_ranks(text, ranks):
     return oomph.predict(replace(WORKLOAD, parallel=parse_parallel(text, ranks)), gpu="h100-80gb")
 
 
 @pytest.fixture(scope="module")
-def fsdp2() -> Prediction:
+def fsdp2():
     return on_ranks("fsdp2", 64)
 
 

@@ -1,11 +1,7 @@
 """Blocks that are not traced leave exactly the events that they would leave if they were."""
 
-from __future__ import annotations
-
 import multiprocessing
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -23,29 +19,29 @@ traced = multiprocessing.Value("i", 0, lock=False)  # forward passes of blocks, 
 
 
 class Block(nn.Module):
-    def __init__(self, index: int) -> None:
+    def __init__(self, index):
         super().__init__()
         self.index = index
         self.norm = nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         traced.value += 1
         return x + F.dropout(self.down(F.gelu(self.up(self.norm(x)))), 0.1, self.training)
 
 
 class Model(nn.Module):
-    def __init__(self, block: type[Block] = Block) -> None:
+    def __init__(self, block=Block):
         super().__init__()
         self.embedding = nn.Embedding(50, WIDTH)
         self.blocks = nn.ModuleList(block(index) for index in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 50)
-        self.seen: list[torch.Tensor] = []
+        self.seen = []
 
-    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def run(self, block, x):
         return block(x)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = self.embedding(ids)
         for block in self.blocks:
             x = self.run(block, x)
@@ -53,11 +49,11 @@ class Model(nn.Module):
 
 
 class Checkpointed(Model):
-    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def run(self, block, x):
         return checkpoint(block, x, use_reentrant=False)
 
 
-def train(model: nn.Module, batches: int = 1, steps: int = 2, autocast: bool = False) -> None:
+def train(model, batches=1, steps=2, autocast=False):
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.zeros(4, 16, dtype=torch.int64, device="cuda")
@@ -70,7 +66,7 @@ def train(model: nn.Module, batches: int = 1, steps: int = 2, autocast: bool = F
         optimizer.zero_grad()
 
 
-def several_models() -> None:
+def several_models():
     train(Model(), batches=2)
     train(Checkpointed())
     frozen = Model()
@@ -84,7 +80,7 @@ def several_models() -> None:
     with_cache()
 
 
-def with_cache() -> None:
+def with_cache():
     """The cache of keys dies with the model's output, before the backward pass."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=50, num_hidden_layers=BLOCKS, **sizes)
@@ -99,14 +95,14 @@ def with_cache() -> None:
 class Larger(Block):
     """A block in the middle makes another tensor; only its index says so."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return super().forward(F.relu(x) if self.index == 4 else x)
 
 
 class Hoarding(Block):
     hoard: list[torch.Tensor] = []  # noqa: RUF012
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         out = super().forward(x)
         self.hoard.append(out)
         return out
@@ -115,7 +111,7 @@ class Hoarding(Block):
 class Skipping(Model):
     """The output of the fifth block is used twice."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         x = kept = self.embedding(ids)
         for index, block in enumerate(self.blocks):
             x = block(x)
@@ -124,7 +120,7 @@ class Skipping(Model):
 
 
 class KeepingGradients(Model):
-    def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def run(self, block, x):
         out = block(x)
         if block is self.blocks[5]:
             out.register_hook(self.seen.append)
@@ -134,7 +130,7 @@ class KeepingGradients(Model):
 class Reading(Model):
     """Depends on a side effect of a block."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids):
         out = super().forward(ids)
         assert self.blocks[4].done
         return out
@@ -143,12 +139,12 @@ class Reading(Model):
 class Noting(Block):
     done = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.done = True
         return super().forward(x)
 
 
-def _summary() -> tuple[Any, ...]:
+def _summary():
     found = oomph.predict(several_models, gpu="h200")
     made = [
         (
@@ -168,7 +164,7 @@ def _summary() -> tuple[Any, ...]:
     return found.peak, sorted(map(tuple, found.events)), made, found.notes, found.step_seconds
 
 
-def test_repeated_blocks_leave_the_events_of_traced_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_blocks_leave_the_events_of_traced_ones(monkeypatch):
     traced.value = 0
     repeated, calls = _summary(), traced.value
     monkeypatch.setattr(isolation, "_restarted", True)
@@ -180,7 +176,7 @@ def test_repeated_blocks_leave_the_events_of_traced_ones(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("make", [
     partial(Model, Larger), partial(Model, Hoarding), Skipping, KeepingGradients, partial(Reading, Noting)
 ])  # fmt: skip
-def test_other_blocks_are_traced(make: Callable[[], nn.Module]) -> None:
+def test_other_blocks_are_traced(make):
     """Whether that shows before a block was repeated, or only afterwards."""
     traced.value = 0
     oomph.predict(lambda: train(make(), steps=1), gpu="h200")

@@ -1,16 +1,14 @@
 """Scripted events through the allocator: peaks, steps, what is alive, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
-from oomph.prediction.replay import Replay, replay
+from oomph.prediction.replay import replay
 from oomph.records import Allocation, Event, Moment, StepPeak
 
 MIB = 1024 * 1024
 
 
-def allocation(id: int, nbytes: int) -> Allocation:
+def allocation(id, nbytes):
     return Allocation(
         id=id,
         bytes=nbytes,
@@ -25,12 +23,12 @@ def allocation(id: int, nbytes: int) -> Allocation:
     )
 
 
-def run(script: str, sizes: list[int], limit: int | None = None, record: bool = False) -> Replay:
+def run(script, sizes, limit=None, record=False):
     """`+0` allocates id 0, `-0` frees it, `|2` begins step 2, any other word is a mark."""
     return replay(events(script), [allocation(i, n) for i, n in enumerate(sizes)], limit, record=record)
 
 
-def events(script: str) -> list[Event]:
+def events(script):
     made = []
     for word in script.split():
         if word[0] == "+":
@@ -42,7 +40,7 @@ def events(script: str) -> list[Event]:
     return made
 
 
-def test_what_happens_before_the_first_step_is_not_in_the_peak() -> None:
+def test_what_happens_before_the_first_step_is_not_in_the_peak():
     result = run("+0 +1 -1 |1 +2 -2", [10 * MIB, 90 * MIB, 20 * MIB])
     assert result.peak_allocated == 30 * MIB
     assert result.peak_reserved == 100 * MIB  # still reserved when the step begins
@@ -50,13 +48,13 @@ def test_what_happens_before_the_first_step_is_not_in_the_peak() -> None:
     assert (result.peak_event, result.peak_step) == (4, 1)
 
 
-def test_where_the_first_mark_begins_step_2_step_1_is_all_before_it() -> None:
+def test_where_the_first_mark_begins_step_2_step_1_is_all_before_it():
     result = run("+0 +1 -1 |2 +2 -2", [10 * MIB, 90 * MIB, 20 * MIB])
     assert [(step.step, step.allocated) for step in result.steps] == [(1, 100 * MIB), (2, 30 * MIB)]
     assert (result.peak_allocated, result.peak_event, result.peak_step) == (100 * MIB, 1, 1)
 
 
-def test_every_step_has_its_own_peak_its_reserved_memory_and_its_end() -> None:
+def test_every_step_has_its_own_peak_its_reserved_memory_and_its_end():
     result = run("+0 |1 +1 -1 |2 +2 +1 -2 |3", [10 * MIB, 20 * MIB, 40 * MIB])
     assert result.steps == (
         StepPeak(step=1, allocated=30 * MIB, reserved=30 * MIB, end=10 * MIB),
@@ -66,12 +64,12 @@ def test_every_step_has_its_own_peak_its_reserved_memory_and_its_end() -> None:
     assert (result.peak_allocated, result.peak_step, result.peak_event) == (70 * MIB, 2, 6)
 
 
-def test_the_highest_reserved_of_the_run_counts_what_was_released_before_the_first_step() -> None:
+def test_the_highest_reserved_of_the_run_counts_what_was_released_before_the_first_step():
     result = run("+0 +1 -0 -1 +2 |1 -2", [40 * MIB, 40 * MIB, 50 * MIB], limit=100 * MIB)
     assert (result.peak_reserved, result.highest_reserved) == (50 * MIB, 80 * MIB)
 
 
-def test_what_the_last_step_releases_to_stay_within_the_limit_is_counted() -> None:
+def test_what_the_last_step_releases_to_stay_within_the_limit_is_counted():
     sizes = [40 * MIB, 40 * MIB, 90 * MIB]
     step = "+0 +1 -0 -1 +2 -2"
     assert run(f"|1 {step}", sizes, limit=100 * MIB).released == 2  # two segments, for the third
@@ -81,17 +79,17 @@ def test_what_the_last_step_releases_to_stay_within_the_limit_is_counted() -> No
     assert run("|1 +0 -0 empty_cache", sizes, limit=100 * MIB).released == 0  # the program's own call
 
 
-def test_emptying_the_cache_gives_back_what_is_free() -> None:
+def test_emptying_the_cache_gives_back_what_is_free():
     assert run("+0 +1 -1 empty_cache +2", [30 * MIB] * 3).timeline[-1].reserved == 60 * MIB
 
 
-def test_a_step_that_only_frees_peaks_at_its_own_mark() -> None:
+def test_a_step_that_only_frees_peaks_at_its_own_mark():
     result = run("+0 +1 |1 -0 -1", [30 * MIB, 20 * MIB])
     assert (result.peak_allocated, result.peak_event) == (50 * MIB, 2)
     assert [alive.allocation.id for alive in result.at_peak] == [0, 1]
 
 
-def test_the_alive_at_the_peak_come_largest_first_and_add_up_to_it() -> None:
+def test_the_alive_at_the_peak_come_largest_first_and_add_up_to_it():
     # 0 leaves 11 MiB of its segment; 1 gets all of it although it asks for 10.5.
     result = run("+0 +1 +2 +3 -2 +4", [9 * MIB, 10 * MIB + MIB // 2, 100, 0, 600_000])
     assert [(alive.bytes, alive.allocation.id) for alive in result.at_peak] == [
@@ -102,7 +100,7 @@ def test_the_alive_at_the_peak_come_largest_first_and_add_up_to_it() -> None:
     assert sum(alive.bytes for alive in result.at_peak) == result.peak_allocated == 20 * MIB + 600_064
 
 
-def test_the_timeline_has_a_moment_for_every_allocation_and_free() -> None:
+def test_the_timeline_has_a_moment_for_every_allocation_and_free():
     result = run("|1 +0 forward +1 -0", [30 * MIB, 5 * MIB])
     assert result.timeline == (
         Moment(1, 30 * MIB, 30 * MIB),
@@ -111,7 +109,7 @@ def test_the_timeline_has_a_moment_for_every_allocation_and_free() -> None:
     )
 
 
-def test_the_replay_stops_at_the_request_that_does_not_fit() -> None:
+def test_the_replay_stops_at_the_request_that_does_not_fit():
     result = run("+0 |1 +1 +2 -0 -1", [30 * MIB, 30 * MIB, 50 * MIB], limit=100 * MIB)
     assert result.refused == 2
     assert (result.peak_allocated, result.peak_reserved) == (60 * MIB, 60 * MIB)
@@ -119,7 +117,7 @@ def test_the_replay_stops_at_the_request_that_does_not_fit() -> None:
     assert result.steps == (StepPeak(step=1, allocated=60 * MIB, reserved=60 * MIB, end=60 * MIB),)
 
 
-def test_a_run_that_fits_only_after_a_release_is_not_refused() -> None:
+def test_a_run_that_fits_only_after_a_release_is_not_refused():
     result = run("+0 -0 +1", [60 * MIB, 80 * MIB], limit=100 * MIB, record=True)
     assert result.refused is None
     assert [(entry.action, entry.bytes, entry.id) for entry in result.trace] == [
@@ -132,7 +130,7 @@ def test_a_run_that_fits_only_after_a_release_is_not_refused() -> None:
     ]
 
 
-def test_the_trace_gives_the_freed_block_as_it_was_before_it_joined_its_neighbours() -> None:
+def test_the_trace_gives_the_freed_block_as_it_was_before_it_joined_its_neighbours():
     result = run("+0 +1 -1 -0", [6 * MIB, 6 * MIB], record=True)
     freed = [(entry.address, entry.bytes) for entry in result.trace if entry.action == "free"]
     taken = [(entry.address, entry.bytes) for entry in result.trace if entry.action == "alloc"]
@@ -149,6 +147,6 @@ def test_the_trace_gives_the_freed_block_as_it_was_before_it_joined_its_neighbou
         ("-5", "event 0: free of allocation 5, but the ids go from 0 to 1"),
     ],
 )
-def test_contradictory_events_are_named_by_their_index(script: str, message: str) -> None:
+def test_contradictory_events_are_named_by_their_index(script, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         run(script, [1, 2])

@@ -1,9 +1,5 @@
 """Seconds of a step: which rate rules, what runs side by side, and who waits for whom."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from small_programs import linear_workload, mean_square
@@ -18,22 +14,22 @@ pytestmark = pytest.mark.usefixtures("in_process")
 H200 = gpus.find("h200")
 
 
-def kernel(**changes: Any) -> Kernel:
+def kernel(**changes):
     """One that moves nothing and takes the host no time."""
     plain = Kernel("forward", False, 0, 0, "memory", "single", 0.0, 0, 0)
     return plain._replace(**changes)
 
 
-def seconds(*kernels: Kernel, gpu: gpus.GPU = H200) -> float:
+def seconds(*kernels, gpu=H200):
     found, _ = step_work(kernels, gpu)
     assert found is not None
     return found
 
 
-def wide_linear(dtype: str = "float32", **changes: Any) -> Workload:
+def wide_linear(dtype="float32", **changes):
     """A product large enough for its arithmetic to rule."""
 
-    def batch(device: torch.device) -> torch.Tensor:
+    def batch(device):
         return torch.randn(8192, 4096, device=device, dtype=getattr(torch, dtype))
 
     options = {"dtype": dtype, "optimizer": None}
@@ -78,7 +74,7 @@ def test_a_kernel_takes_the_longer_of_its_arithmetic_and_its_bytes():
 
 
 def test_few_tiles_leave_multiprocessors_idle_unless_the_sum_is_long():
-    def of(tiles: int, depth: int) -> float:
+    def of(tiles, depth):
         return seconds(kernel(kind="product", rate="half", flops=1e11, tiles=tiles, depth=depth))
 
     assert of(33, 64) == pytest.approx(4 * of(132, 64))
@@ -117,11 +113,11 @@ def test_copies_of_both_directions_do_not_hinder_each_other():
     assert seconds(there, there._replace(stream=2)) == pytest.approx(2 * seconds(there))  # one link
 
 
-def record(stream: int, event: int) -> Kernel:
+def record(stream, event):
     return kernel(kind="record event", stream=stream, event=event)
 
 
-def until(stream: int, event: int) -> Kernel:
+def until(stream, event):
     return kernel(kind="wait event", stream=stream, event=event)
 
 

@@ -1,10 +1,5 @@
 """A rule of ours that raises is never the program's error: the prediction goes on, and a note says so."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,22 +22,22 @@ BF16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def _as_for_users(monkeypatch: pytest.MonkeyPatch) -> None:
+def _as_for_users(monkeypatch):
     monkeypatch.setattr(RuleGuard, "strict", False)
 
 
-def failing(*args: Any, **kwargs: Any) -> Any:
+def failing(*args, **kwargs):
     raise ZeroDivisionError("injected")
 
 
-def break_every_rule(monkeypatch: pytest.MonkeyPatch, table: dict[Any, Any]) -> list[str]:
+def break_every_rule(monkeypatch, table):
     """The names of the ops whose rules are broken."""
     for op in table:
         monkeypatch.setitem(table, op, failing)
     return [op_name(op) if hasattr(op, "_schema") else str(op) for op in table]
 
 
-def any_value(argument: Any, tensor: Callable[[], torch.Tensor]) -> Any:
+def any_value(argument, tensor):
     """Any value of an argument's or a result's type: no kernel looks at it."""
     kind = str(argument.type).replace("Optional[", "").replace("List[", "").replace("]", "")
     plain = {"int": 1, "float": 0.5, "bool": False, "number": 1, "str": "sum"}
@@ -50,7 +45,7 @@ def any_value(argument: Any, tensor: Callable[[], torch.Tensor]) -> Any:
     return [value] * (argument.N or 1) if "List[" in str(argument.type) else value
 
 
-def call_with_any_arguments(op: Any, x: torch.Tensor) -> None:
+def call_with_any_arguments(op, x):
     factory = {"layout": None, "device": torch.device("cuda")}
     given = {
         each.name: factory[each.name] if each.name in factory else any_value(each, lambda: x)
@@ -65,20 +60,18 @@ def call_with_any_arguments(op: Any, x: torch.Tensor) -> None:
     [rules.TEMPORARIES, rules.HOST_OUTPUTS, rules.DTYPE_CHECKS, rules.NONDETERMINISTIC, work.FLOPS],
     ids=["temporaries", "host results", "dtype checks", "determinism checks", "flops"],
 )
-def test_every_rule_beside_an_ops_results_may_fail(
-    monkeypatch: pytest.MonkeyPatch, table: dict[Any, Any]
-) -> None:
+def test_every_rule_beside_an_ops_results_may_fail(monkeypatch, table):
     ops = list(table)
     names = break_every_rule(monkeypatch, table)
 
-    def results(self: DispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    def results(self, func, args, kwargs):
         returned = [
             any_value(each, lambda: self.fast_path.wrap(torch.empty(8, device="meta")))
             for each in func._schema.returns
         ]
         return returned[0] if len(returned) == 1 else tuple(returned)
 
-    def program() -> None:
+    def program():
         torch.use_deterministic_algorithms(table is rules.NONDETERMINISTIC)
         x = torch.empty(4, 4, device="cuda")
         with torch.no_grad(), monkeypatch.context() as patched:
@@ -96,7 +89,7 @@ def test_every_rule_beside_an_ops_results_may_fail(
     assert reason in notes
 
 
-def results_of_kernels() -> None:
+def results_of_kernels():
     x = torch.randn(4, 8, device="cuda", requires_grad=True)
     image = torch.randn(2, 4, 8, 8, device="cuda", requires_grad=True)
     F.layer_norm(x, (8,)), F.group_norm(x, 2), x.softmax(-1), x.log_softmax(-1), x.roll(1, 0), x.histc(4)
@@ -117,7 +110,7 @@ def results_of_kernels() -> None:
         torch.baddbmm(wides, halves, halves, out_dtype=torch.float32, out=out)
 
 
-def composites() -> None:
+def composites():
     x = torch.randn(4, 8, device="cuda", requires_grad=True)
     half = torch.randn(4, 8, device="cuda", dtype=torch.float16)
     F.dropout(x, 0.5), F.rms_norm(x, (8,)), half.softmax(-1, dtype=torch.float32)
@@ -132,7 +125,7 @@ def composites() -> None:
     pad_packed_sequence(packed)
 
 
-def results_of_unknown_size() -> None:
+def results_of_unknown_size():
     x = torch.randn(4, 8, device="cuda")
     mask = x > 0
     mask.nonzero(), x[mask], x.masked_select(mask), x.unique(), x.unique(dim=0), x.unique_consecutive()
@@ -154,9 +147,7 @@ def results_of_unknown_size() -> None:
     ],
     ids=["results", "composites", "results of unknown size"],
 )
-def test_every_rule_for_an_ops_results_may_fail(
-    monkeypatch: pytest.MonkeyPatch, table: dict[Any, Any], program: Any, not_called: tuple[str, ...]
-) -> None:
+def test_every_rule_for_an_ops_results_may_fail(monkeypatch, table, program, not_called):
     names = [name for name in break_every_rule(monkeypatch, table) if not name.endswith(not_called or "?")]
     notes = notes_of(oomph.predict(program, gpu="h200"))
     assert [name for name in names if name not in notes] == []
@@ -175,9 +166,7 @@ def test_every_rule_for_an_ops_results_may_fail(
     ],
     ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
-def test_attribution_values_and_work_may_fail(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, method: str
-) -> None:
+def test_attribution_values_and_work_may_fail(monkeypatch, owner, method):
     expected = oomph.predict(workload(), gpu="h200").peak.allocated
     monkeypatch.setattr(owner, method, failing)
     prediction = oomph.predict(lambda: workload(), gpu="h200")
@@ -185,10 +174,10 @@ def test_attribution_values_and_work_may_fail(
     assert "injected" in notes_of(prediction)
 
 
-def test_the_note_has_the_programs_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_note_has_the_programs_line(monkeypatch):
     monkeypatch.setitem(rules.TEMPORARIES, torch.ops.aten.sum.default, failing)
 
-    def step(model: nn.Module, x: torch.Tensor) -> None:
+    def step(model, x):
         model(x).sum()
 
     (note,) = predict_step(step).notes
@@ -196,7 +185,7 @@ def test_the_note_has_the_programs_line(monkeypatch: pytest.MonkeyPatch) -> None
     assert note.site.line == line_of(step, ".sum()")
 
 
-MISTAKES: dict[str, Callable[[torch.Tensor], Any]] = {
+MISTAKES = {
     "layer_norm": lambda x: F.layer_norm(x, (7,)),
     "conv2d": lambda x: F.conv2d(x[None, None], torch.ones(1, 2, 3, 3, device="cuda")),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None, :, :4], x[None]),
@@ -204,8 +193,8 @@ MISTAKES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_of_the_programs_is_still_the_programs(name: str) -> None:
-    def program() -> None:
+def test_a_mistake_of_the_programs_is_still_the_programs(name):
+    def program():
         MISTAKES[name](torch.randn(4, 8, device="cuda"))
 
     with pytest.raises(ProgramError):
@@ -213,7 +202,7 @@ def test_a_mistake_of_the_programs_is_still_the_programs(name: str) -> None:
 
 
 @pytest.mark.parametrize("padding", ["valid", "same", 1, (1, 0)])
-def test_a_convolution_takes_every_form_of_padding(padding: Any) -> None:
+def test_a_convolution_takes_every_form_of_padding(padding):
     layer = workload(
         lambda: nn.Conv2d(4, 4, 3, padding=padding),
         batch=lambda device: torch.randn(2, 4, 16, 16, device=device),
@@ -221,13 +210,13 @@ def test_a_convolution_takes_every_form_of_padding(padding: Any) -> None:
     assert "rule" not in notes_of(oomph.predict(layer, gpu="h200"))
 
 
-def test_a_list_of_modules_may_hold_none() -> None:
+def test_a_list_of_modules_may_hold_none():
     class Model(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(64, 64), None, nn.Linear(64, 64)])  # type: ignore[list-item]
+            self.layers = nn.ModuleList([nn.Linear(64, 64), None, nn.Linear(64, 64)])
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.layers[2](self.layers[0](x))
 
     assert notes_of(oomph.predict(workload(Model), gpu="h200")) == ""

@@ -1,12 +1,8 @@
 """Tensor subclasses are as large as their inner tensors, and where those are."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -18,20 +14,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 import oomph
-from oomph import Prediction
 
 pytestmark = pytest.mark.usefixtures("in_process")
 WIDTH, LAYERS, ROWS, STEPS = 256, 3, 32, 3
 PER_LAYER = WIDTH * WIDTH  # elements
 
 
-def model(device: str = "cuda") -> nn.Sequential:
+def model(device="cuda"):
     with torch.device(device):
         return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    def step() -> None:
+def step_of(model, optimizer):
+    def step():
         model(torch.randn(ROWS, WIDTH, device="cuda")).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -39,7 +34,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], 
     return step
 
 
-def left(prediction: Prediction) -> Counter[str]:
+def left(prediction):
     """Bytes per kind that a step leaves behind."""
     live = {}
     for event in prediction.events:
@@ -47,7 +42,7 @@ def left(prediction: Prediction) -> Counter[str]:
             live[event.id] = prediction.allocations[event.id]
         elif event.action == "free":
             del live[event.id]
-    totals: Counter[str] = Counter()
+    totals = Counter()
     for allocation in live.values():
         totals[allocation.kind] += allocation.bytes
     return totals
@@ -56,13 +51,13 @@ def left(prediction: Prediction) -> Counter[str]:
 # -- DTensor and FSDP2 ----------------------------------------------------------------------------------
 
 
-def start_group(ranks: int) -> None:
+def start_group(ranks):
     if dist.is_initialized():  # of another test
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
 
 
-def fsdp2(ranks: int, device: str = "cuda", fused: bool = False, **options: Any) -> Callable[[], None]:
+def fsdp2(ranks, device="cuda", fused=False, **options):
     start_group(ranks)
     sharded = model(device)
     for layer in sharded:
@@ -76,21 +71,21 @@ def fsdp2(ranks: int, device: str = "cuda", fused: bool = False, **options: Any)
     return step_of(sharded, optimizer)
 
 
-def predicted_fsdp2(*args: Any, **kwargs: Any) -> Prediction:
+def predicted_fsdp2(*args, **kwargs):
     return oomph.predict(functools.partial(fsdp2, *args, **kwargs), gpu="h200")
 
 
 @functools.cache
-def eight_ranks() -> Prediction:
+def eight_ranks():
     return predicted_fsdp2(8, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
 @functools.cache
-def two_ranks() -> Prediction:
+def two_ranks():
     return predicted_fsdp2(2, device="meta", fused=True, reshard_after_forward=False)
 
 
-def test_a_rank_holds_its_share_of_parameters_and_state() -> None:
+def test_a_rank_holds_its_share_of_parameters_and_state():
     for prediction, ranks, steps in ((eight_ranks(), 8, 0), (two_ranks(), 2, LAYERS)):
         share = LAYERS * PER_LAYER * 4 // ranks
         kept = left(prediction)
@@ -100,7 +95,7 @@ def test_a_rank_holds_its_share_of_parameters_and_state() -> None:
         assert gradients.count(share // LAYERS) == STEPS * LAYERS
 
 
-def test_ranks_gather_in_bf16_and_reduce_in_float32() -> None:
+def test_ranks_gather_in_bf16_and_reduce_in_float32():
     made = Counter((each.dtype, each.shape) for each in eight_ranks().allocations if each.step == STEPS)
     # A layer is gathered twice, but the last one, which the backward pass begins with, once.
     assert made["bfloat16", (PER_LAYER,)] >= 2 * LAYERS - 1
@@ -108,8 +103,8 @@ def test_ranks_gather_in_bf16_and_reduce_in_float32() -> None:
     assert made["float32", (PER_LAYER // 8,)] == LAYERS  # what it gives to a rank
 
 
-def test_parameters_that_are_not_resharded_stay_until_the_backward_pass() -> None:
-    def most_alive(prediction: Prediction) -> int:
+def test_parameters_that_are_not_resharded_stay_until_the_backward_pass():
+    def most_alive(prediction):
         """Whole parameters alive at one time."""
         parameters = [each for each in prediction.allocations if each.kind == "parameter" and each.bytes]
         whole = {each.id for each in parameters if each.shape == (PER_LAYER,)}
@@ -123,13 +118,13 @@ def test_parameters_that_are_not_resharded_stay_until_the_backward_pass() -> Non
     assert most_alive(eight_ranks()) < LAYERS
 
 
-def test_offloaded_shards_leave_only_workspaces_on_the_gpu() -> None:
+def test_offloaded_shards_leave_only_workspaces_on_the_gpu():
     prediction = predicted_fsdp2(2, device="cpu", offload_policy=CPUOffloadPolicy())
     assert {kind for kind, size in left(prediction).items() if size} == {"workspace"}
 
 
-def test_tensor_parallel_layers_hold_their_part() -> None:
-    def tensor_parallel() -> Callable[[], None]:
+def test_tensor_parallel_layers_hold_their_part():
+    def tensor_parallel():
         start_group(2)
         mesh = dist.init_device_mesh("cuda", (2,))
         pair = model()[:2]
@@ -153,24 +148,24 @@ class Quantized(torch.Tensor):
     scales: torch.Tensor
 
     @staticmethod
-    def __new__(cls: type, codes: torch.Tensor, scales: torch.Tensor) -> Any:
+    def __new__(cls, codes, scales):
         return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32, device=codes.device)
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    def __init__(self, codes, scales):
         self.codes, self.scales = codes, scales
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
+    def __tensor_flatten__(self):
         return ["codes", "scales"], None
 
     @classmethod
-    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], *_: Any) -> Quantized:
+    def __tensor_unflatten__(cls, inner, *_):
         return cls(inner["codes"], inner["scales"])
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self):
         return (self.codes.float().view(-1, BLOCK) * self.scales[:, None]).view(self.codes.shape)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         aten = torch.ops.aten
         if func is aten.copy_.default:
@@ -184,17 +179,17 @@ class Quantized(torch.Tensor):
         return func(*tree_map_only(Quantized, Quantized.dequantize, args), **kwargs)
 
 
-def quantized(elements: int, device: str) -> Quantized:
+def quantized(elements, device):
     codes = torch.zeros(elements, dtype=torch.int8, device=device).view(-1, WIDTH)
     return Quantized(codes, torch.zeros(elements // BLOCK, device=device))
 
 
 class Adam8bit(torch.optim.Optimizer):
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters):
         super().__init__(parameters, {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if not state:
@@ -214,8 +209,8 @@ class Adam8bit(torch.optim.Optimizer):
 BYTES_PER_STATE = PER_LAYER + PER_LAYER // BLOCK * 4
 
 
-def test_the_state_of_an_8_bit_optimizer_is_its_codes_and_scales() -> None:
-    def train() -> Callable[[], None]:
+def test_the_state_of_an_8_bit_optimizer_is_its_codes_and_scales():
+    def train():
         plain = model()
         return step_of(plain, Adam8bit(plain.parameters()))
 
@@ -226,8 +221,8 @@ def test_the_state_of_an_8_bit_optimizer_is_its_codes_and_scales() -> None:
     assert not [note for note in prediction.notes if "general estimate" in note.text]
 
 
-def test_quantized_weights_move_with_their_module_and_are_used_by_its_ops() -> None:
-    def train() -> Callable[[], None]:
+def test_quantized_weights_move_with_their_module_and_are_used_by_its_ops():
+    def train():
         tuned = model("cpu")
         tuned[0].weight = nn.Parameter(quantized(PER_LAYER, "cpu"), requires_grad=False)
         tuned.cuda()
@@ -241,11 +236,11 @@ def test_quantized_weights_move_with_their_module_and_are_used_by_its_ops() -> N
     assert {each.bytes for each in dequantized} >= {PER_LAYER * 4}
 
 
-def test_a_compiled_optimizer_step_stores_no_intermediate_results() -> None:
+def test_a_compiled_optimizer_step_stores_no_intermediate_results():
     class Compiled(Adam8bit):
         step = torch.no_grad()(lambda self, closure=None: torch.compile(super().step)())
 
-    def train(kind: type[Adam8bit]) -> Callable[[], None]:
+    def train(kind):
         plain = model()
         return step_of(plain, kind(plain.parameters()))
 
@@ -261,25 +256,25 @@ class Packed(nn.Parameter):
     """Quantizes its data when it is moved to the GPU, as bitsandbytes' parameters do."""
 
     @staticmethod
-    def __new__(cls: type, data: torch.Tensor) -> Any:
+    def __new__(cls, data):
         return torch.Tensor._make_subclass(cls, data, False)
 
-    def cuda(self, *args: Any, **kwargs: Any) -> Any:
+    def cuda(self, *args, **kwargs):
         codes, self.scales = torch.ops.oomph_test.quantize(self.data.to("cuda"))
         self.data = codes
         return self
 
 
-def register_quantize() -> None:
+def register_quantize():
     """An op of a library whose kernel for CUDA allocates in Python and launches through ctypes."""
     torch.library.define("oomph_test::quantize", "(Tensor x) -> (Tensor, Tensor)")
 
     @torch.library.register_fake("oomph_test::quantize")
-    def _(x: torch.Tensor) -> Any:
+    def _(x):
         return torch.empty_like(x, dtype=torch.uint8), x.new_empty(x.numel() // BLOCK, dtype=torch.float32)
 
     @torch.library.register_kernel("oomph_test::quantize", "cuda")
-    def _(x: torch.Tensor) -> Any:
+    def _(x):
         library = ctypes.cdll.LoadLibrary("libquantize_cuda130.so")
         library.quantize.restype = ctypes.c_int32
         workspace = torch.empty(12345, dtype=torch.uint8, device=x.device)
@@ -289,8 +284,8 @@ def register_quantize() -> None:
         return codes, scales
 
 
-def test_a_parameter_class_may_quantize_itself_with_a_kernel_of_its_library() -> None:
-    def train() -> Callable[[], None]:
+def test_a_parameter_class_may_quantize_itself_with_a_kernel_of_its_library():
+    def train():
         register_quantize()
         tuned = model("cpu")
         tuned[0].weight = Packed(tuned[0].weight.data)
@@ -314,14 +309,14 @@ def test_a_parameter_class_may_quantize_itself_with_a_kernel_of_its_library() ->
 # -- nested tensors and transforms ----------------------------------------------------------------------
 
 
-def test_jagged_tensors_hold_their_tokens_without_padding() -> None:
+def test_jagged_tensors_hold_their_tokens_without_padding():
     lengths = (100, 37, 250, 64)
 
-    def train() -> Callable[[], None]:
+    def train():
         qkv, out = nn.Linear(WIDTH, 3 * WIDTH).cuda().bfloat16(), nn.Linear(WIDTH, WIDTH).cuda().bfloat16()
         optimizer = torch.optim.SGD([*qkv.parameters(), *out.parameters()])
 
-        def step() -> None:
+        def step():
             rows = [torch.randn(length, WIDTH, dtype=torch.bfloat16) for length in lengths]
             tokens = torch.nested.nested_tensor(rows, layout=torch.jagged, device="cuda")
             assert tokens.is_cuda
@@ -341,17 +336,17 @@ def test_jagged_tensors_hold_their_tokens_without_padding() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch itself
-def test_transforms_of_torch_func_run_on_the_gpu() -> None:
-    def train() -> Callable[[], None]:
+def test_transforms_of_torch_func_run_on_the_gpu():
+    def train():
         net = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).cuda()
         template = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).cuda().to("meta")
         optimizer = torch.optim.SGD(net.parameters())
 
-        def energy(x: torch.Tensor) -> torch.Tensor:
+        def energy(x):
             parameters = dict(net.named_parameters())
             return torch.func.functional_call(template, parameters, (x,)).squeeze(-1)
 
-        def step() -> None:
+        def step():
             points = torch.randn(ROWS, 2, device="cuda")
             curvature = torch.func.hessian(energy)(points[0])
             assert points.new_zeros(3, device="meta").shape == (3,)
@@ -368,11 +363,11 @@ def test_transforms_of_torch_func_run_on_the_gpu() -> None:
     assert (ROWS, WIDTH) in {each.shape[-2:] for each in prediction.allocations if each.step == STEPS}
 
 
-def test_a_subclass_becomes_a_plain_tensor_again() -> None:
+def test_a_subclass_becomes_a_plain_tensor_again():
     class Image(torch.Tensor):
         pass
 
-    def program() -> None:
+    def program():
         image = torch.randn(64, 64, device="cuda").as_subclass(Image)
         plain = image.as_subclass(torch.Tensor)
         assert isinstance(image, Image)

@@ -3,14 +3,10 @@
 `oomph.predict` traces in a child process, other functions in their own.
 """
 
-from __future__ import annotations
-
 import random
 import resource
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy
 import pytest
@@ -25,15 +21,8 @@ from oomph import ProgramError, gpus
 from oomph.prediction.api import call_on_fake_gpu, trace
 
 
-def torch_state() -> dict[str, Any]:
-    watched = [
-        torch,
-        torch.cuda,
-        torch.autograd,
-        torch.autograd.graph,
-        torch.nn.functional,
-        optim,
-    ]
+def torch_state():
+    watched = [torch, torch.cuda, torch.autograd, torch.autograd.graph, torch.nn.functional, optim]
     watched += [
         torch.Tensor,
         nn.Module,
@@ -60,16 +49,16 @@ def torch_state() -> dict[str, Any]:
     }
 
 
-def assert_same(before: dict[str, Any], after: dict[str, Any]) -> None:
+def assert_same(before, after):
     assert {name for name in before | after if before.get(name) != after.get(name)} == set()
 
 
-def trace_here(target: Any, gpu: str = "h200") -> None:
+def trace_here(target, gpu="h200"):
     trace(target, gpus.find(gpu), lambda text, fraction: None)
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _first_trace() -> None:
+def _first_trace():
     trace_here(workload())  # torch imports some of its own modules only when they are first used
 
 
@@ -80,8 +69,8 @@ def test_a_trace_changes_nothing_in_torch():
 
 
 def test_random_numbers_drawn_by_the_program_are_not_taken_from_the_caller():
-    def states() -> tuple[Any, ...]:
-        return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+    def states():
+        return random.getstate(), numpy.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
 
     before = states()
     trace_here(
@@ -92,20 +81,20 @@ def test_random_numbers_drawn_by_the_program_are_not_taken_from_the_caller():
 
 @pytest.mark.parametrize("where", ["model", "batch", "loss", "optimizer", "backward", "step"])
 def test_a_failure_anywhere_puts_everything_back(where):
-    def fail(*args: Any, **kwargs: Any) -> Any:
+    def fail(*args, **kwargs):
         raise ValueError("on purpose")
 
     class Fails(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        def forward(ctx, x):
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def backward(ctx, grad):
             raise ValueError("on purpose")
 
     class FailingOptimizer(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure=None):
             raise ValueError("on purpose")
 
     parts = {
@@ -123,7 +112,7 @@ def test_a_failure_anywhere_puts_everything_back(where):
 
 
 def test_a_keyboard_interrupt_puts_everything_back():
-    def interrupt(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def interrupt(model, batch):
         raise KeyboardInterrupt
 
     before = torch_state()
@@ -140,7 +129,7 @@ def test_a_model_built_before_the_trace_is_not_changed(moved):
     model.eval()
     before = {name: (tensor, tensor.clone()) for name, tensor in model.state_dict(keep_vars=True).items()}
 
-    def train() -> Callable[[], None]:
+    def train():
         model.to("cuda")
         x = torch.randn(32, 64, device="cuda")
         return lambda: mean_square(model, x).backward()
@@ -161,9 +150,9 @@ def test_a_model_built_before_the_trace_is_not_changed(moved):
 
 
 def test_several_threads_may_predict_and_trace():
-    found: list[Any] = []
+    found = []
 
-    def ask() -> None:
+    def ask():
         try:
             call_on_fake_gpu(lambda: torch.empty(1, device="cuda"))
             found.append(oomph.predict(workload()).peak.allocated)
@@ -179,7 +168,7 @@ def test_several_threads_may_predict_and_trace():
 
 
 def test_a_prediction_inside_a_prediction_is_refused():
-    def train() -> None:
+    def train():
         torch.empty(1, device="cuda")
         with pytest.raises(oomph.OomphError, match="is itself being predicted"):
             oomph.predict(workload())
@@ -190,12 +179,12 @@ def test_a_prediction_inside_a_prediction_is_refused():
     oomph.predict(train)
 
 
-def _most_resident_bytes() -> int:
+def _most_resident_bytes():
     users = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
     return max(resource.getrusage(who).ru_maxrss for who in users) * 1024
 
 
-def _predict_large_model(rank: int, port: int) -> None:
+def _predict_large_model(rank, port):
     before = _most_resident_bytes()
     large = oomph.Workload(
         model=lambda: nn.Sequential(*[nn.Linear(32768, 32768, bias=False) for _ in range(8)]),
@@ -215,16 +204,16 @@ def test_an_eight_billion_parameter_model_is_predicted_in_little_host_memory(run
     run_ranks(_predict_large_model, 1)
 
 
-def test_an_optimizer_made_before_the_model_was_moved_steps_it_and_is_given_back() -> None:
+def test_an_optimizer_made_before_the_model_was_moved_steps_it_and_is_given_back():
     model = nn.Linear(1024, 1024)
     optimizer = torch.optim.AdamW(model.parameters())
     own = list(model.parameters())
 
-    def train() -> Callable[[], None]:
+    def train():
         model.to("cuda")
         x = torch.randn(8, 1024, device="cuda")
 
-        def step() -> None:
+        def step():
             model(x).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -239,15 +228,15 @@ def test_an_optimizer_made_before_the_model_was_moved_steps_it_and_is_given_back
     assert not optimizer.state
 
 
-def test_predict_works_inside_inference_mode_and_without_gradients() -> None:
+def test_predict_works_inside_inference_mode_and_without_gradients():
     with torch.inference_mode():
         assert oomph.predict(workload()).peak.allocated > 0
     with torch.no_grad():
         assert oomph.predict(workload()).peak.allocated > 0
 
 
-def test_settings_that_the_program_makes_end_with_the_trace() -> None:
-    def program() -> None:
+def test_settings_that_the_program_makes_end_with_the_trace():
+    def program():
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
         torch.use_deterministic_algorithms(True)
@@ -264,8 +253,8 @@ def test_settings_that_the_program_makes_end_with_the_trace() -> None:
     torch.autocast_decrement_nesting()
 
 
-def test_threads_of_the_program_use_the_fake_gpu() -> None:
-    def program() -> None:
+def test_threads_of_the_program_use_the_fake_gpu():
+    def program():
         with ThreadPoolExecutor(2) as pool:
             made = list(pool.map(lambda size: torch.empty(size << 20, device="cuda"), [1, 2]))
         assert all(each.is_cuda for each in made)

@@ -1,14 +1,10 @@
 """Programs may do in a trace what they do on a GPU."""
 
-from __future__ import annotations
-
 import importlib
 import random
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,13 +26,13 @@ pytestmark = pytest.mark.usefixtures("in_process")
 
 
 def test_zeroed_gradients_stay_allocated_between_steps():
-    def ends(set_to_none: bool) -> list[int]:
-        def train() -> Callable[[], None]:
+    def ends(set_to_none):
+        def train():
             model = nn.Linear(1024, 1024, bias=False).cuda()
             optimizer = torch.optim.SGD(model.parameters())
             x = torch.randn(8, 1024, device="cuda")
 
-            def step() -> None:
+            def step():
                 mean_square(model, x).backward()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=set_to_none)
@@ -50,11 +46,11 @@ def test_zeroed_gradients_stay_allocated_between_steps():
 
 
 def test_loaded_state_of_an_optimizer_is_state_and_no_batch():
-    def train() -> Callable[[], None]:
+    def train():
         model = nn.Linear(1024, 1024, bias=False).cuda()
         optimizer = torch.optim.Adam(model.parameters())
 
-        def step() -> None:
+        def step():
             mean_square(model, torch.randn(8, 1024).cuda()).backward()
             optimizer.step()
             weights = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
@@ -74,11 +70,11 @@ def test_loaded_state_of_an_optimizer_is_state_and_no_batch():
 
 
 def test_parameters_of_a_model_that_is_called_late_have_its_names():
-    def train() -> Callable[[], None]:
+    def train():
         one, other = (nn.Sequential(nn.Linear(512, 512, bias=False)).cuda() for _ in range(2))
         optimizers = [torch.optim.SGD(each.parameters()) for each in (one, other)]
 
-        def step() -> None:
+        def step():
             for model, optimizer in zip((one, other), optimizers, strict=True):
                 mean_square(model, torch.randn(8, 512, device="cuda")).backward()
                 optimizer.step()
@@ -94,7 +90,7 @@ def test_parameters_of_a_model_that_is_called_late_have_its_names():
 
 def test_a_function_compiled_before_the_trace_is_compiled_in_it():
     @torch.compile(backend="eager")  # as a decorator does it, when the program is imported
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model, batch):
         return mean_square(model, batch)
 
     prediction = oomph.predict(workload(loss=loss))
@@ -103,7 +99,7 @@ def test_a_function_compiled_before_the_trace_is_compiled_in_it():
 
 
 def test_a_loss_can_be_formatted_for_a_log_line():
-    def step(model: nn.Module, x: torch.Tensor) -> None:
+    def step(model, x):
         loss = mean_square(model, x)
         assert f"loss {loss:.3f}" == "loss 1.000"
 
@@ -111,7 +107,7 @@ def test_a_loss_can_be_formatted_for_a_log_line():
 
 
 def test_a_default_device_set_by_the_program_is_the_pretend_gpu():
-    def train() -> Callable[[], None]:
+    def train():
         torch.set_default_device("cuda")
         model = nn.Linear(64, 64)
         assert model.weight.is_cuda
@@ -124,7 +120,7 @@ def test_a_default_device_set_by_the_program_is_the_pretend_gpu():
 
 @pytest.mark.filterwarnings("ignore:torch.set_default_tensor_type")
 def test_a_default_tensor_type_set_by_the_program_is_of_the_pretend_gpu():
-    def train() -> Callable[[], None]:
+    def train():
         torch.set_default_tensor_type(torch.cuda.FloatTensor)
         torch.set_default_tensor_type("torch.cuda.FloatTensor")
         model = nn.Linear(64, 64)
@@ -141,7 +137,7 @@ def test_a_default_tensor_type_set_by_the_program_is_of_the_pretend_gpu():
 
 
 def test_reading_a_loss_works_and_a_guessed_condition_is_noted():
-    def step(model: nn.Module, x: torch.Tensor) -> None:
+    def step(model, x):
         loss = mean_square(model, x)
         if loss.isnan() or loss > 100:
             raise RuntimeError("the loss is not a small number")
@@ -157,7 +153,7 @@ def test_reading_a_loss_works_and_a_guessed_condition_is_noted():
 
 
 def test_a_shape_that_depends_on_values_is_half_the_largest_and_noted():
-    def step(model: nn.Module, x: torch.Tensor) -> None:
+    def step(model, x):
         y = model(x)
         assert (y > 0).nonzero().shape == (16 * 64, 2)
         assert y[y > 0].shape == (16 * 64,)
@@ -171,14 +167,14 @@ def test_a_shape_that_depends_on_values_is_half_the_largest_and_noted():
 def test_small_data_on_the_host_stays_real():
     data = TensorDataset(torch.arange(64.0).view(8, 8), torch.arange(8))
 
-    def train() -> Callable[[], None]:
+    def train():
         model = nn.Linear(8, 8).cuda()
 
-        def step() -> None:
+        def step():
             order = list(range(8))
             random.shuffle(order)
             assert sorted(order) == list(range(8))
-            labels: list[int] = []
+            labels = []
             for x, y in DataLoader(data, batch_size=4, shuffle=True):
                 assert not isinstance(x, FakeTensor)
                 assert x[0, 0].item() == 8 * y[0].item()
@@ -196,7 +192,7 @@ def test_small_data_on_the_host_stays_real():
 def test_a_seeded_program_sees_its_own_random_numbers():
     expected = torch.rand(4, generator=torch.Generator().manual_seed(7))
 
-    def step(model: nn.Module, x: torch.Tensor) -> None:
+    def step(model, x):
         torch.manual_seed(7)
         assert torch.equal(torch.rand(4), expected)
 
@@ -204,7 +200,7 @@ def test_a_seeded_program_sees_its_own_random_numbers():
 
 
 def test_tensors_say_the_device_the_program_put_them_on():
-    def step(model: nn.Module, x: torch.Tensor) -> None:
+    def step(model, x):
         assert x.device == torch.device("cuda", 0)
         assert x.is_cuda
         assert x.cpu().device.type == "cpu"
@@ -217,7 +213,7 @@ def test_tensors_say_the_device_the_program_put_them_on():
 
 
 def test_a_function_that_returns_nothing_is_the_whole_run():
-    def main() -> None:
+    def main():
         torch.empty(3 * MiB, dtype=torch.uint8, device="cuda")
 
     prediction = oomph.predict(main)
@@ -225,8 +221,8 @@ def test_a_function_that_returns_nothing_is_the_whole_run():
     assert prediction.steps == ()
 
 
-def test_a_bare_number_is_a_gpu() -> None:
-    def train() -> Callable[[], None]:
+def test_a_bare_number_is_a_gpu():
+    def train():
         model = nn.Linear(64, 64).to(0)
         x = torch.zeros(8, 64).to(device=0)
         y = torch.randn(8, 64, device=0)
@@ -237,8 +233,8 @@ def test_a_bare_number_is_a_gpu() -> None:
     assert oomph.predict(train).peak.allocated > 0
 
 
-def test_a_loader_that_pins_its_batches_works() -> None:
-    def train() -> None:
+def test_a_loader_that_pins_its_batches_works():
+    def train():
         loader = DataLoader(TensorDataset(torch.randn(16, 64)), batch_size=4, pin_memory=True)
         model = nn.Linear(64, 64).cuda()
         for (x,) in loader:
@@ -247,11 +243,11 @@ def test_a_loader_that_pins_its_batches_works() -> None:
     assert oomph.predict(train).peak.allocated > 0
 
 
-def peak_of(program: Callable[[], Any]) -> float:
+def peak_of(program):
     return oomph.predict(program).peak.allocated / MiB
 
 
-def test_a_storage_that_grows_is_counted_at_its_new_size() -> None:
+def test_a_storage_that_grows_is_counted_at_its_new_size():
     assert peak_of(lambda: torch.empty(0, device="cuda").resize_(64 * MiB)) == 256
 
 
@@ -260,18 +256,16 @@ def test_a_storage_that_grows_is_counted_at_its_new_size() -> None:
     [(torch.add, 0), (torch.mm, 32), (lambda a, b, out: torch.addmm(a, a, b, out=out), 32)],
 )
 @pytest.mark.parametrize(("rows", "total"), [(0, 8), (1024, 8), (2048, 12)])
-def test_a_result_is_written_into_a_given_tensor_which_grows_if_it_has_to(
-    write: Any, workspace: int, rows: int, total: int
-) -> None:
-    def program() -> None:
+def test_a_result_is_written_into_a_given_tensor_which_grows_if_it_has_to(write, workspace, rows, total):
+    def program():
         square = torch.randn(1024, 1024, device="cuda")
         write(square, square, out=torch.empty(rows, 1024, device="cuda")[:1024])
 
     assert peak_of(program) == total + workspace
 
 
-def test_a_storage_resized_to_nothing_is_free() -> None:
-    def program() -> None:
+def test_a_storage_resized_to_nothing_is_free():
+    def program():
         first = torch.empty(64 * MiB, device="cuda")
         first.untyped_storage().resize_(0)
         torch.empty(64 * MiB, device="cuda")
@@ -279,8 +273,8 @@ def test_a_storage_resized_to_nothing_is_free() -> None:
     assert peak_of(program) == 256
 
 
-def test_known_values_are_forgotten_when_a_view_of_them_is_written() -> None:
-    def program() -> None:
+def test_known_values_are_forgotten_when_a_view_of_them_is_written():
+    def program():
         mask = torch.zeros(64, 64, device="cuda")
         assert not mask.any()
         mask[:, 32:] = torch.randn(64, 32, device="cuda")
@@ -290,8 +284,8 @@ def test_known_values_are_forgotten_when_a_view_of_them_is_written() -> None:
     assert "taken as true" in notes_of(oomph.predict(program))
 
 
-def test_peak_counters_that_the_program_reads_make_sense() -> None:
-    def program() -> None:
+def test_peak_counters_that_the_program_reads_make_sense():
+    def program():
         torch.empty(MiB, device="cuda")
         assert torch.cuda.max_memory_allocated() >= 4 * MiB
         torch.cuda.reset_peak_memory_stats()
@@ -301,7 +295,7 @@ def test_peak_counters_that_the_program_reads_make_sense() -> None:
     oomph.predict(program)
 
 
-def _grouped_products() -> None:
+def _grouped_products():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         x = torch.randn(32, 64, device="cuda", dtype=dtype, requires_grad=True)
         experts = torch.randn(4, 64, 16, device="cuda", dtype=dtype, requires_grad=True)
@@ -309,7 +303,7 @@ def _grouped_products() -> None:
         F.grouped_mm(x, experts, offs=ends).square().sum().backward()
 
 
-def _tensor_of_gpu_numbers() -> None:
+def _tensor_of_gpu_numbers():
     x = torch.ones(3, device="cuda", requires_grad=True)
     assert torch.tensor([[x[0], 2.0]], device="cuda").shape == (1, 2)
     sizes = torch.tensor([[4, 6]], device="cuda")
@@ -318,28 +312,28 @@ def _tensor_of_gpu_numbers() -> None:
     x.sum().backward()
 
 
-def _orthogonal() -> None:
+def _orthogonal():
     model = nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)).cuda()
     model(torch.randn(2, 8, device="cuda")).sum().backward()
 
 
-def _scripted() -> None:
+def _scripted():
     model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))).cuda()
     model(torch.randn(2, 4, device="cuda")).sum().backward()
 
 
-def _scripted_by_torch() -> None:
+def _scripted_by_torch():
     sys.modules.pop("torch.distributed.optim.functional_sgd", None)
     importlib.import_module("torch.distributed.optim.functional_sgd")
     nn.Linear(4, 4).cuda()(torch.randn(2, 4, device="cuda")).sum().backward()
 
 
-def _forward_mode() -> None:
+def _forward_mode():
     x = torch.randn(3, device="cuda", requires_grad=True)
     torch.func.jvp(torch.sin, (x,), (torch.ones(3, device="cuda"),))[0].sum().backward()
 
 
-def _cuda_graph() -> None:
+def _cuda_graph():
     model, x = nn.Linear(4, 4).cuda(), torch.randn(2, 4, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -347,13 +341,13 @@ def _cuda_graph() -> None:
     graph.replay()
 
 
-def _lengths_on_the_host() -> None:
+def _lengths_on_the_host():
     x = torch.randn(50, 2, 20, device="cuda", requires_grad=True)
     labels = torch.randint(1, 20, (2, 10), device="cuda")
     F.ctc_loss(x.log_softmax(2), labels, torch.full((2,), 50), torch.full((2,), 10)).backward()
 
 
-def _flex_attention() -> None:
+def _flex_attention():
     q = torch.randn(1, 2, 128, 16, device="cuda", requires_grad=True)
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cuda")
     out = torch.compile(flex_attention)(q, q, q, block_mask=mask)
@@ -362,7 +356,7 @@ def _flex_attention() -> None:
     assert out.shape == q.grad.shape
 
 
-def _einsum_of_a_graph() -> None:
+def _einsum_of_a_graph():
     graph = torch.fx.Graph()
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     a, b = (torch.fx.Proxy(graph.placeholder(name), tracer) for name in "ab")
@@ -387,13 +381,13 @@ def _einsum_of_a_graph() -> None:
         _einsum_of_a_graph,
     ],
 )
-def test_what_runs_on_a_gpu_is_traced(program: Callable[[], None]) -> None:
+def test_what_runs_on_a_gpu_is_traced(program):
     assert oomph.predict(program).peak.allocated > 0
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_sparse_tensors_stay_on_the_host() -> None:
-    def program(blocks: bool) -> None:
+def test_sparse_tensors_stay_on_the_host():
+    def program(blocks):
         rows, columns = torch.tensor([0, 1, 2]), torch.tensor([0, 1])
         matrix = torch.sparse_csr_tensor(rows, columns, torch.ones(2), size=(2, 2))
         dense = matrix @ torch.ones(2, 4) + torch.eye(2).to_sparse() @ torch.ones(2, 4)
@@ -410,7 +404,7 @@ def test_sparse_tensors_stay_on_the_host() -> None:
         oomph.predict(partial(program, True))
 
 
-def _on_gpu(form: str, rows: int, count: int) -> torch.Tensor:
+def _on_gpu(form, rows, count):
     """A sparse matrix with `count` elements in each of its rows."""
     if form == "from dense":
         return torch.ones(rows, count, device="cuda").to_sparse_csr()
@@ -429,8 +423,8 @@ def _on_gpu(form: str, rows: int, count: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("form", "indices"), [("made", 0.5), ("moved", 0.5), ("from dense", 0.5), ("coo", 1)]
 )
-def test_sparse_matrices_hold_their_indices_and_values(form: str, indices: float) -> None:
-    def training() -> Callable[[], None]:
+def test_sparse_matrices_hold_their_indices_and_values(form, indices):
+    def training():
         matrix = _on_gpu(form, 2048, 512)
         assert matrix.is_cuda
         assert matrix._nnz() == 2048 * 512
@@ -439,7 +433,7 @@ def test_sparse_matrices_hold_their_indices_and_values(form: str, indices: float
             assert len(torch.arange(2048, device="cuda").repeat_interleave(edges)) == 2048 * 512
         weight = torch.randn(matrix.shape[1], 256, device="cuda", requires_grad=True)
 
-        def step() -> None:
+        def step():
             product = matrix @ weight
             assert product.shape == (2048, 256)
             assert product.is_cuda
@@ -458,14 +452,14 @@ def test_sparse_matrices_hold_their_indices_and_values(form: str, indices: float
     assert bytes_of["float32"] >= 2048 * 512 * 4
 
 
-def test_sparse_gradients_hold_the_rows_that_were_used() -> None:
-    def predicted(sparse: bool, optimizer: type[torch.optim.Optimizer]) -> oomph.Prediction:
-        def train() -> Callable[[], None]:
+def test_sparse_gradients_hold_the_rows_that_were_used():
+    def predicted(sparse, optimizer):
+        def train():
             model = nn.Embedding(4096, 256, sparse=sparse).cuda()
             updates = optimizer(list(model.parameters()), lr=0.1)
             ids = torch.randint(0, 4096, (32,), device="cuda")
 
-            def step() -> None:
+            def step():
                 model(ids).sum().backward()
                 updates.step()
                 updates.zero_grad()
@@ -480,15 +474,15 @@ def test_sparse_gradients_hold_the_rows_that_were_used() -> None:
     assert predicted(False, torch.optim.SGD).peak.allocated >= 8 * MiB
 
 
-def test_a_sparse_adjacency_matrix_multiplies_dense_features() -> None:
-    def train(rows: int) -> Callable[[], None]:
+def test_a_sparse_adjacency_matrix_multiplies_dense_features():
+    def train(rows):
         scale = torch.eye(2048).to_sparse()
         features = (scale @ torch.ones(2048, 1024)).cuda()  # on the host: too large to hold values
         edges = torch.stack([torch.arange(rows) % 2048, torch.arange(rows) * 7 % 2048])
         adjacency = torch.sparse_coo_tensor(edges, torch.ones(rows), (2048, 2048)).cuda()
         layer = nn.Linear(1024, 256).cuda()
 
-        def step() -> None:
+        def step():
             torch.spmm(adjacency, layer(features)).sum().backward()
 
         return step
@@ -498,22 +492,22 @@ def test_a_sparse_adjacency_matrix_multiplies_dense_features() -> None:
     assert many - few > ((1 << 18) - (1 << 10)) * (2 * 8 + 4)  # two indices and a value for every edge
 
 
-def test_sparse_products_of_the_wrong_shape_fail() -> None:
-    def program() -> None:
+def test_sparse_products_of_the_wrong_shape_fail():
+    def program():
         torch.eye(64, device="cuda").to_sparse() @ torch.ones(7, 4, device="cuda")
 
     with pytest.raises(ProgramError, match="64, got 7"):
         oomph.predict(program)
 
 
-def test_sparse_gradients_of_an_embedding_bag_hold_a_row_for_every_index() -> None:
-    def train(mode: str) -> Callable[[], None]:
+def test_sparse_gradients_of_an_embedding_bag_hold_a_row_for_every_index():
+    def train(mode):
         model = nn.EmbeddingBag(4096, 256, mode=mode, sparse=True).cuda()
         updates = torch.optim.SGD(model.parameters(), lr=0.1)
         ids = torch.randint(0, 4096, (8192,), device="cuda")
         offsets = torch.arange(0, 8192, 16, device="cuda")
 
-        def step() -> None:
+        def step():
             model(ids, offsets).sum().backward()
             updates.step()
             updates.zero_grad()
@@ -524,10 +518,10 @@ def test_sparse_gradients_of_an_embedding_bag_hold_a_row_for_every_index() -> No
     assert means >= sums >= (4096 + 8192) * 256 * 4
 
 
-def test_recomputation_may_end_inside_a_dropout() -> None:
+def test_recomputation_may_end_inside_a_dropout():
     """Checkpointing stops its recomputation with an exception from the op that saves the last tensor."""
 
-    def program() -> None:
+    def program():
         model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)).to("cuda")
         x = torch.randn(8, 64, device="cuda", requires_grad=True)
         checkpoint(model, x, use_reentrant=False).sum().backward()
@@ -535,8 +529,8 @@ def test_recomputation_may_end_inside_a_dropout() -> None:
     assert not [note for note in oomph.predict(program).notes if "dropout" in note.text]
 
 
-def test_a_model_may_be_built_on_the_meta_device() -> None:
-    def program() -> None:
+def test_a_model_may_be_built_on_the_meta_device():
+    def program():
         with torch.device("meta"):
             ids = torch.cat([torch.tensor([[1, 5]]), torch.arange(4).view(2, 2)])
             model = nn.Linear(64, 64)
@@ -547,15 +541,15 @@ def test_a_model_may_be_built_on_the_meta_device() -> None:
     assert oomph.predict(program).peak.allocated > 0
 
 
-def test_accumulated_passes_that_leave_tensors_behind_are_all_counted() -> None:
-    kept: list[torch.Tensor] = []
+def test_accumulated_passes_that_leave_tensors_behind_are_all_counted():
+    kept = []
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model, batch):
         out = model(batch)
         kept.append(out.detach() * 2)
         return out.mean()
 
-    def growth(accumulate: int) -> int:
+    def growth(accumulate):
         kept.clear()
         step = oomph.Workload(
             lambda: nn.Linear(512, 512),
@@ -570,10 +564,10 @@ def test_accumulated_passes_that_leave_tensors_behind_are_all_counted() -> None:
     assert [growth(accumulate) for accumulate in (1, 8)] == [4 * MiB, 32 * MiB]
 
 
-def test_repeated_calls_leave_gradients_and_no_tensors() -> None:
+def test_repeated_calls_leave_gradients_and_no_tensors():
     """Gradients dropped between forward and backward come back; locals of a function are not kept alive."""
 
-    def program() -> None:
+    def program():
         model = nn.Linear(512, 512).cuda()
         optimizer = torch.optim.SGD(model.parameters())
         allocated = []
@@ -590,8 +584,8 @@ def test_repeated_calls_leave_gradients_and_no_tensors() -> None:
     oomph.predict(program)
 
 
-def test_a_bias_is_added_in_place_to_the_product_of_a_transposed_input() -> None:
-    def forward() -> None:
+def test_a_bias_is_added_in_place_to_the_product_of_a_transposed_input():
+    def forward():
         model = nn.Linear(1024, 1024, device="cuda")
         model(torch.empty(256, 8, 1024, device="cuda").transpose(0, 1))
 
@@ -599,10 +593,10 @@ def test_a_bias_is_added_in_place_to_the_product_of_a_transposed_input() -> None
     assert made.count(8 * MiB) == 3  # the input, its contiguous copy and the product
 
 
-def test_a_graph_made_by_backward_runs_after_the_forward_pass_of_the_caller() -> None:
+def test_a_graph_made_by_backward_runs_after_the_forward_pass_of_the_caller():
     """On a GPU, backward makes the nodes of its graph in a thread whose numbers start at 0."""
 
-    def step() -> None:
+    def step():
         weight = torch.ones(512, 512, device="cuda", requires_grad=True)
         model = nn.Linear(1024, 1024, bias=False, device="cuda")
         score = model(torch.ones(8, 1024, device="cuda")).sum()
@@ -614,14 +608,14 @@ def test_a_graph_made_by_backward_runs_after_the_forward_pass_of_the_caller() ->
     assert made.index(("aten.mm", 4 * MiB)) < last_of_graph
 
 
-def test_lbfgs_takes_all_of_its_iterations_although_losses_do_not_change() -> None:
-    calls: list[int] = []
+def test_lbfgs_takes_all_of_its_iterations_although_losses_do_not_change():
+    calls = []
 
-    def train() -> None:
+    def train():
         model = nn.Linear(64, 64).cuda()
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
 
-        def closure() -> torch.Tensor:
+        def closure():
             calls.append(1)
             optimizer.zero_grad()
             loss = mean_square(model, torch.ones(8, 64, device="cuda"))
@@ -637,24 +631,24 @@ def test_lbfgs_takes_all_of_its_iterations_although_losses_do_not_change() -> No
 class _Images(Dataset[Any]):
     transform = nn.Sequential(nn.Flatten(0), nn.ReLU(), nn.Threshold(0.1, 0.0))
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device="cpu"):
         self.device = device
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 1 << 21
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index):
         image = torch.full((1, 8, 8), index).to(torch.float32).div(255)
         return self.transform(image).to(self.device), index % 10
 
 
-def test_loading_a_batch_takes_about_as_long_as_without_a_trace() -> None:
-    def seconds() -> float:
+def test_loading_a_batch_takes_about_as_long_as_without_a_trace():
+    def seconds():
         began = time.process_time()
         next(iter(DataLoader(_Images(), batch_size=2048, shuffle=True)))
         return time.process_time() - began
 
-    def program() -> None:
+    def program():
         nn.Linear(64, 64, device="cuda")(torch.ones(4, 64, device="cuda")).sum().backward()
         assert seconds() < 4 * without
 
@@ -662,18 +656,18 @@ def test_loading_a_batch_takes_about_as_long_as_without_a_trace() -> None:
     oomph.predict(program)
 
 
-def test_a_data_set_may_use_the_gpu() -> None:
-    def program() -> None:
+def test_a_data_set_may_use_the_gpu():
+    def program():
         images, _ = next(iter(DataLoader(_Images("cuda"), batch_size=64)))
         nn.Linear(64, 64, device="cuda")(images).sum().backward()
 
     assert oomph.predict(program).peak.allocated >= 2 * 64 * 64 * 4
 
 
-def test_a_model_may_be_drawn_for_tensorboard(tmp_path: Path) -> None:
+def test_a_model_may_be_drawn_for_tensorboard(tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
 
-    def program() -> None:
+    def program():
         model = nn.Sequential(nn.Linear(64, 4096)).cuda()
         tensorboard.SummaryWriter(tmp_path).add_graph(model, torch.ones(4096, 64, device="cuda"))
 
@@ -681,18 +675,18 @@ def test_a_model_may_be_drawn_for_tensorboard(tmp_path: Path) -> None:
 
 
 class _ImageObjects(torch.utils.data.Dataset[SimpleNamespace]):
-    def __init__(self) -> None:
+    def __init__(self):
         self.images = torch.randn(64, 256, device="cuda")
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 64
 
-    def __getitem__(self, index: int) -> SimpleNamespace:
+    def __getitem__(self, index):
         return SimpleNamespace(image=self.images[index] * 2)
 
 
-def test_samples_may_be_objects_with_tensors_of_the_gpu() -> None:
-    def program() -> None:
+def test_samples_may_be_objects_with_tensors_of_the_gpu():
+    def program():
         model = nn.Linear(256, 256).cuda()
         loader = torch.utils.data.DataLoader(_ImageObjects(), 8, collate_fn=lambda samples: samples)
         for samples in loader:
@@ -704,30 +698,30 @@ def test_samples_may_be_objects_with_tensors_of_the_gpu() -> None:
 class _Counted(nn.Linear):
     calls = 0
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.calls += 1
         return super().forward(x)
 
 
 class _Sampler(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model):
         super().__init__()
         self.model = model
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         for _ in range(100):
             x = x + self.model(x)
         return x
 
 
 class _Keeping(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.kept = [*getattr(self, "kept", []), x.sum(0)]
         return super().forward(x)
 
 
-def test_calls_that_keep_tensors_are_all_traced() -> None:
-    def program() -> None:
+def test_calls_that_keep_tensors_are_all_traced():
+    def program():
         model = _Keeping(256, 256).cuda()
         with torch.no_grad():
             _Sampler(model)(torch.randn(64, 256, device="cuda"))
@@ -737,8 +731,8 @@ def test_calls_that_keep_tensors_are_all_traced() -> None:
     oomph.predict(program)
 
 
-def test_a_model_that_is_called_in_a_loop_is_traced_a_few_times() -> None:
-    def program() -> None:
+def test_a_model_that_is_called_in_a_loop_is_traced_a_few_times():
+    def program():
         model = _Counted(256, 256).cuda()
         x = torch.randn(64, 256, device="cuda")
         with torch.no_grad():

@@ -1,10 +1,6 @@
 """Functions as targets: what they may return, loops of their own, and the notes on what they do."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -19,36 +15,36 @@ pytestmark = pytest.mark.usefixtures("in_process")
 WIDTH = 256
 
 
-def batch() -> torch.Tensor:
+def batch():
     return torch.randn(4096, WIDTH, device="cuda")
 
 
 class Training:
     """A model and its optimizer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.model = nn.Linear(WIDTH, WIDTH).cuda()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.kept: list[torch.Tensor] = []
+        self.kept = []
 
-    def step(self) -> None:
+    def step(self):
         out = self.model(batch())
         out.square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def setup() -> Callable[[], None]:
+def setup():
     return Training().step
 
 
-def test_a_training_loop_is_traced_whole_and_the_progress_text_names_the_faster_way() -> None:
-    def training() -> None:
+def test_a_training_loop_is_traced_whole_and_the_progress_text_names_the_faster_way():
+    def training():
         own = Training()
         for _ in range(5):
             own.step()
 
-    texts: list[str] = []
+    texts = []
     prediction = oomph.predict(training, gpu="h200", progress=lambda text, share: texts.append(text))
     assert prediction.peak.allocated == oomph.predict(setup, gpu="h200").peak.allocated
     said = [text for text in texts if "a function that returns its step is traced for three" in text]
@@ -58,24 +54,24 @@ def test_a_training_loop_is_traced_whole_and_the_progress_text_names_the_faster_
     ]
 
 
-def test_one_step_alone_is_said_to_be_too_few_for_the_optimizers_state() -> None:
+def test_one_step_alone_is_said_to_be_too_few_for_the_optimizers_state():
     prediction = oomph.predict(lambda: Training().step())
     assert "only one optimizer step of the function was traced" in notes_of(prediction)
     assert prediction.peak.allocated < oomph.predict(setup).peak.allocated
 
 
 @pytest.mark.parametrize("how", ["closure", "keyword"])
-def test_a_closure_of_the_optimizer_runs_forward_and_backward(how: str) -> None:
-    def setup() -> Callable[[], None]:
+def test_a_closure_of_the_optimizer_runs_forward_and_backward(how):
+    def setup():
         own = Training()
 
-        def closure() -> torch.Tensor:
+        def closure():
             own.optimizer.zero_grad()
             loss = own.model(batch()).square().mean()
             loss.backward()
             return loss
 
-        def step() -> None:
+        def step():
             own.optimizer.step(closure=closure) if how == "keyword" else own.optimizer.step(closure)
 
         return step
@@ -87,39 +83,39 @@ def test_a_closure_of_the_optimizer_runs_forward_and_backward(how: str) -> None:
     assert by_model <= {"forward activations", "loss"}
 
 
-def _averaged_model(model: torch.nn.Module) -> Callable[[], None]:
+def _averaged_model(model):
     average = torch.optim.swa_utils.AveragedModel(model)
     return lambda: average.update_parameters(model)
 
 
-def _copied_model(model: torch.nn.Module) -> Callable[[], None]:
+def _copied_model(model):
     average = copy.deepcopy(model)
 
     @torch.no_grad()
-    def update() -> None:
+    def update():
         for mean, now in zip(average.parameters(), model.parameters(), strict=True):
             mean.copy_(0.9 * mean + 0.1 * now)
 
     return update
 
 
-def _foreach(model: torch.nn.Module) -> Callable[[], None]:
+def _foreach(model):
     average = [parameter.detach().clone() for parameter in model.parameters()]
 
     @torch.no_grad()
-    def update() -> None:
+    def update():
         torch._foreach_lerp_(average, list(model.parameters()), 0.1)
 
     return update
 
 
 @pytest.mark.parametrize("average", [_averaged_model, _copied_model, _foreach])
-def test_weight_averages_are_a_stage_of_their_own(average: Callable[..., Callable[[], None]]) -> None:
-    def setup() -> Callable[[], None]:
+def test_weight_averages_are_a_stage_of_their_own(average):
+    def setup():
         own = Training()
         update = average(own.model)
 
-        def step() -> None:
+        def step():
             own.step()
             update()
 
@@ -132,11 +128,11 @@ def test_weight_averages_are_a_stage_of_their_own(average: Callable[..., Callabl
     assert {one.during for one in updates} <= {"optimizer step"}
 
 
-def test_the_shapes_of_the_batch_are_those_that_were_seen() -> None:
-    def setup() -> Callable[[], None]:
+def test_the_shapes_of_the_batch_are_those_that_were_seen():
+    def setup():
         own, rows = Training(), iter((8, 16, 16))
 
-        def step() -> None:
+        def step():
             own.model(torch.randn(next(rows), WIDTH).cuda()).sum().backward()
 
         return step
@@ -152,14 +148,14 @@ def test_the_shapes_of_the_batch_are_those_that_were_seen() -> None:
     assert [(each.name, each.shape, each.dtype) for each in given.batch] == [("x.ids", (4, 4), "float32")]
 
 
-def test_a_stream_of_the_programs_own_has_its_own_memory() -> None:
+def test_a_stream_of_the_programs_own_has_its_own_memory():
     """The blocks that one stream has freed are not reused on another, and backward runs where forward ran."""
 
-    def setup(several: bool) -> Callable[[], Callable[[], None]]:
-        def build() -> Callable[[], None]:
+    def setup(several):
+        def build():
             own, side = Training(), torch.cuda.Stream()
 
-            def step() -> None:
+            def step():
                 own.step()
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side if several else torch.cuda.current_stream()):
@@ -184,11 +180,11 @@ def test_a_stream_of_the_programs_own_has_its_own_memory() -> None:
 
 
 @pytest.mark.parametrize("synchronize", [False, True])
-def test_memory_that_two_streams_use_is_reused_after_a_synchronization(synchronize: bool) -> None:
-    def setup() -> Callable[[], None]:
+def test_memory_that_two_streams_use_is_reused_after_a_synchronization(synchronize):
+    def setup():
         side = torch.cuda.Stream()
 
-        def step() -> None:
+        def step():
             for _ in range(6):
                 made = batch()
                 made.record_stream(side)
@@ -207,11 +203,11 @@ def test_memory_that_two_streams_use_is_reused_after_a_synchronization(synchroni
     assert found.peak.reserved == (22 if synchronize else 42) * 2**20
 
 
-def test_numbers_read_from_the_gpu_are_noted_once_with_the_first_line() -> None:
-    def setup() -> Callable[[], None]:
+def test_numbers_read_from_the_gpu_are_noted_once_with_the_first_line():
+    def setup():
         own = Training()
 
-        def step() -> None:
+        def step():
             own.model(batch()).sum().item()  # first
             own.model(batch()).mean().item()
             own.step()
@@ -224,11 +220,11 @@ def test_numbers_read_from_the_gpu_are_noted_once_with_the_first_line() -> None:
     assert note.site.line == line_of(setup, "# first")
 
 
-def on_gpu() -> nn.Module:
+def on_gpu():
     return nn.Linear(64, 64).cuda()
 
 
-def train_once(model: nn.Module) -> torch.Tensor:
+def train_once(model):
     loss = model(torch.randn(8, 64, device="cuda")).sum()
     loss.backward()
     torch.optim.SGD(model.parameters()).step()
@@ -267,7 +263,7 @@ def test_what_is_no_step_is_named_in_one_line_with_what_is_valid(function, retur
     ids=["nothing", "loss", "metrics", "model", "tuple"],
 )
 def test_a_function_that_trains_by_itself_may_return_what_it_likes(outcome):
-    def train() -> Any:
+    def train():
         model = on_gpu()
         return outcome(model, train_once(model))
 
@@ -281,12 +277,12 @@ def test_a_function_without_a_backward_pass_is_predicted_and_said_to_be_no_train
     assert prediction.steps == ()
 
 
-def test_memory_that_grows_with_every_step_is_pointed_out_with_its_line() -> None:
-    def train() -> Callable[[], None]:
+def test_memory_that_grows_with_every_step_is_pointed_out_with_its_line():
+    def train():
         model = nn.Linear(512, 512).cuda()
         seen = []
 
-        def step() -> None:
+        def step():
             out = model(torch.randn(4096, 512, device="cuda"))
             seen.append(out.softmax(-1))  # kept
             out.sum().backward()
@@ -301,16 +297,16 @@ def test_memory_that_grows_with_every_step_is_pointed_out_with_its_line() -> Non
     assert note.site.line == line_of(train, "# kept")
 
 
-def test_a_steady_step_on_a_known_card_needs_no_remark() -> None:
+def test_a_steady_step_on_a_known_card_needs_no_remark():
     assert oomph.predict(workload(), gpu="rtx3090").notes == ()
 
 
-def test_a_card_of_unknown_generation_is_said_to_be_modelled_as_another() -> None:
+def test_a_card_of_unknown_generation_is_said_to_be_modelled_as_another():
     for gpu in (None, "24GiB"):
         assert any("H200" in note.text for note in oomph.predict(workload(), gpu=gpu).notes)
 
 
-def test_convolution_workspaces_are_said_to_be_estimates() -> None:
+def test_convolution_workspaces_are_said_to_be_estimates():
     image = workload(
         lambda: nn.Conv2d(64, 64, 3, padding=1),
         batch=lambda device: torch.randn(8, 64, 64, 64, device=device),

@@ -1,10 +1,6 @@
 """The work of a step, counted by hand: flops, bytes, launches, copies."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import oomph
 from oomph import Workload, gpus
 from oomph.prediction.tracer.session import tracing
-from oomph.prediction.tracer.work import (
-    CALIBRATED,
-    CHECKPOINT_COST,
-    MODE_COST,
-    OPTIMIZER_STEP_COST,
-    Kernel,
-)
-from oomph.records import Work
+from oomph.prediction.tracer.work import CALIBRATED, CHECKPOINT_COST, MODE_COST, OPTIMIZER_STEP_COST
 from oomph.units import MiB
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -30,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("in_process")
 H200 = gpus.find("h200")
 
 
-def kernels_of(program: Callable[[], Any]) -> list[Kernel]:
+def kernels_of(program):
     """What a program asks of the pretend GPU, from the call of the function that it returns."""
     with tracing(H200) as tracer:
         run = program()
@@ -40,11 +29,11 @@ def kernels_of(program: Callable[[], Any]) -> list[Kernel]:
         return list(tracer.work.kernels)
 
 
-def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def on_gpu(*shape, dtype=torch.float32):
     return torch.empty(shape, device="cuda", dtype=dtype)
 
 
-def work_of(workload: Workload, gpu: str = "h200") -> Work:
+def work_of(workload, gpu="h200"):
     return oomph.predict(workload, gpu=gpu).work
 
 
@@ -65,7 +54,7 @@ def test_a_linear_layer_takes_two_flops_per_weight_and_row_forward_and_four_back
 
 
 def test_flops_are_booked_at_the_rate_of_their_dtype():
-    def flops(dtype: str) -> Any:
+    def flops(dtype):
         return work_of(linear_workload(dtype=dtype, batch=lambda d: torch.randn(64, 1024, device=d).to(
             getattr(torch, dtype)))).forward  # fmt: skip
 
@@ -76,16 +65,16 @@ def test_flops_are_booked_at_the_rate_of_their_dtype():
 
 
 def test_float32_products_are_tf32_only_where_that_is_allowed():
-    def allowing() -> Callable[[], Any]:
+    def allowing():
         torch.backends.cuda.matmul.allow_tf32 = True
         x = on_gpu(64, 64)
         return lambda: x @ x
 
-    def plain() -> Callable[[], Any]:
+    def plain():
         x = on_gpu(64, 64)
         return lambda: x @ x
 
-    def convolving() -> Callable[[], Any]:
+    def convolving():
         layer, x = nn.Conv2d(4, 8, 3, device="cuda"), on_gpu(2, 4, 16, 16)
         return lambda: layer(x)
 
@@ -95,7 +84,7 @@ def test_float32_products_are_tf32_only_where_that_is_allowed():
 
 
 def test_an_elementwise_op_reads_its_inputs_and_writes_its_result():
-    def program() -> Callable[[], Any]:
+    def program():
         x, y = on_gpu(1024, 256), on_gpu(1024, 256)
         return lambda: x + y
 
@@ -105,7 +94,7 @@ def test_an_elementwise_op_reads_its_inputs_and_writes_its_result():
 
 
 def test_an_op_in_place_reads_and_writes_its_tensor_and_a_fill_only_writes():
-    def program() -> Callable[[], Any]:
+    def program():
         x = on_gpu(1024, 256)
         return lambda: (x.mul_(2), x.zero_())
 
@@ -115,7 +104,7 @@ def test_an_op_in_place_reads_and_writes_its_tensor_and_a_fill_only_writes():
 
 
 def test_what_an_expansion_repeats_is_read_once():
-    def program() -> Callable[[], Any]:
+    def program():
         row, x = on_gpu(1, 256), on_gpu(1024, 256)
         return lambda: x + row.expand(1024, 256)
 
@@ -125,7 +114,7 @@ def test_what_an_expansion_repeats_is_read_once():
 
 
 def test_views_and_empty_tensors_cost_the_gpu_nothing():
-    def program() -> Callable[[], Any]:
+    def program():
         x = on_gpu(1024, 256)
         whole = torch.zeros(8, 4, dtype=torch.long, device="cuda")
         return lambda: (x.view(256, 1024).t()[3:7].unsqueeze(0), whole.view(-1)[2:], torch.empty_like(x))
@@ -134,7 +123,7 @@ def test_views_and_empty_tensors_cost_the_gpu_nothing():
 
 
 def test_a_lookup_reads_the_rows_it_needs_and_not_the_table():
-    def program() -> Callable[[], Any]:
+    def program():
         table, index = nn.Embedding(100_000, 256, device="cuda"), torch.zeros(64, dtype=torch.long).cuda()
         return lambda: table(index)
 
@@ -143,7 +132,7 @@ def test_a_lookup_reads_the_rows_it_needs_and_not_the_table():
 
 @pytest.mark.parametrize(("causal", "share"), [(False, 1.0), (True, 0.5)])
 def test_attention_counts_the_pairs_that_are_seen(causal, share):
-    def program() -> Callable[[], Any]:
+    def program():
         q, k, v = (on_gpu(2, 4, 256, 64, dtype=torch.bfloat16) for _ in range(3))
         return lambda: nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
@@ -152,7 +141,7 @@ def test_attention_counts_the_pairs_that_are_seen(causal, share):
 
 
 def test_a_convolution_takes_two_flops_per_weight_and_place():
-    def program() -> Callable[[], Any]:
+    def program():
         layer, x = nn.Conv2d(8, 16, 3, groups=2, device="cuda"), on_gpu(4, 8, 34, 34)
         return lambda: layer(x)
 
@@ -160,7 +149,7 @@ def test_a_convolution_takes_two_flops_per_weight_and_place():
 
 
 def test_rows_of_an_odd_or_even_length_make_a_half_precision_product_unaligned():
-    def program() -> Callable[[], Any]:
+    def program():
         x, whole, even, odd = (on_gpu(64, width, dtype=torch.float16) for width in (64, 128, 126, 127))
         bias = on_gpu(126, dtype=torch.float16)
         return lambda: (x.t() @ whole, x.t() @ even, torch.addmm(bias, x, even), x.t() @ odd)
@@ -180,7 +169,7 @@ def test_a_recurrent_layer_multiplies_every_weight_with_every_row():
     model = nn.LSTM(64, 128)
     weights = sum(p.numel() for p in model.parameters())
 
-    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    def loss(model, batch):
         return model(batch)[0].square().mean()
 
     work = work_of(
@@ -201,8 +190,8 @@ def test_checkpointing_adds_what_it_recomputes_to_the_backward_pass(use_reentran
 
 
 def test_hooks_on_saved_tensors_and_modes_take_the_hosts_time():
-    def hooks(run: Callable[..., Any]) -> float:
-        def program() -> Callable[[], Any]:
+    def hooks(run):
+        def program():
             layer, x = nn.Linear(16, 16, device="cuda"), on_gpu(4, 16).requires_grad_()
             return lambda: run(layer, x).sum().backward()
 
@@ -217,12 +206,12 @@ def test_hooks_on_saved_tensors_and_modes_take_the_hosts_time():
 
 
 def test_every_call_of_an_optimizers_step_takes_the_hosts_time():
-    def program(calls: int) -> Callable[[], Any]:
+    def program(calls):
         parameters = [nn.Parameter(on_gpu(16)) for _ in range(4)]
         share = 4 // calls
         optimizers = [torch.optim.SGD(parameters[i * share : (i + 1) * share]) for i in range(calls)]
 
-        def step() -> None:
+        def step():
             sum(p.sum() for p in parameters).backward()
             for optimizer in optimizers:
                 optimizer.step()
@@ -243,7 +232,7 @@ def test_the_optimizer_goes_over_parameters_gradients_and_states_in_few_launches
 
 
 def test_copies_between_host_and_gpu_are_counted_each_way():
-    def program() -> Callable[[], Any]:
+    def program():
         x, host = on_gpu(1024, 256), torch.empty(1024, 256)
         return lambda: (
             x.cpu(),
@@ -259,10 +248,10 @@ def test_copies_between_host_and_gpu_are_counted_each_way():
 
 
 def test_ops_are_given_to_the_stream_that_is_current():
-    def program() -> Callable[[], Any]:
+    def program():
         x, side = on_gpu(1024, 256), torch.cuda.Stream()
 
-        def run() -> None:
+        def run():
             x.mul_(2)
             with torch.cuda.stream(side):
                 x.mul_(3)
@@ -280,10 +269,10 @@ def test_ops_are_given_to_the_stream_that_is_current():
 
 
 def test_waits_between_streams_are_reported_in_program_order():
-    def program() -> Callable[[], Any]:
+    def program():
         x, host, side = on_gpu(1024, 256), torch.empty(1024, 256), torch.cuda.Stream()
 
-        def run() -> None:
+        def run():
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 host.copy_(x, non_blocking=True)
@@ -307,7 +296,7 @@ def test_waits_between_streams_are_reported_in_program_order():
 
 
 def test_arithmetic_on_the_host_counts_in_a_trace():
-    def program() -> Callable[[], Any]:
+    def program():
         x, y = torch.empty(4 * MiB), torch.empty(4 * MiB)
         return lambda: (x.add_(y), torch.mul(x, y), x.view(2, -1), torch.empty(4 * MiB))
 
@@ -329,7 +318,7 @@ def test_only_the_last_step_is_counted(linear):
 
 
 def test_a_function_without_steps_is_counted_whole():
-    def program() -> None:
+    def program():
         x = torch.randn(64, 64, device="cuda", requires_grad=True)
         for _ in range(2):
             (x @ x).sum().backward()
@@ -340,7 +329,7 @@ def test_a_function_without_steps_is_counted_whole():
 def test_kernels_of_the_ops_are_counted_with_their_flops():
     from oomph.ops import BlockPattern, attention
 
-    def program() -> Callable[[], Any]:
+    def program():
         q = k = v = on_gpu(2, 4, 1024, 64, dtype=torch.bfloat16)
         pattern = BlockPattern("local", block=64, window=2)
         return lambda: attention(q, k, v, pattern=pattern, impl="triton")
