@@ -168,21 +168,26 @@ class MappedPages:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_blocks_do_not_overlap_and_when_all_are_free_they_are_whole_segments_again(seed):
-    rng, pages, limit = random.Random(seed), MappedPages(), 800 * MIB
-    allocator = CachingAllocator(limit, on_segment=pages)
-    alive = []
-    for step in range(4000):
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [(CachingAllocator, 800 * MIB), (ExpandableAllocator, None), (ExpandableAllocator, 900 * MIB)],
+)
+def test_blocks_do_not_overlap_and_when_all_are_free_everything_is_released(kind, limit, seed):
+    rng, pages, alive = random.Random(seed), MappedPages(), []
+    allocator = kind(limit, max_split=rng.choice([None, 64 * MIB]), on_segment=pages)
+    for step in range(2000):
         if alive and rng.random() < 0.5:
             allocator.free(alive.pop(rng.randrange(len(alive))))
         else:
-            nbytes = rng.randrange(1, rng.choice([2000, 1 << 20, 9 << 20, 80 << 20]))
+            nbytes = rng.randrange(1, rng.choice([2000, 1 << 20, 9 << 20, 90 << 20]))
             try:
                 alive.append(allocator.malloc(nbytes))
             except OutOfMemory:
                 continue
-        assert allocator.reserved <= limit
-        if step % 20 == 0:
+        if step % 97 == 0:
+            allocator.empty_cache()
+        assert limit is None or allocator.reserved <= limit
+        if step % 10 == 0:
             pages.check(allocator, alive)
     for block in alive:
         allocator.free(block)
@@ -284,29 +289,6 @@ def test_a_free_block_inside_is_taken_before_a_smaller_one_at_the_end():
     assert allocator.reserved == 120 * MIB
 
 
-@pytest.mark.parametrize(("seed", "limit"), [(0, None), (1, 900 * MIB)])
-def test_blocks_lie_in_mapped_pages_and_when_all_are_free_every_page_is_unmapped(seed, limit):
-    chance, pages = random.Random(seed), MappedPages()
-    alive = []
-    allocator = ExpandableAllocator(limit, max_split=chance.choice([None, 64 * MIB]), on_segment=pages)
-    for step in range(600):
-        if alive and chance.random() < 0.5:
-            allocator.free(alive.pop(chance.randrange(len(alive))))
-        else:
-            size = chance.choice([chance.randrange(1, MIB), chance.randrange(MIB, 90 * MIB)])
-            try:
-                alive.append(allocator.malloc(size))
-            except OutOfMemory:
-                continue
-        if step % 97 == 0:
-            allocator.empty_cache()
-        pages.check(allocator, alive)
-    for block in alive:
-        allocator.free(block)
-    allocator.empty_cache()
-    assert (allocator.reserved, allocator.allocated) == (0, 0)
-
-
 def filled(max_split, *sizes):
     allocator = CachingAllocator(max_split=max_split)
     return allocator, [allocator.malloc(size) for size in sizes]
@@ -329,31 +311,26 @@ def test_a_large_request_takes_a_free_block_less_than_20_mib_larger_whole():
     assert allocator.reserved == 380 * MIB
 
 
-def test_at_the_limit_an_oversize_block_that_is_large_enough_goes_first_and_the_rest_stays_cached():
+@pytest.mark.parametrize(
+    ("cached", "requested", "released", "reserved"),
+    [
+        ((30, 150, 180), 120, [150], 330),  # one that is large enough; 150 is more than 20 MiB larger
+        ((30, 70, 100, 180), 270, [180, 100], 370),  # otherwise the largest, until there is enough
+    ],
+)
+def test_at_the_limit_oversize_blocks_go_first_and_the_rest_stays_cached(
+    cached, requested, released, reserved
+):
     freed = []
     allocator = CachingAllocator(
         400 * MIB,
         max_split=64 * MIB,
-        on_segment=lambda act, _, size: freed.append(size) if act == "segment_free" else None,
+        on_segment=lambda act, _, size: freed.append(size // MIB) if act == "segment_free" else None,
     )
-    blocks = [allocator.malloc(size * MIB) for size in (30, 150, 180)]
-    for block in blocks:
+    for block in [allocator.malloc(size * MIB) for size in cached]:
         allocator.free(block)
-    allocator.malloc(120 * MIB)  # 150 is more than 20 MiB larger
-    assert (freed, allocator.reserved) == ([150 * MIB], 330 * MIB)
-
-
-def test_at_the_limit_the_largest_oversize_blocks_go_until_there_is_enough():
-    freed = []
-    allocator = CachingAllocator(
-        400 * MIB,
-        max_split=64 * MIB,
-        on_segment=lambda act, _, size: freed.append(size) if act == "segment_free" else None,
-    )
-    for block in [allocator.malloc(size * MIB) for size in (30, 70, 100, 180)]:
-        allocator.free(block)
-    allocator.malloc(270 * MIB)
-    assert (freed, allocator.reserved) == ([180 * MIB, 100 * MIB], 370 * MIB)
+    allocator.malloc(requested * MIB)
+    assert (freed, allocator.reserved) == (released, reserved * MIB)
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,8 @@ MIB = 1024 * 1024
 
 
 def allocation(id, nbytes):
-    return Allocation(
-        id=id,
-        bytes=nbytes,
-        shape=(nbytes,),
-        dtype="uint8",
-        op="aten.empty",
-        module="",
-        site=None,
-        stage="forward activations",
-        kind="activation",
-        step=1,
-    )
+    stage, kind = "forward activations", "activation"
+    return Allocation(id, nbytes, (nbytes,), "uint8", "aten.empty", "", None, stage, kind, step=1)
 
 
 def run(script, sizes, limit=None, record=False):

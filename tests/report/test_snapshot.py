@@ -4,10 +4,11 @@ import pickle
 import pickletools
 
 import pytest
+from sample_prediction import allocation, prediction
 from torch.cuda import _memory_viz
 
 from oomph.prediction.replay import replay
-from oomph.records import Allocation, Event, Peak, Prediction, Site
+from oomph.records import Event, Site
 from oomph.report.snapshot import snapshot, write_snapshot
 
 pytestmark = pytest.mark.usefixtures("in_process")
@@ -23,51 +24,24 @@ VIEWER_OPCODES = {
 }
 
 
-def allocation(id, nbytes, kind, site, module):
-    return Allocation(
-        id=id,
-        bytes=nbytes,
-        shape=(2, 3),
-        dtype="bfloat16",
-        op="aten.mm",
-        module=module,
-        site=site,
-        stage="parameters" if kind == "parameter" else "forward activations",
-        kind=kind,
-        step=0 if kind == "parameter" else 1,
-    )
+def made(id, nbytes, kind, site, module):
+    tensor = {"shape": (2, 3), "dtype": "bfloat16", "op": "aten.mm"}
+    return allocation(id, nbytes, kind=kind, site=site, module=module, step=1, **tensor)
 
 
 ALLOCATIONS = (
-    allocation(0, 30 * MIB, "parameter", None, "model.head"),
-    allocation(1, 600_000, "activation", Site("/home/me/train.py", 41, "forward"), "model.layers.0"),
-    allocation(2, 5 * MIB, "activation", Site("/home/me/loss.py", 7, "loss"), ""),
-    allocation(3, 6 * MIB, "temporary", Site("/home/me/loss.py", 8, "loss"), ""),
-    allocation(4, 0, "temporary", None, ""),
-    allocation(5, 60 * MIB, "activation", Site("/home/me/loss.py", 9, "loss"), ""),
+    made(0, 30 * MIB, "parameter", None, "model.head"),
+    made(1, 600_000, "activation", Site("/home/me/train.py", 41, "forward"), "model.layers.0"),
+    made(2, 5 * MIB, "activation", Site("/home/me/loss.py", 7, "loss"), ""),
+    made(3, 6 * MIB, "temporary", Site("/home/me/loss.py", 8, "loss"), ""),
+    made(4, 0, "temporary", None, ""),
+    made(5, 60 * MIB, "activation", Site("/home/me/loss.py", 9, "loss"), ""),
 )
 EVENTS = tuple(
     [Event("alloc", 0), Event("mark", -1, "step 1")]
     + [Event("alloc", id) for id in (1, 2, 3, 4)]
     + [Event("free", id) for id in (2, 4)]
 )
-
-
-def predicted(events):
-    return Prediction(
-        gpu=None,
-        gpu_title="",
-        capacity=None,
-        limit=None,
-        verdict=None,
-        refused=None,
-        peak=Peak(0, 0, 0),
-        steps=(),
-        at_peak=(),
-        timeline=(),
-        events=events,
-        allocations=ALLOCATIONS,
-    )
 
 
 def content(events=EVENTS, limit=None):
@@ -77,7 +51,11 @@ def content(events=EVENTS, limit=None):
 @pytest.fixture
 def file(tmp_path):
     path = tmp_path / "run.pickle"
-    write_snapshot(path, predicted(EVENTS), replay(EVENTS, ALLOCATIONS, record=True).trace)
+    write_snapshot(
+        path,
+        prediction(events=EVENTS, allocations=ALLOCATIONS),
+        replay(EVENTS, ALLOCATIONS, record=True).trace,
+    )
     return path
 
 

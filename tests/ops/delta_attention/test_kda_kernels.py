@@ -136,18 +136,12 @@ def test_neutral_tokens_leave_the_state_bitwise_unchanged():
     assert torch.equal(kernels(**given, memory_chunk_size=32)[1], given["initial_state"])
 
 
-def test_causality_and_nan():
+def test_nan_reaches_later_tokens_and_no_earlier_chunk():
     given = on_device(float32(1, 40, 1, 16, 16))
     before, _ = kernels(**given)
-    changed = {name: x.clone() for name, x in given.items()}
-    for name in ("q", "k", "v", "log_alpha", "beta"):
-        changed[name][:, 21:] = given[name][:, 21:].flip(1)
-    after, _ = kernels(**changed)
-    assert torch.equal(before[:, :21], after[:, :21])
-    assert not torch.equal(before[:, 21:], after[:, 21:])
-    changed["log_alpha"][0, 35, 0, 3] = torch.nan
-    o, state = kernels(**changed)
-    assert torch.equal(o[:, :32], after[:, :32])
+    given["log_alpha"][0, 35, 0, 3] = torch.nan
+    o, state = kernels(**given)
+    assert torch.equal(o[:, :32], before[:, :32])
     assert o[:, 35:].isnan().all()
     assert state[:, :, 3].isnan().all()
 
@@ -249,20 +243,3 @@ def test_a_memory_budget_is_met(shape, dv, budgets, backward):
     if backward:
         assert used[0] >= 0.5 * budgets[0] * MiB, used
         assert used == sorted(used)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("segment", "share"), [(None, 0.4), (512, 0.3)])
-def test_scratch_memory_is_a_small_part_of_the_gradients(segment, share):
-    torch.use_deterministic_algorithms(False)
-    given = half(float32(2, 8192, 16, 128, 128), torch.bfloat16, *NAMES[:5])
-    given.pop("initial_state")
-    leaves = {name: x.requires_grad_() for name, x in on_device(given).items()}
-    grad_o = torch.randn_like(leaves["v"])
-    base = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    o, state = kernels(**leaves, memory_chunk_size=segment)
-    o.backward(grad_o)
-    peak = torch.cuda.max_memory_allocated() - base
-    results = sum(x.nbytes for x in [o, state, *(x.grad for x in leaves.values())])
-    assert peak - results < share * results

@@ -6,7 +6,7 @@ from checks import relative_error
 from kda_inputs import assert_close, boundaries, half, in_double, inputs, one_by_one, outcome, relative_errors
 
 from oomph.ops.delta_attention import kda
-from oomph.ops.delta_attention.chunked import CHUNK, SUB_CHUNK
+from oomph.ops.delta_attention.chunked import CHUNK
 from oomph.ops.delta_attention.reference import kda_reference
 
 MODES = ["chunked", "sequential", "scan"]
@@ -82,34 +82,6 @@ def test_gradients_flow_through_a_state_passed_on(cut):
 
     given = inputs(2, 2 * CHUNK + 9)
     assert_close(outcome(in_two, given), outcome(kda, given, mode="chunked"), 1e-13)
-
-
-def test_generation_from_a_state_equals_the_parallel_form():
-    given = inputs(2, 60, dtype=torch.float32)
-    state = given.pop("initial_state")
-    start = kda(**{name: x[:, :40] for name, x in given.items()}, initial_state=state)[1]
-    outputs = []
-    with torch.no_grad():
-        for t in range(40, 60):
-            o, start = kda(**{name: x[:, t : t + 1] for name, x in given.items()}, initial_state=start)
-            outputs.append(o)
-    whole, final = kda(**given, initial_state=state)
-    assert relative_error(torch.cat(outputs, 1), whole[:, 40:]) < 1e-6
-    assert relative_error(start, final) < 1e-6
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_causality(mode):
-    given = inputs(1, 50, 1, 4, 4)
-    before = kda(**given, mode=mode)[0]
-    for t in (0, SUB_CHUNK, CHUNK - 1, CHUNK, 49):
-        changed = {name: x.clone() for name, x in given.items()}
-        for name in ("q", "k", "v", "beta"):
-            changed[name][:, t] *= 0.5
-        changed["log_alpha"][:, t] -= 1
-        after = kda(**changed, mode=mode)[0]
-        assert torch.equal(after[:, :t], before[:, :t])
-        assert (after[:, t:] != before[:, t:]).flatten(2).any(-1).all()
 
 
 # Decay

@@ -62,16 +62,6 @@ def test_half_precision():
     compare(40, 4e-3, torch.float16, {**SMALL, "top_n": 9}, heads=2, key_heads=1)
 
 
-def test_causality():
-    tensors, _ = inputs(40, heads=1, key_heads=1, dtype=torch.float32, device=DEVICE)
-    weight = torch.randn(2, 8, device=DEVICE)
-    before = nsa(*tensors, compress=learned(weight), impl="triton", **SMALL)
-    for x in tensors:
-        x[:, 32:] = 3 * torch.randn_like(x[:, 32:])
-    after = nsa(*tensors, compress=learned(weight), impl="triton", **SMALL)
-    torch.testing.assert_close(after[:, :32], before[:, :32])
-
-
 @pytest.mark.parametrize("max_row", [16, 2048])
 def test_blocks_are_selected_by_importance_then_by_index(max_row, monkeypatch):
     monkeypatch.setattr(selection, "_MAX_ROW", max_row)
