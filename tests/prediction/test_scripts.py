@@ -305,6 +305,27 @@ torch.optim.SGD(model.parameters()).step()
     assert at_peak >= {((256, 256), "float32"), ((3,), "int64")}
 
 
+def test_a_data_set_is_loaded_from_a_file(predicted):
+    """datasets writes its cache with Python's functions and maps it with pyarrow's native code."""
+    pytest.importorskip("datasets")
+    found = predicted(
+        """
+import json, torch
+from datasets import load_dataset
+with open("rows.json", "w") as file:
+    file.write("\\n".join(json.dumps({"x": [float(i)] * 8}) for i in range(16)))
+rows = load_dataset("json", data_files="rows.json", split="train", cache_dir="cache")
+rows = rows.map(lambda batch: {"y": batch["x"]}, batched=True)
+model = torch.nn.Linear(8, 1).cuda()
+opt = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.tensor(rows[:16]["y"]).cuda()).sum().backward()
+    opt.step()
+"""
+    )
+    assert found.peak.allocated > 0
+
+
 def test_safetensors_are_read_back_and_tied_weights_found(predicted) -> None:
     found = predicted(
         MODEL

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.util
 import itertools
 import mmap
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import CodeType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -46,6 +48,33 @@ class _ReplacedAttribute(NamedTuple):
             setattr(self.owner, self.name, self.before)
 
 
+class _ImportHook(MetaPathFinder):
+    """Calls `imported` as soon as the program has imported a module."""
+
+    def __init__(self, module: str, imported: Callable[[], None]) -> None:
+        self._module, self._imported = module, imported
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._module:
+            return None
+        self.remove()
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_call(module: Any) -> None:
+            execute(module)
+            self._imported()
+
+        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
+        return spec
+
+    def remove(self) -> None:
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
+
+
 class Patches(contextlib.ExitStack):
     """Attributes replaced one after the other, and put back in reverse order, whatever happened between."""
 
@@ -61,6 +90,15 @@ class Patches(contextlib.ExitStack):
         self.callback(replaced.undo)
         self._replaced.append(replaced)
         setattr(owner, name, value)
+
+    def when_imported(self, module: str, imported: Callable[[], None]) -> None:
+        """Call `imported` now, or once the program has imported a module that few programs use."""
+        if module in sys.modules:
+            imported()
+        else:
+            hook = _ImportHook(module, imported)
+            sys.meta_path.insert(0, hook)
+            self.callback(hook.remove)
 
     def has_replaced(self, value: Any) -> bool:
         """Whether a function, its code or a class is what an attribute was before."""

@@ -44,6 +44,7 @@ def install_saving(patches: Patches) -> None:
     _save_without_data(patches)
     _load_to_gpu(patches)
     _save_safetensors_without_data(patches)
+    _map_written_arrow_files(patches)
 
 
 def _tell_storages_apart(patches: Patches) -> None:
@@ -168,6 +169,23 @@ def _save_safetensors_without_data(patches: Patches) -> None:
     real.write = _write_safetensors
     patches.callback(functools.partial(setattr, real, "__code__", real.__code__))
     real.__code__ = _call_write.__code__
+
+
+def _map_written_arrow_files(patches: Patches) -> None:
+    """As for safetensors: datasets.load_dataset writes a file with Python's functions, then maps it."""
+
+    def imported() -> None:
+        import pyarrow
+
+        map_real = pyarrow.memory_map
+
+        def map_written(path: Any, mode: str = "r") -> Any:
+            with open(path, "rb" if mode == "r" else "r+b") as file:
+                return map_real(f"/dev/fd/{file.fileno()}", mode)
+
+        patches.set(pyarrow, "memory_map", map_written)
+
+    patches.when_imported("pyarrow", imported)
 
 
 def _call_write(tensors: Any, filename: Any, metadata: Any = None) -> None:

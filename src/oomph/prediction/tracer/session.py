@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import logging
 import math
@@ -20,7 +19,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from importlib.abc import MetaPathFinder
 from types import SimpleNamespace
 from typing import Any
 
@@ -356,33 +354,6 @@ def _draw_truncated_normals_once(patches: Patches) -> None:
     patches.set(*internals.TRUNC_NORMAL, draw)
 
 
-class _TritonImport(MetaPathFinder):
-    """Calls `imported` as soon as the program has imported Triton, which few programs do."""
-
-    def __init__(self, imported: Callable[[], None]) -> None:
-        self._imported = imported
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "triton.runtime.autotuner":
-            return None
-        self.remove()
-        spec = importlib.util.find_spec(name)
-        assert spec is not None
-        assert spec.loader is not None
-        execute = spec.loader.exec_module
-
-        def execute_and_call(module: Any) -> None:
-            execute(module)
-            self._imported()
-
-        spec.loader.exec_module = execute_and_call  # type: ignore[method-assign]
-        return spec
-
-    def remove(self) -> None:
-        with contextlib.suppress(ValueError):
-            sys.meta_path.remove(self)
-
-
 def _skip_triton_kernels(patches: Patches, tracer: Tracer) -> None:
     """Triton kernels of the program allocate nothing and need a driver. What they write is unknown.
 
@@ -412,12 +383,7 @@ def _skip_triton_kernels(patches: Patches, tracer: Tracer) -> None:
         patches.set(jit.JITFunction, "run", launch)
         patches.set(autotuner.Autotuner, "run", launch_tuned)
 
-    if "triton.runtime" in sys.modules:
-        imported()
-    else:
-        finder = _TritonImport(imported)
-        sys.meta_path.insert(0, finder)
-        patches.callback(finder.remove)
+    patches.when_imported("triton.runtime.autotuner", imported)
 
 
 def _make_generators_on_host(patches: Patches) -> None:
