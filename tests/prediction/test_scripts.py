@@ -326,6 +326,24 @@ for _ in range(3):
     assert found.peak.allocated > 0
 
 
+def test_a_parameter_is_made_by_the_class_of_another(predicted):
+    """As accelerate and diffusers load weights."""
+    found = predicted(
+        MODEL
+        + """
+for part in model.modules():
+    for name, old in [*part.named_parameters(recurse=False)]:
+        new = type(old)(torch.zeros(old.shape), requires_grad=old.requires_grad).to("cuda")
+        assert isinstance(new, nn.Parameter) or new.grad_fn is not None
+        part._parameters[name] = type(old)(new.detach(), requires_grad=True)
+        assert isinstance(part._parameters[name], nn.Parameter)
+model(torch.ones(4, 256).cuda()).sum().backward()
+torch.optim.SGD(model.parameters()).step()
+"""
+    )
+    assert found.peak.allocated > 0
+
+
 def test_safetensors_are_read_back_and_tied_weights_found(predicted) -> None:
     found = predicted(
         MODEL

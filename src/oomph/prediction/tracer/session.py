@@ -660,6 +660,14 @@ def _follow_parameters(patches: Patches, tracer: Tracer) -> None:
         return parameter
 
     patches.set(nn.Parameter, "__new__", new)
+    make_fake = FakeTensor.__new__
+
+    def new_fake(cls: type, *args: Any, **kwargs: Any) -> Any:  # accelerate calls type(parameter)(value)
+        if len(args) == 1 and isinstance(args[0], torch.Tensor) and "fake_mode" not in kwargs:
+            return nn.Parameter(*args, **kwargs)
+        return make_fake(cls, *args, **kwargs)
+
+    patches.set(FakeTensor, "__new__", new_fake)
     register = nn.Module.register_buffer
 
     def register_buffer(
