@@ -233,6 +233,17 @@ def test_a_bare_number_is_a_gpu():
     assert oomph.predict(train).peak.allocated > 0
 
 
+def test_type_as_moves_to_the_device_of_the_other_tensor():
+    def train():
+        model = nn.Linear(64, 64).cuda()
+        x = torch.randn(8, 64).type_as(model.weight)
+        assert x.is_cuda
+        assert x.type_as(torch.zeros(1, dtype=torch.float64)).device.type == "cpu"
+        return lambda: model(x).sum().backward()
+
+    assert oomph.predict(train).peak.allocated > 0
+
+
 def test_a_loader_that_pins_its_batches_works():
     def train():
         loader = DataLoader(TensorDataset(torch.randn(16, 64)), batch_size=4, pin_memory=True)

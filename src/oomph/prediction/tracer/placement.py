@@ -331,6 +331,7 @@ _HANDLERS: dict[Any, Handler] = {
     _T.cuda: _cuda,
     _T.cpu: _cpu,
     _T.type: _type,
+    _T.type_as: lambda tracer, func, args, kwargs: _to(tracer, _T.to, args, kwargs),
     _T.numpy: _numpy,
     internals.parse_to: _parse_to,
     internals.flex_attention_hop: _flex_attention,
