@@ -1,6 +1,7 @@
 """What the tests of several ops measure."""
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def relative_error(found, right):
@@ -22,3 +23,17 @@ def saved_beside(given, call):
     return [
         tensor for at, tensor in saved.items() if at not in {x.untyped_storage().data_ptr() for x in given}
     ]
+
+
+class Products(TorchDispatchMode):
+    """The shapes of the results of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            self.shapes.append(tuple(result.shape))
+        return result

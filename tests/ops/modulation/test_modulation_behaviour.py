@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
+from checks import Products
 from modulation_inputs import NAMES, inputs
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import oomph
 from oomph.nn.modulated import ModulatedLinear
@@ -48,20 +48,6 @@ def saved_names(train):
 )
 def test_only_what_the_wanted_gradients_need_is_kept(train, names, beside):
     assert saved_names(train) == (names, beside)
-
-
-class Products(TorchDispatchMode):
-    """Counts matrix products by the shape of their result."""
-
-    def __init__(self):
-        super().__init__()
-        self.shapes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in ("mm", "addmm", "addmm_"):
-            self.shapes.append(tuple(result.shape))
-        return result
 
 
 @pytest.mark.parametrize(
