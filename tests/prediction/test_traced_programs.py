@@ -199,6 +199,18 @@ def test_a_seeded_program_sees_its_own_random_numbers():
     predict_step(step)
 
 
+def test_generators_say_their_device():
+    def step(model, x):
+        assert isinstance(torch.manual_seed(7), torch.Generator)
+        generator = torch.Generator("cuda").manual_seed(7)
+        assert isinstance(generator, torch.Generator)
+        assert generator.device.type == "cuda"
+        assert torch.Generator().device.type == "cpu"
+        assert torch.rand(4, device="cuda", generator=generator).is_cuda
+
+    predict_step(step)
+
+
 def test_tensors_say_the_device_the_program_put_them_on():
     def step(model, x):
         assert x.device == torch.device("cuda", 0)

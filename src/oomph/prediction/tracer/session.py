@@ -389,9 +389,19 @@ def _skip_triton_kernels(patches: Patches, tracer: Tracer) -> None:
 def _make_generators_on_host(patches: Patches) -> None:
     """A random generator of the GPU needs a driver; its numbers are not drawn in a trace."""
 
-    class Generator(torch.Generator):
-        def __new__(cls, device: Any = None) -> Any:
-            return super().__new__(cls, "cpu")  # type: ignore[call-arg]
+    made_by_torch = torch.Generator
+
+    class AnyGenerator(type(torch.Generator)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: object) -> bool:  # also what torch.manual_seed returns
+            return isinstance(value, made_by_torch)
+
+    class Generator(torch.Generator, metaclass=AnyGenerator):
+        def __new__(cls, device: Any = "cpu") -> Any:
+            made: Any = super().__new__(cls, "cpu")  # type: ignore[call-arg]
+            made.asked = torch.device(device or "cpu")
+            return made
+
+        device = property(lambda self: self.asked)
 
     patches.set(torch, "Generator", Generator)
 
