@@ -211,6 +211,22 @@ def test_generators_say_their_device():
     predict_step(step)
 
 
+def test_questions_of_logs_about_the_gpu_have_answers():
+    def step(model, x):
+        card = torch.cuda.get_device_properties(0)
+        assert card.shared_memory_per_block_optin > card.shared_memory_per_block
+        assert card.L2_cache_size > 0
+        assert card.memory_bus_width * card.memory_clock_rate > 0
+        assert card.uuid
+        assert torch.cuda.temperature() == torch.cuda.power_draw() == torch.cuda.get_sync_debug_mode() == 0
+        assert torch.cuda.memory_snapshot() == []
+        assert torch.cuda.host_memory_stats()["allocated_bytes.current"] == 0
+        assert torch.accelerator.max_memory_allocated() >= torch.accelerator.memory_reserved() > 0
+        assert torch.accelerator.memory_stats()["num_ooms"] == 0
+
+    predict_step(step)
+
+
 def test_tensors_say_the_device_the_program_put_them_on():
     def step(model, x):
         assert x.device == torch.device("cuda", 0)

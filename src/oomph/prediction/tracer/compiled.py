@@ -25,7 +25,14 @@ import torch
 from oomph.prediction import compiler_internals as internals
 from oomph.prediction.isolation import can_restart, restart
 from oomph.prediction.tracer.attribution import CompiledSite, is_internal, is_loss_name
-from oomph.prediction.tracer.fake_cuda import DEVICE, NullContext, Patches, Stream, current_streams
+from oomph.prediction.tracer.fake_cuda import (
+    DEVICE,
+    NullContext,
+    Patches,
+    Stream,
+    current_streams,
+    shared_memory,
+)
 from oomph.prediction.tracer.placement import PlacementMode
 from oomph.prediction.tracer.tracer import Tracer
 from oomph.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, current_autograd_node
@@ -36,13 +43,6 @@ _INTERFACE = (
     "current_device set_device device_count current_stream synchronize get_device_properties "
     "memory_allocated is_bf16_supported"
 ).split()
-_SHARED_MEMORY = {
-    (8, 0): 166912,
-    (9, 0): 232448,
-    (10, 0): 232448,
-    (10, 3): 232448,
-}  # bytes of a block, at most
-_LESS_SHARED_MEMORY = 101376
 _FILE = "<compiled graph>"
 _FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)\n?(.*)')
 
@@ -181,7 +181,6 @@ class Compiler:
                 return fold(folder, *args, **kwargs)
 
         gpu = self._tracer.gpu
-        shared_memory = _SHARED_MEMORY.get(gpu.capability, _LESS_SHARED_MEMORY)
         patches.set(*internals.CACHING_ALLOCATOR, lambda: True, missing_ok=True)
         patches.set(*internals.COMPILE_FX, compile_graph)
         patches.set(*internals.CONSTANT_LIMIT, -1)  # constants are not computed: some are moved to the GPU
@@ -189,7 +188,7 @@ class Compiler:
         patches.set(*internals.ID_GUARD, guard_id_unless_patched)
         patches.set(*internals.MODE_STACK_GUARD, lambda builder, guard: None)  # the trace's own mode is on it
         patches.set(*internals.SHOULD_PAD, self._pads_product)
-        patches.set(*internals.TRITON_DRIVER, internals.triton_driver(gpu.capability, shared_memory))
+        patches.set(*internals.TRITON_DRIVER, internals.triton_driver(gpu.capability, shared_memory(gpu)))
         patches.set(*internals.TRITON_HASH, lambda: "")
         patches.set(*internals.CUDA_SYSTEM_INFO, lambda: "")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import itertools
 import mmap
@@ -300,11 +301,13 @@ def install_fake_cuda(patches: Patches, gpu: GPU, recorder: AllocationRecorder) 
     own.on_synchronize = recorder.synchronize
     patches.set(sys.modules[__name__], "streams", own)
     for owner, answers in (
-        (torch.cuda, _cuda_answers(gpu, recorder, own)),
-        (torch.accelerator, _accelerator_answers(recorder, own)),
+        (torch.cuda, cuda := _cuda_answers(gpu, recorder, own)),
+        (torch.accelerator, _accelerator_answers(cuda, own)),
         (torch.cuda.nvtx, dict.fromkeys(("range_push", "range_pop", "mark"), _nothing)),
     ):
         for name, function in answers.items():
+            if not hasattr(owner, name):  # of a later torch
+                continue
             patches.set(owner, name, function)
             for module in (torch.cuda.memory, torch.cuda.random) if owner is torch.cuda else ():
                 if hasattr(module, name):
@@ -416,6 +419,15 @@ class LegacyTensorType(type):
         return isinstance(value, torch.Tensor) and value.is_cuda and value.dtype == cls.dtype
 
 
+_SHARED_MEMORY = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448}
+_LESS_SHARED_MEMORY = 101376
+
+
+def shared_memory(gpu: GPU) -> int:
+    """Bytes that a block can have at most."""
+    return _SHARED_MEMORY.get(gpu.capability, _LESS_SHARED_MEMORY)
+
+
 def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:
     major, minor = gpu.capability
     properties = SimpleNamespace(
@@ -428,7 +440,19 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         is_integrated=0,
         is_multi_gpu_board=0,
         max_threads_per_multi_processor=2048,
+        max_threads_per_block=1024,
         regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=shared_memory(gpu),
+        shared_memory_per_multiprocessor=shared_memory(gpu) + 1024,
+        L2_cache_size=50 << 20,
+        clock_rate=1_500_000,  # kHz, as the next
+        memory_clock_rate=(gpu.bandwidth or 10**12) // (5120 // 4 * 1000),
+        memory_bus_width=5120,  # lines, with two bits each a clock
+        uuid="00000000-0000-0000-0000-000000000000",
+        pci_domain_id=0,
+        pci_bus_id=1,
+        pci_device_id=0,
         gcnArchName="",
     )
 
@@ -457,8 +481,13 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
 
     silent = (
         "init set_device reset_accumulated_memory_stats reset_max_memory_cached manual_seed manual_seed_all "
-        "seed seed_all set_rng_state set_rng_state_all ipc_collect set_per_process_memory_fraction"
+        "seed seed_all set_rng_state set_rng_state_all ipc_collect set_per_process_memory_fraction "
+        "set_sync_debug_mode caching_allocator_enable reset_accumulated_host_memory_stats "
+        "reset_peak_host_memory_stats"
     ).split()
+    zero = (
+        "utilization memory_usage temperature power_draw clock_rate initial_seed get_sync_debug_mode".split()
+    )
     return {
         "is_available": _answer(True),
         "is_initialized": _answer(True),
@@ -478,6 +507,12 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         "memory_stats": memory_stats,
         "reset_peak_memory_stats": reset_peak,
         "reset_max_memory_allocated": reset_peak,
+        "memory_stats_as_nested_dict": _answer({}),
+        "host_memory_stats": _answer(defaultdict(int)),
+        "memory_snapshot": _answer([]),
+        "device_memory_used": lambda *a, **k: recorder.live_bytes,
+        "get_allocator_backend": _answer("native"),
+        "get_per_process_memory_fraction": _answer(1.0),
         "memory_summary": _answer(""),
         "empty_cache": lambda *a, **k: recorder.mark("empty_cache"),
         "get_rng_state": rng_state,
@@ -497,22 +532,28 @@ def _cuda_answers(gpu: GPU, recorder: AllocationRecorder, own: Streams) -> dict[
         "Stream": Stream,
         "Event": StreamEvent,
         "can_device_access_peer": _answer(False),
-        "utilization": _answer(0),
+        **dict.fromkeys(zero, _answer(0)),
         **dict.fromkeys(silent, _nothing),
     }
 
 
-def _accelerator_answers(recorder: AllocationRecorder, own: Streams) -> dict[str, Callable[..., Any]]:
+def _accelerator_answers(cuda: dict[str, Callable[..., Any]], own: Streams) -> dict[str, Callable[..., Any]]:
     """Other functions than those of torch.cuda: Dynamo has a handler for each, by its identity."""
+    same = (
+        "is_available device_count current_stream empty_cache memory_allocated max_memory_allocated "
+        "memory_reserved max_memory_reserved memory_stats reset_peak_memory_stats synchronize "
+        "reset_accumulated_memory_stats"
+    ).split()
+    answers = {name: functools.partial(cuda[name]) for name in same}
     return {
-        "is_available": _answer(True),
-        "device_count": _answer(1),
-        "current_stream": lambda *a, **k: own.current,
+        **answers,
+        "get_memory_info": functools.partial(cuda["mem_get_info"]),
+        "get_device_capability": _answer({"supported_dtypes": set(_LEGACY_TYPES.values())}),
         "set_stream": lambda stream: own.set_current(stream),
-        "empty_cache": lambda *a, **k: recorder.mark("empty_cache"),
-        "memory_allocated": lambda *a, **k: recorder.live_bytes,
-        "synchronize": lambda *a, **k: own.report("synchronize device"),
         "current_accelerator": _answer(torch.device("cuda")),
         "current_device_index": _answer(0),
+        "current_device_idx": _answer(0),
         "set_device_index": _nothing,
+        "set_device_idx": _nothing,
+        "empty_host_cache": _nothing,
     }
