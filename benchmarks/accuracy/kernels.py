@@ -544,8 +544,9 @@ def measure_convolutions(out: Path, cases: list[dict[str, Any]]) -> None:
 
 
 def compare_convolutions(measured: Path) -> None:
+    """Of searches, the workspace that cuDNN's search takes is compared, if all of it is free."""
     from oomph import gpus
-    from oomph.prediction.cuda.rules import temporaries_of
+    from oomph.prediction.cuda.rules import Search, temporaries_of
     from oomph.torch_internals import FakeTensorMode
 
     gpu = gpus.find("h200")
@@ -555,7 +556,9 @@ def compare_convolutions(measured: Path) -> None:
             calls = convolution_calls(row | {n: int(row[n]) for n in COLUMNS if n != "dtype"}, "cpu")
         gradient, x = calls[1][1][:2]
         for name, (op, arguments) in zip(PASSES, calls, strict=True):
-            ours = sum(size for size in temporaries_of(op, arguments, {}, gpu) if size and size > 0)
+            temporaries = [size for size in temporaries_of(op, arguments, {}, gpu) if size]
+            searched = [max(size.workspaces) for size in temporaries if isinstance(size, Search)]
+            ours = sum(searched or [size for size in temporaries if isinstance(size, int) and size > 0])
             real = int(row[name])
             same_blocks = -(-ours // 512) == -(-real // 512)
             errors[name].append((same_blocks, abs(ours - real) / (x.nbytes + gradient.nbytes)))
@@ -583,11 +586,12 @@ def main() -> None:
     convolutions.add_argument("--search", action="store_true", help="with torch.backends.cudnn.benchmark")
     compared = commands.add_parser("compare-convolutions")
     compared.add_argument("measured", type=Path, nargs="?", default=RESULTS / "convolutions_h200.csv")
+    compared.add_argument("--search", action="store_true", help="they were measured with --search")
     given = parser.parse_args()
+    torch.backends.cudnn.benchmark = getattr(given, "search", False)
     if given.command == "measure":
         measure(given.out)
     elif given.command == "convolutions":
-        torch.backends.cudnn.benchmark = given.search
         measure_convolutions(
             given.out, convolution_table() if given.table else convolution_cases(given.count)
         )

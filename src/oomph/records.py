@@ -35,6 +35,7 @@ Kind = Literal[
     "workspace",
 ]
 Verdict = Literal["fits", "does not fit", "too close to call"]
+CUDNN_SEARCH = "cudnn search"  # the op of what torch.backends.cudnn.benchmark allocates to try algorithms
 STAGES: tuple[Stage, ...] = Stage.__args__  # type: ignore[attr-defined]
 
 
@@ -317,6 +318,7 @@ class Prediction:
     assumptions: tuple[Note, ...] = ()  # guesses that change what was traced: a loop cut, no backward pass
     interval: Interval | None = None  # None: nothing that decides the peak is unknown
     fixes: tuple[str, ...] | None = None  # that apply to the model of a script, where they were asked for
+    without_search: Peak | None = None  # where torch.backends.cudnn.benchmark takes free memory for a moment
     margin: int = 0  # bytes by which the needed memory may be off, either way
     batch: tuple[BatchTensor, ...] = ()  # distinct ones, in the order of the program; () where unknown
     sizes: tuple[tuple[str, int], ...] = ()  # of the Workload
@@ -326,6 +328,11 @@ class Prediction:
     ranks: int = 1  # of the step; the figures are those of the first
     nccl: int = 0  # bytes of NCCL's buffers, estimated; in peak.device, beside the allocator
     recorded: str = ""  # the memory snapshot of a real run that it was read from, instead of predicted
+
+    @property
+    def needed(self) -> Peak:
+        """What the step cannot do without: the peak, but for what cuDNN's search takes while it is free."""
+        return self.without_search or self.peak
 
     @property
     def fits(self) -> bool | None:
@@ -339,7 +346,7 @@ class Prediction:
             return (
                 f"Prediction(recorded in {self.recorded}: {ended} at {self.peak.allocated / 2**30:.2f} GiB)"
             )
-        needs = f"needs {self.peak.device / 2**30:.2f} GiB"
+        needs = f"needs {self.needed.device / 2**30:.2f} GiB"
         if self.capacity is not None:
             needs += f" of {self.capacity / 2**30:.2f} GiB on {self.gpu_title}"
         elif self.limit is not None:
@@ -468,6 +475,7 @@ class PredictedFixes:
     slowdown: float  # a step's time over that without fixes, by a roofline
     host_bytes: int = 0  # pinned host memory that it needs
     estimated: bool = False  # from predictions of each fix by itself, not of all together
+    without_search: Peak | None = None  # where torch.backends.cudnn.benchmark takes free memory for a moment
     margin: int = 0  # bytes by which the peak may be off; `fits` allows for them
 
 

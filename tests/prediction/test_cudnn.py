@@ -13,9 +13,11 @@ import oomph
 from oomph import gpus
 from oomph.prediction.api import trace
 from oomph.prediction.cuda.dispatch_keys import cuda_composites
-from oomph.prediction.cuda.rules import NEXT_RESULT, RuleContext, RuleGuard, temporaries_of
+from oomph.prediction.cuda.rules import NEXT_RESULT, RuleContext, RuleGuard, Search, temporaries_of
 from oomph.prediction.cuda.workspaces import flatten_parameters
+from oomph.records import CUDNN_SEARCH
 from oomph.torch_internals import FakeTensor, FakeTensorMode, TorchDispatchMode, disable_dispatch_modes
+from oomph.units import MiB
 
 aten = torch.ops.aten
 H200 = gpus.find("h200")
@@ -137,14 +139,70 @@ def test_a_dilated_convolution_takes_neither_fourier_transforms_nor_winograds_me
     assert weight_gradient((100, 128, 32, 32), (64, 128, 3, 3), padding=2, dilation=2) < 2 * both
 
 
-@pytest.mark.parametrize("benchmark", [False, True])
-def test_a_note_says_that_the_search_for_algorithms_is_not_included(benchmark):
-    def step():
-        torch.backends.cudnn.benchmark = benchmark
-        nn.Conv2d(8, 8, 3, device="cuda")(torch.empty(8, 8, 8, 8, device="cuda")).sum().backward()
+@pytest.fixture
+def benchmark():
+    """torch.backends.cudnn.benchmark is on."""
+    torch.backends.cudnn.benchmark = True
+    yield
+    torch.backends.cudnn.benchmark = False
 
-    notes = [note.text for note in oomph.predict(step, gpu="h200").notes]
-    assert any("cudnn.benchmark" in text for text in notes) is benchmark
+
+# The workspaces of cuDNN's Fourier transforms on an H200, as its plans give them (cuDNN 9.19).
+@pytest.mark.parametrize(
+    ("forward", "data", "weight", "input", "kernel", "options"),
+    [
+        (2351955968, 1194328064, 2292539392, (12, 512, 24, 24), (512, 4), {}),
+        (110270000, 76995584, 65465856, (8, 625, 28, 28), (12, 7), {}),
+        (3787493376, 111411200, 6933184512, (192, 32, 160, 112), (32, 3), {"padding": 1}),
+        (1652818704, None, None, (64, 1, 80, 80), (194, 1), {}),
+        (5479084048, 846999568, 5066219536, (16, 768, 32, 32), (192, 4), {"padding": 1, "format": NHWC}),
+        (None, 1653129232, None, (96, 192, 112, 112), (16, 4), {"padding": 1, "stride": 2}),
+        (None, 1407414928, None, (4, 448, 64, 64), (40, 4), {"padding": 1, "stride": 4}),
+        (None, 769978384, None, (10, 192, 65, 65), (192, 4), {"padding": 2, "stride": 2}),
+    ],
+)
+def test_a_search_for_algorithms_takes_the_workspace_of_fourier_transforms(
+    benchmark, forward, data, weight, input, kernel, options
+):
+    channels, width = kernel
+    shape = (channels, input[1], width, width)
+    masks = (None, (True, False, False), (False, True, False))
+    for measured, mask in zip((forward, data, weight), masks, strict=True):
+        found = convolution(input, shape, **options, backward=mask)
+        (search,) = (size for size in found if isinstance(size, Search))
+        assert measured is None or measured in search.workspaces
+
+
+@pytest.mark.parametrize("options", [{"dtype": BF16}, {"dilation": 2}, {"groups": 2}])
+def test_half_precision_dilation_and_groups_are_searched_without_fourier_transforms(benchmark, options):
+    shape = (64, 128 // options.get("groups", 1), 3, 3)
+    (search, *_) = convolution((100, 128, 32, 32), shape, padding=1, **options)
+    assert max(search.workspaces) < 2 * 100 * (128 + 64) * 32 * 32 * 4
+
+
+def searching_step():
+    torch.backends.cudnn.benchmark = True
+    layers = nn.Sequential(*(nn.Conv2d(64, 64, 3, padding=1) for _ in range(6))).cuda()
+    for _ in range(3):
+        layers(torch.empty(8, 64, 32, 32, device="cuda")).sum().backward()
+
+
+def test_the_peak_contains_the_search_and_the_verdict_does_not():
+    plain = oomph.predict(searching_step, gpu="h200", search=False)
+    found = oomph.predict(searching_step, gpu="h200")
+    searches = [one for one in found.allocations if one.op == CUDNN_SEARCH]
+    assert len(searches) == 3  # six layers are alike: one search for each pass
+    assert found.peak.allocated > max(one.bytes for one in searches) > plain.peak.allocated
+    assert found.needed.allocated == plain.peak.allocated
+    assert any("cudnn.benchmark" in note.text for note in found.notes)
+    limited = oomph.predict(searching_step, gpu="h200", max=plain.peak.reserved + plain.margin)
+    assert limited.verdict == "fits"
+
+
+def test_a_search_takes_only_what_is_free():
+    limit = oomph.predict(searching_step, gpu="h200", search=False).peak.reserved + 64 * MiB
+    found = oomph.predict(searching_step, gpu="h200", max=limit)
+    assert found.needed.allocated < found.peak.allocated <= limit
 
 
 @pytest.mark.parametrize(

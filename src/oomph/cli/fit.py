@@ -141,10 +141,10 @@ def _write_page(file: str, options: FitOptions, plan: Plan) -> None:
     limit = f"{plan.limit}B" if options.gpu and options.budget else options.max
     given = {field.name: getattr(options, field.name) for field in fields(TargetOptions)}
     asked = PredictOptions(**given, gpu=options.gpu or options.budget, max=limit, steps=options.steps)
-    runs = [("as it is", predict_target(asked, silent=True))]
+    runs = [("as it is", predict_target(asked, silent=True, search=False))]
     if plan.fixes:
         fixed = replace(asked, fix=tuple(map(fix_word, plan.fixes)))
-        runs.append(("with the plan", predict_target(fixed, silent=True)))
+        runs.append(("with the plan", predict_target(fixed, silent=True, search=False)))
     write_page(file, asked.typed, runs, plan=plan)
 
 

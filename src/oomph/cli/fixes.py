@@ -96,7 +96,7 @@ def run_fixes(given: FixesOptions) -> int:
             workload = target if isinstance(target, Workload) else call_on_fake_gpu(target)
             if not isinstance(workload, Workload):
                 return propose_for_program(target, card, limit, kinds, only, progress)  # type: ignore[arg-type]
-            prediction = predict(workload, gpu=card, max=limit, progress=progress)
+            prediction = predict(workload, gpu=card, max=limit, progress=progress, search=False)
             return prediction, propose(prediction, workload, kinds=kinds, only=only, progress=progress)
 
     with stdout_to_stderr(), progress_display(Console(stderr=True), lines=True) as report:

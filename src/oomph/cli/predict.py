@@ -157,7 +157,9 @@ def run_diagnose(given: DiagnoseOptions) -> ExitStatus:
     from oomph.diagnosis.api import diagnose_with
     from oomph.planning.programs import with_applicable_fixes
 
-    diagnosis = diagnose_with(lambda sizes: predict_target(options, sizes, on_end=with_applicable_fixes))
+    diagnosis = diagnose_with(
+        lambda sizes: predict_target(options, sizes, on_end=with_applicable_fixes, search=False)
+    )
     diagnosis = _with_applicable_fixes(diagnosis, options)
     if options.json:
         write_stdout(json.dumps(diagnosis_to_json(diagnosis), allow_nan=False) + "\n")
@@ -268,13 +270,14 @@ def predict_target(
     sizes: Mapping[str, int] | None = None,
     silent: bool = False,
     on_end: Callable[[Any, Prediction], Prediction] | None = None,
+    search: bool = True,
 ) -> Prediction:
     """`sizes`: of the Workload, instead of its own. `silent`: without what the program prints. `on_end`: of a
-    Script."""
+    Script. `search`: with what cuDNN's search for algorithms takes."""
     from oomph.prediction.api import predict_isolated, run_silently
 
     def run(progress: Progress) -> Prediction:
-        return _predict_target(options, sizes, progress, on_end)
+        return _predict_target(options, sizes, progress, on_end, search)
 
     # The program's own output goes to stderr; the progress bar comes second, so that it wraps that output.
     with stdout_to_stderr(), progress_display(Console(stderr=True)) as report:
@@ -282,14 +285,18 @@ def predict_target(
 
 
 def _predict_target(
-    options: PredictOptions, sizes: Mapping[str, int] | None, progress: Progress, on_end: Any
+    options: PredictOptions, sizes: Mapping[str, int] | None, progress: Progress, on_end: Any, search: bool
 ) -> Prediction:
-    from oomph.prediction import predict
+    from oomph.prediction import predict as predict_program
     from oomph.prediction.program import STEPS
+
+    predict = partial(
+        predict_program, gpu=options.gpu, sizes=_sizes(options), progress=progress, search=search
+    )
 
     if options.is_script:
         script = replace(script_with_fixes(options), on_end=on_end)
-        return predict(script, gpu=options.gpu, max=options.max, sizes=_sizes(options), progress=progress)
+        return predict(script, max=options.max)
     with open_target(options.target, options.overrides) as target:
         if options.fixes:
             target = with_fixes(target, options.fixes)
@@ -301,11 +308,8 @@ def _predict_target(
             target = replace(workload_of(target, options.target), accumulate=1)
         return predict(
             target,
-            gpu=options.gpu,
             max=allocator_limit(options, options.max),
-            sizes=_sizes(options),
             steps=1 if options.stages else STEPS,
-            progress=progress,
         )
 
 

@@ -31,7 +31,8 @@ def diagnose(
         return Diagnosis(target, find(target), failed_rules(target))
 
     def at(sizes: Mapping[str, int] | None) -> Prediction:
-        return predict(at_sizes(target, sizes), gpu=gpu, max=max, allow=allow, progress=progress)
+        at_size = at_sizes(target, sizes)
+        return predict(at_size, gpu=gpu, max=max, allow=allow, progress=progress, search=False)
 
     return diagnose_with(at)
 

@@ -223,7 +223,8 @@ def _with_prediction(proposal: Proposal, context: FixContext) -> Proposal | None
         card = None if before.gpu is None else gpus.with_rates(gpus.find(before.gpu))
         # Its own warnings were shown for the step as it is; others are of fixes that nobody has chosen yet.
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            return with_prediction(proposal, before, predict(fixed, gpu=card, max=before.limit))
+            fixed_prediction = predict(fixed, gpu=card, max=before.limit, search=False)
+            return with_prediction(proposal, before, fixed_prediction)
     except OomphError as error:
         return with_prediction(proposal, before, error)
 

@@ -56,7 +56,9 @@ def _largest(workload: Workload, name: str, plan: Plan, progress: Callable[[str]
         progress(f"predicting {name}={size:,}")
         sizes = {**(workload.sizes or {}), name: size}
         try:
-            found = predict(replace(workload, sizes=sizes), gpu=gpus.find(plan.gpu), max=plan.limit)
+            found = predict(
+                replace(workload, sizes=sizes), gpu=gpus.find(plan.gpu), max=plan.limit, search=False
+            )
         except ProgramError:  # it cannot run at this size
             if not low:
                 raise

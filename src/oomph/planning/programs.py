@@ -60,7 +60,9 @@ class WorkloadProgram:
         self._predict: Callable[[Callable[[Workload], Workload]], Prediction] | None = None
 
     def predict(self) -> Prediction:
-        found = _predict_before_forks(lambda: predict(self._workload, gpu=self._card, max=self._limit))
+        found = _predict_before_forks(
+            lambda: predict(self._workload, gpu=self._card, max=self._limit, search=False)
+        )
         self._repeat_first_step = _requests(found, 1) == _requests(found, 2)
         return found
 
@@ -90,7 +92,7 @@ class WorkloadProgram:
         return run_forked([functools.partial(predict_fixed, fixes) for fixes in sets], _jobs())
 
     def _predict_changed(self, change: Callable[[Workload], Workload]) -> Prediction:
-        return predict(change(self._workload), gpu=self._card, max=self._limit)
+        return predict(change(self._workload), gpu=self._card, max=self._limit, search=False)
 
     def proposals(self, prediction: Prediction) -> Proposals:
         context = FixContext(prediction, self._workload)
@@ -178,7 +180,7 @@ class FunctionProgram(_StoppedProgram):
 
     def __init__(self, function: Callable[[], Any], card: GPU | None, limit: str | int | None) -> None:
         self._function = function
-        self._predict = functools.partial(predict, gpu=card, max=limit)
+        self._predict = functools.partial(predict, gpu=card, max=limit, search=False)
 
     def predict(self) -> Prediction:
         return _predict_before_forks(lambda: self._predict(self._function))
@@ -233,7 +235,7 @@ class ScriptProgram(_StoppedProgram):
 
     def __init__(self, script: Script, card: GPU | None, limit: str | int | None) -> None:
         self._script = script
-        self._predict = functools.partial(predict, gpu=card, max=limit)
+        self._predict = functools.partial(predict, gpu=card, max=limit, search=False)
 
     def predict(self) -> Prediction:
         found = self._predict(self._script)

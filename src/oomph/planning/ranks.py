@@ -40,7 +40,7 @@ def ranks_needed(
     while ranks <= _MOST_RANKS:
         progress(f"predicting one of {ranks} ranks", None)
         spread = workload if ranks == 1 else replace(workload, parallel=Parallel(ranks))
-        found = predict(spread, gpu=gpu, max=max)
+        found = predict(spread, gpu=gpu, max=max, search=False)
         fits = found.fits is True
         tried.append(RankTrial(ranks, found.peak, fits, found.work.sent, found.step_seconds))
         settled = len(tried) > 2 and found.peak.device >= _NO_LESS * tried[-2].peak.device

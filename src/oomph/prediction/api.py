@@ -41,6 +41,7 @@ from oomph.prediction.tracer.tracer import OpLog, Tracer
 from oomph.prediction.tracer.values import Assumptions, assuming
 from oomph.prediction.tracer.work import RELEASE_SECONDS, step_work
 from oomph.records import (
+    CUDNN_SEARCH,
     Alive,
     Allocation,
     BatchTensor,
@@ -82,6 +83,7 @@ def predict(
     steps: int = program.STEPS,
     allow: Collection[str] = (),
     progress: Progress | None = None,
+    search: bool = True,
 ) -> Prediction:
     """The memory of a training step on `gpu`, without one.
 
@@ -95,13 +97,16 @@ def predict(
     The program runs in a child process and changes no file; `allow` may name "subprocesses", to let it start
     other programs, and "network".
     `progress` receives a text and, where it is known, the fraction that is done.
+    `search=False` leaves out the free memory that torch.backends.cudnn.benchmark takes for a moment.
     """
     target = program.as_program(target)
     card = _card(gpu)
     limit = _limit(card if gpu is not None else None, max, _nccl(target))
     if isinstance(target, Script) and autograd_breaks_in_forks():
         with show_progress(progress) as report:
-            return run_in_new_interpreter(predict, report, target, gpu=gpu, max=max, sizes=sizes, allow=allow)
+            return run_in_new_interpreter(
+                predict, report, target, gpu=gpu, max=max, sizes=sizes, allow=allow, search=search
+            )
     began = time.perf_counter()
 
     if sizes is not None and isinstance(target, Workload):
@@ -129,6 +134,7 @@ def predict(
                 sizes=sizes,
                 finish=lambda tracer: finish(prediction(tracer)),
                 steps=steps,
+                search_limit=(limit or card.memory - card.context) if search else None,
             )
         )
 
@@ -249,10 +255,14 @@ def _prediction(
     events, notes = tuple(tracer.recorder.events), tracer.recorder.notes
     allocations = tuple(pending.finish() for pending in tracer.recorder.allocations)
     settings, settings_notes = _allocator_settings(tracer)
-    unlimited = replay(events, allocations, settings=settings)
+    shown = replay(events, allocations, settings=settings)
+    searches = any(one.op == CUDNN_SEARCH for one in allocations)
+    # What decides: the search takes what is free, and does without where nothing is.
+    replay_needed = functools.partial(replay, events, allocations, settings=settings, search=False)
+    unlimited = replay_needed() if searches else shown
 
     def refused_by(limit: int, *, rising: bool = False) -> int | None:
-        return replay(events, allocations, limit, settings=settings, rising=rising).refused
+        return replay_needed(limit, rising=rising).refused
 
     sizes_assumed = tracer.estimates.sizes_assumed
     compiled = tracer.compile_seconds > 0
@@ -260,17 +270,17 @@ def _prediction(
     off_by = residual
     if refused_by(unlimited.highest_reserved + residual, rising=True) is not None:
         # The step would not run within the margin with segments at rising addresses.
-        rising = replay(events, allocations, settings=settings, rising=True)
+        rising = replay_needed(rising=True)
         off_by = max(residual, rising.highest_reserved - unlimited.highest_reserved)
     verdict, request = _verdict(refused_by, unlimited, limit, off_by, residual)
     step_seconds, work = step_work(tracer.work.kernels, card)
     release_seconds = 0.0
     if verdict == "fits" and limit is not None and limit < unlimited.highest_reserved:
-        release_seconds = replay(events, allocations, limit, settings=settings).released * RELEASE_SECONDS
+        release_seconds = replay_needed(limit).released * RELEASE_SECONDS
         step_seconds = None if step_seconds is None else step_seconds + release_seconds
     whole_steps = unlimited.steps[:-1] if tracer.stopped_within_step else unlimited.steps
     growth = _growth(whole_steps, unlimited, events, allocations)
-    peak = _peak(unlimited, events, allocations, card)
+    peak = _peak(shown, events, allocations, card)
     found = Prediction(
         gpu=card.name if named else None,
         gpu_title=card.title,
@@ -279,9 +289,10 @@ def _prediction(
         verdict=verdict,
         refused=None if request is None else allocations[request],
         peak=peak,
-        steps=tuple(replace(step, device=step.reserved + card.context) for step in unlimited.steps),
-        at_peak=unlimited.at_peak,
-        timeline=unlimited.timeline,
+        steps=tuple(replace(step, device=step.reserved + card.context) for step in shown.steps),
+        at_peak=shown.at_peak,
+        timeline=shown.timeline,
+        without_search=_peak(unlimited, events, allocations, card) if searches else None,
         events=events,
         allocations=allocations,
         notes=(
@@ -302,7 +313,7 @@ def _prediction(
         embeddings=tuple(EmbeddingUse(*key, used) for key, used in tracer.embeddings.items()),
         holders=tracer.holders.found(),
         assumptions=tuple(_assumptions(tracer)),
-        interval=Interval(peak, peak) if sizes_assumed else _interval(tracer, peak, unlimited.at_peak),
+        interval=Interval(peak, peak) if sizes_assumed else _interval(tracer, peak, shown.at_peak),
     )
     return _of_ranks(found, tracer.ranks, _nccl(target)) if tracer.ranks > 1 else found
 
@@ -390,14 +401,16 @@ def trace(
     finish: Callable[[Tracer], NoReturn] | None = None,
     sizes: Sizes | None = None,
     steps: int = program.STEPS,
+    search_limit: int | None = None,
 ) -> Tracer:
     """Run the target on the fake GPU; its own failures come out as ProgramError.
 
     `finish` ends the process of a Script whose steps repeat, or of a function that trains without end.
+    `search_limit`: what torch.backends.cudnn.benchmark may fill; None leaves it out.
     """
 
     def run(tracer: Tracer) -> Tracer:
-        tracer.progress = progress
+        tracer.progress, tracer.search_limit = progress, search_limit
         if sizes is not None:
             tracer.batch_sizes = BatchSizes(sizes, tracer.recorder.note)
         if isinstance(target, Workload):
@@ -581,6 +594,11 @@ def _notes_on_prediction(
         )
     if any(one.kind == "workspace" and one.op.startswith("aten.convolution") for one in allocations):
         yield Note("convolution workspaces are estimated: which algorithm cuDNN takes cannot be known")
+    if any(one.op == CUDNN_SEARCH for one in allocations):
+        yield Note(
+            "torch.backends.cudnn.benchmark: at the first call of a convolution, cuDNN tries algorithms in "
+            "memory that is free; the peak contains it, the verdict does not"
+        )
     if release_seconds:
         yield Note(
             "the step fits because the allocator releases cached memory in every step, "

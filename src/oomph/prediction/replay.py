@@ -24,7 +24,7 @@ from oomph.prediction.allocator import (
     ExpandableAllocator,
     OutOfMemory,
 )
-from oomph.records import Alive, Allocation, Event, Moment, StepPeak, alive_after
+from oomph.records import CUDNN_SEARCH, Alive, Allocation, Event, Moment, StepPeak, alive_after
 from oomph.units import MiB
 
 _STEP_MARK = re.compile(r"step (\d+)")
@@ -68,11 +68,13 @@ def replay(
     settings: AllocatorSettings | None = None,
     record: bool = False,
     rising: bool = False,
+    search: bool = True,
 ) -> Replay:
     """Run the events through a fresh allocator that may reserve `limit` bytes (None: as many as it likes).
 
     `allocations` is indexed by id. `record` keeps every act of the allocator in `Replay.trace`. `rising`
     places segments at rising addresses, see allocator.py; it changes nothing for expandable segments.
+    `search=False` leaves out what cuDNN's search for algorithms takes.
     Events that contradict themselves raise ValueError with the index of the first such event.
     """
     trace: list[TraceEntry] = []
@@ -97,8 +99,10 @@ def replay(
             if id in alive or not 0 <= id < known:
                 raise ValueError(_complaint(index, action, id, known))
             requester = id
+            one = allocations[id]
             try:
-                block = alive[id] = malloc(allocations[id].bytes, allocations[id].stream)
+                size = one.bytes if search or one.op != CUDNN_SEARCH else 0
+                block = alive[id] = malloc(size, one.stream)
                 if record and block.size:
                     trace.append(TraceEntry("alloc", block.address, block.size, id))
             except OutOfMemory:
@@ -111,6 +115,8 @@ def replay(
             if record and block.size:
                 trace.append(TraceEntry("free", block.address, block.size, id))
             free(block)
+            if allocations[id].op == CUDNN_SEARCH:  # torch empties the cache after it
+                allocator.empty_cache()
         elif action == "mark":
             if (step := _STEP_MARK.fullmatch(label)) is not None:
                 allocator.synchronize()  # the host runs ahead of the GPU by less than a step

@@ -26,6 +26,7 @@ def prediction_to_json(prediction: Prediction) -> dict[str, Any]:
             "stage": peak.stage,
             **_site(peak.site),
         },
+        "needed": sizes_to_json(prediction.needed),
         "fits": prediction.fits,
         "verdict": prediction.verdict,
         "margin": prediction.margin,
@@ -69,6 +70,7 @@ def prediction_from_json(found: Any) -> Prediction:
         raise ValueError(f"schema {found['schema']!r} is not {SCHEMA}")
     allocations = tuple(_allocation_from_json(id, one) for id, one in enumerate(found["at_peak"]))
     peak = found["peak"]
+    needed = found.get("needed", peak)
     return Prediction(
         gpu=found["gpu"],
         gpu_title=str(found["gpu"] or ""),
@@ -99,6 +101,7 @@ def prediction_from_json(found: Any) -> Prediction:
         seconds=float(found["seconds"]),
         step_seconds=found["step_seconds"],
         margin=int(found["margin"]),
+        without_search=None if needed["allocated"] == peak["allocated"] else Peak(**needed),
     )
 
 

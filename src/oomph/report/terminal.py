@@ -124,10 +124,10 @@ def verdict(prediction: Prediction) -> Verdict:
 
 
 def _traced_steps(prediction: Prediction) -> Verdict:
-    peak = _peak_position(prediction.peak)
+    peak = _peak_position(prediction.needed)
     margin = f", margin {format_bytes(prediction.margin)}" if prediction.margin else ""
     if prediction.verdict is None:
-        return Verdict("needs", f" {format_bytes(prediction.peak.device)}{margin}{peak}")
+        return Verdict("needs", f" {format_bytes(prediction.needed.device)}{margin}{peak}")
     needed, available, owner = _needed_and_available(prediction)
     need_text, available_text = distinct_sizes(needed, available)
     there_is = f"{owner} {available_text}"
@@ -173,9 +173,9 @@ def _depends_on_values(prediction: Prediction) -> bool:
 def _growth(prediction: Prediction, growth: Growth) -> str:
     """`; grows by 144 MiB per step: out of memory after about 150 steps`"""
     text = f"; grows by {format_bytes(growth.bytes)} per step"
-    if prediction.limit is None or prediction.limit < prediction.peak.reserved:
+    if prediction.limit is None or prediction.limit < prediction.needed.reserved:
         return text
-    more = (prediction.limit - prediction.peak.reserved) // growth.bytes
+    more = (prediction.limit - prediction.needed.reserved) // growth.bytes
     return f"{text}: out of memory after about {len(prediction.steps) + more:,} steps"
 
 
@@ -195,9 +195,9 @@ def _needed_and_available(prediction: Prediction) -> tuple[int, int, str]:
     """Bytes needed, bytes available, and the words before the latter."""
     if is_limited(prediction):
         assert prediction.limit is not None
-        return prediction.peak.reserved, prediction.limit, "the limit is"
+        return prediction.needed.reserved, prediction.limit, "the limit is"
     assert prediction.capacity is not None
-    return prediction.peak.device, prediction.capacity, f"the {gpu_name(prediction)} has"
+    return prediction.needed.device, prediction.capacity, f"the {gpu_name(prediction)} has"
 
 
 def is_limited(prediction: Prediction) -> bool:
@@ -285,7 +285,7 @@ def section(console: Console, title: str, body: Sequence[RenderableType]) -> Non
 
 def print_verdict(prediction: Prediction, console: Console) -> None:
     # One line however narrow the console: people copy it, and scripts look for it.
-    line, peak = verdict(prediction), prediction.peak
+    line, peak = verdict(prediction), prediction.needed
     style = _OUTCOME_STYLE.get(line.outcome, "bold yellow")
     parts = Text.assemble((line.outcome, style), line.details, (line.growth, "bold yellow"))
     console.print(parts, soft_wrap=True)
@@ -300,8 +300,18 @@ def print_verdict(prediction: Prediction, console: Console) -> None:
     if prediction.compile_seconds:
         seconds += f", of which torch.compile took {prediction.compile_seconds:.1f} s"
     console.print(Text(figures + seconds, "dim"), soft_wrap=True)
+    if prediction.without_search is not None:
+        console.print(Text(_search_line(prediction), "dim"), soft_wrap=True)
     if prediction.batch:
         console.print(Text(f"batch: {_batch(prediction.batch)}", "dim"), soft_wrap=True)
+
+
+def _search_line(prediction: Prediction) -> str:
+    peak = prediction.peak
+    return (
+        f"while cuDNN searches for algorithms: allocated {format_bytes(peak.allocated)}, "
+        f"reserved {format_bytes(peak.reserved)}; it takes only memory that is free"
+    )
 
 
 def _batch(tensors: Sequence[BatchTensor]) -> str:

@@ -33,6 +33,7 @@ from oomph.prediction.cuda.rules import (
     NEXT_RESULT,
     BoundArguments,
     Fake,
+    Temporary,
     bind,
     contiguous_copy_bytes,
     cuda_kernel,
@@ -952,7 +953,7 @@ def _masked_scatter(call: BoundArguments, gpu: GPU) -> list[int]:
 
 
 @temporaries(aten._unique.default, aten._unique2.default, aten.unique_consecutive.default)
-def _unique(call: BoundArguments, gpu: GPU) -> Sequence[int | None]:
+def _unique(call: BoundArguments, gpu: GPU) -> Sequence[Temporary]:
     """UniqueCub.cu. The results are as long as the input, and are shortened without being reallocated."""
     if call.get("dim") is not None:
         return _unique_rows(call, gpu)

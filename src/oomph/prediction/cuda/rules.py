@@ -13,7 +13,7 @@ such as cumsum.)
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,9 +26,19 @@ T = TypeVar("T")
 BoundArguments = dict[str, Any]  # an op's arguments by name, defaults filled in
 Fake = Callable[[OpOverload, Sequence[Any], dict[str, Any]], Any]  # runs an op on fake tensors
 CudaKernel = Callable[[Fake, OpOverload, Sequence[Any], dict[str, Any]], Any]
-TemporariesRule = Callable[[BoundArguments, GPU], Sequence[int | None]]
+TemporariesRule = Callable[[BoundArguments, GPU], Sequence["Temporary"]]
 HostOutputsRule = Callable[[BoundArguments], frozenset[int]]
 CompositeRule = Callable[["RuleContext", BoundArguments], Any]  # may return NotImplemented
+
+
+class Search(NamedTuple):
+    """cuDNN tries algorithms at the first call of a convolution (torch.backends.cudnn.benchmark)."""
+
+    convolution: Hashable
+    workspaces: tuple[int, ...]  # of the algorithms; the largest that is free is allocated
+
+
+Temporary = int | None | Search
 
 # The op's results on CUDA, where the fake CPU kernel gives others.
 CUDA_KERNELS: dict[OpOverload, CudaKernel] = {}
@@ -68,7 +78,7 @@ composite = _register_in(COMPOSITES)
 
 def temporaries_of(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], gpu: GPU
-) -> list[int | None]:
+) -> list[Temporary]:
     rule = temporaries_rule(func)
     return [size for size in rule(bind(func, args, kwargs), gpu) if size != 0] if rule is not None else []
 

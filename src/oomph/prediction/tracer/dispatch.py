@@ -26,6 +26,8 @@ from oomph.prediction.cuda.rules import (
     NONDETERMINISTIC,
     CudaKernel,
     HostOutputsRule,
+    Search,
+    Temporary,
     aten_ops,
     bind,
     check_dtypes,
@@ -514,15 +516,10 @@ class DispatchMode(TorchDispatchMode):
             results = [result for index, result in enumerate(results) if index not in on_host]
         if traits.allocation_order is not None:
             results = [results[index] for index in traits.allocation_order]
-        sizes: list[int | None] = []
+        sizes: list[Temporary] = []
         if traits.has_temporaries:
             rule = partial(temporaries_of, func, args, kwargs, tracer.gpu)
             sizes = guard.call("temporaries", func, rule, list)
-        if func is aten.convolution.default and torch.backends.cudnn.benchmark:
-            tracer.note_once(
-                "torch.backends.cudnn.benchmark: in the first step, cuDNN tries algorithms with workspaces "
-                "as large as free memory allows; they are not needed, and not included"
-            )
 
         def record(tensor: torch.Tensor) -> None:
             if any(tensor is known for known in given):  # written in place, wherever it is
@@ -538,13 +535,15 @@ class DispatchMode(TorchDispatchMode):
         self._record_temporaries(name, sizes, map(record, made[first:]))
 
     def _record_temporaries(
-        self, name: str, sizes: Sequence[int | None], results: Iterator[None] | None = None
+        self, name: str, sizes: Sequence[Temporary], results: Iterator[None] | None = None
     ) -> None:
         """`results`: records a result of the op with each step."""
         live = []
         for size in sizes:
             if size is None:  # NEXT_RESULT
                 next(results or iter(()), None)
+            elif isinstance(size, Search):
+                self.tracer.record_search(size)
             elif size > 0:
                 live.append(self.tracer.record_workspace(size, name))
             else:

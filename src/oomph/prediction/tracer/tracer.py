@@ -9,7 +9,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from oomph.gpus import GPU
-from oomph.prediction.cuda.rules import RuleContext, RuleGuard
+from oomph.prediction.cuda.rules import RuleContext, RuleGuard, Search
 from oomph.prediction.isolation import without_collection
 from oomph.prediction.tracer.attribution import (
     CompiledSite,
@@ -32,7 +32,7 @@ from oomph.prediction.tracer.batch_sizes import BatchSizes
 from oomph.prediction.tracer.fake_cuda import current_streams
 from oomph.prediction.tracer.values import ValueEstimates, Values
 from oomph.prediction.tracer.work import KernelCounter
-from oomph.records import Allocation, BatchTensor, Event, Kind, Note, Progress, Site, Stage
+from oomph.records import CUDNN_SEARCH, Allocation, BatchTensor, Event, Kind, Note, Progress, Site, Stage
 from oomph.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -275,6 +275,8 @@ class AllocationRecorder:
     def record_again(self, events: Sequence[Event], step: int, new_ids: dict[int, int]) -> None:
         """Record the events with new allocations, whose ids are added to `new_ids`."""
         for action, id, label in events:
+            if id >= 0 and self.allocations[id].op == CUDNN_SEARCH:  # made once
+                continue
             if action == "alloc":
                 old = self.allocations[id]
                 new = old.again(len(self.allocations), step)
@@ -426,6 +428,8 @@ class Tracer:
         self.embeddings: dict[tuple[str, int], int] = {}  # module, rows -> rows that indices reach
         self.holders = HolderSearch(self)
         self.sizes: Mapping[str, int] = {}  # of the Workload
+        self.search_limit: int | None = None  # bytes that cuDNN's search may fill; None: it is left out
+        self._searched: set[Hashable] = set()  # convolutions
 
     # -- placement ------------------------------------------------------------------------------------
 
@@ -696,6 +700,16 @@ class Tracer:
         )
         self.recorder.record_allocation(allocation)
         return allocation
+
+    def record_search(self, search: Search) -> None:
+        """Record the workspace of the first call of a convolution, in which cuDNN tries its algorithms."""
+        if self.search_limit is None or search.convolution in self._searched:
+            return
+        self._searched.add(search.convolution)
+        free = self.search_limit - self.recorder.live_bytes
+        size = max((size for size in search.workspaces if size <= free), default=0)
+        if size:
+            self.recorder.record_free(self.record_workspace(size, CUDNN_SEARCH))
 
     def count_kernel(self, *tensors: torch.Tensor | None, flops: float = 0.0, kind: str = "kernel") -> None:
         """Count a CUDA kernel that no traced op stands for, with the tensors it reads and writes."""
